@@ -25,6 +25,7 @@ from llmbackend.core.backend_api import (
     internal,
     unavailable,
 )
+from llmbackend.gguf.model_directory import source_of
 
 from .device_placement import DevicePlacement
 from .engine_args import with_parameters
@@ -121,7 +122,7 @@ def LLMBACKEND_ModelForecast(model: Model) -> dict[str, Any]:
     except (ValueError, OSError, RuntimeError) as error:
         raise internal(f"the engine of '{instance_name}' did not start: {error}") from error
     return {
-        "model": state.arguments.engine.model,
+        "model": source_of(state.arguments.engine.model),
         "num_engines": sum(each.count * max(len(each.gpus), 1) for each in groups),
         "engine": msgspec.to_builtins(engine),
         **state.describe_text(),

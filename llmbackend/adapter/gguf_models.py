@@ -18,6 +18,8 @@ from llmbackend.fork_server.process_resources import OwnedFolder
 from llmbackend.gguf.errors import GgufError
 from llmbackend.gguf.model_directory import gguf_files, model_directory
 
+from .text.template_trial import check_template
+
 _FOLDER = "gguf"
 _FIELDS = ("model", "tokenizer")
 
@@ -43,7 +45,7 @@ def with_directories(config: EngineConfig) -> EngineConfig:
 def _directory(field: str, config: EngineConfig) -> Path:
     value = getattr(config, field)
     try:
-        return model_directory(gguf_files(Path(value)), _parent(config))
+        return model_directory(gguf_files(Path(value)), _parent(config), check_template)
     except GgufError as error:
         raise ValueError(
             f"engine argument '{field}' is '{value}', a checkpoint that cannot be served: {error}"
@@ -54,14 +56,10 @@ def _directory(field: str, config: EngineConfig) -> Path:
 
 def _parent(config: EngineConfig) -> Path:
     cache = usable_directory(config)
-    return _temporary() if cache is None else cache / _FOLDER
+    return _temporary().path if cache is None else cache / _FOLDER
 
 
 @functools.cache
-def _temporary() -> Path:
+def _temporary() -> OwnedFolder:
     """Of this process."""
-    _kept.append(folder := OwnedFolder(_FOLDER))
-    return folder.path
-
-
-_kept: list[OwnedFolder] = []
+    return OwnedFolder(_FOLDER)

@@ -39,7 +39,7 @@ class Engine:
     def __init__(self, model: str | Path, **arguments: Any) -> None:
         """Returns when the model is loaded.
 
-        model      a checkpoint's directory, or a hub id
+        model      a checkpoint's directory, a GGUF file, or a hub id
         arguments  engine arguments with vLLM's names (docs/llm_backend.md): dtype="bfloat16", max_model_len=4096, …
 
         Raises TritonError that names the argument and what was expected, or says why the model cannot be loaded.

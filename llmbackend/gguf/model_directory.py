@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,10 +28,13 @@ from .model_config import model_config
 from .tokenizer_files import MARKER, chat_template, tokenizer_config, tokenizer_json
 from .vocabulary import Vocabulary
 
+CheckTemplate = Callable[[str, dict[str, str]], None]
 MAX_DIRECTORIES: Final = 32
 """The least recently used are removed."""
 _CONFIG: Final = "config.json"
 _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+_NO_TOKENS: Final = {"bos_token_id": None, "pad_token_id": None}
+"""In place of the family's own, which may lie outside of this vocabulary."""
 _UNFINISHED: Final = ".unfinished-"
 _SAMPLING: Final = {
     "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
@@ -47,14 +50,17 @@ def gguf_files(path: Path) -> list[Path]:
     return parts_of(path) if is_gguf(path) else []
 
 
-def model_directory(files: Sequence[Path], parent: Path) -> Path:
-    """The directory of this model in `parent`, made where there is none. Raises GgufError or OSError."""
+def model_directory(
+    files: Sequence[Path], parent: Path, check_template: CheckTemplate = lambda _source, _tokens: None
+) -> Path:
+    """The directory of this model in `parent`, made where there is none. check_template: gets the chat template and its
+    special tokens; raises ValueError to refuse it. Raises GgufError or OSError."""
     paths = [Path(os.path.abspath(path)) for path in files]
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = re.sub(r"[^\w.-]+", "_", model_name(paths[0])).lstrip(".")[:80] or "model"
     directory = parent / f"{name}-{_key(paths)}"
     if not (directory / _CONFIG).is_file():
-        _make(paths, directory)
+        _make(paths, directory, check_template)
         _remove_old(parent, directory)
     with contextlib.suppress(OSError):  # a read-only file system
         os.utime(directory)
@@ -64,9 +70,19 @@ def model_directory(files: Sequence[Path], parent: Path) -> Path:
 def is_made_of_gguf(directory: Path) -> bool:
     """Whether this is a directory of `model_directory`."""
     try:
-        return MARKER in json.loads((directory / _TOKENIZER_CONFIG).read_bytes())
-    except (OSError, ValueError, TypeError, RecursionError):
+        config = json.loads((directory / _TOKENIZER_CONFIG).read_bytes())
+    except (OSError, ValueError, RecursionError):
         return False
+    return isinstance(config, dict) and MARKER in config
+
+
+def source_of(model: str) -> str:
+    """The GGUF file that a directory was made of, its first part of several; of anything else, itself. For messages."""
+    directory = Path(model)
+    if not is_made_of_gguf(directory):
+        return model
+    links = sorted(path for path in directory.iterdir() if path.is_symlink())
+    return os.readlink(links[0]) if links else model
 
 
 def _key(paths: Sequence[Path]) -> str:
@@ -81,8 +97,8 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
-def _make(paths: Sequence[Path], directory: Path) -> None:
-    contents = _contents(read_parts(paths), paths[0].name)
+def _make(paths: Sequence[Path], directory: Path, check_template: CheckTemplate) -> None:
+    contents = _contents(read_parts(paths), paths[0].name, check_template)
     unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=directory.parent))
     try:
         for name, content in contents.items():
@@ -97,14 +113,14 @@ def _make(paths: Sequence[Path], directory: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _contents(header: Header, file_name: str) -> dict[str, str]:
+def _contents(header: Header, file_name: str, check_template: CheckTemplate) -> dict[str, str]:
     """Files by name. Raises GgufError."""
     tokenizer, vocabulary = tokenizer_json(header.fields)
     _check_vocabulary(header, vocabulary)
     ids = _token_ids(vocabulary)
     ends = vocabulary.ends
     objects = {
-        _CONFIG: model_config(header, {**ids, "eos_token_id": ends[0] if ends else None}),
+        _CONFIG: model_config(header, {**_NO_TOKENS, **ids, "eos_token_id": ends[0] if ends else None}),
         "generation_config.json": {**ids, **({"eos_token_id": ends} if ends else {}), **_sampling(header.fields)},
         _TOKENIZER_CONFIG: tokenizer_config(vocabulary, file_name),
     }
@@ -112,6 +128,11 @@ def _contents(header: Header, file_name: str) -> dict[str, str]:
     contents["tokenizer.json"] = json.dumps(tokenizer, ensure_ascii=False)
     if template := chat_template(header.fields):
         contents["chat_template.jinja"] = template
+        texts = {name: value for name, value in objects[_TOKENIZER_CONFIG].items() if name.endswith("_token")}
+        try:
+            check_template(template, texts)
+        except ValueError as error:
+            raise GgufError(f"its field 'tokenizer.chat_template' is refused: {error}") from None
     return contents
 
 

@@ -62,15 +62,15 @@ _DEEPSEEK_CODER = (
 
 _KINDS: Final = (
     (
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3"),
         PreTokenizer(_LLAMA3, ignore_merges=True, adds_bos=True),
     ),
     (("dbrx", "smaug-bpe"), PreTokenizer(_LLAMA3)),
-    (("qwen2", "deepseek-r1-qwen", "megrez"), PreTokenizer(_QWEN2, composes=True)),
-    (("smollm", "starcoder", "refact", "command-r"), PreTokenizer((_DIGITS, _byte_level(True)))),
-    (("gpt-2", "olmo", "granite-docling"), PreTokenizer((_byte_level(True),))),
+    (("qwen2", "deepseek-r1-qwen"), PreTokenizer(_QWEN2, composes=True)),
+    (("smollm", "starcoder", "refact"), PreTokenizer((_DIGITS, _byte_level(True)))),
+    (("gpt-2",), PreTokenizer((_byte_level(True),))),
     (("tekken",), PreTokenizer(_TEKKEN, ignore_merges=True, adds_bos=True)),
-    (("gpt-4o", "llama4"), PreTokenizer(_GPT_4O)),
+    (("gpt-4o",), PreTokenizer(_GPT_4O)),
     (("deepseek-coder",), PreTokenizer(_DEEPSEEK_CODER)),
 )
 PRE_TOKENIZERS: Final = {name: kind for names, kind in _KINDS for name in names}

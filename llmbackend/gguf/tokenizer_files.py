@@ -19,7 +19,7 @@ from .vocabulary import BYTE, NORMAL, Vocabulary, read_vocabulary
 
 Json = dict[str, Any]
 BPE, SENTENCEPIECE = "gpt2", "llama"
-MARKER: Final = "gguf_file"
+MARKER: Final = "made_of_gguf"
 """The entry of tokenizer_config.json that says what the files were made of."""
 MAX_MERGES: Final = 1 << 22
 MAX_TEMPLATE_CHARACTERS: Final = 1 << 20

@@ -53,7 +53,7 @@ class ChatTemplate:
             environment = _environment()
             self._template = environment.from_string(source)
             tree = environment.parse(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
         self._variables = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
         self._names = frozenset(_names(tree))

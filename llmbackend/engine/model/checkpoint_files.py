@@ -19,6 +19,7 @@ import msgspec
 from llmbackend.gguf.errors import GgufError
 from llmbackend.gguf.families import model_tensors
 from llmbackend.gguf.files import SUFFIX, files_in, read_parts
+from llmbackend.gguf.model_directory import source_of
 
 from ..errors import CheckpointError
 
@@ -54,7 +55,7 @@ _INDEX = re.compile(r"(?:^|(?<=\.))\d{1,9}(?=\.)")
 
 def bad_checkpoint(model: str, error: Exception) -> ValueError:
     """The error of the engine argument that names the checkpoint."""
-    return ValueError(f"engine argument 'model' is '{model}', a checkpoint that cannot be served: {error}")
+    return ValueError(f"engine argument 'model' is '{source_of(model)}', a checkpoint that cannot be served: {error}")
 
 
 @dataclass(frozen=True, slots=True)

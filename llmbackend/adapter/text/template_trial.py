@@ -1,0 +1,92 @@
+"""A chat template of a stranger, tried in a process with little memory and time before the server compiles it.
+
+For: gguf_models.py, which takes a template from a single file that anybody may have made. Does not know: such files.
+Invariants: the process ends within its limits, whatever the template does; a template that refuses the conversations
+here is not refused for it, because many ask for roles in a certain order. A template that waits for a special
+conversation passes: it is as much part of the model as its weights.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import subprocess
+import sys
+import time
+from typing import Any, Final
+
+import msgspec
+
+from llmbackend.fork_server.client import command, environment
+
+CPU_S: Final = 5
+"""For all conversations; rendering takes milliseconds."""
+WALL_S: Final = 120.0
+MEMORY_BYTES: Final = 2 << 30
+"""Of address space."""
+MAX_PROMPT_CHARACTERS: Final = 1 << 20
+_USER: Final = {"role": "user", "content": "Hello!"}
+_ANSWER: Final = {"role": "assistant", "content": "Hi."}
+_TOOL: Final = {
+    "type": "function",
+    "function": {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}},
+}
+_CONVERSATIONS: Final[tuple[tuple[list[dict[str, Any]], list[Any] | None], ...]] = (
+    ([_USER], None),
+    ([{"role": "system", "content": "Be brief."}, _USER, _ANSWER, _USER], None),
+    ([_USER], [_TOOL]),
+)
+
+
+class TemplateRefusedError(ValueError):
+    """Why a template is not used."""
+
+
+def check_template(source: str, special_tokens: dict[str, str]) -> None:
+    """Raises TemplateRefusedError."""
+    request = msgspec.json.encode({"source": source, "special_tokens": special_tokens, "cpu_s": CPU_S})
+    try:
+        done = subprocess.run(
+            command("", __name__), input=request, capture_output=True, timeout=WALL_S, env=environment(""), check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise TemplateRefusedError(f"it does not end within {WALL_S:.0f} s") from None
+    if done.returncode:
+        said = done.stdout.decode(errors="replace").strip()
+        raise TemplateRefusedError(said or f"rendering it takes more than {CPU_S} s, or too much memory")
+
+
+def main() -> None:
+    """In the other process: prints why the template is refused, and ends with 1."""
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=dict[str, Any])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    from .chat_template import ChatTemplate
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    limit_s = math.ceil(time.process_time()) + request["cpu_s"]
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 1))
+    try:
+        template = ChatTemplate(request["source"], request["special_tokens"])
+        for messages, tools in _CONVERSATIONS:
+            _render(template, messages, tools)
+    except MemoryError:
+        _end(f"it takes more than {MEMORY_BYTES >> 20} MiB")
+    except (ValueError, RecursionError, OverflowError) as error:  # it does not compile
+        _end(" ".join(str(error).split())[:300] or type(error).__name__)
+
+
+def _render(template: Any, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
+    from llmbackend.core.backend_api import TritonError
+
+    try:
+        prompt = template.render(messages, tools=tools)
+    except TritonError:  # other roles are expected, or it has no tools
+        return
+    if len(prompt) > MAX_PROMPT_CHARACTERS:
+        _end(f"it makes {len(prompt)} characters of a short conversation, expected at most {MAX_PROMPT_CHARACTERS}")
+
+
+def _end(reason: str) -> None:
+    print(reason)
+    sys.stdout.flush()
+    raise SystemExit(1)

@@ -1,0 +1,145 @@
+"""A GGUF file of each family gives the tokens of the model that it was converted from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from llmbackend.gguf.model_directory import gguf_files, model_directory
+from tests.helpers.gguf_files import random_blocks, write_model
+from tests.helpers.tiny_models import BASE, FAMILIES, MIXED, UNTIED, WINDOW, engine_tokens, expected_tokens, prompts
+from tests.helpers.tiny_models import random_model as tiny_model
+
+pytestmark = pytest.mark.slow
+
+THETA = {"rope_theta": 10000.0}
+LLAMA3 = {
+    **THETA, "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+PHI_LONG = {
+    **THETA, "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 5.0, 7.0],
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
+GEMMA_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+CONFIGS: dict[str, Any] = {
+    "llama": FAMILIES["llama"],
+    "llama, tied": tf.LlamaConfig(**BASE, tie_word_embeddings=True),
+    "llama, its own width of heads": tf.LlamaConfig(**BASE, head_dim=32),
+    "llama, biases": tf.LlamaConfig(**BASE, attention_bias=True, mlp_bias=True),
+    "llama 3.2": tf.LlamaConfig(**BASE, rope_parameters=LLAMA3),
+    "llama, other rotary factors": tf.LlamaConfig(**BASE, rope_parameters={**LLAMA3, "high_freq_factor": 3.0}),
+    "mistral": tf.MistralConfig(**BASE, sliding_window=None),
+    "qwen2": FAMILIES["qwen2"],
+    "qwen2, yarn": tf.Qwen2Config(
+        **BASE,
+        rope_parameters={**THETA, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ),
+    "qwen3": FAMILIES["qwen3"],
+    "gemma2": tf.Gemma2Config(**BASE, **WINDOW, query_pre_attn_scalar=16, attn_logit_softcapping=2.0),
+    "gemma3": FAMILIES["gemma3"],
+    "gemma3, stretched": tf.Gemma3TextConfig(
+        **BASE, **UNTIED, **WINDOW, **MIXED, query_pre_attn_scalar=16, rope_parameters=GEMMA_ROPES
+    ),
+    "phi3": FAMILIES["phi3"],
+    "phi3, window": tf.Phi3Config(**BASE, sliding_window=8),
+    "phi3, longrope": tf.Phi3Config(
+        **{**BASE, "max_position_embeddings": 128}, original_max_position_embeddings=64, rope_parameters=PHI_LONG
+    ),
+    "granite": tf.GraniteConfig(
+        **BASE, logits_scaling=3.0, attention_multiplier=0.2, residual_multiplier=0.7, embedding_multiplier=1.5
+    ),
+    "smollm3": tf.SmolLM3Config(**{**BASE, "num_hidden_layers": 5}),
+}
+
+
+def directory_of(path: Path) -> Path:
+    return model_directory(gguf_files(path), path.parent / "made")
+
+
+def expected(config: Any, weights: dict[str, torch.Tensor]) -> list[list[int]]:
+    """Greedy tokens of transformers' float32 model with these weights."""
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    return [expected_tokens(model, prompt) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_family_computes_as_before_its_conversion(family: str, tmp_path: Path) -> None:
+    model = tiny_model(CONFIGS[family])
+    write_model(tmp_path / "tiny.gguf", model)
+    tokens, _ = engine_tokens(directory_of(tmp_path / "tiny.gguf"))
+    assert tokens == expected(CONFIGS[family], model.state_dict())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "granite", "smollm3", "qwen3"])
+def test_quantised_weights_are_those_of_the_file(family: str, tmp_path: Path) -> None:
+    weights = write_model(tmp_path / "tiny.gguf", tiny_model(CONFIGS[family]), "Q8_0")
+    tokens, _ = engine_tokens(directory_of(tmp_path / "tiny.gguf"), dtype="float32")
+    assert tokens == expected(CONFIGS[family], weights)
+
+
+def test_parts_are_one_model(tmp_path: Path) -> None:
+    model = tiny_model(CONFIGS["llama"])
+    write_model(tmp_path / "tiny.gguf", model, shards=7)
+    parts = sorted(tmp_path.glob("tiny-*.gguf"))
+    assert len(parts) > 2
+    for named in (tmp_path, parts[0], parts[-1]):
+        made = model_directory(gguf_files(named), tmp_path / "made")
+        assert sorted(path.name for path in made.glob("*.gguf")) == [path.name for path in parts]
+    tokens, _ = engine_tokens(made)
+    assert tokens == expected(CONFIGS["llama"], model.state_dict())
+
+
+def test_int8_is_quantised_from_the_files_values(tmp_path: Path) -> None:
+    config = CONFIGS["llama"]
+    weights = write_model(tmp_path / "tiny.gguf", tiny_model(config), "Q4_0")
+    plain = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(weights)
+    plain.save_pretrained(tmp_path / "plain")
+    options = {"dtype": "float32", "quantization": "int8"}
+    assert engine_tokens(directory_of(tmp_path / "tiny.gguf"), **options) == engine_tokens(
+        tmp_path / "plain", **options
+    )
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+def test_written_types_are_read(kind: str, tmp_path: Path) -> None:
+    from llmbackend.gguf.tensors import GgufTensors
+
+    weights = write_model(tmp_path / "tiny.gguf", tiny_model(CONFIGS["llama"]), kind)
+    tensors = GgufTensors([tmp_path / "tiny.gguf"], torch.float32)
+    assert tensors.keys() == weights.keys()
+    assert all(torch.equal(tensors[name], weights[name]) for name in weights)
+    half = GgufTensors([tmp_path / "tiny.gguf"], torch.bfloat16)
+    assert all(torch.equal(half[name], weights[name].bfloat16()) for name in weights)
+    assert f"({len([w for w in weights.values() if w.dim() > 1])} {kind}, " in half.description
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"])
+def test_other_types_are_read(kind: str, tmp_path: Path) -> None:
+    """Rows enough for several pieces, in a file that has nothing else."""
+    import gguf
+
+    from llmbackend.gguf.tensors import GgufTensors
+    from tests.helpers.gguf_files import dequantized
+
+    raw, number = random_blocks(kind, 1100, 512), gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "qwen2")
+    writer.add_head_count(4)
+    writer.add_tensor("token_embd.weight", raw, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    read = GgufTensors([tmp_path / "one.gguf"], torch.float32)["model.embed_tokens.weight"]
+    assert torch.equal(read, torch.from_numpy(dequantized(raw, number)))

@@ -1,0 +1,241 @@
+"""Small GGUF files: of a transformers model, by the published rules of llama.cpp's conversion, or of given fields.
+
+The names of tensors and the layouts of types are the gguf package's, so that the tests do not repeat the tables of the
+code under test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[Any]
+ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+"""By transformers' model type, where it has another name."""
+BY_PAIRS = ("llama", "mistral", "granite", "smollm3")
+VOCABULARY = ("a", "b", "ab")
+
+
+def write_model(
+    path: Path, model: Any, kind: str = "F32", extra: Mapping[str, Any] | None = None, shards: int = 0
+) -> dict[str, torch.Tensor]:
+    """extra: fields that differ. shards: tensors in each part; 0: one file. Returns the weights that the file holds, by
+    the model's names."""
+    config = model.config
+    name = ARCHITECTURES.get(config.model_type, config.model_type)
+    options = {"split_max_tensors": shards} if shards else {}
+    writer = gguf.GGUFWriter(path, name, **options)
+    _add_fields(writer, config)
+    add_vocabulary(writer, config.vocab_size)
+    for field, value in (extra or {}).items():
+        _add(writer, field, value)
+    held = _add_tensors(writer, model, kind, gguf.get_tensor_name_map(_arch(name), config.num_hidden_layers))
+    _finish(writer)
+    return held
+
+
+def write_fields(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, Array] | None = None) -> Path:
+    """A file of these fields, `general.architecture` among them, and tensors of F32."""
+    writer = gguf.GGUFWriter(path, str(fields["general.architecture"]))
+    for field, value in fields.items():
+        if field != "general.architecture":
+            _add(writer, field, value)
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, values.astype(np.float32))
+    _finish(writer)
+    return path
+
+
+def add_vocabulary(writer: Any, size: int) -> None:
+    tokens = [*VOCABULARY, *(f"t{index}" for index in range(len(VOCABULARY), size))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * size)
+    writer.add_token_merges(["a b"])
+
+
+def llama_fields(**changes: Any) -> dict[str, Any]:
+    """Of a Llama with one layer, without tensors."""
+    fields: dict[str, Any] = {
+        "general.architecture": "llama",
+        "llama.block_count": 1,
+        "llama.context_length": 64,
+        "llama.embedding_length": 8,
+        "llama.feed_forward_length": 16,
+        "llama.attention.head_count": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": list(VOCABULARY),
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    fields |= {name.replace("__", "."): value for name, value in changes.items()}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _arch(name: str) -> Any:
+    return next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+
+
+def _add(writer: Any, field: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(field, value)
+    elif isinstance(value, int):
+        writer.add_uint32(field, value) if value >= 0 else writer.add_int32(field, value)
+    elif isinstance(value, float):
+        writer.add_float32(field, value)
+    elif isinstance(value, str):
+        writer.add_string(field, value)
+    else:
+        writer.add_array(field, value)
+
+
+def _finish(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# --- hyperparameters --------------------------------------------------------------------------------------------------
+
+
+def _add_fields(writer: Any, config: Any) -> None:
+    heads = config.num_attention_heads
+    rope = config.rope_parameters
+    sliding = rope.get("sliding_attention")
+    rope = rope.get("full_attention", rope)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    _add_scaling(writer, rope, config)
+    if config.model_type in ("gemma2", "gemma3_text"):
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if sliding is not None:
+        writer.add_float32(f"{writer.arch}.rope.freq_base_swa", sliding["rope_theta"])
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "phi3":
+        writer.add_sliding_window(config.sliding_window or 0)
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        width = config.hidden_size // heads
+        writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1.0)))
+    if config.model_type in BY_PAIRS:
+        writer.add_rope_dimension_count(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def _add_scaling(writer: Any, rope: Mapping[str, Any], config: Any) -> None:
+    kind = rope["rope_type"]
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "llama3":
+        width = config.hidden_size // config.num_attention_heads
+        writer.add_tensor("rope_freqs.weight", np.array(_llama3_factors(rope, width), dtype=np.float32))
+    if kind == "longrope":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+        original = config.original_max_position_embeddings
+        scale = config.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+        for length in ("long", "short"):
+            factors = np.array(rope[f"{length}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
+
+
+def _llama3_factors(rope: Mapping[str, Any], width: int) -> list[float]:
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    original, factors = rope["original_max_position_embeddings"], []
+    for index in range(0, width, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (index / width)
+        smooth = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return factors
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _add_tensors(writer: Any, model: Any, kind: str, names: Any) -> dict[str, torch.Tensor]:
+    held: dict[str, torch.Tensor] = {}
+    config = model.config
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stem, ending = name.rsplit(".", 1)
+        values = tensor.float().numpy()
+        if config.model_type.startswith("gemma") and stem.endswith("norm"):
+            values = values + np.float32(1)
+        num_heads = heads.get(stem.rsplit(".", 1)[-1], 0) if config.model_type in BY_PAIRS else 0
+        values = by_pairs(values, num_heads) if num_heads else values
+        raw = quantized(values, kind if values.ndim > 1 else "F32")
+        writer.add_tensor(f"{names.get_name(stem)}.{ending}", raw[0], raw_dtype=raw[1])
+        back = dequantized(*raw)
+        back = back - np.float32(1) if config.model_type.startswith("gemma") and stem.endswith("norm") else back
+        held[name] = torch.from_numpy(by_halves(back, num_heads) if num_heads else back.copy())
+    return held
+
+
+def by_pairs(values: Array, num_heads: int) -> Array:
+    shape = values.shape
+    return values.reshape(num_heads, 2, shape[0] // num_heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def by_halves(values: Array, num_heads: int) -> Array:
+    shape = values.shape
+    return values.reshape(num_heads, shape[0] // num_heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def quantized(values: Array, kind: str) -> tuple[Array, Any]:
+    number = gguf.GGMLQuantizationType[kind]
+    return gguf.quants.quantize(values.astype(np.float32), number), number
+
+
+def dequantized(raw: Array, kind: Any) -> Array:
+    with np.errstate(over="ignore"):
+        return gguf.quants.dequantize(raw, kind)
+
+
+def random_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> Array:
+    """Bytes of a type that the gguf package cannot write, with scales that are finite."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    draw = np.random.default_rng(seed)
+    raw = draw.integers(0, 256, (num_rows, num_columns // block, size), dtype=np.uint8)
+    for place in _scales(kind):
+        scale = draw.normal(0, 0.05, (num_rows, num_columns // block, 1)).astype(np.float16)
+        raw[:, :, place : place + 2] = scale.view(np.uint8)
+    return raw.reshape(num_rows, -1)
+
+
+def _scales(kind: str) -> Sequence[int]:
+    """Where a block has scales of 16 bits."""
+    return {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}.get(
+        kind, (0,)
+    )
