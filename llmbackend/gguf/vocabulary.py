@@ -34,6 +34,9 @@ _ENDS: Final = frozenset({
 })  # fmt: skip
 """Tokens that end an answer whether or not the file says so."""
 
+_PARSED: Final = ("<|tool_call", "<|/tool_call")
+"""Begin tokens that parsers of tool calls look for in an answer; the conversion calls all tokens <|…|> special."""
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -55,7 +58,8 @@ class Vocabulary:
         """Tokens that are found in text before it is cut into words; whether they are left out of an answer."""
         for index, kind in enumerate(self.kinds):
             if kind in (CONTROL, USER_DEFINED, UNKNOWN):
-                yield index, self.tokens[index], kind != USER_DEFINED
+                text = self.tokens[index]
+                yield index, text, kind != USER_DEFINED and not text.startswith(_PARSED)
 
 
 def read_vocabulary(fields: Mapping[str, Any], is_sentencepiece: bool) -> Vocabulary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 import transformers as tf
 
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.weight_cache.cache import key_of
 from llmbackend.gguf.model_directory import gguf_files, model_directory
 from tests.helpers.gguf_files import random_blocks, write_model
 from tests.helpers.tiny_models import BASE, FAMILIES, MIXED, UNTIED, WINDOW, engine_tokens, expected_tokens, prompts
@@ -110,6 +113,16 @@ def test_int8_is_quantised_from_the_files_values(tmp_path: Path) -> None:
     assert engine_tokens(directory_of(tmp_path / "tiny.gguf"), **options) == engine_tokens(
         tmp_path / "plain", **options
     )
+
+
+def test_packed_weights_are_those_of_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_model(file, tiny_model(CONFIGS["llama"]))
+    first = key_of(EngineConfig(model=str(directory_of(file))))
+    assert key_of(EngineConfig(model=str(directory_of(file)))) == first
+    before = file.stat()
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert key_of(EngineConfig(model=str(directory_of(file)))).digest != first.digest
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])

@@ -239,6 +239,14 @@ def test_ends_are_those_of_the_file_and_those_that_are_known_by_name(tmp_path: P
     assert tokenizer_config(vocabulary, "t.gguf")["eos_token"] == vocabulary.tokens[9]
 
 
+def test_tokens_of_tool_calls_stay_in_an_answer(tmp_path: Path) -> None:
+    fields = bpe_fields("gpt-2")
+    fields["tokenizer.ggml.tokens"] += ["<|tool_call|>", "<|tool|>"]
+    fields["tokenizer.ggml.token_type"] += [3, 3]
+    ours = made(tmp_path, fields)
+    assert ours.decode(ours.encode("<|tool_call|><|tool|>").ids) == "<|tool_call|>"
+
+
 def test_the_template_is_the_files(tmp_path: Path) -> None:
     text = "{% for message in messages %}{{ message.content }}{% endfor %}"
     found = header(tmp_path, llama_fields() | {"tokenizer.chat_template": text})

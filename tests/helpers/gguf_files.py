@@ -220,7 +220,8 @@ def quantized(values: Array, kind: str) -> tuple[Array, Any]:
 
 def dequantized(raw: Array, kind: Any) -> Array:
     with np.errstate(over="ignore"):
-        return gguf.quants.dequantize(raw, kind)
+        values: Array = gguf.quants.dequantize(raw, kind)
+    return values
 
 
 def random_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> Array:

@@ -73,4 +73,4 @@ def test_text_has_the_tokens_of_the_published_tokenizer(directory: Path) -> None
 def test_chats_are_rendered_as_by_the_checkpoint(directory: Path) -> None:
     sources = (TokenizerSource.of(str(path), "", "") for path in (directory, Path(FOLDER) / NAMES[0]))
     ours, checkpoints = (source.load(trust_remote_code=False, interpreter="") for source in sources)
-    assert ours.render_chat(CONVERSATION) == checkpoints.render_chat(CONVERSATION)
+    assert ours.render_chat(CONVERSATION, None, {}) == checkpoints.render_chat(CONVERSATION, None, {})
