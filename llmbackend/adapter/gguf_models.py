@@ -45,7 +45,8 @@ def with_directories(config: EngineConfig) -> EngineConfig:
 def _directory(field: str, config: EngineConfig) -> Path:
     value = getattr(config, field)
     try:
-        return model_directory(gguf_files(Path(value)), _parent(config), check_template)
+        check = functools.partial(check_template, interpreter=config.engine_python)
+        return model_directory(gguf_files(Path(value)), _parent(config), check)
     except GgufError as error:
         raise ValueError(
             f"engine argument '{field}' is '{value}', a checkpoint that cannot be served: {error}"

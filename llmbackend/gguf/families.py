@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from .errors import GgufError
+from .errors import GgufError, short
 from .fields import Fields
 from .header import Header, TensorInfo
 
@@ -78,7 +78,7 @@ def family_of(header: Header) -> Family:
     """Raises GgufError."""
     name = Fields(header.fields).text("general.architecture")
     if name not in FAMILIES:
-        raise GgufError(f"its architecture is '{name[:60]}', expected one of: {', '.join(FAMILIES)}")
+        raise GgufError(f"its architecture is '{short(name)}', expected one of: {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
@@ -112,7 +112,8 @@ def model_tensors(header: Header) -> dict[str, ModelTensor]:
         if not _IN_THE_CONFIG.fullmatch(name):
             for model_name, tensor in _pieces(family, name, info, heads):
                 if model_name in found:
-                    raise GgufError(f"its tensors '{found[model_name].name}' and '{name}' are both '{model_name}'")
+                    first, second = short(found[model_name].name), short(name)
+                    raise GgufError(f"its tensors '{first}' and '{second}' are both '{model_name}'")
                 found[model_name] = tensor
     return found
 
@@ -141,7 +142,9 @@ def _joined(
     sizes = {"q": heads["q"], "k": heads["k"], "v": heads["k"]}
     width, rest = divmod(info.shape[0], sum(sizes.values()))
     if rest:
-        raise GgufError(f"its tensor '{name}' has {info.shape[0]} rows, expected a multiple of {sum(sizes.values())}")
+        raise GgufError(
+            f"its tensor '{short(name)}' has {info.shape[0]} rows, expected a multiple of {sum(sizes.values())}"
+        )
     first = 0
     for part, count in sizes.items():
         num_heads = heads[part] if family.by_pairs else 0
@@ -152,4 +155,4 @@ def _joined(
 
 def _check_heads(name: str, num_rows: int, num_heads: int) -> None:
     if num_heads and num_rows % (2 * num_heads):
-        raise GgufError(f"its tensor '{name}' has {num_rows} rows, expected a multiple of {2 * num_heads}")
+        raise GgufError(f"its tensor '{short(name)}' has {num_rows} rows, expected a multiple of {2 * num_heads}")

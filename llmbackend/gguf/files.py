@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from .errors import GgufError
+from .errors import GgufError, short
 from .header import MAGIC, Header, read_header
 
 SUFFIX: Final = ".gguf"
@@ -85,15 +85,19 @@ def read_parts(files: Sequence[Path]) -> Header:
     first = headers[0]
     count = first.fields.get(_NUM_PARTS, 1)
     if count != len(files) and (count, len(files)) != (0, 1):
-        raise GgufError(f"{files[0].name}: its field '{_NUM_PARTS}' is {count}, but there are {len(files)} files")
+        raise GgufError(
+            f"{files[0].name}: its field '{_NUM_PARTS}' is {short(repr(count))}, but there are {len(files)} files"
+        )
     tensors = dict(first.tensors)
     for path, header in zip(files[1:], headers[1:], strict=True):
         if twice := _first(tensors.keys() & header.tensors.keys()):
-            raise GgufError(f"{path.name}: its tensor '{twice}' is in another part, too")
+            raise GgufError(f"{path.name}: its tensor '{short(twice)}' is in another part, too")
         tensors |= header.tensors
     stated = first.fields.get(_NUM_TENSORS, len(tensors))
     if stated != len(tensors):
-        raise GgufError(f"{files[0].name}: its field '{_NUM_TENSORS}' is {stated}, but its parts have {len(tensors)}")
+        raise GgufError(
+            f"{files[0].name}: its field '{_NUM_TENSORS}' is {short(repr(stated))}, but its parts have {len(tensors)}"
+        )
     return Header(first.fields, tensors)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .errors import GgufError
+from .errors import GgufError, short
 from .families import Family, family_of
 from .fields import Fields
 from .header import Header, TensorInfo
@@ -99,7 +99,7 @@ def _rope(header: Header, fields: Fields, head_dim: int) -> Config:
         return {**plain, **_yarn(fields)}
     if kind in ("none", "longrope"):  # longrope: see _longrope
         return plain
-    raise GgufError(f"its field 'rope.scaling.type' is '{kind}', expected none, linear, yarn or longrope")
+    raise GgufError(f"its field 'rope.scaling.type' is '{short(kind)}', expected none, linear, yarn or longrope")
 
 
 def _yarn(fields: Fields) -> Config:

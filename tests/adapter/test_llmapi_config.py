@@ -119,7 +119,7 @@ def test_adapters_have_the_names_of_their_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"model": None}, "looked for config.json of a Hugging Face checkpoint, model.json, model.yaml"),
+        ({"model": None}, "looked for config.json of a Hugging Face checkpoint, a GGUF file, model.json, model.yaml"),
         ({"max_seq_len": "long"}, "engine argument 'max_model_len' is 'long'"),
         ({"max_input_len": 0}, "parameter 'max_prompt_tokens' is '0', expected an integer of at least 1"),
         ({"kv_cache_config": {"max_tokens": -1}}, "parameter 'kv_cache_config.max_tokens' is '-1'"),

@@ -8,7 +8,7 @@ import pytest
 
 from .test_header import fuzz
 
-MUTATIONS = 10_000
+MUTATIONS = 30_000
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 

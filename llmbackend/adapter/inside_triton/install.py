@@ -21,7 +21,7 @@ PACKAGES = ("jinja2", "MarkupSafe", "ml_dtypes", "msgspec", "protobuf", "pyzmq",
 MODEL_CONFIG_SOURCE = ("tritonclient", "tritonclient/grpc/model_config_pb2.py")
 """Only this file of the package: its __init__ would import gRPC."""
 MODULES = ("__init__.py",)
-ROOMS = ("adapter", "core", "engine", "fork_server", "links", "waiting")
+ROOMS = ("adapter", "core", "engine", "fork_server", "gguf", "links", "waiting")
 _NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "native")
 
 _MODEL_PY = '''"""Written by `llmbackend install-triton-backend`: the `llm` backend for NVIDIA's Triton server."""

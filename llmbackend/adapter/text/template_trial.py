@@ -42,17 +42,24 @@ class TemplateRefusedError(ValueError):
     """Why a template is not used."""
 
 
-def check_template(source: str, special_tokens: dict[str, str]) -> None:
-    """Raises TemplateRefusedError."""
+def check_template(source: str, special_tokens: dict[str, str], interpreter: str = "") -> None:
+    """interpreter: a Python with this program's libraries ("" = this one). Raises TemplateRefusedError, or OSError."""
     request = msgspec.json.encode({"source": source, "special_tokens": special_tokens, "cpu_s": CPU_S})
     try:
         done = subprocess.run(
-            command("", __name__), input=request, capture_output=True, timeout=WALL_S, env=environment(""), check=False
+            command(interpreter, __name__),
+            input=request,
+            capture_output=True,
+            timeout=WALL_S,
+            env=environment(interpreter),
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise TemplateRefusedError(f"it does not end within {WALL_S:.0f} s") from None
     if done.returncode:
         said = done.stdout.decode(errors="replace").strip()
+        if not said and done.returncode > 0:  # the other Python lacks something
+            said = " ".join(done.stderr.decode(errors="replace").strip().splitlines()[-1:])
         raise TemplateRefusedError(said or f"rendering it takes more than {CPU_S} s, or too much memory")
 
 
