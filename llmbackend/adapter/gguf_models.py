@@ -16,6 +16,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.weight_cache.cache_folder import usable_directory
 from llmbackend.fork_server.process_resources import OwnedFolder
 from llmbackend.gguf.errors import GgufError
+from llmbackend.gguf.four_bits import FourBitMatrices
 from llmbackend.gguf.model_directory import gguf_files, model_directory
 
 from .text.template_trial import check_template
@@ -35,11 +36,27 @@ def is_gguf_model(path: Path) -> bool:
 
 
 def with_directories(config: EngineConfig) -> EngineConfig:
-    """The configuration with directories in place of GGUF files. Raises ValueError naming the argument and the file."""
+    """The configuration with directories in place of GGUF files. A file with weights in 4 bits keeps them, unless the
+    configuration says how weights are kept. Raises ValueError naming the argument and the file."""
     given = {field: value for field in _FIELDS if (value := getattr(config, field)) and is_gguf_model(Path(value))}
     if not given:
         return config
-    return msgspec.structs.replace(config, **{field: str(_directory(field, config)) for field in given})
+    keeps = "model" in given and _says_nothing(config) and _has_four_bits(Path(config.model))
+    directories = {field: str(_directory(field, config)) for field in given}
+    return msgspec.structs.replace(config, **directories, quantization="int4" if keeps else config.quantization)
+
+
+def _says_nothing(config: EngineConfig) -> bool:
+    """Of how weights are kept, on a device that takes 4 bits of GGUF."""
+    is_plain = config.quantization is None and config.dtype == "auto" and config.kernels != "torch"
+    return is_plain and config.device == "cpu" and not config.enable_lora
+
+
+def _has_four_bits(path: Path) -> bool:
+    try:
+        return FourBitMatrices(gguf_files(path)).count > 0
+    except (GgufError, OSError):  # which the making of the directory says better
+        return False
 
 
 def _directory(field: str, config: EngineConfig) -> Path:

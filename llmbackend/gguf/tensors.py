@@ -57,7 +57,7 @@ class GgufTensors(Mapping[str, torch.Tensor]):
 
 
 def _read(tensor: ModelTensor, dtype: torch.dtype) -> torch.Tensor:
-    raw = _mapped(tensor)
+    raw = mapped_rows(tensor)
     result = torch.empty(tensor.shape, dtype=dtype)
     flat = result.view(len(raw), -1)
     at_once = max(_CHUNK // flat.shape[1], 1)
@@ -68,7 +68,7 @@ def _read(tensor: ModelTensor, dtype: torch.dtype) -> torch.Tensor:
 
     for start, found in zip(starts, _in_turn(values, starts), strict=True):
         flat[start : start + at_once] = torch.from_numpy(found + np.float32(tensor.plus) if tensor.plus else found)
-    return _halves(result, tensor.num_heads) if tensor.num_heads else result
+    return result[torch.from_numpy(row_order(tensor))] if tensor.num_heads else result
 
 
 def _in_turn(make: Callable[[int], T], starts: Sequence[int]) -> Iterator[T]:
@@ -82,7 +82,7 @@ def _in_turn(make: Callable[[int], T], starts: Sequence[int]) -> Iterator[T]:
             yield from threads.map(make, starts[first : first + num_threads])
 
 
-def _mapped(tensor: ModelTensor) -> npt.NDArray[np.uint8]:
+def mapped_rows(tensor: ModelTensor) -> npt.NDArray[np.uint8]:
     """Bytes by row."""
     info = tensor.info
     if len(info.shape) == 1:
@@ -105,7 +105,9 @@ def _values(raw: npt.NDArray[np.uint8], tensor: ModelTensor) -> npt.NDArray[np.f
         return values.reshape(len(raw), -1)
 
 
-def _halves(result: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Of each head, the first rows of all pairs before the second ones."""
-    rows = result.shape[0] // num_heads // 2
-    return result.view(num_heads, rows, 2, -1).transpose(1, 2).reshape(result.shape)
+def row_order(tensor: ModelTensor) -> npt.NDArray[np.int64]:
+    """Which row of the file each of the model's rows is: of each head, the first rows of all pairs come first."""
+    rows = np.arange(tensor.num_rows)
+    if not tensor.num_heads:
+        return rows
+    return rows.reshape(tensor.num_heads, -1, 2).transpose(0, 2, 1).reshape(-1)

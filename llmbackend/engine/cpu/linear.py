@@ -8,18 +8,24 @@ and results, with the number of rows.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..kernels.library import Epilogue, Kind, LinearOp, NativeKernels, Rows, Step, Type, op_pointers
-from ..kernels.weights import TYPE_OF, NewMemory, PackedWeight, WeightStore
+from ..kernels.weights import TYPE_OF, FourBits, NewMemory, PackedWeight, WeightStore
 from ..load_progress import counted
 from .native_memory import release_pages
+
+logger = logging.getLogger(__name__)
+
+_TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that a program computes together, by their names in transformers."""
 
 
 class NativeLinear(nn.Module):
@@ -62,37 +68,66 @@ class NativeLinear(nn.Module):
 
 
 def swap_linears(
-    model: Any, kernels: NativeKernels, quantization: str | None, new_memory: NewMemory | None = None
+    model: Any,
+    kernels: NativeKernels,
+    quantization: str | None,
+    new_memory: NewMemory | None = None,
+    stored: StoredMatrices | None = None,
 ) -> WeightStore:
     """Packs and replaces every plain linear layer of a float32 or bfloat16 model in place. Returns the memory of the
     packed weights, which has room for the model's norms and biases.
 
     quantization "int8": all of these weights become int8, the output head's among them; "int4": the head's become int8,
-    the others 4 bits (benchmarks/perplexity.py: what it costs).
+    the others 4 bits (benchmarks/perplexity.py: what it costs). stored: matrices that int4 keeps as the checkpoint has
+    them; the others then become int8.
     """
-    found = list(_plain_linears(model))
-    matrices = [_matrix(linear) for _, _, linear in found]
-    head = model.get_output_embeddings() if quantization == "int4" else None
-    types = [
-        _packed_type(quantization, linear is head, matrix)
-        for (_, _, linear), matrix in zip(found, matrices, strict=True)
-    ]
-    shapes = [(*matrix.shape, kind) for matrix, kind in zip(matrices, types, strict=True)]
+    found = dict(_plain_linears(model))
+    matrices = {path: _matrix(linear) for path, linear in found.items()}
+    if quantization == "int4":
+        types = _types_of_int4(found, model.get_output_embeddings(), stored)
+    else:
+        types = {path: TYPE_OF[each.dtype] if quantization is None else Type.INT8 for path, each in matrices.items()}
+    shapes = [(*matrix.shape, types[path]) for path, matrix in matrices.items()]
     store = WeightStore(kernels, shapes, _vector_bytes(model), new_memory)
     shared = _shared_addresses(model)
-    parts = list(zip(found, matrices, types, strict=True))
-    for (parent, name, linear), matrix, kind in counted("packing weights", parts):
-        packed = store.pack(matrix, kind)
-        setattr(parent, name, NativeLinear(kernels, packed, linear.bias, matrix.dtype))
+    for path, linear in counted("packing weights", list(found.items())):
+        if stored is not None and types[path] in (Type.INT4, Type.INT4_MIN):
+            packed = store.pack_four_bits(stored.read(path))
+        else:
+            packed = store.pack(matrices[path], types[path])
+        _replace(model, path, NativeLinear(kernels, packed, linear.bias, matrices[path].dtype))
         if not linear.weight.is_meta and linear.weight.data_ptr() not in shared:
             release_pages(linear.weight.data_ptr(), linear.weight.nbytes)
     return store
 
 
-def _packed_type(quantization: str | None, is_head: bool, matrix: torch.Tensor) -> Type:
-    if quantization is None:
-        return TYPE_OF[matrix.dtype]
-    return Type.INT4_MIN if quantization == "int4" and not is_head else Type.INT8
+def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, layer)
+
+
+class StoredMatrices(Protocol):
+    """The linear layers of a checkpoint that has some in 4 bits, by their names in the model."""
+
+    def type_of(self, layer: str) -> Type | None:
+        """INT4 or INT4_MIN; None: it is in no such type."""
+
+    def read(self, layer: str) -> FourBits: ...
+
+
+def _types_of_int4(found: Mapping[str, Any], head: Any, stored: StoredMatrices | None) -> dict[str, Type]:
+    """Layers whose outputs are computed together have one type."""
+    if stored is None:
+        return {path: Type.INT8 if linear is head else Type.INT4_MIN for path, linear in found.items()}
+    types = {path: Type.INT8 if linear is head else stored.type_of(path) or Type.INT8 for path, linear in found.items()}
+    for path in found:
+        parent, _, name = path.rpartition(".")
+        together = [f"{parent}.{each}" for group in _TOGETHER if name == group[0] for each in group]
+        if len({types[each] for each in together if each in types}) > 1:
+            types |= dict.fromkeys((each for each in together if each in types), Type.INT8)
+    kept = sum(kind is not Type.INT8 for kind in types.values())
+    logger.info("%d linear layers keep the 4 bits of the checkpoint, %d become int8", kept, len(types) - kept)
+    return types
 
 
 def _vector_bytes(model: nn.Module) -> int:
@@ -101,12 +136,11 @@ def _vector_bytes(model: nn.Module) -> int:
     return sum(4 * parameter.numel() + 64 for parameter in parameters if parameter.dim() == 1)
 
 
-def _plain_linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Parent, name and layer. Exact types only: a subclass may compute something else."""
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if type(child) is nn.Linear or type(child) is Conv1D:
-                yield parent, name, child
+def _plain_linears(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names and layers. Exact types only: a subclass may compute something else."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if type(module) is nn.Linear or type(module) is Conv1D:
+            yield name, module
 
 
 def _matrix(linear: Any) -> torch.Tensor:
@@ -177,8 +211,8 @@ def pack_linears(model: nn.Module, dtype: torch.dtype) -> str:
         compute_dtype = dtype
     if compute_dtype == torch.float16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "torch"
-    for parent, name, linear in list(_plain_linears(model)):
-        setattr(parent, name, PackedLinear(_matrix(linear), linear.bias, compute_dtype))
+    for path, linear in list(_plain_linears(model)):
+        _replace(model, path, PackedLinear(_matrix(linear), linear.bias, compute_dtype))
     return f"packed {str(compute_dtype).removeprefix('torch.')}"
 
 

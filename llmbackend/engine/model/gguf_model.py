@@ -13,12 +13,30 @@ from typing import Any
 import torch
 
 from llmbackend.gguf.errors import GgufError
+from llmbackend.gguf.four_bits import FourBitMatrices
 from llmbackend.gguf.tensors import GgufTensors
 
 from ..errors import CheckpointError
+from ..kernels.library import Type
+from ..kernels.weights import FourBits
 from .int4_model import fill_plain
 
 logger = logging.getLogger(__name__)
+
+
+class StoredFourBits:
+    """Linear layers whose weights a GGUF file has in 4 bits, by the names of their modules."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._matrices = FourBitMatrices(files)
+
+    def type_of(self, layer: str) -> Type | None:
+        """None: its weights are in another type."""
+        has_mins = self._matrices.has_mins(f"{layer}.weight")
+        return None if has_mins is None else Type.INT4_MIN if has_mins else Type.INT4
+
+    def read(self, layer: str) -> FourBits:
+        return FourBits(*self._matrices.read(f"{layer}.weight"))
 
 
 def fill_of_gguf(model: Any, files: Sequence[Path], dtype: torch.dtype) -> None:

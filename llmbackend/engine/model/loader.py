@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from ..attention import interface
 from ..attention.interface import AttentionOptions, LayerShape
 from ..config import EngineConfig
-from ..cpu.linear import pack_linears, swap_linears
+from ..cpu.linear import StoredMatrices, pack_linears, swap_linears
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..gpu.device import check_gpu
 from ..gpu.weights.dense import check_device, join_neighbours, quantize_linears
@@ -44,7 +44,7 @@ from .compatibility import (
     check_model,
 )
 from .decoder_description import Decoder, describe
-from .gguf_model import fill_of_gguf
+from .gguf_model import StoredFourBits, fill_of_gguf
 from .int4_formats import METHODS, PackedFormat, packed_format
 from .int4_model import Int4Placement, fill
 from .located_files import files_of, hub_files
@@ -153,7 +153,8 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     if packs_integers:  # what is asked of the model itself is asked before its weights are rounded
         checked = replace(_check(model.eval(), on_one_thread=False), quantization=config.quantization)
     with part("pack"):
-        model, kernels, store, linear_kind = _place(config, model, device, dtype, dense, new_memory)
+        stored = StoredFourBits(files_of(config)) if opened.is_gguf and config.quantization == "int4" else None
+        model, kernels, store, linear_kind = _place(config, model, device, dtype, dense, new_memory, stored)
     if not packs_integers:
         checked = _check(model, kernels is not None, config.quantization)
     elif config.quantization == "int4":  # too far from the model's own to tell a wrong program from a right one
@@ -232,6 +233,7 @@ def _place(
     dtype: torch.dtype,
     dense: bool,
     new_memory: NewMemory | None,
+    stored: StoredMatrices | None,
 ) -> tuple[Any, NativeKernels | None, WeightStore | None, str]:
     """The model on its device with linear layers for it; the native kernels and the memory of their packed weights, if
     they compute these; how linear layers compute, for the log."""
@@ -243,7 +245,7 @@ def _place(
         join_neighbours(model)
         return model, None, None, f"torch {config.quantization}" if config.quantization else "torch"
     kernels = _native_kernels(config, device, dtype)
-    return model, kernels, *_swap_linears(config, model, dtype, kernels, new_memory)
+    return model, kernels, *_swap_linears(config, model, dtype, kernels, new_memory, stored)
 
 
 def _native_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> NativeKernels | None:
@@ -318,12 +320,13 @@ def _swap_linears(
     dtype: torch.dtype,
     kernels: NativeKernels | None,
     new_memory: NewMemory | None = None,
+    stored: StoredMatrices | None = None,
 ) -> tuple[WeightStore | None, str]:
     """Puts packed linear layers into the model; the memory of native ones, and how they compute, for the log."""
     if kernels is None:
         return None, pack_linears(model, dtype)
     kind = config.quantization or str(dtype).removeprefix("torch.")
-    return swap_linears(model, kernels, config.quantization, new_memory), f"{kernels.library.variant} {kind}"
+    return swap_linears(model, kernels, config.quantization, new_memory, stored), f"{kernels.library.variant} {kind}"
 
 
 def describe_or_why(
