@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from .families import ModelTensor, model_tensors
 from .files import read_parts
-from .tensors import mapped_rows, row_order
+from .rows import mapped_rows, row_order
 
 GROUP: Final = 32
 _HEAD_BYTES: Final = {"Q4_0": 2, "Q4_1": 4}

@@ -20,6 +20,7 @@ import torch
 
 from .families import ModelTensor, model_tensors
 from .files import read_parts
+from .rows import mapped_rows, row_order
 
 T = TypeVar("T")
 _CHUNK = 1 << 18
@@ -82,17 +83,6 @@ def _in_turn(make: Callable[[int], T], starts: Sequence[int]) -> Iterator[T]:
             yield from threads.map(make, starts[first : first + num_threads])
 
 
-def mapped_rows(tensor: ModelTensor) -> npt.NDArray[np.uint8]:
-    """Bytes by row."""
-    info = tensor.info
-    if len(info.shape) == 1:
-        item = info.size_bytes // info.shape[0]
-        begin = info.offset + tensor.first_row * item
-        return np.memmap(info.file, np.uint8, "r", begin, (1, tensor.num_rows * item))
-    whole = np.memmap(info.file, np.uint8, "r", info.offset, (info.shape[0], info.size_bytes // info.shape[0]))
-    return whole[tensor.first_row : tensor.first_row + tensor.num_rows]
-
-
 def _values(raw: npt.NDArray[np.uint8], tensor: ModelTensor) -> npt.NDArray[np.float32]:
     from gguf import GGMLQuantizationType, quants
 
@@ -103,11 +93,3 @@ def _values(raw: npt.NDArray[np.uint8], tensor: ModelTensor) -> npt.NDArray[np.f
         one_row = np.ascontiguousarray(raw).reshape(1, -1)  # quants converts few rows at a time, however short
         values: npt.NDArray[np.float32] = quants.dequantize(one_row, GGMLQuantizationType[kind])
         return values.reshape(len(raw), -1)
-
-
-def row_order(tensor: ModelTensor) -> npt.NDArray[np.int64]:
-    """Which row of the file each of the model's rows is: of each head, the first rows of all pairs come first."""
-    rows = np.arange(tensor.num_rows)
-    if not tensor.num_heads:
-        return rows
-    return rows.reshape(tensor.num_heads, -1, 2).transpose(0, 2, 1).reshape(-1)
