@@ -35,13 +35,14 @@ def is_gguf_model(path: Path) -> bool:
         return False
 
 
-def with_directories(config: EngineConfig) -> EngineConfig:
+def with_directories(config: EngineConfig, on_cpu: bool = True) -> EngineConfig:
     """The configuration with directories in place of GGUF files. A file with weights in 4 bits keeps them, unless the
-    configuration says how weights are kept. Raises ValueError naming the argument and the file."""
+    configuration says how weights are kept. on_cpu: whether a device that it leaves open will be one. Raises ValueError
+    naming the argument and the file."""
     given = {field: value for field in _FIELDS if (value := getattr(config, field)) and is_gguf_model(Path(value))}
     if not given:
         return config
-    keeps = "model" in given and _says_nothing(config) and _has_four_bits(Path(config.model))
+    keeps = "model" in given and on_cpu and _says_nothing(config) and _has_four_bits(Path(config.model))
     directories = {field: str(_directory(field, config)) for field in given}
     return msgspec.structs.replace(config, **directories, quantization="int4" if keeps else config.quantization)
 
@@ -49,7 +50,7 @@ def with_directories(config: EngineConfig) -> EngineConfig:
 def _says_nothing(config: EngineConfig) -> bool:
     """Of how weights are kept, on a device that takes 4 bits of GGUF."""
     is_plain = config.quantization is None and config.dtype == "auto" and config.kernels != "torch"
-    return is_plain and config.device == "cpu" and not config.enable_lora
+    return is_plain and not config.device.startswith("cuda") and not config.enable_lora
 
 
 def _has_four_bits(path: Path) -> bool:

@@ -360,7 +360,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.lora_modules and not self.enable_lora:
             raise ValueError("engine argument 'lora_modules' is set, expected 'enable_lora' to be true with it")
-        if self.quantization == "int4" and self.device != "cpu":
+        if self.quantization == "int4" and self.device.startswith("cuda"):
             raise ValueError("engine argument 'quantization' is 'int4', expected 'int8', 'fp8' or null on a GPU")
         if self.enable_lora and self.quantization is not None:
             raise ValueError(f"engine argument 'quantization' is '{self.quantization}', expected null with enable_lora")
