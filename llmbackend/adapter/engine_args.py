@@ -250,7 +250,7 @@ def _is_directory(model: str, path: Path) -> bool:
 def _with_directories(engine: EngineConfig) -> EngineConfig:
     """Raises TritonError INVALID_ARG."""
     try:
-        return with_directories(engine, on_cpu=engine.device == "cpu" or not supported_gpus())
+        return with_directories(engine, has_gpu=lambda: bool(supported_gpus()))
     except ValueError as error:
         raise invalid_argument(str(error)) from None
 

@@ -8,6 +8,7 @@ this process.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -35,27 +36,25 @@ def is_gguf_model(path: Path) -> bool:
         return False
 
 
-def with_directories(config: EngineConfig, on_cpu: bool = True) -> EngineConfig:
+def with_directories(config: EngineConfig, has_gpu: Callable[[], bool] = lambda: False) -> EngineConfig:
     """The configuration with directories in place of GGUF files. A file with weights in 4 bits keeps them, unless the
-    configuration says how weights are kept. on_cpu: whether a device that it leaves open will be one. Raises ValueError
-    naming the argument and the file."""
+    configuration says how weights are kept. has_gpu: asked where the configuration leaves the device open. Raises
+    ValueError naming the argument and the file."""
     given = {field: value for field in _FIELDS if (value := getattr(config, field)) and is_gguf_model(Path(value))}
     if not given:
         return config
-    keeps = "model" in given and on_cpu and _says_nothing(config) and _has_four_bits(Path(config.model))
+    keeps = "model" in given and _keeps_four_bits(config) and (config.device == "cpu" or not has_gpu())
     directories = {field: str(_directory(field, config)) for field in given}
     return msgspec.structs.replace(config, **directories, quantization="int4" if keeps else config.quantization)
 
 
-def _says_nothing(config: EngineConfig) -> bool:
-    """Of how weights are kept, on a device that takes 4 bits of GGUF."""
-    is_plain = config.quantization is None and config.dtype == "auto" and config.kernels != "torch"
-    return is_plain and not config.device.startswith("cuda") and not config.enable_lora
-
-
-def _has_four_bits(path: Path) -> bool:
+def _keeps_four_bits(config: EngineConfig) -> bool:
+    """Whether the file has weights in 4 bits, and the configuration leaves open how they are kept."""
+    is_open = config.quantization is None and config.dtype == "auto" and config.kernels != "torch"
+    if not is_open or config.enable_lora or config.device.startswith("cuda"):
+        return False
     try:
-        return FourBitMatrices(gguf_files(path)).count > 0
+        return FourBitMatrices(gguf_files(Path(config.model))).count > 0
     except (GgufError, OSError):  # which the making of the directory says better
         return False
 

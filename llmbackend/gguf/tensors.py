@@ -49,12 +49,12 @@ class GgufTensors(Mapping[str, torch.Tensor]):
 
     @property
     def description(self) -> str:
-        """Which types the files have and what they are kept as, for the log."""
-        kept = str(self._dtype).removeprefix("torch.")
+        """Which types the files have and what they are read as, for the log."""
+        read_as = str(self._dtype).removeprefix("torch.")
         infos = {tensor.name: tensor.info for tensor in self._tensors.values()}
         counts = Counter(info.type.name for info in infos.values())
         parts = [f"{count} {name}" for name, count in counts.most_common()]
-        return f"{len(infos)} tensors ({', '.join(parts)}) kept as {kept}"
+        return f"{len(infos)} tensors ({', '.join(parts)}) read as {read_as}"
 
 
 def _read(tensor: ModelTensor, dtype: torch.dtype) -> torch.Tensor:

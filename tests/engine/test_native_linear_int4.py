@@ -24,7 +24,17 @@ from llmbackend.engine.kernels.library import (
 )
 from llmbackend.engine.kernels.weights import FourBits, WeightStore
 from tests.engine.test_native_linear_int8 import narrow_limits, quantised
-from tests.helpers.native_engines import Array, best_is_fast, engine, in_tiles, numbers, stored, stride
+from tests.helpers.native_engines import (
+    Array,
+    best_is_fast,
+    check_bad_row,
+    check_sampled_rows,
+    engine,
+    in_tiles,
+    numbers,
+    stored,
+    stride,
+)
 
 VARIANTS = list(library.available())
 MIN = Type.INT4_MIN
@@ -249,19 +259,9 @@ def test_largest_numbers_do_not_saturate(variant: str) -> None:
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_row_is_nan_and_no_other(variant: str, bad: float) -> None:
-    layer = Layer(engine(variant), 40, 70)
-    x = layer.x(15)
-    good = layer.run(x)
-    x[4, 69] = bad
-    result = layer.run(x, threads=2)
-    assert np.isnan(result[4]).all()
-    others = np.arange(15) != 4
-    assert np.array_equal(result[others], good[others])
+    check_bad_row(Layer(engine(variant), 40, 70), bad)
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 def test_sampled_rows_and_no_rows(variant: str) -> None:
-    layer = Layer(engine(variant, 2), 40, 70)
-    x = layer.x(3)
-    assert np.array_equal(layer.run(x, rows=Rows.SAMPLED), layer.run(x))
-    assert layer.run(x[:0]).shape == (0, 40)
+    check_sampled_rows(Layer(engine(variant, 2), 40, 70))

@@ -28,6 +28,8 @@ from tests.helpers.native_engines import (
     NAN_BFLOAT16,
     Array,
     best_is_fast,
+    check_bad_row,
+    check_sampled_rows,
     engine,
     in_tiles,
     numbers,
@@ -346,14 +348,7 @@ def test_largest_numbers_do_not_saturate(variant: str) -> None:
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_bad_row_is_nan_and_no_other(variant: str, bad: float) -> None:
-    layer = Layer(engine(variant), 40, 70)
-    x = layer.x(15)
-    good = layer.run(x)
-    x[4, 69] = bad
-    result = layer.run(x, threads=2)
-    assert np.isnan(result[4]).all()
-    others = np.arange(15) != 4
-    assert np.array_equal(result[others], good[others])
+    check_bad_row(Layer(engine(variant), 40, 70), bad)
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
@@ -366,7 +361,4 @@ def test_a_row_of_zeros_gives_the_bias(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 def test_sampled_rows_and_no_rows(variant: str) -> None:
-    layer = Layer(engine(variant, 2), 40, 70)
-    x = layer.x(3)
-    assert np.array_equal(layer.run(x, rows=Rows.SAMPLED), layer.run(x))
-    assert layer.run(x[:0]).shape == (0, 40)
+    check_sampled_rows(Layer(engine(variant, 2), 40, 70))

@@ -78,8 +78,8 @@ def test_what_is_asked_for_comes_first(kind: str, arguments: dict[str, object], 
 def test_a_gpu_gets_plain_weights(model: object, tmp_path: Path) -> None:
     write_model(tmp_path / "tiny.gguf", model, "Q4_0")
     left_open = EngineConfig(model=str(tmp_path / "tiny.gguf"), device="auto")
-    assert with_directories(left_open, on_cpu=True).quantization == "int4"
-    assert with_directories(left_open, on_cpu=False).quantization is None
+    assert with_directories(left_open, has_gpu=lambda: False).quantization == "int4"
+    assert with_directories(left_open, has_gpu=lambda: True).quantization is None
     assert with_directories(EngineConfig(model=left_open.model, device="cuda")).quantization is None
     with pytest.raises(ValueError, match="'quantization' is 'int4', expected 'int8', 'fp8' or null on a GPU"):
         EngineConfig(model="m", device="cuda:1", quantization="int4")

@@ -16,7 +16,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import KernelLibrary, NativeKernels, Type
+from llmbackend.engine.kernels.library import KernelLibrary, NativeKernels, Rows, Type
 
 Array = npt.NDArray[Any]
 
@@ -90,3 +90,23 @@ def stride(rows: Array) -> int:
 def numbers(x: Array, kind: Type) -> Array:
     """What a kernel's memory stands for."""
     return x if kind is Type.FLOAT32 else from_bf16(x)
+
+
+# --- laws of every linear layer: layer.x(rows) makes rows of 70, layer.run computes their 40 outputs ------------------
+
+
+def check_bad_row(layer: Any, bad: float) -> None:
+    """It is NaN, and no other."""
+    x = layer.x(15)
+    good = layer.run(x)
+    x[4, 69] = bad
+    result = layer.run(x, threads=2)
+    assert np.isnan(result[4]).all()
+    others = np.arange(15) != 4
+    assert np.array_equal(result[others], good[others])
+
+
+def check_sampled_rows(layer: Any) -> None:
+    x = layer.x(3)
+    assert np.array_equal(layer.run(x, rows=Rows.SAMPLED), layer.run(x))
+    assert layer.run(x[:0]).shape == (0, 40)

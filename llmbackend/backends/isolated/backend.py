@@ -26,7 +26,6 @@ from llmbackend.core.backend_api import (
     ModelInstance,
     Request,
     SendPolicy,
-    TritonError,
     internal,
     process_memory,
     unavailable,
@@ -171,9 +170,9 @@ class InstanceState:
             error, _ = services.process.call("execute", (log_level(), packed), parts)[0]
         except StubDeadError:
             return
-        if error is not None:
+        if (failure := unpack_error(error)) is not None:
             services.give_back(numbers)
-            raise _error(error)
+            raise failure
 
     def _prepare(self, services: ProcessServices) -> None:
         self._model_state.load(services)
@@ -190,8 +189,8 @@ def ask(services: ProcessServices, verb: str, argument: Any) -> Any:
     except StubDeadError as failure:
         text = not_healthy(process.name, str(failure)).message
         raise internal(f"{text}\n{process.last_lines}".rstrip()) from None
-    if error is not None:
-        raise _error(error)
+    if (refusal := unpack_error(error)) is not None:
+        raise refusal
     return value
 
 
@@ -223,9 +222,3 @@ def _backend_fields(backend: Backend) -> tuple[str, str, dict[str, str], int]:
 
 def _config(model: Model) -> bytes:
     return bytes(model.config.SerializeToString())
-
-
-def _error(packed: tuple[int, str]) -> TritonError:
-    error = unpack_error(packed)
-    assert error is not None
-    return error

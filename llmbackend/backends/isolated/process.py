@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import logging
-import os
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmbackend.backends.python.stub.host_link import HostLink
-from llmbackend.backends.python.stub.packets import PacketReader, encode
+from llmbackend.backends.python.stub.packets import PacketReader, encode, socket_of
 from llmbackend.backends.python.wire_messages import pack_error
 from llmbackend.core.backend_api import BackendAttributes, TritonError, internal, not_found
 
@@ -35,7 +34,7 @@ def prepare(loader: str, file: str) -> Callable[[bytes, int, int], None]:
 
 def _run(load: Callable[[], Any], _order: bytes, calls_fd: int, events_fd: int) -> None:
     faulthandler.enable()
-    calls, events = (_socket_of(fd) for fd in (calls_fd, events_fd))
+    calls, events = (socket_of(fd) for fd in (calls_fd, events_fd))
     link = HostLink(events)
     _log.handlers, _log.propagate = [_LogToHost(link)], False
     runner = _Runner(load, Host(link))
@@ -142,8 +141,3 @@ class _LogToHost(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._link.post(("log", record.levelno, record.pathname, record.lineno, record.getMessage()))
-
-
-def _socket_of(fd: int) -> socket.socket:
-    os.set_inheritable(fd, False)
-    return socket.socket(fileno=fd)

@@ -11,21 +11,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..kernels.library import Epilogue, Kind, LinearOp, NativeKernels, Rows, Step, Type, op_pointers
-from ..kernels.weights import TYPE_OF, FourBits, NewMemory, PackedWeight, WeightStore
+from ..kernels.weights import NEIGHBOURS, TYPE_OF, FourBits, NewMemory, PackedWeight, WeightStore
 from ..load_progress import counted
 from .native_memory import release_pages
 
 logger = logging.getLogger(__name__)
-
-_TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that a program computes together, by their names in transformers."""
 
 
 class NativeLinear(nn.Module):
@@ -122,7 +119,7 @@ def _types_of_int4(found: Mapping[str, Any], head: Any, stored: StoredMatrices |
     types = {path: Type.INT8 if linear is head else stored.type_of(path) or Type.INT8 for path, linear in found.items()}
     for path in found:
         parent, _, name = path.rpartition(".")
-        together = [f"{parent}.{each}" for group in _TOGETHER if name == group[0] for each in group]
+        together = [f"{parent}.{each}" for group in NEIGHBOURS if name == group[0] for each in group]
         if len({types[each] for each in together if each in types}) > 1:
             types |= dict.fromkeys((each for each in together if each in types), Type.INT8)
     kept = sum(kind is not Type.INT8 for kind in types.values())

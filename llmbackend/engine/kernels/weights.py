@@ -1,8 +1,8 @@
 """Packed weights: where the matrix of a linear layer is in native memory.
 
-For: the loader, which packs every linear layer of a model, and the operations that read them. Does not know: modules or
-layers. Invariant: matrices packed one after the other are adjacent, so that neighbours of whole panels (query, key,
-value) are one matrix without being copied together.
+For: the loader, which packs every linear layer of a model, and the operations that read them. Does not know: modules.
+Invariant: matrices packed one after the other are adjacent, so that neighbours of whole panels (query, key, value) are
+one matrix without being copied together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from .library import GROUP, PANEL, NativeKernels, Type, packed_bytes, scale_byte
 
 TYPE_OF = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
 _ALIGN_BYTES = 64
+NEIGHBOURS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers with the same input, by their names in transformers, in the order in which programs need their outputs."""
 NewMemory = Callable[[int], npt.NDArray[np.uint8] | None]
 """Returns this many bytes of zeros, or None: the caller allocates its own."""
 

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..gpu.weights.dense import NEIGHBOURS, QuantizedLinear
+from ..gpu.weights.dense import QuantizedLinear
 from ..gpu.weights.experts import ExpertProjection, QuantizedExperts
 from ..gpu.weights.int4 import Int4Weight
+from ..kernels.weights import NEIGHBOURS
 from .checkpoint_files import few
 from .int4_formats import Int4Format, PackedFormat
 from .rotary import restore_buffers

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
-import os
 import socket
 import sys
 from collections.abc import Callable
 
 from .errors import exception_text
 from .host_link import HostLink, prepare_forks, set_link
-from .packets import PacketReader, encode
+from .packets import PacketReader, encode, socket_of
 from .pb_utils import make_importable
 from .runner import Runner
 
@@ -26,7 +25,7 @@ def _run(_order: bytes, calls_fd: int, events_fd: int) -> None:
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # each stub draws other numbers
     faulthandler.enable()
-    calls, events = (_socket_of(fd) for fd in (calls_fd, events_fd))
+    calls, events = (socket_of(fd) for fd in (calls_fd, events_fd))
     link = HostLink(events)
     set_link(link)
     prepare_forks(link, calls)
@@ -52,8 +51,3 @@ def _serve_call(runner: Runner, link: HostLink, reader: PacketReader, calls: soc
     # The host sends no response before it has handled the messages posted so far.
     encode((outcome, value, link.posted), answer_parts).send(calls)
     return bool(verb != "finalize")
-
-
-def _socket_of(fd: int) -> socket.socket:
-    os.set_inheritable(fd, False)
-    return socket.socket(fileno=fd)

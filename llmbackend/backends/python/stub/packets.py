@@ -40,6 +40,12 @@ _libc.send.restype = ctypes.c_ssize_t
 _RIGHTS_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
+def socket_of(fd: int) -> socket.socket:
+    """A socket that this process was forked with, which programs that it starts do not get."""
+    os.set_inheritable(fd, False)
+    return socket.socket(fileno=fd)
+
+
 class Packet:
     """An encoded message, to be sent once or closed."""
 
@@ -62,8 +68,8 @@ class Packet:
         self.close()
 
     def send_under_lock(self, to: socket.socket) -> None:
-        """As `send`, without releasing the interpreter's lock if the packet is small and there is room: whoever
-        releases it waits to get it back while another thread runs Python."""
+        """As `send`, but keeps the interpreter's lock if the packet is small and there is room. A thread that releases
+        the lock must wait for it again while another one runs Python."""
         if len(self.chunks) == 1 and self.memory_fd < 0:
             data = self.chunks[0]
             if _libc.send(to.fileno(), data, len(data), _WITHOUT_WAITING) == len(data):

@@ -32,12 +32,12 @@ Error* check_type(TRITONREPOAGENT_ArtifactType type) {
   return new_error(ERROR_UNSUPPORTED, "artifact type " + std::to_string(type) + " is not supported, expected 0 (a local folder)");
 }
 
-// The result of a function of the host that returns a path.
-Error* read_path(const char* function, AgentModel* model, std::string* path) {
+// The result of a function of the host that returns a string.
+Error* read_string(const char* function, AgentModel* model, std::string* value) {
   Locked lock;
   Ref found;
   if (Error* error = host_call(function, Py_BuildValue("(O)", model->host), &found)) return error;
-  return read_text(found.get(), path) ? nullptr : take_exception();
+  return read_text(found.get(), value) ? nullptr : take_exception();
 }
 
 }  // namespace
@@ -88,14 +88,14 @@ EXPORTED Error* TRITONREPOAGENT_ModelConfig(Agent*, AgentModel* model, uint32_t 
     return new_error(ERROR_UNSUPPORTED, "model configuration version " + std::to_string(version) +
                                             " not supported, supported versions are: 1");
   std::string json;
-  if (Error* error = read_path("model_config", model, &json)) return error;
+  if (Error* error = read_string("model_config", model, &json)) return error;
   *config = new TRITONSERVER_Message{json};
   return nullptr;
 }
 
 EXPORTED Error* TRITONREPOAGENT_ModelRepositoryLocation(Agent*, AgentModel* model, TRITONREPOAGENT_ArtifactType* type,
                                                         const char** location) {
-  if (Error* error = read_path("agent_location", model, &model->location)) return error;
+  if (Error* error = read_string("agent_location", model, &model->location)) return error;
   *type = AGENT_FILESYSTEM;
   *location = model->location.c_str();
   return nullptr;
@@ -105,7 +105,7 @@ EXPORTED Error* TRITONREPOAGENT_ModelRepositoryLocationAcquire(Agent*, AgentMode
                                                                TRITONREPOAGENT_ArtifactType type,
                                                                const char** location) {
   if (Error* error = check_type(type)) return error;
-  if (Error* error = read_path("acquire_agent_location", model, &model->acquired)) return error;
+  if (Error* error = read_string("acquire_agent_location", model, &model->acquired)) return error;
   *location = model->acquired.c_str();
   return nullptr;
 }

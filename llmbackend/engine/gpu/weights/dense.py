@@ -22,6 +22,8 @@ from typing import Final, Literal, Protocol, Self, cast, runtime_checkable
 import torch
 from torch import nn
 
+from ...kernels.weights import NEIGHBOURS
+
 logger = logging.getLogger(__name__)
 
 NEVER: Final = sys.maxsize
@@ -64,10 +66,6 @@ def _why_refused(count: int, weight: torch.Tensor) -> str:
     except RuntimeError as error:
         return str(error).partition("\n")[0]
     return ""
-
-
-NEIGHBOURS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers with the same input, by their names in transformers, in the order in which programs need their outputs."""
 
 
 class Matmul(Protocol):

@@ -220,8 +220,8 @@ inline void add_wide(const Panel& panel, const Wide& wide, float* out) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The whole operation: chunks of rows times panels of columns, in tasks that threads share.
 
-constexpr int kChunkBytes = 384 << 10;  // quantised rows at a time: they stay in the L2 cache beside a panel
-constexpr int kOwnCopyRows = 2;         // up to so many rows, every thread quantises all: no barrier
+using int8::kChunkBytes;
+using int8::kOwnCopyRows;
 
 // How an operation is cut, and where its rows lie in scratch memory. Nothing of it changes a result.
 struct Plan {
@@ -278,17 +278,6 @@ struct Product {
     }
 };
 
-inline void quantise(Worker& worker, const LinearOp& op, const Plan& plan, GroupedRows& x) {
-    if (plan.own_copies) {
-        for (int row = 0; row < plan.rows; row++) x.fill(op, row);
-        return;
-    }
-    worker.share(plan.rows, std::max(1, plan.rows / (4 * worker.size)), [&](int begin, int end) {
-        for (int row = begin; row < end; row++) x.fill(op, row);
-    });
-    worker.barrier();
-}
-
 }  // namespace llmb::int4
 
 namespace llmb {
@@ -303,7 +292,7 @@ inline void linear_int4(Worker& worker, const LinearOp& op, const Step& step, ch
     const int4::Plan plan(op, step, worker.size);
     Carver copy(scratch + (plan.own_copies ? plan.copy_bytes * worker.rank : 0));
     int4::GroupedRows x(copy, plan.rows, op.k);
-    int4::quantise(worker, op, plan, x);
+    int8::quantise(worker, op, plan, x);
     const int4::Product product{op, x};
     const int panels = num_panels(op.n);
     worker.share(panels * plan.chunks, 1, [&](int begin, int end) {

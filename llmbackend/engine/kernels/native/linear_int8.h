@@ -297,7 +297,9 @@ struct Plan {
     }
 };
 
-inline void quantise(Worker& worker, const LinearOp& op, const Plan& plan, VectorRows& x) {
+// Fills all rows: each thread its own copy, or all threads one, and waits for them.
+template <class Plan, class Rows>
+void quantise(Worker& worker, const LinearOp& op, const Plan& plan, Rows& x) {
     if (plan.own_copies) {
         for (int row = 0; row < plan.rows; row++) x.fill(op, row);
         return;
