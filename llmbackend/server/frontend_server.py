@@ -168,7 +168,8 @@ class FrontendServer:
             tunnels: Tunnels | None = self._pages
             if self._edge is not None:
                 served, tunnels = self._edge.around(served), self._edge.tunnels(tunnels)
-            elif self._protocols.answers_request_ids:
+            faces_clients = self._edge is None or claims.http.family != socket.AF_UNIX
+            if self._protocols.answers_request_ids and faces_clients:
                 served = with_request_ids(served)
             self._http = HttpEndpoint(
                 with_routed_paths(served, self._protocols.root_path),

@@ -106,7 +106,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProc
     folder = tmp_path_factory.mktemp("keyed")
     (file := folder / "keys").write_text(KEYS)
     write_mock_model(folder / "models", "slow", mock_step_ms=20)
-    flags = ("--api-key-file", str(file), "--frontend-processes=2")
+    flags = ("--api-key-file", str(file), "--frontend-processes=2", "--enable-request-id-headers")
     running = start_server("--model-repository", str(folder / "models"), *flags)
     yield running, file
     assert stop_server(running) == 0
@@ -256,6 +256,20 @@ def test_a_stored_chat_is_the_same_on_every_connection(keyed: tuple[ServerProces
             assert [one.id for one in other.chat.completions.list()] == expected
             with pytest.raises(openai.NotFoundError):
                 stranger.chat.completions.retrieve(expected[0])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_answers_of_frontends_and_of_the_host_have_one_request_id(keyed: tuple[ServerProcess, Path], path: str) -> None:
+    """Refusals, too."""
+    connection = http.client.HTTPConnection(keyed[0].http, timeout=WAIT_S)
+    with closing(connection):
+        for key, status in (("sk-boss", 200), ("none", 401)):
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", "X-Request-Id": "one"}
+            body = {"model": "slow", "prompt" if "completions" in path else "input": "a"}
+            connection.request("POST", path, json.dumps(body), headers)
+            answer = connection.getresponse()
+            answer.read()
+            assert (answer.status, answer.headers.get_all("x-request-id")) == (status, ["one"])
 
 
 def test_triton_s_http_client_gets_answers_and_errors(two: ServerProcess) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -63,6 +64,7 @@ def test_sigterm_under_load(slow: MakeServer, capfd: pytest.CaptureFixture[str])
     server.process.send_signal(signal.SIGTERM)
     eventually(lambda: status(server, "/v2/health/ready") == 503)
     assert status(server, "/v2/health/live") == 503  # golden 52: Triton refuses connections by now
+    eventually(lambda: refuses_connections(server.grpc))
     refused = [LiveStream(server, protocol, "slow", "late", 5) for protocol in PROTOCOLS]
     assert [stream.finish() for stream in refused] == [""] * 3
     errors = {protocol: one.error or one.broken for protocol, one in zip(PROTOCOLS, refused, strict=True)}
@@ -80,6 +82,15 @@ def test_sigterm_under_load(slow: MakeServer, capfd: pytest.CaptureFixture[str])
     log = capfd.readouterr().err
     assert "Signal (15) received." in log and "successfully unloaded 'slow' version 1" in log
     assert "cut off" not in log and "server stopped" in log
+
+
+def refuses_connections(address: str) -> bool:
+    host, port = address.split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=30).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def status(server: ServerProcess, path: str) -> int:
