@@ -6,41 +6,73 @@ import argparse
 import json
 import subprocess
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import perplexity
-from .checkpoints import SHAPES
-from .entries import ENTRIES
+from .checkpoints import CONTEXT_TOKENS
+from .entries import ENTRIES, FOUR_BITS, default_entries
 from .environments import Environments
+from .int4_report import write_int4_report
 from .report import summary, write_report
 from .servers import ServerSuite
 from .starts import StartSuite
 from .suite import Results, Suite
-from .workloads import DESCRIPTIONS
+from .workloads import DESCRIPTIONS, SHORT
 
 ROOT = Path(__file__).resolve().parent.parent
 PLOT_NAME = "benchmarks.svg"
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What is measured unless the command line says otherwise, and the names of the results and their page."""
+
+    models: tuple[str, ...]
+    workloads: tuple[str, ...]
+    entries: tuple[str, ...]
+    results: str
+    page: str
+
+
+PLAIN = Campaign(
+    models=("qwen2.5-0.5b-shape", "llama-125m-shape"),
+    workloads=tuple(name for name in DESCRIPTIONS if name not in SHORT),
+    entries=default_entries("bf16", "int8"),
+    results="results.jsonl",
+    page="benchmarks.md",
+)
+INT4 = Campaign(
+    models=("smollm2", "qwen2.5-0.5b-shape", "qwen3-1.7b-shape", "llama3-8b-shape"),
+    workloads=("W3", *sorted(SHORT)),
+    entries=default_entries(*FOUR_BITS),
+    results="results_int4.jsonl",
+    page="benchmarks_int4.md",
+)
 
 
 def main() -> None:
     arguments = _arguments()
     if arguments.list:
         for entry in ENTRIES.values():
-            print(f"{entry.name:24s} {entry.engine:16s} {entry.weights}{'' if entry.by_default else '  only if named'}")
+            print(f"{entry.name:32s} {entry.engine:16s} {entry.weights}{'' if entry.by_default else '  only if named'}")
         return
     environments = Environments(arguments.scratch)
-    results = Results(arguments.results or environments.scratch / "results.jsonl")
+    results = Results(arguments.results)
     if not arguments.report_only:
         _measure(arguments, environments, results)
-    _write_page(environments, results, arguments.page)
+    if arguments.int4:
+        write_int4_report(results.lines, arguments.page)
+    else:
+        _write_page(environments, results, arguments.page)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", type=_names(SHAPES), default=tuple(SHAPES))
-    parser.add_argument("--workloads", type=_names(DESCRIPTIONS), default=tuple(DESCRIPTIONS))
-    by_default = tuple(name for name, entry in ENTRIES.items() if entry.by_default)
-    parser.add_argument("--entries", type=_names(ENTRIES), default=by_default)
+    parser.add_argument("--int4", action="store_true", help="weights in 4 bits, GGUF files among them")
+    parser.add_argument("--models", type=_names(CONTEXT_TOKENS))
+    parser.add_argument("--workloads", type=_names(DESCRIPTIONS))
+    parser.add_argument("--entries", type=_names(ENTRIES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout-s", type=float, default=900.0, help="for one workload, without loading")
     parser.add_argument("--no-servers", action="store_true")
@@ -48,13 +80,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-perplexity", action="store_true")
     parser.add_argument("--only-servers", action="store_true", help="skip the engines alone (measured before)")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench")
-    parser.add_argument(
-        "--results", type=Path, help="JSON lines, appended to; default: results.jsonl in the scratch folder"
-    )
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--results", type=Path, help="JSON lines, appended to; default: in the scratch folder")
+    parser.add_argument("--page", type=Path)
     parser.add_argument("--report-only", action="store_true")
     parser.add_argument("--list", action="store_true", help="show the entries")
-    return parser.parse_args()
+    return _with_defaults(parser.parse_args())
+
+
+def _with_defaults(arguments: argparse.Namespace) -> argparse.Namespace:
+    campaign = INT4 if arguments.int4 else PLAIN
+    arguments.models = arguments.models or campaign.models
+    arguments.workloads = arguments.workloads or campaign.workloads
+    arguments.entries = arguments.entries or campaign.entries
+    arguments.page = arguments.page or ROOT / "docs" / campaign.page
+    arguments.results = arguments.results or arguments.scratch / campaign.results
+    return arguments
 
 
 def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
@@ -79,12 +119,16 @@ def _measure(arguments: argparse.Namespace, environments: Environments, results:
             timeout_s=arguments.timeout_s,
         ).run()
     if not arguments.no_perplexity:
-        perplexity.run(results)
+        perplexity.run(environments, results)
+        if arguments.int4:
+            perplexity.run_files(environments, results)
     if not arguments.no_starts:
         StartSuite(environments, results, arguments.models, arguments.entries, arguments.rounds).run()
-    if not arguments.no_servers:
+    if not arguments.no_servers and not arguments.int4:
         environments.install("vllm")
         environments.install("perf_analyzer")
+        if any(ENTRIES[name].environment == "llama.cpp" for name in arguments.entries):
+            environments.install("llama-server")
         ServerSuite(environments, results, arguments.models, arguments.rounds, arguments.timeout_s).run()
 
 

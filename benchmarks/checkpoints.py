@@ -16,7 +16,13 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-CONTEXT_TOKENS = {"qwen2.5-0.5b-shape": 32768, "llama-125m-shape": 4096}
+CONTEXT_TOKENS = {
+    "qwen2.5-0.5b-shape": 32768,
+    "llama-125m-shape": 4096,
+    "qwen3-1.7b-shape": 40960,
+    "llama3-8b-shape": 8192,
+    "smollm2": 8192,
+}
 TRAINED_TOKENS = 32000
 """Tokens that the tokenizer merges from text; a larger vocabulary is filled up, so that every id has a text."""
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -62,7 +68,26 @@ def _llama() -> Any:
     )
 
 
-SHAPES = {"qwen2.5-0.5b-shape": _qwen2, "llama-125m-shape": _llama}
+def _qwen3() -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=CONTEXT_TOKENS["qwen3-1.7b-shape"],
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+    )
+
+
+SHAPES = {"qwen2.5-0.5b-shape": _qwen2, "llama-125m-shape": _llama, "qwen3-1.7b-shape": _qwen3}
 
 
 def write_checkpoint(name: str, directory: Path) -> None:

@@ -3,7 +3,8 @@
 For: the runner and the report. Does not know: how they are measured. Invariants: an entry's name always means the same
 engine, weights and options. Classes are compared within themselves: "bf16" is a bfloat16 checkpoint without
 quantisation, however an engine chooses to compute with it (processors without bfloat16 arithmetic are often faster in
-float32); "int8" is that checkpoint quantised to 8 bits. The report takes each engine's fastest entry.
+float32); "int8" is that checkpoint quantised to 8 bits; "q4_0" and "q4_k_m" are GGUF files of these types, the same
+file for ours and for llama.cpp, with OpenVINO's int4 beside the former. The report takes each engine's fastest entry.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 OURS = "llmbackend"
-Weights = Literal["bf16", "int8"]
+Weights = Literal["bf16", "int8", "q4_0", "q4_k_m"]
+FOUR_BITS: tuple[Weights, ...] = ("q4_0", "q4_k_m")
+ALL = 1000
+"""Rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """`model` is a name in models.py with {} for the shape; `max_rounds` limits the rounds of a slow engine.
 
-    Entries that are not `by_default` run only if they are named."""
+    Entries that are not `by_default` run only if they are named, those in 4 bits by `python -m benchmarks.int4`."""
 
     name: str
     engine: str
@@ -28,18 +32,19 @@ class Entry:
     driver: str
     model: str = "{}"
     options: tuple[str, ...] = ()
-    max_rounds: int = 1000
+    max_rounds: int = ALL
     by_default: bool = True
     environ: dict[str, str] = field(default_factory=dict)
 
 
-def _ours(name: str, weights: Weights, *options: str, by_default: bool = True) -> Entry:
+def _ours(name: str, weights: Weights, *options: str, model: str = "{}", by_default: bool = True) -> Entry:
     return Entry(
         name=name,
         engine=OURS,
         weights=weights,
         environment="ours",
         driver="llmbackend_bench",
+        model=model,
         options=("--", *options),
         by_default=by_default,
     )
@@ -58,7 +63,9 @@ def _vllm(name: str, weights: Weights, model: str, *options: str, by_default: bo
     )
 
 
-def _openvino(name: str, weights: Weights, kind: str, precision: str, by_default: bool = True) -> Entry:
+def _openvino(
+    name: str, weights: Weights, kind: str, precision: str, max_rounds: int = ALL, by_default: bool = True
+) -> Entry:
     return Entry(
         name=name,
         engine="OpenVINO GenAI",
@@ -67,11 +74,14 @@ def _openvino(name: str, weights: Weights, kind: str, precision: str, by_default
         driver="openvino_batching",
         model=f"{{}}-openvino-{kind}",
         options=("--precision", precision),
+        max_rounds=max_rounds,
         by_default=by_default,
     )
 
 
-def _llama_cpp(name: str, weights: Weights, kind: str, by_default: bool = True) -> Entry:
+def _llama_cpp(
+    name: str, weights: Weights, kind: str, *options: str, max_rounds: int = 1, by_default: bool = True
+) -> Entry:
     return Entry(
         name=name,
         engine="llama.cpp",
@@ -79,7 +89,8 @@ def _llama_cpp(name: str, weights: Weights, kind: str, by_default: bool = True) 
         environment="llama.cpp",
         driver="llama_cpp_batching",
         model=f"{{}}-{kind}.gguf",
-        max_rounds=1,
+        options=options,
+        max_rounds=max_rounds,
         by_default=by_default,
     )
 
@@ -115,7 +126,23 @@ ENTRIES = {
         _llama_cpp("llama.cpp-f16", "bf16", "f16"),
         _llama_cpp("llama.cpp-bf16", "bf16", "bf16", by_default=False),
         _llama_cpp("llama.cpp-q8_0", "int8", "q8_0"),
+        _ours("llmbackend-q4_0", "q4_0", model="{}-q4_0.gguf"),
+        _llama_cpp("llama.cpp-q4_0", "q4_0", "q4_0", max_rounds=ALL),
+        _llama_cpp("llama.cpp-q4_0-plain-attention", "q4_0", "q4_0", "--flash-attention", "off"),
+        _llama_cpp("llama.cpp-q4_0-no-repack", "q4_0", "q4_0", "--no-repack", by_default=False),
+        _llama_cpp("llama.cpp-q4_0-no-mmap", "q4_0", "q4_0", "--no-mmap", by_default=False),
+        _openvino("openvino-int4", "q4_0", "int4", "f32"),
+        _openvino("openvino-int4-bf16", "q4_0", "int4", "bf16", max_rounds=1),
+        _ours("llmbackend-q4_k_m", "q4_k_m", model="{}-q4_k_m.gguf"),
+        _llama_cpp("llama.cpp-q4_k_m", "q4_k_m", "q4_k_m", max_rounds=ALL),
+        _llama_cpp("llama.cpp-q4_k_m-plain-attention", "q4_k_m", "q4_k_m", "--flash-attention", "off"),
+        _llama_cpp("llama.cpp-q4_k_m-no-repack", "q4_k_m", "q4_k_m", "--no-repack", by_default=False),
+        _ours("llmbackend-int4", "q4_0", "--dtype", "bfloat16", "--quantization", "int4", by_default=False),
         _transformers("float32"),
         _transformers("bfloat16", by_default=False),
     )
 }
+
+
+def default_entries(*weights: Weights) -> tuple[str, ...]:
+    return tuple(name for name, entry in ENTRIES.items() if entry.by_default and entry.weights in weights)

@@ -19,6 +19,7 @@ TORCH = "torch==2.13.0"
 # Built for another torch build than the CPU one, not needed for text, and they break imports.
 NOT_WITH_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 VLLM_VERSION = "0.32.0"
+OPENVINO = "openvino-genai==2026.4.1"
 LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"
 OURS = Path(sys.executable)
 
@@ -35,6 +36,7 @@ class Environments:
             "vllm": self._install_vllm,
             "openvino": self._install_openvino,
             "llama.cpp": self._install_llama_cpp,
+            "llama-server": self._install_llama_server,
             "plot": lambda: self._create("plot", ["matplotlib==3.11.0"]),
             "perf_analyzer": self._install_perf_analyzer,
         }
@@ -52,11 +54,17 @@ class Environments:
 
     @property
     def llama_cpp_source(self) -> Path:
-        return self.scratch / "llama.cpp" / "source"
+        """Of its Python bindings. Raises StopIteration where it is not installed."""
+        return next((self.scratch / "llama.cpp" / "source").glob("llama_cpp_python-*"))
 
     @property
     def llama_cpp_binaries(self) -> Path:
         return self.scratch / "llama.cpp" / "build" / "bin"
+
+    def llama_cpp_environ(self) -> dict[str, str]:
+        """For drivers/llama_cpp_bindings.py."""
+        bindings = self.llama_cpp_source / "llama_cpp"
+        return {"LLAMA_CPP_LIB_PATH": str(self.llama_cpp_binaries), "LLAMA_CPP_BINDINGS": str(bindings)}
 
     def preload(self) -> str:
         """The LD_PRELOAD that vLLM's documentation recommends: tcmalloc and Intel's OpenMP."""
@@ -84,7 +92,7 @@ class Environments:
         (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
 
     def _install_openvino(self) -> None:
-        self._create("openvino", [TORCH], [TORCH, "openvino-genai==2026.4.1", "optimum-intel==2.2.0"])
+        self._create("openvino", [TORCH], [TORCH, OPENVINO, "optimum-intel==2.2.0"])
 
     def _install_perf_analyzer(self) -> None:
         """The last wheel whose load generator runs with an older C library, and two libraries that it needs."""
@@ -99,21 +107,29 @@ class Environments:
         return folder / "bin" / "perf_analyzer", ":".join(str(path.parent) for path in libraries)
 
     def _install_llama_cpp(self) -> None:
-        """Builds the source in its Python bindings for this machine; takes many minutes, longest of all."""
+        """Builds the source in its Python bindings for this machine, which takes many minutes."""
         self._create("llama.cpp", ["numpy", "scikit-build-core", "sentencepiece", "typing_extensions"])
-        if (self.llama_cpp_binaries / "llama-server").exists():
+        if (self.llama_cpp_binaries / "libllama.so").exists():
             return
         downloads = self.scratch / "downloads"
         pip: list[str | Path] = [self.python("llama.cpp"), "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
         self._run("llama.cpp", [*pip, "--no-binary", ":all:", "--dest", downloads, LLAMA_CPP_PYTHON])
         with tarfile.open(next(downloads.glob("llama_cpp_python-*.tar.gz"))) as archive:
-            archive.extractall(self.llama_cpp_source, filter="data")
-        (source,) = self.llama_cpp_source.glob("llama_cpp_python-*/vendor/llama.cpp")
+            archive.extractall(self.scratch / "llama.cpp" / "source", filter="data")
+        source = self.llama_cpp_source / "vendor" / "llama.cpp"
         build = self.llama_cpp_binaries.parent
         options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
         self._run("llama.cpp", ["cmake", "-S", source, "-B", build, "-DLLAMA_BUILD_EXAMPLES=OFF", *options])
-        jobs = str(os.cpu_count() or 1)
-        self._run("llama.cpp", ["cmake", "--build", build, "--parallel", jobs, "--target", "llama-server"])
+        self._build_llama_cpp("llama")
+
+    def _install_llama_server(self) -> None:
+        """Longest of all."""
+        self._install_llama_cpp()
+        self._build_llama_cpp("llama-server")
+
+    def _build_llama_cpp(self, target: str) -> None:
+        build, jobs = self.llama_cpp_binaries.parent, str(os.cpu_count() or 1)
+        self._run("llama.cpp", ["cmake", "--build", build, "--parallel", jobs, "--target", target])
 
     def debian(self, package: str) -> None:
         """Unpacks a Debian package below the scratch folder; needs no root."""

@@ -6,14 +6,26 @@ another name first.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from llmbackend.gguf.header import read_header
+from tools.real_models import NAMES, make
 
 from .checkpoints import SHAPES
 from .environments import Environments
+from .quantise_gguf import KINDS
+
+REAL_GGUF = "q4_1.gguf"
+"""The file that real checkpoints are made of."""
+RANDOM_GGUF = "llama3-8b-shape"
+"""Has no checkpoint: its files are written with random blocks."""
+OPENVINO_INT4 = ("--sym", "--group-size", "128", "--group-size-fallback", "adjust")
+EMBEDDINGS = "token_embd.weight"
 
 
 class Models:
@@ -22,33 +34,72 @@ class Models:
         self.folder = environments.scratch / "models"
 
     def path(self, name: str) -> Path:
-        """`name`: a shape, and what was made of it (`-w8a8`, `-openvino-int8`, `-q8_0.gguf`)."""
+        """`name`: a shape or a real model, and what was made of it (`-w8a8`, `-openvino-int8`, `-q8_0.gguf`)."""
         target = self.folder / name
         if not target.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            shape = next(shape for shape in SHAPES if name.startswith(shape))
+            model = next(model for model in (*SHAPES, *NAMES, RANDOM_GGUF) if name.startswith(model))
+            form = name.removeprefix(model).removeprefix("-")
+            if model in NAMES and form in ("", REAL_GGUF):
+                real = make(model, Path(sys.prefix) / "real_models")
+                return real.with_suffix(".gguf") if form else real
             part = self.folder / f"part-{name}"
             shutil.rmtree(part, ignore_errors=True)
-            self._make(shape, name.removeprefix(shape).removeprefix("-"), part)
+            self._make(model, form, part)
             part.rename(target)
         return target
 
     def _make(self, shape: str, form: str, target: Path) -> None:
         ours = [sys.executable, "-m"]
+        if not form and shape == RANDOM_GGUF:
+            raise ValueError(f"{shape} has no checkpoint, only GGUF files")
         if not form:
             self._run([*ours, "benchmarks.checkpoints", shape, target])
         elif form == "w8a8":
             self._run([*ours, "benchmarks.checkpoints", "--w8a8", self.path(shape), target])
         elif form.startswith("openvino-"):
             program = self._environments.folder("openvino") / "bin" / "optimum-cli"
-            task = ["--task", "text-generation-with-past", "--weight-format", form.removeprefix("openvino-")]
+            kind = form.removeprefix("openvino-")
+            task = ["--task", "text-generation-with-past", "--weight-format", kind]
+            task += OPENVINO_INT4 if kind == "int4" else []
             self._run([program, "export", "openvino", "--model", self.path(shape), *task, target])
         else:
-            (source,) = self._environments.llama_cpp_source.glob("llama_cpp_python-*/vendor/llama.cpp")
+            self._make_gguf(shape, form.removesuffix(".gguf"), target)
+
+    def _make_gguf(self, shape: str, kind: str, target: Path) -> None:
+        ours = [sys.executable, "-m"]
+        self._environments.install("llama.cpp")
+        if shape == RANDOM_GGUF:
+            self._run([*ours, "benchmarks.random_gguf", target, kind])
+        elif kind in KINDS:
+            source = self.path(f"{shape}-f16.gguf")
+            self._run([*ours, "benchmarks.quantise_gguf", source, target, kind], self._environments.llama_cpp_environ())
+        else:
+            source = self._environments.llama_cpp_source / "vendor" / "llama.cpp"
             packages = next(self._environments.folder("llama.cpp").glob("lib/python*/site-packages"))
-            kind = form.removesuffix(".gguf")
             self._run([*ours, "benchmarks.gguf", source, packages, self.path(shape), target, kind])
 
-    def _run(self, command: Sequence[str | Path]) -> None:
+    def _run(self, command: Sequence[str | Path], environ: Mapping[str, str] | None = None) -> None:
         with (self._environments.logs / "models.log").open("a") as log:
-            subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+            subprocess.run(
+                command, check=True, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **(environ or {})}
+            )
+
+
+def model_bytes(path: Path) -> int:
+    """On disk."""
+    return sum(file.stat().st_size for file in _files(path))
+
+
+def bytes_per_token(path: Path) -> int:
+    """What one stream reads for each token: the weights without a table of embeddings that is not also the head."""
+    if path.suffix == ".gguf":
+        tensors = read_header(path).tensors
+        left_out = EMBEDDINGS if "output.weight" in tensors else ""
+        return sum(info.size_bytes for name, info in tensors.items() if name != left_out)
+    weights = [file for file in _files(path) if file.suffix == ".safetensors" or file.name == "openvino_model.bin"]
+    return sum(file.stat().st_size for file in weights)
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]

@@ -17,11 +17,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmbackend.server.process import tree_pss_mb
+from llmbackend.server.process_memory import tree_pss_mb
 
 from .workloads import Request, workload
 
 WARM_UP_RUNS = 2
+FIRST_REQUEST = Request(prompt=list(range(100, 108)), output_tokens=1)
+"""Shows how long a start takes until the first token."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -87,13 +89,14 @@ def drive(load: Callable[[argparse.Namespace], Engine], parser: argparse.Argumen
     arguments = parser.parse_args()
     engine = load(arguments)
     load_s = seconds_since_process_start()
+    engine.run(Recorder([FIRST_REQUEST]))
+    first_token_s = seconds_since_process_start()
     for _ in range(WARM_UP_RUNS):
         engine.run(Recorder(workload("W0")))
     for name in arguments.workloads.split(","):
         figures = engine.run(Recorder(workload(name)))
-        append_result(
-            arguments.json, {"workload": name, "load_s": load_s, **figures, "description": engine.description}
-        )
+        starts = {"load_s": load_s, "first_token_s": first_token_s}
+        append_result(arguments.json, {"workload": name, **starts, **figures, "description": engine.description})
 
 
 def append_result(path: Path, result: dict[str, Any]) -> None:

@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from .entries import ENTRIES, OURS, Entry
-from .workloads import DESCRIPTIONS, LONG
+from .workloads import DESCRIPTIONS, LONG, PREFILL
 
 Line = dict[str, Any]
 BIG_FOREIGN_LOAD_CORES = 0.15
 NOTES_PATH = Path(__file__).with_name("notes.md")
-_WEIGHTS_TITLES = {"bf16": "bfloat16 checkpoint", "int8": "8-bit weights"}
+_WEIGHTS_TITLES = {
+    "bf16": "bfloat16 checkpoint",
+    "int8": "8-bit weights",
+    "q4_0": "Q4_0 file; OpenVINO int4",
+    "q4_k_m": "Q4_K_M file",
+}
 _COLUMNS = (
     ("output tok/s", "output_tokens_per_s", 1),
     ("all tok/s", "total_tokens_per_s", 0),
@@ -34,19 +39,22 @@ _COLUMNS = (
 )
 COLD, WARM = "start cold", "start warm"
 START_NOTE = (
-    "From the command to ready. Cold: the folder of packed weights is empty and the checkpoint is not in the page "
-    "cache; warm: the start after it. Ours is the whole server with its HTTP and gRPC ports, a peer its engine alone. "
-    "Restart: from a SIGKILL of the engine's process under a stream to that stream's next token. Memory is PSS after "
-    "the ready line and one request, of all processes in the same moment."
+    "From the command to ready, or to the first token of a short request. Cold: the folder of packed weights is empty "
+    "and the checkpoint is not in the page cache; warm: the start after it. Ours is the whole server with its HTTP and "
+    "gRPC ports, a peer its engine alone. Restart: from a SIGKILL of the engine's process under a stream to that "
+    "stream's next token. Memory is PSS after the ready line and one request, of all processes in the same moment."
 )
 PERPLEXITY = "perplexity"
+FILE_PERPLEXITY = "perplexity of files"
+BANDWIDTH = "read bandwidth"
+_NOT_OF_ENGINES = (PERPLEXITY, FILE_PERPLEXITY, BANDWIDTH)
 _SERVER_WORKLOADS = ("server HTTP", "server gRPC")
 
 
 def speed(workload: str, figures: Line) -> float:
     """The figure that is compared, higher is better: tokens/s of outputs, or of all where the prompts are most of the
-    work (W4, W6, W7); for W3 without prefill."""
-    if workload in ("W4", *LONG):
+    work (W4, W6, W7, W9); for W3 without prefill."""
+    if workload in PREFILL | LONG:
         return float(figures["total_tokens_per_s"])
     if workload == "W3":
         return 1e3 / float(figures["itl_mean_ms"])
@@ -71,7 +79,7 @@ def _median(rounds: list[Line]) -> Line:
     return figures | {"rounds": len(rounds), "spread": spread, "description": rounds[0].get("description", "")}
 
 
-def best_entries(lines: Iterable[Line], model: str, workload: str) -> dict[tuple[str, str], str]:
+def best_entries(lines: list[Line], model: str, workload: str) -> dict[tuple[str, str], str]:
     """The name of the fastest entry of each (engine, weights)."""
     best: dict[tuple[str, str], tuple[float, str]] = {}
     for name, figures in medians(lines, model, workload).items():
@@ -81,12 +89,18 @@ def best_entries(lines: Iterable[Line], model: str, workload: str) -> dict[tuple
     return {key: name for key, (_, name) in best.items()}
 
 
-def ratio_to_best_peer(lines: Iterable[Line], model: str, workload: str, weights: str) -> tuple[float, str] | None:
+def best_by_engine(lines: list[Line], model: str, workload: str, weights: str) -> dict[str, tuple[str, Line]]:
+    """The fastest entry of each engine, and its figures."""
+    figures = medians(lines, model, workload)
+    best = best_entries(lines, model, workload)
+    return {engine: (name, figures[name]) for (engine, of_weights), name in best.items() if of_weights == weights}
+
+
+def ratio_to_best_peer(lines: list[Line], model: str, workload: str, weights: str) -> tuple[float, str] | None:
     """Our speed divided by that of the fastest peer, and its name."""
     speeds = {
-        engine: speed(workload, medians(lines, model, workload)[name])
-        for (engine, of_weights), name in best_entries(lines, model, workload).items()
-        if of_weights == weights
+        engine: speed(workload, figures)
+        for engine, (_, figures) in best_by_engine(lines, model, workload, weights).items()
     }
     ours = speeds.pop(OURS, None)
     if ours is None or not speeds:
@@ -96,14 +110,24 @@ def ratio_to_best_peer(lines: Iterable[Line], model: str, workload: str, weights
 
 
 def write_report(lines: list[Line], path: Path, plot_name: str) -> None:
-    models = list(dict.fromkeys(line["model"] for line in lines if line["workload"] != PERPLEXITY))
-    parts = [_head(lines), _ratios(lines, models), perplexity_table(lines)]
+    parts = [_head(lines), ratios(lines), perplexity_table(lines)]
     if (path.parent / plot_name).exists():
         parts.append(f"![Speed against each peer]({plot_name})\n")
-    for model in models:
-        parts += [_offline_tables(lines, model), _start_table(lines, model), _server_table(lines, model)]
-    parts += [_failures(lines), NOTES_PATH.read_text()]
+    parts += [tables(lines), NOTES_PATH.read_text()]
     path.write_text("\n".join(part for part in parts if part))
+
+
+def tables(lines: list[Line]) -> str:
+    """Of each model, and what failed."""
+    parts: list[str] = []
+    for model in models_of(lines):
+        parts += [_offline_tables(lines, model), _start_table(lines, model), _server_table(lines, model)]
+    return "\n".join(part for part in [*parts, _failures(lines)] if part)
+
+
+def models_of(lines: list[Line]) -> list[str]:
+    """Those that engines ran."""
+    return list(dict.fromkeys(line["model"] for line in lines if line["workload"] not in _NOT_OF_ENGINES))
 
 
 def summary(lines: list[Line]) -> list[Line]:
@@ -127,11 +151,15 @@ def _head(lines: list[Line]) -> str:
 
 Our engine and its peers on one machine, the same checkpoints and requests, in turns within one run: `make bench`
 (the end of this page says how). Medians of {count}; greedy, end of sequence ignored, all requests at once.
-Machine: {_processor()}, {os.cpu_count()} cores.
+Machine: {machine()}.
 
 Each engine is shown in its fastest form for the workload: the bfloat16 checkpoint computed in bfloat16 or
 float32, whichever is faster here, or 8-bit weights.
 """
+
+
+def machine() -> str:
+    return f"{_processor()}, {os.cpu_count()} cores"
 
 
 def _processor() -> str:
@@ -151,18 +179,19 @@ def _processor() -> str:
     return f"{name} ({', '.join(title for flag, title in sets.items() if flag in flags)})"
 
 
-def _ratios(lines: list[Line], models: list[str]) -> str:
+def ratios(lines: list[Line]) -> str:
     rows = ["## Against the best peer", "", "Speed relative to the fastest peer; above 1 we are faster.", ""]
-    rows += ["| model | weights | " + " | ".join(DESCRIPTIONS) + " |", "|---|---|" + "---|" * len(DESCRIPTIONS)]
-    for model in models:
+    workloads = [name for name in DESCRIPTIONS if any(line["workload"] == name for line in lines)]
+    rows += ["| model | weights | " + " | ".join(workloads) + " |", "|---|---|" + "---|" * len(workloads)]
+    for model in models_of(lines):
         for weights, title in _WEIGHTS_TITLES.items():
-            found = [ratio_to_best_peer(lines, model, workload, weights) for workload in DESCRIPTIONS]
+            found = [ratio_to_best_peer(lines, model, workload, weights) for workload in workloads]
             if any(found):
                 cells = [f"**{ratio[0]:.2f}** ({ratio[1]})" if ratio else "–" for ratio in found]
                 rows.append(f"| {model} | {title} | {' | '.join(cells)} |")
-    workloads = [f"{name}: {text}." for name, text in DESCRIPTIONS.items()]
-    compared = "W3 compares time per token, W4, W6 and W7 prompt and output tokens per second."
-    return "\n".join([*rows, "", *workloads, compared, ""])
+    texts = [f"{name}: {DESCRIPTIONS[name]}." for name in workloads]
+    compared = "W3 compares time per token, W4, W6, W7 and W9 prompt and output tokens per second."
+    return "\n".join([*rows, "", *texts, compared, ""])
 
 
 def _offline_tables(lines: list[Line], model: str) -> str:
@@ -175,7 +204,28 @@ def _offline_tables(lines: list[Line], model: str) -> str:
         shown = [(ENTRIES[name], figures[name]) for name in names]
         shown.sort(key=lambda item: -speed(workload, item[1]))
         rows += [f"### {workload}: {description}", "", *_table(workload, shown), ""]
+        if workload == "W3" and (share := _bandwidth_note(lines, model, shown)):
+            rows += [share, ""]
     return "\n".join(rows)
+
+
+def bandwidth_gb_per_s(lines: list[Line], model: str) -> float | None:
+    """The machine's, in the rounds of this model."""
+    found = [line["gb_per_s"] for line in lines if line["workload"] == BANDWIDTH and line["model"] == model]
+    return statistics.median(found) if found else None
+
+
+def bandwidth_share(figures: Line, gb_per_s: float | None) -> float | None:
+    """Of one stream: the weights' bytes, as the engine keeps them or else as its file does, per time of a token."""
+    read_mb = figures.get("weights_mb") or figures.get("read_mb")
+    return read_mb / figures["itl_mean_ms"] / gb_per_s if read_mb and gb_per_s else None
+
+
+def _bandwidth_note(lines: list[Line], model: str, shown: list[tuple[Entry, Line]]) -> str:
+    gb_per_s = bandwidth_gb_per_s(lines, model)
+    shares = {entry.name: bandwidth_share(figures, gb_per_s) for entry, figures in shown}
+    texts = [f"{name} {100 * share:.0f} %" for name, share in shares.items() if share]
+    return f"Of the {gb_per_s:.1f} GB/s that this machine reads: {', '.join(texts)}." if texts else ""
 
 
 def _table(workload: str, shown: list[tuple[Entry, Line]]) -> list[str]:
@@ -193,7 +243,8 @@ def _table(workload: str, shown: list[tuple[Entry, Line]]) -> list[str]:
 
 
 def _form(entry: Entry) -> str:
-    return entry.name.partition("-")[2] if entry.weights == "bf16" else f"int8: {entry.name.partition('-')[2]}"
+    form = entry.name.partition("-")[2]
+    return f"int8: {form}" if entry.weights == "int8" else form
 
 
 def _rounds(figures: Line) -> str:
@@ -211,14 +262,16 @@ def _start_table(lines: list[Line], model: str) -> str:
     cold, warm = medians(lines, model, COLD), medians(lines, model, WARM)
     for name in sorted({*cold, *warm}, key=lambda name: (ENTRIES[name].weights, ENTRIES[name].engine != OURS, name)):
         figures = warm.get(name) or cold[name]
-        seconds = [_cell(part.get(name, {}), "ready_s", 2) for part in (cold, warm)] + [_cell(figures, "restart_s", 2)]
+        seconds = [_cell(part.get(name, {}), "ready_s", 2) for part in (cold, warm)]
+        seconds += [_cell(figures, key, 2) for key in ("first_token_s", "restart_s")]
         keys = ("engine_pss_mb", "host_pss_mb", "pss_mb")
         sizes = [_cell(figures, key, 0) for key in keys]
         rows.append("| " + " | ".join([name, *seconds, *sizes, _rounds(figures)]) + " |")
     if not rows:
         return ""
-    head = "| engine | cold s | warm s | restart s | engine's processes MB | host MB | all MB | rounds, spread |"
-    return "\n".join(["### Start and memory", "", START_NOTE, "", head, "|---|" + "--:|" * 7, *rows, ""])
+    times = "cold s | warm s | warm, first token s | restart s"
+    head = f"| engine | {times} | engine's processes MB | host MB | all MB | rounds, spread |"
+    return "\n".join(["### Start and memory", "", START_NOTE, "", head, "|---|" + "--:|" * 8, *rows, ""])
 
 
 def _server_table(lines: list[Line], model: str) -> str:

@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmbackend.server.process import descendants, tree_pss_mb
+from llmbackend.server.process_memory import descendants, tree_pss_mb
 
 from .checkpoints import SHAPES
-from .entries import ENTRIES, OURS, Entry
+from .entries import ENTRIES, OURS, Entry, default_entries
 from .environments import Environments
 from .models import Models
 from .report import COLD, WARM, medians
@@ -37,6 +37,7 @@ from .suite import Results, environ_of, run_process
 
 READY_TIMEOUT_S = 300.0
 CACHE_VARIABLE = "LLMBACKEND_WEIGHT_CACHE_DIR"
+SERVED_NAME = "bench"
 _STREAM_TOKENS = 400
 _TOKENS_BEFORE_KILL = 4
 _PEERS = ("llama.cpp", "OpenVINO GenAI")
@@ -129,11 +130,12 @@ def restart_s(server: Server, model: str) -> float:
 def measure_server(arguments: list[str], model: str, cache: Path) -> dict[str, Any]:
     """One start of ours, what it holds then, and a restart."""
     with started(arguments, {CACHE_VARIABLE: str(cache)}) as server:
-        for _ in server.stream(model, 8):
-            pass
+        asked_s = time.perf_counter()
+        first_s, *_ = server.stream(model, 8)
         sizes_mb = tree_pss_mb(server.process.pid)
         figures = {
             "ready_s": server.ready_s,
+            "first_token_s": server.ready_s + first_s - asked_s,
             "wall_s": server.ready_s,
             "pss_mb": sum(sizes_mb.values()),
             "host_pss_mb": sizes_mb[server.process.pid],
@@ -183,11 +185,11 @@ class StartSuite:
         return entry.engine in _PEERS and self.environments.folder(entry.environment).exists()
 
     def _ours(self, entry: Entry, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        flags = [word for word in entry.options if word != "--"]
+        flags = ["--served-model-name", SERVED_NAME, *(word for word in entry.options if word != "--")]
         with tempfile.TemporaryDirectory(prefix="llmbackend-starts-") as cache:
             forget_pages(path)
             for name in (COLD, WARM):
-                yield name, measure_server(["--model", str(path), *flags], path.name, Path(cache))
+                yield name, measure_server(["--model", str(path), *flags], SERVED_NAME, Path(cache))
 
     def _peer(self, entry: Entry, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         """The engine alone, by its driver, which says when it was ready; no restart."""
@@ -197,27 +199,19 @@ class StartSuite:
                 output, log = Path(directory) / "results", Path(directory) / "log"
                 python = self.environments.python(entry.environment)
                 command = [python, "-m", f"benchmarks.drivers.{entry.driver}", "--model", path, "--workloads", "W0"]
-                command += ["--json", output, *entry.options, *self._bindings(entry)]
+                command += ["--json", output, *entry.options]
                 environ = os.environ | environ_of(self.environments, entry.environment) | entry.environ
                 if error := run_process([str(word) for word in command], environ, log, READY_TIMEOUT_S):
                     raise RuntimeError(error)
                 figures = json.loads(output.read_text())
-            pss_mb = figures["pss_mb"]
-            yield (
-                name,
-                {"ready_s": figures["load_s"], "wall_s": figures["load_s"], "pss_mb": pss_mb, "engine_pss_mb": pss_mb},
-            )
-
-    def _bindings(self, entry: Entry) -> list[str]:
-        if entry.environment != "llama.cpp":
-            return []
-        (bindings,) = self.environments.llama_cpp_source.glob("llama_cpp_python-*/llama_cpp")
-        return ["--bindings", str(bindings)]
+            times = {"ready_s": figures["load_s"], "wall_s": figures["load_s"]}
+            times["first_token_s"] = figures["first_token_s"]
+            yield name, {**times, "pss_mb": figures["pss_mb"], "engine_pss_mb": figures["pss_mb"]}
 
 
 def _text(figures: dict[str, Any]) -> str:
     """Figures on one line."""
-    parts = [f"ready {figures['ready_s']:.2f} s"]
+    parts = [f"ready {figures['ready_s']:.2f} s, first token {figures['first_token_s']:.2f} s"]
     if "restart_s" in figures:
         parts.append(f"restart {figures['restart_s']:.2f} s")
     sizes = {key.removesuffix("_mb").replace("_", " "): value for key, value in figures.items() if "_mb" in key}
@@ -227,8 +221,8 @@ def _text(figures: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="qwen2.5-0.5b-shape", help=f"of {', '.join(SHAPES)}")
-    chosen = ",".join(name for name, entry in ENTRIES.items() if entry.by_default and entry.engine in (OURS, *_PEERS))
-    parser.add_argument("--entries", default=chosen)
+    chosen = [name for name in default_entries("bf16", "int8") if ENTRIES[name].engine in (OURS, *_PEERS)]
+    parser.add_argument("--entries", default=",".join(chosen))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--checkpoint", type=Path, help="ours: instead of the one that is made for the first model")
     parser.add_argument("--scratch", type=Path, default=Path(__file__).resolve().parent.parent / "build" / "bench")

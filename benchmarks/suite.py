@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .bandwidth import read_gb_per_s
 from .checkpoints import CONTEXT_TOKENS as CONTEXT_OF_MODEL
 from .entries import ENTRIES, Entry
 from .environments import Environments
-from .models import Models
+from .models import Models, bytes_per_token, model_bytes
+from .report import BANDWIDTH
 from .workloads import CONTEXT_TOKENS, LONG
 
 LOAD_TIMEOUT_S = 600.0
@@ -73,6 +75,7 @@ class Suite:
         for round_number in range(self.rounds):
             for (model, name), path in ready.items():
                 entry = ENTRIES[name]
+                self._measure_bandwidth(model, round_number)
                 if round_number < entry.max_rounds:
                     self._measure(entry, model, path, round_number)
 
@@ -89,6 +92,12 @@ class Suite:
                 except (OSError, subprocess.CalledProcessError, StopIteration, ValueError) as error:
                     self._fail(entry, model, "", 0, f"cannot be prepared: {error}")
 
+    def _measure_bandwidth(self, model: str, round_number: int) -> None:
+        """Once a round for each model: the machine's speed changes."""
+        key = {"entry": "", "model": model, "workload": BANDWIDTH, "round": round_number}
+        if not self.results.has(**key):
+            self.results.add({**key, "gb_per_s": read_gb_per_s(), "time": time.time()})
+
     def _measure(self, entry: Entry, model: str, path: Path, round_number: int) -> None:
         key = {"entry": entry.name, "model": model}
         workloads = [
@@ -102,7 +111,8 @@ class Suite:
             together = [name for name in workloads if (name in LONG) is (workloads[0] in LONG)]
             done, error = self._run_driver(entry, path, together)
             for line in done:
-                self.results.add({**line, **key, "round": round_number, "time": time.time()})
+                sizes = {"file_mb": model_bytes(path) / 1e6, "read_mb": bytes_per_token(path) / 1e6}
+                self.results.add({**sizes, **line, **key, "round": round_number, "time": time.time()})
                 _say(f"{line['workload']} round {round_number} {entry.name} on {model}: {line['wall_s']:.2f} s")
             workloads = [name for name in workloads if name not in together[: len(done)]]
             if len(done) < len(together):
@@ -115,17 +125,11 @@ class Suite:
         with tempfile.TemporaryDirectory() as directory:
             output, log = Path(directory) / "results", Path(directory) / "log"
             command = [python, "-m", f"benchmarks.drivers.{entry.driver}", "--model", path]
-            command += ["--workloads", ",".join(workloads), "--json", output, *self._extra(entry), *entry.options]
+            command += ["--workloads", ",".join(workloads), "--json", output, *entry.options]
             timeout_s = LOAD_TIMEOUT_S + self.timeout_s * len(workloads)
             error = run_process([str(word) for word in command], self._environ(entry), log, timeout_s)
             lines = output.read_text().splitlines() if output.exists() else []
         return [json.loads(line) for line in lines], error
-
-    def _extra(self, entry: Entry) -> list[str]:
-        if entry.environment != "llama.cpp":
-            return []
-        (bindings,) = self.environments.llama_cpp_source.glob("llama_cpp_python-*/llama_cpp")
-        return ["--bindings", str(bindings)]
 
     def _environ(self, entry: Entry) -> dict[str, str]:
         return os.environ | environ_of(self.environments, entry.environment) | entry.environ
@@ -155,7 +159,7 @@ def environ_of(environments: Environments, name: str) -> dict[str, str]:
             "VLLM_NO_USAGE_STATS": "1",
         }
     if name == "llama.cpp":
-        return common | {"LLAMA_CPP_LIB_PATH": str(environments.llama_cpp_binaries)}
+        return common | environments.llama_cpp_environ()
     return common
 
 

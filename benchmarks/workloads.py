@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-_SEEDS = {"W0": 66, "W1": 11, "W2": 22, "W3": 33, "W4": 44, "W5": 55, "W6": 606, "W7": 77}
+_SEEDS = {"W0": 66, "W1": 11, "W2": 22, "W3": 33, "W4": 44, "W5": 55, "W6": 606, "W7": 77, "W8": 88, "W9": 99}
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 3, 31990
 DESCRIPTIONS = {
     "W1": "64 requests, 32 tokens in, 128 out",
@@ -21,7 +21,12 @@ DESCRIPTIONS = {
     "W5": "64 requests that share their first 512 tokens, 32 more in, 32 out",
     "W6": "long: 4 requests, 8,192 in, 64 out",
     "W7": "very long: one request, 32,704 in, 64 out",
+    "W8": "short: 64 requests, 16 tokens in, 32 out",
+    "W9": "short prefill: 2 requests, 512 in, 1 out",
 }
+SHORT = frozenset({"W8", "W9"})
+"""For models whose W1 and W4 take many minutes; only if named."""
+PREFILL = frozenset({"W4", "W9"})
 LONG = frozenset({"W6", "W7"})
 """Measured apart from the others: an engine may have to be told of a longer context."""
 CONTEXT_TOKENS = {"W6": 8_256, "W7": 32_768}
@@ -58,6 +63,10 @@ def workload(name: str) -> list[Request]:
             return [Request(tokens(8_192), 64) for _ in range(4)]
         case "W7":
             return [Request(tokens(32_704), 64)]
+        case "W8":
+            return [Request(tokens(16), 32) for _ in range(64)]
+        case "W9":
+            return [Request(tokens(512), 1) for _ in range(2)]
         case _:
             prefix = tokens(SHARED_PREFIX_TOKENS["W5"])
             return [Request(prefix + tokens(32), 32) for _ in range(64)]

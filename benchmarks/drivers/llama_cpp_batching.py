@@ -1,21 +1,23 @@
 """llama.cpp through its C interface: continuous batching over many sequences, greedy argmax on the returned logits.
 
-llama.cpp's own server batches in the same way, but is slower; this is the engine alone. `LLAMA_CPP_LIB_PATH` names the
-folder of its libraries, `--bindings` the folder of llama-cpp-python's declarations.
+llama.cpp's own server batches in the same way, but is slower; this is the engine alone. Options are llama.cpp's, and so
+are their defaults.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-import types
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drivers import llama_cpp_bindings
 from benchmarks.recording import Recorder, drive
 
 BATCH_TOKENS, MICRO_BATCH_TOKENS, MAX_SEQUENCES = 2048, 512, 64
+FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+"""Numbers of llama_flash_attn_type."""
 
 
 @dataclass
@@ -29,17 +31,18 @@ class Sequence:
 
 class LlamaCpp:
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self._lib = lib = _bindings(arguments.bindings)
-        lib.llama_backend_init()
-        self._log = lib.llama_log_callback(lambda level, text, data: None)
-        lib.llama_log_set(self._log, None)
+        self._lib = lib = llama_cpp_bindings.load()
         parameters = lib.llama_model_default_params()
         parameters.n_gpu_layers = 0
+        parameters.use_extra_bufts = not arguments.no_repack
+        if arguments.no_mmap:
+            parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
         self._model = lib.llama_model_load_from_file(arguments.model.encode(), parameters)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {arguments.model}")
         self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
         self._threads = arguments.threads
+        self._flash_attention = FLASH_ATTENTION[arguments.flash_attention]
         self.description = f"llama.cpp, {Path(arguments.model).stem.rpartition('-')[2]}"
 
     def run(self, recorder: Recorder) -> dict[str, Any]:
@@ -67,6 +70,7 @@ class LlamaCpp:
         parameters.n_batch, parameters.n_ubatch, parameters.n_seq_max = BATCH_TOKENS, MICRO_BATCH_TOKENS, sequences
         parameters.n_threads = parameters.n_threads_batch = self._threads
         parameters.kv_unified = bool(shared)
+        parameters.flash_attn_type = self._flash_attention
         parameters.no_perf = True
         context = self._lib.llama_init_from_model(self._model, parameters)
         if not context:
@@ -129,10 +133,12 @@ class LlamaCpp:
             raise RuntimeError(f"llama_decode failed with code {code}")
 
     def _argmax(self, context: Any, row: int) -> int:
+        return int(self._logits(context, row).argmax())
+
+    def _logits(self, context: Any, row: int) -> Any:
         import numpy as np
 
-        logits = np.ctypeslib.as_array(self._lib.llama_get_logits_ith(context, row), shape=(self._vocab_size,))
-        return int(logits.argmax())
+        return np.ctypeslib.as_array(self._lib.llama_get_logits_ith(context, row), shape=(self._vocab_size,))
 
 
 def _shared_prefix(recorder: Recorder) -> int:
@@ -143,18 +149,14 @@ def _shared_prefix(recorder: Recorder) -> int:
     return next((i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1), 0)
 
 
-def _bindings(directory: str) -> Any:
-    """The declarations alone, without the package's own imports."""
-    package = types.ModuleType("llama_cpp")
-    package.__path__ = [directory]
-    sys.modules["llama_cpp"] = package
-    import llama_cpp.llama_cpp as lib
-
-    return lib
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--flash-attention", choices=FLASH_ATTENTION, default="auto")
+    parser.add_argument("--no-repack", action="store_true", help="multiply weights as they lie in the file")
+    parser.add_argument("--no-mmap", action="store_true")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bindings", required=True)
-    parser.add_argument("--threads", type=int, default=2)
-    drive(LlamaCpp, parser)
+    own = argparse.ArgumentParser(description=__doc__)
+    add_options(own)
+    drive(LlamaCpp, own)

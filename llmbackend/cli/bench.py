@@ -26,7 +26,7 @@ from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import EngineStats, InferRequest, ModelInfo, SamplingParams
 from llmbackend.engine.offline import OfflineEngine, make_served_runner
 from llmbackend.fork_server.process_resources import process_age_s
-from llmbackend.server.process import peak_rss_mb, tree_pss_mb
+from llmbackend.server.process_memory import peak_rss_mb, tree_pss_mb
 
 from ..server.start_failure import flag_of
 from .bench_plots import Measured, print_plots, write_svg

@@ -29,7 +29,7 @@ import tritonclient.http as triton_http
 from openai.types.chat import ChatCompletion
 from tritonclient.utils import InferenceServerException
 
-from llmbackend.server.process import descendants
+from llmbackend.server.process_memory import descendants
 from tests.helpers.live_stream import PROTOCOLS, LiveStream
 from tests.helpers.processes import is_alive
 from tests.helpers.server_process import ServerProcess, kill_server, post, start_server, stop_server, write_mock_model

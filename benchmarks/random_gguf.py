@@ -1,0 +1,146 @@
+"""Writes a GGUF file of a large model with random blocks, without a checkpoint, which would not fit into memory.
+
+    python -m benchmarks.random_gguf FILE.gguf q4_0|q4_k_m
+
+For: models.py. Does not know: engines. Invariants: tensors have the types that llama.cpp's quantiser chooses for such a
+model; a kind always means the same file; no more than one tensor is in memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .checkpoints import CHAT_TEMPLATE, CONTEXT_TOKENS, EOS_ID, PAD_ID, SPECIAL_TOKENS
+
+WEIGHT_DEVIATION = 0.02
+_MEAN_SCALE, _MEAN_NUMBER, _NUMBER_DEVIATION = 31.5, 7.5, 4.6
+"""Of random bits: of a 6-bit scale, and of a 4-bit number."""
+_STEP = WEIGHT_DEVIATION / _NUMBER_DEVIATION
+FLOATS = {
+    "Q4_0": {0: _STEP},
+    "Q4_K": {0: _STEP / _MEAN_SCALE, 2: _STEP / _MEAN_SCALE * _MEAN_NUMBER},
+    "Q6_K": {208: WEIGHT_DEVIATION / (64 * 18.5)},
+}
+"""The float16 numbers of a block, by their byte; all other bytes may have any value."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a Llama."""
+
+    hidden: int = 4096
+    mlp: int = 14336
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    vocabulary: int = 128256
+
+    def matrices(self) -> Iterator[tuple[str, int, int]]:
+        """Name, rows, columns."""
+        yield "token_embd", self.vocabulary, self.hidden
+        kv = self.hidden // self.heads * self.kv_heads
+        for layer in range(self.layers):
+            yield f"blk.{layer}.attn_q", self.hidden, self.hidden
+            yield f"blk.{layer}.attn_k", kv, self.hidden
+            yield f"blk.{layer}.attn_v", kv, self.hidden
+            yield f"blk.{layer}.attn_output", self.hidden, self.hidden
+            yield f"blk.{layer}.ffn_gate", self.mlp, self.hidden
+            yield f"blk.{layer}.ffn_up", self.mlp, self.hidden
+            yield f"blk.{layer}.ffn_down", self.hidden, self.mlp
+        yield "output", self.vocabulary, self.hidden
+
+    def norms(self) -> Iterator[str]:
+        yield "output_norm"
+        for layer in range(self.layers):
+            yield f"blk.{layer}.attn_norm"
+            yield f"blk.{layer}.ffn_norm"
+
+
+def type_of(name: str, kind: str, layers: int) -> str:
+    """The rule of llama.cpp's quantiser: of Q4_K_M, some layers' values and last products get more bits."""
+    if name == "output":
+        return "Q6_K"
+    if kind == "q4_0":
+        return "Q4_0"
+    if not name.endswith((".attn_v", ".ffn_down")):
+        return "Q4_K"
+    layer = int(name.split(".")[1])
+    gets_more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    return "Q6_K" if gets_more else "Q4_K"
+
+
+def random_matrix(rng: np.random.Generator, rows: int, columns: int, type_name: str) -> np.ndarray:
+    """As bytes."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
+    data = rng.integers(0, 256, (rows * columns // block, block_bytes), np.uint8)
+    for place, value in FLOATS[type_name].items():
+        data[:, place : place + 2] = np.array([value], np.float16).view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+def write_random_gguf(path: Path, kind: str, shape: Shape) -> None:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+
+    writer: Any = GGUFWriter(path, "llama")
+    _add_fields(writer, shape)
+    matrices = [(name, rows, columns, type_of(name, kind, shape.layers)) for name, rows, columns in shape.matrices()]
+    for name, rows, columns, type_name in matrices:
+        raw_type = GGMLQuantizationType[type_name]
+        block, block_bytes = GGML_QUANT_SIZES[raw_type]
+        row_bytes = columns // block * block_bytes
+        writer.add_tensor_info(f"{name}.weight", (rows, row_bytes), np.dtype(np.uint8), rows * row_bytes, raw_type)
+    norm = np.ones(shape.hidden, np.float32)
+    for name in shape.norms():
+        writer.add_tensor_info(f"{name}.weight", norm.shape, norm.dtype, norm.nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    rng = np.random.default_rng(0)
+    for _, rows, columns, type_name in matrices:
+        writer.write_tensor_data(random_matrix(rng, rows, columns, type_name))
+    for _ in shape.norms():
+        writer.write_tensor_data(norm)
+    writer.close()
+
+
+def _add_fields(writer: Any, shape: Shape) -> None:
+    writer.add_context_length(CONTEXT_TOKENS["llama3-8b-shape"])
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.mlp)
+    writer.add_block_count(shape.layers)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_rope_dimension_count(shape.hidden // shape.heads)
+    writer.add_rope_freq_base(5e5)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(shape.vocabulary)
+    _add_tokenizer(writer, shape.vocabulary)
+
+
+def _add_tokenizer(writer: Any, vocabulary: int) -> None:
+    """A token for each byte, one merge, and names without a meaning."""
+    from tokenizers import pre_tokenizers
+
+    tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt"]
+    tokens += [f"Ġfill{i}" for i in range(len(tokens), vocabulary)]
+    control, normal = 3, 1
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([control] * len(SPECIAL_TOKENS) + [normal] * (vocabulary - len(SPECIAL_TOKENS)))
+    writer.add_token_merges(["Ġ t"])
+    writer.add_bos_token_id(PAD_ID)
+    writer.add_eos_token_id(EOS_ID)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+if __name__ == "__main__":
+    write_random_gguf(Path(sys.argv[1]), sys.argv[2], Shape())
