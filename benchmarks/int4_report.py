@@ -101,34 +101,36 @@ def _ratio(lines: list[Line], model: str, workload: str, weights: str) -> str:
 def _starts_and_memory(lines: list[Line]) -> str:
     rows = [cells for model, weights in _cases(lines) if (cells := _start_cells(lines, model, weights))]
     titles = ["model", "file", "file MB", "second start to first token, ours s", "llama.cpp s", "ours is"]
-    titles += ["memory, ours MB", "llama.cpp MB", "KV MB", "ours, of file and KV"]
+    titles += ["our cache MB", "memory, ours MB", "llama.cpp MB", "KV MB", "ours, of file and KV"]
     note = "A second start is from the command to the first token, ours with its HTTP and gRPC ports, llama.cpp the "
     note += "engine alone. Memory is PSS at the end of the workload of 64 requests; KV is what our blocks hold then."
     return _page_table("## Second start and memory", note, titles, rows)
 
 
 def _start_cells(lines: list[Line], model: str, weights: str) -> list[str]:
-    starts = [_first_token_s(lines, model, weights, engine) for engine in (OURS, LLAMA_CPP)]
+    starts = [_second_start(lines, model, weights, engine) for engine in (OURS, LLAMA_CPP)]
+    first_s = [start.get("first_token_s") for start in starts]
     best = best_by_engine(lines, model, "W8", weights) or best_by_engine(lines, model, "W1", weights)
     ours, theirs = (best.get(engine, ("", Line()))[1] for engine in (OURS, LLAMA_CPP))
     if not ours and not any(starts):
         return []
-    ratio = f"{starts[0] / starts[1]:.2f} ×" if starts[0] and starts[1] else ""
+    ratio = f"{first_s[0] / first_s[1]:.2f} ×" if first_s[0] and first_s[1] else ""
     needed_mb = ours["file_mb"] + ours["kv_mb"] if ours else 0.0
     share = f"{ours['pss_mb'] / needed_mb:.2f} ×" if needed_mb else ""
-    cells = [_number(ours.get("file_mb"), 0), *(_number(start, 2) for start in starts), ratio]
+    cells = [_number(ours.get("file_mb"), 0), *(_number(seconds, 2) for seconds in first_s), ratio]
+    cells.append(_number(starts[0].get("cache_mb"), 0))
     cells += [_number(figures.get("pss_mb"), 0) for figures in (ours, theirs)]
     return [model, weights.upper(), *cells, _number(ours.get("kv_mb"), 0), share]
 
 
-def _first_token_s(lines: list[Line], model: str, weights: str, engine: str) -> float | None:
-    """Of the engine's fastest entry."""
+def _second_start(lines: list[Line], model: str, weights: str, engine: str) -> Line:
+    """Of the engine's fastest entry; {} where none was started."""
     found = [
-        figures["first_token_s"]
+        figures
         for name, figures in medians(lines, model, WARM).items()
         if ENTRIES[name].weights == weights and ENTRIES[name].engine == engine
     ]
-    return min(found, default=None)
+    return min(found, key=lambda figures: float(figures["first_token_s"]), default={})
 
 
 def _file_perplexities(lines: list[Line]) -> str:

@@ -22,6 +22,8 @@ WEIGHT_DEVIATION = 0.02
 _MEAN_SCALE, _MEAN_NUMBER, _NUMBER_DEVIATION = 31.5, 7.5, 4.6
 """Of random bits: of a 6-bit scale, and of a 4-bit number."""
 _STEP = WEIGHT_DEVIATION / _NUMBER_DEVIATION
+FILE_TYPES = {"q4_0": 2, "q4_k_m": 15}
+"""Numbers of llama.cpp's llama_ftype."""
 FLOATS = {
     "Q4_0": {0: _STEP},
     "Q4_K": {0: _STEP / _MEAN_SCALE, 2: _STEP / _MEAN_SCALE * _MEAN_NUMBER},
@@ -91,6 +93,8 @@ def write_random_gguf(path: Path, kind: str, shape: Shape) -> None:
 
     writer: Any = GGUFWriter(path, "llama")
     _add_fields(writer, shape)
+    writer.add_file_type(FILE_TYPES[kind])
+    writer.add_quantization_version(2)
     matrices = [(name, rows, columns, type_of(name, kind, shape.layers)) for name, rows, columns in shape.matrices()]
     for name, rows, columns, type_name in matrices:
         raw_type = GGMLQuantizationType[type_name]
@@ -139,6 +143,7 @@ def _add_tokenizer(writer: Any, vocabulary: int) -> None:
     writer.add_token_merges(["Ġ t"])
     writer.add_bos_token_id(PAD_ID)
     writer.add_eos_token_id(EOS_ID)
+    writer.add_pad_token_id(PAD_ID)
     writer.add_chat_template(CHAT_TEMPLATE)
 
 

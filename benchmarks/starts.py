@@ -31,7 +31,7 @@ from llmbackend.server.process_memory import descendants, tree_pss_mb
 from .checkpoints import SHAPES
 from .entries import ENTRIES, OURS, Entry, default_entries
 from .environments import Environments
-from .models import Models
+from .models import Models, model_bytes
 from .report import COLD, WARM, medians
 from .suite import Results, environ_of, run_process
 
@@ -189,7 +189,8 @@ class StartSuite:
         with tempfile.TemporaryDirectory(prefix="llmbackend-starts-") as cache:
             forget_pages(path)
             for name in (COLD, WARM):
-                yield name, measure_server(["--model", str(path), *flags], SERVED_NAME, Path(cache))
+                figures = measure_server(["--model", str(path), *flags], SERVED_NAME, Path(cache))
+                yield name, {**figures, "cache_mb": model_bytes(Path(cache)) / 1e6}
 
     def _peer(self, entry: Entry, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         """The engine alone, by its driver, which says when it was ready; no restart."""

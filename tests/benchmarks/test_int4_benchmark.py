@@ -75,14 +75,14 @@ def test_the_page_compares_the_same_file(tmp_path: Path) -> None:
     ]
     lines += [_line("llmbackend-q4_0", "W8", output_tokens_per_s=300.0, kv_mb=50.0, pss_mb=300.0)]
     lines += [_line("llama.cpp-q4_0", "W8", output_tokens_per_s=100.0, pss_mb=400.0)]
-    lines += [_line("llmbackend-q4_0", WARM, first_token_s=1.0, ready_s=0.9, pss_mb=1.0)]
+    lines += [_line("llmbackend-q4_0", WARM, first_token_s=1.0, ready_s=0.9, pss_mb=1.0, cache_mb=210.0)]
     lines += [_line("llama.cpp-q4_0", WARM, first_token_s=2.0, ready_s=1.9, pss_mb=1.0)]
     lines += [_line("", BANDWIDTH, gb_per_s=25.0)]
     lines += [_line("llmbackend", FILE_PERPLEXITY, q4_1=20.2), _line("llama.cpp", FILE_PERPLEXITY, q4_1=20.0)]
     write_int4_report(lines, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
     assert "| smollm2 | Q4_0 | 10.00 | 12.00 | – | **1.20 ×** | 80 % | 67 % | **3.00 ×** |" in page
-    assert "| smollm2 | Q4_0 | 200 | 1.00 | 2.00 | 0.50 × | 300 | 400 | 50 | 1.20 × |" in page
+    assert "| smollm2 | Q4_0 | 200 | 1.00 | 2.00 | 0.50 × | 210 | 300 | 400 | 50 | 1.20 × |" in page
     assert "| smollm2 | Q4_1 | 20.200 | 20.000 | +1.00 % |" in page
     assert "--flash-attention off" in page
 
