@@ -31,7 +31,7 @@ from llmbackend.server.process_memory import descendants, tree_pss_mb
 from .checkpoints import SHAPES
 from .entries import ENTRIES, OURS, Entry, default_entries
 from .environments import Environments
-from .models import Models, model_bytes
+from .models import Models
 from .report import COLD, WARM, medians
 from .suite import Results, environ_of, run_process
 
@@ -53,6 +53,11 @@ def forget_pages(path: Path) -> None:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
+
+
+def _own_bytes(folder: Path) -> int:
+    """Of its files, not of those that it links to."""
+    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,7 @@ class StartSuite:
             forget_pages(path)
             for name in (COLD, WARM):
                 figures = measure_server(["--model", str(path), *flags], SERVED_NAME, Path(cache))
-                yield name, {**figures, "cache_mb": model_bytes(Path(cache)) / 1e6}
+                yield name, {**figures, "cache_mb": _own_bytes(Path(cache)) / 1e6}
 
     def _peer(self, entry: Entry, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         """The engine alone, by its driver, which says when it was ready; no restart."""
