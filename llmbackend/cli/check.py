@@ -32,6 +32,7 @@ from ..server.serve import reasons_with_flags
 from ..server.start_failure import failure_summary
 from .command_line import PlainHelpCommand, bad_option, takes_flag_groups
 from .flags.engine import EngineFlags
+from .models import go_offline, local_model
 from .terminal_text import harmless, harmless_line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -48,12 +49,13 @@ class CheckFlags:
     target: Annotated[
         str,
         typer.Argument(
-            help="Checkpoint (directory, GGUF file or hub id), model of a Triton repository, or repository."
+            help="Checkpoint (directory, GGUF file, hub id, known model), model of a Triton repository, or repository."
         ),
     ]
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per model, on standard output.")] = False
     backend_directory: Annotated[Path | None, typer.Option(help="As for serve.")] = None
     model_config_name: Annotated[str, typer.Option(help="As for serve.")] = ""
+    offline: Annotated[bool, typer.Option("--offline", help="As for serve.")] = False
 
 
 @app.command(cls=PlainHelpCommand)
@@ -61,7 +63,9 @@ class CheckFlags:
 def check(context: typer.Context, flags: CheckFlags, engine: EngineFlags) -> None:
     """Check whether a model loads, how it is computed, and how much memory it takes. Reads no weights."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    repository, names, flag_model = _models(flags.target, engine)
+    if flags.offline:
+        go_offline()
+    repository, names, flag_model = _models(local_model(flags.target), engine)
     options = ServerOptions(
         backend_directory=flags.backend_directory, model_config_name=flags.model_config_name, repository_poll_secs=0
     )

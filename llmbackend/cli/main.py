@@ -69,9 +69,14 @@ def check() -> None:
     """Check whether a model loads, how it is computed, and how much memory it takes."""
 
 
+@app.command(cls=lazy_command(".models"))
+def models() -> None:
+    """List the models that can be served by name."""
+
+
 @app.command(cls=PlainHelpCommand)
 def bench(
-    model: Annotated[str, typer.Option(help="Checkpoint directory, GGUF file, hub id, or mock.")],
+    model: Annotated[str, typer.Option(help="Checkpoint (directory, GGUF file, hub id, known model), or mock.")],
     workload: Annotated[
         Path | None,
         typer.Option(help='JSON list of {"prompt_token_ids": [...] or "prompt_tokens": n, "output_tokens": n}.'),
@@ -91,18 +96,23 @@ def bench(
     profile: Annotated[
         bool, typer.Option("--profile", help="Instead: where the time of a prompt and of decode steps goes, on CPU.")
     ] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="As for serve.")] = False,
 ) -> None:
     """Run a workload through the engine alone, all requests at once, end-of-sequence ignored."""
     from .bench import check_output, check_task, further_arguments, run_bench
     from .bench_profile import run_profile
+    from .models import go_offline, local_model
 
+    if offline:
+        go_offline()
     check_task(workload, profile, {"--plot": plot_path, "--ablate": ablate})
     further = further_arguments(engine_args)
     for flag, path in (("--json", json_path), ("--plot", plot_path)):
         check_output(flag, path)
     engine: dict[str, Any] = {
-        "model": model, "dtype": dtype, "device": device, "load_format": load_format, "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens, "quantization": quantization, **further,
+        "model": local_model(model), "dtype": dtype, "device": device, "load_format": load_format,
+        "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "quantization": quantization,
+        **further,
     }  # fmt: skip
     try:
         if workload is None:

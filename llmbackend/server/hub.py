@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from .known_models import known_model
+
 TOKENIZER: Final = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 CHECKPOINT: Final = (*TOKENIZER, "*.safetensors")
 """Patterns of files to read. CODE is read only with --trust-remote-code."""
@@ -22,8 +24,9 @@ class HubError(Exception):
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` has the form of a hub id and is no existing path."""
-    return model not in _NOT_IDS and _ID.fullmatch(model) is not None and not Path(model).exists()
+    """Whether `model` has the form of a hub id, and is neither a known model nor an existing path."""
+    is_other = model in _NOT_IDS or known_model(model) is not None or Path(model).exists()
+    return not is_other and _ID.fullmatch(model) is not None
 
 
 def fetch(model: str, revision: str = "", patterns: Sequence[str] = CHECKPOINT) -> Path:
@@ -45,10 +48,11 @@ def fetch(model: str, revision: str = "", patterns: Sequence[str] = CHECKPOINT) 
     except errors.RepositoryNotFoundError:
         raise HubError(
             f"'{model}' is neither a directory here nor a model of {where}, or it is private: check the name, "
-            "or give a token that may read it (HF_TOKEN, --hf-token)"
+            "or give a token that may read it (HF_TOKEN, --hf-token); llmbackend models lists names without a slash"
         ) from None
     except errors.LocalEntryNotFoundError:
-        why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{where} cannot be reached"
+        offline = "nothing is fetched offline (--offline, HF_HUB_OFFLINE)"
+        why = offline if constants.is_offline_mode() else f"{where} cannot be reached"
         raise HubError(
             f"'{model}' is not a directory here, and not in the cache '{constants.HF_HUB_CACHE}', and {why}"
         ) from None

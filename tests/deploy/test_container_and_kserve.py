@@ -113,6 +113,6 @@ def test_kserves_runtime_serves_the_model_by_its_name_and_its_metrics(server: Se
 def test_only_the_folders_that_are_mounted_are_written_to() -> None:
     mounted = {mount["mountPath"] for mount in container()["volumeMounts"]}
     environment = dict(re.findall(r"(\w+)=(\S+)", (DEPLOY / "Containerfile").read_text()))
-    for name in ("HOME", "HF_HOME", "LLMBACKEND_WEIGHT_CACHE_DIR"):
+    for name in ("HOME", "HF_HOME", "LLMBACKEND_MODEL_CACHE_DIR", "LLMBACKEND_WEIGHT_CACHE_DIR"):
         assert any(Path(environment[name]).is_relative_to(folder) for folder in mounted)
     assert container()["securityContext"]["readOnlyRootFilesystem"] is True

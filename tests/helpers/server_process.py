@@ -54,13 +54,15 @@ def start_server(
     metrics_port: int = 0,
     folder: Path | None = None,
     variables: Mapping[str, str] | None = None,
+    program: str = "llmbackend.cli",
 ) -> ServerProcess:
     """Starts `llmbackend serve` on free loopback ports and waits until it says where it listens.
 
     log: where its standard error goes; to ours by default. open_files: its `ulimit -n`. http_port, metrics_port: 0 = a
-    free one. folder: that it works in; ours by default. variables: of its environment, beside ours.
+    free one. folder: that it works in; ours by default. variables: of its environment, beside ours. program: a
+    module.
     """
-    command = [sys.executable, "-m", "llmbackend.cli", "serve", *arguments]
+    command = [sys.executable, "-m", program, "serve", *arguments]
     for protocol, port in {"http": http_port, "grpc": 0, "metrics": metrics_port}.items():
         command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", str(port)]
     if open_files is not None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -22,11 +23,20 @@ TIMEOUT_S = 30.0
 class Terminal:
     """`llmbackend` with arguments, at the end of a pseudo terminal that it is the foreground process of."""
 
-    def __init__(self, *arguments: str, columns: int = 100, lines: int = 40, cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        columns: int = 100,
+        lines: int = 40,
+        cwd: Path | None = None,
+        program: str = "llmbackend.cli",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._own, end = pty.openpty()
         fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         environment = os.environ | {"TERM": "xterm", "COLUMNS": str(columns), "LINES": str(lines)}
-        command = ["setsid", "--ctty", sys.executable, "-m", "llmbackend.cli", *arguments]
+        environment |= variables or {}
+        command = ["setsid", "--ctty", sys.executable, "-m", program, *arguments]
         self.process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment, cwd=cwd)
         os.close(end)
         self._raw = ""

@@ -46,7 +46,8 @@ class ModelFlags:
     model: Annotated[
         str,
         typer.Option(
-            help="Serve one checkpoint (directory, GGUF file or hub id), no repository (--served-model-name)."
+            help="Serve one checkpoint (directory, GGUF file, hub id, name of `llmbackend models`), no repository "
+            "(--served-model-name)."
         ),
     ] = ""
     served_model_name: Annotated[

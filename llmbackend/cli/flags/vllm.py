@@ -14,9 +14,11 @@ from starlette.types import ASGIApp
 
 from llmbackend.frontends.protocol_options import ProtocolOptions, RequestDefaults
 from llmbackend.server.hub import CHECKPOINT, CODE, TOKENIZER, HubError, fetch, is_hub_id
+from llmbackend.server.known_models import DIRECTORY
 from llmbackend.server.ports import UNIX, Endpoint
 
 from ..command_line import bad_option
+from ..models import go_offline, local_model
 from .endpoints import GrpcFlags, HttpFlags, MetricsFlags
 from .engine import EngineFlags
 
@@ -79,9 +81,12 @@ class VllmServerFlags:
     revision: Annotated[str, typer.Option(help="Branch, tag or commit of a hub id.")] = ""
     tokenizer_revision: Annotated[str, typer.Option(help="The same of the hub id of --tokenizer.")] = ""
     download_dir: Annotated[
-        Path | None, typer.Option(help="Folder for files of the hub; default: HF_HUB_CACHE, or HF_HOME/hub.")
+        Path | None, typer.Option(help="Folder for models that are fetched; default: HF_HUB_CACHE, or HF_HOME/hub.")
     ] = None
     hf_token: Annotated[str, typer.Option(help="Token for the hub; default: HF_TOKEN.")] = ""
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Fetch nothing: what is missing is named. Also HF_HUB_OFFLINE=1.")
+    ] = False
 
     def endpoints(
         self, http: HttpFlags, grpc: GrpcFlags, metrics: MetricsFlags, has_model: bool, is_given: Callable[[str], bool]
@@ -150,12 +155,15 @@ class VllmServerFlags:
         return has_model or self.port is not None or self.uds is not None
 
     def fetched(self, model: str, engine: EngineFlags) -> tuple[str, EngineFlags]:
-        """The folder of `model`, fetched from the hub where it is an id, and the flags with that of the tokenizer where
-        its revision is given. Raises BadParameter saying what is missing."""
+        """The folder or file of `model`, fetched where it is the id of a hub or a known model, and the flags with that
+        of the tokenizer where its revision is given. Raises BadParameter saying what is missing, or ends the command.
+        """
+        if self.offline:
+            go_offline()
         if self.hf_token:
             os.environ["HF_TOKEN"] = self.hf_token
         if self.download_dir is not None:
-            os.environ["HF_HUB_CACHE"] = str(self.download_dir.expanduser().resolve())
+            os.environ["HF_HUB_CACHE"] = os.environ[DIRECTORY] = str(self.download_dir.expanduser().resolve())
         if self.tokenizer_revision:
             tokenizer = engine.tokenizer or model
             engine = engine.with_tokenizer(
@@ -179,7 +187,7 @@ def _fetched(source: str, flag: str, revision: str, patterns: Sequence[str]) -> 
         if revision:
             flag = f"--{flag}"
             raise bad_option(flag, f"{flag} is '{revision}', expected only for the id of a hub, not for '{source}'")
-        return source
+        return local_model(source)
     try:
         return str(fetch(source, revision, patterns))
     except HubError as error:

@@ -33,11 +33,17 @@ class FolderRefusedError(Exception):
 
 def directory_of(config: EngineConfig) -> Path:
     """Raises FolderRefusedError where the user has no home."""
-    named = config.weight_cache_dir or os.environ.get(DIRECTORY, "")
-    if named:
+    named = config.weight_cache_dir
+    return Path(named).expanduser() if named else cache_directory("weights", DIRECTORY)
+
+
+def cache_directory(name: str, variable: str) -> Path:
+    """Of this program's cache: what the environment's variable says, else `name` in the user's cache. Raises
+    FolderRefusedError where the user has no home."""
+    if named := os.environ.get(variable, ""):
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    path = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "llmbackend", "weights")
+    path = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "llmbackend", name)
     if not path.is_absolute():
         raise FolderRefusedError("this user has no home directory")
     return path

