@@ -24,6 +24,8 @@ _ASKS = re.compile(r"localhost:8000|127\.0\.0\.1:8000|^(?:GET|POST|DELETE) /|\bc
 _POST = re.compile(r"^POST (\S+) +(\{.*?\})\n((?: +\S.*\n)*)", re.MULTILINE)
 KEY = "sk-docs"
 ELSEWHERE = {
+    "curl localhost:8000/v1/chat/completions --json": "tests/real_models/test_by_name.py",
+    "import openai  # the server of smollm2": "tests/real_models/test_by_name.py",
     "llmbackend serve --model-repository models --backend-directory": "tests/backends/test_backend_guide.py",
     "# ~/.codex/config.toml": "make clients",
     "ANTHROPIC_BASE_URL=": "make clients",

@@ -13,7 +13,8 @@ import argparse
 import shutil
 from pathlib import Path
 
-from llmbackend.server.known_models import KNOWN_MODELS, file_of
+from llmbackend.server.known_models import KNOWN_MODELS
+from llmbackend.server.package_files import file_of
 
 NAMES = tuple(model.name for model in KNOWN_MODELS)
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import typer
 
-from ..server.known_models import KNOWN_MODELS, FetchError, file_of, known_model, models_folder
+from ..server.known_models import KNOWN_MODELS, FetchError, known_model, models_folder
 from .command_line import PlainHelpCommand
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -36,6 +36,8 @@ def local_model(model: str) -> str:
     and the reason where the file cannot be had."""
     if (known := known_model(model)) is None:
         return model
+    from ..server.package_files import file_of
+
     with _ends_the_command():
         return str(file_of(known))
 

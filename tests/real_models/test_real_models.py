@@ -6,14 +6,11 @@ Runs where LLMBACKEND_REAL_MODELS names a folder that tools/real_models.py has f
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from benchmarks.perplexity import perplexity, windows
@@ -21,9 +18,10 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import InferRequest, SamplingParams
-from tests.helpers.grpc_streams import GrpcStream
-from tests.helpers.server_process import ServerProcess, post, start_server, stop_server
+from tests.helpers.server_process import ServerProcess, start_server, stop_server
 from tools.real_models import NAMES
+
+from .protocols import answers
 
 FOLDER = os.environ.get("LLMBACKEND_REAL_MODELS", "")
 pytestmark = [
@@ -45,7 +43,6 @@ PROMPTS = (
     "Q: What is the largest planet?\nA:",
     "Once upon a time there was a small dragon who",
 )
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 NUM_TOKENS = 40
 
 
@@ -120,53 +117,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
 
 
 def test_every_protocol_gives_the_same_answer(server: ServerProcess) -> None:
-    """Clients as users have them, unmodified."""
-    parameters = {"max_tokens": 24, "temperature": 0}
-    answers = {
-        "generate": _generate(server, parameters),
-        "gRPC stream": _grpc_stream(server, parameters),
-        "chat": _chat(server, stream=False),
-        "chat stream": _chat(server, stream=True),
-        "responses": _responses(server),
-        "messages": _messages(server),
-    }
-    assert set(answers.values()) == {answers["chat"]}, answers
-    assert "Paris" in answers["chat"]
-
-
-def _generate(server: ServerProcess, parameters: dict[str, Any]) -> str:
-    body = {"messages": json.dumps(QUESTION), "parameters": parameters}
-    status, text = post(server, "/v2/models/real/generate", body)
-    assert status == 200, text
-    return str(json.loads(text)["text_output"])
-
-
-def _grpc_stream(server: ServerProcess, parameters: dict[str, Any]) -> str:
-    stream = GrpcStream(server.grpc, "real", json.dumps(QUESTION), parameters, prompt_input="messages").finish()
-    assert stream.error is None
-    return stream.text
-
-
-def _openai(server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://{server.http}/v1", api_key="none")
-
-
-def _chat(server: ServerProcess, stream: bool) -> str:
-    with _openai(server) as client:
-        ask: Any = client.chat.completions.create
-        answer = ask(model="real", messages=QUESTION, max_tokens=24, temperature=0, stream=stream)
-        if not stream:
-            return str(answer.choices[0].message.content)
-        return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
-
-
-def _responses(server: ServerProcess) -> str:
-    with _openai(server) as client:
-        ask: Any = client.responses.create
-        return str(ask(model="real", input=QUESTION, max_output_tokens=24, temperature=0).output_text)
-
-
-def _messages(server: ServerProcess) -> str:
-    with anthropic.Anthropic(base_url=f"http://{server.http}", api_key="none") as client:
-        ask: Any = client.messages.create
-        return str(ask(model="real", messages=QUESTION, max_tokens=24, extra_body={"temperature": 0}).content[0].text)
+    found = answers(server, "real")
+    assert set(found.values()) == {found["chat"]}, found
+    assert "Paris" in found["chat"]

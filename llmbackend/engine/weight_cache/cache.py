@@ -377,7 +377,7 @@ def _directory(model: str) -> Path:
     NoKeyError."""
     if Path(model).is_dir():
         return Path(model)
-    if next(filter(None, map(os.environ.get, _OFFLINE)), "").upper() not in _TRUE:
+    if not is_offline():
         raise NoKeyError(
             "the model is not a folder: a hub id may refer to another revision at any time, unless HF_HUB_OFFLINE=1"
         )
@@ -388,6 +388,11 @@ def _directory(model: str) -> Path:
         return repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
     except (OSError, UnicodeError) as error:
         raise NoKeyError(f"'{model}' has no snapshot in {hub}: {error}") from None
+
+
+def is_offline() -> bool:
+    """Whether nothing may be fetched, as the environment says now."""
+    return next(filter(None, map(os.environ.get, _OFFLINE)), "").upper() in _TRUE
 
 
 def _contents(path: Path) -> bytes:
