@@ -3,15 +3,17 @@ read."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import typer
 
-from llmbackend.server.ports import check_port_collision
+from llmbackend.frontends.protocol_options import ProtocolOptions
+from llmbackend.server.ports import Endpoint, check_port_collision
 
-from ..server.settings import ServerSettings
+from ..server.settings import ServerSettings, SingleModel
 from .cluster import ClusterFlags
 from .command_line import PlainHelpCommand, takes_flag_groups, warn
 from .flags.clients import AccessFlags, LimitFlags, StoreFlags
@@ -73,16 +75,10 @@ def serve(
     for text in (*models.warnings(), *engine.warnings(), *inert.warnings()):
         warn(text)
     endpoints = vllm.endpoints(http, grpc, metrics, bool(models.model_tag), partial(_is_given, context))
-    try:
-        check_port_collision(endpoints)
-    except ValueError as error:
-        raise typer.TyperException(str(error)) from None
+    _check_endpoints(endpoints)
     if server.frontend_processes > 1 or cluster.cluster is not None:
         vllm.check_one_process()
-    checkpoint = models.checkpoint
-    if checkpoint:
-        checkpoint, engine = vllm.fetched(checkpoint, engine)
-    single = engine.model(checkpoint, models.names)
+    single = _single_model(models, engine, vllm)
     allow_client_shm = shared_memory.allowed(endpoints["HTTP"], endpoints["GRPC"])
     options = server_options(models, single, server, metrics_config.options(), allow_client_shm)
     settings = ServerSettings(
@@ -98,12 +94,7 @@ def serve(
         limits=limits.limits(),
         store=store.settings(),
         access=access_settings,
-        protocols=replace(
-            vllm.applied_to(protocols.options()),
-            cors=cors.options(),
-            allowed_hosts=cors.hosts(pages.pages_host or ()),
-            http_metrics=metrics.allow_metrics,
-        ),
+        protocols=_protocol_options(protocols, vllm, cors, pages, metrics),
         flags=given_flags(context),
         pages=pages.settings(),
         flag_model="" if single is None else single.name,
@@ -114,3 +105,29 @@ def serve(
 
         raise typer.Exit(run_cluster_server(settings, cluster_settings))
     raise typer.Exit(run_server(settings))
+
+
+def _check_endpoints(endpoints: Mapping[str, Endpoint]) -> None:
+    try:
+        check_port_collision(endpoints)
+    except ValueError as error:
+        raise typer.TyperException(str(error)) from None
+
+
+def _single_model(models: ModelFlags, engine: EngineFlags, vllm: VllmServerFlags) -> SingleModel | None:
+    """That of the command line, fetched where it is not on this machine."""
+    checkpoint = models.checkpoint
+    if checkpoint:
+        checkpoint, engine = vllm.fetched(checkpoint, engine)
+    return engine.model(checkpoint, models.names)
+
+
+def _protocol_options(
+    protocols: ProtocolFlags, vllm: VllmServerFlags, cors: CorsFlags, pages: PageFlags, metrics: MetricsFlags
+) -> ProtocolOptions:
+    return replace(
+        vllm.applied_to(protocols.options()),
+        cors=cors.options(),
+        allowed_hosts=cors.hosts(pages.pages_host or ()),
+        http_metrics=metrics.allow_metrics,
+    )

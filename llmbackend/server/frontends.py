@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fastapi import APIRouter
+
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 from llmbackend.frontends.access.access_control import AccessControl
@@ -54,14 +56,6 @@ def make_frontends(
     gate = InferenceGate(server, settings.limits.inference, counts)
     kept = KeptAnswers(settings.store.resume_grace_s)
     streams = ResumableStreams(kept)
-    facts = ServerFacts(
-        allows_load=settings.options.model_control_mode == "explicit",
-        allows_kill=protocols.allow_fault_injection,
-        flags=settings.flags,
-    )
-    operations = create_operations_router(server, gate, access, facts, server_log)
-    common = (server, settings.openai_max_input_size_bytes, gate, protocols.openai_lora_separator)
-    key = sealing_key(protocols.reasoning_secret)
     frontends = FrontendServer(
         server,
         http=settings.http,
@@ -71,18 +65,8 @@ def make_frontends(
             server,
             max_input_size_bytes=settings.http_max_input_size_bytes,
             routers=(
-                create_anthropic_router(*common, sealing_key=key),
-                create_openai_router(
-                    *common,
-                    streams,
-                    store=store,
-                    sealing_key=key,
-                    lora_folder=protocols.openai_lora_folder,
-                    fingerprint=protocols.openai_fingerprint,
-                    defaults=protocols.request_defaults,
-                    shows_tokenizers=protocols.shows_tokenizers,
-                ),
-                operations,
+                *_chat_routers(server, settings, gate, streams, store),
+                create_operations_router(server, gate, access, _facts(settings), server_log),
             ),
             gate=gate,
             options=protocols,
@@ -102,3 +86,37 @@ def make_frontends(
     )
     frontends.bind()
     return frontends
+
+
+def _chat_routers(
+    server: InferenceServer,
+    settings: ServerSettings,
+    gate: InferenceGate,
+    streams: ResumableStreams,
+    store: ResponseStore,
+) -> tuple[APIRouter, APIRouter]:
+    """Anthropic's API and OpenAI's."""
+    protocols = settings.protocols
+    common = (server, settings.openai_max_input_size_bytes, gate, protocols.openai_lora_separator)
+    key = sealing_key(protocols.reasoning_secret)
+    return (
+        create_anthropic_router(*common, sealing_key=key),
+        create_openai_router(
+            *common,
+            streams,
+            store=store,
+            sealing_key=key,
+            lora_folder=protocols.openai_lora_folder,
+            fingerprint=protocols.openai_fingerprint,
+            defaults=protocols.request_defaults,
+            shows_tokenizers=protocols.shows_tokenizers,
+        ),
+    )
+
+
+def _facts(settings: ServerSettings) -> ServerFacts:
+    return ServerFacts(
+        allows_load=settings.options.model_control_mode == "explicit",
+        allows_kill=settings.protocols.allow_fault_injection,
+        flags=settings.flags,
+    )
