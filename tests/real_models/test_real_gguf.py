@@ -18,13 +18,13 @@ from llmbackend.engine.config import EngineConfig
 from tests.gguf.test_tokenizer import strings
 from tools.real_models import NAMES
 
-from .test_real_models import FOLDER, PROMPTS, tokens
+from .test_real_models import FOLDER, IS_HERE, PROMPTS, tokens
 
 NUM_STRINGS = 10_000
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not FOLDER, reason="LLMBACKEND_REAL_MODELS names no folder of real models (make real-models)"),
+    pytest.mark.skipif(not IS_HERE, reason=f"no {NAMES[0]} in LLMBACKEND_REAL_MODELS='{FOLDER}' (make real-models)"),
 ]
 CONVERSATION = [
     {"role": "user", "content": "What is the capital of France?"},

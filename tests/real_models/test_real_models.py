@@ -24,10 +24,11 @@ from tools.real_models import NAMES
 from .protocols import answers
 
 FOLDER = os.environ.get("LLMBACKEND_REAL_MODELS", "")
+IS_HERE = bool(FOLDER) and (Path(FOLDER) / NAMES[0]).is_dir()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not FOLDER, reason="LLMBACKEND_REAL_MODELS names no folder of real models (make real-models)"),
+    pytest.mark.skipif(not IS_HERE, reason=f"no {NAMES[0]} in LLMBACKEND_REAL_MODELS='{FOLDER}' (make real-models)"),
 ]
 TYPES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
