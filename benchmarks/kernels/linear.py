@@ -32,9 +32,9 @@ from llmbackend.engine.kernels.library import (
     sums_bytes,
 )
 
-SCALES = {Type.INT8: np.float32, Type.INT4: np.float16, Type.INT4_MIN: np.float16}
-SUMS = {Type.INT8: np.int32, Type.INT4_MIN: np.float16}
-"""Of these types, with minima in their place."""
+SCALES = {Type.INT8: np.float32} | dict.fromkeys(library.FOUR_BITS, np.float16)
+SUMS = {Type.INT8: np.int32, Type.INT4_MIN: np.float16, Type.INT4_ZERO: np.uint8}
+"""Of these types, with minima or zeros in their place."""
 MAX_HEAD_ROWS = 64
 """A prefill step samples few of its rows."""
 
@@ -136,7 +136,7 @@ class Program:
 
     @property
     def weight_bytes(self) -> int:
-        """With scales, sums and minima."""
+        """With scales, sums, minima and zeros."""
         parts = (packed_bytes, scale_bytes, sums_bytes)
         per_weight = ((sum(part(s.n, s.k, self.weight_type) for part in parts), s.num_weights) for s in self.shapes)
         return sum(size * count for size, count in per_weight)

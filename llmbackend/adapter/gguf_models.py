@@ -17,9 +17,9 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.weight_cache.cache_folder import usable_directory
 from llmbackend.fork_server.process_resources import OwnedFolder
 from llmbackend.gguf.errors import GgufError
-from llmbackend.gguf.four_bits import FourBitMatrices
 from llmbackend.gguf.model_directory import gguf_files, model_directory
 
+from .four_bit_models import keeps_four_bits
 from .text.template_trial import check_template
 
 _FOLDER = "gguf"
@@ -37,26 +37,15 @@ def is_gguf_model(path: Path) -> bool:
 
 
 def with_directories(config: EngineConfig, has_gpu: Callable[[], bool] = lambda: False) -> EngineConfig:
-    """The configuration with directories in place of GGUF files. A file with weights in 4 bits keeps them, unless the
-    configuration says how weights are kept. has_gpu: asked where the configuration leaves the device open. Raises
-    ValueError naming the argument and the file."""
+    """The configuration with directories in place of GGUF files, and `quantization` int4 where the model keeps its 4
+    bits (four_bit_models.py). has_gpu: asked where the configuration leaves the device open. Raises ValueError naming
+    the argument and the file."""
     given = {field: value for field in _FIELDS if (value := getattr(config, field)) and is_gguf_model(Path(value))}
-    if not given:
+    keeps = keeps_four_bits(config) and (config.device == "cpu" or not has_gpu())
+    if not given and not keeps:
         return config
-    keeps = "model" in given and _keeps_four_bits(config) and (config.device == "cpu" or not has_gpu())
     directories = {field: str(_directory(field, config)) for field in given}
     return msgspec.structs.replace(config, **directories, quantization="int4" if keeps else config.quantization)
-
-
-def _keeps_four_bits(config: EngineConfig) -> bool:
-    """Whether the file has weights in 4 bits, and the configuration leaves open how they are kept."""
-    is_open = config.quantization is None and config.dtype == "auto" and config.kernels != "torch"
-    if not is_open or config.enable_lora or config.device.startswith("cuda"):
-        return False
-    try:
-        return FourBitMatrices(gguf_files(Path(config.model))).count > 0
-    except (GgufError, OSError):  # which the making of the directory says better
-        return False
 
 
 def _directory(field: str, config: EngineConfig) -> Path:

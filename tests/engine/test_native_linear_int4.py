@@ -10,6 +10,7 @@ import pytest
 
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import (
+    FOUR_BITS,
     GROUP,
     Epilogue,
     Kind,
@@ -37,7 +38,7 @@ from tests.helpers.native_engines import (
 )
 
 VARIANTS = list(library.available())
-MIN = Type.INT4_MIN
+MIN, ZERO = Type.INT4_MIN, Type.INT4_ZERO
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")
 
@@ -63,23 +64,52 @@ def rounded(weight: Array, kind: Type = MIN) -> tuple[Array, Array, Array]:
     return found.reshape(n, -1), scales, mins
 
 
-@pytest.mark.parametrize("kind", [Type.INT4, MIN])
-@pytest.mark.parametrize(("n", "k"), [(33, 32), (64, 64), (40, 224)])
+@pytest.mark.parametrize("kind", FOUR_BITS)
+@pytest.mark.parametrize(("n", "k"), [(33, 32), (64, 64), (40, 224), (32, 50)])
 def test_matrices_of_checkpoints_are_kept_as_they_are(kind: Type, n: int, k: int) -> None:
     random = np.random.default_rng(n)
     found = random.integers(0, 16, (n, k), np.uint8)
-    scales, mins = (random.standard_normal((n, k // GROUP)).astype(np.float16) for _ in range(2))
+    scales, mins = (random.standard_normal((n, -(-k // GROUP))).astype(np.float16) for _ in range(2))
+    zeros = random.integers(0, 16, scales.shape, np.uint8)
+    matrix = FourBits(found, scales, mins if kind is MIN else None, zeros if kind is ZERO else None)
     store = WeightStore(engine(VARIANTS[0]), [(n, k, kind)] * 2)
-    first, second = (store.pack_four_bits(FourBits(found, scales, mins if kind is MIN else None)) for _ in range(2))
+    first, second = (store.pack_four_bits(matrix, kind) for _ in range(2))
     padded = np.pad(found, ((0, 0), (0, -k % 64)))
-    groups = [np.pad(each, ((0, 0), (0, padded.shape[1] // GROUP - k // GROUP))) for each in (scales, mins)]
+    offsets = {MIN: [mins], ZERO: [zeros]}.get(kind, [])
+    groups = [
+        grouped(np.pad(each, ((0, 0), (0, padded.shape[1] // GROUP - each.shape[1]))), n) for each in (scales, *offsets)
+    ]
     for packed in (first, second):
-        parts = [(packed.address, panels_of(padded, n)), (packed.scale, grouped(groups[0], n))]
-        parts += [(packed.sums, grouped(groups[1], n))] if kind is MIN else []
-        for address, expected in parts:
+        addresses = (packed.address, packed.scale, packed.sums)
+        for address, expected in zip(addresses, (panels_of(padded, n), *groups), strict=False):
             begin = address - store.memory.ctypes.data
             assert store.memory[begin : begin + expected.nbytes].tobytes() == expected.tobytes()
+        assert bool(packed.sums) == bool(offsets)
     assert (first.joined(second) is not None) == (n % 32 == 0)
+
+
+def test_matrices_without_zeros_may_join_those_with_some() -> None:
+    """Neighbours have one type: 8 is what numbers without zeros are relative to."""
+    matrix = FourBits(np.zeros((32, 64), np.uint8), np.ones((32, 2), np.float16), None)
+    store = WeightStore(engine(VARIANTS[0]), [(32, 64, ZERO)])
+    packed = store.pack_four_bits(matrix, ZERO)
+    begin = packed.sums - store.memory.ctypes.data
+    assert (store.memory[begin : begin + 64] == 8).all()
+
+
+def test_neighbours_with_equal_orders_of_inputs_are_joined() -> None:
+    random = np.random.default_rng(3)
+    numbers_, scales = random.integers(0, 16, (32, 64), np.uint8), np.ones((32, 2), np.float16)
+    orders = [random.permutation(64).astype(np.int32) for _ in range(2)]
+    store = WeightStore(engine(VARIANTS[0]), [(32, 64, Type.INT4)] * 3, extra_bytes=1024)
+    packed = [
+        store.pack_four_bits(FourBits(numbers_, scales, None, order=orders[which]), Type.INT4) for which in (0, 0, 1)
+    ]
+    whole = packed[0].joined(packed[1])
+    assert whole is not None and whole.order == packed[0].order
+    assert packed[1].joined(packed[2]) is None
+    begin = packed[2].order - store.memory.ctypes.data
+    assert np.array_equal(store.memory[begin : begin + 256].view(np.int32), orders[1])
 
 
 def panels_of(found: Array, n: int) -> Array:
@@ -92,10 +122,11 @@ def panels_of(found: Array, n: int) -> Array:
 
 
 def grouped(values: Array, n: int) -> Array:
-    """float16 [n / 32, groups, 32] of [n, groups], as bits."""
-    padded = np.zeros((-(-n // 32) * 32, values.shape[1]), np.float16)
+    """[n / 32, groups, 32] of [n, groups], float16 as bits."""
+    padded = np.zeros((-(-n // 32) * 32, values.shape[1]), values.dtype)
     padded[:n] = values
-    return np.ascontiguousarray(padded.reshape(-1, 32, values.shape[1]).transpose(0, 2, 1)).view(np.uint16)
+    panels = np.ascontiguousarray(padded.reshape(-1, 32, values.shape[1]).transpose(0, 2, 1))
+    return panels.view(np.uint16) if values.dtype == np.float16 else panels
 
 
 class Weight:
@@ -108,10 +139,12 @@ class Weight:
         scales = (random.standard_normal((n, wide // GROUP)) / 4 / k**0.5).astype(np.float16)
         scales[:, ::3] *= np.float16(1e-4)  # subnormal ones too
         mins = (random.standard_normal(scales.shape) / k**0.5).astype(np.float16)
-        zeros = -8 * scales.astype(np.float64) if kind is Type.INT4 else mins.astype(np.float64)
-        self.matrix = self.found * np.repeat(scales.astype(np.float64), GROUP, 1) + np.repeat(zeros, GROUP, 1)
+        zeros = random.integers(0, 17, scales.shape, np.uint8) if kind is ZERO else np.full(scales.shape, 8, np.uint8)
+        begins = mins.astype(np.float64) if kind is MIN else -1.0 * zeros * scales.astype(np.float64)
+        self.matrix = self.found * np.repeat(scales.astype(np.float64), GROUP, 1) + np.repeat(begins, GROUP, 1)
         self.matrix = self.matrix[:, :k]
-        self.panels, self.scales, self.mins = panels_of(self.found, n), grouped(scales, n), grouped(mins, n)
+        self.panels, self.scales = panels_of(self.found, n), grouped(scales, n)
+        self.offsets = grouped(mins if kind is MIN else zeros, n)
 
 
 class Layer:
@@ -119,8 +152,10 @@ class Layer:
 
     def __init__(
         self, kernels: NativeKernels, n: int, k: int, epilogue: Epilogue = Epilogue.STORE, kind: Type = Type.INT4,
-        x_type: Type = Type.FLOAT32,
+        x_type: Type = Type.FLOAT32, is_ordered: bool = False,
     ) -> None:  # fmt: skip
+        order = np.random.default_rng(9).permutation(k).astype(np.int32)
+        self.order = order if is_ordered else None
         self.kernels, self.n, self.k, self.epilogue, self.kind, self.x_type = kernels, n, k, epilogue, kind, x_type
         self.two = epilogue in (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
         self.weights = [Weight(n, k, kind, seed) for seed in range(1 + self.two)]
@@ -145,9 +180,10 @@ class Layer:
         op = LinearOp(
             kind=Kind.LINEAR, rows=rows, n=self.n, k=self.k, x_stride=stride(x), y_stride=stride(y),
             weight_type=self.kind, x_type=self.x_type, y_type=Type.FLOAT32, epilogue=self.epilogue, factor=0.5,
-            weight=first.panels.ctypes.data, scale=first.scales.ctypes.data, sums=first.mins.ctypes.data,
-            weight2=second.panels.ctypes.data, scale2=second.scales.ctypes.data, sums2=second.mins.ctypes.data,
+            weight=first.panels.ctypes.data, scale=first.scales.ctypes.data, sums=first.offsets.ctypes.data,
+            weight2=second.panels.ctypes.data, scale2=second.scales.ctypes.data, sums2=second.offsets.ctypes.data,
             bias=self.biases[0].ctypes.data, bias2=self.biases[1].ctypes.data, x=x.ctypes.data, y=y.ctypes.data,
+            order=None if self.order is None else self.order.ctypes.data,
         )  # fmt: skip
         runner = self.kernels if threads == 1 else NativeKernels(self.kernels.library, threads)
         counts = (len(y), 0) if rows is Rows.TOKENS else (0, len(y))
@@ -157,6 +193,7 @@ class Layer:
 
     def expected(self, x: Array) -> Array:
         row = numbers(x[:, : self.k], Type.FLOAT32 if self.x_type is Type.FLOAT32 else Type.BFLOAT16)
+        row = row if self.order is None else row[:, self.order]
         integers, scale = quantised(row, narrow_limits(row))
         first, second = (
             integers.astype(np.float64) @ weight.matrix.T * scale.astype(np.float64) + bias
@@ -195,7 +232,7 @@ def test_weights_are_rounded_per_group_and_packed_in_panels(
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
-@pytest.mark.parametrize("kind", [Type.INT4, MIN])
+@pytest.mark.parametrize("kind", FOUR_BITS)
 @pytest.mark.parametrize(("n", "k"), [(32, 64), (1, 1), (33, 7), (100, 515), (64, 4864)])
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 13, 30])
 def test_it_multiplies(variant: str, kind: Type, n: int, k: int, rows: int) -> None:
@@ -207,8 +244,22 @@ def test_it_multiplies(variant: str, kind: Type, n: int, k: int, rows: int) -> N
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+@pytest.mark.parametrize("x_type", [Type.FLOAT32, Type.BFLOAT16, Type.BFLOAT16_TILES])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_weights_may_have_an_order_of_inputs_of_their_own(variant: str, x_type: Type, threads: int, kind: Type) -> None:
+    layer = Layer(engine(variant), 70, 150, Epilogue.SILU_MUL, kind, x_type, is_ordered=True)
+    for rows in (1, 2, 3, 40):
+        x = layer.x(rows, outliers=True)
+        np.testing.assert_allclose(layer.run(x, threads), layer.expected(x), rtol=2e-5, atol=2e-4)
+    plain = Layer(engine(variant), 70, 150, Epilogue.SILU_MUL, kind)
+    ordered = numbers(x[:, :150], Type.FLOAT32 if x_type is Type.FLOAT32 else Type.BFLOAT16)[:, layer.order]
+    assert np.array_equal(layer.run(x, threads), plain.run(np.ascontiguousarray(ordered)))
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("epilogue", list(Epilogue))
-@pytest.mark.parametrize("kind", [Type.INT4, MIN])
+@pytest.mark.parametrize("kind", FOUR_BITS)
 def test_it_finishes(variant: str, epilogue: Epilogue, kind: Type) -> None:
     layer = Layer(engine(variant), 72, 130, epilogue, kind, x_type=Type.BFLOAT16)
     x = layer.x(17)
@@ -217,7 +268,7 @@ def test_it_finishes(variant: str, epilogue: Epilogue, kind: Type) -> None:
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("kind", [Type.INT4, MIN])
+@pytest.mark.parametrize("kind", FOUR_BITS)
 def test_a_row_is_the_same_in_every_batch(variant: str, threads: int, kind: Type) -> None:
     layer = Layer(engine(variant), 70, 333, Epilogue.SILU_MUL, kind)
     x = layer.x(140, outliers=True)
@@ -228,7 +279,7 @@ def test_a_row_is_the_same_in_every_batch(variant: str, threads: int, kind: Type
 
 
 @pytest.mark.parametrize("epilogue", list(Epilogue))
-@pytest.mark.parametrize("kind", [Type.INT4, MIN])
+@pytest.mark.parametrize("kind", FOUR_BITS)
 def test_variants_with_fused_operations_agree_bit_by_bit(epilogue: Epilogue, kind: Type) -> None:
     results = {}
     for variant in (name for name in VARIANTS if name != "generic"):
@@ -247,9 +298,11 @@ def test_tiles_of_bfloat16_give_the_same_bits_as_rows() -> None:
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
-def test_largest_numbers_do_not_saturate(variant: str) -> None:
-    layer = Layer(engine(variant), 32, 4096)
+@pytest.mark.parametrize("kind", [Type.INT4, ZERO])
+def test_largest_numbers_do_not_saturate(variant: str, kind: Type) -> None:
+    layer = Layer(engine(variant), 32, 4096, kind=kind)
     layer.weights[0].panels[:] = 0xFF
+    layer.weights[0].offsets[:] = 8
     x = np.full((3, 4096), [[1e30], [-1e30], [1.0]], np.float32)
     scales = layer.weights[0].scales.view(np.float16).astype(np.float64)
     exact = x[:, :1].astype(np.float64) * 7 * GROUP * scales.sum(axis=(0, 1)) + layer.biases[0]

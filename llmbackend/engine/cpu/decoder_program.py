@@ -318,6 +318,7 @@ class DecoderProgram:
             bias=self._pointer(projection.bias),
             scale=scale,
             sums=sums,
+            order=self._memories.order_address(weight),
             x=x.address,
             y=y.address,
             n=weight.n,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..kernels.library import Epilogue, Kind, LinearOp, NativeKernels, Rows, Step, Type, op_pointers
+from ..kernels.library import FOUR_BITS, Epilogue, Kind, LinearOp, NativeKernels, Rows, Step, Type, op_pointers
 from ..kernels.weights import NEIGHBOURS, TYPE_OF, FourBits, NewMemory, PackedWeight, WeightStore
 from ..load_progress import counted
 from .native_memory import release_pages
@@ -44,6 +44,7 @@ class NativeLinear(nn.Module):
             weight=packed.address,
             scale=packed.scale or None,
             sums=packed.sums or None,
+            order=packed.order or None,
             bias=None if self.float_bias is None else self.float_bias.data_ptr(),
             n=packed.n,
             k=packed.k,
@@ -85,11 +86,11 @@ def swap_linears(
     else:
         types = {path: TYPE_OF[each.dtype] if quantization is None else Type.INT8 for path, each in matrices.items()}
     shapes = [(*matrix.shape, types[path]) for path, matrix in matrices.items()]
-    store = WeightStore(kernels, shapes, _vector_bytes(model), new_memory)
+    store = WeightStore(kernels, shapes, _vector_bytes(model) + _order_bytes(found, stored), new_memory)
     shared = _shared_addresses(model)
     for path, linear in counted("packing weights", list(found.items())):
-        if stored is not None and types[path] in (Type.INT4, Type.INT4_MIN):
-            packed = store.pack_four_bits(stored.read(path))
+        if stored is not None and types[path] in FOUR_BITS:
+            packed = store.pack_four_bits(stored.read(path), types[path])
         else:
             packed = store.pack(matrices[path], types[path])
         _replace(model, path, NativeLinear(kernels, packed, linear.bias, matrices[path].dtype))
@@ -107,7 +108,10 @@ class StoredMatrices(Protocol):
     """The linear layers of a checkpoint that has some in 4 bits, by their names in the model."""
 
     def type_of(self, layer: str) -> Type | None:
-        """INT4 or INT4_MIN; None: it is in no such type."""
+        """One of FOUR_BITS; None: it is in no such type."""
+
+    def order_of(self, layer: str) -> bytes:
+        """Of a layer of such a type FourBits.order, as bytes; b"": it has none."""
 
     def read(self, layer: str) -> FourBits: ...
 
@@ -119,12 +123,27 @@ def _types_of_int4(found: Mapping[str, Any], head: Any, stored: StoredMatrices |
     types = {path: Type.INT8 if linear is head else stored.type_of(path) or Type.INT8 for path, linear in found.items()}
     for path in found:
         parent, _, name = path.rpartition(".")
-        together = [f"{parent}.{each}" for group in NEIGHBOURS if name == group[0] for each in group]
-        if len({types[each] for each in together if each in types}) > 1:
-            types |= dict.fromkeys((each for each in together if each in types), Type.INT8)
+        names = [f"{parent}.{each}" for group in NEIGHBOURS if name == group[0] for each in group]
+        together = [each for each in names if each in types]
+        types |= dict.fromkeys(together, _type_of_neighbours(together, types, stored))
     kept = sum(kind is not Type.INT8 for kind in types.values())
     logger.info("%d linear layers keep the 4 bits of the checkpoint, %d become int8", kept, len(types) - kept)
     return types
+
+
+def _type_of_neighbours(together: list[str], types: Mapping[str, Type], stored: StoredMatrices) -> Type:
+    """INT8 where they have no type in common, or need their inputs in different orders."""
+    kinds = {types[path] for path in together}
+    if kinds == {Type.INT4, Type.INT4_ZERO}:
+        kinds = {Type.INT4_ZERO}
+    orders = {stored.order_of(path) for path in together} if kinds <= set(FOUR_BITS) else {b""}
+    return kinds.pop() if len(kinds) == len(orders) == 1 else Type.INT8
+
+
+def _order_bytes(found: Mapping[str, Any], stored: StoredMatrices | None) -> int:
+    """Room for the orders of layers' inputs, each beginning anew in a cache line."""
+    kept = (path for path in found if stored is not None and stored.type_of(path) is not None)
+    return sum(len(order) + 64 for path in kept if stored is not None and (order := stored.order_of(path)))
 
 
 def _vector_bytes(model: nn.Module) -> int:

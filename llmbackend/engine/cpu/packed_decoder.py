@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.library import Type, packed_bytes, scale_bytes, sums_bytes
+from ..kernels.library import FOUR_BITS, Type, packed_bytes, scale_bytes, sums_bytes
 from ..kv_groups import LayerGroups, layer_groups
 
 Bytes = npt.NDArray[np.uint8]
-Dtype = Literal["float32", "bfloat16", "int8", "int4", "int4_min"]
+Dtype = Literal["float32", "bfloat16", "int8", "int4", "int4_min", "int4_zero"]
 
 TYPE_OF: Final[dict[Dtype, Type]] = {
     "float32": Type.FLOAT32,
@@ -29,6 +29,7 @@ TYPE_OF: Final[dict[Dtype, Type]] = {
     "int8": Type.INT8,
     "int4": Type.INT4,
     "int4_min": Type.INT4_MIN,
+    "int4_zero": Type.INT4_ZERO,
 }
 ITEM_BYTES: Final[dict[Dtype, int]] = {"float32": 4, "bfloat16": 2, "int8": 1}
 """Of arrays."""
@@ -59,7 +60,9 @@ class MatrixAt(msgspec.Struct, frozen=True, array_like=True):
     scale_offset_bytes: int | None = None
     """Of its scales, if it has some (kernels.library.scale_bytes)."""
     sums_offset_bytes: int | None = None
-    """Of its sums or minima, if it has some (kernels.library.sums_bytes)."""
+    """Of its sums, minima or zeros, if it has some (kernels.library.sums_bytes)."""
+    order_offset_bytes: int | None = None
+    """Of the order of its inputs, int32 [k], if it has one of its own."""
 
     @property
     def size_bytes(self) -> int:
@@ -192,6 +195,7 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
                 memories.address(place)
             else:
                 list(memories.matrix_addresses(place))
+                memories.order_address(place)
         rows, width = self.embedding.shape
         _expect(self.embedding.dtype == self.dtype and rows >= self.vocab_size > 0, "embedding")
         _expect(self.max_model_len > 0 and bool(self.layers), "model")
@@ -228,6 +232,7 @@ def _check_projection(projection: PackedProjection, n: int, k: int) -> None:
     weight, bias = projection.weight, projection.bias
     _expect(n > 0 and k > 0 and (weight.n, weight.k) == (n, k), "projection")
     _expect(all((offset is not None) == (size > 0) for offset, size in weight.parts), "projection")
+    _expect(weight.order_offset_bytes is None or TYPE_OF[weight.dtype] in FOUR_BITS, "order of inputs")
     _expect(bias is None or (bias.shape == (n,) and bias.dtype == "float32"), "bias")
 
 
@@ -253,7 +258,8 @@ def _check_mlp(mlp: PackedMlp, width: int) -> None:
     _check_projection(mlp.gate, inner, width)
     _check_projection(mlp.up, inner, width)
     _check_projection(mlp.down, width, inner)
-    _expect(mlp.gate.weight.dtype == mlp.up.weight.dtype, "MLP")
+    gate, up = mlp.gate.weight, mlp.up.weight
+    _expect((gate.dtype, gate.order_offset_bytes) == (up.dtype, up.order_offset_bytes), "MLP")
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +281,19 @@ class Memories:
         return _address(memory, array.offset_bytes, array.size_bytes)
 
     def matrix_addresses(self, matrix: MatrixAt) -> Iterator[int | None]:
-        """Of panels, scale and sums. Raises ValueError when one does not lie in resident memory."""
+        """Of panels, scale and sums, minima or zeros. Raises ValueError when one does not lie in resident memory."""
         for offset_bytes, size_bytes in matrix.parts:
             yield None if offset_bytes is None else _address(self.resident, offset_bytes, size_bytes)
+
+    def order_address(self, matrix: MatrixAt) -> int | None:
+        """Of the order of its inputs. Raises ValueError when it does not lie in resident memory, or is none."""
+        offset_bytes = matrix.order_offset_bytes
+        if offset_bytes is None:
+            return None
+        address = _address(self.resident, offset_bytes, 4 * matrix.k)
+        order = self.resident[offset_bytes : offset_bytes + 4 * matrix.k].view(np.int32)
+        _expect(bool(((order >= 0) & (order < matrix.k)).all()), "order of inputs")
+        return address
 
 
 class PackingPlace(Protocol):

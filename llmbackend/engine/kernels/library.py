@@ -36,6 +36,8 @@ class Type(IntEnum):
     """For weights only: scale * (q - 8), in groups of 32 along k."""
     INT4_MIN = 6
     """For weights only: scale * q + min, alike."""
+    INT4_ZERO = 7
+    """For weights only: scale * (q - zero), alike."""
 
 
 class Rows(IntEnum):
@@ -89,7 +91,7 @@ class NormOp(ctypes.Structure):
 class LinearOp(ctypes.Structure):
     _fields_ = [
         *_fields(numbers="kind rows"),
-        *_fields("weight weight2 bias bias2 scale scale2 sums sums2 x y"),
+        *_fields("weight weight2 bias bias2 scale scale2 sums sums2 order x y"),
         *_fields("", "n k x_stride y_stride weight_type x_type y_type epilogue", "factor"),
         *_fields(numbers="padding"),
     ]
@@ -126,8 +128,9 @@ PANEL: Final = 32
 """Output columns of a packed weight per panel."""
 GROUP: Final = 32
 """Inputs of a weight in 4 bits that share a scale."""
-_K_MULTIPLE: Final = {Type.FLOAT32: 1, Type.BFLOAT16: 32, Type.INT8: 64, Type.INT4: 64, Type.INT4_MIN: 64}
-_ITEM_BITS: Final = {Type.FLOAT32: 32, Type.BFLOAT16: 16, Type.INT8: 8, Type.INT4: 4, Type.INT4_MIN: 4}
+FOUR_BITS: Final = (Type.INT4, Type.INT4_MIN, Type.INT4_ZERO)
+_K_MULTIPLE: Final = {Type.FLOAT32: 1, Type.BFLOAT16: 32, Type.INT8: 64} | dict.fromkeys(FOUR_BITS, 64)
+_ITEM_BITS: Final = {Type.FLOAT32: 32, Type.BFLOAT16: 16, Type.INT8: 8} | dict.fromkeys(FOUR_BITS, 4)
 _PEAK_STEPS, _PEAK_REPEATS = 20_000, 50
 """A tenth of a millisecond each."""
 
@@ -140,13 +143,15 @@ def packed_bytes(n: int, k: int, packed_type: Type) -> int:
 
 def scale_bytes(n: int, k: int, packed_type: Type) -> int:
     """Size of its scales; 0: it has none."""
-    if packed_type in (Type.INT4, Type.INT4_MIN):
+    if packed_type in FOUR_BITS:
         return 2 * packed_bytes(n, k, Type.INT8) // GROUP
     return 4 * n if packed_type is Type.INT8 else 0
 
 
 def sums_bytes(n: int, k: int, packed_type: Type) -> int:
-    """Size of its sums, or of the minima of its groups; 0: it has none."""
+    """Size of its sums, or of its groups' minima or zeros; 0: it has none."""
+    if packed_type is Type.INT4_ZERO:
+        return scale_bytes(n, k, packed_type) // 2
     return 0 if packed_type is Type.INT4 else scale_bytes(n, k, packed_type)
 
 
@@ -307,6 +312,7 @@ def _declare(functions: Any) -> None:
 Array = npt.NDArray[Any]
 
 ROWS, N, K = 19, 70, 130
+_ZERO = 8
 # Of the largest element. int8 rounds weights and activations to 127 steps each, int4 weights to 8.
 _CASES = (
     (Type.FLOAT32, Type.FLOAT32, 1e-5),
@@ -315,6 +321,7 @@ _CASES = (
     (Type.INT8, Type.FLOAT32, 3e-2),
     (Type.INT4, Type.FLOAT32, 2e-1),
     (Type.INT4_MIN, Type.FLOAT32, 2e-1),
+    (Type.INT4_ZERO, Type.FLOAT32, 2e-1),
 )
 
 
@@ -351,9 +358,11 @@ def _multiply(
 ) -> None:
     packed = kernels.library.memory(packed_bytes(N, K, weight_type))
     scale = np.zeros(max(scale_bytes(N, K, weight_type), 1), np.uint8)
-    sums = np.zeros(max(sums_bytes(N, K, weight_type), 1), np.uint8)
+    sums = np.full(max(sums_bytes(N, K, weight_type), 1), _ZERO, np.uint8)
+    # Nothing is rounded to numbers with zeros of their own: zeros of 8 are what INT4 has.
+    rounded_to = Type.INT4 if weight_type is Type.INT4_ZERO else weight_type
     kernels.pack(
-        weight.ctypes.data, source_type, (N, K), K, packed.ctypes.data, weight_type, scale.ctypes.data, sums.ctypes.data
+        weight.ctypes.data, source_type, (N, K), K, packed.ctypes.data, rounded_to, scale.ctypes.data, sums.ctypes.data
     )
     op = LinearOp(
         kind=Kind.LINEAR, weight=packed.ctypes.data, scale=scale.ctypes.data, sums=sums.ctypes.data, x=x.ctypes.data,

@@ -20,6 +20,8 @@ from .library import GROUP, PANEL, NativeKernels, Type, packed_bytes, scale_byte
 
 TYPE_OF = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
 _ALIGN_BYTES = 64
+_ZERO: Final = 8
+"""Of INT4."""
 NEIGHBOURS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers with the same input, by their names in transformers, in the order in which programs need their outputs."""
 NewMemory = Callable[[int], npt.NDArray[np.uint8] | None]
@@ -37,7 +39,9 @@ class PackedWeight:
     scale: int = 0
     """Address of the scales (library.scale_bytes); 0: there are none."""
     sums: int = 0
-    """Address of the sums or minima (library.sums_bytes); 0: there are none."""
+    """Address of the sums, minima or zeros (library.sums_bytes); 0: there are none."""
+    order: int = 0
+    """Address of the order of x's columns, int32 [k]; 0: as they are. Of weights in 4 bits alone."""
     memory: object = field(default=None, compare=False, repr=False)
     """Keeps the addresses valid."""
 
@@ -70,19 +74,25 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FourBits:
-    """A matrix [n, k] in 4 bits as a checkpoint has it, k a multiple of GROUP: scale * (number - 8), or with minima
-    scale * number + min."""
+    """A matrix [n, k] in 4 bits as a checkpoint has it: scale * (number - 8), with minima scale * number + min, with
+    zeros scale * (number - zero). Groups are of GROUP columns, the last one of fewer."""
 
     numbers: npt.NDArray[np.uint8]
     """[n, k]"""
     scales: npt.NDArray[np.float16]
-    """[n, k / GROUP]"""
+    """[n, groups]"""
     mins: npt.NDArray[np.float16] | None
     """As scales."""
+    zeros: npt.NDArray[np.uint8] | None = None
+    """As scales."""
+    order: npt.NDArray[np.int32] | None = None
+    """[k]: column i is of input order[i]; None: of input i."""
 
-    @property
-    def type(self) -> Type:
-        return Type.INT4 if self.mins is None else Type.INT4_MIN
+    def offsets(self, kind: Type) -> npt.NDArray[Any] | None:
+        """Minima or zeros, as a matrix of this type has them, which may have zeros though this one has none."""
+        if kind is Type.INT4_ZERO and self.zeros is None:
+            return np.full(self.scales.shape, _ZERO, np.uint8)
+        return self.zeros if kind is Type.INT4_ZERO else self.mins
 
     def panels(self) -> npt.NDArray[np.uint8]:
         """The numbers as native/step.h orders them, uint8 [panels, k / 8, PANEL, 4]."""
@@ -92,11 +102,11 @@ class FourBits:
         quads = padded.reshape(-1, PANEL, padded.shape[1] // 8, 2, 4)
         return np.asarray((quads[:, :, :, 0] | quads[:, :, :, 1] << 4).transpose(0, 2, 1, 3))
 
-    def by_panel(self, values: npt.NDArray[np.float16]) -> npt.NDArray[np.float16]:
-        """Scales or minima as native/step.h orders them, [panels, groups, PANEL]."""
+    def by_panel(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Scales, minima or zeros as native/step.h orders them, [panels, groups, PANEL]."""
         n, k = self.numbers.shape
-        padded = np.zeros((-(-n // PANEL) * PANEL, -(-k // 64) * 64 // GROUP), np.float16)
-        padded[:n, : k // GROUP] = values
+        padded = np.zeros((-(-n // PANEL) * PANEL, -(-k // 64) * 64 // GROUP), values.dtype)
+        padded[:n, : values.shape[1]] = values
         return padded.reshape(-1, PANEL, padded.shape[1]).transpose(0, 2, 1)
 
 
@@ -121,6 +131,8 @@ class WeightStore:
         self._next = int(self.memory.ctypes.data)
         self._next_scale = self._next + panels
         self._next_sums = self._next_scale + scales
+        self._orders: dict[bytes, int] = {}
+        """Addresses."""
 
     @property
     def used(self) -> npt.NDArray[np.uint8]:
@@ -140,15 +152,22 @@ class WeightStore:
         )  # fmt: skip
         return packed
 
-    def pack_four_bits(self, matrix: FourBits) -> PackedWeight:
-        """Keeps every number, scale and minimum as it is."""
+    def pack_four_bits(self, matrix: FourBits, kind: Type) -> PackedWeight:
+        """Keeps every number, scale, minimum and zero as it is."""
         n, k = matrix.numbers.shape
-        packed = self._reserve(n, k, matrix.type)
+        packed = self._reserve(n, k, kind)
         self._write(packed.address, matrix.panels())
         self._write(packed.scale, matrix.by_panel(matrix.scales))
-        if matrix.mins is not None:
-            self._write(packed.sums, matrix.by_panel(matrix.mins))
-        return packed
+        if (offsets := matrix.offsets(kind)) is not None:
+            self._write(packed.sums, matrix.by_panel(offsets))
+        return packed if matrix.order is None else dataclasses.replace(packed, order=self._order(matrix.order))
+
+    def _order(self, order: npt.NDArray[np.int32]) -> int:
+        """The address of a copy; neighbours with equal orders have one."""
+        data = order.tobytes()
+        if data not in self._orders:
+            self._orders[data] = int(self.memory.ctypes.data) + self.add(np.frombuffer(data, np.uint8))
+        return self._orders[data]
 
     def _write(self, address: int, array: npt.NDArray[Any]) -> None:
         begin = address - int(self.memory.ctypes.data)
@@ -157,7 +176,7 @@ class WeightStore:
     def _reserve(self, n: int, k: int, packed_type: Type) -> PackedWeight:
         num_scale, num_sums = scale_bytes(n, k, packed_type), sums_bytes(n, k, packed_type)
         scale, sums = self._next_scale if num_scale else 0, self._next_sums if num_sums else 0
-        packed = PackedWeight(self._next, n, k, packed_type, scale, sums, self.memory)
+        packed = PackedWeight(self._next, n, k, packed_type, scale, sums, memory=self.memory)
         self._next += packed.size_bytes
         self._next_scale += _aligned(num_scale)
         self._next_sums += _aligned(num_sums)

@@ -50,6 +50,8 @@ _HARMLESS_COUNT = 256
 _MAX_CONFIG_DEPTH = 8
 _MADE_OF_GGUF = "F32"
 """What the values of any type are before they are rounded to the model's."""
+PACKED_NUMBERS = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
+"""By the quant_method of a checkpoint in 4 bits: what a layer has in place of its weight."""
 _INDEX = re.compile(r"(?:^|(?<=\.))\d{1,9}(?=\.)")
 
 
@@ -120,6 +122,20 @@ def weight_files(directory: Path, stated: str = "") -> list[Path]:
     if absent := [shard for shard in names if not (directory / shard).is_file()]:
         raise CheckpointError(f"its {name} names files that are missing: {few(absent)}")
     return [directory / shard for shard in names]
+
+
+def has_four_bits(directory: Path) -> bool:
+    """Whether a directory's config.json and tensors say that linear layers are in 4 bits. Raises CheckpointError or
+    OSError."""
+    try:
+        config = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise CheckpointError(f"its config.json is not a JSON object: {error}") from None
+    stated = config.get("quantization_config")
+    name = PACKED_NUMBERS.get(str(stated.get("quant_method"))) if isinstance(stated, dict) else None
+    if name is None:
+        return False
+    return any(tensor.endswith(f".{name}") for tensor in read_headers(weight_files(directory)))
 
 
 def are_gguf(files: Sequence[Path]) -> bool:

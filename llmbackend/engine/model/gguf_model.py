@@ -35,6 +35,9 @@ class StoredFourBits:
         has_mins = self._matrices.has_mins(f"{layer}.weight")
         return None if has_mins is None else Type.INT4_MIN if has_mins else Type.INT4
 
+    def order_of(self, layer: str) -> bytes:
+        return b""
+
     def read(self, layer: str) -> FourBits:
         return FourBits(*self._matrices.read(f"{layer}.weight"))
 

@@ -18,7 +18,7 @@ Source: the checkpoints that llm-compressor, GPTQModel, AutoAWQ and OpenAI write
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
@@ -27,7 +27,7 @@ import torch
 from ..errors import CheckpointError
 from ..gpu.weights.experts import Int4Experts
 from ..gpu.weights.int4 import LEAST_GROUP, PLAIN_ZERO, Int4Weight
-from .checkpoint_files import TensorHeader, few
+from .checkpoint_files import PACKED_NUMBERS, TensorHeader, few
 
 _GROUP: Final = 32
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -92,7 +92,6 @@ Method = Literal["compressed-tensors", "gptq", "awq"]
 
 _WHOLE: Final = -1
 """A group size: all columns are one group."""
-_PACKED: Final[Mapping[str, str]] = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "compressed-tensors": ("weight_scale", "weight_shape"),
     "gptq": ("scales", "qzeros"),
@@ -108,16 +107,25 @@ _AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Int4Layer:
-    """A layer's weight, as any of the formats states it."""
+class Int4Groups:
+    """What a layer's numbers stand for, as any of the formats states it."""
 
-    numbers: torch.Tensor
-    """uint8 [n, k]"""
     scale: torch.Tensor
     """[n, groups]"""
     zero: torch.Tensor | None
     """uint8 [n, groups]; None: 8."""
-    group_size: int
+    size: int
+    order: torch.Tensor | None
+    """int64 [k]: the columns, group by group; None: groups are of neighbours."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int4Layer:
+    """A layer's weight."""
+
+    numbers: torch.Tensor
+    """uint8 [n, k], the columns of a group side by side."""
+    groups: Int4Groups
 
 
 class PackedFormat(Protocol):
@@ -163,7 +171,7 @@ class Int4Format:
     @property
     def packed_ending(self) -> str:
         """How names of tensors of packed numbers end."""
-        return f".{_PACKED[self.method]}"
+        return f".{PACKED_NUMBERS[self.method]}"
 
     def layers(self, tensors: Mapping[str, TensorHeader]) -> list[str]:
         """Names of the layers in 4 bits. Raises CheckpointError naming tensors that are missing."""
@@ -197,22 +205,32 @@ class Int4Format:
 
     def read(self, tensors: Mapping[str, torch.Tensor], layer: str) -> Int4Layer:
         """Raises CheckpointError naming the tensor."""
-        parts = {name: tensors.get(f"{layer}.{name}") for name in self._endings()}
-        read = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}[self.method]
-        numbers, scale, zero = read(parts)
-        n, k = numbers.shape
+        groups = self.groups(tensors, layer)
+        numbers = _NUMBERS[self.method](self._parts(tensors, layer))
+        return Int4Layer(numbers if groups.order is None else numbers[:, groups.order], groups)
+
+    def groups(self, tensors: Mapping[str, torch.Tensor], layer: str) -> Int4Groups:
+        """As `read`, without the numbers."""
+        parts = self._parts(tensors, layer)
+        n, k = self._dimensions(_there(parts, PACKED_NUMBERS[self.method]).shape)
+        if self.method == "compressed-tensors":
+            k = int(_there(parts, "weight_shape")[1])
+        scale, zero = _GROUPS[self.method](parts, n)
         if scale.dim() != 2 or scale.shape[0] != n or (zero is not None and zero.shape != scale.shape):
             raise CheckpointError(f"the scales and zeros of '{layer}' are not of its {n} outputs")
         size = self._group_size(layer, k, scale.shape[1])
-        _check_order(layer, parts.get("g_idx", parts.get("weight_g_idx")), size)
+        order = _order(layer, parts.get("g_idx", parts.get("weight_g_idx")), k, size)
         if zero is not None and self.zero_offset:
             zero = (zero + self.zero_offset) & 15
         if zero is not None and bool((zero == PLAIN_ZERO).all()):
             zero = None
-        return Int4Layer(numbers, scale, zero, size)
+        return Int4Groups(scale, zero, size, order)
+
+    def _parts(self, tensors: Mapping[str, torch.Tensor], layer: str) -> _Parts:
+        return {name: tensors.get(f"{layer}.{name}") for name in self._endings()}
 
     def _endings(self) -> Iterable[str]:
-        return (_PACKED[self.method], *_NEEDED[self.method], *_OPTIONAL[self.method])
+        return (PACKED_NUMBERS[self.method], *_NEEDED[self.method], *_OPTIONAL[self.method])
 
     def _shape(self, tensors: Mapping[str, TensorHeader], layer: str) -> tuple[int, int]:
         name = f"{layer}{self.packed_ending}"
@@ -221,7 +239,11 @@ class Int4Format:
             raise CheckpointError(
                 f"its tensor '{name}' is of type {header.dtype} and shape {list(header.shape)}, expected an I32 matrix"
             )
-        first, second = header.shape
+        return self._dimensions(header.shape)
+
+    def _dimensions(self, packed_shape: Sequence[int]) -> tuple[int, int]:
+        """Outputs and inputs by the shape of the packed numbers."""
+        first, second = packed_shape
         return {
             "compressed-tensors": (first, 8 * second),
             "gptq": (second, 8 * first),
@@ -266,6 +288,8 @@ def _of_compressed_tensors(settings: Mapping[str, Any]) -> Int4Format:
 
 def _of_gptq(settings: Mapping[str, Any]) -> Int4Format:
     _expect("bits", settings.get("bits"), 4)
+    if settings.get("checkpoint_format") == "gemm":  # what GPTQModel states of AWQ's layout without AWQ's search
+        return _of_awq(settings)
     _expect("checkpoint_format", settings.get("checkpoint_format") or "gptq", "gptq", "gptq_v2")
     _expect("lm_head", settings.get("lm_head") or False, False)
     size = _checked_size("group_size", settings.get("group_size"))
@@ -304,27 +328,40 @@ def _unexpected(field: str, value: Any, expected: str) -> CheckpointError:
 
 
 _Parts = Mapping[str, torch.Tensor | None]
-_Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+_ScaleAndZero = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def _compressed(parts: _Parts) -> _Read:
-    scale, zero = _there(parts, "weight_scale"), parts["weight_zero_point"]
-    numbers = _unpacked(_there(parts, "weight_packed"))[:, : int(_there(parts, "weight_shape")[1])]
+def _compressed_numbers(parts: _Parts) -> torch.Tensor:
+    return _unpacked(_there(parts, "weight_packed"))[:, : int(_there(parts, "weight_shape")[1])]
+
+
+def _compressed_groups(parts: _Parts, n: int) -> _ScaleAndZero:
+    zero = parts["weight_zero_point"]
     if zero is not None and zero.dtype == torch.int32:
-        zero = _unpacked(zero.t()).t()[: len(numbers)]
+        zero = _unpacked(zero.t()).t()[:n]
     elif zero is not None:  # writers before 2025 stored them as they are, less 8
         zero = (zero.to(torch.int16) + PLAIN_ZERO).to(torch.uint8)
-    return numbers, scale, zero
+    return _there(parts, "weight_scale"), zero
 
 
-def _gptq(parts: _Parts) -> _Read:
-    zero = _unpacked(_there(parts, "qzeros")).t()
-    return _unpacked(_there(parts, "qweight").t()), _there(parts, "scales").t(), zero
+def _gptq_numbers(parts: _Parts) -> torch.Tensor:
+    return _unpacked(_there(parts, "qweight").t())
 
 
-def _awq(parts: _Parts) -> _Read:
-    numbers, zero = (_in_order(_unpacked(_there(parts, name))).t() for name in ("qweight", "qzeros"))
-    return numbers, _there(parts, "scales").t(), zero
+def _gptq_groups(parts: _Parts, n: int) -> _ScaleAndZero:
+    return _there(parts, "scales").t(), _unpacked(_there(parts, "qzeros")).t()
+
+
+def _awq_numbers(parts: _Parts) -> torch.Tensor:
+    return _in_order(_unpacked(_there(parts, "qweight"))).t()
+
+
+def _awq_groups(parts: _Parts, n: int) -> _ScaleAndZero:
+    return _there(parts, "scales").t(), _in_order(_unpacked(_there(parts, "qzeros"))).t()
+
+
+_NUMBERS: Final = {"compressed-tensors": _compressed_numbers, "gptq": _gptq_numbers, "awq": _awq_numbers}
+_GROUPS: Final = {"compressed-tensors": _compressed_groups, "gptq": _gptq_groups, "awq": _awq_groups}
 
 
 def _there(parts: _Parts, name: str) -> torch.Tensor:
@@ -343,11 +380,14 @@ def _in_order(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.view(len(numbers), -1, 8)[:, :, list(_AWQ_PLACES)].flatten(1)
 
 
-def _check_order(layer: str, group_of: torch.Tensor | None, size: int) -> None:
+def _order(layer: str, group_of: torch.Tensor | None, k: int, size: int) -> torch.Tensor | None:
+    """Columns by their groups; None: these are of neighbours. Raises CheckpointError."""
     if group_of is None or bool((group_of < 0).all()):  # there are none, or none were chosen
-        return
-    if torch.equal(group_of.long(), torch.arange(len(group_of)) // size):
-        return
-    raise CheckpointError(
-        f"the columns of '{layer}' are grouped by their activations (g_idx, desc_act), expected groups of neighbours"
-    )
+        return None
+    expected, group_of = torch.arange(k) // size, group_of.long()
+    if torch.equal(group_of, expected):
+        return None
+    order = torch.argsort(group_of, stable=True)
+    if not torch.equal(group_of[order], expected):
+        raise CheckpointError(f"the columns of '{layer}' (g_idx) are not in groups of {size}")
+    return order

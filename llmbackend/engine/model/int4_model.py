@@ -20,7 +20,7 @@ from ..gpu.weights.experts import ExpertProjection, QuantizedExperts
 from ..gpu.weights.int4 import Int4Weight
 from ..kernels.weights import NEIGHBOURS
 from .checkpoint_files import few
-from .int4_formats import Int4Format, PackedFormat
+from .int4_formats import Int4Format, Int4Layer, PackedFormat
 from .rotary import restore_buffers
 
 
@@ -99,14 +99,28 @@ def _replace(
     place: Int4Placement,
 ) -> None:
     biases = [_bias(linear, name, tensors) for linear, name in zip(linears, full_names, strict=True)]
-    weights = [_weight(form, tensors, name, place) for name in full_names]
+    layers = [form.read(tensors, name) for name in full_names]
+    if place.dense:
+        for name, layer, bias in zip(names, layers, biases, strict=True):
+            setattr(parent, name, _plain(layer, bias, place))
+        return
+    weights = [_on_device(layer, name, place) for layer, name in zip(layers, full_names, strict=True)]
     for name, weight, bias in zip(names, _side_by_side(weights, place), biases, strict=True):
-        setattr(parent, name, _plain(weight, bias, place) if place.dense else QuantizedLinear(weight, bias))
+        setattr(parent, name, QuantizedLinear(weight, bias))
 
 
-def _weight(form: Int4Format, tensors: Mapping[str, torch.Tensor], name: str, place: Int4Placement) -> Int4Weight:
-    layer = form.read(tensors, name)
-    return Int4Weight.of(layer.numbers, layer.scale, layer.zero, layer.group_size, place.exact)
+def _on_device(layer: Int4Layer, name: str, place: Int4Placement) -> Int4Weight:
+    """Raises CheckpointError where the groups are not of neighbours, which the kernels of GPUs expect."""
+    if layer.groups.order is not None:
+        raise CheckpointError(
+            f"the columns of '{name}' are grouped by their activations (g_idx, desc_act), expected groups of neighbours"
+        )
+    return _weight(layer, place)
+
+
+def _weight(layer: Int4Layer, place: Int4Placement) -> Int4Weight:
+    groups = layer.groups
+    return Int4Weight.of(layer.numbers, groups.scale, groups.zero, groups.size, place.exact)
 
 
 def _side_by_side(weights: list[Int4Weight], place: Int4Placement) -> Iterator[Int4Weight]:
@@ -123,9 +137,12 @@ def _side_by_side(weights: list[Int4Weight], place: Int4Placement) -> Iterator[I
         start += weight.n
 
 
-def _plain(weight: Int4Weight, bias: nn.Parameter | None, place: Int4Placement) -> nn.Linear:
-    linear = nn.Linear(weight.k, weight.n, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.dense(place.dtype), requires_grad=False)
+def _plain(layer: Int4Layer, bias: nn.Parameter | None, place: Int4Placement) -> nn.Linear:
+    matrix = _weight(layer, place).to(place.device).dense(place.dtype)
+    if (order := layer.groups.order) is not None:
+        matrix = matrix[:, torch.argsort(order)]
+    linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(matrix, requires_grad=False)
     linear.bias = bias  # type: ignore[assignment]
     return linear
 

@@ -44,9 +44,10 @@ from .compatibility import (
     check_model,
 )
 from .decoder_description import Decoder, describe
-from .gguf_model import StoredFourBits, fill_of_gguf
+from .gguf_model import fill_of_gguf
 from .int4_formats import METHODS, PackedFormat, packed_format
 from .int4_model import Int4Placement, fill
+from .kept_matrices import kept_matrices
 from .located_files import files_of, hub_files
 from .lora import LoraBatch, ModuleAdapters, load_adapters, wrap_linears
 from .rotary import fix_frequencies, max_model_len
@@ -153,7 +154,7 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     if packs_integers:  # what is asked of the model itself is asked before its weights are rounded
         checked = replace(_check(model.eval(), on_one_thread=False), quantization=config.quantization)
     with part("pack"):
-        stored = StoredFourBits(files_of(config)) if opened.is_gguf and config.quantization == "int4" else None
+        stored = kept_matrices(config, opened.int4, opened.is_gguf)
         model, kernels, store, linear_kind = _place(config, model, device, dtype, dense, new_memory, stored)
     if not packs_integers:
         checked = _check(model, kernels is not None, config.quantization)
@@ -432,9 +433,16 @@ def _note_plain_weights(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> 
 
 
 def dtype_of(config: EngineConfig, opened: OpenedCheckpoint) -> torch.dtype:
-    """As transformers chooses it: the config's, else that of the checkpoint's first tensor of floats."""
+    """As transformers chooses it: the config's, else that of the checkpoint's first tensor of floats. Kept in 4 bits,
+    weights are multiplied by native kernels, which have no float16."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)  # type: ignore[no-any-return]
+    dtype = _stated_dtype(opened)
+    keeps_four_bits = opened.int4 is not None and config.quantization == "int4"
+    return torch.bfloat16 if keeps_four_bits and dtype == torch.float16 else dtype
+
+
+def _stated_dtype(opened: OpenedCheckpoint) -> torch.dtype:
     stated = getattr(opened.hf_config, "dtype", None) or getattr(opened.hf_config.get_text_config(), "dtype", None)
     if stated is not None:
         return stated if isinstance(stated, torch.dtype) else getattr(torch, str(stated))

@@ -111,8 +111,8 @@ class _Packer:
     def matrix(self, weight: object) -> MatrixAt:
         assert isinstance(weight, PackedWeight), "native kernels read packed weights"
         base = int(self._store.memory.ctypes.data)
-        scale, sums = (address - base if address else None for address in (weight.scale, weight.sums))
-        return MatrixAt(weight.address - base, weight.n, weight.k, _NAME_OF[weight.type], scale, sums)
+        further = (address - base if address else None for address in (weight.scale, weight.sums, weight.order))
+        return MatrixAt(weight.address - base, weight.n, weight.k, _NAME_OF[weight.type], *further)
 
     def array(self, tensor: torch.Tensor) -> ArrayAt:
         offset_bytes = self._store.add(_bytes(tensor))

@@ -36,8 +36,13 @@ def config_of(method: str, group_size: int, **changes: Any) -> dict[str, Any]:
     return config | more | changes
 
 
-def save_int4(config: Any, path: Path, method: str, group_size: int = 32, version: int = 1) -> Path:
-    """In path / "int4"; returns path / "plain", with the weights that it stands for. version: of GPTQ."""
+def save_int4(
+    config: Any, path: Path, method: str, group_size: int = 32, version: int = 1, symmetric: bool = False,
+    desc_act: bool = False,
+) -> Path:  # fmt: skip
+    """In path / "int4"; returns path / "plain", with the weights that it stands for. version, desc_act: of GPTQ.
+    symmetric: all zeros are 8. desc_act: groups are of columns all over the matrix, the same in layers of as many
+    inputs."""
     save(config, path / "plain")
     tensors = load_file(path / "plain" / "model.safetensors")
     plain, stored = {}, {}
@@ -46,17 +51,22 @@ def save_int4(config: Any, path: Path, method: str, group_size: int = 32, versio
             plain[name] = stored[name] = weight
             continue
         layer = name.removesuffix(".weight")
-        numbers, scale, zero = _quantized(weight, group_size)
         size = weight.shape[1] if group_size == -1 else group_size
-        spread = [each.float().repeat_interleave(size, 1)[:, : weight.shape[1]] for each in (scale, zero)]
-        plain[name] = (numbers.float() - spread[1]) * spread[0]
-        stored |= _written(method, layer, numbers, scale, zero, size, version)
+        group_of = torch.arange(weight.shape[1]) // size
+        if desc_act:
+            group_of = group_of[torch.randperm(len(group_of), generator=torch.Generator().manual_seed(len(group_of)))]
+        by_group = torch.argsort(group_of, stable=True)
+        numbers, scale, zero = _quantized(weight[:, by_group], group_size, symmetric)
+        numbers = numbers[:, torch.argsort(by_group)]
+        plain[name] = (numbers.float() - zero.float()[:, group_of]) * scale.float()[:, group_of]
+        stored |= _written(method, layer, numbers, scale, zero, group_of, version)
         if method == "gptq" and f"{layer}.bias" not in tensors:
             stored[f"{layer}.bias"] = torch.zeros(len(weight))
     save_file(plain, path / "plain" / "model.safetensors", {"format": "pt"})
     (path / "int4").mkdir()
     save_file(stored, path / "int4" / "model.safetensors", {"format": "pt"})
-    settings = config_of(method, group_size, **({"checkpoint_format": "gptq_v2"} if version == 2 else {}))
+    changes: dict[str, Any] = {"checkpoint_format": "gptq_v2"} if version == 2 else {}
+    settings = config_of(method, group_size, **changes, **({"desc_act": True} if desc_act else {}))
     write_config(path, settings)
     return path / "plain"
 
@@ -66,20 +76,28 @@ def write_config(path: Path, settings: dict[str, Any]) -> None:
     (path / "int4" / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
 
 
-def _quantized(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _quantized(
+    weight: torch.Tensor, group_size: int, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Numbers of 0 … 15 [n, k], scales and zeros [n, groups]."""
     n, k = weight.shape
     size = k if group_size == -1 else group_size
     groups = torch.nn.functional.pad(weight, (0, -k % size)).view(n, -1, size)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    scale = ((high - low) / 15).half()
-    zero = (-low / scale.float()).round().clamp(0, 15)
+    scale = (torch.maximum(-low, high) / 7 if symmetric else (high - low) / 15).half()
+    zero = torch.full_like(low, 8) if symmetric else (-low / scale.float()).round().clamp(0, 15)
     numbers = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
     return numbers.view(n, -1)[:, :k].to(torch.uint8), scale, zero.to(torch.uint8)
 
 
 def _written(
-    method: str, layer: str, numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, size: int, version: int
+    method: str,
+    layer: str,
+    numbers: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    group_of: torch.Tensor,
+    version: int,
 ) -> dict[str, torch.Tensor]:
     if method == "compressed-tensors":
         parts = {
@@ -93,7 +111,7 @@ def _written(
             "qweight": packed(numbers).t(),
             "scales": scale.t(),
             "qzeros": packed((zero.t().int() - (1 if version == 1 else 0)) & 15),
-            "g_idx": (torch.arange(numbers.shape[1]) // size).to(torch.int32),
+            "g_idx": group_of.to(torch.int32),
         }
     else:
         parts = {

@@ -39,13 +39,21 @@ struct SignedOrder {
     static Stored* row(Stored* data, int row, size_t stride) { return data + row * stride; }
 };
 
+// to[i] = from[order[i]]
+template <class X>
+void gather(X from, const int32_t* order, int k, float* to) {
+    for (int i = 0; i < k; i++) to[i] = to_float(from[order[i]]);
+}
+
 // The quantised rows, and of each group what the weights' zero or minimum is multiplied by: a group's sums of products
-// begin at -kZero * Σx, as integers, or Σx as float32 is multiplied by the minima.
+// begin at -kZero * Σx, as integers; -Σx is multiplied by the zeros, Σx as float32 by the minima.
 struct GroupedRows : int8::QuantisedRows<SignedOrder> {
     int32_t* begins;  // [rows][groups]; of kInt4Min: bits of float32
     int groups;
+    float* ordered;  // [k], of this thread: a row in the weights' order, where they have one
 
-    GroupedRows(Carver& memory, int rows, int k) : QuantisedRows(memory, rows, k), groups(num_groups(k)) {
+    GroupedRows(Carver& memory, int rows, int k, float* ordered = nullptr)
+        : QuantisedRows(memory, rows, k), groups(num_groups(k)), ordered(ordered) {
         begins = memory.take<int32_t>(static_cast<size_t>(rows) * groups);
     }
     static size_t bytes(int rows, int k) {
@@ -54,7 +62,7 @@ struct GroupedRows : int8::QuantisedRows<SignedOrder> {
         return counted.used();
     }
     void fill(const LinearOp& op, int row) {
-        QuantisedRows::fill(op, row);
+        QuantisedRows::fill(op.order ? in_order(op, row) : op, row);
         const int8_t* own = data + row * stride;
         for (int group = 0; group < groups; group++) {
             int32_t total = 0;
@@ -62,8 +70,21 @@ struct GroupedRows : int8::QuantisedRows<SignedOrder> {
             int32_t& begin = begins[static_cast<size_t>(row) * groups + group];
             const float exact = static_cast<float>(total);
             if (op.weight_type == Type::kInt4Min) std::memcpy(&begin, &exact, sizeof begin);
-            else begin = -kZero * total;
+            else begin = (op.weight_type == Type::kInt4Zero ? -1 : -kZero) * total;
         }
+    }
+
+  private:
+    // The same operation on this one row in the weights' order, whatever its number.
+    LinearOp in_order(LinearOp op, int row) const {
+        const size_t at = static_cast<size_t>(row) * op.x_stride;
+        if (op.x_type == Type::kFloat32) gather(static_cast<const float*>(op.x) + at, op.order, op.k, ordered);
+        else if (op.x_type == Type::kBfloat16) gather(static_cast<const bf16*>(op.x) + at, op.order, op.k, ordered);
+        else gather(TileRow<const bf16>(static_cast<const bf16*>(op.x), row, op.x_stride), op.order, op.k, ordered);
+        op.x = ordered;
+        op.x_type = Type::kFloat32;
+        op.x_stride = 0;
+        return op;
     }
 };
 
@@ -103,6 +124,32 @@ struct GroupSum {
 };
 #endif
 
+// One byte of each column.
+inline Ints load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+    Ints bytes;
+    for (int i = 0; i < kLanes; i++) bytes[i] = p[i];
+    return bytes;
+#endif
+}
+
+// sum + zeros * factor, of which both fit 16 bits, and zeros are not negative.
+inline Ints add_zeros(Ints sum, Ints zeros, int32_t factor) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)zeros, _mm512_set1_epi32(factor));
+#elif defined(__AVX512BW__)
+    return sum + (Ints)_mm512_madd_epi16((__m512i)zeros, _mm512_set1_epi32(factor));
+#elif defined(__AVX2__)
+    return sum + (Ints)_mm256_madd_epi16((__m256i)zeros, _mm256_set1_epi32(factor));
+#else
+    return sum + zeros * factor;
+#endif
+}
+
 // Rows whose sums fit the registers, with one and with two vectors of columns.
 #if defined(__AVX512F__)
 constexpr int kMaxBlock = 12;
@@ -114,14 +161,16 @@ constexpr int kMaxBlock = 6;
 struct Panel {
     const uint8_t* numbers;
     const uint16_t* scales;
-    const uint16_t* mins;  // or null
+    const uint16_t* mins = nullptr;  // of kInt4Min
+    const uint8_t* zeros = nullptr;  // of kInt4Zero
 
     Panel(const LinearOp& op, bool second, int panel) {
         const size_t groups = num_groups(op.k), at = panel * groups * kPanel;
         numbers = static_cast<const uint8_t*>(second ? op.weight2 : op.weight) + panel * groups * kGroupBytes;
         scales = reinterpret_cast<const uint16_t*>(second ? op.scale2 : op.scale) + at;
-        mins = op.weight_type == Type::kInt4Min ? reinterpret_cast<const uint16_t*>(second ? op.sums2 : op.sums) + at
-                                                : nullptr;
+        const int32_t* offsets = second ? op.sums2 : op.sums;
+        if (op.weight_type == Type::kInt4Min) mins = reinterpret_cast<const uint16_t*>(offsets) + at;
+        if (op.weight_type == Type::kInt4Zero) zeros = reinterpret_cast<const uint8_t*>(offsets) + at;
     }
 };
 
@@ -141,9 +190,10 @@ struct Sums {
 };
 
 // out[r][column] = the row's product with kVectors vectors of columns from `column` on, without the row's scale.
-template <int kRows, int kVectors, bool kMins>
+template <int kRows, int kVectors, Type kType>
 void multiply(const GroupedRows& x, int row, const Panel& panel, int column, float (*out)[kPanel]) {
     constexpr int kChains = kRows <= 2 ? 2 : 1;  // few rows: more sums in flight
+    constexpr bool kMins = kType == Type::kInt4Min, kZeros = kType == Type::kInt4Zero;
     Floats acc[kRows][kVectors] = {};
     const int8_t* own = x.data + row * x.stride;
     const int32_t* begins = x.begins + static_cast<size_t>(row) * x.groups;
@@ -151,7 +201,7 @@ void multiply(const GroupedRows& x, int row, const Panel& panel, int column, flo
         Sums<kRows, kVectors, kChains> part;
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; r++)
-            for (int v = 0; v < kVectors && !kMins; v++) part.sums[r][v][0].begin(Ints{} + begins[r * x.groups]);
+            for (int v = 0; v < kVectors && !kMins && !kZeros; v++) part.sums[r][v][0].begin(Ints{} + begins[r * x.groups]);
         const uint8_t* numbers = panel.numbers + group * kGroupBytes + column * 4;
 #pragma GCC unroll 4
         for (int i = 0; i < kGroup / 8; i++) {
@@ -173,9 +223,12 @@ void multiply(const GroupedRows& x, int row, const Panel& panel, int column, flo
             const size_t at = static_cast<size_t>(group) * kPanel + column + v * kLanes;
             const Floats scale = load_float16(panel.scales + at);
             const Floats min = kMins ? load_float16(panel.mins + at) : Floats{};
+            const Ints zeros = kZeros ? load_bytes(panel.zeros + at) : Ints{};
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; r++) {
-                acc[r][v] = fma(__builtin_convertvector(part.total(r, v), Floats), scale, acc[r][v]);
+                Ints total = part.total(r, v);
+                if constexpr (kZeros) total = add_zeros(total, zeros, begins[r * x.groups]);
+                acc[r][v] = fma(__builtin_convertvector(total, Floats), scale, acc[r][v]);
                 if constexpr (kMins) acc[r][v] = fma((Floats)(Ints{} + begins[r * x.groups]), min, acc[r][v]);
             }
         }
@@ -186,19 +239,19 @@ void multiply(const GroupedRows& x, int row, const Panel& panel, int column, flo
         for (int v = 0; v < kVectors; v++) store(out[r] + column + v * kLanes, acc[r][v]);
 }
 
-template <int kRows, bool kMins>
+template <int kRows, Type kType>
 void multiply_panel(const GroupedRows& x, int row, const Panel& panel, float (*out)[kPanel]) {
     constexpr int kVectors = kRows <= kMaxBlock / 2 ? 2 : 1;
     for (int column = 0; column < kPanel; column += kVectors * kLanes)
-        multiply<kRows, kVectors, kMins>(x, row, panel, column, out);
+        multiply<kRows, kVectors, kType>(x, row, panel, column, out);
 }
 
 using MultiplyPanel = void (*)(const GroupedRows&, int, const Panel&, float (*)[kPanel]);
 
-template <bool kMins>
+template <Type kType>
 MultiplyPanel panel_function(int rows) {
     static constexpr auto table = []<int... R>(std::integer_sequence<int, R...>) {
-        return std::array<MultiplyPanel, kMaxBlock>{multiply_panel<R + 1, kMins>...};
+        return std::array<MultiplyPanel, kMaxBlock>{multiply_panel<R + 1, kType>...};
     }(std::make_integer_sequence<int, kMaxBlock>{});
     return table[rows - 1];
 }
@@ -210,7 +263,8 @@ inline void add_wide(const Panel& panel, const Wide& wide, float* out) {
     for (int column = 0; column < kPanel; column += kLanes) {
         const size_t at = static_cast<size_t>(group) * kPanel + column;
         const Ints number = load_ints(numbers + column * 4) >> shift & 15;
-        const Ints whole = (panel.mins ? number : number - kZero) * wide.rest;
+        const Ints zero = panel.mins ? Ints{} : panel.zeros ? load_bytes(panel.zeros + at) : Ints{} + kZero;
+        const Ints whole = (number - zero) * wide.rest;
         Floats sum = fma(__builtin_convertvector(whole, Floats), load_float16(panel.scales + at), load(out + column));
         if (panel.mins) sum = fma(splat(static_cast<float>(wide.rest)), load_float16(panel.mins + at), sum);
         store(out + column, sum);
@@ -229,7 +283,8 @@ struct Plan {
     int chunks;  // of rows
     int chunk_rows;
     size_t copy_bytes;
-    bool own_copies;  // each thread has its own
+    size_t ordered_bytes;  // of a thread's row in the weights' order
+    bool own_copies;       // each thread has its own
 
     Plan(const LinearOp& op, const Step& step, int num_threads) {
         rows = num_rows(op.rows, step);
@@ -237,9 +292,16 @@ struct Plan {
         chunks = divide_up(rows, most);
         chunk_rows = chunks == 0 ? 0 : divide_up(rows, chunks);
         copy_bytes = GroupedRows::bytes(rows, op.k);
+        ordered_bytes = op.order ? sizeof(float) * padded_k(op.k) : 0;
         own_copies = num_threads > 1 && rows <= kOwnCopyRows;
     }
-    size_t bytes(int num_threads) const { return copy_bytes * (own_copies ? num_threads : 1); }
+    size_t bytes(int num_threads) const {
+        return ordered_bytes * num_threads + copy_bytes * (own_copies ? num_threads : 1);
+    }
+    float* ordered(char* scratch, int rank) const { return reinterpret_cast<float*>(scratch + ordered_bytes * rank); }
+    char* copy(char* scratch, const Worker& worker) const {
+        return scratch + ordered_bytes * worker.size + (own_copies ? copy_bytes * worker.rank : 0);
+    }
 };
 
 struct Product {
@@ -265,9 +327,14 @@ struct Product {
     }
 
     void multiply_block(int row, int rows, const Panel& panel, float (*sums)[kPanel]) const {
-        (panel.mins ? panel_function<true>(rows) : panel_function<false>(rows))(x, row, panel, sums);
+        function(panel, rows)(x, row, panel, sums);
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < x.num_wide[row + r]; i++) add_wide(panel, x.wide_of(row + r)[i], sums[r]);
+    }
+
+    static MultiplyPanel function(const Panel& panel, int rows) {
+        if (panel.mins) return panel_function<Type::kInt4Min>(rows);
+        return panel.zeros ? panel_function<Type::kInt4Zero>(rows) : panel_function<Type::kInt4>(rows);
     }
 
     static PanelRow scaled(const float* sums, float scale, const FloatColumns& columns) {
@@ -282,7 +349,7 @@ struct Product {
 
 namespace llmb {
 
-inline bool is_int4(Type type) { return type == Type::kInt4 || type == Type::kInt4Min; }
+inline bool is_int4(Type type) { return type == Type::kInt4 || type == Type::kInt4Min || type == Type::kInt4Zero; }
 
 inline size_t linear_int4_scratch_bytes(const LinearOp& op, const Step& step, int num_threads) {
     return int4::Plan(op, step, num_threads).bytes(num_threads);
@@ -290,8 +357,8 @@ inline size_t linear_int4_scratch_bytes(const LinearOp& op, const Step& step, in
 
 inline void linear_int4(Worker& worker, const LinearOp& op, const Step& step, char* scratch) {
     const int4::Plan plan(op, step, worker.size);
-    Carver copy(scratch + (plan.own_copies ? plan.copy_bytes * worker.rank : 0));
-    int4::GroupedRows x(copy, plan.rows, op.k);
+    Carver copy(plan.copy(scratch, worker));
+    int4::GroupedRows x(copy, plan.rows, op.k, plan.ordered(scratch, worker.rank));
     int8::quantise(worker, op, plan, x);
     const int4::Product product{op, x};
     const int panels = num_panels(op.n);

@@ -17,6 +17,7 @@ enum class Type : int32_t {
     kBfloat16Tiles = 4,  // of activations: bfloat16 as tile_rows.h orders it; a stride is the padded number of columns
     kInt4 = 5,           // of weights: W = scale * (q - 8)
     kInt4Min = 6,        // of weights: W = scale * q + min
+    kInt4Zero = 7,       // of weights: W = scale * (q - zero)
 };
 
 // Which rows an operation computes: all tokens of the batch, or those that are sampled.
@@ -84,7 +85,8 @@ enum class Epilogue : int32_t {
 //   bfloat16  [n/32][k/2][32][2]     k padded to a multiple of 32
 //   int8      [n/32][k/4][32][4]     k padded to a multiple of 64; scale [n]: W = scale * q; sums [n]: sum of q over k
 //   int4      [n/32][k/8][32][4]     k padded to a multiple of 64; a byte has the q of k and, in its upper half, of k + 4;
-//                                    scale and, of kInt4Min, sums (the minima): float16 [n/32][k/32][32]
+//                                    scale and, of kInt4Min, sums (the minima): float16 [n/32][k/32][32];
+//                                    sums of kInt4Zero: its zeros, uint8, in the same order
 struct LinearOp {
     Kind kind;
     Rows rows;            // how many rows x has: tokens or sampled
@@ -96,6 +98,7 @@ struct LinearOp {
     const float* scale2;
     const int32_t* sums;  // int8: [n]; int4: see above
     const int32_t* sums2;
+    const int32_t* order; // int4: column i of both weights is multiplied by x[order[i]]; null: by x[i]
     const void* x;        // [rows, x_stride], x_type
     void* y;              // [rows, y_stride], y_type
     int32_t n;

@@ -1,0 +1,39 @@
+"""Which matrices of a checkpoint `quantization: int4` keeps as they are.
+
+For: the loader. Does not know: layouts of formats.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from safetensors import SafetensorError
+
+from ..config import EngineConfig
+from ..cpu.linear import StoredMatrices
+from ..errors import CheckpointError
+from ..gpu.weights.stored import mapped_tensors
+from .checkpoint_files import bad_checkpoint
+from .gguf_model import StoredFourBits
+from .int4_formats import Int4Format, PackedFormat
+from .located_files import files_of
+from .stored_int4 import StoredInt4
+
+logger = logging.getLogger(__name__)
+
+
+def kept_matrices(config: EngineConfig, form: PackedFormat | None, is_gguf: bool) -> StoredMatrices | None:
+    """form: how the checkpoint stores weights in 4 bits. None: int4 rounds them all. Raises ValueError or OSError."""
+    if config.quantization is None and config.device == "cpu" and isinstance(form, Int4Format):
+        logger.info("weights in 4 bits become plain ones: quantization 'int4' would keep them")
+    if config.quantization != "int4" or config.load_format == "dummy":
+        return None
+    if is_gguf:
+        return StoredFourBits(files_of(config))
+    if not isinstance(form, Int4Format):
+        return None
+    try:
+        tensors = mapped_tensors(files_of(config))
+        return StoredInt4(form, tensors) if form.linears(tensors) else None
+    except (CheckpointError, SafetensorError) as error:
+        raise bad_checkpoint(config.model, error) from error
