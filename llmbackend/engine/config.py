@@ -217,7 +217,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                                   LLMBACKEND_WEIGHT_CACHE_SIZE, else 32
     quantization                  weights per output channel and activations per token in 8 bits: "int8" integers,
                                   "fp8" floats (e4m3, on a GPU); "int4": weights in 4 bits, the output head's in 8,
-                                  activations as int8 (on a CPU); None = none
+                                  or all as a GGUF file has them, activations as int8 (on a CPU); None = none
     enable_lora                   whether requests may name adapters; on CPU the model then runs as modules
     lora_modules                  adapters: name -> directory that PEFT wrote
     max_loras                     adapters that a GPU has memory for at the same time, at least those of lora_modules;

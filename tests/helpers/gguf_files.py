@@ -7,7 +7,7 @@ code under test.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ VOCABULARY = ("a", "b", "ab")
 
 
 def write_model(
-    path: Path, model: Any, kind: str = "F32", extra: Mapping[str, Any] | None = None, shards: int = 0
-) -> dict[str, torch.Tensor]:
-    """extra: fields that differ. shards: tensors in each part; 0: one file. Returns the weights that the file holds, by
+    path: Path, model: Any, kind: str | Callable[[str], str] = "F32", extra: Mapping[str, Any] | None = None,
+    shards: int = 0,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """kind: of matrices, or of a matrix by its name in the model; those that the gguf package cannot write are random.
+    extra: fields that differ. shards: tensors in each part; 0: one file. Returns the weights that the file holds, by
     the model's names."""
     config = model.config
     name = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -182,7 +184,7 @@ def _llama3_factors(rope: Mapping[str, Any], width: int) -> list[float]:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _add_tensors(writer: Any, model: Any, kind: str, names: Any) -> dict[str, torch.Tensor]:
+def _add_tensors(writer: Any, model: Any, kind: str | Callable[[str], str], names: Any) -> dict[str, torch.Tensor]:
     held: dict[str, torch.Tensor] = {}
     config = model.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -195,7 +197,8 @@ def _add_tensors(writer: Any, model: Any, kind: str, names: Any) -> dict[str, to
             values = values + np.float32(1)
         num_heads = heads.get(stem.rsplit(".", 1)[-1], 0) if config.model_type in BY_PAIRS else 0
         values = by_pairs(values, num_heads) if num_heads else values
-        raw = quantized(values, kind if values.ndim > 1 else "F32")
+        own_kind = kind if isinstance(kind, str) else kind(name)
+        raw = quantized(values, own_kind if values.ndim > 1 else "F32")
         writer.add_tensor(f"{names.get_name(stem)}.{ending}", raw[0], raw_dtype=raw[1])
         back = dequantized(*raw)
         back = back - np.float32(1) if config.model_type.startswith("gemma") and stem.endswith("norm") else back
@@ -215,7 +218,10 @@ def by_halves(values: Array, num_heads: int) -> Array:
 
 def quantized(values: Array, kind: str) -> tuple[Array, Any]:
     number = gguf.GGMLQuantizationType[kind]
-    return gguf.quants.quantize(values.astype(np.float32), number), number
+    try:
+        return gguf.quants.quantize(values.astype(np.float32), number), number
+    except NotImplementedError:
+        return random_blocks(kind, len(values), values.shape[1], len(values), float(values.std())), number
 
 
 def dequantized(raw: Array, kind: Any) -> Array:
@@ -224,19 +230,26 @@ def dequantized(raw: Array, kind: Any) -> Array:
     return values
 
 
-def random_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> Array:
-    """Bytes of a type that the gguf package cannot write, with scales that are finite."""
+def random_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0, spread: float = 0.0) -> Array:
+    """Bytes of a type that the gguf package cannot write, with scales that are finite. spread: the standard deviation
+    of what they stand for, near enough; 0: any."""
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     draw = np.random.default_rng(seed)
     raw = draw.integers(0, 256, (num_rows, num_columns // block, size), dtype=np.uint8)
     for place in _scales(kind):
         scale = draw.normal(0, 0.05, (num_rows, num_columns // block, 1)).astype(np.float16)
         raw[:, :, place : place + 2] = scale.view(np.uint8)
+    if kind == "MXFP4":
+        raw[:, :, 0] = draw.integers(118, 124, raw.shape[:2])
+    if spread:
+        factor = spread / dequantized(raw.reshape(num_rows, -1), gguf.GGMLQuantizationType[kind]).std()
+        for place in _scales(kind):
+            scaled = raw[:, :, place : place + 2].copy().view(np.float16) * np.float16(factor)
+            raw[:, :, place : place + 2] = scaled.view(np.uint8)
     return raw.reshape(num_rows, -1)
 
 
 def _scales(kind: str) -> Sequence[int]:
     """Where a block has scales of 16 bits."""
-    return {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}.get(
-        kind, (0,)
-    )
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
+    return places.get(kind, (0, 2) if kind in ("Q4_1", "Q5_1") else (0,))

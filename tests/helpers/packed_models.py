@@ -53,7 +53,8 @@ def packed_model(seed: int = 0) -> PackedModel:
     """Of some megabytes, more than one chunk of each memory."""
     places = _Places()
     attention = PackedAttention(
-        qkv=places.projection((HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH), out=places.projection(WIDTH, HEADS * HEAD_DIM),
+        qkv=(places.projection((HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH),),
+        out=places.projection(WIDTH, HEADS * HEAD_DIM),
         q_norm=None, k_norm=None, norm_whole=False, cos_sin=places.array(POSITIONS, HEAD_DIM, mapped=True),
         num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, scaling=0.2, sliding_window=0, softcap=0.0, sinks=None,
     )  # fmt: skip

@@ -202,7 +202,7 @@ class DecoderProgram:
     def _make_buffers(self, tokens: int, samples: int) -> None:
         layers = self._decoder.layers
         self._width = self._decoder.width
-        qkv = max(layer.attention.qkv.weight.n for layer in layers)
+        qkv = max(sum(part.weight.n for part in layer.attention.qkv) for layer in layers)
         attended = max(layer.attention.out.weight.k for layer in layers)
         gated = max(layer.mlp.gate.weight.n for layer in layers)
         self._hidden = _Buffer(self._kernels, tokens, self._width, Type.FLOAT32)
@@ -248,7 +248,10 @@ class DecoderProgram:
     def _add_attention(self, layer: PackedLayer, cache: NativeLayerCache) -> None:
         attention = layer.attention
         x = self._input(layer.attention_norm)
-        self._add_linear(Role.QKV, attention.qkv, x, self._qkv)
+        column = 0
+        for part in attention.qkv:
+            self._add_linear(Role.QKV, part, x, self._qkv, column=column)
+            column += part.weight.n
         self._add_rotary(attention, cache)
         self._add_attend(attention, cache)
         out_norm, factor = layer.attention_out_norm, layer.residual_factor
@@ -296,9 +299,11 @@ class DecoderProgram:
 
     def _add_linear(
         self, role: Role, projection: PackedProjection, x: _Buffer, y: _Buffer, rows: Rows = Rows.TOKENS,
-        epilogue: Epilogue = Epilogue.STORE, factor: float = 1.0,
+        epilogue: Epilogue = Epilogue.STORE, factor: float = 1.0, column: int = 0,
     ) -> None:  # fmt: skip
+        """column: of y, float32 where it is not 0, that the first output goes to."""
         op = self._linear(projection, x, y)
+        op.y += 4 * column
         op.rows, op.epilogue, op.factor = rows, epilogue, factor
         self._add(role, op)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..kernels.library import FOUR_BITS, Epilogue, Kind, LinearOp, NativeKernels, Rows, Step, Type, op_pointers
-from ..kernels.weights import NEIGHBOURS, TYPE_OF, FourBits, NewMemory, PackedWeight, WeightStore
+from ..kernels.weights import NEIGHBOURS, TYPE_OF, FourBits, NewMemory, PackedWeight, StoredBlocks, WeightStore
 from ..load_progress import counted
 from .native_memory import release_pages
 
@@ -77,7 +78,7 @@ def swap_linears(
 
     quantization "int8": all of these weights become int8, the output head's among them; "int4": the head's become int8,
     the others 4 bits (benchmarks/perplexity.py: what it costs). stored: matrices that int4 keeps as the checkpoint has
-    them; the others then become int8.
+    them, the head's among them; the others then become int8.
     """
     found = dict(_plain_linears(model))
     matrices = {path: _matrix(linear) for path, linear in found.items()}
@@ -85,12 +86,15 @@ def swap_linears(
         types = _types_of_int4(found, model.get_output_embeddings(), stored)
     else:
         types = {path: TYPE_OF[each.dtype] if quantization is None else Type.INT8 for path, each in matrices.items()}
+    if stored is not None:
+        counts = Counter("int8" if kind is Type.INT8 else f"kept {kind.name}" for kind in types.values())
+        logger.info("linear layers: %s", ", ".join(f"{count} {name}" for name, count in counts.most_common()))
     shapes = [(*matrix.shape, types[path]) for path, matrix in matrices.items()]
     store = WeightStore(kernels, shapes, _vector_bytes(model) + _order_bytes(found, stored), new_memory)
     shared = _shared_addresses(model)
     for path, linear in counted("packing weights", list(found.items())):
-        if stored is not None and types[path] in FOUR_BITS:
-            packed = store.pack_four_bits(stored.read(path), types[path])
+        if stored is not None and types[path] is not Type.INT8:
+            packed = _kept(store, stored.read(path), types[path])
         else:
             packed = store.pack(matrices[path], types[path])
         _replace(model, path, NativeLinear(kernels, packed, linear.bias, matrices[path].dtype))
@@ -99,45 +103,55 @@ def swap_linears(
     return store
 
 
+def _kept(store: WeightStore, matrix: FourBits | StoredBlocks, kind: Type) -> PackedWeight:
+    return store.pack_blocks(matrix) if isinstance(matrix, StoredBlocks) else store.pack_four_bits(matrix, kind)
+
+
 def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, layer)
 
 
 class StoredMatrices(Protocol):
-    """The linear layers of a checkpoint that has some in 4 bits, by their names in the model."""
+    """The linear layers of a checkpoint that has some in few bits, by their names in the model."""
 
     def type_of(self, layer: str) -> Type | None:
-        """One of FOUR_BITS; None: it is in no such type."""
+        """None: it is in no type that is kept."""
 
     def order_of(self, layer: str) -> bytes:
-        """Of a layer of such a type FourBits.order, as bytes; b"": it has none."""
+        """Of a layer of one of FOUR_BITS FourBits.order, as bytes; b"": it has none."""
 
-    def read(self, layer: str) -> FourBits: ...
+    def read(self, layer: str) -> FourBits | StoredBlocks: ...
 
 
 def _types_of_int4(found: Mapping[str, Any], head: Any, stored: StoredMatrices | None) -> dict[str, Type]:
-    """Layers whose outputs are computed together have one type."""
+    """A gate and its up, which are multiplied together, have one type, and one order of inputs."""
     if stored is None:
         return {path: Type.INT8 if linear is head else Type.INT4_MIN for path, linear in found.items()}
-    types = {path: Type.INT8 if linear is head else stored.type_of(path) or Type.INT8 for path, linear in found.items()}
+    types = {path: stored.type_of(path) or Type.INT8 for path in found}
     for path in found:
         parent, _, name = path.rpartition(".")
         names = [f"{parent}.{each}" for group in NEIGHBOURS if name == group[0] for each in group]
         together = [each for each in names if each in types]
-        types |= dict.fromkeys(together, _type_of_neighbours(together, types, stored))
-    kept = sum(kind is not Type.INT8 for kind in types.values())
-    logger.info("%d linear layers keep the 4 bits of the checkpoint, %d become int8", kept, len(types) - kept)
+        common = _common_type(together, types, stored)
+        if common is not None or name == "gate_proj":
+            types |= dict.fromkeys(together, common or Type.INT8)
     return types
 
 
-def _type_of_neighbours(together: list[str], types: Mapping[str, Type], stored: StoredMatrices) -> Type:
-    """INT8 where they have no type in common, or need their inputs in different orders."""
+def _common_type(together: list[str], types: Mapping[str, Type], stored: StoredMatrices) -> Type | None:
+    """None where they have no type in common, or need their inputs in different orders."""
     kinds = {types[path] for path in together}
     if kinds == {Type.INT4, Type.INT4_ZERO}:
         kinds = {Type.INT4_ZERO}
     orders = {stored.order_of(path) for path in together} if kinds <= set(FOUR_BITS) else {b""}
-    return kinds.pop() if len(kinds) == len(orders) == 1 else Type.INT8
+    return kinds.pop() if len(kinds) == len(orders) == 1 else None
+
+
+def kept_weights(model: Any, stored: StoredMatrices) -> frozenset[str]:
+    """Names of the weights that `swap_linears` reads from the checkpoint itself: of a plain model, memory or not."""
+    types = _types_of_int4(dict(_plain_linears(model)), None, stored)
+    return frozenset(f"{path}.weight" for path, kind in types.items() if kind is not Type.INT8)
 
 
 def _order_bytes(found: Mapping[str, Any], stored: StoredMatrices | None) -> int:

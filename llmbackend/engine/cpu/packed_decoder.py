@@ -11,26 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.library import FOUR_BITS, Type, packed_bytes, scale_bytes, sums_bytes
+from ..kernels.library import BLOCKS, FOUR_BITS, Type, packed_bytes, scale_bytes, sums_bytes
 from ..kv_groups import LayerGroups, layer_groups
 
 Bytes = npt.NDArray[np.uint8]
-Dtype = Literal["float32", "bfloat16", "int8", "int4", "int4_min", "int4_zero"]
+Dtype = Literal[
+    "float32", "bfloat16", "int8", "int4", "int4_min", "int4_zero", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k",
+    "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
+]  # fmt: skip
 
-TYPE_OF: Final[dict[Dtype, Type]] = {
-    "float32": Type.FLOAT32,
-    "bfloat16": Type.BFLOAT16,
-    "int8": Type.INT8,
-    "int4": Type.INT4,
-    "int4_min": Type.INT4_MIN,
-    "int4_zero": Type.INT4_ZERO,
-}
+TYPE_OF: Final[dict[Dtype, Type]] = {name: Type[name.upper()] for name in get_args(Dtype)}
 ITEM_BYTES: Final[dict[Dtype, int]] = {"float32": 4, "bfloat16": 2, "int8": 1}
 """Of arrays."""
 ALIGN_BYTES: Final = 64
@@ -96,8 +92,8 @@ class PackedProjection(msgspec.Struct, frozen=True):
 class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """One layer's attention, and the shape of its keys and values."""
 
-    qkv: PackedProjection
-    """Query, key and value as one matrix."""
+    qkv: tuple[PackedProjection, ...]
+    """Query, key and value as one matrix, or the rows of each type as one of their own."""
     out: PackedProjection
     q_norm: PackedNorm | None
     """Over each head, or with norm_whole over all heads together."""
@@ -231,6 +227,8 @@ def _check_norm(norm: PackedNorm | None, *shapes: tuple[int, ...]) -> None:
 def _check_projection(projection: PackedProjection, n: int, k: int) -> None:
     weight, bias = projection.weight, projection.bias
     _expect(n > 0 and k > 0 and (weight.n, weight.k) == (n, k), "projection")
+    blocks = BLOCKS.get(TYPE_OF[weight.dtype])
+    _expect(blocks is None or k % blocks.k == 0, "projection")
     _expect(all((offset is not None) == (size > 0) for offset, size in weight.parts), "projection")
     _expect(weight.order_offset_bytes is None or TYPE_OF[weight.dtype] in FOUR_BITS, "order of inputs")
     _expect(bias is None or (bias.shape == (n,) and bias.dtype == "float32"), "bias")
@@ -241,7 +239,9 @@ def _check_attention(attention: PackedAttention, width: int, max_model_len: int)
     _expect(dim > 0 and dim % 32 == 0 and kv_heads > 0, "attention")
     heads = attention.num_heads
     _expect(heads > 0 and heads % kv_heads == 0, "attention")
-    _check_projection(attention.qkv, (heads + 2 * kv_heads) * dim, width)
+    _expect(sum(part.weight.n for part in attention.qkv) == (heads + 2 * kv_heads) * dim, "attention")
+    for part in attention.qkv:
+        _check_projection(part, part.weight.n, width)
     _check_projection(attention.out, width, heads * dim)
     _check_norm(attention.q_norm, (heads * dim if attention.norm_whole else dim,))
     _check_norm(attention.k_norm, (kv_heads * dim if attention.norm_whole else dim,))

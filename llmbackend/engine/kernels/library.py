@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_size_t, c_void_p
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,18 @@ class Type(IntEnum):
     """For weights only: scale * q + min, alike."""
     INT4_ZERO = 7
     """For weights only: scale * (q - zero), alike."""
+    Q5_0 = 38
+    """For weights only, as all below: types of GGUF files, 32 + their number there (native/ggml_forms.h)."""
+    Q5_1 = 39
+    Q8_0 = 40
+    Q2_K = 42
+    Q3_K = 43
+    Q4_K = 44
+    Q5_K = 45
+    Q6_K = 46
+    IQ4_NL = 52
+    IQ4_XS = 55
+    MXFP4 = 71
 
 
 class Rows(IntEnum):
@@ -131,12 +143,39 @@ GROUP: Final = 32
 FOUR_BITS: Final = (Type.INT4, Type.INT4_MIN, Type.INT4_ZERO)
 _K_MULTIPLE: Final = {Type.FLOAT32: 1, Type.BFLOAT16: 32, Type.INT8: 64} | dict.fromkeys(FOUR_BITS, 64)
 _ITEM_BITS: Final = {Type.FLOAT32: 32, Type.BFLOAT16: 16, Type.INT8: 8} | dict.fromkeys(FOUR_BITS, 4)
+
+
+class Blocks(NamedTuple):
+    """Of a type of GGUF files: a row is a sequence of these."""
+
+    k: int
+    """Numbers in a block."""
+    file_bytes: int
+    panel_bytes: int
+    """Of the blocks of a panel's columns."""
+
+
+BLOCKS: Final = {
+    Type.Q5_0: Blocks(32, 22, 704),
+    Type.Q5_1: Blocks(32, 24, 768),
+    Type.Q8_0: Blocks(32, 34, 1088),
+    Type.Q2_K: Blocks(256, 84, 3200),
+    Type.Q3_K: Blocks(256, 110, 3648),
+    Type.Q4_K: Blocks(256, 144, 4736),
+    Type.Q5_K: Blocks(256, 176, 5760),
+    Type.Q6_K: Blocks(256, 210, 6720),
+    Type.IQ4_NL: Blocks(32, 18, 576),
+    Type.IQ4_XS: Blocks(256, 136, 4416),
+    Type.MXFP4: Blocks(32, 17, 576),
+}
 _PEAK_STEPS, _PEAK_REPEATS = 20_000, 50
 """A tenth of a millisecond each."""
 
 
 def packed_bytes(n: int, k: int, packed_type: Type) -> int:
     """Size of a packed weight with n output and k input features."""
+    if (blocks := BLOCKS.get(packed_type)) is not None:
+        return -(-n // PANEL) * -(-k // blocks.k) * blocks.panel_bytes
     multiple = _K_MULTIPLE[packed_type]
     return -(-n // PANEL) * PANEL * -(-k // multiple) * multiple * _ITEM_BITS[packed_type] // 8
 
@@ -162,10 +201,10 @@ class KernelLibrary:
         """Raises OSError if it cannot be loaded, or was built from other sources."""
         self.variant = variant
         self.functions: Any = ctypes.CDLL(str(path))
-        _declare(self.functions)
         sizes = (c_int32 * len(STRUCTURES))()
+        is_ours = _declare(self.functions)
         self.functions.llmb_sizes(sizes)
-        if list(sizes) != [ctypes.sizeof(structure) for structure in STRUCTURES]:
+        if not is_ours or list(sizes) != [ctypes.sizeof(structure) for structure in STRUCTURES]:
             raise OSError(f"{path.name} was built from other sources than this package's: reinstall it")
         # Libraries built before fixed point existed do not have the entry.
         self._keeps_fixed_point = bool(getattr(self.functions, "llmb_keeps_fixed_point", int)())
@@ -189,6 +228,14 @@ class KernelLibrary:
             return float(multiply_registers(weights, _PEAK_STEPS)) / (time.perf_counter() - begin)
 
         return max(rate() for _ in range(_PEAK_REPEATS))
+
+    def unpack_blocks(self, kind: Type, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        """The values of rows [n, bytes] of blocks of a type of GGUF files."""
+        rows, form = np.ascontiguousarray(rows), BLOCKS[kind]
+        num_blocks = rows.shape[1] // form.file_bytes
+        values = np.empty((len(rows), num_blocks * form.k), np.float32)
+        self.functions.llmb_unpack_blocks(rows.ctypes.data, kind, len(rows) * num_blocks, values.ctypes.data)
+        return values
 
     def memory(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         """Zeros, uint8 [size_bytes], on huge pages if available. Pages take no memory before they are written. Raises
@@ -236,6 +283,10 @@ class NativeKernels:
         self.library.functions.llmb_pack(
             self.pointer, weight, weight_type, n, k, stride, packed, packed_type, scale or None, sums or None
         )
+
+    def pack_blocks(self, blocks: int, kind: Type, shape: tuple[int, int], packed: int) -> None:
+        """Packs the matrix [n, k] whose blocks, of a type of GGUF files, are at address `blocks`, row by row."""
+        self.library.functions.llmb_pack_blocks(self.pointer, blocks, kind, *shape, packed)
 
     def close(self) -> None:
         """Ends the threads. Nothing may be called afterwards."""
@@ -291,8 +342,8 @@ def _path(variant: str) -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
-def _declare(functions: Any) -> None:
-    """Types of the entry points (native/library.cpp); pointers are passed as integers."""
+def _declare(functions: Any) -> bool:
+    """Types of the entry points (native/library.cpp); pointers are passed as integers. False: the library lacks one."""
     declare = {
         "llmb_sizes": (None, [c_void_p]),
         "llmb_engine_new": (c_void_p, [c_int32]),
@@ -300,25 +351,33 @@ def _declare(functions: Any) -> None:
         "llmb_run": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p]),
         "llmb_pack": (None, [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int64, c_void_p, c_int32, c_void_p,
                              c_void_p]),
+        "llmb_pack_blocks": (None, [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p]),
+        "llmb_unpack_blocks": (None, [c_void_p, c_int32, c_int64, c_void_p]),
         "llmb_activation_type": (c_int32, []),
         "llmb_memory_new": (c_void_p, [c_size_t]),
         "llmb_memory_delete": (None, [c_void_p, c_size_t]),
     }  # fmt: skip
     for name, (result, arguments) in declare.items():
-        function = getattr(functions, name)
+        if (function := getattr(functions, name, None)) is None:
+            return False
         function.restype, function.argtypes = result, arguments
+    return True
 
 
 Array = npt.NDArray[Any]
 
 ROWS, N, K = 19, 70, 130
 _ZERO = 8
+_BLOCKS_K: Final = 512
+_FINITE: Final = 0xBB
+"""Of random bytes with these bits alone, every 16 bits are a finite float16."""
+_INT8_ERROR: Final = 3e-2
 # Of the largest element. int8 rounds weights and activations to 127 steps each, int4 weights to 8.
 _CASES = (
     (Type.FLOAT32, Type.FLOAT32, 1e-5),
     (Type.BFLOAT16, Type.FLOAT32, 1e-5),
     (Type.BFLOAT16, Type.BFLOAT16, 1e-5),
-    (Type.INT8, Type.FLOAT32, 3e-2),
+    (Type.INT8, Type.FLOAT32, _INT8_ERROR),
     (Type.INT4, Type.FLOAT32, 2e-1),
     (Type.INT4_MIN, Type.FLOAT32, 2e-1),
     (Type.INT4_ZERO, Type.FLOAT32, 2e-1),
@@ -334,6 +393,9 @@ def fault_of(library: KernelLibrary) -> str:
             error = _error(kernels, weight_type, x_type)
             if not error <= tolerance:
                 return f"{weight_type.name} weights times {x_type.name}: off by {error:.2g} of the largest element"
+        for kind in BLOCKS:
+            if not (error := _error_of_blocks(kernels, kind)) <= _INT8_ERROR:
+                return f"{kind.name} weights: off by {error:.2g} of the largest element"
     finally:
         kernels.close()
     return ""
@@ -349,6 +411,26 @@ def _error(kernels: NativeKernels, weight_type: Type, x_type: Type) -> float:
         x = _rounded(x)
     y = np.full((ROWS, N), np.nan, np.float32)
     _multiply(kernels, _stored(weight, source_type), source_type, weight_type, _stored(x, x_type), x_type, y)
+    return _difference(x, weight, y)
+
+
+def _error_of_blocks(kernels: NativeKernels, kind: Type) -> float:
+    random = np.random.default_rng(7)
+    form, per_row = BLOCKS[kind], _BLOCKS_K // BLOCKS[kind].k
+    blocks = random.integers(0, 256, (N, per_row * form.file_bytes), np.uint8) & np.uint8(_FINITE)
+    weight, y = kernels.library.unpack_blocks(kind, blocks), np.full((ROWS, N), np.nan, np.float32)
+    packed = kernels.library.memory(packed_bytes(N, _BLOCKS_K, kind))
+    kernels.pack_blocks(blocks.ctypes.data, kind, (N, _BLOCKS_K), packed.ctypes.data)
+    x = random.standard_normal((ROWS, _BLOCKS_K)).astype(np.float32)
+    op = LinearOp(
+        kind=Kind.LINEAR, weight=packed.ctypes.data, x=x.ctypes.data, y=y.ctypes.data, n=N, k=_BLOCKS_K,
+        x_stride=_BLOCKS_K, y_stride=N, weight_type=kind, x_type=Type.FLOAT32, y_type=Type.FLOAT32, factor=1.0,
+    )  # fmt: skip
+    kernels.run(op_pointers([op]), 1, Step(num_tokens=ROWS))
+    return _difference(x, weight, y)
+
+
+def _difference(x: Array, weight: Array, y: Array) -> float:
     expected = x.astype(np.float64) @ weight.astype(np.float64).T
     return float(np.abs(y - expected).max() / np.abs(expected).max())
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .library import GROUP, PANEL, NativeKernels, Type, packed_bytes, scale_bytes, sums_bytes
+from .library import BLOCKS, GROUP, PANEL, NativeKernels, Type, packed_bytes, scale_bytes, sums_bytes
 
 TYPE_OF = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
 _ALIGN_BYTES = 64
@@ -110,6 +110,21 @@ class FourBits:
         return padded.reshape(-1, PANEL, padded.shape[1]).transpose(0, 2, 1)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredBlocks:
+    """A matrix [n, k] as a GGUF file has it."""
+
+    type: Type
+    """One of BLOCKS."""
+    blocks: npt.NDArray[np.uint8]
+    """[n, bytes of k / BLOCKS[type].k blocks], contiguous."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, size_bytes = self.blocks.shape
+        return n, size_bytes // BLOCKS[self.type].file_bytes * BLOCKS[self.type].k
+
+
 class WeightStore:
     """Memory for all packed weights of a model and the small arrays beside them, reserved at once.
 
@@ -168,6 +183,12 @@ class WeightStore:
         if data not in self._orders:
             self._orders[data] = int(self.memory.ctypes.data) + self.add(np.frombuffer(data, np.uint8))
         return self._orders[data]
+
+    def pack_blocks(self, matrix: StoredBlocks) -> PackedWeight:
+        """Keeps every number, scale and minimum as it is."""
+        packed = self._reserve(*matrix.shape, matrix.type)
+        self._kernels.pack_blocks(matrix.blocks.ctypes.data, matrix.type, matrix.shape, packed.address)
+        return packed
 
     def _write(self, address: int, array: npt.NDArray[Any]) -> None:
         begin = address - int(self.memory.ctypes.data)

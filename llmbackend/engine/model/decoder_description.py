@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -24,6 +24,7 @@ from ..gpu.ops.ops import ACTIVATIONS, Activation, Norm, gated
 from ..gpu.weights.dense import DenseWeight, QuantizedLinear
 from ..gpu.weights.experts import DenseExperts, ExpertProjection, QuantizedExperts
 from ..gpu.weights.stored import StoredLinear
+from ..kernels.weights import PackedWeight
 
 
 class Weight(Protocol):
@@ -50,6 +51,21 @@ class DivisibleWeight(Weight, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StackedWeight:
+    """Matrices of several types, one above the other."""
+
+    matrices: tuple[PackedWeight, ...]
+
+    @property
+    def n(self) -> int:
+        return sum(matrix.n for matrix in self.matrices)
+
+    @property
+    def k(self) -> int:
+        return self.matrices[0].k
+
+
+@dataclass(frozen=True, slots=True)
 class Projection:
     """x·Wᵀ + bias"""
 
@@ -65,7 +81,7 @@ class Attention:
     """One layer's attention: projections, norms, rotation, options."""
 
     qkv: Projection
-    """Query, key and value as one matrix."""
+    """Query, key and value as one matrix, on a CPU also as a StackedWeight."""
     out: Projection
     q_norm: Norm | None
     """Over each head, or with norm_whole over all heads together."""
@@ -329,7 +345,8 @@ def _weight_and_bias(linear: Any) -> tuple[Weight, torch.Tensor | None]:
 
 def _joined(linears: list[Any]) -> Projection:
     """Query, key and value as one projection."""
-    projection = joined(*(_projection(linear) for linear in linears))
+    projections = [_projection(linear) for linear in linears]
+    projection = joined(*projections) or _stacked(projections)
     if projection is None:
         raise ProgramUnsupportedError("query, key and value are not adjacent, or only some of them have a bias")
     return projection
@@ -342,11 +359,37 @@ def joined(first: Projection, *others: Projection) -> Projection | None:
         if not isinstance(weight, DivisibleWeight) or not isinstance(other.weight, type(weight)):
             return None
         weight = weight.joined(other.weight)
-    biases = [projection.bias for projection in (first, *others) if projection.bias is not None]
-    if weight is None or len(biases) not in (0, 1 + len(others)):
+    return None if weight is None else _with_weight(weight, (first, *others))
+
+
+def _stacked(projections: Sequence[Projection]) -> Projection | None:
+    """The projections as one of several types; as `joined`."""
+    matrices: list[PackedWeight] = []
+    for weight in (projection.weight for projection in projections):
+        if not isinstance(weight, PackedWeight):
+            return None
+        if matrices and (below := matrices[-1].joined(weight)) is not None:
+            matrices[-1] = below
+        else:
+            matrices.append(weight)
+    return _with_weight(StackedWeight(tuple(matrices)), projections)
+
+
+def _with_weight(weight: Weight, projections: Sequence[Projection]) -> Projection | None:
+    biases = [projection.bias for projection in projections if projection.bias is not None]
+    if len(biases) not in (0, len(projections)):
         return None
-    parts = _merged(part for projection in (first, *others) for part in projection.parts)
+    parts = _merged(part for projection in projections for part in projection.parts)
     return Projection(weight, torch.cat(biases) if biases else None, parts)
+
+
+def parts_of(projection: Projection) -> Iterator[Projection]:
+    """Those of one type each."""
+    weight, first = projection.weight, 0
+    for matrix in weight.matrices if isinstance(weight, StackedWeight) else (weight,):
+        bias = None if projection.bias is None else projection.bias[first : first + matrix.n]
+        yield Projection(matrix, bias)
+        first += matrix.n
 
 
 def _merged(parts: Iterable[tuple[nn.Module, int]]) -> tuple[tuple[nn.Module, int], ...]:

@@ -8,45 +8,61 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from llmbackend.gguf import stored
 from llmbackend.gguf.errors import GgufError
-from llmbackend.gguf.four_bits import FourBitMatrices
 from llmbackend.gguf.tensors import GgufTensors
 
+from ..cpu.linear import StoredMatrices, kept_weights
 from ..errors import CheckpointError
-from ..kernels.library import Type
-from ..kernels.weights import FourBits
+from ..kernels.library import BLOCKS, Type, load
+from ..kernels.weights import FourBits, StoredBlocks
 from .int4_model import fill_plain
 
 logger = logging.getLogger(__name__)
 
 
-class StoredFourBits:
-    """Linear layers whose weights a GGUF file has in 4 bits, by the names of their modules."""
+_FOUR_BITS: Final = {"Q4_0": Type.INT4, "Q4_1": Type.INT4_MIN}
+
+
+class KeptLayers:
+    """Linear layers whose weights stay as a GGUF file has them, by the names of their modules."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._matrices = FourBitMatrices(files)
+        self._matrices = stored.StoredMatrices(files)
 
     def type_of(self, layer: str) -> Type | None:
-        """None: its weights are in another type."""
-        has_mins = self._matrices.has_mins(f"{layer}.weight")
-        return None if has_mins is None else Type.INT4_MIN if has_mins else Type.INT4
+        """None: its weights do not."""
+        kind = self._matrices.type_of(f"{layer}.weight")
+        return None if kind is None else _FOUR_BITS.get(kind) or Type[kind]
 
     def order_of(self, layer: str) -> bytes:
         return b""
 
-    def read(self, layer: str) -> FourBits:
-        return FourBits(*self._matrices.read(f"{layer}.weight"))
+    def read(self, layer: str) -> FourBits | StoredBlocks:
+        kind, name = self.type_of(layer), f"{layer}.weight"
+        assert kind is not None, f"{layer} is in no type that is kept"
+        if kind in BLOCKS:
+            return StoredBlocks(kind, self._matrices.blocks(name))
+        return FourBits(*self._matrices.four_bits(name))
 
 
-def fill_of_gguf(model: Any, files: Sequence[Path], dtype: torch.dtype) -> None:
-    """model: without memory, of the class that the tensors fit. Raises CheckpointError."""
+def _unpacked(kind: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32] | None:
+    native = load() if kind in Type.__members__ and Type[kind] in BLOCKS else None
+    return None if native is None else native.unpack_blocks(Type[kind], rows)
+
+
+def fill_of_gguf(model: Any, files: Sequence[Path], dtype: torch.dtype, kept: StoredMatrices | None) -> None:
+    """model: without memory, of the class that the tensors fit. kept: the weights of these layers are not read. Raises
+    CheckpointError."""
     try:
-        tensors = GgufTensors(files, dtype)
+        tensors = GgufTensors(files, dtype, _unpacked)
     except GgufError as error:
         raise CheckpointError(str(error)) from None
     logger.info("weights: %s", tensors.description)
-    fill_plain(model, tensors, dtype)
+    fill_plain(model, tensors, dtype, frozenset() if kept is None else kept_weights(model, kept))

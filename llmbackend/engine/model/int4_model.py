@@ -7,7 +7,7 @@ unpacked at a time; every parameter and buffer has a value in the end, under the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -59,19 +59,27 @@ def fill(model: Any, form: PackedFormat, tensors: Mapping[str, torch.Tensor], pl
 
 
 @torch.no_grad()
-def fill_plain(model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """model: as of `fill`. tensors: each look-up makes one, which is the model's from then on. Raises
-    CheckpointError."""
-    _give_plain(model, tensors, dtype, are_owned=True)
+def fill_plain(
+    model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, without: Set[str] = frozenset()
+) -> None:
+    """model: as of `fill`. tensors: each look-up makes one, which is the model's from then on. without: names of those
+    that stay without memory. Raises CheckpointError."""
+    _give_plain(model, tensors, dtype, are_owned=True, without=without)
     restore_buffers(model)
-    _check_values(model)
+    _check_values(model, without)
 
 
-def _give_plain(model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, are_owned: bool = False) -> None:
+def _give_plain(
+    model: Any,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    are_owned: bool = False,
+    without: Set[str] = frozenset(),
+) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head.weight is embedding.weight
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
-        if name in tensors:
+        if name in tensors and name not in without:
             parent, _, attribute = name.rpartition(".")
             value = tensors[name].to(dtype, copy=not are_owned)
             setattr(model.get_submodule(parent), attribute, nn.Parameter(value, requires_grad=False))
@@ -177,10 +185,10 @@ def _bias(linear: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> nn.Par
     return cast("nn.Parameter | None", linear.bias)
 
 
-def _check_values(model: Any) -> None:
+def _check_values(model: Any, without: Set[str] = frozenset()) -> None:
     """Raises CheckpointError."""
     every = (*model.named_parameters(), *model.named_buffers())
-    if empty := [name for name, tensor in every if tensor.is_meta]:
+    if empty := [name for name, tensor in every if tensor.is_meta and name not in without]:
         name = type(model).__name__
         raise CheckpointError(f"its tensors are not those of {name} by their names: missing: {few(empty)}")
 

@@ -14,7 +14,7 @@ from ..cpu.linear import StoredMatrices
 from ..errors import CheckpointError
 from ..gpu.weights.stored import mapped_tensors
 from .checkpoint_files import bad_checkpoint
-from .gguf_model import StoredFourBits
+from .gguf_model import KeptLayers
 from .int4_formats import Int4Format, PackedFormat
 from .located_files import files_of
 from .stored_int4 import StoredInt4
@@ -29,7 +29,7 @@ def kept_matrices(config: EngineConfig, form: PackedFormat | None, is_gguf: bool
     if config.quantization != "int4" or config.load_format == "dummy":
         return None
     if is_gguf:
-        return StoredFourBits(files_of(config))
+        return None if config.enable_lora else KeptLayers(files_of(config))  # adapters are added to plain layers
     if not isinstance(form, Int4Format):
         return None
     try:

@@ -139,24 +139,25 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     """
     opened = open_checkpoint(config, dense)
     device, dense, hf_config, max_len = opened.device, opened.dense, opened.hf_config, opened.max_model_len
+    stored = kept_matrices(config, opened.int4, opened.is_gguf)
+    kept = stored if opened.is_gguf else None
     with part("read checkpoint"):
         if config.load_format == "dummy" or (opened.int4 is None and not opened.is_gguf):
             model = _instantiate(config, hf_config, device, opened.tensors)
         else:
-            model = _filled_model(config, opened)
+            model = _filled_model(config, opened, kept)
     fix_frequencies(model, max_len)
     batch = LoraBatch(config.max_num_seqs, device) if config.enable_lora and not dense else None
     wrapped = {} if batch is None else wrap_linears(model, batch)
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
-    packs_integers = config.quantization is not None and not dense
-    if packs_integers:  # what is asked of the model itself is asked before its weights are rounded
+    rounds_weights = config.quantization is not None and not dense and kept is None
+    if rounds_weights:  # what is asked of the model itself is asked before its weights are rounded
         checked = replace(_check(model.eval(), on_one_thread=False), quantization=config.quantization)
     with part("pack"):
-        stored = kept_matrices(config, opened.int4, opened.is_gguf)
         model, kernels, store, linear_kind = _place(config, model, device, dtype, dense, new_memory, stored)
-    if not packs_integers:
+    if not rounds_weights:
         checked = _check(model, kernels is not None, config.quantization)
     elif config.quantization == "int4":  # too far from the model's own to tell a wrong program from a right one
         checked = replace(checked, logits=check_calls(model)[2])
@@ -241,7 +242,9 @@ def _place(
     if dense and (eight_bits := config.eight_bits) is not None:
         check_device(eight_bits, device, dtype)
         quantize_linears(model, model.get_output_embeddings(), eight_bits, device)
-    model = model.to(device).eval()
+    if device.type != "cpu":  # kept matrices have no memory to be copied from
+        model = model.to(device)
+    model = model.eval()
     if dense:
         join_neighbours(model)
         return model, None, None, f"torch {config.quantization}" if config.quantization else "torch"
@@ -395,8 +398,8 @@ def _instantiate(
     return model
 
 
-def _filled_model(config: EngineConfig, opened: OpenedCheckpoint) -> Any:
-    """Of weights that transformers does not read: in 4 bits, or in a GGUF file."""
+def _filled_model(config: EngineConfig, opened: OpenedCheckpoint, kept: StoredMatrices | None) -> Any:
+    """Of weights that transformers does not read: in 4 bits, or in a GGUF file, of which some layers may be kept."""
     dtype = dtype_of(config, opened)
     files = files_of(config)
     try:
@@ -404,7 +407,7 @@ def _filled_model(config: EngineConfig, opened: OpenedCheckpoint) -> Any:
         check_stored_tensors(config, opened, tensors)
         model = random_model(config, opened.hf_config, dtype, torch.device("meta"))
         if opened.int4 is None:
-            fill_of_gguf(model, files, dtype)
+            fill_of_gguf(model, files, dtype, kept)
         else:
             if opened.int4.plain(tensors).keys() == tensors.keys():
                 logger.warning(_PLAIN_UNDER_A_LABEL)

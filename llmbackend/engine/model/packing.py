@@ -40,7 +40,7 @@ from ..kernels.weights import PackedWeight, WeightStore
 from ..load_progress import part
 from ..step import FlatStep, Int32Array
 from .compatibility import MAX_PROBE_TOKENS
-from .decoder_description import Attention, Experts, Layer, Mlp, Projection
+from .decoder_description import Attention, Experts, Layer, Mlp, Projection, parts_of
 from .loader import LoadedModel, library_choice
 
 _NAME_OF: dict[Type, Dtype] = {kind: name for name, kind in TYPE_OF.items()}
@@ -190,7 +190,7 @@ def _layer(layer: Layer, shape: LayerShape, packer: _Packer) -> PackedLayer:
 def _attention(attention: Attention, shape: LayerShape, packer: _Packer) -> PackedAttention:
     options = attention.options
     return PackedAttention(
-        qkv=_projection(attention.qkv, packer),
+        qkv=tuple(_projection(part, packer) for part in parts_of(attention.qkv)),
         out=_projection(attention.out, packer),
         q_norm=_norm(attention.q_norm, packer),
         k_norm=_norm(attention.k_norm, packer),

@@ -11,6 +11,7 @@
 #include "glibc.h"
 #include "linear.h"
 #include "memory.h"
+#include "pack_ggml.h"
 #include "peak.h"
 #include "rotary.h"
 #include "rows.h"
@@ -119,6 +120,17 @@ LLMB_EXPORT void llmb_pack(void* engine, const void* weight, llmb::Type type, in
     static_cast<llmb::Engine*>(engine)->team.run([&](llmb::Worker& worker) {
         llmb::pack(worker, weight, type, n, k, stride, packed, packed_type, scale, sums);
     });
+}
+
+// Packs weights [n][k / block] in blocks of a GGUF file's type into panels of the same type; k is a multiple of the block.
+LLMB_EXPORT void llmb_pack_blocks(void* engine, const uint8_t* blocks, llmb::Type type, int n, int k, uint8_t* packed) {
+    static_cast<llmb::Engine*>(engine)->team.run(
+        [&](llmb::Worker& worker) { llmb::pack_ggml(worker, blocks, type, n, k, packed); });
+}
+
+// The values of blocks of a GGUF file's type.
+LLMB_EXPORT void llmb_unpack_blocks(const uint8_t* blocks, llmb::Type type, int64_t count, float* values) {
+    llmb::unpack_ggml(blocks, type, count, values);
 }
 
 LLMB_EXPORT void* llmb_memory_new(size_t bytes) { return llmb::acquire_memory(bytes); }

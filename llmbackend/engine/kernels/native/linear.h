@@ -7,6 +7,7 @@
 #include <cstddef>
 
 #include "linear_float.h"
+#include "linear_ggml.h"
 #include "linear_int4.h"
 #include "linear_int8.h"
 #include "linear_tile.h"
@@ -31,6 +32,7 @@ inline size_t linear_scratch_bytes(const LinearOp& op, const Step& step, int num
 #if defined(LLMB_HAS_TILES)
     if (runs_on_tiles(op, step)) return linear_tile_scratch_bytes(op, step, num_threads);
 #endif
+    if (is_ggml(op.weight_type)) return linear_ggml_scratch_bytes(op, step, num_threads);
     if (is_int4(op.weight_type)) return linear_int4_scratch_bytes(op, step, num_threads);
     if (op.weight_type == Type::kInt8) return linear_int8_scratch_bytes(op, step, num_threads);
     return panels::linear_float_scratch_bytes(op, num_rows(op.rows, step), num_threads);
@@ -40,6 +42,7 @@ inline void linear(Worker& worker, const LinearOp& op, const Step& step, char* s
 #if defined(LLMB_HAS_TILES)
     if (runs_on_tiles(op, step)) return linear_tile(worker, op, step, scratch);
 #endif
+    if (is_ggml(op.weight_type)) return linear_ggml(worker, op, step, scratch);
     if (is_int4(op.weight_type)) return linear_int4(worker, op, step, scratch);
     if (op.weight_type == Type::kInt8) return linear_int8(worker, op, step, scratch);
     panels::linear_float(worker, op, num_rows(op.rows, step), scratch);

@@ -20,6 +20,7 @@
 #include "memory.h"
 #include "numbers.h"
 #include "pack_int4.h"
+#include "panel_product.h"
 #include "quantised_rows.h"
 #include "step.h"
 #include "team.h"
@@ -308,22 +309,12 @@ struct Product {
     const LinearOp& op;
     const GroupedRows& x;
 
-    // Rows first..last-1 times one panel, in blocks of equal height, near enough.
+    // Rows first..last-1 times one panel.
     void run(int first, int last, int panel) const {
-        const int height = divide_up(last - first, divide_up(last - first, kMaxBlock));
         const Panel one(op, false, panel), two(op, is_gated(op.epilogue), panel);
-        const FloatColumns bias(op, false, panel), bias2(op, is_gated(op.epilogue), panel);
-        for (int row = first; row < last; row += height) {
-            const int rows = std::min(height, last - row);
-            alignas(64) float sums[kMaxBlock][kPanel], sums2[kMaxBlock][kPanel];
-            multiply_block(row, rows, one, sums);
-            if (is_gated(op.epilogue)) multiply_block(row, rows, two, sums2);
-            for (int r = 0; r < rows; r++) {
-                PanelRow result = scaled(sums[r], x.scale[row + r], bias);
-                if (is_gated(op.epilogue)) result = combine(op.epilogue, result, scaled(sums2[r], x.scale[row + r], bias2));
-                write_panel_row(op, row + r, panel, result);
-            }
-        }
+        multiply_rows<kMaxBlock>(op, first, last, panel, x.scale, [&](int row, int rows, bool second, float (*sums)[kPanel]) {
+            multiply_block(row, rows, second ? two : one, sums);
+        });
     }
 
     void multiply_block(int row, int rows, const Panel& panel, float (*sums)[kPanel]) const {
@@ -335,13 +326,6 @@ struct Product {
     static MultiplyPanel function(const Panel& panel, int rows) {
         if (panel.mins) return panel_function<Type::kInt4Min>(rows);
         return panel.zeros ? panel_function<Type::kInt4Zero>(rows) : panel_function<Type::kInt4>(rows);
-    }
-
-    static PanelRow scaled(const float* sums, float scale, const FloatColumns& columns) {
-        PanelRow row;
-        for (int v = 0; v < kPanelVectors; v++)
-            row.v[v] = fma(load(sums + v * kLanes), splat(scale), load(columns.bias + v * kLanes));
-        return row;
     }
 };
 
@@ -361,13 +345,7 @@ inline void linear_int4(Worker& worker, const LinearOp& op, const Step& step, ch
     int4::GroupedRows x(copy, plan.rows, op.k, plan.ordered(scratch, worker.rank));
     int8::quantise(worker, op, plan, x);
     const int4::Product product{op, x};
-    const int panels = num_panels(op.n);
-    worker.share(panels * plan.chunks, 1, [&](int begin, int end) {
-        for (int i = begin; i < end; i++) {
-            const int first = i / panels * plan.chunk_rows;
-            product.run(first, std::min(first + plan.chunk_rows, plan.rows), i % panels);
-        }
-    });
+    share_panels(worker, op, plan, [&](int first, int last, int panel) { product.run(first, last, panel); });
 }
 
 }  // namespace llmb

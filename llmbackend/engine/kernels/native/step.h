@@ -18,6 +18,18 @@ enum class Type : int32_t {
     kInt4 = 5,           // of weights: W = scale * (q - 8)
     kInt4Min = 6,        // of weights: W = scale * q + min
     kInt4Zero = 7,       // of weights: W = scale * (q - zero)
+    // Of weights, as GGUF files have them (ggml_forms.h): 32 + the number of ggml's type.
+    kQ5_0 = 38,
+    kQ5_1 = 39,
+    kQ8_0 = 40,
+    kQ2_K = 42,
+    kQ3_K = 43,
+    kQ4_K = 44,
+    kQ5_K = 45,
+    kQ6_K = 46,
+    kIq4Nl = 52,
+    kIq4Xs = 55,
+    kMxfp4 = 71,
 };
 
 // Which rows an operation computes: all tokens of the batch, or those that are sampled.
@@ -87,6 +99,7 @@ enum class Epilogue : int32_t {
 //   int4      [n/32][k/8][32][4]     k padded to a multiple of 64; a byte has the q of k and, in its upper half, of k + 4;
 //                                    scale and, of kInt4Min, sums (the minima): float16 [n/32][k/32][32];
 //                                    sums of kInt4Zero: its zeros, uint8, in the same order
+//   GGUF's    [n/32][k/block]        blocks of ggml_forms.h, which hold scales and minima; k a multiple of the block
 struct LinearOp {
     Kind kind;
     Rows rows;            // how many rows x has: tokens or sampled

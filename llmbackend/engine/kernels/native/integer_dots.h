@@ -1,0 +1,151 @@
+// Sums of products of small integers: unsigned numbers of 2 to 8 bits times signed bytes, and pairs of 16 bits.
+//
+// For: linear_ggml.h. Does not know: weights. Invariant: every sum is exact, so that all instruction sets give the same.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "epilogue_int8.h"
+#include "linear_int8.h"
+#include "numbers.h"
+
+namespace llmb {
+
+using Shorts = int16_t __attribute__((vector_size(sizeof(Ints))));
+using UnsignedShorts = uint16_t __attribute__((vector_size(sizeof(Ints))));
+
+// sum + the products of the pairs of 16 bits in each lane.
+LLMB_INLINE inline Ints pair_dot(Ints sum, Ints a, Ints b) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__)
+    return (Ints)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#elif defined(__AVX512BW__)
+    return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// sum + the products of the quads of bytes in each lane, unsigned numbers times signed x.
+LLMB_INLINE inline Ints quad_dot(Ints sum, Ints numbers, Ints x) {
+#if defined(LLMB_HAS_VNNI)
+    return int8::dot(sum, numbers, x);
+#else
+    const Shorts even = (Shorts)x << 8 >> 8, odd = (Shorts)x >> 8;
+    const UnsignedShorts low = (UnsignedShorts)numbers & 255, high = (UnsignedShorts)numbers >> 8;
+    return pair_dot(pair_dot(sum, (Ints)low, (Ints)even), (Ints)high, (Ints)odd);
+#endif
+}
+
+// Each byte, 0 to 15, as the table's entry.
+LLMB_INLINE inline Ints look_up(const uint8_t* table, Ints bytes) {
+#if defined(__AVX512BW__)
+    const __m512i entries = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return (Ints)_mm512_shuffle_epi8(entries, (__m512i)bytes);
+#elif defined(__AVX2__)
+    const __m256i entries = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return (Ints)_mm256_shuffle_epi8(entries, (__m256i)bytes);
+#else
+    alignas(sizeof(Ints)) uint8_t each[sizeof(Ints)];
+    std::memcpy(each, &bytes, sizeof each);
+    for (uint8_t& byte : each) byte = table[byte];
+    return int8::load_ints(each);
+#endif
+}
+
+// Pairs of signed bytes as pairs of 16 bits.
+LLMB_INLINE inline Ints load_byte_pairs(const uint8_t* p) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    Shorts pairs;
+    for (int i = 0; i < 2 * kLanes; i++) pairs[i] = static_cast<int8_t>(p[i]);
+    return (Ints)pairs;
+#endif
+}
+
+// The lower halves of lanes, or the upper ones, widened.
+LLMB_INLINE inline Ints half_of(Ints pairs, int upper) { return upper ? pairs >> 16 : pairs << 16 >> 16; }
+
+// The sum of kQuads quads, numbers of at most kLargest times x, in kChains parts, so that more products are in flight.
+#if defined(__AVX2__) && !defined(LLMB_HAS_VNNI)
+constexpr bool kByPairs = true;
+#else
+constexpr bool kByPairs = false;
+#endif
+
+template <int kLargest, int kQuads, int kChains>
+struct DotSum {
+    Ints sums[kChains];
+
+    LLMB_INLINE void begin(Ints whole) {
+        for (Ints& sum : sums) sum = Ints{};
+        sums[0] = whole;
+    }
+    LLMB_INLINE void add(int i, Ints numbers, Ints x) { sums[i % kChains] = quad_dot(sums[i % kChains], numbers, x); }
+    LLMB_INLINE Ints total() const { return kChains == 2 ? sums[0] + sums[kChains - 1] : sums[0]; }
+
+    // What `scaled` multiplies by.
+    LLMB_INLINE static Ints scale_of(Ints pairs, int upper) { return half_of(pairs, upper); }
+    template <bool kBegun>
+    LLMB_INLINE Ints scaled(Ints whole, Ints scale) const { return whole + total() * scale; }
+};
+
+#if defined(__AVX2__)
+// The same by products in 16 bits, of which as many are added up as cannot overflow.
+template <int kLargest, int kQuads>
+struct PairSum {
+    static constexpr int kInOne = ((1 << 15) - 1) / (kLargest * 127 * 2), kSums = (kQuads + kInOne - 1) / kInOne;
+    Ints first;
+    Shorts sums[kSums];
+
+    LLMB_INLINE void begin(Ints whole) {
+        first = whole;
+        for (Shorts& sum : sums) sum = Shorts{};
+    }
+    LLMB_INLINE void add(int i, Ints numbers, Ints x) {
+#if defined(__AVX512BW__)
+        sums[i / kInOne] += (Shorts)_mm512_maddubs_epi16((__m512i)numbers, (__m512i)x);
+#else
+        sums[i / kInOne] += (Shorts)_mm256_maddubs_epi16((__m256i)numbers, (__m256i)x);
+#endif
+    }
+    LLMB_INLINE Ints total() const { return added(first, (Ints)(Shorts{} + 1)); }
+
+    LLMB_INLINE static Ints scale_of(Ints pairs, int upper) {
+        return upper ? (pairs >> 16 & 0xffff) | (pairs & -0x10000) : (pairs & 0xffff) | pairs << 16;
+    }
+    template <bool kBegun>
+    LLMB_INLINE Ints scaled(Ints whole, Ints scale) const {
+        return added(kBegun ? pair_dot(whole, first, scale) : whole, scale);
+    }
+
+  private:
+    LLMB_INLINE Ints added(Ints whole, Ints scale) const {
+        for (const Shorts& sum : sums) whole = pair_dot(whole, (Ints)sum, scale);
+        return whole;
+    }
+};
+
+template <int kLargest, int kQuads, int kChains>
+using RunSum = std::conditional_t<kByPairs && kLargest < 128, PairSum<kLargest, kQuads>, DotSum<kLargest, kQuads, kChains>>;
+#else
+template <int kLargest, int kQuads, int kChains>
+using RunSum = DotSum<kLargest, kQuads, kChains>;
+#endif
+
+// What sums of numbers up to `largest` begin with, so that `scaled` adds `begin` times the scale, an even number: by pairs
+// a half of it in each half of a lane.
+inline int32_t begin_of(int32_t begin, int largest) {
+    return kByPairs && largest < 128 ? static_cast<int32_t>((static_cast<uint32_t>(begin / 2) & 0xffff) * 0x10001u) : begin;
+}
+
+}  // namespace llmb

@@ -1,0 +1,390 @@
+// y = x·Wᵀ on vectors with weights in the types of GGUF files (ggml_forms.h), and activations that are quantised row by
+// row as they come (quantised_rows.h).
+//
+// For: linear.h. Does not know: files. Invariant: sums of a group, and in super-blocks of 256 k what their integer scales
+// and minima make of them, are integers and exact; then acc = fma(sum, scale, acc) for ascending blocks, then minima, wide
+// elements after all blocks, and y = fma(acc, scale of the row, bias). So no way of cutting rows and columns, and no
+// instruction set with fused operations, changes an output.
+//
+// No integer overflows: a group's sum is at most 32 * 255 * 127; times a scale of 32, or 16 * 63 * 127 times one of 128, and
+// added up over 256 k, it is less than 2^28, and what the zero takes from it is less than 2^28 as well.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "epilogue.h"
+#include "epilogue_int8.h"
+#include "float16.h"
+#include "ggml_forms.h"
+#include "integer_dots.h"
+#include "linear_int4.h"
+#include "linear_int8.h"
+#include "memory.h"
+#include "numbers.h"
+#include "panel_product.h"
+#include "quantised_rows.h"
+#include "step.h"
+#include "team.h"
+
+namespace llmb::ggml {
+
+using int8::kNearBytes;
+using int8::kStreamRows;
+using int8::load_int;
+using int8::load_ints;
+using int8::Wide;
+
+// Rows whose sums fit the registers, of groups and of a super-block, with kVectors vectors of columns.
+#if defined(__AVX512F__)
+constexpr int kMaxBlock = 8;
+constexpr int vectors_of(int) { return 2; }
+#elif defined(__AVX2__)
+constexpr int kMaxBlock = 6;
+constexpr int vectors_of(int rows) { return rows <= 3 ? 2 : 1; }
+#else
+constexpr int kMaxBlock = 4;
+constexpr int vectors_of(int) { return 1; }
+#endif
+
+// The quantised rows, and the sums of their integers that zeros and minima are multiplied by.
+struct Rows : int8::QuantisedRows<int4::SignedOrder> {
+    // What products of a row begin at, or what the minima are multiplied by: [rows][per_row].
+    //   without minima  -zero * sum of a group; in super-blocks as `begin_of` says
+    //   with minima     the sum of a block as float32; in super-blocks the sums of two groups, as int16
+    int32_t* sums;
+    int per_row;
+    int blocks;
+    Form form;
+
+    Rows(Carver& memory, int rows, const LinearOp& op) : QuantisedRows(memory, rows, op.k), form(form_of(op.weight_type)) {
+        blocks = op.k / form.block;
+        per_row = blocks * form.sums();
+        sums = memory.take<int32_t>(static_cast<size_t>(rows) * per_row);
+    }
+    static size_t bytes(int rows, const LinearOp& op) {
+        Carver counted(nullptr);
+        const Rows taken(counted, rows, op);
+        return counted.used();
+    }
+    const int32_t* sums_of(int row) const { return sums + static_cast<size_t>(row) * per_row; }
+
+    void fill(const LinearOp& op, int row) {
+        QuantisedRows::fill(op, row);
+        const int8_t* own = data + row * stride;
+        char* to = reinterpret_cast<char*>(sums + static_cast<size_t>(row) * per_row);
+        const auto put = [&](auto value) { std::memcpy(to, &value, sizeof value), to += sizeof value; };
+        for (const int8_t* end = own + op.k; own < end; own += form.group) {
+            int32_t total = 0;
+            for (int i = 0; i < form.group; i++) total += own[i];
+            if (!form.mins) put(form.is_super() ? begin_of(-form.zero * total, form.largest()) : -form.zero * total);
+            else if (form.is_super()) put(static_cast<int16_t>(total));
+            else put(static_cast<float>(total));
+        }
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What lies in a panel, as vectors of columns.
+
+// Quad i of a unit.
+template <Form kForm>
+LLMB_INLINE inline Ints numbers_of(const uint8_t* unit, int column, int i) {
+    const uint8_t* low_row = unit + (kForm.high + i * kForm.low / 8) * Form::kRowBytes + column * 4;
+    if constexpr (kForm.low == 8) return load_ints(low_row);
+    Ints numbers = load_ints(low_row) >> i * kForm.low % 8 & static_cast<int32_t>(0x01010101u * ((1u << kForm.low) - 1));
+    if constexpr (kForm.table != Table::kNone) return look_up(values_of(kForm.table), numbers);
+    if constexpr (kForm.high > 0) {
+        const Ints high = load_ints(unit + i * kForm.high / 8 * Form::kRowBytes + column * 4);
+        const int left = kForm.low - i * kForm.high % 8;
+        numbers |= (left < 0 ? high >> -left : high << left) & static_cast<int32_t>(0x01010101u * (((1u << kForm.high) - 1) << kForm.low));
+    }
+    return numbers;
+}
+
+template <Form kForm>
+LLMB_INLINE inline Floats scales_of(const uint8_t* block, int column) {
+    const uint8_t* at = block + column * 2;
+    if constexpr (kForm.brain_scale) return load(reinterpret_cast<const bf16*>(at));
+    else return load_float16(reinterpret_cast<const uint16_t*>(at));
+}
+
+template <Form kForm>
+LLMB_INLINE inline Floats mins_of(const uint8_t* block, int column) {
+    return load_float16(reinterpret_cast<const uint16_t*>(block + kForm.min_at() + column * 2));
+}
+
+// The integers of two groups, in the lower and in the upper half of a lane: their scales'.
+template <Form kForm>
+LLMB_INLINE inline Ints group_scales(const uint8_t* block, int column, int pair) {
+    return load_byte_pairs(block + kForm.group_at(pair) + column * 2);
+}
+
+// And their minima's.
+template <Form kForm>
+LLMB_INLINE inline Ints group_mins(const uint8_t* block, int column, int pair) {
+    return load_byte_pairs(block + kForm.group_min_at(pair) + column * 2);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The product of kRows rows and kVectors vectors of columns from `column` on, without the rows' scales.
+
+template <Form kForm, int kRows, int kVectors>
+struct Tile {
+    const Rows& x;
+    int row;
+    int column;
+
+    // Multiplies kQuads quads of a unit from quad `begin` on.
+    template <class Run, int kQuads>
+    LLMB_INLINE void multiply(const uint8_t* unit, const int8_t* rows, int begin, Run (&runs)[kRows][kVectors]) const {
+#pragma GCC unroll 8
+        for (int i = 0; i < kQuads; i++)
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; v++) {
+                const Ints numbers = numbers_of<kForm>(unit, column + v * kLanes, begin + i);
+#pragma GCC unroll 12
+                for (int r = 0; r < kRows; r++)
+                    runs[r][v].add(i, numbers, Ints{} + load_int(rows + r * x.stride + (begin + i) * 4));
+            }
+    }
+
+    LLMB_INLINE void fetch(const uint8_t* unit) const {
+        if constexpr (kRows > kStreamRows)
+            for (int i = 0; i < kForm.low + kForm.high; i++)
+                for (int v = 0; v < kVectors; v++)
+                    __builtin_prefetch(unit + i * Form::kRowBytes + (column + v * kLanes) * 4 + kNearBytes, 0, 3);
+    }
+
+    LLMB_INLINE void add_block(const uint8_t* block, int index, Floats (&acc)[kRows][kVectors]) const {
+        if constexpr (kForm.is_super()) add_super(block, index, acc);
+        else add_plain(block, index, acc);
+    }
+
+    LLMB_INLINE void add_plain(const uint8_t* block, int index, Floats (&acc)[kRows][kVectors]) const {
+        constexpr int kQuads = kUnit / 4;
+        using Run = RunSum<kForm.largest(), kQuads, kRows <= 2 ? 2 : 1>;
+        const int32_t* sums = x.sums_of(row) + index;
+        Run runs[kRows][kVectors];
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; r++)
+            for (int v = 0; v < kVectors; v++) runs[r][v].begin(kForm.mins ? Ints{} : Ints{} + sums[r * x.per_row]);
+        const uint8_t* unit = block + kForm.unit_at(0);
+        fetch(unit);
+        multiply<Run, kQuads>(unit, x.data + row * x.stride + index * kUnit, 0, runs);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; v++) {
+            const Floats scale = scales_of<kForm>(block, column + v * kLanes);
+            const Floats min = kForm.mins ? mins_of<kForm>(block, column + v * kLanes) : Floats{};
+#pragma GCC unroll 12
+            for (int r = 0; r < kRows; r++) {
+                acc[r][v] = fma(__builtin_convertvector(runs[r][v].total(), Floats), scale, acc[r][v]);
+                if constexpr (kForm.mins) acc[r][v] = fma((Floats)(Ints{} + sums[r * x.per_row]), min, acc[r][v]);
+            }
+        }
+    }
+
+    // Minima first: all is read in the order in which it lies in memory.
+    LLMB_INLINE void add_super(const uint8_t* block, int index, Floats (&acc)[kRows][kVectors]) const {
+        const int32_t* sums = x.sums_of(row) + index * kForm.sums();
+        if constexpr (kForm.mins) add_mins(block, sums, acc);
+        Ints whole[kRows][kVectors] = {};
+        const int8_t* rows = x.data + row * x.stride + index * kSuper;
+        for (int unit = 0; unit < kForm.units(); unit++) add_unit(block, unit, rows + unit * kUnit, sums, whole);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; v++) {
+            const Floats scale = scales_of<kForm>(block, column + v * kLanes);
+#pragma GCC unroll 12
+            for (int r = 0; r < kRows; r++)
+                acc[r][v] = fma(__builtin_convertvector(whole[r][v], Floats), scale, acc[r][v]);
+        }
+    }
+
+    LLMB_INLINE void add_mins(const uint8_t* block, const int32_t* sums, Floats (&acc)[kRows][kVectors]) const {
+        Ints whole[kRows][kVectors] = {};
+        for (int pair = 0; pair < kForm.pairs(); pair++)
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; v++) {
+                const Ints mins = group_mins<kForm>(block, column + v * kLanes, pair);
+#pragma GCC unroll 12
+                for (int r = 0; r < kRows; r++) whole[r][v] = pair_dot(whole[r][v], mins, Ints{} + sums[r * x.per_row + pair]);
+            }
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; v++) {
+            const Floats min = -mins_of<kForm>(block, column + v * kLanes);
+#pragma GCC unroll 12
+            for (int r = 0; r < kRows; r++)
+                acc[r][v] = fma(__builtin_convertvector(whole[r][v], Floats), min, acc[r][v]);
+        }
+    }
+
+    // whole += sums of groups times their integer scales
+    LLMB_INLINE void add_unit(
+        const uint8_t* block, int index, const int8_t* rows, const int32_t* sums, Ints (&whole)[kRows][kVectors]) const {
+        constexpr int kQuads = kForm.group / 4;
+        using Run = RunSum<kForm.largest(), kQuads, 1>;
+        const uint8_t* unit = block + kForm.unit_at(index);
+        fetch(unit);
+#pragma GCC unroll 2
+        for (int begin = 0; begin < kUnit / 4; begin += kQuads) {
+            const int group = (index * kUnit + begin * 4) / kForm.group;
+            Run runs[kRows][kVectors];
+#pragma GCC unroll 12
+            for (int r = 0; r < kRows; r++)
+                for (int v = 0; v < kVectors; v++)
+                    runs[r][v].begin(kForm.mins ? Ints{} : Ints{} + sums[r * x.per_row + group]);
+            multiply<Run, kQuads>(unit, rows, begin, runs);
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; v++) {
+                const Ints scale = Run::scale_of(group_scales<kForm>(block, column + v * kLanes, group / 2), group % 2);
+#pragma GCC unroll 12
+                for (int r = 0; r < kRows; r++)
+                    whole[r][v] = runs[r][v].template scaled<!kForm.mins>(whole[r][v], scale);
+            }
+        }
+    }
+
+    void run(const uint8_t* panel, float (*out)[kPanel]) const {
+        Floats acc[kRows][kVectors] = {};
+        const int blocks = x.blocks;
+        for (int i = 0; i < blocks; i++) add_block(panel + i * kForm.bytes(), i, acc);
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; v++) store(out[r] + column + v * kLanes, acc[r][v]);
+    }
+};
+
+template <Form kForm, int kRows>
+void multiply_panel(const Rows& x, int row, const uint8_t* panel, float (*out)[kPanel]) {
+    constexpr int kVectors = vectors_of(kRows);
+    for (int column = 0; column < kPanel; column += kVectors * kLanes)
+        Tile<kForm, kRows, kVectors>{x, row, column}.run(panel, out);
+}
+
+// Adds what a wide element has beyond 127, times its weights.
+template <Form kForm>
+void add_wide(const uint8_t* panel, const Wide& wide, float* out) {
+    const uint8_t* block = panel + wide.k / kForm.block * kForm.bytes();
+    const int unit = wide.k % kForm.block / kUnit, quad = wide.k % kUnit / 4, group = wide.k % kForm.block / kForm.group;
+    const uint8_t* numbers = block + kForm.unit_at(unit);
+    const Floats rest = splat(static_cast<float>(wide.rest));
+    for (int column = 0; column < kPanel; column += kLanes) {
+        Ints whole = (numbers_of<kForm>(numbers, column, quad) >> wide.k % 4 * 8 & 255) - kForm.zero, min = Ints{} - 1;
+        if constexpr (kForm.is_super()) {
+            whole *= half_of(group_scales<kForm>(block, column, group / 2), group % 2);
+            if constexpr (kForm.mins) min = -half_of(group_mins<kForm>(block, column, group / 2), group % 2);
+        }
+        const Floats exact = __builtin_convertvector(whole, Floats);
+        Floats sum = fma(exact * rest, scales_of<kForm>(block, column), load(out + column));
+        if constexpr (kForm.mins) {
+            const Floats times = kForm.is_super() ? __builtin_convertvector(min, Floats) : splat(1.0f);
+            sum = fma(times * rest, mins_of<kForm>(block, column), sum);
+        }
+        store(out + column, sum);
+    }
+}
+
+// The functions for one type of weights.
+struct Kernel {
+    using Multiply = void (*)(const Rows&, int row, const uint8_t* panel, float (*out)[kPanel]);
+    std::array<Multiply, kMaxBlock> by_rows;
+    void (*add_wide)(const uint8_t* panel, const Wide& wide, float* out);
+    size_t block_bytes;
+
+    template <Form kForm>
+    static constexpr Kernel make() {
+        return []<int... R>(std::integer_sequence<int, R...>) {
+            return Kernel{{multiply_panel<kForm, R + 1>...}, ggml::add_wide<kForm>, kForm.bytes()};
+        }(std::make_integer_sequence<int, kMaxBlock>{});
+    }
+
+    template <Type kType>
+    static constexpr Kernel kOf = make<form_of(kType)>();
+
+    static const Kernel& of(Type type) {
+        switch (type) {
+            case Type::kQ5_0: return kOf<Type::kQ5_0>;
+            case Type::kQ5_1: return kOf<Type::kQ5_1>;
+            case Type::kQ8_0: return kOf<Type::kQ8_0>;
+            case Type::kQ2_K: return kOf<Type::kQ2_K>;
+            case Type::kQ3_K: return kOf<Type::kQ3_K>;
+            case Type::kQ4_K: return kOf<Type::kQ4_K>;
+            case Type::kQ5_K: return kOf<Type::kQ5_K>;
+            case Type::kQ6_K: return kOf<Type::kQ6_K>;
+            case Type::kIq4Nl: return kOf<Type::kIq4Nl>;
+            case Type::kIq4Xs: return kOf<Type::kIq4Xs>;
+            default: return kOf<Type::kMxfp4>;
+        }
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The whole operation: chunks of rows times panels of columns, in tasks that threads share.
+
+struct Plan {
+    int rows;
+    int chunks;  // of rows
+    int chunk_rows;
+    size_t copy_bytes;
+    bool own_copies;  // each thread has its own
+
+    Plan(const LinearOp& op, const Step& step, int num_threads) {
+        rows = num_rows(op.rows, step);
+        const int most = std::max(int8::kChunkBytes / int8::padded_k(op.k) / kMaxBlock * kMaxBlock, kMaxBlock);
+        chunks = divide_up(rows, most);
+        chunk_rows = chunks == 0 ? 0 : divide_up(rows, chunks);
+        copy_bytes = Rows::bytes(rows, op);
+        own_copies = num_threads > 1 && rows <= int8::kOwnCopyRows;
+    }
+    size_t bytes(int num_threads) const { return copy_bytes * (own_copies ? num_threads : 1); }
+};
+
+struct Product {
+    const LinearOp& op;
+    const Rows& x;
+    const Kernel& kernel;
+
+    // Rows first..last-1 times one panel.
+    void run(int first, int last, int panel) const {
+        multiply_rows<kMaxBlock>(op, first, last, panel, x.scale, [&](int row, int rows, bool second, float (*sums)[kPanel]) {
+            multiply_block(row, rows, panel_of(second, panel), sums);
+        });
+    }
+
+    const uint8_t* panel_of(bool second, int panel) const {
+        const void* weight = second ? op.weight2 : op.weight;
+        return static_cast<const uint8_t*>(weight) + static_cast<size_t>(panel) * x.blocks * kernel.block_bytes;
+    }
+
+    void multiply_block(int row, int rows, const uint8_t* panel, float (*sums)[kPanel]) const {
+        kernel.by_rows[rows - 1](x, row, panel, sums);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < x.num_wide[row + r]; i++) kernel.add_wide(panel, x.wide_of(row + r)[i], sums[r]);
+    }
+};
+
+}  // namespace llmb::ggml
+
+namespace llmb {
+
+using ggml::is_ggml;
+
+inline size_t linear_ggml_scratch_bytes(const LinearOp& op, const Step& step, int num_threads) {
+    return ggml::Plan(op, step, num_threads).bytes(num_threads);
+}
+
+inline void linear_ggml(Worker& worker, const LinearOp& op, const Step& step, char* scratch) {
+    const ggml::Plan plan(op, step, worker.size);
+    Carver copy(scratch + (plan.own_copies ? plan.copy_bytes * worker.rank : 0));
+    ggml::Rows x(copy, plan.rows, op);
+    int8::quantise(worker, op, plan, x);
+    const ggml::Product product{op, x, ggml::Kernel::of(op.weight_type)};
+    share_panels(worker, op, plan, [&](int first, int last, int panel) { product.run(first, last, panel); });
+}
+
+}  // namespace llmb

@@ -1,0 +1,56 @@
+// Rows times panels of a linear layer whose rows are quantised and whose sums are float32: what its kernels share.
+//
+// For: linear_int4.h, linear_ggml.h. Does not know: how a block of rows is multiplied. Invariant: an element's operations
+// depend on its own sums alone, which the cutting into blocks, chunks and tasks does not change.
+#pragma once
+
+#include <algorithm>
+
+#include "epilogue.h"
+#include "numbers.h"
+#include "pack.h"
+#include "step.h"
+#include "team.h"
+
+namespace llmb {
+
+inline PanelRow scaled(const float* sums, float scale, const FloatColumns& columns) {
+    PanelRow row;
+    for (int v = 0; v < kPanelVectors; v++)
+        row.v[v] = fma(load(sums + v * kLanes), splat(scale), load(columns.bias + v * kLanes));
+    return row;
+}
+
+// Rows first..last-1 times one panel, in blocks of equal height, near enough. multiply(row, rows, second, sums): the sums
+// [rows][kPanel] of a block, of the second weight or of the first. scales: of all rows.
+template <int kMaxBlock, class Multiply>
+void multiply_rows(const LinearOp& op, int first, int last, int panel, const float* scales, Multiply&& multiply) {
+    const int height = divide_up(last - first, divide_up(last - first, kMaxBlock));
+    const bool two = is_gated(op.epilogue);
+    const FloatColumns bias(op, false, panel), bias2(op, two, panel);
+    for (int row = first; row < last; row += height) {
+        const int rows = std::min(height, last - row);
+        alignas(64) float sums[kMaxBlock][kPanel], sums2[kMaxBlock][kPanel];
+        multiply(row, rows, false, sums);
+        if (two) multiply(row, rows, true, sums2);
+        for (int r = 0; r < rows; r++) {
+            PanelRow result = scaled(sums[r], scales[row + r], bias);
+            if (two) result = combine(op.epilogue, result, scaled(sums2[r], scales[row + r], bias2));
+            write_panel_row(op, row + r, panel, result);
+        }
+    }
+}
+
+// Calls run(first row, last row, panel) for all chunks of rows and all panels, in tasks that threads share.
+template <class Plan, class Run>
+void share_panels(Worker& worker, const LinearOp& op, const Plan& plan, Run&& run) {
+    const int panels = num_panels(op.n);
+    worker.share(panels * plan.chunks, 1, [&](int begin, int end) {
+        for (int i = begin; i < end; i++) {
+            const int first = i / panels * plan.chunk_rows;
+            run(first, std::min(first + plan.chunk_rows, plan.rows), i % panels);
+        }
+    });
+}
+
+}  // namespace llmb

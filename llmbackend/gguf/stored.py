@@ -1,0 +1,76 @@
+"""A GGUF model's matrices as the file has them, in types of 2 to 8 bits.
+
+For: the engine's packing. Does not know: layouts of kernels. Invariant: rows are in the model's order. Source of Q4_0
+and Q4_1: ggml's block_q4_0 and block_q4_1: of 32 weights of a row a float16 scale, of Q4_1 a float16 minimum, and 16
+bytes, whose lower halves are the first 16 numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .families import ModelTensor, model_tensors
+from .files import read_parts
+from .rows import mapped_rows, row_order
+
+GROUP: Final = 32
+_HEAD_BYTES: Final = {"Q4_0": 2, "Q4_1": 4}
+"""Of a block's scale, and minimum."""
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class FourBitMatrix(NamedTuple):
+    """scale * (number - 8), or with minima scale * number + min; of k in groups of GROUP."""
+
+    numbers: npt.NDArray[np.uint8]
+    """[n, k]"""
+    scales: npt.NDArray[np.float16]
+    """[n, k / GROUP]"""
+    mins: npt.NDArray[np.float16] | None
+    """As scales; of Q4_1."""
+
+
+class StoredMatrices:
+    """Each is read when it is asked for. An output head that the file lacks is the embedding."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Raises GgufError or OSError."""
+        self._tensors = model_tensors(read_parts(files))
+        if _HEAD not in self._tensors and _EMBEDDING in self._tensors:
+            self._tensors[_HEAD] = self._tensors[_EMBEDDING]
+
+    @property
+    def count(self) -> int:
+        """Of the layers' matrices."""
+        return sum(self.type_of(name) is not None for name in self._tensors if name not in (_HEAD, _EMBEDDING))
+
+    def type_of(self, name: str) -> str | None:
+        """None: the tensor of this name is no matrix in a type of few bits."""
+        tensor = self._tensors.get(name)
+        if tensor is None or tensor.info.type.is_plain or len(tensor.info.shape) != 2:
+            return None
+        return tensor.info.type.name
+
+    def blocks(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of each row."""
+        tensor = self._tensors[name]
+        rows = mapped_rows(tensor)
+        return np.ascontiguousarray(rows[row_order(tensor)] if tensor.num_heads else rows)
+
+    def four_bits(self, name: str) -> FourBitMatrix:
+        """Of Q4_0 or Q4_1."""
+        return _four_bits(self._tensors[name], self.blocks(name))
+
+
+def _four_bits(tensor: ModelTensor, rows: npt.NDArray[np.uint8]) -> FourBitMatrix:
+    head = _HEAD_BYTES[tensor.info.type.name]
+    blocks = rows.reshape(tensor.num_rows, -1, head + GROUP // 2)
+    heads = np.ascontiguousarray(blocks[:, :, :head]).view("<f2")
+    halves = blocks[:, :, head:]
+    numbers = np.concatenate((halves & 15, halves >> 4), axis=2).reshape(tensor.num_rows, -1)
+    return FourBitMatrix(numbers, heads[:, :, 0], heads[:, :, 1] if head > 2 else None)
