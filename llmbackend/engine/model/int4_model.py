@@ -38,8 +38,15 @@ class Int4Placement:
 
 
 @torch.no_grad()
-def fill(model: Any, form: PackedFormat, tensors: Mapping[str, torch.Tensor], place: Int4Placement) -> None:
-    """model: without memory, of the class that the tensors fit. Raises CheckpointError."""
+def fill(
+    model: Any,
+    form: PackedFormat,
+    tensors: Mapping[str, torch.Tensor],
+    place: Int4Placement,
+    kept: Set[str] = frozenset(),
+) -> None:
+    """model: without memory, of the class that the tensors fit. kept: names of weights that stay without memory. Raises
+    CheckpointError."""
     layers = form.linears(tensors)
     head = model.get_output_embeddings()
     if heads := [name for name, module in model.named_modules() if module is head and name in layers]:
@@ -50,12 +57,15 @@ def fill(model: Any, form: PackedFormat, tensors: Mapping[str, torch.Tensor], pl
         for name, child in list(parent.named_children()):
             if form.has_experts(tensors, f"{_dotted(parent_name)}{name}"):
                 setattr(parent, name, _experts(child, f"{_dotted(parent_name)}{name}", form, tensors, place))
+        for name in [name for name in own if f"{_dotted(parent_name)}{name}.weight" in kept]:
+            _bias(getattr(parent, name), f"{_dotted(parent_name)}{name}", tensors)
+            own.remove(name)
         for names in _groups(own):
             assert isinstance(form, Int4Format), "other formats have no linear layers in 4 bits"
             linears = [getattr(parent, name) for name in names]
             _replace(parent, names, linears, [f"{_dotted(parent_name)}{name}" for name in names], form, tensors, place)
     restore_buffers(model)
-    _check_values(model)
+    _check_values(model, kept)
 
 
 @torch.no_grad()

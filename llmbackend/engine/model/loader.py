@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from ..attention import interface
 from ..attention.interface import AttentionOptions, LayerShape
 from ..config import EngineConfig
-from ..cpu.linear import StoredMatrices, pack_linears, swap_linears
+from ..cpu.linear import StoredMatrices, kept_weights, pack_linears, swap_linears
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..gpu.device import check_gpu
 from ..gpu.weights.dense import check_device, join_neighbours, quantize_linears
@@ -140,19 +140,18 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     opened = open_checkpoint(config, dense)
     device, dense, hf_config, max_len = opened.device, opened.dense, opened.hf_config, opened.max_model_len
     stored = kept_matrices(config, opened.int4, opened.is_gguf)
-    kept = stored if opened.is_gguf else None
     with part("read checkpoint"):
         if config.load_format == "dummy" or (opened.int4 is None and not opened.is_gguf):
             model = _instantiate(config, hf_config, device, opened.tensors)
         else:
-            model = _filled_model(config, opened, kept)
+            model = _filled_model(config, opened, stored)
     fix_frequencies(model, max_len)
     batch = LoraBatch(config.max_num_seqs, device) if config.enable_lora and not dense else None
     wrapped = {} if batch is None else wrap_linears(model, batch)
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
-    rounds_weights = config.quantization is not None and not dense and kept is None
+    rounds_weights = config.quantization is not None and not dense and stored is None
     if rounds_weights:  # what is asked of the model itself is asked before its weights are rounded
         checked = replace(_check(model.eval(), on_one_thread=False), quantization=config.quantization)
     with part("pack"):
@@ -412,7 +411,8 @@ def _filled_model(config: EngineConfig, opened: OpenedCheckpoint, kept: StoredMa
             if opened.int4.plain(tensors).keys() == tensors.keys():
                 logger.warning(_PLAIN_UNDER_A_LABEL)
             place = Int4Placement(opened.device, dtype, dense=not opened.dense, exact=config.batch_invariant)
-            fill(model, opened.int4, mapped_tensors(files), place)
+            without = frozenset() if kept is None else kept_weights(model, kept)
+            fill(model, opened.int4, mapped_tensors(files), place, without)
     except (CheckpointError, SafetensorError) as error:
         raise bad_checkpoint(config.model, error) from error
     with contextlib.suppress(OSError):  # it has none
