@@ -1,7 +1,7 @@
-"""Engine arguments that name a model in 4 bits: on a CPU it keeps them, unless the arguments say how weights are kept.
+"""Whether a model whose weights are in few bits keeps them on a CPU: it does unless the engine arguments say otherwise.
 
-For: whoever reads engine arguments. Does not know: how such weights are laid out. Invariant: costs no more than reading
-headers. Of a hub id nothing is known before it is downloaded: it keeps its 4 bits where `quantization` is int4.
+For: the code that reads engine arguments. Does not know: how such weights are laid out. Invariant: reads headers only.
+A hub id is not looked at before its download: it keeps its 4 bits only with `quantization` int4.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from llmbackend.gguf.stored import StoredMatrices
 
 
 def keeps_four_bits(config: EngineConfig) -> bool:
-    """Whether the model has weights in 4 bits that native kernels multiply, and the configuration leaves open how they
-    are kept."""
+    """Whether the model has weights in 2 to 8 bits that native kernels multiply, and the configuration leaves open how
+    they are kept."""
     is_open = config.quantization is None and config.dtype == "auto" and config.kernels != "torch"
     if not is_open or config.enable_lora or config.device.startswith("cuda") or config.load_format == "dummy":
         return False

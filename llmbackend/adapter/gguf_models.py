@@ -1,7 +1,7 @@
 """Engine arguments that name a GGUF file, or a directory that holds one: the model directory that is made of it.
 
-For: whoever reads engine arguments. Does not know: requests, what is in such a file. Invariant: what the engine and the
-tokenizer's loader get is a directory. It lies beside the packed weights; where none are kept, in a temporary folder of
+For: the code that reads engine arguments. Does not know: requests, what is in such a file. Invariant: the engine and
+the tokenizer's loader get a directory. It lies beside the packed weights; where none are kept, in a temporary folder of
 this process.
 """
 
@@ -37,9 +37,9 @@ def is_gguf_model(path: Path) -> bool:
 
 
 def with_directories(config: EngineConfig, has_gpu: Callable[[], bool] = lambda: False) -> EngineConfig:
-    """The configuration with directories in place of GGUF files, and `quantization` int4 where the model keeps its 4
-    bits (four_bit_models.py). has_gpu: asked where the configuration leaves the device open. Raises ValueError naming
-    the argument and the file."""
+    """The configuration with directories in place of GGUF files, and `quantization` int4 where the model keeps its
+    few bits (four_bit_models.py). has_gpu: asked where the configuration leaves the device open. Raises ValueError
+    naming the argument and the file."""
     given = {field: value for field in _FIELDS if (value := getattr(config, field)) and is_gguf_model(Path(value))}
     keeps = keeps_four_bits(config) and (config.device == "cpu" or not has_gpu())
     if not given and not keeps:

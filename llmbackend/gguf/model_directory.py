@@ -1,8 +1,8 @@
 """A GGUF file as a model directory: what a checkpoint has in small files, beside links to the file and its parts.
 
-For: whoever reads an engine argument `model`. Does not know: engines, where caches are. Invariants: a directory appears
-complete, by a rename, whichever process makes it; it is used only for the same files (size, times, inode) and the same
-program; one that was not used for long is removed. Takes seconds for a new file, milliseconds for a known one.
+For: the code that reads the engine argument `model`. Does not know: engines, where caches are. Invariants: a directory
+is complete when it appears, by a rename; it is used only for the same files (size, times, inode) and the same program;
+one that has not been used for long is removed. Takes seconds for a new file, milliseconds for a known one.
 """
 
 from __future__ import annotations

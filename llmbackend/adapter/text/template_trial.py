@@ -1,9 +1,9 @@
-"""A chat template of a stranger, tried in a process with little memory and time before the server compiles it.
+"""An untrusted chat template, tried in a process with little memory and time before the server compiles it.
 
 For: gguf_models.py, which takes a template from a single file that anybody may have made. Does not know: such files.
-Invariants: the process ends within its limits, whatever the template does; a template that refuses the conversations
-here is not refused for it, because many ask for roles in a certain order. A template that waits for a special
-conversation passes: it is as much part of the model as its weights.
+Invariants: the process ends within its limits for any template. A template that raises an error for the conversations
+tried here is accepted, because many require roles in a certain order. One that misbehaves only for another conversation
+is accepted too: it is trusted as much as the weights.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class StoredMatrices(Protocol):
         """None: it is in no type that is kept."""
 
     def order_of(self, layer: str) -> bytes:
-        """Of a layer of one of FOUR_BITS FourBits.order, as bytes; b"": it has none."""
+        """FourBits.order as bytes; b"": it has none, or is not kept."""
 
     def read(self, layer: str) -> FourBits | StoredBlocks: ...
 
@@ -156,8 +156,8 @@ def kept_weights(model: Any, stored: StoredMatrices) -> frozenset[str]:
 
 def _order_bytes(found: Mapping[str, Any], stored: StoredMatrices | None) -> int:
     """Room for the orders of layers' inputs, each beginning anew in a cache line."""
-    kept = (path for path in found if stored is not None and stored.type_of(path) is not None)
-    return sum(len(order) + 64 for path in kept if stored is not None and (order := stored.order_of(path)))
+    orders = () if stored is None else map(stored.order_of, found)
+    return sum(len(order) + 64 for order in orders if order)
 
 
 def _vector_bytes(model: nn.Module) -> int:
