@@ -27,8 +27,8 @@ from .section import Section, run_alone
 from .served_shape import NAME, serving
 
 STREAMS, OUTPUT_TOKENS = 64, 192
-FEW_STREAMS, FEW_TOKENS = 6, 96
-"""Where there is no GPU."""
+FEW_STREAMS, FEW_TOKENS = 6, 448
+"""Where there is no GPU: long enough that a fault strikes before a tiny model ends."""
 DEVICE_ERROR, DEVICE_LOST = "device-error", "device-lost"
 """Faults that the engine commits itself (llmbackend/testing/faults.py)."""
 
