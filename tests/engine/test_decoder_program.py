@@ -53,7 +53,6 @@ PROGRAMS: dict[str, Any] = {
     "smollm3": tf.SmolLM3Config(**SIZES),
 }
 MODULES: dict[str, Any] = {
-    "mixtral": tf.MixtralConfig(**SIZES, num_local_experts=4),
     "cohere": tf.CohereConfig(**SIZES, logit_scale=0.5),
     "starcoder2": tf.Starcoder2Config(**SIZES),
     "head_dim 24": tf.Qwen3Config(**SIZES, head_dim=24),

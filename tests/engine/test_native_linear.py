@@ -24,6 +24,7 @@ from tests.helpers.native_engines import (
     NAN_BFLOAT16,
     Array,
     best_is_fast,
+    bounded_swiglu,
     engine,
     from_bf16,
     in_tiles,
@@ -76,7 +77,7 @@ class Layer:
         return packed
 
     def two(self) -> bool:
-        return self.epilogue in (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
+        return self.epilogue >= Epilogue.SILU_MUL
 
     def x(self, rows: int, seed: int = 0) -> Array:
         """[rows, k], surrounded by NaN."""
@@ -136,6 +137,8 @@ class Layer:
             return np.asarray(self.old_y(len(x))[: len(x), : self.n] + first * self.factor)
         if self.epilogue is Epilogue.SILU_MUL:
             return np.asarray(first / (1 + np.exp(-first)) * second)
+        if self.epilogue is Epilogue.SWIGLU_OAI:
+            return bounded_swiglu(first, second)
         if self.epilogue is Epilogue.GELU_MUL:
             tanh = np.tanh((2 / np.pi) ** 0.5 * (first + 0.044715 * first**3))
             return np.asarray(0.5 * first * (1 + tanh) * second)

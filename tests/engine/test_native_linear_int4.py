@@ -28,6 +28,7 @@ from tests.engine.test_native_linear_int8 import narrow_limits, quantised
 from tests.helpers.native_engines import (
     Array,
     best_is_fast,
+    bounded_swiglu,
     check_bad_row,
     check_sampled_rows,
     engine,
@@ -157,7 +158,7 @@ class Layer:
         order = np.random.default_rng(9).permutation(k).astype(np.int32)
         self.order = order if is_ordered else None
         self.kernels, self.n, self.k, self.epilogue, self.kind, self.x_type = kernels, n, k, epilogue, kind, x_type
-        self.two = epilogue in (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
+        self.two = epilogue >= Epilogue.SILU_MUL
         self.weights = [Weight(n, k, kind, seed) for seed in range(1 + self.two)]
         self.biases = np.random.default_rng(5).standard_normal((2, n)).astype(np.float32)
 
@@ -203,6 +204,8 @@ class Layer:
             return np.asarray(1 + first * 0.5)
         if self.epilogue is Epilogue.SILU_MUL:
             return np.asarray(first / (1 + np.exp(-np.maximum(first, -80))) * second)
+        if self.epilogue is Epilogue.SWIGLU_OAI:
+            return bounded_swiglu(first, second)
         if self.epilogue is Epilogue.GELU_MUL:
             return np.asarray(0.5 * first * (1 + np.tanh((2 / np.pi) ** 0.5 * (first + 0.044715 * first**3))) * second)
         return np.asarray(first)

@@ -28,6 +28,7 @@ from tests.helpers.native_engines import (
     NAN_BFLOAT16,
     Array,
     best_is_fast,
+    bounded_swiglu,
     check_bad_row,
     check_sampled_rows,
     engine,
@@ -110,7 +111,7 @@ class Layer:
         random = np.random.default_rng(n * 1000 + k)
         self.engine, self.n, self.k, self.epilogue, self.factor = engine, n, k, epilogue, factor
         self.x_type, self.y_type, self.with_bias = x_type, y_type, with_bias
-        self.two = epilogue in (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
+        self.two = epilogue >= Epilogue.SILU_MUL
         self.packed = [
             Packed(engine, (random.standard_normal((n, k)) / k**0.5).astype(np.float32)) for _ in range(1 + self.two)
         ]
@@ -184,6 +185,8 @@ class Layer:
             return np.asarray(old + first * self.factor)
         if self.epilogue is Epilogue.SILU_MUL:
             return np.asarray(first / (1 + np.exp(-np.maximum(first, -80))) * second)
+        if self.epilogue is Epilogue.SWIGLU_OAI:
+            return bounded_swiglu(first, second)
         if self.epilogue is Epilogue.GELU_MUL:
             return np.asarray(0.5 * first * (1 + np.tanh((2 / np.pi) ** 0.5 * (first + 0.044715 * first**3))) * second)
         return np.asarray(first)

@@ -92,6 +92,12 @@ def numbers(x: Array, kind: Type) -> Array:
     return x if kind is Type.FLOAT32 else from_bf16(x)
 
 
+def bounded_swiglu(gate: Array, up: Array) -> Array:
+    """Of gpt-oss."""
+    gate = np.minimum(gate, 7)
+    return np.asarray(gate / (1 + np.exp(-1.702 * np.maximum(gate, -40))) * (np.clip(up, -7, 7) + 1))
+
+
 # --- laws of every linear layer: layer.x(rows) makes rows of 70, layer.run computes their 40 outputs ------------------
 
 

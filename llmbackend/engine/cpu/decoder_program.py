@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..kernels.expert_layout import ExpertMatrix, experts_op
 from ..kernels.library import (
     AttentionOp,
     EmbedOp,
@@ -32,11 +33,15 @@ from ..kernels.library import (
     op_pointers,
 )
 from ..step import FlatStep, Int32Array
+from .buffers import Buffer
+from .mixture_room import MixtureRoom
 from .native_memory import LayerKV, NativeKVMemory, NativeLayerCache
 from .packed_decoder import (
     TYPE_OF,
     ArrayAt,
     PackedAttention,
+    PackedExpertMatrix,
+    PackedExperts,
     PackedLayer,
     PackedMlp,
     PackedModel,
@@ -47,11 +52,9 @@ from .packed_decoder import (
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
-# Rows that are a multiple of 4 KiB apart would share the same few sets of the first cache.
-_ROW_PADDING: Final = 16
-_TILE_ROWS: Final = 16
-_TILE_COLUMNS: Final = 32
-_ACTIVATIONS: Final = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
+_ACTIVATIONS: Final = {
+    "silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL, "swigluoai": Epilogue.SWIGLU_OAI,
+}  # fmt: skip
 
 
 class Role(StrEnum):
@@ -65,29 +68,16 @@ class Role(StrEnum):
     ATTENTION_OUT = "attention out"
     GATE_UP = "gate·up"
     DOWN = "down"
+    ROUTE = "router"
+    EXPERTS_GATE_UP = "experts, gate·up"
+    EXPERTS_DOWN = "experts, down"
+    MIX = "experts, sum"
     HEAD = "output head"
 
 
 class Operation(NamedTuple):
     role: Role
     op: ctypes.Structure
-
-
-class _Buffer:
-    """Rows of float32 or bfloat16 in native memory, or tiles of bfloat16."""
-
-    def __init__(self, kernels: NativeKernels, rows: int, width: int, kind: Type) -> None:
-        self.stride = -(-width // 16) * 16 + _ROW_PADDING
-        if kind is Type.BFLOAT16_TILES:
-            self.stride = -(-width // _TILE_COLUMNS) * _TILE_COLUMNS
-            rows = -(-rows // _TILE_ROWS) * _TILE_ROWS
-        self.type = kind
-        self._memory = kernels.library.memory(rows * self.stride * (4 if kind is Type.FLOAT32 else 2))
-        self.address = int(self._memory.ctypes.data)
-
-    def floats(self, rows: int, width: int) -> Float32Array:
-        """The first rows of a float32 buffer."""
-        return self._memory.view(np.float32).reshape(-1, self.stride)[:rows, :width]
 
 
 class _Part(NamedTuple):
@@ -204,15 +194,17 @@ class DecoderProgram:
         self._width = self._decoder.width
         qkv = max(sum(part.weight.n for part in layer.attention.qkv) for layer in layers)
         attended = max(layer.attention.out.weight.k for layer in layers)
-        gated = max(layer.mlp.gate.weight.n for layer in layers)
-        self._hidden = _Buffer(self._kernels, tokens, self._width, Type.FLOAT32)
-        self._normed = _Buffer(self._kernels, tokens, self._width, self._activation)
-        self._block = _Buffer(self._kernels, tokens, self._width, Type.FLOAT32)
-        self._qkv = _Buffer(self._kernels, tokens, qkv, Type.FLOAT32)
-        self._attended = _Buffer(self._kernels, tokens, attended, self._activation)
-        self._gated = _Buffer(self._kernels, tokens, gated, self._activation)
-        self._sampled = _Buffer(self._kernels, samples, self._width, self._activation)
-        self._logits = _Buffer(self._kernels, samples, self._vocab_size, Type.FLOAT32)
+        gated = max((layer.mlp.gate.weight.n for layer in layers if layer.mlp is not None), default=0)
+        self._hidden = Buffer(self._kernels.library, tokens, self._width, Type.FLOAT32)
+        self._normed = Buffer(self._kernels.library, tokens, self._width, self._activation)
+        self._block = Buffer(self._kernels.library, tokens, self._width, Type.FLOAT32)
+        self._qkv = Buffer(self._kernels.library, tokens, qkv, Type.FLOAT32)
+        self._attended = Buffer(self._kernels.library, tokens, attended, self._activation)
+        self._gated = Buffer(self._kernels.library, tokens, gated, self._activation)
+        self._sampled = Buffer(self._kernels.library, samples, self._width, self._activation)
+        self._logits = Buffer(self._kernels.library, samples, self._vocab_size, Type.FLOAT32)
+        mixtures = [layer.experts for layer in layers if layer.experts is not None]
+        self._mixtures = MixtureRoom(self._kernels.library, tokens, mixtures) if mixtures else None
 
     def _add_operations(self) -> None:
         decoder = self._decoder
@@ -258,11 +250,48 @@ class DecoderProgram:
         self._add_to_hidden(Role.ATTENTION_OUT, attention.out, self._attended, out_norm, factor)
 
     def _add_mlp(self, layer: PackedLayer) -> None:
-        x = self._input(layer.mlp_norm)
-        self._add_gate(layer.mlp, x)
-        self._add_to_hidden(Role.DOWN, layer.mlp.down, self._gated, layer.mlp_out_norm, layer.residual_factor)
+        if layer.experts is not None:
+            self._add_experts(layer, layer.experts)
+        elif layer.mlp is not None:
+            self._add_gate(layer.mlp, self._input(layer.mlp_norm))
+            self._add_to_hidden(Role.DOWN, layer.mlp.down, self._gated, layer.mlp_out_norm, layer.residual_factor)
 
-    def _input(self, norm: PackedNorm | None) -> _Buffer:
+    def _add_experts(self, layer: PackedLayer, experts: PackedExperts) -> None:
+        """The router and the experts read float32, the shared expert what other layers read."""
+        room = self._mixtures
+        assert room is not None, "there is room for the experts of all layers"
+        x, shared = self._hidden, layer.mlp
+        if layer.mlp_norm is not None:
+            x = room.normed
+            self._add_norm(layer.mlp_norm, self._hidden, x, Rows.TOKENS)
+        if shared is not None:
+            self._add_gate(shared, self._input(layer.mlp_norm))
+            self._add_linear(Role.DOWN, shared.down, self._gated, room.shared)
+        if experts.shared_gate is not None:
+            self._add_linear(Role.DOWN, experts.shared_gate, x, room.shared_gate)
+        self._add_linear(Role.ROUTE, experts.router, x, room.logits)
+        self._add(Role.ROUTE, room.route_op(experts, self._pointer(experts.correction)))
+        up, epilogue = self._expert_matrix(experts.up), _ACTIVATIONS[experts.activation]
+        gate, down = self._expert_matrix(experts.gate), self._expert_matrix(experts.down)
+        pairs = room.pairs(experts)
+        rows = [(each.address, each.stride) for each in (x, room.gated, room.mixed)]
+        self._add(Role.EXPERTS_GATE_UP, experts_op(pairs, gate, rows[0], rows[1], True, up, epilogue))
+        self._add(Role.EXPERTS_DOWN, experts_op(pairs, down, rows[1], rows[2], False))
+        out, norm = self._hidden if layer.mlp_out_norm is None else self._block, layer.mlp_out_norm
+        mix = room.mix_op(experts, shared is not None, self._width)
+        mix.out, mix.out_stride = out.address, out.stride
+        mix.accumulate, mix.factor = norm is None, layer.residual_factor
+        self._add(Role.MIX, mix)
+        if norm is not None:
+            self._add_norm(norm, self._block, self._hidden, Rows.TOKENS, accumulate=True)
+
+    def _expert_matrix(self, matrix: PackedExpertMatrix) -> ExpertMatrix:
+        first = matrix.first
+        panels, scale, sums = self._memories.matrix_addresses(first)
+        assert panels is not None, "a matrix has panels"
+        return ExpertMatrix(panels, scale, sums, first.n, first.k, TYPE_OF[first.dtype], self._pointer(matrix.bias))
+
+    def _input(self, norm: PackedNorm | None) -> Buffer:
         """A block's input: the residual stream, normalised where the block has a norm before it."""
         if norm is None:
             return self._hidden
@@ -270,7 +299,7 @@ class DecoderProgram:
         return self._normed
 
     def _add_to_hidden(
-        self, role: Role, projection: PackedProjection, x: _Buffer, norm: PackedNorm | None, factor: float
+        self, role: Role, projection: PackedProjection, x: Buffer, norm: PackedNorm | None, factor: float
     ) -> None:
         """hidden += norm(x·Wᵀ + b), or without a norm factor * (x·Wᵀ + b)"""
         if norm is None:
@@ -279,7 +308,7 @@ class DecoderProgram:
         self._add_linear(role, projection, x, self._block)
         self._add_norm(norm, self._block, self._hidden, Rows.TOKENS, accumulate=True)
 
-    def _add_norm(self, norm: PackedNorm, x: _Buffer, out: _Buffer, rows: Rows, accumulate: bool = False) -> None:
+    def _add_norm(self, norm: PackedNorm, x: Buffer, out: Buffer, rows: Rows, accumulate: bool = False) -> None:
         self._add(
             Role.NORM,
             NormOp(
@@ -298,7 +327,7 @@ class DecoderProgram:
         )
 
     def _add_linear(
-        self, role: Role, projection: PackedProjection, x: _Buffer, y: _Buffer, rows: Rows = Rows.TOKENS,
+        self, role: Role, projection: PackedProjection, x: Buffer, y: Buffer, rows: Rows = Rows.TOKENS,
         epilogue: Epilogue = Epilogue.STORE, factor: float = 1.0, column: int = 0,
     ) -> None:  # fmt: skip
         """column: of y, float32 where it is not 0, that the first output goes to."""
@@ -307,14 +336,14 @@ class DecoderProgram:
         op.rows, op.epilogue, op.factor = rows, epilogue, factor
         self._add(role, op)
 
-    def _add_gate(self, mlp: PackedMlp, x: _Buffer) -> None:
+    def _add_gate(self, mlp: PackedMlp, x: Buffer) -> None:
         op = self._linear(mlp.gate, x, self._gated)
         op.weight2, op.scale2, op.sums2 = self._memories.matrix_addresses(mlp.up.weight)
         op.bias2 = self._pointer(mlp.up.bias)
         op.epilogue = _ACTIVATIONS[mlp.activation]
         self._add(Role.GATE_UP, op)
 
-    def _linear(self, projection: PackedProjection, x: _Buffer, y: _Buffer) -> LinearOp:
+    def _linear(self, projection: PackedProjection, x: Buffer, y: Buffer) -> LinearOp:
         weight = projection.weight
         panels, scale, sums = self._memories.matrix_addresses(weight)
         return LinearOp(

@@ -72,13 +72,14 @@ def swap_linears(
     quantization: str | None,
     new_memory: NewMemory | None = None,
     stored: StoredMatrices | None = None,
+    experts: PackableExperts | None = None,
 ) -> WeightStore:
     """Packs and replaces every plain linear layer of a float32 or bfloat16 model in place. Returns the memory of the
     packed weights, which has room for the model's norms and biases.
 
     quantization "int8": all of these weights become int8, the output head's among them; "int4": the head's become int8,
     the others 4 bits (benchmarks/perplexity.py: what it costs). stored: matrices that int4 keeps as the checkpoint has
-    them, the head's among them; the others then become int8.
+    them, the head's among them; the others then become int8. experts: are packed behind the linear layers.
     """
     found = dict(_plain_linears(model))
     matrices = {path: _matrix(linear) for path, linear in found.items()}
@@ -90,7 +91,10 @@ def swap_linears(
         counts = Counter("int8" if kind is Type.INT8 else f"kept {kind.name}" for kind in types.values())
         logger.info("linear layers: %s", ", ".join(f"{count} {name}" for name, count in counts.most_common()))
     shapes = [(*matrix.shape, types[path]) for path, matrix in matrices.items()]
-    store = WeightStore(kernels, shapes, _vector_bytes(model) + _order_bytes(found, stored), new_memory)
+    extra_bytes = _vector_bytes(model) + _order_bytes(found, stored)
+    if experts is not None:
+        shapes, extra_bytes = shapes + experts.shapes, extra_bytes + experts.vector_bytes
+    store = WeightStore(kernels, shapes, extra_bytes, new_memory)
     shared = _shared_addresses(model)
     for path, linear in counted("packing weights", list(found.items())):
         if stored is not None and types[path] is not Type.INT8:
@@ -100,6 +104,8 @@ def swap_linears(
         _replace(model, path, NativeLinear(kernels, packed, linear.bias, matrices[path].dtype))
         if not linear.weight.is_meta and linear.weight.data_ptr() not in shared:
             release_pages(linear.weight.data_ptr(), linear.weight.nbytes)
+    if experts is not None:
+        experts.pack(store, kernels)
     return store
 
 
@@ -110,6 +116,21 @@ def _kept(store: WeightStore, matrix: FourBits | StoredBlocks, kind: Type) -> Pa
 def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, layer)
+
+
+class PackableExperts(Protocol):
+    """What else of a model is packed."""
+
+    @property
+    def shapes(self) -> list[tuple[int, int, Type]]:
+        """(n, k, type) of all matrices in the order in which they are packed."""
+
+    @property
+    def vector_bytes(self) -> int:
+        """Room for arrays beside them."""
+
+    def pack(self, store: WeightStore, kernels: NativeKernels) -> None:
+        """Replaces modules of the model."""
 
 
 class StoredMatrices(Protocol):

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..kernels.expert_layout import MOST_EXPERTS, steps_of
 from ..kernels.library import BLOCKS, FOUR_BITS, Type, packed_bytes, scale_bytes, sums_bytes
 from ..kv_groups import LayerGroups, layer_groups
 
@@ -126,17 +127,63 @@ class PackedMlp(msgspec.Struct, frozen=True):
     activation: Literal["silu", "gelu_tanh"]
 
 
+class PackedExpertMatrix(msgspec.Struct, frozen=True):
+    """x·Wᵀ + bias for each expert"""
+
+    first: MatrixAt
+    """Of expert 0; the others follow (kernels/expert_layout.py)."""
+    bias: ArrayAt | None
+    """float32 [experts, n]"""
+
+    def of_expert(self, expert: int) -> MatrixAt:
+        first = self.first
+        steps = steps_of(first.n, first.k, TYPE_OF[first.dtype])
+        offsets = (first.offset_bytes, first.scale_offset_bytes, first.sums_offset_bytes)
+        panels, scale, sums = (
+            None if offset is None else offset + expert * step for offset, step in zip(offsets, steps, strict=True)
+        )
+        return msgspec.structs.replace(first, offset_bytes=panels, scale_offset_bytes=scale, sums_offset_bytes=sums)
+
+
+class PackedExperts(msgspec.Struct, frozen=True, kw_only=True):
+    """The sum over a token's experts of share * down(activation(gate) * up), and the layer's MLP, which is the shared
+    expert. How experts are chosen: native/step_experts.h."""
+
+    router: PackedProjection
+    top_k: int
+    scores: Literal["softmax", "sigmoid"]
+    renormalises: bool
+    factor: float
+    correction: ArrayAt | None
+    """float32 [experts]"""
+    groups: int
+    """0: none."""
+    top_groups: int
+    gate: PackedExpertMatrix
+    up: PackedExpertMatrix
+    down: PackedExpertMatrix
+    activation: Literal["silu", "gelu_tanh", "swigluoai"]
+    shared_gate: PackedProjection | None
+    """[1, width]: the shared expert is multiplied by the sigmoid of it; None: by 1."""
+
+    @property
+    def count(self) -> int:
+        return self.router.weight.n
+
+
 class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """h += out_norm(block(in_norm(h))), for attention and then for the MLP; without an out norm, the sum is h +=
-    residual_factor * block(…). The weights of out norms have the factor in them. A norm that is None is left out."""
+    """h += out_norm(block(in_norm(h))), for attention and then for the MLP, the experts or both; without an out norm,
+    the sum is h += residual_factor * block(…). The weights of out norms have the factor in them. A norm that is None is
+    left out."""
 
     attention_norm: PackedNorm | None
     attention: PackedAttention
     attention_out_norm: PackedNorm | None
     mlp_norm: PackedNorm | None
-    mlp: PackedMlp
+    mlp: PackedMlp | None
     mlp_out_norm: PackedNorm | None
     residual_factor: float
+    experts: PackedExperts | None = None
 
 
 class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +249,11 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
             for norm in (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
                 _check_norm(norm, (width,))
             _check_attention(layer.attention, width, self.max_model_len)
-            _check_mlp(layer.mlp, width)
+            _expect(layer.mlp is not None or layer.experts is not None, "layer")
+            if layer.mlp is not None:
+                _check_mlp(layer.mlp, width)
+            if layer.experts is not None:
+                _check_experts(layer.experts, layer.mlp is not None, width, memories)
 
 
 def _places(part: object) -> Iterator[ArrayAt | MatrixAt]:
@@ -260,6 +311,28 @@ def _check_mlp(mlp: PackedMlp, width: int) -> None:
     _check_projection(mlp.down, width, inner)
     gate, up = mlp.gate.weight, mlp.up.weight
     _expect((gate.dtype, gate.order_offset_bytes) == (up.dtype, up.order_offset_bytes), "MLP")
+
+
+def _check_experts(experts: PackedExperts, is_shared: bool, width: int, memories: Memories) -> None:
+    count, inner = experts.count, experts.down.first.k
+    _expect(0 < experts.top_k <= count <= MOST_EXPERTS, "experts")
+    _check_projection(experts.router, count, width)
+    for matrix, n, k in ((experts.gate, inner, width), (experts.up, inner, width), (experts.down, width, inner)):
+        _check_projection(PackedProjection(matrix.first, None), n, k)
+        list(memories.matrix_addresses(matrix.of_expert(count - 1)))
+        bias = matrix.bias
+        _expect(bias is None or (bias.shape == (count, n) and bias.dtype == "float32"), "bias")
+        _expect(matrix.first.order_offset_bytes is None, "order of inputs")
+    _expect(experts.gate.first.dtype == experts.up.first.dtype, "experts")
+    correction, groups = experts.correction, experts.groups
+    _expect(correction is None or (correction.shape == (count,) and correction.dtype == "float32"), "correction")
+    if groups:
+        size, rest = divmod(count, groups)
+        _expect(groups > 0 and rest == 0 and size > 1 and 0 < experts.top_groups <= groups, "groups")
+        _expect(experts.top_k <= experts.top_groups * size, "groups")
+    if experts.shared_gate is not None:
+        _expect(is_shared, "shared expert")
+        _check_projection(experts.shared_gate, 1, width)
 
 
 @dataclass(frozen=True, slots=True)

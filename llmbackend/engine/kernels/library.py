@@ -63,6 +63,9 @@ class Kind(IntEnum):
     LINEAR = 2
     ROTARY = 3
     ATTENTION = 4
+    ROUTE = 16
+    EXPERTS = 17
+    MIX = 18
 
 
 class Epilogue(IntEnum):
@@ -70,6 +73,7 @@ class Epilogue(IntEnum):
     ADD = 1
     SILU_MUL = 2
     GELU_MUL = 3
+    SWIGLU_OAI = 4
 
 
 def _fields(pointers: str = "", numbers: str = "", floats: str = "") -> list[tuple[str, type]]:
@@ -126,7 +130,35 @@ class AttentionOp(ctypes.Structure):
     ]
 
 
-STRUCTURES: Final = (Step, EmbedOp, NormOp, LinearOp, RotaryOp, AttentionOp)
+class RouteOp(ctypes.Structure):
+    _fields_ = [
+        *_fields(numbers="kind scores"),
+        *_fields("logits correction shares chosen places first"),
+        *_fields("", "stride num_experts top_k groups top_groups renormalises", "factor"),
+        *_fields(numbers="padding"),
+    ]
+
+
+class ExpertsOp(ctypes.Structure):
+    _fields_ = [
+        *_fields(numbers="kind num_experts"),
+        ("linear", LinearOp),
+        *_fields("first places"),
+        *[(name, c_int64) for name in ("weight_bytes", "scale_bytes", "sums_bytes")],
+        *_fields(numbers="top_k padding"),
+    ]
+
+
+class MixOp(ctypes.Structure):
+    _fields_ = [
+        *_fields(numbers="kind top_k"),
+        *_fields("mixed places shares shared shared_gate out"),
+        *_fields("", "mixed_stride shared_stride gate_stride out_stride width accumulate", "factor"),
+        *_fields(numbers="padding"),
+    ]
+
+
+STRUCTURES: Final = (Step, EmbedOp, NormOp, LinearOp, RotaryOp, AttentionOp, RouteOp, ExpertsOp, MixOp)
 """In the order in which the library lists their sizes."""
 
 

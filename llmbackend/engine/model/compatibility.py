@@ -32,6 +32,8 @@ in fp8. A program that computes something else is off by 50 % and more. Programs
 with the modules with these weights."""
 _MAX_ROUNDING_ERROR = 0.08
 """Of 16 bits, where one logit of many differs by more: SmolLM2-135M rounded to the nearest 4 bits 6 %."""
+_MAX_EXPERTS_ERROR = 0.25
+"""Of 16 bits, where a rounding may choose other experts for a token."""
 MAX_PROBE_TOKENS = 8
 """Tokens, and samples, that a program must have room for to be verified."""
 
@@ -96,6 +98,7 @@ class CheckedModel:
     """Of all tokens of the probes [tokens, vocab], computed one sequence at a time."""
     quantization: str | None = None
     """Of the weights that compute the logits which are compared with these: "int8", "int4", "fp8" or none."""
+    has_experts: bool = False
 
     def difference(self, logits: torch.Tensor) -> str:
         """By how much logits of the same tokens, computed otherwise, differ beyond rounding; "" if they do not."""
@@ -106,7 +109,8 @@ class CheckedModel:
         difference = (logits.float() - self.logits.float()).abs().max().item()
         if difference <= scale * (1e-3 if is_exact else 8e-2):
             return ""
-        if not is_exact and _relative_rms_error(logits.float(), self.logits.float()) <= _MAX_ROUNDING_ERROR:
+        most = _MAX_EXPERTS_ERROR if self.has_experts else _MAX_ROUNDING_ERROR
+        if not is_exact and _relative_rms_error(logits.float(), self.logits.float()) <= most:
             return ""
         return f"by {difference:.3g} (of {scale:.3g})"
 
@@ -145,7 +149,10 @@ def check_model(model: Any, quantization: str | None = None) -> CheckedModel:
     """
     name = type(model).__name__
     recorder, sequences, flattened = check_calls(model)
-    checked = CheckedModel(recorder.shapes, recorder.options, sequences, _own_logits(model, sequences), quantization)
+    has_experts = any(hasattr(module, "experts") for module in model.modules())
+    checked = CheckedModel(
+        recorder.shapes, recorder.options, sequences, _own_logits(model, sequences), quantization, has_experts
+    )
     if difference := checked.difference(flattened):
         raise unsupported(
             name, f"logits of a flattened batch differ from its own {difference}; it would compute nonsense"

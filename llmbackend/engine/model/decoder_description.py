@@ -25,6 +25,8 @@ from ..gpu.weights.dense import DenseWeight, QuantizedLinear
 from ..gpu.weights.experts import DenseExperts, ExpertProjection, QuantizedExperts
 from ..gpu.weights.stored import StoredLinear
 from ..kernels.weights import PackedWeight
+from .mixture_description import Mixture, describe_mixture
+from .native_experts import NativeExperts, activation_of
 
 
 class Weight(Protocol):
@@ -131,7 +133,8 @@ class Layer:
     attention: Attention
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: Mlp | Experts
+    mlp: Mlp | Experts | Mixture
+    """Mixture: on a CPU."""
     mlp_out_norm: Norm | None
     residual_factor: float
 
@@ -162,8 +165,8 @@ def describe(
     _expect_children(model, {"model", "lm_head"})
     _expect_children(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
     tables = _RotaryTables(base.rotary_emb, max_model_len, base.embed_tokens.weight.device)
-    if not with_experts and any(hasattr(getattr(layer, "mlp", None), "experts") for layer in base.layers):
-        raise ProgramUnsupportedError("its layers have experts")
+    if not with_experts and any(_has_plain_experts(layer) for layer in base.layers):
+        raise ProgramUnsupportedError("its layers have experts that are not packed")
     layers = tuple(_layer(layer, options, config, tables) for layer in base.layers)
     head = model.get_output_embeddings()
     return Decoder(
@@ -175,6 +178,16 @@ def describe(
         logit_factor=_logit_factor(config),
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
     )
+
+
+def _has_plain_experts(layer: Any) -> bool:
+    experts = getattr(_feed_forward(layer), "experts", None)
+    return experts is not None and not isinstance(experts, NativeExperts)
+
+
+def _feed_forward(layer: Any) -> Any:
+    """None: it has another name."""
+    return getattr(layer, "mlp", getattr(layer, "block_sparse_moe", None))
 
 
 def _children(module: nn.Module) -> set[str]:
@@ -189,9 +202,9 @@ def _expect_children(module: nn.Module, names: set[str], optional: frozenset[str
 
 
 def _layer(layer: Any, options: Mapping[nn.Module, AttentionOptions], config: Any, tables: _RotaryTables) -> Layer:
-    names = _children(layer) - {"self_attn", "mlp"}
+    names, mlp = _children(layer) - {"self_attn", "mlp", "block_sparse_moe"}, _feed_forward(layer)
     placed = _NORMS_BY_PLACE.get(frozenset(names))
-    if placed is None or not hasattr(layer, "self_attn") or not hasattr(layer, "mlp"):
+    if placed is None or not hasattr(layer, "self_attn") or mlp is None:
         raise ProgramUnsupportedError(f"{type(layer).__name__} has the norms {', '.join(sorted(names))}")
     norms = [_norm(getattr(layer, name)) if name else None for name in placed]
     return Layer(
@@ -200,7 +213,7 @@ def _layer(layer: Any, options: Mapping[nn.Module, AttentionOptions], config: An
         attention=_attention(layer.self_attn, options[layer.self_attn], tables),
         attention_out_norm=norms[1],
         mlp_norm=norms[2],
-        mlp=_experts(layer.mlp) if hasattr(layer.mlp, "experts") else _mlp(layer.mlp),
+        mlp=_experts(mlp) if hasattr(mlp, "experts") else _mlp(mlp),
         mlp_out_norm=norms[3],
         residual_factor=float(getattr(config, "residual_multiplier", None) or 1.0),
     )
@@ -255,7 +268,9 @@ def _mlp(module: Any) -> Mlp:
     return Mlp(gate, up, down, activation)
 
 
-def _experts(module: Any) -> Experts:
+def _experts(module: Any) -> Experts | Mixture:
+    if isinstance(module.experts, NativeExperts):
+        return describe_mixture(module, _mlp, _projection, Projection)
     router_name = "router" if hasattr(module, "router") else "gate"
     _expect_children(module, {router_name, "experts"})
     router, experts = getattr(module, router_name), module.experts
@@ -293,13 +308,10 @@ def _by_expert(experts: Any, name: str) -> ExpertProjection:
 
 
 def _gate(experts: Any) -> Activation:
-    """Recognised by what it computes of gates and ups, beyond any bound."""
-    x = 12 * torch.arange(1.0, 513.0).sin().view(4, 128)
-    given = experts._apply_gate(x) if hasattr(experts, "_apply_gate") else None
-    for name in ACTIVATIONS:
-        if given is not None and torch.allclose(given, gated(x, name), rtol=1e-5, atol=1e-5):
-            return name
-    raise ProgramUnsupportedError(f"{type(experts).__name__} has its own gates")
+    name = activation_of(experts)
+    if name is None:
+        raise ProgramUnsupportedError(f"{type(experts).__name__} has its own gates")
+    return name
 
 
 def _renormalises(router: Any) -> bool:

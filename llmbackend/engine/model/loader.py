@@ -50,6 +50,7 @@ from .int4_model import Int4Placement, fill
 from .kept_matrices import kept_matrices
 from .located_files import files_of, hub_files
 from .lora import LoraBatch, ModuleAdapters, load_adapters, wrap_linears
+from .native_experts import ExpertsToPack
 from .rotary import fix_frequencies, max_model_len
 
 logger = logging.getLogger(__name__)
@@ -329,7 +330,9 @@ def _swap_linears(
     if kernels is None:
         return None, pack_linears(model, dtype)
     kind = config.quantization or str(dtype).removeprefix("torch.")
-    return swap_linears(model, kernels, config.quantization, new_memory, stored), f"{kernels.library.variant} {kind}"
+    experts = ExpertsToPack(model, config.quantization)
+    store = swap_linears(model, kernels, config.quantization, new_memory, stored, experts)
+    return store, f"{kernels.library.variant} {kind}"
 
 
 def describe_or_why(

@@ -26,6 +26,8 @@ from ..cpu.packed_decoder import (
     Memories,
     PackedAttention,
     PackedDecoder,
+    PackedExpertMatrix,
+    PackedExperts,
     PackedLayer,
     PackedMlp,
     PackedModel,
@@ -39,9 +41,11 @@ from ..kernels.library import Type
 from ..kernels.weights import PackedWeight, WeightStore
 from ..load_progress import part
 from ..step import FlatStep, Int32Array
+from . import native_experts
 from .compatibility import MAX_PROBE_TOKENS
 from .decoder_description import Attention, Experts, Layer, Mlp, Projection, parts_of
 from .loader import LoadedModel, library_choice
+from .mixture_description import Mixture
 
 _NAME_OF: dict[Type, Dtype] = {kind: name for name, kind in TYPE_OF.items()}
 
@@ -182,6 +186,7 @@ def _layer(layer: Layer, shape: LayerShape, packer: _Packer) -> PackedLayer:
         attention_out_norm=_norm(layer.attention_out_norm, packer, factor),
         mlp_norm=_norm(layer.mlp_norm, packer),
         mlp=_mlp(layer.mlp, packer),
+        experts=_experts(layer.mlp, packer) if isinstance(layer.mlp, Mixture) else None,
         mlp_out_norm=_norm(layer.mlp_out_norm, packer, factor),
         residual_factor=factor,
     )
@@ -205,10 +210,40 @@ def _attention(attention: Attention, shape: LayerShape, packer: _Packer) -> Pack
     )
 
 
-def _mlp(mlp: Mlp | Experts, packer: _Packer) -> PackedMlp:
-    assert isinstance(mlp, Mlp), "native kernels are given no description with experts"
+def _mlp(mlp: Mlp | Experts | Mixture | None, packer: _Packer) -> PackedMlp | None:
+    """Of a mixture, its shared expert."""
+    if isinstance(mlp, Mixture):
+        mlp = mlp.shared
+    if mlp is None:
+        return None
+    assert isinstance(mlp, Mlp), "native kernels are given no description with experts that are not packed"
     gate, up, down = (_projection(each, packer) for each in (mlp.gate, mlp.up, mlp.down))
     return PackedMlp(gate, up, down, "silu" if mlp.activation == "silu" else "gelu_tanh")
+
+
+def _experts(mixture: Mixture, packer: _Packer) -> PackedExperts:
+    route, experts, shared_gate = mixture.route, mixture.experts, mixture.shared_gate
+    gate, up, down = (_expert_matrix(each, packer) for each in (experts.gate, experts.up, experts.down))
+    return PackedExperts(
+        router=_projection(mixture.router, packer),
+        top_k=route.top_k,
+        scores=route.scores,
+        renormalises=route.renormalises,
+        factor=route.factor,
+        correction=None if route.correction is None else packer.array(route.correction),
+        groups=route.groups,
+        top_groups=route.top_groups,
+        gate=gate,
+        up=up,
+        down=down,
+        activation=experts.activation,
+        shared_gate=None if shared_gate is None else _projection(shared_gate, packer),
+    )
+
+
+def _expert_matrix(experts: native_experts.PackedExperts, packer: _Packer) -> PackedExpertMatrix:
+    bias = None if experts.bias is None else packer.array(experts.bias)
+    return PackedExpertMatrix(packer.matrix(experts.first), bias)
 
 
 def _norm(norm: Norm | None, packer: _Packer, factor: float = 1.0) -> PackedNorm | None:

@@ -41,6 +41,7 @@ from .loader import (
     random_model,
     why_not_native,
 )
+from .native_experts import ExpertsToPack, NativeExperts, router_of
 from .rotary import fix_frequencies, restore_buffers
 
 logger = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ def _weight_bytes(config: EngineConfig, opened: OpenedCheckpoint, model: Any, ch
 
     kernels = _Layout(choice.library, 1)
     try:
-        swap_linears(model, kernels, config.quantization, new_memory)
+        swap_linears(model, kernels, config.quantization, new_memory, experts=ExpertsToPack(model, config.quantization))
     finally:
         kernels.close()
     embedding = model.get_input_embeddings().weight
@@ -219,6 +220,10 @@ def _give_values(model: Any) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.dim() == 1:
                 setattr(module, name, nn.Parameter(torch.ones(parameter.shape, dtype=parameter.dtype)))
+    for parent in model.modules():
+        if isinstance(getattr(parent, "experts", None), NativeExperts):
+            router = router_of(parent)
+            router.weight = nn.Parameter(torch.randn(router.weight.shape).to(router.weight.dtype))
     embedding = model.get_input_embeddings()
     rows = torch.ones(_EMBEDDING_ROWS, embedding.weight.shape[1], dtype=embedding.weight.dtype)
     embedding.weight = nn.Parameter(rows)

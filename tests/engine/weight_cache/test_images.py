@@ -275,6 +275,7 @@ def _hostile() -> Iterator[tuple[str, PackedModel]]:
         embedding = ArrayAt("mapped", offset, shape)
         yield f"an embedding {name}", PackedModel(replace(decoder, embedding=embedding), packed.memories)
     layer = decoder.layers[0]
+    assert layer.mlp is not None
     far = replace(layer.mlp.down.weight, offset_bytes=2**40)
     mlp = replace(layer.mlp, down=replace(layer.mlp.down, weight=far))
     yield "a matrix outside", PackedModel(replace(decoder, layers=(replace(layer, mlp=mlp),)), packed.memories)

@@ -26,7 +26,16 @@ inline Floats gelu(Floats x) {
     return x / (splat(1.0f) + exp(min(u * -2.0f, splat(88.0f))));
 }
 
-inline bool is_gated(Epilogue epilogue) { return epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluMul; }
+// 1 / (1 + e^-x)
+inline Floats sigmoid(Floats x) { return splat(1.0f) / (splat(1.0f) + exp(min(-x, splat(88.0f)))); }
+
+// Of gpt-oss.
+inline Floats bounded_swiglu(Floats gate, Floats up) {
+    const Floats most = splat(7.0f), a = min(most, gate), b = max(-most, min(most, up));  // a NaN stays one
+    return a * sigmoid(a * 1.702f) * (b + 1.0f);
+}
+
+inline bool is_gated(Epilogue epilogue) { return epilogue >= Epilogue::kSiluMul; }
 
 // One row of one panel.
 struct PanelRow {
@@ -34,8 +43,10 @@ struct PanelRow {
 };
 
 inline PanelRow combine(Epilogue epilogue, PanelRow row, const PanelRow& other) {
-    for (int v = 0; v < kPanelVectors; v++)
-        row.v[v] = (epilogue == Epilogue::kSiluMul ? silu(row.v[v]) : gelu(row.v[v])) * other.v[v];
+    for (int v = 0; v < kPanelVectors; v++) {
+        if (epilogue == Epilogue::kSwigluOai) row.v[v] = bounded_swiglu(row.v[v], other.v[v]);
+        else row.v[v] = (epilogue == Epilogue::kSiluMul ? silu(row.v[v]) : gelu(row.v[v])) * other.v[v];
+    }
     return row;
 }
 

@@ -55,7 +55,16 @@ struct Step {
 // Of an operation that computes these.
 inline int num_rows(Rows rows, const Step& step) { return rows == Rows::kSampled ? step.num_sampled : step.num_tokens; }
 
-enum class Kind : int32_t { kEmbed = 0, kNorm = 1, kLinear = 2, kRotary = 3, kAttention = 4 };
+enum class Kind : int32_t {
+    kEmbed = 0,
+    kNorm = 1,
+    kLinear = 2,
+    kRotary = 3,
+    kAttention = 4,
+    kRoute = 16,    // these: step_experts.h
+    kExperts = 17,
+    kMix = 18,
+};
 
 // out[t] = weight[token_ids[t]] * scale
 struct EmbedOp {
@@ -90,6 +99,7 @@ enum class Epilogue : int32_t {
     kAdd = 1,       // float32 y += (x·Wᵀ + bias) * factor
     kSiluMul = 2,   // y = silu(x·Wᵀ + bias) * (x·W2ᵀ + bias2)
     kGeluMul = 3,   // the same with gelu (tanh form)
+    kSwigluOai = 4, // y = a * sigmoid(1.702 a) * (b + 1), a = min(x·Wᵀ + bias, 7), b = x·W2ᵀ + bias2 within ±7
 };
 
 // Weights are packed in panels of 32 output columns (the last one padded with zeros), K padded with zeros:
@@ -104,7 +114,7 @@ struct LinearOp {
     Kind kind;
     Rows rows;            // how many rows x has: tokens or sampled
     const void* weight;
-    const void* weight2;  // the second factor of kSiluMul and kGeluMul, packed alike
+    const void* weight2;  // the second factor of gated epilogues, packed alike
     const float* bias;    // [n] or null
     const float* bias2;
     const float* scale;   // int8: [n]; int4: see above

@@ -1,0 +1,37 @@
+"""Rows of activations in native memory.
+
+For: programs. Does not know: operations. Invariant: memory is zeros at first, and costs nothing before it is written.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kernels.library import KernelLibrary, Type
+
+Float32Array = npt.NDArray[np.float32]
+
+# Rows that are a multiple of 4 KiB apart would share the same few sets of the first cache.
+_ROW_PADDING: Final = 16
+_TILE_ROWS: Final = 16
+_TILE_COLUMNS: Final = 32
+
+
+class Buffer:
+    """Rows of float32 or bfloat16 in native memory, or tiles of bfloat16."""
+
+    def __init__(self, library: KernelLibrary, rows: int, width: int, kind: Type) -> None:
+        self.stride = -(-width // 16) * 16 + _ROW_PADDING
+        if kind is Type.BFLOAT16_TILES:
+            self.stride = -(-width // _TILE_COLUMNS) * _TILE_COLUMNS
+            rows = -(-rows // _TILE_ROWS) * _TILE_ROWS
+        self.type = kind
+        self._memory = library.memory(rows * self.stride * (4 if kind is Type.FLOAT32 else 2))
+        self.address = int(self._memory.ctypes.data)
+
+    def floats(self, rows: int, width: int) -> Float32Array:
+        """The first rows of a float32 buffer."""
+        return self._memory.view(np.float32).reshape(-1, self.stride)[:rows, :width]

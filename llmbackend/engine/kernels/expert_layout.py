@@ -1,0 +1,74 @@
+"""The matrices of a layer's experts, one after the other in native memory, and the operation that multiplies by them.
+
+For: the program and the modules of mixtures of experts. Does not know: torch, how experts are chosen. Invariant: from
+an expert to the next, panels, scales and sums go in equal steps, as a WeightStore places matrices of one shape.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from .library import Epilogue, ExpertsOp, Kind, LinearOp, Rows, Type, packed_bytes, scale_bytes, sums_bytes
+
+MOST_EXPERTS: Final = 1024
+"""Of a layer (native/route.h)."""
+_ALIGN_BYTES: Final = 64
+
+
+class ExpertMatrix(NamedTuple):
+    """x·Wᵀ + bias of every expert, by the addresses of the first one's parts."""
+
+    panels: int
+    scale: int | None
+    sums: int | None
+    n: int
+    k: int
+    type: Type
+    bias: int | None
+    """float32 [experts, n]"""
+
+
+class Steps(NamedTuple):
+    """Bytes from an expert's parts to those of the next."""
+
+    panels: int
+    scale: int
+    sums: int
+
+
+def steps_of(n: int, k: int, kind: Type) -> Steps:
+    return Steps(packed_bytes(n, k, kind), *(_aligned(size(n, k, kind)) for size in (scale_bytes, sums_bytes)))
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class Pairs(NamedTuple):
+    """Addresses of what tells which expert multiplies which rows (native/step_experts.h)."""
+
+    num_experts: int
+    top_k: int
+    first: int
+    places: int
+
+
+def experts_op(
+    pairs: Pairs, matrix: ExpertMatrix, x: tuple[int, int], y: tuple[int, int], of_tokens: bool,
+    up: ExpertMatrix | None = None, epilogue: Epilogue = Epilogue.STORE,
+) -> ExpertsOp:  # fmt: skip
+    """x, y: address and stride of float32 rows; of_tokens: x has a row for each token, not for each place. up: the
+    second factor of a gated epilogue."""
+    steps = steps_of(matrix.n, matrix.k, matrix.type)
+    linear = LinearOp(
+        kind=Kind.LINEAR, rows=Rows.TOKENS, weight=matrix.panels, scale=matrix.scale, sums=matrix.sums,
+        bias=matrix.bias, x=x[0], y=y[0], n=matrix.n, k=matrix.k, x_stride=x[1], y_stride=y[1],
+        weight_type=matrix.type, x_type=Type.FLOAT32, y_type=Type.FLOAT32, epilogue=epilogue, factor=1.0,
+    )  # fmt: skip
+    if up is not None:
+        linear.weight2, linear.scale2, linear.sums2, linear.bias2 = up.panels, up.scale, up.sums, up.bias
+    return ExpertsOp(
+        kind=Kind.EXPERTS, num_experts=pairs.num_experts, linear=linear, first=pairs.first,
+        places=pairs.places if of_tokens else None, weight_bytes=steps.panels, scale_bytes=steps.scale,
+        sums_bytes=steps.sums, top_k=pairs.top_k,
+    )  # fmt: skip

@@ -1,0 +1,251 @@
+// The linear layers of experts: rows sorted by expert times each expert's panels, by the kernels of linear layers.
+//
+// For: the program's runner. Does not know: how experts are chosen. Invariants: an output row depends on its own row of x
+// and its expert alone; all work of a layer is one list of tasks (expert, chunk of rows, panel), so that threads share
+// single rows of many experts as well as many rows of one, and wait for each other once.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "linear_float.h"
+#include "linear_ggml.h"
+#include "linear_int4.h"
+#include "linear_int8.h"
+#include "memory.h"
+#include "step_experts.h"
+#include "team.h"
+
+namespace llmb {
+
+namespace experts {
+
+// The linear layer of one expert, whose y and quantised x begin at place 0.
+inline LinearOp linear_of(const ExpertsOp& op, int expert) {
+    LinearOp linear = op.linear;
+    const auto move = [&](auto& pointer, int64_t bytes) {
+        using Pointer = std::remove_reference_t<decltype(pointer)>;
+        if (pointer) pointer = reinterpret_cast<Pointer>(reinterpret_cast<const char*>(pointer) + expert * bytes);
+    };
+    move(linear.weight, op.weight_bytes), move(linear.weight2, op.weight_bytes);
+    move(linear.scale, op.scale_bytes), move(linear.scale2, op.scale_bytes);
+    move(linear.sums, op.sums_bytes), move(linear.sums2, op.sums_bytes);
+    const int64_t bias_bytes = static_cast<int64_t>(sizeof(float)) * linear.n;
+    move(linear.bias, bias_bytes), move(linear.bias2, bias_bytes);
+    return linear;
+}
+
+// The same layer with this row of x alone, whatever its number.
+inline LinearOp with_row(const LinearOp& linear, int row) {
+    LinearOp own = linear;
+    const int64_t size = linear.x_type == Type::kFloat32 ? sizeof(float) : sizeof(bf16);
+    own.x = static_cast<const char*>(linear.x) + size * row * linear.x_stride;
+    own.x_stride = 0;
+    return own;
+}
+
+// Copies of a quantised row, from place to place.
+template <class Order>
+void copy_row(int8::QuantisedRows<Order>& x, int from, int to) {
+    std::memcpy(x.data + to * x.stride, x.data + from * x.stride, x.stride * sizeof(typename Order::Stored));
+    x.scale[to] = x.scale[from];
+    x.num_wide[to] = x.num_wide[from];
+    const size_t wide_bytes = x.num_wide[from] * sizeof(int8::Wide);
+    std::memcpy(x.wide + static_cast<size_t>(to) * x.most_wide, x.wide_of(from), wide_bytes);
+}
+inline void copy_sums(int32_t* sums, size_t per_row, int from, int to) {
+    std::memcpy(sums + to * per_row, sums + from * per_row, per_row * sizeof(int32_t));
+}
+
+// What each kind of weights has: the rows of all places, and products of some of them with an expert's panels.
+struct Int8Kind {
+    int8::VectorRows x;
+    int chunk_rows, sums_rows;
+    int32_t* sums;  // this thread's
+
+    Int8Kind(const ExpertsOp& op, int places, Carver& memory, int rank, int num_threads)
+        : x(memory, places, op.linear.k) {
+        const size_t k_bytes = std::min<size_t>(int8::padded_k(op.linear.k), int8::kKBlock) * sizeof(int8::Stored);
+        chunk_rows = std::max<int>(int8::kChunkBytes / k_bytes / int8::kMaxBlock * int8::kMaxBlock, int8::kMaxBlock);
+        sums_rows = int8::padded_k(op.linear.k) > int8::kKBlock ? chunk_rows + int8::kMaxBlock : int8::kMaxBlock;
+        const size_t own = static_cast<size_t>(2) * sums_rows * kPanel;
+        sums = memory.take<int32_t>(own * num_threads) + own * rank;
+    }
+    void fill(const LinearOp& row, int place) { x.fill(row, place); }
+    void copy(int from, int to) { copy_row(x, from, to); }
+    void run(const LinearOp& linear, int first, int last, int begin, int end) const {
+        const int8::Product product{linear, x, sums, sums_rows, is_gated(linear.epilogue) ? 2 : 1};
+        for (int panel = begin; panel < end; panel++) product.run(first, last, panel, std::min(panel + 1, end - 1));
+    }
+};
+
+struct Int4Kind {
+    int4::GroupedRows x;
+    int chunk_rows;
+
+    Int4Kind(const ExpertsOp& op, int places, Carver& memory, int, int) : x(memory, places, op.linear.k) {
+        chunk_rows = std::max(int8::kChunkBytes / int8::padded_k(op.linear.k) / int4::kMaxBlock * int4::kMaxBlock, int4::kMaxBlock);
+    }
+    void fill(const LinearOp& row, int place) { x.fill(row, place); }
+    void copy(int from, int to) {
+        copy_row(x, from, to);
+        copy_sums(x.begins, x.groups, from, to);
+    }
+    void run(const LinearOp& linear, int first, int last, int begin, int end) const {
+        const int4::Product product{linear, x};
+        for (int panel = begin; panel < end; panel++) product.run(first, last, panel);
+    }
+};
+
+struct GgmlKind {
+    ggml::Rows x;
+    int chunk_rows;
+
+    GgmlKind(const ExpertsOp& op, int places, Carver& memory, int, int) : x(memory, places, op.linear) {
+        chunk_rows = std::max(int8::kChunkBytes / int8::padded_k(op.linear.k) / ggml::kMaxBlock * ggml::kMaxBlock, ggml::kMaxBlock);
+    }
+    void fill(const LinearOp& row, int place) { x.fill(row, place); }
+    void copy(int from, int to) {
+        copy_row(x, from, to);
+        copy_sums(x.sums, x.per_row, from, to);
+    }
+    void run(const LinearOp& linear, int first, int last, int begin, int end) const {
+        const ggml::Product product{linear, x, ggml::Kernel::of(linear.weight_type)};
+        for (int panel = begin; panel < end; panel++) product.run(first, last, panel);
+    }
+};
+
+// Weights that are not rounded. X: of the rows that are multiplied.
+template <class X, class W>
+struct FloatKind {
+    X* data;
+    int64_t stride;
+    float* sums;  // this thread's
+    int chunk_rows = panels::kChunkRows;
+
+    FloatKind(const ExpertsOp& op, int places, Carver& memory, int rank, int num_threads) : stride(panels::widened_stride(op.linear.k)) {
+        const size_t own = panels::sums_bytes(std::min(places, chunk_rows)) / sizeof(float);
+        sums = memory.take<float>(own * num_threads) + own * rank;
+        data = memory.take<X>(static_cast<size_t>(places) * stride);
+    }
+    void fill(const LinearOp& row, int place) {
+        X* to = data + place * stride;
+        if (row.x_type != Type::kFloat32) {
+            for (int i = 0; i < row.k; i++) set(to[i], to_float(static_cast<const bf16*>(row.x)[i]));
+            return;
+        }
+        const float* from = static_cast<const float*>(row.x);
+        int i = 0;
+        for (; i + kLanes <= row.k; i += kLanes) store(to + i, load(from + i));
+        for (; i < row.k; i++) set(to[i], from[i]);
+    }
+    void copy(int from, int to) { std::memcpy(data + to * stride, data + from * stride, stride * sizeof(X)); }
+    void run(const LinearOp& linear, int first, int last, int begin, int end) const {
+        const panels::RowsOf<X> x{data + first * stride, stride};
+        panels::linear_piece(linear, panels::Chunk<X, W>{x, last - first, linear.k}, first, begin, end, sums);
+    }
+};
+
+// How far a thread has come in the list of tasks.
+class Cursor {
+  public:
+    Cursor(const ExpertsOp& op, int chunk_rows) : op_(op), chunk_rows_(chunk_rows), panels_(num_panels(op.linear.n)) {}
+
+    int count() const {
+        int tasks = 0;
+        for (int expert = 0; expert < op_.num_experts; expert++) tasks += tasks_of(expert);
+        return tasks;
+    }
+
+    // Calls run(expert, first place, last place, first panel, last panel) for tasks begin..end-1; begin never descends.
+    template <class Run>
+    void tasks(int begin, int end, Run&& run) {
+        while (begin < end) {
+            while (begin - before_ >= tasks_of(expert_)) before_ += tasks_of(expert_++);
+            const int chunk = (begin - before_) / panels_, panel = (begin - before_) % panels_;
+            const int count = std::min(end - begin, panels_ - panel);
+            const int first = op_.first[expert_] + chunk * chunk_rows_;
+            run(expert_, first, std::min(first + chunk_rows_, op_.first[expert_ + 1]), panel, panel + count);
+            begin += count;
+        }
+    }
+
+  private:
+    int tasks_of(int expert) const { return divide_up(op_.first[expert + 1] - op_.first[expert], chunk_rows_) * panels_; }
+
+    const ExpertsOp& op_;
+    const int chunk_rows_, panels_;
+    int expert_ = 0;
+    int before_ = 0;  // tasks of the experts before
+};
+
+constexpr int kPieceBytes = 256 << 10;  // of weights, about, that a thread takes at a time
+constexpr int kMostPanels = panels::kPiecePanels;
+
+template <class Kind>
+void fill_rows(Worker& worker, const ExpertsOp& op, const Step& step, Kind& kind) {
+    const int rows = step.num_tokens * (op.places ? 1 : op.top_k);
+    worker.share(rows, std::max(1, rows / (4 * worker.size)), [&](int begin, int end) {
+        for (int row = begin; row < end; row++) {
+            if (op.places == nullptr) {
+                kind.fill(with_row(op.linear, row), row);
+                continue;
+            }
+            const int32_t* places = op.places + static_cast<int64_t>(row) * op.top_k;
+            kind.fill(with_row(op.linear, row), places[0]);
+            for (int rank = 1; rank < op.top_k; rank++) kind.copy(places[0], places[rank]);
+        }
+    });
+    worker.barrier();
+}
+
+template <class Kind>
+void run(Worker& worker, const ExpertsOp& op, const Step& step, char* scratch) {
+    Carver memory(scratch);
+    Kind kind(op, step.num_tokens * op.top_k, memory, worker.rank, worker.size);
+    fill_rows(worker, op, step, kind);
+    Cursor cursor(op, kind.chunk_rows);
+    const int64_t panel_bytes = op.weight_bytes / num_panels(op.linear.n);
+    const int grain = std::clamp(static_cast<int>(kPieceBytes / panel_bytes), 1, kMostPanels);
+    worker.share(cursor.count(), grain, [&](int begin, int end) {
+        cursor.tasks(begin, end, [&](int expert, int first, int last, int panel, int panel_end) {
+            kind.run(linear_of(op, expert), first, last, panel, panel_end);
+        });
+    });
+}
+
+template <class Kind>
+size_t scratch_bytes(const ExpertsOp& op, const Step& step, int num_threads) {
+    Carver counted(nullptr);
+    const Kind kind(op, step.num_tokens * op.top_k, counted, 0, num_threads);
+    return counted.used();
+}
+
+// Calls f with a value of the kind of these weights.
+template <class F>
+auto with_kind(const ExpertsOp& op, F&& f) {
+    const Type type = op.linear.weight_type;
+    if (is_ggml(type)) return f.template operator()<GgmlKind>();
+    if (is_int4(type)) return f.template operator()<Int4Kind>();
+    if (type == Type::kInt8) return f.template operator()<Int8Kind>();
+    if (type == Type::kFloat32) return f.template operator()<FloatKind<float, float>>();
+#if defined(LLMB_BF16_DOTS)
+    return f.template operator()<FloatKind<bf16, bf16>>();
+#else
+    return f.template operator()<FloatKind<float, bf16>>();
+#endif
+}
+
+}  // namespace experts
+
+inline size_t experts_scratch_bytes(const ExpertsOp& op, const Step& step, int num_threads) {
+    return experts::with_kind(op, [&]<class Kind>() { return experts::scratch_bytes<Kind>(op, step, num_threads); });
+}
+
+inline void multiply_experts(Worker& worker, const ExpertsOp& op, const Step& step, char* scratch) {
+    experts::with_kind(op, [&]<class Kind>() { experts::run<Kind>(worker, op, step, scratch); });
+}
+
+}  // namespace llmb

@@ -1,0 +1,138 @@
+"""What a mixture of experts computes, read off its transformers modules, for the CPU's program.
+
+For: decoder_description.py. Does not know: kernels, families. Invariant: how a router chooses and weighs is tried out
+with the module itself; what is not understood raises ProgramUnsupportedError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+from torch import nn
+
+from ..errors import ProgramUnsupportedError
+from .native_experts import NativeExperts, router_of
+
+if TYPE_CHECKING:
+    from .decoder_description import Mlp, Projection
+
+Scores = Literal["softmax", "sigmoid"]
+_SCORES: Final[tuple[Scores, ...]] = ("softmax", "sigmoid")
+_SHARED: Final = ("shared_expert", "shared_experts")
+_SHARED_GATE: Final = "shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Chosen are the top_k largest of scores + correction, among the best groups if there are groups; a share is the
+    score, divided by the sum of those chosen if `renormalises`, times factor (native/step_experts.h)."""
+
+    top_k: int
+    scores: Scores
+    renormalises: bool
+    factor: float
+    correction: torch.Tensor | None
+    """float32 [experts]"""
+    groups: int
+    """0: none."""
+    top_groups: int
+
+    def of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Shares [tokens, experts] from logits, float32 both; 0: not chosen."""
+        scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+        values = scores if self.correction is None else scores + self.correction
+        if self.groups:
+            by_group = values.view(len(values), self.groups, -1)
+            best = by_group.topk(2, dim=-1)[0].sum(-1).topk(self.top_groups, dim=-1)[1]
+            kept = torch.zeros(by_group.shape[:2], dtype=torch.bool).scatter_(1, best, True)
+            values = by_group.masked_fill(~kept[:, :, None], -torch.inf).flatten(1)
+        chosen = values.topk(self.top_k, dim=-1)[1]
+        shares = torch.zeros_like(scores).scatter_(1, chosen, scores.gather(1, chosen))
+        return self.factor * (shares / shares.sum(-1, keepdim=True) if self.renormalises else shares)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The sum over a token's experts of share * down(activation(gate) * up), and a shared expert."""
+
+    router: Projection
+    route: Route
+    experts: NativeExperts
+    shared: Mlp | None
+    shared_gate: Projection | None
+    """[1, width]: the shared expert is multiplied by the sigmoid of it."""
+
+
+def describe_mixture(
+    module: Any, mlp: Callable[[Any], Mlp], projection: Callable[[Any], Projection], router: Callable[..., Projection]
+) -> Mixture:
+    """mlp, projection: describe a shared expert. router: makes a projection of a matrix and a bias. Raises
+    ProgramUnsupportedError."""
+    own = router_of(module)
+    known = {"experts", "router", "gate", _SHARED_GATE, *_SHARED}
+    if unknown := {name for name, _ in module.named_children()} - known:
+        raise ProgramUnsupportedError(f"{type(module).__name__} has {', '.join(sorted(unknown))} beside experts")
+    shared = next((getattr(module, name) for name in _SHARED if hasattr(module, name)), None)
+    gate = getattr(module, _SHARED_GATE, None)
+    bias = getattr(own, "bias", None)
+    return Mixture(
+        router=router(module.experts.router, None if bias is None else bias.detach().float()),
+        route=_route(own),
+        experts=module.experts,
+        shared=None if shared is None else mlp(shared),
+        shared_gate=None if gate is None else projection(gate),
+    )
+
+
+def _route(router: Any) -> Route:
+    """The one that gives what the router gives, tried out."""
+    if unknown := {name for name, _ in router.named_parameters()} - {"weight", "bias"}:
+        raise ProgramUnsupportedError(f"{type(router).__name__} has {', '.join(sorted(unknown))} beside its weight")
+    x, expected = _tried(router)
+    logits = nn.functional.linear(x, router.weight.float(), _float(getattr(router, "bias", None)))
+    for scores, renormalises in product(_SCORES, (False, True)):
+        route = _candidate(router, scores, renormalises)
+        if torch.allclose(route.of(logits), expected, rtol=1e-2, atol=1e-5):
+            return route
+    raise ProgramUnsupportedError(f"{type(router).__name__} chooses experts in a way of its own")
+
+
+def _tried(router: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some rows, and a share for each expert. Computed in float32, so that no rounding chooses other experts, and with
+    logits so small that several experts have shares that count."""
+    weight, bias = router.weight, getattr(router, "bias", None)
+    x = torch.arange(1.0, 8.0 * weight.shape[1] + 1).sin().view(8, -1)
+    x /= nn.functional.linear(x, weight.float()).std().clamp(min=1e-6)
+    try:
+        router.weight = nn.Parameter(weight.float(), requires_grad=False)
+        if bias is not None:
+            router.bias = nn.Parameter(bias.float(), requires_grad=False)
+        _, shares, chosen = router(x)
+    finally:
+        router.weight = weight
+        if bias is not None:
+            router.bias = bias
+    if chosen.shape != shares.shape or chosen.dim() != 2:
+        raise ProgramUnsupportedError(f"{type(router).__name__} gives no shares of chosen experts")
+    return x, torch.zeros(8, weight.shape[0]).scatter_(1, chosen, shares.float())
+
+
+def _candidate(router: Any, scores: Scores, renormalises: bool) -> Route:
+    groups = int(getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1)
+    return Route(
+        top_k=int(router.top_k),
+        scores=scores,
+        renormalises=renormalises,
+        factor=float(getattr(router, "routed_scaling_factor", None) or 1.0),
+        correction=_float(getattr(router, "e_score_correction_bias", None)),
+        groups=groups if groups > 1 else 0,
+        top_groups=int(getattr(router, "topk_group", None) or 1) if groups > 1 else 0,
+    )
+
+
+def _float(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().float()
