@@ -63,6 +63,7 @@ class Kind(IntEnum):
     LINEAR = 2
     ROTARY = 3
     ATTENTION = 4
+    LORA = 8
 
 
 class Epilogue(IntEnum):
@@ -70,6 +71,14 @@ class Epilogue(IntEnum):
     ADD = 1
     SILU_MUL = 2
     GELU_MUL = 3
+
+
+LORA_LAYERS: Final = 3
+"""The most layers of one LoraOp."""
+LORA_BLOCK: Final = 16
+"""Tokens of one adapter that are multiplied together."""
+LORA_RANKS: Final = 16
+"""Ranks of adapters are padded to a multiple of it."""
 
 
 def _fields(pointers: str = "", numbers: str = "", floats: str = "") -> list[tuple[str, type]]:
@@ -103,9 +112,9 @@ class NormOp(ctypes.Structure):
 class LinearOp(ctypes.Structure):
     _fields_ = [
         *_fields(numbers="kind rows"),
-        *_fields("weight weight2 bias bias2 scale scale2 sums sums2 order x y"),
+        *_fields("weight weight2 bias bias2 scale scale2 sums sums2 order x y lora"),
         *_fields("", "n k x_stride y_stride weight_type x_type y_type epilogue", "factor"),
-        *_fields(numbers="padding"),
+        *_fields(numbers="lora_panel"),
     ]
 
 
@@ -126,7 +135,26 @@ class AttentionOp(ctypes.Structure):
     ]
 
 
-STRUCTURES: Final = (Step, EmbedOp, NormOp, LinearOp, RotaryOp, AttentionOp)
+class LoraMatrices(ctypes.Structure):
+    _fields_ = [*_fields("down up", "rank padding")]
+
+
+class LoraStep(ctypes.Structure):
+    _fields_ = [*_fields(numbers="num_adapters padding"), *_fields("adapters starts tokens blocks adapter_of")]
+
+
+class LoraOp(ctypes.Structure):
+    _fields_ = [
+        *_fields(numbers="kind x_type weight_type first_layer"),
+        *_fields("step x hidden", "num_layers"),
+        ("first_panels", c_int32 * LORA_LAYERS),
+        *_fields(numbers="k x_stride hidden_stride max_rank split num_splits"),
+    ]
+
+
+STRUCTURES: Final = (
+    Step, EmbedOp, NormOp, LinearOp, RotaryOp, AttentionOp, LoraMatrices, LoraStep, LoraOp,
+)  # fmt: skip
 """In the order in which the library lists their sizes."""
 
 

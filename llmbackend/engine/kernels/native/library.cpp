@@ -10,6 +10,7 @@
 #include "cpu.h"
 #include "glibc.h"
 #include "linear.h"
+#include "lora.h"
 #include "memory.h"
 #include "pack_ggml.h"
 #include "peak.h"
@@ -50,6 +51,7 @@ struct Engine {
 inline size_t scratch_bytes(const void* op, const Step& step, int num_threads) {
     switch (*static_cast<const Kind*>(op)) {
         case Kind::kLinear: return linear_scratch_bytes(*static_cast<const LinearOp*>(op), step, num_threads);
+        case Kind::kLora: return lora_scratch_bytes(*static_cast<const LoraOp*>(op), num_threads);
         case Kind::kAttention: return attention_scratch_bytes(*static_cast<const AttentionOp*>(op), step, num_threads);
         default: return 0;
     }
@@ -61,6 +63,7 @@ inline void run_op(Worker& worker, const void* op, const Step& step, char* scrat
         case Kind::kNorm: return norm(worker, *static_cast<const NormOp*>(op), step);
         case Kind::kLinear: return linear(worker, *static_cast<const LinearOp*>(op), step, scratch);
         case Kind::kRotary: return rotary(worker, *static_cast<const RotaryOp*>(op), step);
+        case Kind::kLora: return shrink_by_loras(worker, *static_cast<const LoraOp*>(op), scratch);
         case Kind::kAttention: return attention(worker, *static_cast<const AttentionOp*>(op), step, scratch);
     }
 }
@@ -109,7 +112,8 @@ LLMB_EXPORT int llmb_profile(void* engine, const void* const* ops, int num_ops, 
 // The sizes of the structures that Python mirrors, in the order of `Kind` after Step.
 LLMB_EXPORT void llmb_sizes(int32_t* sizes) {
     const size_t all[] = {sizeof(llmb::Step),   sizeof(llmb::EmbedOp),  sizeof(llmb::NormOp),
-                          sizeof(llmb::LinearOp), sizeof(llmb::RotaryOp), sizeof(llmb::AttentionOp)};
+                          sizeof(llmb::LinearOp), sizeof(llmb::RotaryOp), sizeof(llmb::AttentionOp),
+                          sizeof(llmb::LoraMatrices), sizeof(llmb::LoraStep), sizeof(llmb::LoraOp)};
     for (size_t i = 0; i < std::size(all); i++) sizes[i] = static_cast<int32_t>(all[i]);
 }
 
