@@ -21,7 +21,7 @@ def keeps_four_bits(config: EngineConfig) -> bool:
     """Whether the model has weights in 2 to 8 bits that native kernels multiply, and the configuration leaves open how
     they are kept."""
     is_open = config.quantization is None and config.dtype == "auto" and config.kernels != "torch"
-    if not is_open or config.enable_lora or config.device.startswith("cuda") or config.load_format == "dummy":
+    if not is_open or config.device.startswith("cuda") or config.load_format == "dummy":
         return False
     try:
         files = gguf_files(Path(config.model))

@@ -218,7 +218,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization                  weights per output channel and activations per token in 8 bits: "int8" integers,
                                   "fp8" floats (e4m3, on a GPU); "int4": weights in 4 bits, the output head's in 8,
                                   or all as a GGUF file has them, activations as int8 (on a CPU); None = none
-    enable_lora                   whether requests may name adapters; on CPU the model then runs as modules
+    enable_lora                   whether requests may name adapters
     lora_modules                  adapters: name -> directory that PEFT wrote
     max_loras                     adapters that a GPU has memory for at the same time, at least those of lora_modules;
                                   elsewhere there is no limit
@@ -362,8 +362,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("engine argument 'lora_modules' is set, expected 'enable_lora' to be true with it")
         if self.quantization == "int4" and self.device.startswith("cuda"):
             raise ValueError("engine argument 'quantization' is 'int4', expected 'int8', 'fp8' or null on a GPU")
-        if self.enable_lora and self.quantization is not None:
-            raise ValueError(f"engine argument 'quantization' is '{self.quantization}', expected null with enable_lora")
+        if self.enable_lora and self.quantization is not None and self.device.startswith("cuda"):
+            raise ValueError(
+                f"engine argument 'quantization' is '{self.quantization}', expected null with enable_lora on a GPU"
+            )
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None:

@@ -16,6 +16,7 @@ import transformers as tf
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.kernels import library
 from llmbackend.engine.messages import AdapterLoad, AdapterResult, InferRequest, SamplingParams
 from llmbackend.engine.model.module_runner import make_model_runner
 from tests.helpers.lora_adapters import write_adapter
@@ -23,8 +24,8 @@ from tests.helpers.lora_adapters import write_adapter
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 BASE: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None,
 }  # fmt: skip
 FAMILIES = {"llama": tf.LlamaConfig(**BASE), "qwen2": tf.Qwen2Config(**BASE), "phi3": tf.Phi3Config(**BASE)}
@@ -81,6 +82,7 @@ def test_requests_with_different_adapters_share_a_batch(family: str, kernels: st
     wanted = [(name, prompt) for prompt in PROMPTS for name in ("doll", "", "sheep.v2")]
     config = config_of(tmp_path / "model", adapters, kernels=kernels)
     core = EngineCore(config, make_model_runner(config))
+    assert core.info.path == ("modules" if kernels == "torch" or not library.available() else "native")
     tokens = run(core, wanted)
     expected = {str(i): generated(references[name], prompt) for i, (name, prompt) in enumerate(wanted)}
     assert tokens == expected

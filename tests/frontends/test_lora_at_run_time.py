@@ -164,7 +164,7 @@ def test_a_changed_file_changes_no_loaded_adapter(url: str, client: openai.OpenA
         ("nowhere", 404, "No adapter found for 'nowhere'"),
         ("empty", 404, "No adapter found for 'empty': it has no 'adapter_config.json'"),
         ("broken", 400, "LoRA adapter 'broken': 'adapter_model.safetensors' is not an adapter's file: its header has "),
-        ("other", 400, "LoRA adapter 'x' changes 'model.layers.0.self_attn.q', which this model does not have"),
+        ("other", 400, "LoRA adapter 'x' changes 'model.layers.0.self_attn.q', expected linear layers of the decoder"),
     ],
 )
 def test_what_cannot_be_loaded(url: str, path: str, status: int, told: str) -> None:

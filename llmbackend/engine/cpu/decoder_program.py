@@ -19,11 +19,13 @@ import numpy.typing as npt
 
 from ..kernels.expert_layout import ExpertMatrix, experts_op
 from ..kernels.library import (
+    PANEL,
     AttentionOp,
     EmbedOp,
     Epilogue,
     Kind,
     LinearOp,
+    LoraOp,
     NativeKernels,
     NormOp,
     RotaryOp,
@@ -34,6 +36,7 @@ from ..kernels.library import (
 )
 from ..step import FlatStep, Int32Array
 from .buffers import Buffer
+from .lora_ops import Input, LoraOps, ProgramAdapters, adapt
 from .mixture_room import MixtureRoom
 from .native_memory import LayerKV, NativeKVMemory, NativeLayerCache
 from .packed_decoder import (
@@ -62,6 +65,7 @@ class Role(StrEnum):
 
     EMBEDDING = "embedding"
     NORM = "norm"
+    LORA = "adapters"
     QKV = "qkv"
     ROTARY = "rotary, KV write"
     ATTENTION = "attention"
@@ -97,9 +101,10 @@ class DecoderProgram:
         block_size: int,
         max_tokens: int,
         max_samples: int,
+        adapters: ProgramAdapters | None = None,
     ) -> None:
-        """num_blocks, block_size: of the KV memory. max_tokens, max_samples: the largest step. Raises MemoryError, and
-        ValueError where the description is broken."""
+        """num_blocks, block_size: of the KV memory. max_tokens, max_samples: the largest step. adapters: None: no step
+        has some. Raises MemoryError, and ValueError where the description is broken."""
         decoder, memories = packed.decoder, packed.memories
         decoder.check(memories)
         self._kernels = kernels
@@ -114,43 +119,56 @@ class DecoderProgram:
         self._kv = NativeKVMemory(kernels.library, shapes, num_blocks, block_size, TYPE_OF[decoder.dtype])
         self._max_tokens, self._max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
+        self._loras = None if adapters is None else LoraOps(kernels, decoder, max_tokens, adapters)
         self.operations: list[Operation] = []
         """In the order in which they run. Constant."""
         self._starts: list[tuple[int, int]] = []
         """The first operation of each part, and its group."""
         self._add_operations()
-        ops = [operation.op for operation in self.operations]
-        ends = [first for first, _ in self._starts[1:]] + [len(ops)]
-        self._parts = [
-            _Part(group, op_pointers(ops[first:end]), end - first)
-            for (first, group), end in zip(self._starts, ends, strict=True)
-        ]
-        self._head_pointers = op_pointers(ops[-2:])
+        self._parts = self._parts_of(self.operations)
+        """With what adapters need."""
+        self._plain_parts = self._parts_of([each for each in self.operations if each.role != Role.LORA])
+        self._head_pointers = op_pointers([operation.op for operation in self.operations[-2:]])
 
-    def forward(self, step: FlatStep, slots: Int32Array, block_tables: Int32Array) -> Float32Array:
+    def _parts_of(self, operations: list[Operation]) -> list[_Part]:
+        """Of these operations in their order."""
+        wanted = {id(operation.op) for operation in operations}
+        ends = [first for first, _ in self._starts[1:]] + [len(self.operations)]
+        parts = []
+        for (first, group), end in zip(self._starts, ends, strict=True):
+            ops = [operation.op for operation in self.operations[first:end] if id(operation.op) in wanted]
+            parts.append(_Part(group, op_pointers(ops), len(ops)))
+        return parts
+
+    def forward(
+        self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, has_adapters: bool = False
+    ) -> Float32Array:
         """Computes the step; logits float32 [samples, vocab], valid until the next call. Raises MemoryError.
 
         Of each group of layers: slots int32 [groups, tokens]; block_tables int32 [groups, rows, blocks], of the step's
-        rows.
+        rows. has_adapters: whether what the program was told of adapters says that some tokens have one.
         """
-        for call in self._calls(step, slots, block_tables):
+        for call in self._calls(step, slots, block_tables, self._parts if has_adapters else self._plain_parts):
             self._kernels.run(*call)
         return self._finished(self._logits.floats(len(step.sampled_tokens), self._vocab_size))
 
     def profile(self, step: FlatStep, slots: Int32Array, block_tables: Int32Array) -> Float64Array:
         """As `forward`: the seconds of each of `operations`, without the last two where nothing is sampled. Raises
         OSError where the library cannot time them."""
-        seconds = [self._kernels.profile(*call) for call in self._calls(step, slots, block_tables)]
+        calls = self._calls(step, slots, block_tables, self._parts)
+        seconds = [self._kernels.profile(*call) for call in calls]
         self._finished(self._logits.floats(len(step.sampled_tokens), self._vocab_size))
         return np.concatenate(seconds)
 
     def write_kv(self, step: FlatStep, slots: Int32Array, block_tables: Int32Array) -> None:
         """Writes keys and values of the step's tokens and computes nothing else: they are what the last step left."""
-        for pointers, num_ops, native_step in self._calls(step, slots, block_tables):
+        for pointers, num_ops, native_step in self._calls(step, slots, block_tables, self._plain_parts):
             writes = [each for each in pointers[:num_ops] if ctypes.c_int32.from_address(each).value == Kind.ROTARY]
             self._kernels.run((ctypes.c_void_p * len(writes))(*writes), len(writes), native_step)
 
-    def _calls(self, step: FlatStep, slots: Int32Array, block_tables: Int32Array) -> Iterator[tuple[Any, int, Step]]:
+    def _calls(
+        self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, parts: list[_Part]
+    ) -> Iterator[tuple[Any, int, Step]]:
         """The native calls of a step, to be made as they come: the arrays that they read end with the iterator."""
         num_samples = len(step.sampled_tokens)
         if len(step.token_ids) > self._max_tokens or num_samples > self._max_samples:
@@ -158,9 +176,9 @@ class DecoderProgram:
         slots, blocks = self._kv.kernels_slots(slots), self._kv.kernels_blocks(block_tables)
         tables = zip(slots, blocks, strict=True)
         steps = [self._native_step(step, *tables_of_group) for tables_of_group in tables]
-        for part in self._parts[:-1]:
+        for part in parts[:-1]:
             yield part.pointers, part.num_ops, steps[part.group]
-        last = self._parts[-1]
+        last = parts[-1]
         yield last.pointers, last.num_ops if num_samples else last.num_ops - 2, steps[last.group]
 
     def _native_step(self, step: FlatStep, slots: Int32Array, blocks: Int32Array) -> Step:
@@ -241,8 +259,9 @@ class DecoderProgram:
         attention = layer.attention
         x = self._input(layer.attention_norm)
         column = 0
+        lora = self._add_lora(x, *attention.qkv)
         for part in attention.qkv:
-            self._add_linear(Role.QKV, part, x, self._qkv, column=column)
+            self._add_linear(Role.QKV, part, x, self._qkv, column=column, lora=lora)
             column += part.weight.n
         self._add_rotary(attention, cache)
         self._add_attend(attention, cache)
@@ -266,7 +285,8 @@ class DecoderProgram:
             self._add_norm(layer.mlp_norm, self._hidden, x, Rows.TOKENS)
         if shared is not None:
             self._add_gate(shared, self._input(layer.mlp_norm))
-            self._add_linear(Role.DOWN, shared.down, self._gated, room.shared)
+            lora = self._add_lora(self._gated, shared.down)
+            self._add_linear(Role.DOWN, shared.down, self._gated, room.shared, lora=lora)
         if experts.shared_gate is not None:
             self._add_linear(Role.DOWN, experts.shared_gate, x, room.shared_gate)
         self._add_linear(Role.ROUTE, experts.router, x, room.logits)
@@ -302,10 +322,11 @@ class DecoderProgram:
         self, role: Role, projection: PackedProjection, x: Buffer, norm: PackedNorm | None, factor: float
     ) -> None:
         """hidden += norm(x·Wᵀ + b), or without a norm factor * (x·Wᵀ + b)"""
+        lora = self._add_lora(x, projection)
         if norm is None:
-            self._add_linear(role, projection, x, self._hidden, epilogue=Epilogue.ADD, factor=factor)
+            self._add_linear(role, projection, x, self._hidden, epilogue=Epilogue.ADD, factor=factor, lora=lora)
             return
-        self._add_linear(role, projection, x, self._block)
+        self._add_linear(role, projection, x, self._block, lora=lora)
         self._add_norm(norm, self._block, self._hidden, Rows.TOKENS, accumulate=True)
 
     def _add_norm(self, norm: PackedNorm, x: Buffer, out: Buffer, rows: Rows, accumulate: bool = False) -> None:
@@ -328,16 +349,27 @@ class DecoderProgram:
 
     def _add_linear(
         self, role: Role, projection: PackedProjection, x: Buffer, y: Buffer, rows: Rows = Rows.TOKENS,
-        epilogue: Epilogue = Epilogue.STORE, factor: float = 1.0, column: int = 0,
+        epilogue: Epilogue = Epilogue.STORE, factor: float = 1.0, column: int = 0, lora: LoraOp | None = None,
     ) -> None:  # fmt: skip
-        """column: of y, float32 where it is not 0, that the first output goes to."""
+        """column: of y, float32 where it is not 0, that the first output goes to. lora: of this input."""
         op = self._linear(projection, x, y)
+        adapt(op, lora, column // PANEL)
         op.y += 4 * column
         op.rows, op.epilogue, op.factor = rows, epilogue, factor
         self._add(role, op)
 
+    def _add_lora(self, x: Buffer, *projections: PackedProjection) -> LoraOp | None:
+        """What adapters need before these projections of x."""
+        if self._loras is None:
+            return None
+        op = self._loras.of(Input(x.address, x.type, x.stride), projections)
+        self._add(Role.LORA, op)
+        return op
+
     def _add_gate(self, mlp: PackedMlp, x: Buffer) -> None:
+        lora = self._add_lora(x, mlp.gate, mlp.up)
         op = self._linear(mlp.gate, x, self._gated)
+        adapt(op, lora)
         op.weight2, op.scale2, op.sums2 = self._memories.matrix_addresses(mlp.up.weight)
         op.bias2 = self._pointer(mlp.up.bias)
         op.epilogue = _ACTIVATIONS[mlp.activation]

@@ -21,6 +21,8 @@ from ..sampling.rows import SamplingRows
 from ..sampling.sampler import PIECE_TOKENS, HostSteps, Sampler
 from ..step import FlatStep, Int32Array, RowTable, SampledTokens, StepPlan, flatten
 from .decoder_program import DecoderProgram, Float32Array
+from .lora import NativeAdapters
+from .lora_ops import ProgramAdapters
 from .native_memory import BLOCK_MULTIPLE, FilePages, num_kv_blocks
 from .packed_decoder import PackedModel
 
@@ -31,7 +33,6 @@ def why_modules(config: EngineConfig) -> str:
         "it is the mock": config.model == "mock",
         f"device is '{config.device}'": config.device != "cpu",
         f"the model is split over {config.num_ranks} ranks": config.num_ranks != 1,
-        "LoRA adapters are enabled": config.enable_lora,
         "kernels is 'torch'": config.kernels == "torch",
         "enforce_eager is set": config.enforce_eager,
         f"block_size is {config.block_size}, not a multiple of {BLOCK_MULTIPLE}": config.block_size % BLOCK_MULTIPLE
@@ -54,12 +55,15 @@ class NativeRunner:
         num_blocks = num_kv_blocks(config, bytes_per_token, decoder.max_model_len, layers.groups)
         rows = SamplingRows(config.max_num_seqs, decoder.vocab_size, decoder.eos_token_ids)
         self._sampler = Sampler(rows, NativeSampling(self.kernels, rows))
+        self.adapters = NativeAdapters(config, decoder, self.kernels.library) if config.enable_lora else None
+        adapters = None if self.adapters is None else ProgramAdapters(self.adapters.step, config.max_lora_rank)
         self.program = DecoderProgram(
             self.kernels, packed, num_blocks, config.block_size,
             max_tokens=config.max_num_batched_tokens,
             max_samples=max(config.max_step_samples, PIECE_TOKENS),
+            adapters=adapters,
         )  # fmt: skip
-        self._steps = HostSteps(_Forward(self.program, packed), self._sampler, decoder.vocab_size)
+        self._steps = HostSteps(_Forward(self.program, packed, self.adapters), self._sampler, decoder.vocab_size)
         note(f"kernels {decoder.kernel_report}")
         self._info = ModelInfo(
             model_type=decoder.model_type,
@@ -88,7 +92,10 @@ class NativeRunner:
         return self._info
 
     def add_row(self, row: int, request: InferRequest) -> None:
-        refuse_adapter(request.lora_name)
+        if self.adapters is not None:
+            self.adapters.set_row(row, request.lora_name)
+        else:
+            refuse_adapter(request.lora_name)
         self._sampler.add_row(row, request)
 
     def remove_row(self, row: int) -> None:
@@ -112,8 +119,8 @@ def _kernels(config: EngineConfig, variant: str) -> NativeKernels:
 class _Forward:
     """The program with a step's table."""
 
-    def __init__(self, program: DecoderProgram, packed: PackedModel) -> None:
-        self._program = program
+    def __init__(self, program: DecoderProgram, packed: PackedModel, adapters: NativeAdapters | None) -> None:
+        self._program, self._adapters = program, adapters
         self._tables = FilePages(packed.memories.mapped) if packed.memories.is_file else None
         self._step: FlatStep
         """The last one that was computed."""
@@ -124,7 +131,8 @@ class _Forward:
         if self._tables is not None:
             self._tables.read(len(self._step.token_ids))
         slots, blocks = self._step.slots_of_groups(table), self._step.blocks_in_use(table)
-        logits = self._program.forward(self._step, slots, blocks)
+        has_adapters = self._adapters is not None and self._adapters.begin(self._step)
+        logits = self._program.forward(self._step, slots, blocks, has_adapters)
         return logits if len(logits) else None
 
     def logits_behind(self, row: int, positions: Int32Array) -> Float32Array:

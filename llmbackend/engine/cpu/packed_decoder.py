@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kernels.expert_layout import MOST_EXPERTS, steps_of
-from ..kernels.library import BLOCKS, FOUR_BITS, Type, packed_bytes, scale_bytes, sums_bytes
+from ..kernels.library import BLOCKS, FOUR_BITS, PANEL, Type, packed_bytes, scale_bytes, sums_bytes
 from ..kv_groups import LayerGroups, layer_groups
 
 Bytes = npt.NDArray[np.uint8]
@@ -83,11 +83,23 @@ class PackedNorm(msgspec.Struct, frozen=True):
     eps: float
 
 
+class PackedPart(msgspec.Struct, frozen=True, array_like=True):
+    """Outputs of one of the model's linear layers, which LoRA adapters may change."""
+
+    layer: str
+    """By its name in the model."""
+    first: int
+    """Of the layer's outputs."""
+    n: int
+
+
 class PackedProjection(msgspec.Struct, frozen=True):
     """x·Wᵀ + bias"""
 
     weight: MatrixAt
     bias: ArrayAt | None
+    parts: tuple[PackedPart, ...] = ()
+    """What it consists of; empty: no adapter changes it."""
 
 
 class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,6 +230,16 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
         return self.embedding.shape[1]
 
     @property
+    def parts(self) -> Iterator[tuple[PackedPart, int]]:
+        """What adapters may change, in the order of the program, with the number of inputs."""
+        for layer in self.layers:
+            mlp = layer.mlp
+            of_mlp = () if mlp is None else (mlp.gate, mlp.up, mlp.down)
+            for projection in (*layer.attention.qkv, layer.attention.out, *of_mlp):
+                for part in projection.parts:
+                    yield part, projection.weight.k
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Of all layers."""
         shapes = ((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers)
@@ -283,6 +305,10 @@ def _check_projection(projection: PackedProjection, n: int, k: int) -> None:
     _expect(all((offset is not None) == (size > 0) for offset, size in weight.parts), "projection")
     _expect(weight.order_offset_bytes is None or TYPE_OF[weight.dtype] in FOUR_BITS, "order of inputs")
     _expect(bias is None or (bias.shape == (n,) and bias.dtype == "float32"), "bias")
+    parts = projection.parts
+    _expect(not parts or sum(part.n for part in parts) == n, "layers")
+    _expect(all(part.n > 0 and part.first >= 0 for part in parts), "layers")
+    _expect(all(part.n % PANEL == 0 for part in parts[:-1]), "layers")
 
 
 def _check_attention(attention: PackedAttention, width: int, max_model_len: int) -> None:

@@ -92,7 +92,7 @@ class DeviceAdapters:
         have."""
         self._layers = _by_name(loaded, slots)
         shapes = {name: (linear.out_features, linear.in_features) for name, linear in adaptable_linears(loaded.model)}
-        self._reader = AdapterReader(loaded.model, shapes, loaded.dtype, config.max_lora_rank)
+        self._reader = AdapterReader(shapes, loaded.dtype, config.max_lora_rank)
         self._device = device
         self._slots: dict[str, int] = {}
         self._free = list(range(slots.num_slots))

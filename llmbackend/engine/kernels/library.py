@@ -63,6 +63,7 @@ class Kind(IntEnum):
     LINEAR = 2
     ROTARY = 3
     ATTENTION = 4
+    LORA = 8
     ROUTE = 16
     EXPERTS = 17
     MIX = 18
@@ -74,6 +75,14 @@ class Epilogue(IntEnum):
     SILU_MUL = 2
     GELU_MUL = 3
     SWIGLU_OAI = 4
+
+
+LORA_LAYERS: Final = 3
+"""The most layers of one LoraOp."""
+LORA_BLOCK: Final = 16
+"""Tokens of one adapter that are multiplied together."""
+LORA_RANKS: Final = 16
+"""Ranks of adapters are padded to a multiple of it."""
 
 
 def _fields(pointers: str = "", numbers: str = "", floats: str = "") -> list[tuple[str, type]]:
@@ -107,9 +116,9 @@ class NormOp(ctypes.Structure):
 class LinearOp(ctypes.Structure):
     _fields_ = [
         *_fields(numbers="kind rows"),
-        *_fields("weight weight2 bias bias2 scale scale2 sums sums2 order x y"),
+        *_fields("weight weight2 bias bias2 scale scale2 sums sums2 order x y lora"),
         *_fields("", "n k x_stride y_stride weight_type x_type y_type epilogue", "factor"),
-        *_fields(numbers="padding"),
+        *_fields(numbers="lora_panel"),
     ]
 
 
@@ -127,6 +136,23 @@ class AttentionOp(ctypes.Structure):
         *_fields("q keys values sinks out"),
         *_fields("", "q_stride out_stride num_heads num_kv_heads head_dim block_size window out_type"),
         *_fields(floats="scaling softcap"),
+    ]
+
+
+class LoraMatrices(ctypes.Structure):
+    _fields_ = [*_fields("down up", "rank padding")]
+
+
+class LoraStep(ctypes.Structure):
+    _fields_ = [*_fields(numbers="num_adapters padding"), *_fields("adapters starts tokens blocks adapter_of")]
+
+
+class LoraOp(ctypes.Structure):
+    _fields_ = [
+        *_fields(numbers="kind x_type weight_type first_layer"),
+        *_fields("step x hidden", "num_layers"),
+        ("first_panels", c_int32 * LORA_LAYERS),
+        *_fields(numbers="k x_stride hidden_stride max_rank split num_splits"),
     ]
 
 
@@ -158,7 +184,9 @@ class MixOp(ctypes.Structure):
     ]
 
 
-STRUCTURES: Final = (Step, EmbedOp, NormOp, LinearOp, RotaryOp, AttentionOp, RouteOp, ExpertsOp, MixOp)
+STRUCTURES: Final = (
+    Step, EmbedOp, NormOp, LinearOp, RotaryOp, AttentionOp, LoraMatrices, LoraStep, LoraOp, RouteOp, ExpertsOp, MixOp,
+)  # fmt: skip
 """In the order in which the library lists their sizes."""
 
 

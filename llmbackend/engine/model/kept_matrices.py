@@ -29,7 +29,7 @@ def kept_matrices(config: EngineConfig, form: PackedFormat | None, is_gguf: bool
     if config.quantization != "int4" or config.load_format == "dummy":
         return None
     if is_gguf:
-        return None if config.enable_lora else KeptLayers(files_of(config))  # adapters are added to plain layers
+        return KeptLayers(files_of(config))
     if not isinstance(form, Int4Format):
         return None
     try:

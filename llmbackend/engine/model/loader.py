@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -86,7 +87,7 @@ class LoadedModel:
     why_modules: str
     """Why there is no decoder; empty when there is one."""
     adapters: ModuleAdapters | None
-    """None where its modules take none; on an accelerator until `with_module_adapters`."""
+    """None until `with_module_adapters`."""
 
     @property
     def weight_bytes(self) -> int:
@@ -147,8 +148,6 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
         else:
             model = _filled_model(config, opened, stored)
     fix_frequencies(model, max_len)
-    batch = LoraBatch(config.max_num_seqs, device) if config.enable_lora and not dense else None
-    wrapped = {} if batch is None else wrap_linears(model, batch)
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
@@ -161,13 +160,7 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
         checked = _check(model, kernels is not None, config.quantization)
     elif config.quantization == "int4":  # too far from the model's own to tell a wrong program from a right one
         checked = replace(checked, logits=check_calls(model)[2])
-    adapters = None
-    if batch is not None:
-        adapters = load_adapters(
-            config, model, wrapped, batch, dtype, lambda linears: _packed(config, linears, dtype, kernels)
-        )
-        decoder, why_modules = None, "LoRA adapters are enabled"
-    elif dense or (kernels is not None and not config.enforce_eager):
+    if dense or (kernels is not None and not config.enforce_eager):
         decoder, why_modules = describe_or_why(model, checked.options, max_len, with_experts=dense)
     else:
         decoder, why_modules = None, "enforce_eager is set" if kernels else why_not_native(config, dtype)
@@ -186,7 +179,7 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
         store=store,
         decoder=decoder,
         why_modules=why_modules,
-        adapters=adapters,
+        adapters=None,
     )
 
 
@@ -209,23 +202,21 @@ def _on_one_thread() -> Iterator[None]:
 
 
 def with_module_adapters(config: EngineConfig, loaded: LoadedModel) -> LoadedModel:
-    """For a dense model that runs as modules: as it is, but for the adapters that these take, if the config enables
-    some. Raises ValueError naming adapter, file and reason."""
+    """For a model that runs as modules: as it is, but for the adapters that these take, if the config enables some.
+    Raises ValueError naming adapter, file and reason."""
     if not config.enable_lora:
         return loaded
     batch = LoraBatch(config.max_num_seqs, loaded.device)
     wrapped = wrap_linears(loaded.model, batch)
-    adapters = load_adapters(
-        config, loaded.model, wrapped, batch, loaded.dtype, lambda linears: linears.to(loaded.device)
-    )
-    return replace(loaded, adapters=adapters)
 
+    def place(linears: nn.ModuleList) -> nn.ModuleList:
+        if loaded.device.type != "cpu":
+            return linears.to(loaded.device)
+        plain = msgspec.structs.replace(config, quantization=None)
+        _swap_linears(plain, linears, loaded.dtype, loaded.kernels)
+        return linears
 
-def _packed(
-    config: EngineConfig, linears: nn.ModuleList, dtype: torch.dtype, kernels: NativeKernels | None
-) -> nn.ModuleList:
-    _swap_linears(config, linears, dtype, kernels)
-    return linears
+    return replace(loaded, adapters=load_adapters(config, wrapped, batch, loaded.dtype, place))
 
 
 def _place(

@@ -204,6 +204,7 @@ def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> Pack
     except ProgramUnsupportedError as reason:
         logger.info("%s runs as transformers modules: %s", loaded.model_type, reason)
         note(f"transformers modules, because {reason}")
+        loaded = with_module_adapters(config, loaded)
         if loaded.checked.quantization is not None:
             loaded.checked.verify_quantized_modules(loaded.model)
         if loaded.kernels is not None and (choice := library_choice(config, loaded.dtype)) is not None:

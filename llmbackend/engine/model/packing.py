@@ -6,10 +6,12 @@ given the probes' logits as the model's own modules give them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..attention.interface import LayerShape
 from ..config import EngineConfig
@@ -32,6 +34,7 @@ from ..cpu.packed_decoder import (
     PackedMlp,
     PackedModel,
     PackedNorm,
+    PackedPart,
     PackedProjection,
     PackingPlace,
 )
@@ -155,6 +158,7 @@ def _bytes(tensor: torch.Tensor) -> Bytes:
 def _packed_decoder(loaded: LoadedModel, packer: _Packer, kernel_report: str) -> PackedDecoder:
     decoder, library = loaded.decoder, loaded.kernels
     assert decoder is not None and library is not None
+    names = {module: name for name, module in loaded.model.named_modules()}
     return PackedDecoder(
         model_type=loaded.model_type,
         vocab_size=loaded.vocab_size,
@@ -166,9 +170,9 @@ def _packed_decoder(loaded: LoadedModel, packer: _Packer, kernel_report: str) ->
         kernel_report=kernel_report,
         embedding=packer.table(decoder.embedding),
         embedding_factor=decoder.embedding_factor,
-        layers=tuple(_layer(layer, loaded.layer_shapes[layer.module], packer) for layer in decoder.layers),
+        layers=tuple(_layer(layer, loaded.layer_shapes[layer.module], packer, names) for layer in decoder.layers),
         norm=PackedNorm(packer.array(decoder.norm.weight), decoder.norm.eps),
-        head=_projection(decoder.head, packer),
+        head=_projection(decoder.head, packer, ()),
         logit_factor=decoder.logit_factor,
         logit_softcap=decoder.logit_softcap,
     )
@@ -178,25 +182,29 @@ def _float_dtype(dtype: torch.dtype) -> Literal["float32", "bfloat16"]:
     return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 
-def _layer(layer: Layer, shape: LayerShape, packer: _Packer) -> PackedLayer:
+_Names = Mapping[nn.Module, str]
+
+
+def _layer(layer: Layer, shape: LayerShape, packer: _Packer, names: _Names) -> PackedLayer:
     factor = layer.residual_factor
     return PackedLayer(
         attention_norm=_norm(layer.attention_norm, packer),
-        attention=_attention(layer.attention, shape, packer),
+        attention=_attention(layer.attention, shape, packer, names),
         attention_out_norm=_norm(layer.attention_out_norm, packer, factor),
         mlp_norm=_norm(layer.mlp_norm, packer),
-        mlp=_mlp(layer.mlp, packer),
+        mlp=_mlp(layer.mlp, packer, names),
         experts=_experts(layer.mlp, packer) if isinstance(layer.mlp, Mixture) else None,
         mlp_out_norm=_norm(layer.mlp_out_norm, packer, factor),
         residual_factor=factor,
     )
 
 
-def _attention(attention: Attention, shape: LayerShape, packer: _Packer) -> PackedAttention:
+def _attention(attention: Attention, shape: LayerShape, packer: _Packer, names: _Names) -> PackedAttention:
     options = attention.options
+    layers = _named_parts(attention.qkv, names)
     return PackedAttention(
-        qkv=tuple(_projection(part, packer) for part in parts_of(attention.qkv)),
-        out=_projection(attention.out, packer),
+        qkv=tuple(_projection(part, packer, _first_of(layers, part.weight.n)) for part in parts_of(attention.qkv)),
+        out=_projection(attention.out, packer, _named_parts(attention.out, names)),
         q_norm=_norm(attention.q_norm, packer),
         k_norm=_norm(attention.k_norm, packer),
         norm_whole=attention.norm_whole,
@@ -210,14 +218,18 @@ def _attention(attention: Attention, shape: LayerShape, packer: _Packer) -> Pack
     )
 
 
-def _mlp(mlp: Mlp | Experts | Mixture | None, packer: _Packer) -> PackedMlp | None:
+def _mlp(mlp: Mlp | Experts | Mixture | None, packer: _Packer, names: _Names) -> PackedMlp | None:
     """Of a mixture, its shared expert."""
     if isinstance(mlp, Mixture):
         mlp = mlp.shared
     if mlp is None:
         return None
     assert isinstance(mlp, Mlp), "native kernels are given no description with experts that are not packed"
-    gate, up, down = (_projection(each, packer) for each in (mlp.gate, mlp.up, mlp.down))
+    parts = [_named_parts(each, names) for each in (mlp.gate, mlp.up, mlp.down)]
+    if parts[0][0].layer == parts[1][0].layer:  # one layer has both
+        parts[1] = [PackedPart(part.layer, mlp.gate.weight.n + part.first, part.n) for part in parts[1]]
+    projections = zip((mlp.gate, mlp.up, mlp.down), parts, strict=True)
+    gate, up, down = (_projection(each, packer, own) for each, own in projections)
     return PackedMlp(gate, up, down, "silu" if mlp.activation == "silu" else "gelu_tanh")
 
 
@@ -225,7 +237,7 @@ def _experts(mixture: Mixture, packer: _Packer) -> PackedExperts:
     route, experts, shared_gate = mixture.route, mixture.experts, mixture.shared_gate
     gate, up, down = (_expert_matrix(each, packer) for each in (experts.gate, experts.up, experts.down))
     return PackedExperts(
-        router=_projection(mixture.router, packer),
+        router=_projection(mixture.router, packer, ()),
         top_k=route.top_k,
         scores=route.scores,
         renormalises=route.renormalises,
@@ -237,7 +249,7 @@ def _experts(mixture: Mixture, packer: _Packer) -> PackedExperts:
         up=up,
         down=down,
         activation=experts.activation,
-        shared_gate=None if shared_gate is None else _projection(shared_gate, packer),
+        shared_gate=None if shared_gate is None else _projection(shared_gate, packer, ()),
     )
 
 
@@ -250,6 +262,19 @@ def _norm(norm: Norm | None, packer: _Packer, factor: float = 1.0) -> PackedNorm
     return None if norm is None else PackedNorm(packer.array(norm.weight * factor), norm.eps)
 
 
-def _projection(projection: Projection, packer: _Packer) -> PackedProjection:
+def _projection(projection: Projection, packer: _Packer, parts: Sequence[PackedPart]) -> PackedProjection:
     bias = None if projection.bias is None else packer.array(projection.bias)
-    return PackedProjection(packer.matrix(projection.weight), bias)
+    return PackedProjection(packer.matrix(projection.weight), bias, tuple(parts))
+
+
+def _named_parts(projection: Projection, names: _Names) -> list[PackedPart]:
+    return [PackedPart(names[layer], 0, n) for layer, n in projection.parts]
+
+
+def _first_of(parts: list[PackedPart], n: int) -> list[PackedPart]:
+    """Takes the first parts, which have n outputs together, out of the list."""
+    taken: list[PackedPart] = []
+    while n > 0:
+        taken.append(parts.pop(0))
+        n -= taken[-1].n
+    return taken

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "lora.h"
 #include "numbers.h"
 #include "pack.h"
 #include "step.h"
@@ -114,8 +115,12 @@ inline void finish_panel(const LinearOp& op, int panel, int first_row, int rows,
     const FloatColumns columns(op, false, panel), columns2(op, two, panel);
     for (int r = 0; r < rows; r++) {
         PanelRow row = columns.result([&](int column) { return sums + r * kPanel + column; });
-        if (two)
-            row = combine(op.epilogue, row, columns2.result([&](int column) { return sums2 + r * kPanel + column; }));
+        add_lora(op, first_row + r, panel, false, row.v);
+        if (two) {
+            PanelRow row2 = columns2.result([&](int column) { return sums2 + r * kPanel + column; });
+            add_lora(op, first_row + r, panel, true, row2.v);
+            row = combine(op.epilogue, row, row2);
+        }
         write_panel_row(op, first_row + r, panel, row);
     }
 }

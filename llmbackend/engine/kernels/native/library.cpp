@@ -11,6 +11,7 @@
 #include "experts.h"
 #include "glibc.h"
 #include "linear.h"
+#include "lora.h"
 #include "memory.h"
 #include "pack_ggml.h"
 #include "peak.h"
@@ -52,6 +53,7 @@ struct Engine {
 inline size_t scratch_bytes(const void* op, const Step& step, int num_threads) {
     switch (*static_cast<const Kind*>(op)) {
         case Kind::kLinear: return linear_scratch_bytes(*static_cast<const LinearOp*>(op), step, num_threads);
+        case Kind::kLora: return lora_scratch_bytes(*static_cast<const LoraOp*>(op), num_threads);
         case Kind::kAttention: return attention_scratch_bytes(*static_cast<const AttentionOp*>(op), step, num_threads);
         case Kind::kExperts: return experts_scratch_bytes(*static_cast<const ExpertsOp*>(op), step, num_threads);
         default: return 0;
@@ -64,6 +66,7 @@ inline void run_op(Worker& worker, const void* op, const Step& step, char* scrat
         case Kind::kNorm: return norm(worker, *static_cast<const NormOp*>(op), step);
         case Kind::kLinear: return linear(worker, *static_cast<const LinearOp*>(op), step, scratch);
         case Kind::kRotary: return rotary(worker, *static_cast<const RotaryOp*>(op), step);
+        case Kind::kLora: return shrink_by_loras(worker, *static_cast<const LoraOp*>(op), scratch);
         case Kind::kAttention: return attention(worker, *static_cast<const AttentionOp*>(op), step, scratch);
         case Kind::kRoute: return route_tokens(worker, *static_cast<const RouteOp*>(op), step);
         case Kind::kExperts: return multiply_experts(worker, *static_cast<const ExpertsOp*>(op), step, scratch);
@@ -116,6 +119,7 @@ LLMB_EXPORT int llmb_profile(void* engine, const void* const* ops, int num_ops, 
 LLMB_EXPORT void llmb_sizes(int32_t* sizes) {
     const size_t all[] = {sizeof(llmb::Step),   sizeof(llmb::EmbedOp),  sizeof(llmb::NormOp),
                           sizeof(llmb::LinearOp), sizeof(llmb::RotaryOp), sizeof(llmb::AttentionOp),
+                          sizeof(llmb::LoraMatrices), sizeof(llmb::LoraStep), sizeof(llmb::LoraOp),
                           sizeof(llmb::RouteOp),  sizeof(llmb::ExpertsOp), sizeof(llmb::MixOp)};
     for (size_t i = 0; i < std::size(all); i++) sizes[i] = static_cast<int32_t>(all[i]);
 }

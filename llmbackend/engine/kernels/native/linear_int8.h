@@ -220,8 +220,10 @@ struct Product {
             const int end = std::min(begin + kKBlock, k);
             for_blocks(first, last, [&](int row, int rows, int part, int parts) {
                 int32_t* block = sums + (k > kKBlock ? (row - first) * kPanel : 0);
-                if (end == k)
+                if (end == k) {
                     for (int r = 0; r < rows; r++) fetch_y(op, row + r, panel);
+                    fetch_lora(op, row, rows, panel);
+                }
                 for (int factor = 0; factor < num_factors; factor++) {
                     const int8_t* weights = panel_of(factor, panel) + begin * kPanel;
                     const int8_t* later = end < k ? weights + kKBlock * kPanel : panel_of(factor, next);
@@ -261,7 +263,12 @@ struct Product {
             if (num_factors == 2) add_wide(panel_of(1, panel), x.wide_of(row)[i], second);
         }
         PanelRow result = one.result(first, x.scale[row]);
-        if (num_factors == 2) result = combine(op.epilogue, result, two.result(second, x.scale[row]));
+        add_lora(op, row, panel, false, result.v);
+        if (num_factors == 2) {
+            PanelRow other = two.result(second, x.scale[row]);
+            add_lora(op, row, panel, true, other.v);
+            result = combine(op.epilogue, result, other);
+        }
         write_panel_row(op, row, panel, result);
     }
 };

@@ -31,11 +31,17 @@ void multiply_rows(const LinearOp& op, int first, int last, int panel, const flo
     for (int row = first; row < last; row += height) {
         const int rows = std::min(height, last - row);
         alignas(64) float sums[kMaxBlock][kPanel], sums2[kMaxBlock][kPanel];
+        fetch_lora(op, row, rows, panel);
         multiply(row, rows, false, sums);
         if (two) multiply(row, rows, true, sums2);
         for (int r = 0; r < rows; r++) {
             PanelRow result = scaled(sums[r], scales[row + r], bias);
-            if (two) result = combine(op.epilogue, result, scaled(sums2[r], scales[row + r], bias2));
+            add_lora(op, row + r, panel, false, result.v);
+            if (two) {
+                PanelRow other = scaled(sums2[r], scales[row + r], bias2);
+                add_lora(op, row + r, panel, true, other.v);
+                result = combine(op.epilogue, result, other);
+            }
             write_panel_row(op, row + r, panel, result);
         }
     }

@@ -61,6 +61,7 @@ enum class Kind : int32_t {
     kLinear = 2,
     kRotary = 3,
     kAttention = 4,
+    kLora = 8,
     kRoute = 16,    // these: step_experts.h
     kExperts = 17,
     kMix = 18,
@@ -102,6 +103,51 @@ enum class Epilogue : int32_t {
     kSwigluOai = 4, // y = a * sigmoid(1.702 a) * (b + 1), a = min(x·Wᵀ + bias, 7), b = x·W2ᵀ + bias2 within ±7
 };
 
+// What one adapter has for one of a program's layers that adapters may change: y += (x·downᵀ)·upᵀ, with the adapter's
+// scale in `up`. The rank is padded to a multiple of 16 with zeros, k to one of 4.
+//   float32   down [rank/16][k][16], up [n/32][rank][32]
+//   bfloat16  down [rank/16][k/2][16][2], up [n/32][rank/2][32][2]
+struct LoraMatrices {
+    const void* down;
+    const void* up;
+    int32_t rank;  // 0: the adapter does not change this layer
+    int32_t padding;
+};
+
+// The adapters of a step, which Python fills before it.
+struct LoraStep {
+    int32_t num_adapters;  // 0: nothing else is read
+    int32_t padding;
+    const LoraMatrices* const* adapters;  // [num_adapters]: each one's matrices, by the numbers of layers
+    const int32_t* starts;      // [num_adapters + 1], in tokens
+    const int32_t* tokens;      // the tokens that have an adapter, sorted by it
+    const int32_t* blocks;      // [num_adapters + 1]: each one's first block of kLoraBlock tokens, and how many there are
+    const int32_t* adapter_of;  // [tokens of the step]: -1: none
+};
+
+constexpr int kLoraBlock = 16;
+constexpr int kLoraLayers = 3;  // at most, that have one input
+
+// hidden[t][layer][split] = x[t]·downᵀ over the columns of a split, for the tokens that have an adapter and the layers that
+// it changes. The linear operations of these layers multiply the sum of the splits by `up` at their end.
+struct LoraOp {
+    Kind kind;
+    Type x_type;
+    Type weight_type;    // float32 or bfloat16
+    int32_t first_layer; // of an adapter's matrices
+    const LoraStep* step;
+    const void* x;       // [tokens, x_stride]
+    float* hidden;       // [tokens, hidden_stride]: [layers][splits][max_rank]
+    int32_t num_layers;
+    int32_t first_panels[kLoraLayers];  // of each layer, where panels of all are counted one after the other
+    int32_t k;
+    int32_t x_stride;
+    int32_t hidden_stride;
+    int32_t max_rank;
+    int32_t split;       // columns of x, a multiple of 32
+    int32_t num_splits;
+};
+
 // Weights are packed in panels of 32 output columns (the last one padded with zeros), K padded with zeros:
 //   float32   [n/32][k][32]          k as it is
 //   bfloat16  [n/32][k/2][32][2]     k padded to a multiple of 32
@@ -124,6 +170,7 @@ struct LinearOp {
     const int32_t* order; // int4: column i of both weights is multiplied by x[order[i]]; null: by x[i]
     const void* x;        // [rows, x_stride], x_type
     void* y;              // [rows, y_stride], y_type
+    const LoraOp* lora;   // which ran before, of this x; null: no adapter changes this layer
     int32_t n;
     int32_t k;            // not padded
     int32_t x_stride;
@@ -133,7 +180,7 @@ struct LinearOp {
     Type y_type;          // alike
     Epilogue epilogue;
     float factor;
-    int32_t padding;
+    int32_t lora_panel;   // the first panel's number in `lora`; those of weight2 follow
 };
 
 // Per token: normalises (where weights are given) and rotates the heads of q and k in place, and writes k and v to

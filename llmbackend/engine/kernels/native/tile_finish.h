@@ -56,7 +56,12 @@ class Finisher {
   private:
     LLMB_INLINE void row() {
         PanelRow result = result_of(columns_[0], at_);
-        if (plan_.gated) result = combine(op_.epilogue, result, result_of(columns_[1], at_ + kBlockBytes));
+        add_lora(op_, first_row_ + row_, panel_ + slot_, false, result.v);
+        if (plan_.gated) {
+            PanelRow other = result_of(columns_[1], at_ + kBlockBytes);
+            add_lora(op_, first_row_ + row_, panel_ + slot_, true, other.v);
+            result = combine(op_.epilogue, result, other);
+        }
         if (whole_panel_) write(result);
         else write_panel_row(op_, first_row_ + row_, panel_ + slot_, result);
         row_++;

@@ -1,0 +1,169 @@
+"""The LoRA adapters that PEFT writes: what their files hold, read without torch.
+
+For: the adapters of native programs and of models that run as modules, on a thread that reads files. Does not know:
+models, requests. Invariant: an adapter that holds more than the two matrices of linear layers, or states numbers beyond
+their limits, is refused by name.
+Source: the files of PEFT (adapter_config.json, adapter_model.safetensors); the safetensors format (8 bytes of header
+length, a JSON header, then the data).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+Float32Array = npt.NDArray[np.float32]
+
+_TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "fan_in_fan_out": (False, None),
+}
+"""Fields of adapter_config.json that ask for more than two matrices, with the values that do not."""
+_MAX_SCALE = 10_000
+"""Of alpha over the rank, which is 0.5 to 4 in adapters that were trained: beyond it activations overflow."""
+_MAX_HEADER_BYTES: Final = 100_000_000
+_TYPES: Final[dict[str, tuple[str, Callable[[npt.NDArray[Any]], Float32Array]]]] = {
+    "F64": ("<f8", lambda x: x.astype(np.float32)),
+    "F32": ("<f4", lambda x: x.astype(np.float32)),
+    "F16": ("<f2", lambda x: x.astype(np.float32)),
+    "BF16": ("<u2", lambda x: (x.astype(np.uint32) << np.uint32(16)).view(np.float32)),
+}
+"""How numbers are stored, by safetensors' names, and how they become float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraArrays:
+    down: Float32Array
+    """[rank, in_features]"""
+    up: Float32Array
+    """[out_features, rank], multiplied by the adapter's scale"""
+
+    @property
+    def rank(self) -> int:
+        return len(self.down)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the layer: outputs and inputs."""
+        return len(self.up), self.down.shape[1]
+
+
+AdapterArrays = dict[str, LoraArrays]
+"""By the names of the layers that they change."""
+
+
+class AdapterFiles:
+    """Any thread."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, int]], max_lora_rank: int) -> None:
+        """shapes: outputs and inputs of each layer that an adapter may change, by its name in the model"""
+        self._shapes, self._max_lora_rank = shapes, max_lora_rank
+
+    def read(self, name: str, path: str) -> AdapterArrays:
+        """The adapter in the folder `path`, checked. Raises ValueError naming adapter, file and reason."""
+        try:
+            found = _read(Path(path), self._max_lora_rank)
+        except (OSError, _FileError, json.JSONDecodeError) as error:
+            raise ValueError(f"LoRA '{name}' cannot be read from '{path}': {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"LoRA '{name}' in '{path}': {error}") from error
+        for module, matrices in found.items():
+            self._check(name, module, matrices)
+        return found
+
+    def _check(self, name: str, module: str, matrices: LoraArrays) -> None:
+        shape = self._shapes.get(module)
+        if shape is None:
+            known = next(iter(self._shapes), "none")
+            raise ValueError(f"LoRA '{name}' changes '{module}', expected linear layers of the decoder, as '{known}'")
+        if matrices.shape != shape:
+            given = list(matrices.shape)
+            raise ValueError(f"LoRA '{name}' was made for a '{module}' of {given}, the model's is {list(shape)}")
+
+
+class _FileError(Exception):
+    """The weights are not a safetensors file."""
+
+
+def _read(folder: Path, max_lora_rank: int) -> AdapterArrays:
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    for field, allowed in _UNSUPPORTED.items():
+        if field in config and config[field] not in allowed:
+            raise ValueError(f"'{field}' is {json.dumps(config[field])}, only {json.dumps(allowed[0])} is supported")
+    _check_rank(config.get("r"), max_lora_rank)
+    sides: dict[str, dict[str, Float32Array]] = {}
+    for tensor_name, tensor in _tensors(folder / "adapter_model.safetensors").items():
+        match = _TENSOR_NAME.fullmatch(tensor_name)
+        if match is None or tensor.ndim != 2:
+            raise ValueError(f"tensor '{tensor_name}' is not one of a plain LoRA's matrices of a linear layer")
+        sides.setdefault(match["module"], {})[match["side"]] = tensor
+    return {module: _matrices(module, pair, config, max_lora_rank) for module, pair in sides.items()}
+
+
+def _check_rank(rank: Any, max_rank: int) -> None:
+    if rank is not None and (type(rank) is not int or not 1 <= rank <= max_rank):
+        expected = f"an integer from 1 to {max_rank} (engine argument 'max_lora_rank')"
+        raise ValueError(f"'r' is {json.dumps(rank)}, expected {expected}")
+
+
+def _matrices(module: str, pair: Mapping[str, Float32Array], config: Mapping[str, Any], max_rank: int) -> LoraArrays:
+    if set(pair) != {"A", "B"}:
+        raise ValueError(f"'{module}' has only one of the matrices lora_A and lora_B")
+    down, up = pair["A"], pair["B"]
+    rank = len(down)
+    if up.shape[1] != rank:
+        raise ValueError(f"'{module}' has a lora_A of rank {rank} and a lora_B of rank {up.shape[1]}")
+    if not 1 <= rank <= max_rank:
+        raise ValueError(f"'{module}' has rank {rank}, expected at most {max_rank} (engine argument 'max_lora_rank')")
+    field, alpha = _alpha(module, config)
+    if type(alpha) not in (int, float) or not abs(alpha) <= _MAX_SCALE * rank:
+        raise ValueError(f"'{field}' is {json.dumps(alpha)}, expected a number of at most {_MAX_SCALE} times the rank")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return LoraArrays(down, up * np.float32(scale))
+
+
+def _alpha(module: str, config: Mapping[str, Any]) -> tuple[str, Any]:
+    """The field and its value: the module's own alpha where a pattern matches the end of its name, as in PEFT; else the
+    adapter's."""
+    for pattern, alpha in (config.get("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return "alpha_pattern", alpha
+    return "lora_alpha", config["lora_alpha"]
+
+
+def _tensors(path: Path) -> dict[str, Float32Array]:
+    """By name. Raises OSError or _FileError."""
+    data = np.fromfile(path, np.uint8)
+    header_bytes = int(data[:8].view("<u8")[0]) if len(data) >= 8 else 0
+    if not 2 <= header_bytes <= min(len(data) - 8, _MAX_HEADER_BYTES):
+        raise _FileError(f"{path.name} is truncated, or not a safetensors file")
+    try:
+        header = json.loads(data[8 : 8 + header_bytes].tobytes())
+        header.pop("__metadata__", None)
+        return {name: _tensor(entry, data[8 + header_bytes :]) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _FileError(f"{path.name} is not a safetensors file of float matrices: {error}") from error
+
+
+def _tensor(entry: Mapping[str, Any], data: npt.NDArray[np.uint8]) -> Float32Array:
+    dtype, shape, (begin, end) = str(entry["dtype"]), entry["shape"], entry["data_offsets"]
+    if dtype not in _TYPES:
+        raise ValueError(f"a tensor is of {dtype[:20]}, expected one of {', '.join(_TYPES)}")
+    stored, widened = _TYPES[dtype]
+    if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)) or not begin <= end <= len(data):
+        raise ValueError("a tensor's place is outside of the file")
+    if math.prod(shape) * np.dtype(stored).itemsize != end - begin:
+        raise ValueError(f"a tensor of {str(shape)[:40]} has {end - begin} bytes")
+    return widened(np.frombuffer(data[begin:end].tobytes(), stored)).reshape(shape)

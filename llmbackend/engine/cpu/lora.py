@@ -1,0 +1,186 @@
+"""LoRA adapters of a native program: their matrices in the kernels' layout, and which tokens of a step have one.
+
+For: the native runner, whose thread adds and removes adapters and begins steps; another thread reads files. Does not
+know: torch, how products are computed (native/lora.h), when an adapter is wanted. Invariants: an adapter's memory lasts
+until no request uses it; a step without adapters leaves everything as it is; how tokens are grouped changes no result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..adapter_files import AdapterArrays, AdapterFiles, Float32Array, LoraArrays
+from ..adapter_loads import number_of_adapter
+from ..config import EngineConfig
+from ..kernels.library import LORA_BLOCK, LORA_RANKS, PANEL, KernelLibrary, LoraMatrices, LoraStep, Type
+from ..step import FlatStep, Int32Array
+from .packed_decoder import TYPE_OF, PackedDecoder, PackedPart
+
+_ALIGN_BYTES: Final = 64
+_CHAINS: Final = 4
+"""k is padded to a multiple of it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedAdapter:
+    """Any thread may make one."""
+
+    matrices: Any
+    """An array of LoraMatrices, by the numbers of the program's parts."""
+    memory: npt.NDArray[np.uint8]
+    """Which the matrices are in."""
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.matrices)
+
+
+class NativeAdapters:
+    """The adapters of one program. Any thread may `read`; one thread, the engine's, does everything else."""
+
+    def __init__(self, config: EngineConfig, decoder: PackedDecoder, library: KernelLibrary) -> None:
+        """Loads the adapters that the config names. Raises ValueError naming adapter, file and reason."""
+        self.step = LoraStep()
+        """What the program reads of the step that `begin` was told of."""
+        self._parts = tuple(decoder.parts)
+        self._type = TYPE_OF[decoder.dtype]
+        self._library = library
+        self._files = AdapterFiles(_shapes(self._parts), config.max_lora_rank)
+        self._adapters: dict[int, PackedAdapter] = {}
+        self._numbers: dict[str, int] = {}
+        self._num_added = 0
+        self._of_row = np.zeros(config.max_num_seqs, np.int32)
+        """Numbers of adapters; 0: none."""
+        self._arrays: tuple[object, ...] = ()
+        for name, path in config.lora_modules.items():
+            self.add(name, self.read(name, path))
+
+    def read(self, name: str, path: str) -> PackedAdapter:
+        """The adapter in the folder `path`, checked. Raises ValueError naming adapter, file and reason."""
+        return pack_adapter(self._files.read(name, path), self._parts, self._type, self._library)
+
+    def add(self, name: str, matrices: PackedAdapter) -> None:
+        """Rows may use it from now on."""
+        self._num_added += 1
+        self._numbers[name] = self._num_added
+        self._adapters[self._num_added] = matrices
+
+    def remove(self, name: str) -> None:
+        """No live request uses it; unknown names are ignored."""
+        if (number := self._numbers.pop(name, None)) is not None:
+            del self._adapters[number]
+
+    def set_row(self, row: int, name: str) -> None:
+        """`name` "" is the model without an adapter. Raises ValueError for one that is not loaded."""
+        self._of_row[row] = number_of_adapter(name, self._numbers, none=0)
+
+    def begin(self, step: FlatStep) -> bool:
+        """Tells the program which tokens have which adapter. False: none has one."""
+        of_row = self._of_row[step.rows]
+        if not of_row.any():
+            self.step.num_adapters = 0
+            return False
+        grouped = GroupedTokens.of(np.repeat(of_row, step.query_lens))
+        addresses = np.array([self._adapters[number].address for number in grouped.numbers], np.int64)
+        arrays = addresses, grouped.starts, grouped.tokens, grouped.blocks, grouped.adapter_of
+        self.step.num_adapters = len(addresses)
+        self.step.adapters, self.step.starts, self.step.tokens, self.step.blocks, self.step.adapter_of = (
+            array.ctypes.data for array in arrays
+        )
+        self._arrays = arrays  # as long as the step reads them
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTokens:
+    """A step's tokens that have an adapter, sorted by it (native/step.h, LoraStep)."""
+
+    numbers: tuple[int, ...]
+    starts: Int32Array
+    tokens: Int32Array
+    blocks: Int32Array
+    adapter_of: Int32Array
+
+    @classmethod
+    def of(cls, numbers: Int32Array) -> GroupedTokens:
+        """numbers: int32 [tokens], 0: no adapter."""
+        order = np.argsort(numbers, kind="stable").astype(np.int32)
+        tokens = order[np.count_nonzero(numbers == 0) :]
+        found, counts = np.unique(numbers[tokens], return_counts=True)
+        adapter_of = np.full(len(numbers), -1, np.int32)
+        adapter_of[tokens] = np.repeat(np.arange(len(found), dtype=np.int32), counts)
+        return cls(tuple(found.tolist()), _starts(counts), tokens, _starts(-(-counts // LORA_BLOCK)), adapter_of)
+
+
+def _starts(counts: npt.NDArray[np.int64]) -> Int32Array:
+    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+
+
+def _shapes(parts: Sequence[tuple[PackedPart, int]]) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the layers that adapters may change."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for part, k in parts:
+        n, _ = shapes.get(part.layer, (0, k))
+        shapes[part.layer] = n + part.n, k
+    return shapes
+
+
+def pack_adapter(
+    arrays: AdapterArrays, parts: Sequence[tuple[PackedPart, int]], kind: Type, library: KernelLibrary
+) -> PackedAdapter:
+    """parts: of the program, with their numbers of inputs. kind: of the matrices. Raises MemoryError."""
+    packed = [_packed(arrays.get(part.layer), part, kind) for part, _ in parts]
+    offsets, size_bytes = [], 0
+    for pair in packed:
+        for matrix in pair:
+            offsets.append(size_bytes)
+            size_bytes += -(-matrix.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    memory = library.memory(size_bytes)
+    base, places = int(memory.ctypes.data), iter(offsets)
+    matrices = (LoraMatrices * len(parts))()
+    for native, (down, up) in zip(matrices, packed, strict=True):
+        for field, matrix in (("down", down), ("up", up)):
+            begin = next(places)
+            memory[begin : begin + matrix.nbytes] = matrix.reshape(-1).view(np.uint8)
+            setattr(native, field, base + begin)
+        native.rank = down.shape[0] * LORA_RANKS
+    return PackedAdapter(matrices, memory)
+
+
+_NOTHING: Final = np.zeros((0, 0), np.float32)
+Matrix = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+
+
+def _packed(arrays: LoraArrays | None, part: PackedPart, kind: Type) -> tuple[Matrix, Matrix]:
+    """`down` and `up` as native/step.h orders them."""
+    if arrays is None:
+        return _NOTHING, _NOTHING
+    fill = -arrays.rank % LORA_RANKS
+    k = arrays.down.shape[1]
+    up = arrays.up[part.first : part.first + part.n]
+    down = np.pad(arrays.down, ((0, fill), (0, -k % _CHAINS))).reshape(-1, LORA_RANKS, k + -k % _CHAINS)
+    panels = np.pad(up, ((0, -part.n % PANEL), (0, fill))).reshape(-1, PANEL, arrays.rank + fill)
+    return _in_order(down, kind), _in_order(panels, kind)
+
+
+def _in_order(matrices: Float32Array, kind: Type) -> Matrix:
+    """Of matrices [n][columns][depth], the columns of each step of the depth side by side; of bfloat16, pairs of it."""
+    if kind is Type.FLOAT32:
+        return np.ascontiguousarray(matrices.transpose(0, 2, 1))
+    n, columns, depth = matrices.shape
+    pairs = _bfloat16(matrices).reshape(n, columns, depth // 2, 2)
+    return np.ascontiguousarray(pairs.transpose(0, 2, 1, 3))
+
+
+def _bfloat16(x: Float32Array) -> npt.NDArray[np.uint16]:
+    """Rounded to nearest, ties to even; a NaN stays one."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    kept = bits >> np.uint32(16) | np.uint32(0x40)
+    return np.where(np.isnan(x), kept, rounded).astype(np.uint16)
