@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llmbackend.backends.python import backend as python
 from llmbackend.backends.python.stub_process import StubDeadError, StubProcess
 from llmbackend.backends.python.stub_services import MetricUsers, ModelMetrics
 from llmbackend.backends.python.stub_supervisor import StubSupervisor
@@ -21,14 +22,11 @@ from llmbackend.core.backend_api import (
     Backend,
     BackendAttributes,
     InstanceGroupKind,
-    MemoryUsage,
     Model,
     ModelInstance,
     Request,
     SendPolicy,
     internal,
-    process_memory,
-    unavailable,
 )
 from llmbackend.fork_server.client import ForkServer, Program
 from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
@@ -73,11 +71,6 @@ class IsolatedBackend:
         model.state = ModelState(model, self._fork_server)
         model.state.initialize()
 
-    def TRITONBACKEND_ModelFinalize(self, model: Model) -> None:
-        if model.state is not None:
-            model.state.close()
-            model.state = None
-
     def TRITONBACKEND_ModelInstanceInitialize(self, instance: ModelInstance) -> None:
         instance.state = InstanceState(instance, instance.model.state)
         instance.state.initialize()
@@ -85,23 +78,11 @@ class IsolatedBackend:
     def TRITONBACKEND_ModelInstanceExecute(self, instance: ModelInstance, requests: Sequence[Request]) -> None:
         instance.state.execute(requests)
 
-    def TRITONBACKEND_ModelInstanceReady(self, instance: ModelInstance) -> None:
-        if instance.state is not None:
-            instance.state.supervisor.check_ready()
-
-    def TRITONBACKEND_ModelInstanceFinalize(self, instance: ModelInstance) -> None:
-        if instance.state is not None:
-            instance.state.supervisor.close(FINALIZE_TIMEOUT_S)
-            instance.state = None
-
-    def LLMBACKEND_ModelInstanceKill(self, instance: ModelInstance) -> int:
-        if instance.state is None:
-            raise unavailable(f"instance '{instance.name}' has no process")
-        pid: int = instance.state.supervisor.kill()
-        return pid
-
-    def LLMBACKEND_ModelInstanceMemoryUsage(self, instance: ModelInstance) -> Sequence[MemoryUsage]:
-        return () if instance.state is None else process_memory(instance.state.supervisor.pid)
+    TRITONBACKEND_ModelFinalize = staticmethod(python.TRITONBACKEND_ModelFinalize)
+    TRITONBACKEND_ModelInstanceReady = staticmethod(python.TRITONBACKEND_ModelInstanceReady)
+    TRITONBACKEND_ModelInstanceFinalize = staticmethod(python.TRITONBACKEND_ModelInstanceFinalize)
+    LLMBACKEND_ModelInstanceKill = staticmethod(python.LLMBACKEND_ModelInstanceKill)
+    LLMBACKEND_ModelInstanceMemoryUsage = staticmethod(python.LLMBACKEND_ModelInstanceMemoryUsage)
 
 
 class ModelState:
@@ -173,6 +154,9 @@ class InstanceState:
         if (failure := unpack_error(error)) is not None:
             services.give_back(numbers)
             raise failure
+
+    def finalize(self) -> None:
+        self.supervisor.close(FINALIZE_TIMEOUT_S)
 
     def _prepare(self, services: ProcessServices) -> None:
         self._model_state.load(services)

@@ -7,7 +7,6 @@ process's messages.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -16,13 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from llmbackend.backends.python.requests import BlsRequests
 from llmbackend.backends.python.stub.packets import Message
-from llmbackend.backends.python.stub_process import StubProcess
-from llmbackend.backends.python.stub_services import ModelMetrics, StubReadiness
+from llmbackend.backends.python.stub_services import ChildServices, ModelMetrics
 from llmbackend.backends.python.wire_messages import (
     not_healthy,
-    pack_error,
     pack_request,
     pack_response,
     unpack_error,
@@ -108,7 +104,7 @@ class OpenRequest:
         self.close()
 
 
-class ProcessServices:
+class ProcessServices(ChildServices):
     """`handle` and `abandon` are called on the thread of the process's messages, the rest on the instance's.
 
     model: None for the process that only tells the backend's attributes
@@ -116,16 +112,8 @@ class ProcessServices:
     """
 
     def __init__(self, model: Model | None, metrics: ModelMetrics) -> None:
-        self.process: StubProcess
+        super().__init__(model, library_log, _pack_response)
         self.instance: ModelInstance
-        self.has_model = False
-        self.tells_readiness = False
-        self.is_abandoned = False
-        self._model = model
-        self._bls: BlsRequests
-        self._readiness: StubReadiness
-        self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
         self._open: dict[int, OpenRequest] = {}
         self._questions: dict[str, Callable[..., Any]] = {
             "reschedule": self._reschedule,
@@ -136,16 +124,6 @@ class ProcessServices:
             "check_state": self._check_state,
         }
         self._slow_questions = ("set_config", "is_decoupled", "is_model_ready", "load_model", "unload_model")
-
-    def connect(self, process: StubProcess) -> None:
-        """To be called before the first call of the process, which sends nothing until then."""
-        self.process = process
-        self._readiness = StubReadiness(partial(process.outbox.post, ("is_ready",)))
-        if self._model is not None:
-            self._bls = BlsRequests(self._model, process.outbox, _pack_response)
-
-    def not_ready_reason(self) -> str:
-        return self._readiness.reason() if self.tells_readiness else ""
 
     def open(self, requests: Sequence[Request]) -> tuple[list[int], list[Any], list[Any]]:
         """The numbers of the requests in the process, and the requests packed, with the parts of their tensors."""
@@ -165,13 +143,6 @@ class ProcessServices:
         for number in numbers:
             if (taken := self._take(number)) is not None:
                 taken.close()
-
-    def abandon(self, error: TritonError) -> None:
-        self.is_abandoned = True
-        self._fail_all(error)
-        self._readiness.close(error.message)
-        if self._model is not None:
-            self._bls.cancel_all()
 
     def _fail_all(self, error: TritonError) -> None:
         with self._lock:
@@ -212,9 +183,9 @@ class ProcessServices:
 
     @property
     def _known_model(self) -> Model:
-        if self._model is None:
+        if self._called_model is None:
             raise unavailable("the host's models cannot be used in TRITONBACKEND_Initialize")
-        return self._model
+        return self._called_model
 
     def _attempt(self, function: Callable[..., None], *arguments: Any) -> None:
         """For messages that have no answer: the library was told before that the call has succeeded."""
@@ -222,17 +193,6 @@ class ProcessServices:
             function(*arguments)
         except TritonError as error:
             log.error("a call of the library in process '%s' failed: %s", self.process.name, error.status)
-
-    def _reply(self, function: Callable[..., Any], question: int, *arguments: Any) -> None:
-        answer: tuple[Any, Any]
-        try:
-            answer = (None, function(*arguments))
-        except TritonError as error:
-            answer = (pack_error(error), None)
-        except Exception as error:  # a bug; the library must not wait forever
-            log.exception("a call of the library in process '%s' failed", self.process.name)
-            answer = (pack_error(internal(f"{type(error).__name__}: {error}")), None)
-        self.process.outbox.post(("answer", question, answer, True))
 
     def _on_response(self, number: int, packed: Any, flags: int, parts: Sequence[Any]) -> None:
         self._get(number).send(packed, flags, parts)
@@ -281,16 +241,6 @@ class ProcessServices:
             **fields,
         )
         self._bls.start(number, request)
-
-    def _on_cancel_infer(self, number: int) -> None:
-        self._bls.cancel(number)
-
-    def _on_is_ready(self, reason: str) -> None:
-        self._readiness.answer(reason)
-
-    def _on_log(self, level: int, file: str, line: int, text: str) -> None:
-        if library_log.isEnabledFor(level):
-            library_log.handle(library_log.makeRecord(library_log.name, level, file, line, "%s", (text,), None))
 
     def _set_config(self, serialized: bytes) -> bytes:
         """The model's configuration after the library has completed it."""

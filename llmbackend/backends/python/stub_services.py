@@ -1,10 +1,6 @@
-"""What the host does for one stub process: responses of its requests, BLS, metrics, readiness, log lines.
-
-Invariants: each request that was opened here is ended here: by the stub, or with an error when the stub has ended; no
-message waits for a slow host (loads of other models run on their own threads). A metric lives as long as a model
-version that made it: an unloaded model leaves none, a restarted instance continues counting, a reload does not start at
-0.
-"""
+"""What the host does for one stub process: responses of its requests, BLS, metrics, readiness, log lines. Each request
+opened here is ended here, also when the stub ends. A metric lives as long as a model version that made it: a restarted
+instance continues counting."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ import itertools
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -27,14 +24,22 @@ from llmbackend.core.backend_api import (
     Tenant,
     TritonError,
     common_tenant,
+    internal,
     invalid_argument,
 )
 
-from .requests import BlsRequests, Responder, bls_request, check_bls_request, state_outputs
+from .requests import BlsRequests, PackResponse, Responder, bls_request, check_bls_request, state_outputs
 from .stub.packets import Message
 from .stub.pb_request import PackedTenant
-from .stub_process import Outbox, StubProcess
-from .wire_messages import execute_error, not_healthy, unpack_response, unpack_tenant
+from .stub_process import StubProcess
+from .wire_messages import (
+    execute_error,
+    not_healthy,
+    pack_error,
+    pack_response,
+    unpack_response,
+    unpack_tenant,
+)
 
 TIMEOUT_S = 5.0
 FRESH_S = 0.1
@@ -43,7 +48,6 @@ log = logging.getLogger(__name__)
 model_log = logging.getLogger("llmbackend.backends.python.model")
 
 _MetricKey = tuple[str, tuple[tuple[str, str], ...]]
-"""A family's name, and labels sorted by name."""
 
 
 class MetricUsers:
@@ -93,7 +97,6 @@ class ModelMetrics:
         return family.value(**labels)
 
     def close(self) -> None:
-        """Removes the metrics that no other model version uses."""
         with self._users.lock:
             for key, number in self._numbers.items():
                 self._users.counts[key] -= 1
@@ -108,11 +111,9 @@ class ModelMetrics:
 
 
 class StubReadiness:
-    """The result of a model's own `is_ready()`. Any thread may ask.
-
-    The model is asked once at a time, and an answer holds for FRESH_S, so that many probes cost it little. Each caller
-    is answered within TIMEOUT_S (Triton's 5 s), also when the model hangs or its process ends.
-    """
+    """The result of a model's own `is_ready()`, for any thread. The model is asked once at a time, and an answer holds
+    for FRESH_S. Each caller is answered within TIMEOUT_S (Triton's 5 s), also when the model hangs or its process
+    ends."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         """ask: sends the question and returns; `answer` follows."""
@@ -123,7 +124,6 @@ class StubReadiness:
         self._end: str | None = None
 
     def reason(self) -> str:
-        """Why the model is not ready; "" when it is."""
         with self._lock:
             if self._end is not None:
                 return self._end
@@ -139,7 +139,6 @@ class StubReadiness:
             return f"is_ready() has not returned within {TIMEOUT_S:g} s"
 
     def answer(self, reason: str) -> None:
-        """On the thread of the stub's messages."""
         with self._lock:
             self._last = (time.monotonic(), reason)
             pending, self._pending = self._pending, None
@@ -147,28 +146,79 @@ class StubReadiness:
             pending.set_result(reason)
 
     def close(self, reason: str) -> None:
-        """The stub has ended."""
         with self._lock:
             self._end = reason
         self.answer(reason)
 
 
-class StubServices:
-    """`handle` and `abandon` are called on the thread of the stub's messages, the rest on the instance's."""
+class ChildServices(ABC):
+    """What the host does for the process of an instance, of whatever kind: readiness, calls of models, log, answers.
+    model: None for a process that makes no calls of models."""
 
-    def __init__(self, model: Model, metrics: ModelMetrics) -> None:
-        self._model = model
-        self._metrics = metrics
-        self._states = state_outputs(model.config)
+    def __init__(self, model: Model | None, output: logging.Logger, pack: PackResponse = pack_response) -> None:
         self.process: StubProcess
         self.has_model = False
         self.tells_readiness = False
         self.is_abandoned = False
-        self._outbox: Outbox
+        self._called_model = model
+        self._output = output
+        self._pack = pack
         self._bls: BlsRequests
         self._readiness: StubReadiness
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+
+    def connect(self, process: StubProcess) -> None:
+        """To be called before the first call of the process, which sends nothing until then."""
+        self.process = process
+        self._readiness = StubReadiness(partial(process.outbox.post, ("is_ready",)))
+        if self._called_model is not None:
+            self._bls = BlsRequests(self._called_model, process.outbox, self._pack)
+
+    def not_ready_reason(self) -> str:
+        return self._readiness.reason() if self.tells_readiness else ""
+
+    def abandon(self, error: TritonError) -> None:
+        """The process has ended: ends its requests with `error`."""
+        self.is_abandoned = True
+        self._fail_all(error)
+        self._readiness.close(error.message)
+        if self._called_model is not None:
+            self._bls.cancel_all()
+
+    @abstractmethod
+    def _fail_all(self, error: TritonError) -> None: ...
+
+    def _on_cancel_infer(self, number: int) -> None:
+        self._bls.cancel(number)
+
+    def _on_is_ready(self, reason: str) -> None:
+        self._readiness.answer(reason)
+
+    def _on_log(self, level: int, file: str, line: int, text: str) -> None:
+        if self._output.isEnabledFor(level):
+            self._output.handle(self._output.makeRecord(self._output.name, level, file, line, "%s", (text,), None))
+
+    def _reply(self, function: Callable[..., Any], question: int, *arguments: Any) -> None:
+        answer: tuple[Any, Any]
+        try:
+            answer = (None, function(*arguments))
+        except TritonError as error:
+            answer = (pack_error(error), None)
+        except Exception as error:  # a bug; the process must not wait forever
+            log.exception("a call of process '%s' to the host failed", self.process.name)
+            answer = (pack_error(internal(f"{type(error).__name__}: {error}")), None)
+        self.process.outbox.post(("answer", question, answer, True))
+
+
+class StubServices(ChildServices):
+    """`handle` and `abandon` are called on the thread of the stub's messages, the rest on the instance's."""
+
+    def __init__(self, model: Model, metrics: ModelMetrics) -> None:
+        super().__init__(model, model_log)
+        self._model = model
+        self._metrics = metrics
+        self._states = state_outputs(model.config)
         self._responders: dict[int, Responder] = {}
         self._questions: dict[str, Callable[..., Any]] = {
             "metric_family": metrics.open_family,
@@ -181,25 +231,13 @@ class StubServices:
             "is_model_ready": model.is_model_ready,
         }
 
-    def connect(self, process: StubProcess) -> None:
-        """To be called before the first call of the process, which sends nothing until then."""
-        self.process = process
-        self._outbox = process.outbox
-        self._bls = BlsRequests(self._model, process.outbox)
-        self._readiness = StubReadiness(partial(process.outbox.post, ("is_ready",)))
-
-    def not_ready_reason(self) -> str:
-        """Why the model is not ready; "" when it is, or has no `is_ready()`."""
-        return self._readiness.reason() if self.tells_readiness else ""
-
     def open(self, request: Request) -> int:
-        """The number of this request in the stub. If the stub has ended, the request fails."""
         responder, number = Responder(request, self._states), next(self._numbers)
         with self._lock:
             self._responders[number] = responder
         if self.is_abandoned and self.take(number) is not None:
             responder.fail(not_healthy(self.process.name, self.process.cause))
-        request.on_cancel(partial(self._outbox.post, ("cancel", number)))
+        request.on_cancel(partial(self.process.outbox.post, ("cancel", number)))
         return number
 
     def take(self, number: int) -> Responder | None:
@@ -207,16 +245,12 @@ class StubServices:
         with self._lock:
             return self._responders.pop(number, None)
 
-    def abandon(self, error: TritonError) -> None:
-        """The stub has ended: ends its requests with `error`."""
-        self.is_abandoned = True
+    def _fail_all(self, error: TritonError) -> None:
         with self._lock:
             responders = list(self._responders.values())
             self._responders.clear()
         for responder in responders:
             responder.fail(error)
-        self._readiness.close(error.message)
-        self._bls.cancel_all()
 
     def handle(self, message: Message) -> None:
         """Raises for a malformed message."""
@@ -264,28 +298,8 @@ class StubServices:
         with self._lock:
             return common_tenant(frozenset(responder.tenant for responder in self._responders.values()))
 
-    def _on_cancel_infer(self, number: int) -> None:
-        self._bls.cancel(number)
-
-    def _on_is_ready(self, reason: str) -> None:
-        self._readiness.answer(reason)
-
-    def _on_log(self, level: int, file: str, line: int, text: str) -> None:
-        if model_log.isEnabledFor(level):
-            model_log.handle(model_log.makeRecord(model_log.name, level, file, line, "%s", (text,), None))
-
     def _on_metric(self, number: int, action: str, value: float) -> None:
         try:
             self._metrics.change(number, action, value)
         except TritonError as error:  # where possible, the stub has refused it before
             log.error("a metric of model '%s' cannot be changed: %s", self._model.name, error)
-
-    def _reply(self, function: Callable[..., Any], question: int, *arguments: Any) -> None:
-        try:
-            answer = (True, function(*arguments))
-        except TritonError as error:
-            answer = (False, error.message)
-        except Exception as error:  # a bug; the model must not wait forever
-            log.exception("a call of model '%s' to the host failed", self._model.name)
-            answer = (False, f"{type(error).__name__}: {error}")
-        self._outbox.post(("answer", question, answer, True))

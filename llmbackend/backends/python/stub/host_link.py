@@ -22,7 +22,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from .errors import TritonModelException
+from .errors import PackedError, TritonModelException
 from .packets import Message, PacketReader, encode
 
 AnswerCallback = Callable[[Any, Sequence[Any], bool], None]
@@ -110,11 +110,11 @@ class HostLink:
 
     def ask(self, verb: str, *arguments: Any) -> Any:
         """The host's answer. Raises TritonModelException with the text of a refusal."""
-        future: Future[tuple[bool, Any]] = Future()
+        future: Future[tuple[PackedError | None, Any]] = Future()
         self.start((verb, *arguments), (), lambda value, _parts, _last: future.set_result(value))
-        is_granted, value = future.result()
-        if not is_granted:
-            raise TritonModelException(value)
+        error, value = future.result()
+        if error is not None:
+            raise TritonModelException(error[1])
         return value
 
     def _tell_readiness(self) -> None:

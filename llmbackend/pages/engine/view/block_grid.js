@@ -1,8 +1,4 @@
-/**
- * Layout of the blocks of a KV map in a rectangle.
- *
- * Invariant: every block has one cell; all cells show the same number of neighbouring blocks, one if there is room.
- */
+/** Layout of the blocks of a KV map in a rectangle; all cells show the same number of neighbouring blocks. */
 
 const CELL_SIZES = [14, 12, 10, 9, 8, 7, 6, 5, 4, 3];
 

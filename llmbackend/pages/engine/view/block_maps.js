@@ -1,8 +1,4 @@
-/**
- * The latest maps of one engine's KV blocks, for lookups by time.
- *
- * Invariant: at most `maxMaps` maps are kept.
- */
+/** The latest `maxMaps` maps of one engine's KV blocks, for lookups by time. */
 
 export const BLOCK_STATES = ["free", "cached", "used"];
 

@@ -1,8 +1,4 @@
-/**
- * Sums of one engine's steps over intervals of 100 ms, for charts in which single steps are too narrow.
- *
- * Knows no request. Invariant: a bucket that is reused for a later interval starts at zero.
- */
+/** Sums of one engine's steps over intervals of 100 ms, for charts in which single steps are too narrow. */
 
 export const BUCKET_S = 0.1;
 

@@ -1,8 +1,4 @@
-/**
- * The columns of the charts: single steps if they are wide enough, else sums over intervals.
- *
- * Knows no canvas. Invariant: columns of sums are aligned to absolute time, so that they do not flicker while they scroll.
- */
+/** The columns of the charts: single steps if they are wide enough, else sums over intervals, aligned to absolute time. */
 
 import { BUCKET_S } from "./buckets.js";
 import { showsSteps } from "./lane_layout.js";

@@ -1,8 +1,4 @@
-/**
- * Draws the map of KV blocks: free is empty, cached hatched, used full, shared with a white bar, the selected request's framed.
- *
- * Invariant: draws the state that it is given, changes none.
- */
+/** Draws KV blocks: free is empty, cached hatched, used full, shared with a white bar, those of the selected request framed. */
 
 import { prepare } from "./canvas.js";
 import { blockGrid, eachStretch } from "./block_grid.js";

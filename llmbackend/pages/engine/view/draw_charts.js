@@ -1,8 +1,4 @@
-/**
- * Draws the charts over the lanes, on the same axis of time: each a row with its name and latest values at the left.
- *
- * Invariant: draws the state that it is given, changes none.
- */
+/** Draws the charts over the lanes, on the same axis of time: each a row with its name and latest values at the left. */
 
 import { FONT, drawBands, fitText, prepare, textWidth } from "./canvas.js";
 import { loadColumns, stepColumns, usualHighest } from "./chart_columns.js";

@@ -1,8 +1,4 @@
-/**
- * Draws the lanes: one row per request, with a box for each activity.
- *
- * Knows where everything is only through lane_layout.js. Invariant: draws the state that it is given, changes none.
- */
+/** Draws the lanes of lane_layout.js: one row per request, with a box for each activity. */
 
 import { FONT, drawBands, fitText, prepare, textWidth } from "./canvas.js";
 import { laneLabels, segmentBoxes, showsSteps, stepBoxes } from "./lane_layout.js";

@@ -1,8 +1,4 @@
-/**
- * The Engine page as a Vue component: choice of engine, controls, canvases, and words around them.
- *
- * Knows the feed only through LiveView. Text from clients (ids of requests) is inserted only as text.
- */
+/** The Engine page as a Vue component: choice of engine, controls, canvases, and text. Text of clients is only inserted as text. */
 
 import { LiveView, TABLE_COLUMNS, WIDTHS_S, blockTip, laneTip } from "llmbackend-engine";
 import { cancelRequest, killEngine, sendDemoRequests } from "llmbackend-engine/actions.js";

@@ -1,8 +1,4 @@
-/**
- * Reads /v2/engine/events until it is closed, and reconnects when the connection is lost.
- *
- * Knows nothing of what the events mean. Invariant: after close() no callback is called.
- */
+/** Reads /v2/engine/events until it is closed, and reconnects when the connection is lost. */
 
 import { SseParser } from "./sse.js";
 

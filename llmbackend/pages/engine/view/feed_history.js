@@ -1,8 +1,4 @@
-/**
- * The last minutes of the feed, per engine; the page draws only this data.
- *
- * Knows no drawing. Invariant: bounded memory, whatever the feed sends (the bounds of its parts, and `MAX_INSTANCES`).
- */
+/** The last minutes of the feed, per engine, in bounded memory; the page draws only this data. */
 
 import { BlockMaps } from "./block_maps.js";
 import { Buckets } from "./buckets.js";

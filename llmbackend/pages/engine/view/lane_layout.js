@@ -1,8 +1,4 @@
-/**
- * Layout of the lanes between two times: from tracks and steps to boxes in pixels.
- *
- * Knows no canvas and no colours. Invariant: a box lies within the scale's pixels; boxes of a lane come in order of time.
- */
+/** Layout of the lanes between two times: from tracks and steps to boxes in pixels, in order of time. */
 
 export const MAX_LANES = 128;
 /** From this width per step (pixels), every step has its own box. */

@@ -1,9 +1,4 @@
-/**
- * The live view: reads the feed, keeps the history, and draws it on canvases when there is something new to see.
- *
- * Knows no HTML around the canvases; what is to be said in words goes out through onStatus. Invariants: nothing is drawn while
- * nothing changes or the tab is hidden; after stop() nothing of it runs.
- */
+/** Reads the feed, keeps the history, and draws it on canvases, unless nothing changes or the tab is hidden. */
 
 import { blockAt } from "./block_grid.js";
 import { runOf } from "./block_maps.js";

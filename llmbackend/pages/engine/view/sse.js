@@ -1,8 +1,4 @@
-/**
- * Parses server-sent events from the chunks of a stream.
- *
- * Invariant: the events do not depend on how the text is divided into chunks.
- */
+/** Parses server-sent events from the chunks of a stream. */
 
 export class SseParser {
   #rest = "";

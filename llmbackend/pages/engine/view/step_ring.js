@@ -1,9 +1,4 @@
-/**
- * The latest steps of one engine with their rows, in typed arrays of fixed size.
- *
- * Knows nothing of requests beyond their numbers. Invariant: memory is bounded by the two sizes given at the start; when either
- * is full the oldest steps go.
- */
+/** The latest steps of one engine with their rows, in typed arrays of fixed size. */
 
 export const KINDS = ["prefill", "decode", "recompute"];
 

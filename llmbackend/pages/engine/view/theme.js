@@ -1,8 +1,4 @@
-/**
- * Colours and marks of everything that is drawn, for light and dark pages.
- *
- * Invariant: two kinds of work differ by mark (hatching, height, letter) and not by colour alone; colours after Okabe and Ito.
- */
+/** Colours and marks, for light and dark pages. Kinds of work differ by mark, not by colour alone (colours after Okabe and Ito). */
 
 const LIGHT = {
   dark: false,

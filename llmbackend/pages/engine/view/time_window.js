@@ -1,8 +1,4 @@
-/**
- * The time window that is shown: live, or paused in the history; and its width.
- *
- * Knows no pixels beyond the width it is asked about. Invariant: the right edge of a paused window lies within the history.
- */
+/** The time window that is shown: live, or paused in the history; and its width. */
 
 export const WIDTHS_S = [1, 2, 5, 10, 20, 30, 60, 120, 300];
 

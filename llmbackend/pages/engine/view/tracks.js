@@ -1,12 +1,7 @@
 /**
- * The requests of one engine as tracks: each one's activities over time, and its lane.
- *
- * Knows no pixels. Invariants: a track's segments follow each other in time; two tracks share a lane only one after the other; at
- * most `maxTracks` tracks are kept, ended ones go first.
- *
- * A segment is {kind, start, end, steps, tokens, drafts, reason, output}: kind as in words.js, start and end in unix seconds (end is
- * Infinity while it lasts), steps computed in it, tokens computed in them, drafts accepted in them, reason to wait,
- * output tokens of the request at its end.
+ * The requests of one engine as tracks: each one's activities over time, and its lane; at most `maxTracks`, ended ones go first.
+ * A segment is {kind (as in words.js), start, end (unix seconds; Infinity while it lasts), steps, tokens, drafts (accepted), reason to
+ * wait, output (tokens of the request at its end)}.
  */
 
 /** Seconds that a lane stays empty after a request, so that its finish reason can be read. */
