@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.site.columns import with_lists
 from tools.site.hooks import PAGES, REFERENCE, with_site_links
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,15 @@ ON_SITE = ["index.md", "changelog.md", "engine.md", "reference/python.md", "imag
 )
 def test_links_of_the_site(page: str, text: str, expected: str) -> None:
     assert with_site_links(text, page, ON_SITE) == expected
+
+
+def test_columns_become_lists() -> None:
+    text = "What it does.\n\na, b  of the model;\n      None = none\nc     False\nThe end: it raises.\none: thing"
+    lists = (
+        "What it does.\n\n- `a, b`: of the model;\n  None = none\n- `c`: False\n\nThe end: it raises.\n\n- `one`: thing"
+    )
+    assert with_lists(text) == lists
+    assert with_lists("Just text.\n    code  here") == "Just text.\n    code  here"
 
 
 def test_what_the_site_shows_exists() -> None:

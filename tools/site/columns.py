@@ -6,14 +6,12 @@ For: mkdocstrings, which takes this file as an extension of griffe.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-
-    class Extension: ...
-
-else:
+try:
     from griffe import Extension
+except ImportError:  # where no site is built
+    Extension = object
 
 _COLUMNS = re.compile(r"(?P<names>\w+(?:, \w+)*) {2,}(?P<meaning>\S.*)")
 _ONE = re.compile(r"(?P<names>\w+(?:, \w+)*): (?P<meaning>\S.*)")
@@ -26,7 +24,7 @@ def with_lists(text: str) -> str:
     for line in text.splitlines():
         entry = _COLUMNS.fullmatch(line) or _ONE.fullmatch(line)
         if entry:
-            lines += ([] if is_in_list or not lines else [""]) + [f"- `{entry['names']}`: {entry['meaning']}"]
+            lines += ([""] if lines and lines[-1] and not is_in_list else []) + [f"- `{entry['names']}`: {entry['meaning']}"]
         elif is_in_list and line.startswith("  "):
             lines.append(f"  {line.strip()}")
             continue
