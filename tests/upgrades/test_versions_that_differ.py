@@ -12,18 +12,23 @@ import msgspec
 import pytest
 
 import llmbackend
+from llmbackend import DEMO_MODEL
+from llmbackend.adapter.text import tokenizer_loading
 from llmbackend.cluster.engine_watch import HostRegistry
 from llmbackend.cluster.messages import HostAddress, Versions
 from llmbackend.core.backend_manager import check_extension_version
 from llmbackend.core.errors import TritonError
+from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.process.served import remote_messages
 from llmbackend.engine.process.served.remote_messages import PROTOCOL_VERSION, hello, refusal
+from llmbackend.engine.weight_cache import cache, image_file
 from llmbackend.fork_server.client import ForkServer, Program
 from llmbackend.frontends.generation.sealed_reasoning import FIXED_KEY
 from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.journals.documents import Capacity, StoreError
 from llmbackend.frontends.journals.redis_storage import RedisStorage
 from llmbackend.frontends.openai.responses_api import background
+from llmbackend.gguf import model_directory
 from llmbackend.remote import host_endpoint, wire
 from llmbackend.remote.remote_server import RemoteServer
 from tests.helpers.kserve_scripted import start_host
@@ -92,6 +97,26 @@ def test_a_package_that_was_replaced_under_a_running_server(tmp_path: Path) -> N
     ours = llmbackend.__version__
     assert f"has release 99.0 now, this server was started with {ours}: restart the server" in child.cause
     server.close()
+
+
+def test_what_caches_hold_is_found_by_its_own_release_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = EngineConfig(model=str(DEMO_MODEL))
+    gguf_file = tmp_path / "model.gguf"
+    gguf_file.touch()
+
+    def keys() -> list[str]:
+        return [cache.key_of(model).digest, tokenizer_loading._key(DEMO_MODEL), model_directory._key([gguf_file])]
+
+    ours = keys()
+    assert keys() == ours
+    monkeypatch.setattr(llmbackend, "__version__", "99.0")
+    monkeypatch.setattr(tokenizer_loading, "__version__", "99.0")
+    assert all(key != before for key, before in zip(keys(), ours, strict=True))
+    with (tmp_path / "image").open("w+b") as image:
+        image.write((b"llmbimg" + bytes([image_file.FORMAT + 1])).ljust(image_file.PAGE_BYTES, b"\0"))
+        image.flush()
+        with pytest.raises(image_file.ImageDamagedError, match="not an image of this version"):
+            image_file._read_header(image.fileno())
 
 
 # --- a cluster of two releases --------------------------------------------------------------------------------------

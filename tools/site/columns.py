@@ -24,7 +24,8 @@ def with_lists(text: str) -> str:
     for line in text.splitlines():
         entry = _COLUMNS.fullmatch(line) or _ONE.fullmatch(line)
         if entry:
-            lines += ([""] if lines and lines[-1] and not is_in_list else []) + [f"- `{entry['names']}`: {entry['meaning']}"]
+            lines += [""] if lines and lines[-1] and not is_in_list else []
+            lines.append(f"- `{entry['names']}`: {entry['meaning']}")
         elif is_in_list and line.startswith("  "):
             lines.append(f"  {line.strip()}")
             continue
