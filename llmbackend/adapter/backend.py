@@ -36,6 +36,7 @@ from .model_state import ModelState
 from .schemas import is_llmapi, schema_for
 
 BUILT_FOR_API = (1, 19)
+LLMBACKEND_API_VERSION = (1, 0)
 
 
 def TRITONBACKEND_Initialize(backend: Backend) -> None:

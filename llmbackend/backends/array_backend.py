@@ -40,6 +40,7 @@ from llmbackend.core.backend_api import (
 
 _log = logging.getLogger(__name__)
 BUILT_FOR_API = (1, 19)
+LLMBACKEND_API_VERSION = (1, 0)
 Readers = Mapping[str, Callable[[str], Any]]
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]

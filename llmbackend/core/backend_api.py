@@ -27,7 +27,7 @@ Functions
     TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None
         When the instance has no requests any more.
 
-    Not in Triton's API:
+    Not in Triton's API (LLMBACKEND_API_VERSION):
 
     LLMBACKEND_ModelForecast(model: Model) -> Mapping[str, Any]
         Properties and needs of an instance: JSON values by name, for `llmbackend check`. Called after ModelInitialize
@@ -138,7 +138,8 @@ from .tracing.trace import Attributes, RequestTrace, SpanEvent, TraceSpan
 
 __all__ = [
     "ACCELERATORS_FIELD", "API_VERSION", "CONFIG_TYPE_OF_DATATYPE", "DATATYPE_OF_CONFIG_TYPE", "DATATYPE_OF_DTYPE",
-    "JSON", "NO_TENANT", "NUMPY_DTYPE", "SERVED_MODEL_NAME", "Attributes", "Backend", "BackendAttributes", "ErrorCode",
+    "JSON", "LLMBACKEND_API_VERSION", "NO_TENANT", "NUMPY_DTYPE", "SERVED_MODEL_NAME", "Attributes", "Backend",
+    "BackendAttributes", "ErrorCode",
     "ExecutionPolicy", "HostPolicy", "InferenceHandle", "InferenceRequest", "InferenceResponse", "InstanceActivity",
     "InstanceGroupKind", "JsonTensor", "MemoryType", "MemoryUsage", "MetricFamily", "MetricKind", "Model",
     "ModelConfig", "ModelInstance", "OutputLayout", "Outputs", "ParameterValue", "RawTensor", "ReleaseFlag", "Request",
@@ -151,6 +152,9 @@ __all__ = [
 
 API_VERSION = (1, 19)
 """Of this module. A backend has a constant with the version that it was written for."""
+LLMBACKEND_API_VERSION = (1, 0)
+"""Of what is not in Triton's API: LLMBACKEND_* functions, and what this module says not to be there. A backend that
+uses any of it exports a constant LLMBACKEND_API_VERSION, the version that it was written for."""
 _log = logging.getLogger(__name__)
 
 

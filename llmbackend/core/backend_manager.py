@@ -18,9 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .backend_api import API_VERSION, BackendAttributes, ExecutionPolicy, SendPolicy
+from .backend_api import API_VERSION, LLMBACKEND_API_VERSION, BackendAttributes, ExecutionPolicy, SendPolicy
 from .c_api.library import CompiledBackend
-from .errors import TritonError, invalid_argument, not_found
+from .errors import TritonError, invalid_argument, not_found, unsupported
 from .files import call_entry_point, import_file, load_library
 from .metrics.metric_family import MetricFamilies
 
@@ -191,6 +191,7 @@ class BackendManager:
         module = load_library("backend library", location.key, partial(_load_module, backend, location, config))
         if not callable(getattr(module, EXECUTE, None)):
             raise not_found(f"unable to find required entrypoint '{EXECUTE}' in backend library of '{backend}'")
+        check_extension_version(backend, module)
         directory = location.directory
         if location.file is None and directory == Path():
             directory = Path(module.__file__ or ".").parent
@@ -216,6 +217,31 @@ class BackendManager:
         }
         config.setdefault("default-max-batch-size", DEFAULT_MAX_BATCH_SIZE)
         return config
+
+
+def check_extension_version(backend: str, module: object) -> None:
+    """Compares a backend's LLMBACKEND_API_VERSION with the host's, as check_api_version does for Triton's API.
+
+    Raises TritonError UNSUPPORTED for another major version or a later minor one, INVALID_ARG for what is no version.
+    """
+    needed = getattr(module, "LLMBACKEND_API_VERSION", None)
+    if needed is None:
+        if named := [name for name in vars(module) if name.startswith("LLMBACKEND_")]:
+            log.warning("backend '%s' has %s, but no LLMBACKEND_API_VERSION: taken for (1, 0)", backend, named[0])
+        return
+    try:
+        major, minor = map(int, needed)
+    except (TypeError, ValueError):
+        raise invalid_argument(
+            f"LLMBACKEND_API_VERSION of backend '{backend}' is {needed!r}, expected a pair of numbers as "
+            f"{LLMBACKEND_API_VERSION}"
+        ) from None
+    host_major, host_minor = LLMBACKEND_API_VERSION
+    if host_major != major or host_minor < minor:
+        raise unsupported(
+            f"backend '{backend}' was written for LLMBACKEND_API_VERSION {major}.{minor}, this server has "
+            f"{host_major}.{host_minor}"
+        )
 
 
 def _is_llmapi(version_directory: Path) -> bool:

@@ -298,6 +298,8 @@ class _Entry(msgspec.Struct, array_like=True):
     parameters: dict[str, ParameterValue]
 
 
+_ENTRY_FORMAT = 1
+"""One more with each change of an entry: servers of two releases may share a Redis."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Entry)
 
@@ -311,7 +313,7 @@ class CacheKeys:
     """
 
     def __init__(self, model: str, version: int, load_id: bytes) -> None:
-        self._of_model = hashlib.blake2b(repr((model, version, load_id)).encode(), digest_size=16)
+        self._of_model = hashlib.blake2b(repr((_ENTRY_FORMAT, model, version, load_id)).encode(), digest_size=16)
 
     def of(self, request: QueuedRequest) -> bytes:
         """A hash over a header with each tensor's name, datatype, shape and size, then the tensors' bytes."""

@@ -227,8 +227,12 @@ class _Server:
 def _popen(program: Program, control: socket.socket, output_fd: int) -> subprocess.Popen[bytes]:
     end = ENDS_WITH_SERVER if program.ends_children else ""
     server = command(program.interpreter, f"{_SERVER_PACKAGE[0]}.server", _SERVER_PACKAGE)
+    release = llmbackend.__version__
     return subprocess.Popen(
-        [*server, str(control.fileno()), str(os.getpid()), end, *program.package, program.module, *program.arguments],
+        [
+            *(*server, str(control.fileno()), str(os.getpid()), end, release),
+            *(*program.package, program.module, *program.arguments),
+        ],
         stdin=subprocess.DEVNULL,
         stdout=output_fd,
         stderr=output_fd,

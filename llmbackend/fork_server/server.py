@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import struct
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -60,14 +61,17 @@ class _Order(NamedTuple):
     server_pid: int
 
 
-def main(control_fd: str, host_pid: str, end: str, package: str, directory: str, module: str, *arguments: str) -> None:
-    """end: ENDS_WITH_SERVER = the kernel kills the children when the server ends."""
+def main(
+    control_fd: str, host_pid: str, end: str, release: str, package: str, directory: str, module: str, *arguments: str
+) -> None:
+    """end: ENDS_WITH_SERVER = the kernel kills the children when the server ends. release: of the host."""
     end_with(int(host_pid))
     for number in _HOST_SIGNALS:
         signal.signal(number, lambda *_: None)
     control = socket.socket(fileno=int(control_fd))
     control.set_inheritable(False)
     load_package(package, directory)
+    check_release(package, directory, release)
     program = importlib.import_module(module)
     run = program.prepare(*arguments)
     _freeze()
@@ -82,6 +86,13 @@ def main(control_fd: str, host_pid: str, end: str, package: str, directory: str,
     os.close(output_fd)
     order.policy.bind()
     run(order.text, *descriptors)
+
+
+def check_release(package: str, directory: str, release: str) -> None:
+    """Ends this process when the files of the package were replaced while the host runs: its messages may differ."""
+    found = getattr(sys.modules[package], "__version__", release)
+    if found != release:
+        sys.exit(f"'{directory}' has release {found} now, this server was started with {release}: restart the server")
 
 
 def end_with(parent_pid: int) -> None:

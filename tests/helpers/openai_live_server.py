@@ -26,31 +26,41 @@ from llmbackend.frontends.openai.router import create_openai_router
 
 @contextlib.contextmanager
 def serve_openai(
-    server: Any, store: ResponseStore | None = None, access: AccessControl | None = None, **options: Any
+    server: Any,
+    store: ResponseStore | None = None,
+    access: AccessControl | None = None,
+    *,
+    takes_over: bool = False,
+    **options: Any,
 ) -> Iterator[str]:
-    """Yields the base URL (without /v1). store: of responses and conversations; options: of both routers"""
+    """Yields the base URL (without /v1). store: of responses and conversations; takes_over: whether those in it that
+    another server has begun are continued; options: of both routers"""
     shared = {name: value for name, value in options.items() if name not in ("lora_folder", "defaults")}
     routers = (create_anthropic_router(server, **shared), create_openai_router(server, store=store, **options))
     app: ASGIApp = Starlette(routes=[route for router in routers for route in router.routes])
     if access is not None:
         app = access.around_http(app, CollectorRegistry())
-    with serve_application(app) as url:
+    with serve_application(app, store if takes_over else None) as url:
         yield url
 
 
 @contextlib.contextmanager
-def serve_application(app: ASGIApp) -> Iterator[str]:
-    """Serves `app` on a thread; yields its URL."""
+def serve_application(app: ASGIApp, store: ResponseStore | None = None) -> Iterator[str]:
+    """Serves `app` on a thread; yields its URL. store: is started and closed"""
     listener = socket.create_server(("127.0.0.1", 0))
     started, ended = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
 
     async def serve() -> None:
+        if store is not None:
+            await store.start()
         endpoint = HttpEndpoint(app, listener, lambda: None)
         await endpoint.start(HttpLimits(), GuardedProtocol, 1 << 20)
         started.set()
         await ended.wait()
         await endpoint.stop(2)
+        if store is not None:
+            await store.close()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()

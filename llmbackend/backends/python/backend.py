@@ -21,6 +21,7 @@ from .model_instance_state import ModelInstanceState
 from .model_state import BackendState, ModelState
 
 BUILT_FOR_API = (1, 19)
+LLMBACKEND_API_VERSION = (1, 0)
 
 
 def TRITONBACKEND_Initialize(backend: Backend) -> None:

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from llmbackend.backends.array_backend import LLMBACKEND_API_VERSION as LLMBACKEND_API_VERSION
 from llmbackend.backends.array_backend import (
     LLMBACKEND_ModelInstanceMemoryUsage as LLMBACKEND_ModelInstanceMemoryUsage,
 )

@@ -37,8 +37,10 @@ class SealingKey:
         except (UnicodeEncodeError, binascii.Error):
             raise ValueError("not a sealed text") from None
         tag = data[1 : 1 + _TAG_BYTES]
-        if data[:1] != _VERSION or len(tag) < _TAG_BYTES:
+        if len(tag) < _TAG_BYTES:
             raise ValueError("not a sealed text")
+        if data[:1] != _VERSION:
+            raise ValueError(f"sealed in format {data[0]}, this server reads format {_VERSION[0]}, or altered")
         content = self._masked(data[1 + _TAG_BYTES :], tag)
         if not hmac.compare_digest(tag, self._tag(content)):
             raise ValueError("sealed with another key, or altered")

@@ -31,6 +31,8 @@ _KEPT_LONGER_S: Final = 3600
 """Redis removes a document's keys so long after its expiry, if no server has."""
 _REMOVED_AT_ONCE: Final = 64
 _PREFIX: Final = "llmbackend:responses:"
+_VERSION: Final = 1
+"""Of the keys and values. It is in the key `version`; what had no version yet is version 1."""
 _FIELDS: Final = (
     *("owner", "kind", "id", "body", "created_s", "expires_s", "items", "parent", "is_live", "continuation"),
     "labels",
@@ -51,6 +53,7 @@ class RedisStorage:
         self._shown = url.rpartition("@")[2]
         self._redis = _client(url)
         with self._errors():
+            self._check_version()
             self._renew()
         self._closing = threading.Event()
         self._renewer = threading.Thread(target=self._keep_lease, name="response-store-lease", daemon=True)
@@ -302,6 +305,15 @@ class RedisStorage:
                 self._renew()
             except Exception:  # Redis is not reachable; tried again
                 continue
+
+    def _check_version(self) -> None:
+        """Raises StoreError for what a release with another version has written."""
+        self._redis.set(_key("version"), _VERSION, nx=True)
+        if (found := int(self._redis.get(_key("version")) or 0)) != _VERSION:
+            raise StoreError(
+                f"the response store '{self._shown}' has version {found}, this server reads version {_VERSION}; "
+                "use another database of that Redis"
+            )
 
     def _renew(self) -> None:
         self._redis.set(_key("instance", self._instance), b"", ex=LEASE_S)

@@ -167,6 +167,10 @@ _ROOM_INTERVAL_S: Final = 1.0
 """Between two attempts to continue a response of another server while there is no room."""
 
 
+_FORMAT: Final = 1
+"""One more with each change of a _Continuation or a Delta, which servers of two releases may share."""
+
+
 class _Continuation(msgspec.Struct, frozen=True):
     """What another server needs to continue a response, besides its tokens."""
 
@@ -178,6 +182,7 @@ class _Continuation(msgspec.Struct, frozen=True):
     created_s: int
     fingerprint: str
     seed: int
+    format: int = 1
 
 
 _CONTINUATION = msgspec.msgpack.Decoder(_Continuation)
@@ -291,7 +296,7 @@ class BackgroundResponses:
         """The response at the end of its log, and whether its tokens are complete."""
         if not document.continuation:
             raise OpenAIError("the server exited while generating the response", status=503)
-        going_on = _CONTINUATION.decode(document.continuation)
+        going_on = _decoded(document.continuation)
         prepared, deltas = await self._gate.run_in_thread(partial(_read, going_on, progress, self._key))
         asked = prepared.request.generation
         target = self._catalog.require(asked.model, asked.prompts[0].name)
@@ -348,8 +353,22 @@ class BackgroundResponses:
 def _continuation(prepared: PreparedResponse, identity: Identity, seed: int) -> bytes:
     history = (list(prepared.history.items), dict(prepared.history.by_id))
     return msgspec.msgpack.encode(
-        _Continuation(prepared.body, history, prepared.identity_suffix, identity.created_s, identity.fingerprint, seed)
+        _Continuation(
+            *(prepared.body, history, prepared.identity_suffix, identity.created_s, identity.fingerprint, seed),
+            format=_FORMAT,
+        )
     )
+
+
+def _decoded(continuation: bytes) -> _Continuation:
+    """Raises OpenAIError for that of a release with another format."""
+    try:
+        found = _CONTINUATION.decode(continuation)
+    except msgspec.DecodeError:
+        found = None
+    if found is None or found.format != _FORMAT:
+        raise OpenAIError("another release of the server, which stores responses otherwise, has begun it", status=503)
+    return found
 
 
 def _read(going_on: _Continuation, progress: list[bytes], key: SealingKey) -> tuple[PreparedResponse, list[Delta]]:

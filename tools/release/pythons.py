@@ -1,0 +1,114 @@
+"""`python -m tools.release.pythons`: the wheel in dist/ serves on each version of Python that can be had here.
+
+For: `make release-check`. A Python on PATH, or of pyenv, runs `tools.wheel_check`. Where there is none, Debian's is
+taken if tools/release/debian_root.py can make a folder with it: the wheel is installed there with the tested versions
+of its dependencies, and runs its kernels and the examples of docs/embedding.md. TORCH_INDEX=INDEX: of torch's CPU
+build, else torch brings CUDA (several gigabytes). Says what was not shown; ends with NOT_SHOWN when nothing was.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from tools.examples import EXAMPLES
+from tools.release.debian_root import ROOT, copy_into, make_root, run_inside, why_impossible
+from tools.release.steps import NOT_SHOWN
+from tools.wheel_check import KERNELS
+
+MINORS: Final = (11, 12, 13, 14)
+SUITES: Final = {11: "bookworm", 13: "trixie", 14: "forky"}
+"""Debian's versions, by the Python that they have."""
+_PLACE: Final = "opt/wheel"
+_PYTHON: Final = f"/{_PLACE}/environment/bin/python"
+
+
+def interpreter(minor: int) -> str:
+    """Of PATH or pyenv; "" = there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    own = sorted(pyenv.glob(f"3.{minor}.*/bin/python3.{minor}"))
+    return str(own[-1]) if own else shutil.which(f"python3.{minor}") or ""
+
+
+def passes_wheel_check(python: str, wheel: Path) -> bool:
+    command = [sys.executable, "-m", "tools.wheel_check", str(wheel), "--python", python]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+def in_debian(root: Path, wheel: Path) -> bool:
+    """Whether the wheel installs in that folder, loads its kernels and runs the examples."""
+    shutil.rmtree(root / _PLACE, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as folder:
+        programs = [Path(folder) / f"example_{number}.py" for number in range(len(EXAMPLES))]
+        for program, text in zip(programs, EXAMPLES, strict=True):
+            program.write_text(text)
+        copy_into(root, [wheel, ROOT / "constraints.txt", *programs], _PLACE)
+    pip = (
+        _PYTHON,
+        "-I",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-cache-dir",
+        "--constraint",
+        f"/{_PLACE}/constraints.txt",
+    )
+    index = os.environ.get("TORCH_INDEX", "")
+    commands: dict[str, tuple[str, ...]] = {
+        "its Python": ("python3", "--version"),
+        "an environment": ("python3", "-m", "venv", f"/{_PLACE}/environment"),
+        **({"torch": (*pip, "--index-url", index, "torch")} if index else {}),
+        "installation": (*pip, f"/{_PLACE}/{wheel.name}"),
+        "kernels": (_PYTHON, "-c", KERNELS),
+        **{f"example {number}": (_PYTHON, f"/{_PLACE}/example_{number}.py") for number in range(len(EXAMPLES))},
+    }
+    return all(_runs(root, what, command) for what, command in commands.items())
+
+
+def _runs(root: Path, what: str, command: tuple[str, ...]) -> bool:
+    done = run_inside(root, *command)
+    said = (done.stdout or done.stderr).strip().splitlines() or [""]
+    print(f"{'FAIL' if done.returncode else 'ok  '} {root.name}: {what}: {said[-1][:200]}", flush=True)
+    if done.returncode:
+        print(done.stdout + done.stderr)
+    return not done.returncode
+
+
+def check(minor: int, wheel: Path) -> bool | str:
+    """Whether it has passed; a text: why it was not tried."""
+    if python := interpreter(minor):
+        return passes_wheel_check(python, wheel)
+    if minor not in SUITES:
+        return "it is not installed, and no version of Debian has it"
+    if reason := why_impossible():
+        return f"it is not installed, and {reason}"
+    root = make_root(SUITES[minor])
+    try:
+        return in_debian(root, wheel)
+    finally:
+        shutil.rmtree(root / _PLACE, ignore_errors=True)  # gigabytes
+
+
+def main() -> int:
+    wheels = sorted((ROOT / "dist").glob("*.whl"))
+    if len(wheels) != 1:
+        print(f"dist/ has {len(wheels)} wheels, expected one: `make wheel`")
+        return 1
+    others = [minor for minor in MINORS if minor != sys.version_info.minor]  # `make wheel-check` runs this one
+    results = {f"3.{minor}": check(minor, wheels[0]) for minor in others}
+    for version, result in results.items():
+        print(f"Python {version}: {result if isinstance(result, str) else 'passed' if result else 'FAILED'}")
+    shown = [version for version, result in results.items() if result is True]
+    missing = [version for version, result in results.items() if isinstance(result, str)]
+    print(f"passed on {', '.join(shown) or 'no other Python'}; not shown: {', '.join(missing) or 'none'}")
+    return 1 if False in results.values() else 0 if shown else NOT_SHOWN
+
+
+if __name__ == "__main__":
+    sys.exit(main())
