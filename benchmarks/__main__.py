@@ -43,7 +43,7 @@ PLAIN = Campaign(
     page="benchmarks.md",
 )
 INT4 = Campaign(
-    models=("smollm2", "qwen2.5-0.5b-shape", "qwen3-1.7b-shape", "llama3-8b-shape"),
+    models=("smollm2", "qwen2.5-0.5b-shape", "qwen3-1.7b-shape", "llama3-8b-shape", "moe-3b-shape"),
     workloads=("W3", *sorted(SHORT)),
     entries=default_entries(*FOUR_BITS),
     results="results_int4.jsonl",

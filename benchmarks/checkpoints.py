@@ -21,6 +21,7 @@ CONTEXT_TOKENS = {
     "llama-125m-shape": 4096,
     "qwen3-1.7b-shape": 40960,
     "llama3-8b-shape": 8192,
+    "moe-3b-shape": 32768,
     "smollm2": 8192,
 }
 TRAINED_TOKENS = 32000

@@ -13,17 +13,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llmbackend.gguf.header import read_header
+from llmbackend.gguf.header import Header, read_header
 from tools.real_models import NAMES, make
 
+from . import random_gguf
 from .checkpoints import SHAPES
 from .environments import Environments
 from .quantise_gguf import KINDS
 
 REAL_GGUF = "q4_1.gguf"
 """The file that real checkpoints are made of."""
-RANDOM_GGUF = "llama3-8b-shape"
-"""Has no checkpoint: its files are written with random blocks."""
+RANDOM_GGUF = tuple(random_gguf.SHAPES)
+"""These have no checkpoint: their files are written with random blocks."""
 OPENVINO_INT4 = ("--sym", "--group-size", "128", "--group-size-fallback", "adjust")
 EMBEDDINGS = "token_embd.weight"
 
@@ -38,7 +39,7 @@ class Models:
         target = self.folder / name
         if not target.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            model = next(model for model in (*SHAPES, *NAMES, RANDOM_GGUF) if name.startswith(model))
+            model = next(model for model in (*SHAPES, *NAMES, *RANDOM_GGUF) if name.startswith(model))
             form = name.removeprefix(model).removeprefix("-")
             if model in NAMES and form in ("", REAL_GGUF):
                 real = make(model, Path(sys.prefix) / "real_models")
@@ -51,7 +52,7 @@ class Models:
 
     def _make(self, shape: str, form: str, target: Path) -> None:
         ours = [sys.executable, "-m"]
-        if not form and shape == RANDOM_GGUF:
+        if not form and shape in RANDOM_GGUF:
             raise ValueError(f"{shape} has no checkpoint, only GGUF files")
         if not form:
             self._run([*ours, "benchmarks.checkpoints", shape, target])
@@ -69,8 +70,8 @@ class Models:
     def _make_gguf(self, shape: str, kind: str, target: Path) -> None:
         ours = [sys.executable, "-m"]
         self._environments.install("llama.cpp")
-        if shape == RANDOM_GGUF:
-            self._run([*ours, "benchmarks.random_gguf", target, kind])
+        if shape in RANDOM_GGUF:
+            self._run([*ours, "benchmarks.random_gguf", shape, target, kind])
         elif kind in KINDS:
             source = self.path(f"{shape}-f16.gguf")
             self._run([*ours, "benchmarks.quantise_gguf", source, target, kind], self._environments.llama_cpp_environ())
@@ -92,13 +93,24 @@ def model_bytes(path: Path) -> int:
 
 
 def bytes_per_token(path: Path) -> int:
-    """What one stream reads for each token: the weights without a table of embeddings that is not also the head."""
+    """What one stream reads for each token: the weights without a table of embeddings that is not also the head, and of
+    experts the chosen ones."""
     if path.suffix == ".gguf":
-        tensors = read_header(path).tensors
-        left_out = EMBEDDINGS if "output.weight" in tensors else ""
-        return sum(info.size_bytes for name, info in tensors.items() if name != left_out)
+        header = read_header(path)
+        left_out = EMBEDDINGS if "output.weight" in header.tensors else ""
+        return sum(_read_bytes(name, header) for name in header.tensors if name != left_out)
     weights = [file for file in _files(path) if file.suffix == ".safetensors" or file.name == "openvino_model.bin"]
     return sum(file.stat().st_size for file in weights)
+
+
+def _read_bytes(name: str, header: Header) -> int:
+    """Of experts, those that a token has."""
+    size_bytes, fields = header.tensors[name].size_bytes, header.fields
+    if "_exps." not in name:
+        return size_bytes
+    architecture = fields["general.architecture"]
+    chosen, count = (int(fields[f"{architecture}.expert_{part}"]) for part in ("used_count", "count"))
+    return size_bytes * chosen // count
 
 
 def _files(path: Path) -> list[Path]:

@@ -1,6 +1,6 @@
-"""Writes a GGUF file of a large model with random blocks, without a checkpoint, which would not fit into memory.
+"""Writes a GGUF file of a model with random blocks, without a checkpoint, which would be large.
 
-    python -m benchmarks.random_gguf FILE.gguf q4_0|q4_k_m
+    python -m benchmarks.random_gguf llama3-8b-shape|moe-3b-shape FILE.gguf q4_0|q4_k_m
 
 For: models.py. Does not know: engines. Invariants: tensors have the types that llama.cpp's quantiser chooses for such a
 model; a kind always means the same file; no more than one tensor is in memory.
@@ -22,6 +22,7 @@ WEIGHT_DEVIATION = 0.02
 _MEAN_SCALE, _MEAN_NUMBER, _NUMBER_DEVIATION = 31.5, 7.5, 4.6
 """Of random bits: of a 6-bit scale, and of a 4-bit number."""
 _STEP = WEIGHT_DEVIATION / _NUMBER_DEVIATION
+ROUTER, OF_EXPERTS = "ffn_gate_inp", "_exps"
 FILE_TYPES = {"q4_0": 2, "q4_k_m": 15}
 """Numbers of llama.cpp's llama_ftype."""
 FLOATS = {
@@ -34,43 +35,72 @@ FLOATS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama."""
+    """Of a Llama, or with experts of a Qwen3-MoE."""
 
+    architecture: str = "llama"
+    context_tokens: int = CONTEXT_TOKENS["llama3-8b-shape"]
     hidden: int = 4096
     mlp: int = 14336
+    """Of an expert, where there are some."""
     layers: int = 32
     heads: int = 32
     kv_heads: int = 8
+    head_dim: int = 128
     vocabulary: int = 128256
+    experts: int = 0
+    chosen: int = 0
+    """Of a token."""
 
     def matrices(self) -> Iterator[tuple[str, int, int]]:
         """Name, rows, columns."""
         yield "token_embd", self.vocabulary, self.hidden
-        kv = self.hidden // self.heads * self.kv_heads
+        q, kv = self.head_dim * self.heads, self.head_dim * self.kv_heads
+        ending = OF_EXPERTS if self.experts else ""
         for layer in range(self.layers):
-            yield f"blk.{layer}.attn_q", self.hidden, self.hidden
+            yield f"blk.{layer}.attn_q", q, self.hidden
             yield f"blk.{layer}.attn_k", kv, self.hidden
             yield f"blk.{layer}.attn_v", kv, self.hidden
-            yield f"blk.{layer}.attn_output", self.hidden, self.hidden
-            yield f"blk.{layer}.ffn_gate", self.mlp, self.hidden
-            yield f"blk.{layer}.ffn_up", self.mlp, self.hidden
-            yield f"blk.{layer}.ffn_down", self.hidden, self.mlp
+            yield f"blk.{layer}.attn_output", self.hidden, q
+            if self.experts:
+                yield f"blk.{layer}.{ROUTER}", self.experts, self.hidden
+            yield f"blk.{layer}.ffn_gate{ending}", self.mlp, self.hidden
+            yield f"blk.{layer}.ffn_up{ending}", self.mlp, self.hidden
+            yield f"blk.{layer}.ffn_down{ending}", self.hidden, self.mlp
         yield "output", self.vocabulary, self.hidden
 
-    def norms(self) -> Iterator[str]:
-        yield "output_norm"
+    def norms(self) -> Iterator[tuple[str, int]]:
+        """Name, width."""
+        yield "output_norm", self.hidden
         for layer in range(self.layers):
-            yield f"blk.{layer}.attn_norm"
-            yield f"blk.{layer}.ffn_norm"
+            yield f"blk.{layer}.attn_norm", self.hidden
+            yield f"blk.{layer}.ffn_norm", self.hidden
+            if self.experts:
+                yield f"blk.{layer}.attn_q_norm", self.head_dim
+                yield f"blk.{layer}.attn_k_norm", self.head_dim
+
+    def count_of(self, name: str) -> int:
+        """Matrices in this tensor."""
+        return self.experts if name.endswith(OF_EXPERTS) else 1
+
+
+SHAPES = {
+    "llama3-8b-shape": Shape(),
+    "moe-3b-shape": Shape(
+        "qwen3moe", CONTEXT_TOKENS["moe-3b-shape"], hidden=1536, mlp=512, layers=18, heads=12, kv_heads=4,
+        vocabulary=32000, experts=64, chosen=8,
+    ),
+}  # fmt: skip
 
 
 def type_of(name: str, kind: str, layers: int) -> str:
     """The rule of llama.cpp's quantiser: of Q4_K_M, some layers' values and last products get more bits."""
     if name == "output":
         return "Q6_K"
+    if name.endswith(ROUTER):
+        return "F32"
     if kind == "q4_0":
         return "Q4_0"
-    if not name.endswith((".attn_v", ".ffn_down")):
+    if not name.removesuffix(OF_EXPERTS).endswith((".attn_v", ".ffn_down")):
         return "Q4_K"
     layer = int(name.split(".")[1])
     gets_more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
@@ -79,6 +109,8 @@ def type_of(name: str, kind: str, layers: int) -> str:
 
 def random_matrix(rng: np.random.Generator, rows: int, columns: int, type_name: str) -> np.ndarray:
     """As bytes."""
+    if type_name == "F32":
+        return rng.normal(0, WEIGHT_DEVIATION, (rows, columns)).astype("<f4").view(np.uint8)
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
@@ -91,7 +123,7 @@ def random_matrix(rng: np.random.Generator, rows: int, columns: int, type_name: 
 def write_random_gguf(path: Path, kind: str, shape: Shape) -> None:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
-    writer: Any = GGUFWriter(path, "llama")
+    writer: Any = GGUFWriter(path, shape.architecture)
     _add_fields(writer, shape)
     writer.add_file_type(FILE_TYPES[kind])
     writer.add_quantization_version(2)
@@ -99,32 +131,38 @@ def write_random_gguf(path: Path, kind: str, shape: Shape) -> None:
     for name, rows, columns, type_name in matrices:
         raw_type = GGMLQuantizationType[type_name]
         block, block_bytes = GGML_QUANT_SIZES[raw_type]
-        row_bytes = columns // block * block_bytes
-        writer.add_tensor_info(f"{name}.weight", (rows, row_bytes), np.dtype(np.uint8), rows * row_bytes, raw_type)
-    norm = np.ones(shape.hidden, np.float32)
-    for name in shape.norms():
-        writer.add_tensor_info(f"{name}.weight", norm.shape, norm.dtype, norm.nbytes)
+        row_bytes, count = columns // block * block_bytes, shape.count_of(name)
+        size = (rows, row_bytes) if count == 1 else (count, rows, row_bytes)
+        writer.add_tensor_info(f"{name}.weight", size, np.dtype(np.uint8), count * rows * row_bytes, raw_type)
+    for name, width in shape.norms():
+        writer.add_tensor_info(f"{name}.weight", (width,), np.dtype(np.float32), 4 * width)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     rng = np.random.default_rng(0)
-    for _, rows, columns, type_name in matrices:
-        writer.write_tensor_data(random_matrix(rng, rows, columns, type_name))
-    for _ in shape.norms():
-        writer.write_tensor_data(norm)
+    for name, rows, columns, type_name in matrices:
+        writer.write_tensor_data(random_matrix(rng, shape.count_of(name) * rows, columns, type_name))
+    for _, width in shape.norms():
+        writer.write_tensor_data(np.ones(width, np.float32))
     writer.close()
 
 
 def _add_fields(writer: Any, shape: Shape) -> None:
-    writer.add_context_length(CONTEXT_TOKENS["llama3-8b-shape"])
+    writer.add_context_length(shape.context_tokens)
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.mlp)
     writer.add_block_count(shape.layers)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
-    writer.add_rope_dimension_count(shape.hidden // shape.heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(5e5)
     writer.add_layer_norm_rms_eps(1e-5)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.chosen)
+        writer.add_expert_feed_forward_length(shape.mlp)
     writer.add_vocab_size(shape.vocabulary)
     _add_tokenizer(writer, shape.vocabulary)
 
@@ -148,4 +186,4 @@ def _add_tokenizer(writer: Any, vocabulary: int) -> None:
 
 
 if __name__ == "__main__":
-    write_random_gguf(Path(sys.argv[1]), sys.argv[2], Shape())
+    write_random_gguf(Path(sys.argv[2]), sys.argv[3], SHAPES[sys.argv[1]])

@@ -34,6 +34,10 @@ _GEMMA: Final = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_MOE: Final = {"ffn_gate_inp": "mlp.gate"}
+_EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""Matrices of all experts in one tensor, [experts, rows, columns]."""
+_MOST_EXPERTS: Final = 1024
 _PHI: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _TOP: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _NAME: Final = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)")
@@ -54,6 +58,7 @@ class Family:
     """Whether the rows of queries and keys are ordered by pairs."""
     adds_one: bool = False
     """Whether norms have 1 added."""
+    has_experts: bool = False
 
     def layer_name(self, name: str) -> str | None:
         return self.names.get(name) or _LAYER.get(name)
@@ -65,6 +70,7 @@ FAMILIES: Final = {
         Family("llama", "llama", "LlamaForCausalLM", by_pairs=True),
         Family("qwen2", "qwen2", "Qwen2ForCausalLM"),
         Family("qwen3", "qwen3", "Qwen3ForCausalLM"),
+        Family("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", _MOE, has_experts=True),
         Family("gemma2", "gemma2", "Gemma2ForCausalLM", _GEMMA, adds_one=True),
         Family("gemma3", "gemma3_text", "Gemma3ForCausalLM", _GEMMA, adds_one=True),
         Family("phi3", "phi3", "Phi3ForCausalLM", _PHI),
@@ -98,7 +104,7 @@ class ModelTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.num_rows, *self.info.shape[1:])
+        return (self.num_rows, *self.info.shape[-1:]) if len(self.info.shape) > 1 else (self.num_rows,)
 
 
 def model_tensors(header: Header) -> dict[str, ModelTensor]:
@@ -124,6 +130,9 @@ def _pieces(family: Family, name: str, info: TensorInfo, heads: Mapping[str, int
     if layer is not None and part == _JOINED and family.layer_name(part) is None:
         yield from _joined(family, name, info, heads, f"model.layers.{int(layer)}.self_attn", kind)
         return
+    if layer is not None and family.has_experts and part in _EXPERTS:
+        yield from _of_experts(name, info, f"model.layers.{int(layer)}.mlp.experts", f"{_EXPERTS[part]}.{kind}")
+        return
     inner = family.layer_name(part) if layer is not None else _TOP.get(part)
     if inner is None:
         yield name, ModelTensor(name, info, 0, info.shape[0])
@@ -133,6 +142,17 @@ def _pieces(family: Family, name: str, info: TensorInfo, heads: Mapping[str, int
     _check_heads(name, info.shape[0], num_heads)
     plus = -1.0 if family.adds_one and kind == "weight" and part.endswith("norm") else 0.0
     yield f"{outer}.{kind}", ModelTensor(name, info, 0, info.shape[0], num_heads, plus)
+
+
+def _of_experts(name: str, info: TensorInfo, outer: str, inner: str) -> Iterator[tuple[str, ModelTensor]]:
+    if len(info.shape) != 3 or info.shape[0] > _MOST_EXPERTS:
+        raise GgufError(
+            f"its tensor '{short(name)}' is {list(info.shape)}, expected a matrix for each of at most {_MOST_EXPERTS} "
+            "experts"
+        )
+    count, num_rows = info.shape[:2]
+    for expert in range(count):
+        yield f"{outer}.{expert}.{inner}", ModelTensor(name, info, expert * num_rows, num_rows)
 
 
 def _joined(

@@ -19,6 +19,7 @@ from .header import Header, TensorInfo
 Config = dict[str, Any]
 MAX_LAYERS: Final = 1024
 MAX_VECTOR: Final = 1 << 16
+MAX_EXPERTS: Final = 1024
 ROPE_FACTORS: Final = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -29,7 +30,7 @@ def model_config(header: Header, token_ids: Mapping[str, Any]) -> Config:
     """token_ids: `bos_token_id` …. Raises GgufError naming field or tensor."""
     family = family_of(header)
     fields = Fields(header.fields, family.architecture)
-    if fields.integer("expert_count", 0, least=0):
+    if fields.integer("expert_count", 0, least=0) and not family.has_experts:
         raise GgufError(f"its architecture is '{family.architecture}' with experts, which is not supported")
     config = _common(header, family, fields)
     config |= _FAMILIES[family.architecture](header, fields, config)
@@ -197,6 +198,19 @@ def _qwen3(header: Header, fields: Fields, config: Config) -> Config:
     return _qwen2(header, fields, config) | {"attention_bias": _has(header, "attn_q.bias")}
 
 
+def _qwen3moe(header: Header, fields: Fields, config: Config) -> Config:
+    """Every layer has experts. llama.cpp divides shares by their sum."""
+    count = fields.integer("expert_count", most=MAX_EXPERTS)
+    return _qwen3(header, fields, config) | {
+        "num_experts": count,
+        "num_experts_per_tok": fields.integer("expert_used_count", most=count),
+        "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def _gemma2(header: Header, fields: Fields, config: Config) -> Config:
     return {
         "query_pre_attn_scalar": _attention_width(config, layers_of_the_largest=46),
@@ -269,6 +283,7 @@ _FAMILIES: Final[Mapping[str, Callable[[Header, Fields, Config], Config]]] = {
     "smollm3": _smollm3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3moe": _qwen3moe,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,

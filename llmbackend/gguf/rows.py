@@ -5,6 +5,8 @@ Does not know: types. Invariant: needs no torch.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,8 +20,9 @@ def mapped_rows(tensor: ModelTensor) -> npt.NDArray[np.uint8]:
         item = info.size_bytes // info.shape[0]
         begin = info.offset + tensor.first_row * item
         return np.memmap(info.file, np.uint8, "r", begin, (1, tensor.num_rows * item))
-    whole = np.memmap(info.file, np.uint8, "r", info.offset, (info.shape[0], info.size_bytes // info.shape[0]))
-    return whole[tensor.first_row : tensor.first_row + tensor.num_rows]
+    row_bytes = info.size_bytes // math.prod(info.shape[:-1])
+    begin = info.offset + tensor.first_row * row_bytes
+    return np.memmap(info.file, np.uint8, "r", begin, (tensor.num_rows, row_bytes))
 
 
 def row_order(tensor: ModelTensor) -> npt.NDArray[np.int64]:

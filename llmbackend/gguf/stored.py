@@ -52,7 +52,7 @@ class StoredMatrices:
     def type_of(self, name: str) -> str | None:
         """None: the tensor of this name is no matrix in a type of few bits."""
         tensor = self._tensors.get(name)
-        if tensor is None or tensor.info.type.is_plain or len(tensor.info.shape) != 2:
+        if tensor is None or tensor.info.type.is_plain or len(tensor.info.shape) < 2:
             return None
         return tensor.info.type.name
 

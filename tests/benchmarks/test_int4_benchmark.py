@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,20 +20,23 @@ from benchmarks.report import BANDWIDTH, FILE_PERPLEXITY, WARM, Line
 from benchmarks.workloads import DESCRIPTIONS, PREFILL, workload
 from llmbackend.gguf.header import read_header
 
-SHAPE = Shape(hidden=256, mlp=512, layers=8, heads=4, kv_heads=2, vocabulary=300)
+SHAPE = Shape(hidden=256, mlp=512, layers=8, heads=4, kv_heads=2, head_dim=64, vocabulary=300)
+MIXTURE = replace(SHAPE, architecture="qwen3moe", mlp=256, layers=2, experts=4, chosen=2)
 
 
+@pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=["llama", "experts"])
 @pytest.mark.parametrize("kind", ["q4_0", "q4_k_m"])
-def test_a_random_file_is_a_model_that_can_be_served(tmp_path: Path, kind: str) -> None:
+def test_a_random_file_is_a_model_that_can_be_served(tmp_path: Path, kind: str, shape: Shape) -> None:
     path = tmp_path / "random.gguf"
-    write_random_gguf(path, kind, SHAPE)
+    write_random_gguf(path, kind, shape)
     tensors = read_header(path).tensors
     assert {name.removesuffix(".weight") for name in tensors} == {
-        *(name for name, _, _ in SHAPE.matrices()),
-        *SHAPE.norms(),
+        *(name for name, _, _ in shape.matrices()),
+        *(name for name, _ in shape.norms()),
     }
-    embeddings = tensors["token_embd.weight"].size_bytes
-    assert bytes_per_token(path) == sum(info.size_bytes for info in tensors.values()) - embeddings
+    unread = tensors["token_embd.weight"].size_bytes
+    unread += sum(info.size_bytes // 2 for name, info in tensors.items() if "_exps" in name)
+    assert bytes_per_token(path) == sum(info.size_bytes for info in tensors.values()) - unread
     assert np.isfinite(perplexity(path, [tuple(range(3, 40))]))
 
 

@@ -98,7 +98,7 @@ def swap_linears(
     shared = _shared_addresses(model)
     for path, linear in counted("packing weights", list(found.items())):
         if stored is not None and types[path] is not Type.INT8:
-            packed = _kept(store, stored.read(path), types[path])
+            packed = pack_stored(store, stored.read(path), types[path])
         else:
             packed = store.pack(matrices[path], types[path])
         _replace(model, path, NativeLinear(kernels, packed, linear.bias, matrices[path].dtype))
@@ -109,7 +109,7 @@ def swap_linears(
     return store
 
 
-def _kept(store: WeightStore, matrix: FourBits | StoredBlocks, kind: Type) -> PackedWeight:
+def pack_stored(store: WeightStore, matrix: FourBits | StoredBlocks, kind: Type) -> PackedWeight:
     return store.pack_blocks(matrix) if isinstance(matrix, StoredBlocks) else store.pack_four_bits(matrix, kind)
 
 

@@ -23,6 +23,7 @@ from ..errors import CheckpointError
 from ..kernels.library import BLOCKS, Type, load
 from ..kernels.weights import FourBits, StoredBlocks
 from .int4_model import fill_plain
+from .native_experts import ExpertsToPack
 
 logger = logging.getLogger(__name__)
 
@@ -65,4 +66,7 @@ def fill_of_gguf(model: Any, files: Sequence[Path], dtype: torch.dtype, kept: St
     except GgufError as error:
         raise CheckpointError(str(error)) from None
     logger.info("weights: %s", tensors.description)
-    fill_plain(model, tensors, dtype, frozenset() if kept is None else kept_weights(model, kept))
+    without: frozenset[str] = frozenset()
+    if kept is not None:
+        without = kept_weights(model, kept) | ExpertsToPack(model, "int4", kept).kept_weights
+    fill_plain(model, tensors, dtype, without)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -93,12 +93,38 @@ def _give_plain(
             parent, _, attribute = name.rpartition(".")
             value = tensors[name].to(dtype, copy=not are_owned)
             setattr(model.get_submodule(parent), attribute, nn.Parameter(value, requires_grad=False))
+    for name, parameter in list(model.named_parameters()):
+        if name not in without and parameter.is_meta and (parts := _expert_parts(name, tensors)):
+            parent, _, attribute = name.rpartition(".")
+            value = _of_experts(parameter.shape, parts, tensors, dtype)
+            setattr(model.get_submodule(parent), attribute, nn.Parameter(value, requires_grad=False))
     for name, _ in list(model.named_buffers()):
         if name in tensors:
             parent, _, attribute = name.rpartition(".")
             model.get_submodule(parent).register_buffer(attribute, tensors[name].clone())
     if is_tied:
         head.weight = embedding.weight
+
+
+_EXPERT_PARTS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def _expert_parts(name: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of an expert's matrices that become one of all experts', with {} for its number; none: it is none of
+    those."""
+    outer, _, attribute = name.rpartition(".")
+    parts = [f"{outer}.{{}}.{part}.weight" for part in _EXPERT_PARTS.get(attribute, ())]
+    return parts if all(part.format(0) in tensors for part in parts) else []
+
+
+def _of_experts(
+    shape: torch.Size, parts: list[str], tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """[experts, rows, columns]: of each expert, the rows of its parts one below the other."""
+    value = torch.empty(shape, dtype=dtype)
+    for expert in range(shape[0]):
+        torch.cat([tensors[part.format(expert)].to(dtype) for part in parts], out=value[expert])
+    return value
 
 
 def _groups(names: set[str]) -> list[tuple[str, ...]]:

@@ -321,7 +321,7 @@ def _swap_linears(
     if kernels is None:
         return None, pack_linears(model, dtype)
     kind = config.quantization or str(dtype).removeprefix("torch.")
-    experts = ExpertsToPack(model, config.quantization)
+    experts = ExpertsToPack(model, config.quantization, stored)
     store = swap_linears(model, kernels, config.quantization, new_memory, stored, experts)
     return store, f"{kernels.library.variant} {kind}"
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from ..cpu.linear import StoredMatrices, pack_stored
 from ..cpu.native_memory import release_pages
 from ..gpu.ops.ops import ACTIVATIONS, Activation, gated
 from ..kernels.expert_layout import MOST_EXPERTS, ExpertMatrix, Pairs, experts_op, steps_of
 from ..kernels.library import Epilogue, NativeKernels, Step, Type, op_pointers
 from ..kernels.weights import TYPE_OF, PackedWeight, WeightStore
+from ..load_progress import counted
 
 EPILOGUES: Final[dict[Activation, Epilogue]] = {
     "silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL, "swigluoai": Epilogue.SWIGLU_OAI,
@@ -58,6 +60,8 @@ def activation_of(experts: Any) -> Activation | None:
 class _Plain:
     """Experts of transformers, and the layer's router."""
 
+    path: str
+    """Of the parent, which the layer's tensors are named after."""
     parent: nn.Module
     experts: Any
     router: Any
@@ -83,6 +87,10 @@ class _Plain:
         half = gate_up.shape[1] // 2
         return gate_up[:, :half], gate_up[:, half:]
 
+    def expert(self, index: int, name: str) -> str:
+        """One expert's layer as checkpoints name it."""
+        return f"{self.path}.experts.{index}.{name}"
+
     def bias(self, name: str) -> torch.Tensor | None:
         bias = getattr(self.experts, f"{name}_bias", None)
         return None if bias is None else bias.detach().float()
@@ -94,13 +102,13 @@ def router_of(parent: Any) -> Any:
 
 
 def _plain_experts(model: nn.Module) -> Iterator[_Plain]:
-    for parent in list(model.modules()):
+    for path, parent in list(model.named_modules()):
         experts = getattr(parent, "experts", None)
         router = router_of(parent)
         if isinstance(experts, nn.Module) and isinstance(router, nn.Module) and _fits(experts, router):
             activation = activation_of(experts)
             if activation is not None:
-                yield _Plain(parent, experts, router, activation)
+                yield _Plain(path, parent, experts, router, activation)
 
 
 def _fits(experts: Any, router: Any) -> bool:
@@ -120,34 +128,54 @@ def _fits(experts: Any, router: Any) -> bool:
     return count <= MOST_EXPERTS and shapes == ((count, 2 * n, width), (count, width, n))
 
 
+class _Types(NamedTuple):
+    """Of a layer's matrices, and whether they stay as the checkpoint has them."""
+
+    gate_up: Type
+    down: Type
+    gate_up_is_kept: bool
+    down_is_kept: bool
+
+
 class ExpertsToPack:
     """The experts of a model that native kernels multiply by."""
 
-    def __init__(self, model: nn.Module, quantization: str | None) -> None:
-        self._found = list(_plain_experts(model))
-        self._kind = {"int8": Type.INT8, "int4": Type.INT4_MIN}.get(quantization or "")
+    def __init__(self, model: nn.Module, quantization: str | None, stored: StoredMatrices | None = None) -> None:
+        """quantization, stored: as of `swap_linears`; single experts are named as linear layers are."""
+        self._stored = stored
+        rounded = {"int8": Type.INT8, "int4": Type.INT4_MIN if stored is None else Type.INT8}.get(quantization or "")
+        self._found = [(plain, self._types(plain, rounded)) for plain in _plain_experts(model)]
 
     @property
     def shapes(self) -> list[tuple[int, int, Type]]:
         """(n, k, type) of all matrices in the order in which they are packed."""
         shapes: list[tuple[int, int, Type]] = []
-        for plain in self._found:
+        for plain, types in self._found:
             count, width, n = plain.down.shape
-            kind = self._type_of(plain)
-            shapes += [(n, width, kind)] * (2 * count) + [(width, n, kind)] * count
+            shapes += [(n, width, types.gate_up)] * (2 * count) + [(width, n, types.down)] * count
             shapes.append((count, width, TYPE_OF[plain.router.weight.dtype]))
         return shapes
 
     @property
     def vector_bytes(self) -> int:
         """Room for biases and routers' vectors as float32, each beginning anew in a cache line."""
-        tensors = (tensor for plain in self._found for tensor in (*plain.experts.parameters(), *plain.router.buffers()))
-        return sum(4 * each.numel() + 3 * 64 for each in tensors if each.dim() < 3)
+        modules = ((*plain.experts.parameters(), *plain.router.buffers()) for plain, _ in self._found)
+        return sum(4 * each.numel() + 3 * 64 for tensors in modules for each in tensors if each.dim() < 3)
+
+    @property
+    def kept_weights(self) -> frozenset[str]:
+        """Names of the weights that are read from the checkpoint itself."""
+        return frozenset(
+            f"{plain.path}.experts.{name}"
+            for plain, types in self._found
+            for name, is_kept in (("gate_up_proj", types.gate_up_is_kept), ("down_proj", types.down_is_kept))
+            if is_kept
+        )
 
     def pack(self, store: WeightStore, kernels: NativeKernels) -> None:
         """Replaces the modules, layer by layer."""
-        for plain in self._found:
-            experts = self._packed(plain, store, kernels)
+        for plain, types in counted("packing experts", self._found):
+            experts = self._packed(plain, types, store, kernels)
             for name in _WEIGHTS:
                 weight = getattr(plain.experts, name)
                 if not weight.is_meta:
@@ -155,23 +183,47 @@ class ExpertsToPack:
                 delattr(plain.experts, name)
             plain.parent.experts = experts
 
-    def _type_of(self, plain: _Plain) -> Type:
-        return self._kind or TYPE_OF[plain.down.dtype]
+    def _types(self, plain: _Plain, rounded: Type | None) -> _Types:
+        gate_up, down = (self._kept_type(plain, names) for names in (("gate_proj", "up_proj"), ("down_proj",)))
+        other = rounded or TYPE_OF[plain.down.dtype]
+        return _Types(gate_up or other, down or other, gate_up is not None, down is not None)
 
-    def _packed(self, plain: _Plain, store: WeightStore, kernels: NativeKernels) -> NativeExperts:
-        kind, gate_up_bias = self._type_of(plain), plain.bias("gate_up_proj")
+    def _kept_type(self, plain: _Plain, names: tuple[str, ...]) -> Type | None:
+        """That of all experts; None: they have no type in common, or not all are kept."""
+        if self._stored is None:
+            return None
+        layers = [plain.expert(index, name) for index in range(plain.down.shape[0]) for name in names]
+        kinds = {None if self._stored.order_of(layer) else self._stored.type_of(layer) for layer in layers}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def _packed(self, plain: _Plain, types: _Types, store: WeightStore, kernels: NativeKernels) -> NativeExperts:
+        gate_up_bias = plain.bias("gate_up_proj")
         biases = (None, None) if gate_up_bias is None else plain.split(gate_up_bias)
+        parts = plain.split(plain.gate_up)
         gate, up = (
-            _packed(store, part, kind, bias) for part, bias in zip(plain.split(plain.gate_up), biases, strict=True)
+            self._matrices(store, plain, name, types.gate_up, None if types.gate_up_is_kept else part, bias)
+            for name, part, bias in zip(("gate_proj", "up_proj"), parts, biases, strict=True)
         )
-        down = _packed(store, plain.down, kind, plain.bias("down_proj"))
+        own = None if types.down_is_kept else plain.down
+        down = self._matrices(store, plain, "down_proj", types.down, own, plain.bias("down_proj"))
         router = store.pack(plain.router.weight, TYPE_OF[plain.router.weight.dtype])
         return NativeExperts(kernels, gate, up, down, router, plain.activation)
 
+    def _matrices(
+        self, store: WeightStore, plain: _Plain, name: str, kind: Type, own: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> PackedExperts:  # fmt: skip
+        """own: the matrices; None: those of the checkpoint."""
+        if own is not None:
+            return _in_steps([store.pack(matrix, kind) for matrix in own], bias)
+        stored = self._stored
+        assert stored is not None, "kept matrices are read from somewhere"
+        layers = [plain.expert(index, name) for index in range(plain.down.shape[0])]
+        return _in_steps([pack_stored(store, stored.read(layer), kind) for layer in layers], bias)
 
-def _packed(store: WeightStore, matrices: torch.Tensor, kind: Type, bias: torch.Tensor | None) -> PackedExperts:
-    packed = [store.pack(matrix, kind) for matrix in matrices]
-    first, last, steps = packed[0], packed[-1], steps_of(packed[0].n, packed[0].k, kind)
+
+def _in_steps(packed: list[PackedWeight], bias: torch.Tensor | None) -> PackedExperts:
+    first, last, steps = packed[0], packed[-1], steps_of(packed[0].n, packed[0].k, packed[0].type)
     moved = (last.address - first.address, last.scale - first.scale, last.sums - first.sums)
     assert moved == tuple(step * (len(packed) - 1) for step in steps), "experts are not placed in equal steps"
     return PackedExperts(first, len(packed), None if bias is None else bias.contiguous())
