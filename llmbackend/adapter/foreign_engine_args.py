@@ -92,7 +92,7 @@ NO_EFFECT: Mapping[str, str] = _by_name(
         "tool calls and reasoning are read where the chat template shows their format": """
             enable_auto_tool_choice enable_reasoning""",
         "adapters use the model's data type and stay in memory": """
-            fully_sharded_loras long_lora_scaling_factors lora_dtype lora_extra_vocab_size max_cpu_loras
+            fully_sharded_loras long_lora_scaling_factors lora_dtype lora_extra_vocab_size
             max_lora_cls_labels specialize_active_lora""",
         "scales of keys and values are part of the checkpoint, or 1": "calculate_kv_scales",
         "files of the hub are kept where HF_HOME says": "download_dir hf_token",

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from .config import EngineConfig
 from .messages import AdapterLoad, AdapterResult, InferRequest
 from .step import Runner
 
@@ -35,6 +36,16 @@ class AdaptingRunner(Protocol):
     def adapters(self) -> Adapters | None: ...
 
 
+def num_in_memory(config: EngineConfig) -> int | None:
+    """How many adapters an engine keeps; None: all, or what a GPU has room for."""
+    return None if config.device.startswith("cuda") else config.max_cpu_loras
+
+
+def first_adapters(config: EngineConfig) -> list[tuple[str, str]]:
+    """Name and folder of those that an engine loads when it starts."""
+    return list(config.lora_modules.items())[: num_in_memory(config)]
+
+
 def refuse_adapter(name: str) -> None:
     """For an engine without adapters. Raises ValueError for any name but ""."""
     if name:
@@ -49,13 +60,33 @@ def number_of_adapter(name: str, numbers: Mapping[str, int], none: int) -> int:
 
 
 class AdapterLoads:
-    def __init__(self, runner: Runner, is_used: Callable[[str], bool]) -> None:
-        """is_used: whether a live request uses the adapter"""
+    def __init__(
+        self,
+        runner: Runner,
+        is_used: Callable[[str], bool],
+        known: Mapping[str, str] | None = None,
+        limit: int | None = None,
+    ) -> None:
+        """is_used: whether a live request uses the adapter. known: name → folder of those that the engine's config
+        names, of which the runner has the first `limit`. limit: adapters in memory, None: as many as there are. Beyond
+        it, those that requests named longest ago make room, and are read again when a request names them."""
         self._adapters = runner.adapters if isinstance(runner, AdaptingRunner) else None
         self._is_used = is_used
+        self._limit = limit
+        self._known = dict(known or {})
+        self._in_memory = dict.fromkeys(list(self._known)[:limit])
+        """In the order in which they were named last."""
+        self._leaving: set[str] = set()
+        """Those in memory that make room as soon as no live request uses them."""
         self._thread: ThreadPoolExecutor | None = None
+        self._wanted: dict[str, None] = {}
+        """Those that wait for room, the next one first."""
         self._loading: dict[str, Future[Any]] = {}
+        self._announced: set[str] = set()
+        """Those whose load ends with a result."""
         self._results: list[AdapterResult] = []
+        self._failures: dict[str, str] = {}
+        """Errors of those that could not be read again."""
         self._unwanted: set[str] = set()
         self._held: dict[str, InferRequest] = {}
         """Requests by id, in order of arrival."""
@@ -66,14 +97,16 @@ class AdapterLoads:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._loading or self._results)
+        return bool(self._loading or self._wanted or self._results)
 
     def load(self, wanted: AdapterLoad) -> None:
         if self._adapters is None:
             self._results.append(AdapterResult(wanted.name, "this engine's model does not accept LoRA adapters"))
             return
-        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lora-files")
-        self._loading[wanted.name] = self._thread.submit(partial(self._adapters.read, wanted.name, wanted.path))
+        self._known[wanted.name] = wanted.path
+        self._announced.add(wanted.name)
+        self._wanted[wanted.name] = None
+        self._begin_reads()
 
     def drop(self, name: str) -> None:
         """Removes the adapter as soon as no request uses it."""
@@ -81,11 +114,22 @@ class AdapterLoads:
         self._drop_unused()
 
     def holds(self, request: InferRequest) -> bool:
-        """True = the request is held, because its adapter is still being read; `take_results` hands it back."""
-        if request.lora_name not in self._loading:
+        """True = the request is held, because its adapter is not in memory yet; `take_results` hands it back."""
+        name = request.lora_name
+        if name not in self._known:
+            return False
+        if name in self._in_memory and name not in self._leaving:
+            self._in_memory[name] = self._in_memory.pop(name)
             return False
         self._held[request.request_id] = request
+        if name not in self._loading and name not in self._wanted:
+            self._wanted = {name: None, **self._wanted}  # before loads that no request waits for
+            self._begin_reads()
         return True
+
+    def refusal(self, request: InferRequest) -> str:
+        """Why its adapter could not be read again; "": it could, or never was known."""
+        return self._failures.get(request.lora_name, "")
 
     def is_held(self, request_id: str) -> bool:
         return request_id in self._held
@@ -103,17 +147,45 @@ class AdapterLoads:
         that was held for them, also when the load has failed."""
         for name in [name for name, future in self._loading.items() if future.done()]:
             self._take(name)
-        ready = [request for request in self._held.values() if request.lora_name not in self._loading]
-        for request in ready:
+        waiting = self._loading.keys() | self._wanted.keys()
+        for request in [each for each in self._held.values() if each.lora_name not in waiting]:
             del self._held[request.request_id]
             add(request)
         self._drop_unused()
+        if self._wanted:
+            self._begin_reads()
         results, self._results = tuple(self._results), []
         return results
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+
+    def _begin_reads(self) -> None:
+        """Reads those that there is room for."""
+        assert self._adapters is not None
+        if self._limit is not None:
+            self._make_room(len(self._in_memory) + len(self._loading) + len(self._wanted) - self._limit)
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lora-files")
+        for name in [name for name in self._wanted if name not in self._in_memory]:
+            if self._limit is not None and len(self._in_memory) + len(self._loading) >= self._limit:
+                return
+            del self._wanted[name]
+            self._loading[name] = self._thread.submit(partial(self._adapters.read, name, self._known[name]))
+
+    def _make_room(self, count: int) -> None:
+        """For so many adapters, or as many of them as live requests allow."""
+        assert self._adapters is not None
+        staying = [name for name in self._in_memory if name not in self._leaving]
+        self._leaving |= set(staying[: max(0, count - len(self._leaving))])
+        for name in [name for name in self._leaving if not self._is_used(name)]:
+            self._forget_matrices(name)
+
+    def _forget_matrices(self, name: str) -> None:
+        assert self._adapters is not None
+        self._leaving.discard(name)
+        self._in_memory.pop(name, None)
+        self._adapters.remove(name)
 
     def _take(self, name: str) -> None:
         assert self._adapters is not None
@@ -123,16 +195,34 @@ class AdapterLoads:
         except Exception as error:
             if not isinstance(error, ValueError):
                 logger.exception("an adapter could not be loaded")
-            self._results.append(AdapterResult(name, str(error) or type(error).__name__))
+            self._give_up(name, str(error) or type(error).__name__)
         else:
-            self._results.append(AdapterResult(name))
+            self._in_memory[name] = None
+            self._failures.pop(name, None)
+            if name in self._announced:
+                self._announced.discard(name)
+                self._results.append(AdapterResult(name))
+
+    def _give_up(self, name: str, error: str) -> None:
+        del self._known[name]
+        if name not in self._announced:
+            self._failures[name] = error
+        self._announced.discard(name)
+        self._results.append(AdapterResult(name, error))
 
     def _drop_unused(self) -> None:
         held = {request.lora_name for request in self._held.values()}
         for name in [name for name in self._unwanted - held if not self._is_used(name)]:
             self._unwanted.discard(name)
-            if (future := self._loading.pop(name, None)) is not None:
-                future.cancel()
-                self._results.append(AdapterResult(name, "it was unloaded before it was read"))
-            elif self._adapters is not None:
-                self._adapters.remove(name)
+            self._failures.pop(name, None)
+            future = self._loading.pop(name, None)
+            if future is not None or name in self._wanted:
+                if future is not None:
+                    future.cancel()
+                self._wanted.pop(name, None)
+                self._give_up(name, "it was unloaded before it was read")
+                self._failures.pop(name, None)
+            else:
+                self._known.pop(name, None)
+            if self._adapters is not None:
+                self._forget_matrices(name)

@@ -220,8 +220,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                                   or all as a GGUF file has them, activations as int8 (on a CPU); None = none
     enable_lora                   whether requests may name adapters
     lora_modules                  adapters: name -> directory that PEFT wrote
-    max_loras                     adapters that a GPU has memory for at the same time, at least those of lora_modules;
-                                  elsewhere there is no limit
+    max_loras                     adapters that a GPU has memory for at the same time, at least those of lora_modules
+    max_cpu_loras                 adapters in memory on a CPU; others are read when requests name them; None = all
     max_lora_rank                 largest rank of an adapter
 
     Device and process:
@@ -330,6 +330,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_lora: bool = False
     lora_modules: dict[str, str] = {}
     max_loras: int = 8
+    max_cpu_loras: int | None = None
     max_lora_rank: int = 16
     step_timeout_s: float = 120.0
     load_timeout_s: float = 1800.0
@@ -363,12 +364,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.quantization == "int4" and self.device.startswith("cuda"):
             raise ValueError("engine argument 'quantization' is 'int4', expected 'int8', 'fp8' or null on a GPU")
         if self.enable_lora and self.quantization is not None and self.device.startswith("cuda"):
-            raise ValueError(
-                f"engine argument 'quantization' is '{self.quantization}', expected null with enable_lora on a GPU"
-            )
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes"):
-            value = getattr(self, name)
-            if value is not None:
+            raise ValueError(f"engine argument 'quantization' is '{self.quantization}', expected null with enable_lora")
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "max_cpu_loras"):
+            if (value := getattr(self, name)) is not None:
                 self._at_least(name, value, 1)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(

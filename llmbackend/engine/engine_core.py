@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .adapter_loads import AdapterLoads
+from .adapter_loads import AdapterLoads, num_in_memory
 from .config import EngineConfig
 from .errors import DeviceLostError
 from .grammars.constraints import Constraints
@@ -108,7 +108,7 @@ class EngineCore:
         self._is_launch_failed = False
         """Whether the next step, once nothing is in flight, runs its rows one by one."""
         self._live: dict[str, Sequence] = {}
-        self.adapters = AdapterLoads(runner, self._has_adapter)
+        self.adapters = AdapterLoads(runner, self._has_adapter, config.lora_modules, num_in_memory(config))
         self._ended: list[StepOutput] = []
         """Outputs of requests that ended outside a step; the next step emits them."""
         self._arrivals = 0
@@ -145,7 +145,7 @@ class EngineCore:
             raise ValueError(f"request_id '{request_id}' is already running in this engine, expected a unique id")
         if self.adapters.holds(request):
             return
-        if error := refusal(request, self.info):
+        if error := self.adapters.refusal(request) or refusal(request, self.info):
             self._ended.append(StepOutput(request_id, finish_reason="error", error=error))
             return
         sequence = Sequence(request, self._arrivals, self.info)

@@ -172,12 +172,12 @@ def test_blocks_behind_every_layer_s_window_are_given_back(tmp_path: Path) -> No
 
 def test_configs_that_ask_for_modules_are_refused(tmp_path: Path) -> None:
     model = packed(tmp_path)
-    for options in ({"enforce_eager": True}, {"kernels": "torch"}, {"enable_lora": True}, {"block_size": 16}):
+    for options in ({"enforce_eager": True}, {"kernels": "torch"}, {"block_size": 16}):
         with pytest.raises(ProgramUnsupportedError):
             NativeRunner(config_of(tmp_path, **options), model)
 
 
-def test_adapters_are_refused(tmp_path: Path) -> None:
+def test_adapters_are_refused_where_they_are_not_enabled(tmp_path: Path) -> None:
     config, model = config_of(tmp_path), packed(tmp_path)
     runner = NativeRunner(config, model)
     request = InferRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), lora_name="a")

@@ -154,9 +154,7 @@ def test_scales_that_float16_does_not_hold_are_not_rounded(tmp_path: Path, caplo
     assert f"float16 does not hold the scales of {name}: they become int8" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"kernels": "torch"}, {"enable_lora": True}]
-)
+@pytest.mark.parametrize("arguments", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"kernels": "torch"}])
 def test_what_is_asked_for_comes_first(arguments: dict[str, Any], tmp_path: Path) -> None:
     config = EngineConfig(model=str(saved(tmp_path, "AWQ")), **arguments)
     assert with_directories(config) is config

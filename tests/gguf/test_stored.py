@@ -13,14 +13,17 @@ import transformers as tf
 
 from llmbackend.adapter.gguf_models import with_directories
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import BLOCKS, Type
 from llmbackend.engine.kernels.weights import FourBits, StoredBlocks
 from llmbackend.engine.make_runner import make_runner
+from llmbackend.engine.messages import InferRequest, SamplingParams, TokenLogprobs
 from llmbackend.engine.model.gguf_model import KeptLayers
 from llmbackend.engine.model.loader import load_model
 from tests.engine.test_decoder_program import greedy
 from tests.helpers.gguf_files import dequantized, quantized, write_model
+from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.tiny_models import BASE, random_model
 
 FOUR_BITS = {"Q4_0": Type.INT4, "Q4_1": Type.INT4_MIN}
@@ -109,6 +112,32 @@ def test_logits_are_those_of_the_values(kind: str | Callable[[str], str], model:
     assert torch.allclose(torch.tensor(logprobs), expected, atol=0.1 * float(logits.std()))
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K", q4_k_m])
+def test_adapters_change_them(kind: str | Callable[[str], str], model: object, tmp_path: Path) -> None:
+    """As if they were added to the values of the file."""
+    held = write_model(tmp_path / "tiny.gguf", model, kind)
+    dense = random_model(model.config)  # type: ignore[attr-defined]
+    dense.load_state_dict({name: values.to(torch.float32) for name, values in held.items()}, strict=False)
+    dense.tie_weights()
+    merged = write_adapter(dense, PROJECTIONS, tmp_path / "doll", 3)
+    config = config_of(tmp_path / "tiny.gguf", enable_lora=True, lora_modules={"doll": str(tmp_path / "doll")})
+    assert config.quantization == "int4"
+    prompt = tuple(3 * i % 128 for i in range(12))
+    core = EngineCore(config, make_runner(config))
+    for name in ("", "doll"):
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
+        core.add(InferRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling, lora_name=name))
+    found: dict[str, TokenLogprobs] = {}
+    while core.has_work:
+        found |= {output.request_id: output.logprobs[0] for output in core.step().outputs}
+    core.close()
+    for name, modules in (("", dense), ("doll", merged)):
+        with torch.inference_mode():
+            logits = modules(torch.tensor([prompt])).logits[0, -1]
+        expected = float(torch.log_softmax(logits, -1)[found[name].token_id])
+        assert found[name].logprob == pytest.approx(expected, abs=0.1 * float(logits.std())), name
+
+
 def test_types_may_differ_within_a_layer(model: object, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path / "tiny.gguf", model, q4_k_m)
     with caplog.at_level(logging.INFO):
@@ -119,7 +148,7 @@ def test_types_may_differ_within_a_layer(model: object, tmp_path: Path, caplog: 
 
 @pytest.mark.parametrize(
     ("kind", "arguments"),
-    [("F16", {}), ("Q4_0", {"dtype": "float32"}), ("Q4_K", {"quantization": "int8"}), ("Q4_1", {"enable_lora": True})],
+    [("F16", {}), ("Q4_0", {"dtype": "float32"}), ("Q4_K", {"quantization": "int8"})],
 )
 def test_what_is_asked_for_comes_first(kind: str, arguments: dict[str, object], model: object, tmp_path: Path) -> None:
     write_model(tmp_path / "tiny.gguf", model, kind)

@@ -82,6 +82,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "enable_lora": (_LORA, "Serve LoRA adapters of the model."),
     "lora_modules": (_LORA, "A LoRA adapter, also a model of the OpenAI API; repeatable."),
     "max_loras": (_LORA, "Adapters in GPU memory at the same time."),
+    "max_cpu_loras": (_LORA, "Adapters in memory on a CPU; others are read when requests name them."),
     "max_lora_rank": (_LORA, "Largest rank of an adapter."),
     "transport": (_PROCESS, "inline: the engine runs in the server's process."),
     "engine_python": (_PROCESS, "The Python that runs the engine; default: the server's."),

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..adapter_files import AdapterArrays, AdapterFiles, Float32Array, LoraArrays
-from ..adapter_loads import number_of_adapter
+from ..adapter_loads import first_adapters, number_of_adapter
 from ..config import EngineConfig
 from ..kernels.library import LORA_BLOCK, LORA_RANKS, PANEL, KernelLibrary, LoraMatrices, LoraStep, Type
 from ..step import FlatStep, Int32Array
@@ -57,8 +57,8 @@ class NativeAdapters:
         self._num_added = 0
         self._of_row = np.zeros(config.max_num_seqs, np.int32)
         """Numbers of adapters; 0: none."""
-        self._arrays: tuple[object, ...] = ()
-        for name, path in config.lora_modules.items():
+        self._arrays: object = None
+        for name, path in first_adapters(config):
             self.add(name, self.read(name, path))
 
     def read(self, name: str, path: str) -> PackedAdapter:
@@ -88,11 +88,10 @@ class NativeAdapters:
             return False
         grouped = GroupedTokens.of(np.repeat(of_row, step.query_lens))
         addresses = np.array([self._adapters[number].address for number in grouped.numbers], np.int64)
-        arrays = addresses, grouped.starts, grouped.tokens, grouped.blocks, grouped.adapter_of
-        self.step.num_adapters = len(addresses)
-        self.step.adapters, self.step.starts, self.step.tokens, self.step.blocks, self.step.adapter_of = (
-            array.ctypes.data for array in arrays
-        )
+        arrays = {"adapters": addresses, **grouped.arrays}
+        self.step.num_adapters, self.step.num_tokens = len(addresses), len(grouped.arrays["tokens"])
+        for field, array in arrays.items():
+            setattr(self.step, field, array.ctypes.data)
         self._arrays = arrays  # as long as the step reads them
         return True
 
@@ -102,10 +101,9 @@ class GroupedTokens:
     """A step's tokens that have an adapter, sorted by it (native/step.h, LoraStep)."""
 
     numbers: tuple[int, ...]
-    starts: Int32Array
-    tokens: Int32Array
-    blocks: Int32Array
-    adapter_of: Int32Array
+    """Of the adapters."""
+    arrays: dict[str, Int32Array]
+    """By their names there."""
 
     @classmethod
     def of(cls, numbers: Int32Array) -> GroupedTokens:
@@ -113,9 +111,12 @@ class GroupedTokens:
         order = np.argsort(numbers, kind="stable").astype(np.int32)
         tokens = order[np.count_nonzero(numbers == 0) :]
         found, counts = np.unique(numbers[tokens], return_counts=True)
-        adapter_of = np.full(len(numbers), -1, np.int32)
-        adapter_of[tokens] = np.repeat(np.arange(len(found), dtype=np.int32), counts)
-        return cls(tuple(found.tolist()), _starts(counts), tokens, _starts(-(-counts // LORA_BLOCK)), adapter_of)
+        place_of = np.full(len(numbers), -1, np.int32)
+        place_of[tokens] = np.arange(len(tokens), dtype=np.int32)
+        adapter_of = np.repeat(np.arange(len(found), dtype=np.int32), counts)
+        starts, blocks = _starts(counts), _starts(-(-counts // LORA_BLOCK))
+        arrays = {"starts": starts, "tokens": tokens, "blocks": blocks, "adapter_of": adapter_of, "place_of": place_of}
+        return cls(tuple(found.tolist()), arrays)
 
 
 def _starts(counts: npt.NDArray[np.int64]) -> Int32Array:

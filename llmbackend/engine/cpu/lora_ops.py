@@ -7,10 +7,21 @@ numbered in the order of `PackedDecoder.parts`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from ..kernels.library import LORA_LAYERS, LORA_RANKS, PANEL, Kind, LinearOp, LoraOp, LoraStep, NativeKernels, Type
+from ..kernels.library import (
+    LORA_DELTA_TOKENS,
+    LORA_LAYERS,
+    LORA_RANKS,
+    PANEL,
+    Kind,
+    LinearOp,
+    LoraOp,
+    LoraStep,
+    NativeKernels,
+    Type,
+)
 from .packed_decoder import TYPE_OF, PackedDecoder, PackedProjection
 
 _SPLIT_COLUMNS: Final = 512
@@ -45,6 +56,8 @@ class LoraOps:
         self._max_rank = -(-adapters.max_rank // LORA_RANKS) * LORA_RANKS
         self._stride = LORA_LAYERS * _MAX_SPLITS * self._max_rank + _ROW_PADDING
         self._hidden = kernels.library.memory(4 * max_tokens * self._stride)
+        widest = max(_num_panels(input) for input in _inputs(decoder))
+        self._delta = kernels.library.memory(4 * LORA_DELTA_TOKENS * PANEL * widest)
         self._num_parts = 0
 
     def of(self, x: Input, projections: Sequence[PackedProjection]) -> LoraOp:
@@ -55,9 +68,10 @@ class LoraOps:
         split, num_splits = splits_of(k)
         op = LoraOp(
             kind=Kind.LORA, x_type=x.type, weight_type=self._type, first_layer=self._num_parts,
-            step=ctypes.addressof(self._step), x=x.address, hidden=int(self._hidden.ctypes.data), num_layers=len(sizes),
-            k=k, x_stride=x.stride, hidden_stride=self._stride, max_rank=self._max_rank, split=split,
-            num_splits=num_splits,
+            step=ctypes.addressof(self._step), x=x.address, hidden=int(self._hidden.ctypes.data),
+            delta=int(self._delta.ctypes.data), num_layers=len(sizes), k=k, x_stride=x.stride,
+            hidden_stride=self._stride, max_rank=self._max_rank, split=split, num_splits=num_splits,
+            num_panels=_num_panels(projections),
         )  # fmt: skip
         panels = 0
         for index, n in enumerate(sizes):
@@ -65,6 +79,19 @@ class LoraOps:
             panels += -(-n // PANEL)
         self._num_parts += len(sizes)
         return op
+
+
+def _inputs(decoder: PackedDecoder) -> Iterator[tuple[PackedProjection, ...]]:
+    """The projections of each input."""
+    for layer in decoder.layers:
+        yield layer.attention.qkv
+        yield (layer.attention.out,)
+        yield layer.mlp.gate, layer.mlp.up
+        yield (layer.mlp.down,)
+
+
+def _num_panels(projections: Sequence[PackedProjection]) -> int:
+    return sum(-(-part.n // PANEL) for projection in projections for part in projection.parts)
 
 
 def splits_of(k: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ kernel sees an address (`Memories`, `PackedDecoder.check`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, get_args
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kernels.expert_layout import MOST_EXPERTS, steps_of
-from ..kernels.library import BLOCKS, FOUR_BITS, PANEL, Type, packed_bytes, scale_bytes, sums_bytes
+from ..kernels.library import BLOCKS, FOUR_BITS, LORA_LAYERS, PANEL, Type, packed_bytes, scale_bytes, sums_bytes
 from ..kv_groups import LayerGroups, layer_groups
 
 Bytes = npt.NDArray[np.uint8]
@@ -267,6 +267,7 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
         _check_norm(self.norm, (width,))
         _check_projection(self.head, self.head.weight.n, width)
         _expect(self.head.weight.n >= self.vocab_size, "head")
+        _check_parts(self.parts)
         for layer in self.layers:
             for norm in (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
                 _check_norm(norm, (width,))
@@ -306,9 +307,16 @@ def _check_projection(projection: PackedProjection, n: int, k: int) -> None:
     _expect(weight.order_offset_bytes is None or TYPE_OF[weight.dtype] in FOUR_BITS, "order of inputs")
     _expect(bias is None or (bias.shape == (n,) and bias.dtype == "float32"), "bias")
     parts = projection.parts
-    _expect(not parts or sum(part.n for part in parts) == n, "layers")
-    _expect(all(part.n > 0 and part.first >= 0 for part in parts), "layers")
-    _expect(all(part.n % PANEL == 0 for part in parts[:-1]), "layers")
+    _expect(len(parts) <= LORA_LAYERS and (not parts or sum(part.n for part in parts) == n), "layers")
+    _expect(all(part.n > 0 for part in parts) and all(part.n % PANEL == 0 for part in parts[:-1]), "layers")
+
+
+def _check_parts(parts: Iterable[tuple[PackedPart, int]]) -> None:
+    """Each layer's parts follow each other from its first output on, and have one number of inputs."""
+    ends: dict[str, tuple[int, int]] = {}
+    for part, k in parts:
+        _expect((part.first, k) == ends.get(part.layer, (0, k)), "layers")
+        ends[part.layer] = part.first + part.n, k
 
 
 def _check_attention(attention: PackedAttention, width: int, max_model_len: int) -> None:

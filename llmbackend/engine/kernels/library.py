@@ -81,6 +81,8 @@ LORA_LAYERS: Final = 3
 """The most layers of one LoraOp."""
 LORA_BLOCK: Final = 16
 """Tokens of one adapter that are multiplied together."""
+LORA_DELTA_TOKENS: Final = 64
+"""So many tokens have room for what adapters add to them."""
 LORA_RANKS: Final = 16
 """Ranks of adapters are padded to a multiple of it."""
 
@@ -144,15 +146,18 @@ class LoraMatrices(ctypes.Structure):
 
 
 class LoraStep(ctypes.Structure):
-    _fields_ = [*_fields(numbers="num_adapters padding"), *_fields("adapters starts tokens blocks adapter_of")]
+    _fields_ = [
+        *_fields(numbers="num_adapters num_tokens"),
+        *_fields("adapters starts tokens blocks adapter_of place_of"),
+    ]
 
 
 class LoraOp(ctypes.Structure):
     _fields_ = [
         *_fields(numbers="kind x_type weight_type first_layer"),
-        *_fields("step x hidden", "num_layers"),
+        *_fields("step x hidden delta", "num_layers"),
         ("first_panels", c_int32 * LORA_LAYERS),
-        *_fields(numbers="k x_stride hidden_stride max_rank split num_splits"),
+        *_fields(numbers="k x_stride hidden_stride max_rank split num_splits num_panels padding"),
     ]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..adapter_files import AdapterFiles, Float32Array
-from ..adapter_loads import number_of_adapter
+from ..adapter_loads import first_adapters, number_of_adapter
 from ..config import EngineConfig
 from ..cpu.linear import NativeLinear, PackedLinear
 from ..gpu.weights.dense import QuantizedLinear
@@ -205,7 +205,7 @@ def load_adapters(
     shapes = {name: layer.shape for name, layer in wrapped.items()}
     reader = AdapterReader(shapes, dtype, config.max_lora_rank)
     adapters = ModuleAdapters(reader, wrapped, batch, place)
-    for name, path in config.lora_modules.items():
+    for name, path in first_adapters(config):
         adapters.add(name, adapters.read(name, path))
     return adapters
 

@@ -113,15 +113,20 @@ inline void finish_panel(const LinearOp& op, int panel, int first_row, int rows,
                          const float* sums2) {
     const bool two = is_gated(op.epilogue);
     const FloatColumns columns(op, false, panel), columns2(op, two, panel);
-    for (int r = 0; r < rows; r++) {
-        PanelRow row = columns.result([&](int column) { return sums + r * kPanel + column; });
-        add_lora(op, first_row + r, panel, false, row.v);
-        if (two) {
-            PanelRow row2 = columns2.result([&](int column) { return sums2 + r * kPanel + column; });
-            add_lora(op, first_row + r, panel, true, row2.v);
-            row = combine(op.epilogue, row, row2);
+    for (int block = 0; block < rows; block += kLoraBlock) {
+        const int end = std::min(block + kLoraBlock, rows);
+        const LoraRows added(op, false, panel, first_row + block, end - block);
+        const LoraRows added2(op, true, panel, first_row + block, two ? end - block : 0);
+        for (int r = block; r < end; r++) {
+            PanelRow row = columns.result([&](int column) { return sums + r * kPanel + column; });
+            added.add(r - block, row.v);
+            if (two) {
+                PanelRow row2 = columns2.result([&](int column) { return sums2 + r * kPanel + column; });
+                added2.add(r - block, row2.v);
+                row = combine(op.epilogue, row, row2);
+            }
+            write_panel_row(op, first_row + r, panel, row);
         }
-        write_panel_row(op, first_row + r, panel, row);
     }
 }
 

@@ -66,7 +66,7 @@ inline void run_op(Worker& worker, const void* op, const Step& step, char* scrat
         case Kind::kNorm: return norm(worker, *static_cast<const NormOp*>(op), step);
         case Kind::kLinear: return linear(worker, *static_cast<const LinearOp*>(op), step, scratch);
         case Kind::kRotary: return rotary(worker, *static_cast<const RotaryOp*>(op), step);
-        case Kind::kLora: return shrink_by_loras(worker, *static_cast<const LoraOp*>(op), scratch);
+        case Kind::kLora: return multiply_loras(worker, *static_cast<const LoraOp*>(op), scratch);
         case Kind::kAttention: return attention(worker, *static_cast<const AttentionOp*>(op), step, scratch);
         case Kind::kRoute: return route_tokens(worker, *static_cast<const RouteOp*>(op), step);
         case Kind::kExperts: return multiply_experts(worker, *static_cast<const ExpertsOp*>(op), step, scratch);

@@ -220,10 +220,10 @@ struct Product {
             const int end = std::min(begin + kKBlock, k);
             for_blocks(first, last, [&](int row, int rows, int part, int parts) {
                 int32_t* block = sums + (k > kKBlock ? (row - first) * kPanel : 0);
-                if (end == k) {
+                if (end == k)
                     for (int r = 0; r < rows; r++) fetch_y(op, row + r, panel);
-                    fetch_lora(op, row, rows, panel);
-                }
+                const LoraRows added(op, false, panel, row, end == k ? rows : 0);
+                const LoraRows added2(op, true, panel, row, end == k && num_factors == 2 ? rows : 0);
                 for (int factor = 0; factor < num_factors; factor++) {
                     const int8_t* weights = panel_of(factor, panel) + begin * kPanel;
                     const int8_t* later = end < k ? weights + kKBlock * kPanel : panel_of(factor, next);
@@ -231,7 +231,10 @@ struct Product {
                              block + factor * sums_rows * kPanel);
                 }
                 if (end == k)
-                    for (int r = 0; r < rows; r++) finish(row + r, panel, one, two, block + r * kPanel);
+                    for (int r = 0; r < rows; r++)
+                        finish(row + r, panel, one, two, block + r * kPanel, [&](bool second, PanelRow& result) {
+                            (second ? added2 : added).add(r, result.v);
+                        });
             });
         }
     }
@@ -255,7 +258,9 @@ struct Product {
         for (int i = 0, row = first; row < last; i++, row += height) f(row, std::min(height, last - row), i, blocks);
     }
 
-    void finish(int row, int panel, const Columns& one, const Columns& two, int32_t* block) const {
+    // add(second, row): what is added to x·Wᵀ + bias.
+    template <class Add>
+    void finish(int row, int panel, const Columns& one, const Columns& two, int32_t* block, Add&& add) const {
         const auto first = [&](int column) { return block + column; };
         const auto second = [&](int column) { return block + sums_rows * kPanel + column; };
         for (int i = 0; i < x.num_wide[row]; i++) {
@@ -263,10 +268,10 @@ struct Product {
             if (num_factors == 2) add_wide(panel_of(1, panel), x.wide_of(row)[i], second);
         }
         PanelRow result = one.result(first, x.scale[row]);
-        add_lora(op, row, panel, false, result.v);
+        add(false, result);
         if (num_factors == 2) {
             PanelRow other = two.result(second, x.scale[row]);
-            add_lora(op, row, panel, true, other.v);
+            add(true, other);
             result = combine(op.epilogue, result, other);
         }
         write_panel_row(op, row, panel, result);

@@ -58,7 +58,6 @@ void linear_piece(const LinearOp& op, const X& x, int first_row, int begin, int 
             float* own = sums + (whole ? 0 : (panel - begin) * 2 * sums_size);
             const size_t at = panel * size + static_cast<size_t>(k) * kPanel;
             const size_t next = panel + 1 < end || whole ? at + size : begin * size + static_cast<size_t>(k_end) * kPanel;
-            if (k_end == x.k) fetch_lora(op, first_row, x.rows, panel);
             multiply_panel(x, k, k_end, weights + at, own, weights + next);
             if (weights2) multiply_panel(x, k, k_end, weights2 + at, own + sums_size, weights2 + next);
             if (k_end == x.k) finish_panel(op, panel, first_row, x.rows, own, own + sums_size);

@@ -1,5 +1,5 @@
 // LoRA adapters beside linear layers: x·downᵀ in an operation of its own, before the layers that have this input; times
-// upᵀ where these end, with the row's sums in registers.
+// upᵀ there too, or, of many tokens, where these layers end. The layers add the result to their own.
 //
 // For: the program's runner, and the ends of all linear layers (epilogue.h). Does not know: models, how layers multiply.
 // Invariants: what is added to a row depends on that row and its adapter alone, in float32 whatever the layer's weights
@@ -72,11 +72,16 @@ inline void widen_row(const LoraOp& op, int token, int begin, int end, float* to
     else widen(TileRow<const bf16>(static_cast<const bf16*>(op.x), token, op.x_stride), begin, end, to);
 }
 
+// A token's sums over the columns of each split.
+inline float* hidden_at(const LoraOp& op, int place, int layer) {
+    return op.hidden + static_cast<size_t>(place) * op.hidden_stride + layer * op.num_splits * op.max_rank;
+}
+
 // Some tokens of one adapter, and one split of their columns.
 struct Piece {
     const LoraOp& op;
     const LoraMatrices* layers;  // the adapter's, from the operation's first one on
-    const int32_t* tokens;
+    int first;  // place
     int num_tokens;
     int split;
 
@@ -102,8 +107,7 @@ struct Piece {
 #endif
         const int padded = padded_k(k(), kChains);
         const auto hidden_of = [&](int row) {
-            return op.hidden + static_cast<size_t>(tokens[row]) * op.hidden_stride +
-                   (layer * op.num_splits + split) * op.max_rank + rank;
+            return hidden_at(op, first + row, layer) + split * op.max_rank + rank;
         };
         int row = 0;
         for (; row + kRows <= num_tokens; row += kRows) {
@@ -118,130 +122,238 @@ struct Piece {
     }
 };
 
-// The piece with this number. Neighbours in number have the same tokens.
-inline Piece piece_of(const LoraOp& op, int number) {
-    const LoraStep& step = *op.step;
-    const int block = number / op.num_splits;
-    const int32_t* after = std::upper_bound(step.blocks, step.blocks + step.num_adapters + 1, block);
-    const int adapter = static_cast<int>(after - step.blocks) - 1;
-    const int first = step.starts[adapter] + (block - step.blocks[adapter]) * kLoraBlock;
-    const int count = std::min(kLoraBlock, step.starts[adapter + 1] - first);
-    return {op, step.adapters[adapter] + op.first_layer, step.tokens + first, count, number % op.num_splits};
-}
+// Some tokens of one adapter.
+struct Block {
+    const LoraMatrices* layers;  // the adapter's, from the operation's first one on
+    int first;                   // place
+    int num_tokens;
+
+    Block(const LoraOp& op, int number) {
+        const LoraStep& step = *op.step;
+        const int32_t* after = std::upper_bound(step.blocks, step.blocks + step.num_adapters + 1, number);
+        const int adapter = static_cast<int>(after - step.blocks) - 1;
+        layers = step.adapters[adapter] + op.first_layer;
+        first = step.starts[adapter] + (number - step.blocks[adapter]) * kLoraBlock;
+        num_tokens = std::min(kLoraBlock, step.starts[adapter + 1] - first);
+    }
+    static int count(const LoraStep& step) { return step.blocks[step.num_adapters]; }
+};
 
 // Floats from row to row of the widened x: an odd number of cache lines.
 inline size_t widened_stride(const LoraOp& op) { return (padded_k(op.split, 16) / 16 | 1) * 16; }
 
-// The matrices of one layer for a row, and its sums over k; null: nothing is added.
-struct Addend {
-    const LoraMatrices* matrices = nullptr;
-    const float* hidden = nullptr;
-    int panel = 0;  // of the layer
-
-    Addend(const LinearOp& op, int row, int panel, bool second) {
-        const LoraOp& lora = *op.lora;
-        const int adapter = lora.step->adapter_of[row];
-        if (adapter < 0) return;
-        const int number = op.lora_panel + panel + (second ? num_panels(op.n) : 0);
-        int layer = lora.num_layers - 1;
-        while (number < lora.first_panels[layer]) layer--;
-        const LoraMatrices& found = lora.step->adapters[adapter][lora.first_layer + layer];
-        if (found.rank == 0) return;
-        matrices = &found;
-        hidden = lora.hidden + static_cast<size_t>(row) * lora.hidden_stride +
-                 static_cast<size_t>(layer) * lora.num_splits * lora.max_rank;
-        this->panel = number - lora.first_panels[layer];
-    }
-
-    template <class W>
-    const W* up() const {
-        return static_cast<const W*>(matrices->up) + static_cast<size_t>(panel) * matrices->rank * kPanel;
-    }
-};
-
-// Sums over even and over odd ranks.
-struct Chains {
-    Floats even, odd;
-};
-
-inline void add_ranks(Chains& sums, const float* up, int column, Floats first, Floats second) {
-    sums.even = fma(first, load(up + column), sums.even);
-    sums.odd = fma(second, load(up + kPanel + column), sums.odd);
-}
-inline void add_ranks(Chains& sums, const bf16* up, int column, Floats first, Floats second) {
-    const Ints pairs = load_pairs(up + 2 * column);
-    sums.even = fma(first, even(pairs), sums.even);
-    sums.odd = fma(second, odd(pairs), sums.odd);
-}
-
-// y [kPanel / kLanes] += the sum of the splits times `up`.
-template <class W>
-void expand(const LoraOp& op, const Addend& addend, Floats* y) {
-    constexpr int kVectors = kPanel / kLanes;
-    const W* up = addend.up<W>();
-    Chains sums[kVectors] = {};
-    for (int rank = 0; rank < addend.matrices->rank; rank += kRanks) {
-        alignas(64) float whole[kRanks];
-        for (int v = 0; v < kRanks; v += kLanes) {
-            Floats total = load(addend.hidden + rank + v);
-            for (int split = 1; split < op.num_splits; split++) total += load(addend.hidden + split * op.max_rank + rank + v);
-            store(whole + v, total);
-        }
-        for (int i = 0; i < kRanks; i += 2, up += 2 * kPanel)
-#pragma GCC unroll 8
-            for (int v = 0; v < kVectors; v++) add_ranks(sums[v], up, v * kLanes, splat(whole[i]), splat(whole[i + 1]));
-    }
-    for (int v = 0; v < kVectors; v++) y[v] += sums[v].even + sums[v].odd;
-}
-
-inline bool adapts(const LinearOp& op) { return op.lora != nullptr && op.lora->step->num_adapters > 0; }
-
-}  // namespace lora
-
-// To x·Wᵀ + bias of one row and panel, of the second weight or of the first, what the row's adapter adds.
-inline void add_lora(const LinearOp& op, int row, int panel, bool second, Floats* y) {
-    if (!lora::adapts(op)) return;
-    const lora::Addend addend(op, row, panel, second);
-    if (addend.matrices == nullptr) return;
-    if (op.lora->weight_type == Type::kFloat32) lora::expand<float>(*op.lora, addend, y);
-    else lora::expand<bf16>(*op.lora, addend, y);
-}
-
-// Brings near what rows first..first+rows-1 will add to a panel, of both weights where there are two.
-inline void fetch_lora(const LinearOp& op, int first, int rows, int panel) {
-    if (!lora::adapts(op)) return;
-    const int item_bytes = op.lora->weight_type == Type::kFloat32 ? 4 : 2;
-    const int32_t* adapter_of = op.lora->step->adapter_of;
-    for (int row = first; row < first + rows; row++) {
-        if (row > first && adapter_of[row] == adapter_of[row - 1]) continue;
-        for (int weight = 0; weight < (op.weight2 ? 2 : 1); weight++) {
-            const lora::Addend addend(op, row, panel, weight == 1);
-            if (addend.matrices == nullptr) continue;
-            const int size = addend.matrices->rank * kPanel * item_bytes;
-            const char* at = static_cast<const char*>(addend.matrices->up) + static_cast<size_t>(addend.panel) * size;
-            for (int byte = 0; byte < size; byte += 64) __builtin_prefetch(at + byte, 0, 2);
-        }
-    }
-}
-
-inline size_t lora_scratch_bytes(const LoraOp& op, int num_threads) {
-    return op.step->num_adapters == 0 ? 0 : sizeof(float) * kLoraBlock * lora::widened_stride(op) * num_threads;
-}
-
-inline void shrink_by_loras(Worker& worker, const LoraOp& op, char* scratch) {
-    if (op.step->num_adapters == 0) return;
-    const size_t stride = lora::widened_stride(op);
-    float* x = reinterpret_cast<float*>(scratch) + kLoraBlock * stride * worker.rank;
-    const int pieces = op.step->blocks[op.step->num_adapters] * op.num_splits;
-    worker.share(pieces, 1, [&](int begin, int end) {
+// hidden of all tokens. Neighbours among the pieces of work have the same tokens.
+inline void shrink(Worker& worker, const LoraOp& op, float* x) {
+    const size_t stride = widened_stride(op);
+    worker.share(Block::count(*op.step) * op.num_splits, 1, [&](int begin, int end) {
         for (int number = begin; number < end; number++) {
-            const lora::Piece piece = lora::piece_of(op, number);
+            const Block block(op, number / op.num_splits);
+            const Piece piece{op, block.layers, block.first, block.num_tokens, number % op.num_splits};
             for (int i = 0; i < piece.num_tokens; i++)
-                lora::widen_row(op, piece.tokens[i], piece.begin(), piece.begin() + piece.k(), x + i * stride);
+                widen_row(op, op.step->tokens[piece.first + i], piece.begin(), piece.begin() + piece.k(), x + i * stride);
             if (op.weight_type == Type::kFloat32) piece.shrink<float>(x, stride);
             else piece.shrink<bf16>(x, stride);
         }
     });
+}
+
+// to [rank] = the sum of a token's splits, in their order.
+inline void sum_splits(const LoraOp& op, const float* hidden, int rank, float* to) {
+    for (int i = 0; i < rank; i += kLanes) {
+        Floats total = load(hidden + i);
+        for (int split = 1; split < op.num_splits; split++) total += load(hidden + split * op.max_rank + i);
+        store(to + i, total);
+    }
+}
+
+// The weights of two neighbouring ranks, of a vector of columns.
+inline void load_two(const float* up, Floats& first, Floats& second) { first = load(up), second = load(up + kPanel); }
+inline void load_two(const bf16* up, Floats& first, Floats& second) {
+    const Ints pairs = load_pairs(up);
+    first = even(pairs), second = odd(pairs);
+}
+
+// to[r][column] = over the ranks of hidden[r] * up[column], for R rows and one panel: sums over even and over odd ranks.
+template <int R, class W>
+void expand_rows(const float* hidden, size_t stride, const W* up, int rank, float* to) {
+    constexpr int kVectors = 2;
+    for (int column = 0; column < kPanel; column += kVectors * kLanes) {
+        Floats even_sums[R][kVectors] = {}, odd_sums[R][kVectors] = {};
+        const W* w = up + ranks_apart(up, column);
+        const float* h = hidden;
+        for (int i = 0; i < rank; i += 2, w += 2 * kPanel, h += 2) {
+            asm("" : "+r"(h));  // else the compiler keeps h in registers and permutes these
+            for (int line = 0; line < static_cast<int>(2 * kPanel * sizeof(W)); line += 64)
+                __builtin_prefetch(reinterpret_cast<const char*>(w) + 2048 + line, 0, 3);
+            Floats first[kVectors], second[kVectors];
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; v++) load_two(w + ranks_apart(w, v * kLanes), first[v], second[v]);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+                for (int v = 0; v < kVectors; v++) {
+                    even_sums[r][v] = fma(splat(h[r * stride]), first[v], even_sums[r][v]);
+                    odd_sums[r][v] = fma(splat(h[r * stride + 1]), second[v], odd_sums[r][v]);
+                }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; v++)
+                store(to + r * kPanel + column + v * kLanes, even_sums[r][v] + odd_sums[r][v]);
+    }
+}
+
+// What some tokens of one adapter get in panels begin..end-1 of a layer; in the next panel, `to` is to_next floats further.
+template <class W>
+void expand_panels(const LoraMatrices& matrices, const float* hidden, size_t stride, int tokens, int begin, int end, float* to,
+                   size_t to_next) {
+#if defined(__AVX512F__)
+    constexpr int kRows = 4;
+#else
+    constexpr int kRows = 2;
+#endif
+    for (int panel = begin; panel < end; panel++, to += to_next) {
+        const W* up = static_cast<const W*>(matrices.up) + static_cast<size_t>(panel) * matrices.rank * kPanel;
+        int row = 0;
+        for (; row + kRows <= tokens; row += kRows)
+            expand_rows<kRows>(hidden + row * stride, stride, up, matrices.rank, to + row * kPanel);
+        for (; row < tokens; row++) expand_rows<1>(hidden + row * stride, stride, up, matrices.rank, to + row * kPanel);
+    }
+}
+
+inline void expand_panels(const LoraOp& op, const LoraMatrices& matrices, const float* hidden, size_t stride, int tokens,
+                          int begin, int end, float* to, size_t to_next) {
+    if (op.weight_type == Type::kFloat32)
+        expand_panels<float>(matrices, hidden, stride, tokens, begin, end, to, to_next);
+    else
+        expand_panels<bf16>(matrices, hidden, stride, tokens, begin, end, to, to_next);
+}
+
+inline int layer_of(const LoraOp& op, int panel) {
+    int layer = op.num_layers - 1;
+    while (panel < op.first_panels[layer]) layer--;
+    return layer;
+}
+
+inline float* delta_at(const LoraOp& op, int place, int panel) {
+    return op.delta + (static_cast<size_t>(panel) * kLoraDeltaTokens + place) * kPanel;
+}
+
+// delta of one block of tokens, panels begin..end-1 of one layer. hidden: room for the tokens' sums.
+inline void expand_block(const LoraOp& op, const Block& block, int layer, int begin, int end, float* hidden) {
+    constexpr size_t kNext = static_cast<size_t>(kLoraDeltaTokens) * kPanel;
+    const LoraMatrices& matrices = block.layers[layer];
+    const size_t stride = op.max_rank;
+    for (int i = 0; i < block.num_tokens; i++)
+        sum_splits(op, hidden_at(op, block.first + i, layer), matrices.rank, hidden + i * stride);
+    const int before = op.first_panels[layer];
+    expand_panels(op, matrices, hidden, stride, block.num_tokens, begin - before, end - before,
+                  delta_at(op, block.first, begin), kNext);
+}
+
+// delta of all tokens.
+inline void expand(Worker& worker, const LoraOp& op, float* hidden) {
+    constexpr int kPanels = 32;  // of a piece of work
+    const int parts = divide_up(op.num_panels, kPanels);
+    worker.share(Block::count(*op.step) * parts, 1, [&](int first, int last) {
+        for (int number = first; number < last; number++) {
+            const Block block(op, number / parts);
+            const int end = std::min(op.num_panels, (number % parts + 1) * kPanels);
+            for (int panel = number % parts * kPanels; panel < end;) {
+                const int layer = layer_of(op, panel);
+                const int layer_end = layer + 1 < op.num_layers ? std::min(end, op.first_panels[layer + 1]) : end;
+                expand_block(op, block, layer, panel, layer_end, hidden);
+                panel = layer_end;
+            }
+        }
+    });
+}
+
+// hidden of all tokens: the sum of the splits in place of the first one.
+inline void sum_all_splits(Worker& worker, const LoraOp& op) {
+    const LoraStep& step = *op.step;
+    worker.share(step.num_tokens, kLoraBlock, [&](int begin, int end) {
+        for (int place = begin; place < end; place++)
+            for (int layer = 0; layer < op.num_layers; layer++) {
+                float* hidden = hidden_at(op, place, layer);
+                sum_splits(op, hidden, step.adapters[step.adapter_of[place]][op.first_layer + layer].rank, hidden);
+            }
+    });
+}
+
+inline bool has_delta(const LoraStep& step) { return step.num_tokens <= kLoraDeltaTokens; }
+
+}  // namespace lora
+
+// What rows first..first+rows-1 (kLoraBlock at most) of a linear operation get in one panel, of the second weight or of the
+// first: to be made before the panel is multiplied.
+class LoraRows {
+  public:
+    LoraRows() = default;
+    LoraRows(const LinearOp& op, bool second, int panel, int first, int rows) { begin(op, second, panel, first, rows); }
+    LoraRows(const LoraRows&) = delete;
+    LoraRows& operator=(const LoraRows&) = delete;
+
+    void begin(const LinearOp& op, bool second, int panel, int first, int rows) {
+        if (op.lora == nullptr || op.lora->step->num_adapters == 0) return;
+        find(*op.lora, op.lora_panel + panel + (second ? num_panels(op.n) : 0), first, rows);
+    }
+
+    // To x·Wᵀ + bias of row first + r.
+    LLMB_INLINE void add(int r, Floats* y) const {
+        if (!has_any_ || at_[r] == nullptr) return;
+        for (int v = 0; v < kPanel / kLanes; v++) y[v] += load(at_[r] + v * kLanes);
+    }
+
+  private:
+    void find(const LoraOp& op, int panel, int first, int rows) {
+        const int32_t* places = op.step->place_of + first;
+        has_any_ = true;
+        for (int r = 0; r < rows; r++) at_[r] = places[r] < 0 ? nullptr : own_ + r * kPanel;
+        if (!lora::has_delta(*op.step)) return expand(op, panel, places, rows);
+        for (int r = 0; r < rows; r++) {
+            if (places[r] < 0) continue;
+            at_[r] = lora::delta_at(op, places[r], panel);
+            for (int line = 0; line < kPanel; line += 16) __builtin_prefetch(at_[r] + line, 0, 3);
+        }
+    }
+
+    // Runs of neighbours that have one adapter together.
+    void expand(const LoraOp& op, int panel, const int32_t* places, int rows) {
+        const LoraStep& step = *op.step;
+        const int layer = lora::layer_of(op, panel), of_layer = panel - op.first_panels[layer];
+        for (int r = 0, end = 0; r < rows; r = end) {
+            end = r + 1;
+            if (places[r] < 0) continue;
+            const int adapter = step.adapter_of[places[r]];
+            while (end < rows && places[end] == places[end - 1] + 1 && step.adapter_of[places[end]] == adapter) end++;
+            lora::expand_panels(op, step.adapters[adapter][op.first_layer + layer], lora::hidden_at(op, places[r], layer),
+                                op.hidden_stride, end - r, of_layer, of_layer + 1, own_ + r * kPanel, 0);
+        }
+    }
+
+    bool has_any_ = false;
+    const float* at_[kLoraBlock];
+    alignas(64) float own_[kLoraBlock * kPanel];
+};
+
+// What one thread needs.
+inline size_t lora_thread_bytes(const LoraOp& op) {
+    return sizeof(float) * kLoraBlock * std::max(lora::widened_stride(op), static_cast<size_t>(op.max_rank));
+}
+
+inline size_t lora_scratch_bytes(const LoraOp& op, int num_threads) {
+    return op.step->num_adapters == 0 ? 0 : lora_thread_bytes(op) * num_threads;
+}
+
+inline void multiply_loras(Worker& worker, const LoraOp& op, char* scratch) {
+    if (op.step->num_adapters == 0) return;
+    float* own = reinterpret_cast<float*>(scratch + lora_thread_bytes(op) * worker.rank);
+    lora::shrink(worker, op, own);
+    worker.barrier();
+    if (lora::has_delta(*op.step)) lora::expand(worker, op, own);
+    else lora::sum_all_splits(worker, op);
 }
 
 }  // namespace llmb

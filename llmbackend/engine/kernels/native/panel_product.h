@@ -31,15 +31,15 @@ void multiply_rows(const LinearOp& op, int first, int last, int panel, const flo
     for (int row = first; row < last; row += height) {
         const int rows = std::min(height, last - row);
         alignas(64) float sums[kMaxBlock][kPanel], sums2[kMaxBlock][kPanel];
-        fetch_lora(op, row, rows, panel);
+        const LoraRows added(op, false, panel, row, rows), added2(op, true, panel, row, two ? rows : 0);
         multiply(row, rows, false, sums);
         if (two) multiply(row, rows, true, sums2);
         for (int r = 0; r < rows; r++) {
             PanelRow result = scaled(sums[r], scales[row + r], bias);
-            add_lora(op, row + r, panel, false, result.v);
+            added.add(r, result.v);
             if (two) {
                 PanelRow other = scaled(sums2[r], scales[row + r], bias2);
-                add_lora(op, row + r, panel, true, other.v);
+                added2.add(r, other.v);
                 result = combine(op.epilogue, result, other);
             }
             write_panel_row(op, row + r, panel, result);

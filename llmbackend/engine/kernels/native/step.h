@@ -117,19 +117,22 @@ struct LoraMatrices {
 // The adapters of a step, which Python fills before it.
 struct LoraStep {
     int32_t num_adapters;  // 0: nothing else is read
-    int32_t padding;
+    int32_t num_tokens;    // that have an adapter
     const LoraMatrices* const* adapters;  // [num_adapters]: each one's matrices, by the numbers of layers
-    const int32_t* starts;      // [num_adapters + 1], in tokens
-    const int32_t* tokens;      // the tokens that have an adapter, sorted by it
+    const int32_t* starts;      // [num_adapters + 1]: each one's first place in `tokens`
+    const int32_t* tokens;      // [num_tokens], sorted by adapter
     const int32_t* blocks;      // [num_adapters + 1]: each one's first block of kLoraBlock tokens, and how many there are
-    const int32_t* adapter_of;  // [tokens of the step]: -1: none
+    const int32_t* adapter_of;  // [num_tokens]: of the token at a place
+    const int32_t* place_of;    // [tokens of the step]: in `tokens`; -1: none
 };
 
 constexpr int kLoraBlock = 16;
-constexpr int kLoraLayers = 3;  // at most, that have one input
+constexpr int kLoraLayers = 3;       // at most, that have one input
+constexpr int kLoraDeltaTokens = 64;
 
-// hidden[t][layer][split] = x[t]·downᵀ over the columns of a split, for the tokens that have an adapter and the layers that
-// it changes. The linear operations of these layers multiply the sum of the splits by `up` at their end.
+// For the tokens that have an adapter and the layers that it changes, by their places: hidden = x·downᵀ, over each split of
+// the columns; then, of up to kLoraDeltaTokens, delta = the sum of the splits times upᵀ, which the linear operations of these
+// layers add at their end. Of more tokens, these operations multiply by `up` themselves: less memory is written and read.
 struct LoraOp {
     Kind kind;
     Type x_type;
@@ -138,6 +141,7 @@ struct LoraOp {
     const LoraStep* step;
     const void* x;       // [tokens, x_stride]
     float* hidden;       // [tokens, hidden_stride]: [layers][splits][max_rank]
+    float* delta;        // [panels of all layers][kLoraDeltaTokens][32]
     int32_t num_layers;
     int32_t first_panels[kLoraLayers];  // of each layer, where panels of all are counted one after the other
     int32_t k;
@@ -146,6 +150,8 @@ struct LoraOp {
     int32_t max_rank;
     int32_t split;       // columns of x, a multiple of 32
     int32_t num_splits;
+    int32_t num_panels;  // of all layers
+    int32_t padding;
 };
 
 // Weights are packed in panels of 32 output columns (the last one padded with zeros), K padded with zeros:

@@ -56,15 +56,16 @@ class Finisher {
   private:
     LLMB_INLINE void row() {
         PanelRow result = result_of(columns_[0], at_);
-        add_lora(op_, first_row_ + row_, panel_ + slot_, false, result.v);
+        added_[0].add(tile_row_, result.v);
         if (plan_.gated) {
             PanelRow other = result_of(columns_[1], at_ + kBlockBytes);
-            add_lora(op_, first_row_ + row_, panel_ + slot_, true, other.v);
+            added_[1].add(tile_row_, other.v);
             result = combine(op_.epilogue, result, other);
         }
         if (whole_panel_) write(result);
         else write_panel_row(op_, first_row_ + row_, panel_ + slot_, result);
         row_++;
+        tile_row_++;
         at_ += amx::kTileBytes;
         y_ += y_step_;
         if (--in_tile_ == 0) next_tile();
@@ -95,6 +96,8 @@ class Finisher {
         in_tile_ = std::min(amx::kTileRows, rows_ - row_);
         at_ = block_of(row_, slot_) + sums_offset(row_ % kBlockRows, 0);
         const int row = first_row_ + row_, column = (panel_ + slot_) * kPanel;
+        tile_row_ = 0;
+        for (int i = 0; i < (plan_.gated ? 2 : 1); i++) added_[i].begin(op_, i == 1, panel_ + slot_, row, in_tile_);
         if (op_.y_type == llmb::Type::kBfloat16Tiles) {
             y_ = reinterpret_cast<char*>(TileRow<bf16>(static_cast<bf16*>(op_.y), row, op_.y_stride) + column);
             y_step_ = amx::kTileBytes;
@@ -133,12 +136,14 @@ class Finisher {
     int panel_ = 0, num_panels_ = 0;     // of the unit
     int first_row_ = 0, rows_ = 0;       // of the chunk
     int slot_ = 0, row_ = 0, in_tile_ = 0;  // the panel and the row that is next, and how many rows its tile still has
+    int tile_row_ = 0;
     bool whole_panel_ = true;
     char* sums_ = nullptr;
     char* at_ = nullptr;  // of the next row
     char* y_ = nullptr;
     ptrdiff_t y_step_ = 0;
     Columns columns_[2];
+    LoraRows added_[2];
 };
 
 }  // namespace llmb::tile
