@@ -35,7 +35,7 @@ def with_lists(text: str) -> str:
     return "\n".join(lines)
 
 
-class Columns(Extension):
+class Columns(Extension):  # type: ignore[misc]
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = with_lists(obj.docstring.value)
