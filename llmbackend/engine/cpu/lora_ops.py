@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ..kernels.library import LORA_LAYERS, LORA_RANKS, PANEL, Kind, LinearOp, LoraOp, LoraStep, NativeKernels, Type
-from .packed_decoder import TYPE_OF, PackedDecoder, PackedProjection
+from .packed_decoder import PackedDecoder
+from .packed_parts import TYPE_OF, PackedProjection
 
 _SPLIT_COLUMNS: Final = 512
 _MAX_SPLITS: Final = 8
