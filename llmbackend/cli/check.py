@@ -275,6 +275,8 @@ def _kv_memory(engine: Mapping[str, Any]) -> str:
     text = f"{_size(engine['kv_bytes_per_token'])} per token"
     if engine["num_kv_blocks"] is None:
         return f"{text}; how many tokens fit is known when the weights are loaded"
+    if engine["state_bytes"]:
+        text += f", {_size(engine['state_bytes'])} of recurrent state per request"
     tokens = engine["kv_bytes"] // engine["kv_bytes_per_token"]
     return (
         f"{text}; {_size(engine['kv_bytes'])} for {tokens:,} tokens: {engine['full_length_requests']} requests of full "

@@ -92,6 +92,7 @@ class EngineCore:
             config.enable_prefix_caching,
             num_host_blocks,
             self.info.kv_groups,
+            self.info.num_state_slots,
         )
         self._pacer = _pacer(config)
         self._scheduler = Scheduler(

@@ -27,6 +27,7 @@ class LoadForecast(msgspec.Struct, frozen=True, kw_only=True):
     threads           on CPU
     weight_bytes      in memory, as packed; without embedding_bytes, of which a step reads few rows
     kv_bytes_per_token  None: unknown until the weights are loaded, as the next three
+    state_bytes       of one sequence in recurrent layers; 0 = there are none
     num_kv_blocks     of the whole KV memory; on an accelerator known when it is loaded
     kv_bytes          the whole KV memory; pages are taken when they are used
     full_length_requests  how many requests of max_model_len tokens fit at once
@@ -48,6 +49,7 @@ class LoadForecast(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     embedding_bytes: int = 0
     kv_bytes_per_token: int | None = None
+    state_bytes: int = 0
     block_size: int = 0
     num_kv_blocks: int | None = None
     kv_bytes: int | None = None
@@ -100,10 +102,20 @@ def _kv_memory(config: EngineConfig, model: UnloadedModel) -> dict[str, Any]:
     at_once = groups.most_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
     return {
         "kv_bytes_per_token": bytes_per_token,
+        "state_bytes": model.state_bytes,
         "num_kv_blocks": num_blocks,
         "kv_bytes": num_blocks * config.block_size * bytes_of_block,
-        "full_length_requests": min(num_blocks // at_once, config.max_num_seqs),
+        "full_length_requests": min(num_blocks // at_once, _num_states(config, model.state_bytes, num_blocks)),
     }
+
+
+def _num_states(config: EngineConfig, state_bytes: int, num_blocks: int) -> int:
+    """How many requests can run at once for what they need beside KV blocks."""
+    if not state_bytes:
+        return config.max_num_seqs
+    from .cpu.recurrent_states import num_state_slots
+
+    return min(config.max_num_seqs, num_state_slots(config, state_bytes, num_blocks))
 
 
 def _weight_cache(config: EngineConfig) -> str:

@@ -356,6 +356,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes        memory that the engine's process has of an accelerator; 0 on CPU
     needs_torch      whether torch computes, so that the next engine's process needs it, too
     kv_groups        which layers share a block, and for how long a request keeps it
+    state_bytes      of one sequence, in recurrent layers; 0 = there are none
+    num_state_slots  states that there is room for: of sequences that run, and of prefixes
     path             what computes: "native" (one program on a CPU), "modules" (those of transformers), "gpu" (one
                      program) or "mock"
     """
@@ -380,6 +382,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: int = 0
     needs_torch: bool = False
     kv_groups: KVGroups = KVGroups()
+    state_bytes: int = 0
+    num_state_slots: int = 0
     path: str = ""
 
     @property

@@ -15,7 +15,7 @@ import msgspec
 RowKind = Literal["prefill", "decode", "recompute"]
 """prefill: tokens of a prompt; decode: tokens behind it; recompute: tokens that were computed before a preemption, or
 by an engine that died."""
-WaitReason = Literal["max_num_seqs", "kv_blocks", "token_budget", "prefix", "long_prefill", "grammar"]
+WaitReason = Literal["max_num_seqs", "kv_blocks", "token_budget", "state_slots", "prefix", "long_prefill", "grammar"]
 """Why a request is not among the running ones: no row; no KV blocks; the step's tokens are spent; a running request is
 computing the beginning that both share; another long prompt is being computed; its grammar is being compiled."""
 ROW_KINDS: Final[tuple[RowKind, ...]] = ("decode", "prefill", "recompute")

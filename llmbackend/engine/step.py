@@ -49,9 +49,14 @@ class RowTable:
                                                                   KV block ids, each in 0..num_blocks-1, for each
                                                                   group of layers (ModelInfo.kv_groups)
     block_table          block_tables[0], the only one where all layers are one group
+    state_slots          int32 [max_num_seqs]                     where layers are recurrent: the slot of the row's
+                                                                  state; -1 = it has none
+    state_sources        int32 [max_num_seqs]                     the slot with whose state a row begins in its next
+                                                                  step; -1 = its own, or zeros before its first token
 
     prompt_logprobs: by row, for rows that need logprobs of their prompt; a step gives those of the tokens whose
-    predecessors it computes (sampling/sampler.py).
+    predecessors it computes (sampling/sampler.py). state_copies: by row, what the step is to keep of its states: after
+    how many of its tokens, and in which slot.
 
     During `execute` a row's block tables are valid for positions below num_computed_tokens + the tokens scheduled;
     later entries are stale. Where a group of layers has a window, an entry may be -1, whose positions none of the
@@ -71,6 +76,9 @@ class RowTable:
         self.num_pending_drafts: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.block_tables: Int32Array = np.zeros((num_groups, max_num_seqs, max_blocks_per_seq), np.int32)
         self.block_table: Int32Array = self.block_tables[0]
+        self.state_slots: Int32Array = np.full(max_num_seqs, -1, np.int32)
+        self.state_sources: Int32Array = np.full(max_num_seqs, -1, np.int32)
+        self.state_copies: dict[int, list[tuple[int, int]]] = {}
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
 
 

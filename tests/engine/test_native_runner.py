@@ -206,7 +206,7 @@ def _broken(decoder: PackedDecoder) -> list[PackedDecoder]:
         return msgspec.structs.replace(part, **fields)
 
     layer = decoder.layers[0]
-    attention, mlp, head = layer.attention, layer.mlp, decoder.head
+    attention, mlp, head = layer.attending, layer.mlp, decoder.head
     assert attention.cos_sin is not None and attention.q_norm is not None and mlp is not None
 
     def with_attention(**fields: Any) -> PackedDecoder:

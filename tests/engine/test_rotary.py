@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.model.decoder_description import _RotaryTables
+from llmbackend.engine.model.decoder_description import RotaryTables
 from llmbackend.engine.model.loader import load_model
 from tests.helpers.tiny_models import BASE, engine_tokens, expected_tokens, prompts, random_model
 
@@ -44,10 +44,10 @@ def test_tables_are_computed_on_the_cpu() -> None:
     """Whatever precision a GPU's products have been given."""
     model = random_model(config("default")).model
     rotary, attention = model.rotary_emb, model.layers[0].self_attn
-    expected = _RotaryTables(rotary, 40, torch.device("cpu")).of(attention)
+    expected = RotaryTables(rotary, 40, torch.device("cpu")).of(attention)
     angles = torch.outer(torch.arange(40.0), rotary.inv_freq)
     assert torch.equal(expected, torch.cat((angles.cos(), angles.sin()), dim=-1))
-    on_device = _RotaryTables(rotary, 40, torch.device("meta")).of(attention)  # which computes nothing
+    on_device = RotaryTables(rotary, 40, torch.device("meta")).of(attention)  # which computes nothing
     assert on_device.device.type == "meta" and on_device.shape == expected.shape
 
 
@@ -122,7 +122,7 @@ def test_dynamic_frequencies_are_those_of_the_longest_sequence(tmp_path: Path) -
         fixed(torch.empty(1), torch.arange(5)[None])
         torch.testing.assert_close(fixed.inv_freq, expected, msg="a sequence changed them")
         if loaded.decoder is not None:
-            cos_sin = loaded.decoder.layers[0].attention.cos_sin
+            cos_sin = loaded.decoder.layers[0].attending.cos_sin
             assert cos_sin is not None
             angles = torch.arange(len(cos_sin))[:, None] * expected[None]
             torch.testing.assert_close(cos_sin, torch.cat((angles.cos(), angles.sin()), dim=-1), atol=1e-5, rtol=0)

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from llmbackend.adapter.gguf_models import with_directories
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.cpu.packed_decoder import MatrixAt, PackedDecoder, PackedModel, PackedProjection
+from llmbackend.engine.cpu.packed_decoder import PackedDecoder, PackedModel
+from llmbackend.engine.cpu.packed_parts import MatrixAt, PackedProjection
 from llmbackend.engine.gpu.weights.stored import mapped_tensors
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import Type
@@ -202,7 +203,7 @@ def test_an_order_that_is_none_is_refused_before_a_kernel_sees_it(tmp_path: Path
     packed = pack_model(config, load_model(config))
     packed.decoder.check(packed.memories)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(packed.decoder), type=PackedDecoder) == packed.decoder
-    qkv = packed.decoder.layers[0].attention.qkv[0].weight
+    qkv = packed.decoder.layers[0].attending.qkv[0].weight
     assert qkv.order_offset_bytes is not None
     order = packed.memories.resident[qkv.order_offset_bytes :][: 4 * qkv.k].view(np.int32)
     order[5] = qkv.k
@@ -214,8 +215,8 @@ def test_an_order_that_is_none_is_refused_before_a_kernel_sees_it(tmp_path: Path
 
 def _check_with(packed: PackedModel, qkv: MatrixAt) -> None:
     first, *others = packed.decoder.layers
-    projection = PackedProjection(qkv, first.attention.qkv[0].bias)
-    first = msgspec.structs.replace(first, attention=msgspec.structs.replace(first.attention, qkv=(projection,)))
+    projection = PackedProjection(qkv, first.attending.qkv[0].bias)
+    first = msgspec.structs.replace(first, attention=msgspec.structs.replace(first.attending, qkv=(projection,)))
     with pytest.raises(ValueError, match="the description of a packed model is broken"):
         msgspec.structs.replace(packed.decoder, layers=(first, *others)).check(packed.memories)
 

@@ -9,19 +9,14 @@ import numpy as np
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.packed_decoder import (
-    ALIGN_BYTES,
-    ArrayAt,
-    Bytes,
-    MatrixAt,
     Memories,
     PackedAttention,
     PackedDecoder,
     PackedLayer,
     PackedMlp,
     PackedModel,
-    PackedNorm,
-    PackedProjection,
 )
+from llmbackend.engine.cpu.packed_parts import ALIGN_BYTES, ArrayAt, Bytes, MatrixAt, PackedNorm, PackedProjection
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, POSITIONS = 64, 2, 1, 32, 96, 20_000, 1024
 

@@ -34,23 +34,15 @@ from ..kernels.library import (
     Type,
     op_pointers,
 )
+from ..kernels.recurrent_ops import ConvOp, GateOp, ScanOp
 from ..step import FlatStep, Int32Array
 from .buffers import Buffer
 from .lora_ops import Input, LoraOps, ProgramAdapters, adapt
 from .mixture_room import MixtureRoom
 from .native_memory import LayerKV, NativeKVMemory, NativeLayerCache
-from .packed_decoder import (
-    TYPE_OF,
-    ArrayAt,
-    PackedAttention,
-    PackedExpertMatrix,
-    PackedExperts,
-    PackedLayer,
-    PackedMlp,
-    PackedModel,
-    PackedNorm,
-    PackedProjection,
-)
+from .packed_decoder import PackedAttention, PackedExpertMatrix, PackedExperts, PackedLayer, PackedMlp, PackedModel
+from .packed_parts import TYPE_OF, ArrayAt, PackedNorm, PackedProjection
+from .recurrent_operations import StateMemory, StepStates, attention_gate, mixer_operations, rows_of
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -70,6 +62,11 @@ class Role(StrEnum):
     ROTARY = "rotary, KV write"
     ATTENTION = "attention"
     ATTENTION_OUT = "attention out"
+    MIXER = "mixer in"
+    CONVOLUTION = "convolution"
+    RECURRENCE = "recurrence"
+    GATE = "gate, norm"
+    MIXER_OUT = "mixer out"
     GATE_UP = "gate·up"
     DOWN = "down"
     ROUTE = "router"
@@ -77,6 +74,9 @@ class Role(StrEnum):
     EXPERTS_DOWN = "experts, down"
     MIX = "experts, sum"
     HEAD = "output head"
+
+
+_ROLES: Final = {ConvOp: Role.CONVOLUTION, ScanOp: Role.RECURRENCE, GateOp: Role.GATE}
 
 
 class Operation(NamedTuple):
@@ -102,9 +102,11 @@ class DecoderProgram:
         max_tokens: int,
         max_samples: int,
         adapters: ProgramAdapters | None = None,
+        num_state_slots: int = 1,
     ) -> None:
         """num_blocks, block_size: of the KV memory. max_tokens, max_samples: the largest step. adapters: None: no step
-        has some. Raises MemoryError, and ValueError where the description is broken."""
+        has some. num_state_slots: where layers are recurrent. Raises MemoryError, and ValueError where the description
+        is broken."""
         decoder, memories = packed.decoder, packed.memories
         decoder.check(memories)
         self._kernels = kernels
@@ -113,10 +115,10 @@ class DecoderProgram:
         self._vocab_size = decoder.head.weight.n
         self._activation = kernels.library.activation_type(TYPE_OF[decoder.dtype])
         self._layer_groups = decoder.layer_groups
-        of_first_group = zip(decoder.layers, self._layer_groups.group_of, strict=True)
-        attentions = [layer.attention for layer, group in of_first_group if group == 0]
-        shapes = [LayerKV(attention.num_kv_heads, attention.head_dim) for attention in attentions]
+        of_first_group = zip(decoder.attentions, self._layer_groups.group_of, strict=True)
+        shapes = [LayerKV(each.num_kv_heads, each.head_dim) for each, group in of_first_group if group == 0]
         self._kv = NativeKVMemory(kernels.library, shapes, num_blocks, block_size, TYPE_OF[decoder.dtype])
+        self._states = StateMemory(kernels.library, decoder, num_state_slots) if decoder.state_bytes else None
         self._max_tokens, self._max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
         self._loras = None if adapters is None else LoraOps(kernels, decoder, max_tokens, adapters)
@@ -141,48 +143,60 @@ class DecoderProgram:
         return parts
 
     def forward(
-        self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, has_adapters: bool = False
-    ) -> Float32Array:
+        self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, states: StepStates | None = None,
+        has_adapters: bool = False,
+    ) -> Float32Array:  # fmt: skip
         """Computes the step; logits float32 [samples, vocab], valid until the next call. Raises MemoryError.
 
         Of each group of layers: slots int32 [groups, tokens]; block_tables int32 [groups, rows, blocks], of the step's
-        rows. has_adapters: whether what the program was told of adapters says that some tokens have one.
+        rows. states: where layers are recurrent. has_adapters: whether what the program was told of adapters says that
+        some tokens have one.
         """
-        for call in self._calls(step, slots, block_tables, self._parts if has_adapters else self._plain_parts):
+        for call in self._calls(step, slots, block_tables, states, self._parts if has_adapters else self._plain_parts):
             self._kernels.run(*call)
         return self._finished(self._logits.floats(len(step.sampled_tokens), self._vocab_size))
 
-    def profile(self, step: FlatStep, slots: Int32Array, block_tables: Int32Array) -> Float64Array:
+    def profile(
+        self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, states: StepStates | None = None
+    ) -> Float64Array:
         """As `forward`: the seconds of each of `operations`, without the last two where nothing is sampled. Raises
         OSError where the library cannot time them."""
-        calls = self._calls(step, slots, block_tables, self._parts)
+        calls = self._calls(step, slots, block_tables, states, self._parts)
         seconds = [self._kernels.profile(*call) for call in calls]
         self._finished(self._logits.floats(len(step.sampled_tokens), self._vocab_size))
         return np.concatenate(seconds)
 
-    def write_kv(self, step: FlatStep, slots: Int32Array, block_tables: Int32Array) -> None:
+    def write_kv(
+        self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, states: StepStates | None = None
+    ) -> None:
         """Writes keys and values of the step's tokens and computes nothing else: they are what the last step left."""
-        for pointers, num_ops, native_step in self._calls(step, slots, block_tables, self._plain_parts):
+        for pointers, num_ops, native_step in self._calls(step, slots, block_tables, states, self._plain_parts):
             writes = [each for each in pointers[:num_ops] if ctypes.c_int32.from_address(each).value == Kind.ROTARY]
             self._kernels.run((ctypes.c_void_p * len(writes))(*writes), len(writes), native_step)
 
     def _calls(
-        self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, parts: list[_Part]
-    ) -> Iterator[tuple[Any, int, Step]]:
+        self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, states: StepStates | None,
+        parts: list[_Part],
+    ) -> Iterator[tuple[Any, int, Step]]:  # fmt: skip
         """The native calls of a step, to be made as they come: the arrays that they read end with the iterator."""
         num_samples = len(step.sampled_tokens)
         if len(step.token_ids) > self._max_tokens or num_samples > self._max_samples:
             raise RuntimeError(f"a step of {len(step.token_ids)} tokens and {num_samples} samples has no room")
         slots, blocks = self._kv.kernels_slots(slots), self._kv.kernels_blocks(block_tables)
         tables = zip(slots, blocks, strict=True)
-        steps = [self._native_step(step, *tables_of_group) for tables_of_group in tables]
+        steps = [self._native_step(step, *tables_of_group, states) for tables_of_group in tables]
         for part in parts[:-1]:
             yield part.pointers, part.num_ops, steps[part.group]
         last = parts[-1]
         yield last.pointers, last.num_ops if num_samples else last.num_ops - 2, steps[last.group]
 
-    def _native_step(self, step: FlatStep, slots: Int32Array, blocks: Int32Array) -> Step:
-        arrays = (step.token_ids, step.positions, slots, step.query_start, step.seq_lens, blocks, step.sampled_tokens)
+    def _native_step(self, step: FlatStep, slots: Int32Array, blocks: Int32Array, states: StepStates | None) -> Step:
+        arrays: tuple[Int32Array, ...] = (
+            step.token_ids, step.positions, slots, step.query_start, step.seq_lens, blocks, step.sampled_tokens,
+        )  # fmt: skip
+        if self._states is not None:
+            assert states is not None, "a step of a model with recurrent layers has states"
+            arrays += states
         assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in arrays)
         return Step(
             len(step.token_ids), len(step.rows), len(step.sampled_tokens), blocks.shape[1],
@@ -208,16 +222,19 @@ class DecoderProgram:
         return logits
 
     def _make_buffers(self, tokens: int, samples: int) -> None:
-        layers = self._decoder.layers
+        layers, attentions = self._decoder.layers, self._decoder.attentions
         self._width = self._decoder.width
-        qkv = max(sum(part.weight.n for part in layer.attention.qkv) for layer in layers)
-        attended = max(layer.attention.out.weight.k for layer in layers)
+        mixers = [layer.mixer for layer in layers if layer.mixer is not None]
+        qkv = [sum(part.weight.n for part in each.qkv) for each in attentions] + [each.projected for each in mixers]
+        attended = max(part.out.weight.k for part in (*attentions, *mixers))
         gated = max((layer.mlp.gate.weight.n for layer in layers if layer.mlp is not None), default=0)
         self._hidden = Buffer(self._kernels.library, tokens, self._width, Type.FLOAT32)
         self._normed = Buffer(self._kernels.library, tokens, self._width, self._activation)
         self._block = Buffer(self._kernels.library, tokens, self._width, Type.FLOAT32)
-        self._qkv = Buffer(self._kernels.library, tokens, qkv, Type.FLOAT32)
+        self._qkv = Buffer(self._kernels.library, tokens, max(qkv), Type.FLOAT32)
         self._attended = Buffer(self._kernels.library, tokens, attended, self._activation)
+        is_gated = any(attention.is_gated for attention in attentions)
+        self._ungated = Buffer(self._kernels.library, tokens if is_gated else 1, attended, Type.FLOAT32)
         self._gated = Buffer(self._kernels.library, tokens, gated, self._activation)
         self._sampled = Buffer(self._kernels.library, samples, self._width, self._activation)
         self._logits = Buffer(self._kernels.library, samples, self._vocab_size, Type.FLOAT32)
@@ -229,10 +246,15 @@ class DecoderProgram:
         groups = self._layer_groups
         self._starts.append((0, groups.group_of[0]))
         self._add_embedding()
-        for layer, group, place in zip(decoder.layers, groups.group_of, groups.place_of, strict=True):
-            if group != self._starts[-1][1]:
-                self._starts.append((len(self.operations), group))
-            self._add_attention(layer, self._kv.layers[place])
+        places = zip(groups.group_of, groups.place_of, strict=True)
+        for index, layer in enumerate(decoder.layers):
+            if layer.attention is not None:
+                group, place = next(places)
+                if group != self._starts[-1][1]:
+                    self._starts.append((len(self.operations), group))
+                self._add_attention(layer, layer.attention, self._kv.layers[place])
+            else:
+                self._add_mixer(layer, index)
             self._add_mlp(layer)
         self._add_norm(decoder.norm, self._hidden, self._sampled, Rows.SAMPLED)
         self._add_linear(Role.HEAD, decoder.head, self._sampled, self._logits, rows=Rows.SAMPLED)
@@ -255,8 +277,7 @@ class DecoderProgram:
     def _add(self, role: Role, op: ctypes.Structure) -> None:
         self.operations.append(Operation(role, op))
 
-    def _add_attention(self, layer: PackedLayer, cache: NativeLayerCache) -> None:
-        attention = layer.attention
+    def _add_attention(self, layer: PackedLayer, attention: PackedAttention, cache: NativeLayerCache) -> None:
         x = self._input(layer.attention_norm)
         column = 0
         lora = self._add_lora(x, *attention.qkv)
@@ -267,6 +288,20 @@ class DecoderProgram:
         self._add_attend(attention, cache)
         out_norm, factor = layer.attention_out_norm, layer.residual_factor
         self._add_to_hidden(Role.ATTENTION_OUT, attention.out, self._attended, out_norm, factor)
+
+    def _add_mixer(self, layer: PackedLayer, index: int) -> None:
+        mixer, states = layer.mixer, self._states
+        assert mixer is not None and states is not None
+        x, column = self._input(layer.attention_norm), 0
+        projected, out = rows_of(self._qkv), rows_of(self._attended)
+        place = states.address(index), states.slot_floats
+        for project in mixer.projects:
+            self._add_linear(Role.MIXER, project, x, self._qkv, column=column)
+            column += project.weight.n
+        for op in mixer_operations(mixer, self._memories, projected, out, *place):
+            self._add(_ROLES[type(op)], op)
+        out_norm, factor = layer.attention_out_norm, layer.residual_factor
+        self._add_to_hidden(Role.MIXER_OUT, mixer.out, self._attended, out_norm, factor)
 
     def _add_mlp(self, layer: PackedLayer) -> None:
         if layer.experts is not None:
@@ -398,7 +433,7 @@ class DecoderProgram:
         )
 
     def _add_rotary(self, attention: PackedAttention, cache: NativeLayerCache) -> None:
-        q_bytes = 4 * attention.out.weight.k
+        q_bytes = 4 * attention.out.weight.k * (1 + attention.is_gated)
         kv_bytes = 4 * cache.num_kv_heads * cache.head_dim
         q_norm, k_norm = attention.q_norm, attention.k_norm
         self._add(
@@ -422,10 +457,12 @@ class DecoderProgram:
                 block_size=cache.block_size,
                 norm_whole=attention.norm_whole,
                 eps=q_norm.eps if q_norm else 0.0,
+                q_gap=cache.head_dim * attention.is_gated,
             ),
         )
 
     def _add_attend(self, attention: PackedAttention, cache: NativeLayerCache) -> None:
+        out = self._ungated if attention.is_gated else self._attended
         self._add(
             Role.ATTENTION,
             AttentionOp(
@@ -435,19 +472,25 @@ class DecoderProgram:
                 keys=cache.keys,
                 values=cache.values,
                 sinks=self._pointer(attention.sinks),
-                out=self._attended.address,
+                out=out.address,
                 q_stride=self._qkv.stride,
-                out_stride=self._attended.stride,
+                out_stride=out.stride,
                 num_heads=attention.num_heads,
                 num_kv_heads=cache.num_kv_heads,
                 head_dim=cache.head_dim,
                 block_size=cache.block_size,
                 window=attention.sliding_window,
-                out_type=self._attended.type,
+                out_type=out.type,
                 scaling=attention.scaling,
                 softcap=attention.softcap,
+                q_gap=cache.head_dim * attention.is_gated,
             ),
         )
+        if attention.is_gated:
+            heads = attention.num_heads, cache.head_dim
+            self._add(
+                Role.GATE, attention_gate(*heads, rows_of(self._ungated), rows_of(self._qkv), rows_of(self._attended))
+            )
 
     def _pointer(self, array: ArrayAt | None) -> int | None:
         return None if array is None else self._memories.address(array)

@@ -182,9 +182,12 @@ def _order_bytes(found: Mapping[str, Any], stored: StoredMatrices | None) -> int
 
 
 def _vector_bytes(model: nn.Module) -> int:
-    """Room for norms, biases and the like as float32, each beginning anew in a cache line."""
-    parameters = (parameter for module in model.modules() for parameter in module.parameters(recurse=False))
-    return sum(4 * parameter.numel() + 64 for parameter in parameters if parameter.dim() == 1)
+    """Room for norms, biases, convolutions and the like as float32, each beginning anew in a cache line."""
+    modules = list(model.modules())
+    convolutions = {id(each.weight) for each in modules if type(each) is nn.Conv1d}
+    parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
+    counted_ones = (each for each in parameters if each.dim() == 1 or id(each) in convolutions)
+    return sum(4 * parameter.numel() + 64 for parameter in counted_ones)
 
 
 def _plain_linears(model: nn.Module) -> Iterator[tuple[str, Any]]:

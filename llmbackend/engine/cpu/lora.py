@@ -20,7 +20,8 @@ from ..adapter_loads import first_adapters, number_of_adapter
 from ..config import EngineConfig
 from ..kernels.library import LORA_BLOCK, LORA_RANKS, PANEL, KernelLibrary, LoraMatrices, LoraStep, Type
 from ..step import FlatStep, Int32Array
-from .packed_decoder import TYPE_OF, PackedDecoder, PackedPart
+from .packed_decoder import PackedDecoder
+from .packed_parts import TYPE_OF, PackedPart
 
 _ALIGN_BYTES: Final = 64
 _CHAINS: Final = 4

@@ -22,7 +22,8 @@ from ..kernels.library import (
     NativeKernels,
     Type,
 )
-from .packed_decoder import TYPE_OF, PackedDecoder, PackedProjection
+from .packed_decoder import PackedDecoder
+from .packed_parts import TYPE_OF, PackedProjection
 
 _SPLIT_COLUMNS: Final = 512
 _MAX_SPLITS: Final = 8

@@ -74,7 +74,7 @@ def _file_bytes() -> int:
 
 BLOCK_MULTIPLE: Final = 32
 HEAD_MULTIPLE: Final = 32
-_DEFAULT_KV_BYTES: Final = 1 << 30
+DEFAULT_KV_BYTES: Final = 1 << 30
 _ITEM_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.FIXED16: 2}
 
 
@@ -159,7 +159,7 @@ def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     block_bytes = config.block_size * bytes_per_token
-    memory_bytes = config.kv_cache_memory_bytes or _DEFAULT_KV_BYTES
+    memory_bytes = config.kv_cache_memory_bytes or DEFAULT_KV_BYTES
     num_blocks = memory_bytes // block_bytes
     if num_blocks < 1:
         raise ValueError(

@@ -11,7 +11,7 @@ import os
 import time
 
 from ..adapter_loads import refuse_adapter
-from ..config import EngineConfig
+from ..config import EngineConfig, SpeculativeConfig
 from ..errors import ProgramUnsupportedError
 from ..kernels.library import NativeKernels, load
 from ..load_progress import note
@@ -25,6 +25,7 @@ from .lora import NativeAdapters
 from .lora_ops import ProgramAdapters
 from .native_memory import BLOCK_MULTIPLE, FilePages, num_kv_blocks
 from .packed_decoder import PackedModel
+from .recurrent_states import SlotContents, flatten_from, num_state_slots, part_of_row
 
 
 def why_modules(config: EngineConfig) -> str:
@@ -53,17 +54,23 @@ class NativeRunner:
         layers = decoder.layer_groups
         bytes_per_token = layers.share_of_block(decoder.kv_bytes_per_token)
         num_blocks = num_kv_blocks(config, bytes_per_token, decoder.max_model_len, layers.groups)
+        num_slots = num_state_slots(config, decoder.state_bytes, num_blocks) if decoder.state_bytes else 0
+        num_backups = config.max_guess_step_tokens if num_slots else 0
+        most_once_more = num_backups * (config.speculative_config or SpeculativeConfig()).num_speculative_tokens
         rows = SamplingRows(config.max_num_seqs, decoder.vocab_size, decoder.eos_token_ids)
         self._sampler = Sampler(rows, NativeSampling(self.kernels, rows))
         self.adapters = NativeAdapters(config, decoder, self.kernels.library) if config.enable_lora else None
         adapters = None if self.adapters is None else ProgramAdapters(self.adapters.step, config.max_lora_rank)
         self.program = DecoderProgram(
             self.kernels, packed, num_blocks, config.block_size,
-            max_tokens=config.max_num_batched_tokens,
+            max_tokens=config.max_num_batched_tokens + most_once_more,
             max_samples=max(config.max_step_samples, PIECE_TOKENS),
             adapters=adapters,
+            num_state_slots=num_slots + num_backups,
         )  # fmt: skip
-        self._steps = HostSteps(_Forward(self.program, packed, self.adapters), self._sampler, decoder.vocab_size)
+        self._states = SlotContents(num_slots, num_backups) if num_slots else None
+        forward = _Forward(self.program, packed, self.adapters, self._states, config.max_num_batched_tokens)
+        self._steps = HostSteps(forward, self._sampler, decoder.vocab_size)
         note(f"kernels {decoder.kernel_report}")
         self._info = ModelInfo(
             model_type=decoder.model_type,
@@ -77,13 +84,15 @@ class NativeRunner:
             load_s=time.monotonic() - start_s,
             description=(
                 f"cpu, {decoder.dtype}, {self.kernels.num_threads} threads, {decoder.linear_kind} linear layers, "
-                "one native program"
+                f"one native program{_text_of_states(decoder.state_bytes, num_slots)}"
             ),
             weight_bytes=packed.memories.resident.nbytes,
             kv_bytes_per_token=decoder.kv_bytes_per_token,
             held_weight_bytes=packed.memories.resident.nbytes + packed.memories.mapped.nbytes,
             kv_bytes=num_blocks * config.block_size * bytes_per_token,
             kv_groups=layers.groups,
+            state_bytes=decoder.state_bytes,
+            num_state_slots=num_slots,
             path="native",
         )
 
@@ -100,6 +109,8 @@ class NativeRunner:
 
     def remove_row(self, row: int) -> None:
         self._sampler.remove_row(row)
+        if self._states is not None:
+            self._states.forget(row)
 
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
         return self._steps.execute(plan, table)
@@ -107,6 +118,12 @@ class NativeRunner:
     def close(self) -> None:
         self.kernels.close()
         del self._steps, self._sampler, self.program
+
+
+def _text_of_states(state_bytes: int, num_slots: int) -> str:
+    if not state_bytes:
+        return ""
+    return f", {state_bytes / 1e6:.3g} MB of recurrent state per sequence, room for {num_slots} of them"
 
 
 def _kernels(config: EngineConfig, variant: str) -> NativeKernels:
@@ -119,8 +136,16 @@ def _kernels(config: EngineConfig, variant: str) -> NativeKernels:
 class _Forward:
     """The program with a step's table."""
 
-    def __init__(self, program: DecoderProgram, packed: PackedModel, adapters: NativeAdapters | None) -> None:
+    def __init__(
+        self,
+        program: DecoderProgram,
+        packed: PackedModel,
+        adapters: NativeAdapters | None,
+        states: SlotContents | None,
+        max_tokens: int,
+    ) -> None:
         self._program, self._adapters = program, adapters
+        self._slots, self._max_tokens = states, max_tokens
         self._tables = FilePages(packed.memories.mapped) if packed.memories.is_file else None
         self._step: FlatStep
         """The last one that was computed."""
@@ -130,10 +155,32 @@ class _Forward:
         self._step = flatten(plan, table)
         if self._tables is not None:
             self._tables.read(len(self._step.token_ids))
-        slots, blocks = self._step.slots_of_groups(table), self._step.blocks_in_use(table)
-        has_adapters = self._adapters is not None and self._adapters.begin(self._step)
-        logits = self._program.forward(self._step, slots, blocks, has_adapters)
+        if self._slots is not None:
+            if (behind := self._slots.behind(self._step, table)) is not None:
+                self._step = flatten_from(plan, table, behind)
+            for row in self._slots.lost(self._step, table):
+                self._recompute(row, table, self._slots)
+        logits = self._run(self._step, table, plan.num_draft_tokens)
         return logits if len(logits) else None
+
+    def _run(self, step: FlatStep, table: RowTable, num_drafts: Int32Array | None) -> Float32Array:
+        slots, blocks = step.slots_of_groups(table), step.blocks_in_use(table)
+        if self._slots is None:
+            has_adapters = self._adapters is not None and self._adapters.begin(step)
+            return self._program.forward(step, slots, blocks, has_adapters=has_adapters)
+        states = self._slots.begin(step, table, num_drafts)
+        logits = self._program.forward(step, slots, blocks, states)
+        self._slots.end(step, states)
+        return logits
+
+    def _recompute(self, row: int, table: RowTable, contents: SlotContents) -> None:
+        """Computes all that a row had computed once more, with the same bits, for its state."""
+        computed = int(table.num_computed_tokens[row])
+        for begin in range(0, computed, self._max_tokens):
+            step = part_of_row(table, row, begin, min(begin + self._max_tokens, computed))
+            states = contents.begin_anew(step, table)
+            self._program.forward(step, step.slots_of_groups(table), step.blocks_in_use(table), states)
+            contents.end(step, states)
 
     def logits_behind(self, row: int, positions: Int32Array) -> Float32Array:
         step = self._step

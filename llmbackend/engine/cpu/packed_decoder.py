@@ -8,98 +8,30 @@ kernel sees an address (`Memories`, `PackedDecoder.check`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ..kernels.expert_layout import MOST_EXPERTS, steps_of
-from ..kernels.library import BLOCKS, FOUR_BITS, LORA_LAYERS, PANEL, Type, packed_bytes, scale_bytes, sums_bytes
 from ..kv_groups import LayerGroups, layer_groups
-
-Bytes = npt.NDArray[np.uint8]
-Dtype = Literal[
-    "float32", "bfloat16", "int8", "int4", "int4_min", "int4_zero", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k",
-    "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
-]  # fmt: skip
-
-TYPE_OF: Final[dict[Dtype, Type]] = {name: Type[name.upper()] for name in get_args(Dtype)}
-ITEM_BYTES: Final[dict[Dtype, int]] = {"float32": 4, "bfloat16": 2, "int8": 1}
-"""Of arrays."""
-ALIGN_BYTES: Final = 64
-"""Arrays and matrices begin at multiples of it."""
-
-
-class ArrayAt(msgspec.Struct, frozen=True, array_like=True):
-    """A row-major array in one of the memories."""
-
-    memory: Literal["resident", "mapped"]
-    offset_bytes: int
-    shape: tuple[int, ...]
-    dtype: Dtype = "float32"
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-class MatrixAt(msgspec.Struct, frozen=True, array_like=True):
-    """A matrix [n, k] in panels (native/step.h, LinearOp), in resident memory."""
-
-    offset_bytes: int
-    n: int
-    k: int
-    dtype: Dtype
-    scale_offset_bytes: int | None = None
-    """Of its scales, if it has some (kernels.library.scale_bytes)."""
-    sums_offset_bytes: int | None = None
-    """Of its sums, minima or zeros, if it has some (kernels.library.sums_bytes)."""
-    order_offset_bytes: int | None = None
-    """Of the order of its inputs, int32 [k], if it has one of its own."""
-
-    @property
-    def size_bytes(self) -> int:
-        return packed_bytes(self.n, self.k, TYPE_OF[self.dtype])
-
-    @property
-    def parts(self) -> tuple[tuple[int | None, int], ...]:
-        """Offset and size of panels, scale and sums, in bytes."""
-        shape = (self.n, self.k, TYPE_OF[self.dtype])
-        return (
-            (self.offset_bytes, self.size_bytes),
-            (self.scale_offset_bytes, scale_bytes(*shape)),
-            (self.sums_offset_bytes, sums_bytes(*shape)),
-        )
-
-
-class PackedNorm(msgspec.Struct, frozen=True):
-    """x / rms(x) * weight"""
-
-    weight: ArrayAt
-    eps: float
-
-
-class PackedPart(msgspec.Struct, frozen=True, array_like=True):
-    """Outputs of one of the model's linear layers, which LoRA adapters may change."""
-
-    layer: str
-    """By its name in the model."""
-    first: int
-    """Of the layer's outputs."""
-    n: int
-
-
-class PackedProjection(msgspec.Struct, frozen=True):
-    """x·Wᵀ + bias"""
-
-    weight: MatrixAt
-    bias: ArrayAt | None
-    parts: tuple[PackedPart, ...] = ()
-    """What it consists of; empty: no adapter changes it."""
+from .packed_parts import (
+    ALIGN_BYTES,
+    ITEM_BYTES,
+    TYPE_OF,
+    ArrayAt,
+    Bytes,
+    MatrixAt,
+    PackedNorm,
+    PackedPart,
+    PackedProjection,
+    check_norm,
+    check_projection,
+    expect,
+)
+from .packed_recurrent import PackedScan, PackedShortConv, check_mixer
 
 
 class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +56,8 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """Scores become softcap * tanh(scores / softcap); 0: off."""
     sinks: ArrayAt | None
     """float32 [num_heads]: an extra score per head without a value."""
+    is_gated: bool = False
+    """Each head of queries is followed by as many gates in qkv: the head's result is multiplied by their sigmoid."""
 
     @property
     def num_heads(self) -> int:
@@ -189,13 +123,20 @@ class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
     left out."""
 
     attention_norm: PackedNorm | None
-    attention: PackedAttention
+    attention: PackedAttention | None
     attention_out_norm: PackedNorm | None
     mlp_norm: PackedNorm | None
     mlp: PackedMlp | None
     mlp_out_norm: PackedNorm | None
     residual_factor: float
     experts: PackedExperts | None = None
+    mixer: PackedShortConv | PackedScan | None = None
+
+    @property
+    def attending(self) -> PackedAttention:
+        """Of a layer that is not recurrent."""
+        assert self.attention is not None, "a recurrent layer has no attention"
+        return self.attention
 
 
 class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,22 +174,33 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
     def parts(self) -> Iterator[tuple[PackedPart, int]]:
         """What adapters may change, in the order of the program, with the number of inputs."""
         for layer in self.layers:
-            mlp = layer.mlp
+            attention, mlp = layer.attention, layer.mlp
+            of_attention = () if attention is None else (*attention.qkv, attention.out)
             of_mlp = () if mlp is None else (mlp.gate, mlp.up, mlp.down)
-            for projection in (*layer.attention.qkv, layer.attention.out, *of_mlp):
+            for projection in (*of_attention, *of_mlp):
                 for part in projection.parts:
                     yield part, projection.weight.k
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Of all layers."""
-        shapes = ((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers)
+        shapes = ((each.num_kv_heads, each.head_dim) for each in self.attentions)
         return sum(2 * heads * dim for heads, dim in shapes) * ITEM_BYTES[self.dtype]
 
     @property
+    def attentions(self) -> list[PackedAttention]:
+        """Of the layers that have some."""
+        return [layer.attention for layer in self.layers if layer.attention is not None]
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence, in recurrent layers; 0: there are none."""
+        return 4 * sum(layer.mixer.state_floats for layer in self.layers if layer.mixer is not None)
+
+    @property
     def layer_groups(self) -> LayerGroups:
-        """Which layers share KV blocks."""
-        attentions = [layer.attention for layer in self.layers]
+        """Which layers with attention share KV blocks."""
+        attentions = self.attentions
         are_alike = len({(each.num_kv_heads, each.head_dim) for each in attentions}) == 1
         return layer_groups([each.sliding_window for each in attentions], self.max_model_len, are_alike)
 
@@ -262,17 +214,21 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
                 list(memories.matrix_addresses(place))
                 memories.order_address(place)
         rows, width = self.embedding.shape
-        _expect(self.embedding.dtype == self.dtype and rows >= self.vocab_size > 0, "embedding")
-        _expect(self.max_model_len > 0 and bool(self.layers), "model")
-        _check_norm(self.norm, (width,))
-        _check_projection(self.head, self.head.weight.n, width)
-        _expect(self.head.weight.n >= self.vocab_size, "head")
+        expect(self.embedding.dtype == self.dtype and rows >= self.vocab_size > 0, "embedding")
+        expect(self.max_model_len > 0 and bool(self.layers), "model")
+        check_norm(self.norm, (width,))
+        check_projection(self.head, self.head.weight.n, width)
+        expect(self.head.weight.n >= self.vocab_size, "head")
         _check_parts(self.parts)
         for layer in self.layers:
             for norm in (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
-                _check_norm(norm, (width,))
-            _check_attention(layer.attention, width, self.max_model_len)
-            _expect(layer.mlp is not None or layer.experts is not None, "layer")
+                check_norm(norm, (width,))
+            expect((layer.attention is None) != (layer.mixer is None), "layer")
+            if layer.attention is not None:
+                _check_attention(layer.attention, width, self.max_model_len)
+            if layer.mixer is not None:
+                check_mixer(layer.mixer, width)
+            expect(layer.mlp is not None or layer.experts is not None, "layer")
             if layer.mlp is not None:
                 _check_mlp(layer.mlp, width)
             if layer.experts is not None:
@@ -289,84 +245,64 @@ def _places(part: object) -> Iterator[ArrayAt | MatrixAt]:
         yield from _places(msgspec.structs.astuple(part))
 
 
-def _expect(is_right: bool, part: str) -> None:
-    if not is_right:
-        raise ValueError(f"the description of a packed model is broken: its {part} does not fit the rest")
-
-
-def _check_norm(norm: PackedNorm | None, *shapes: tuple[int, ...]) -> None:
-    _expect(norm is None or (norm.weight.shape in shapes and norm.weight.dtype == "float32"), "norm")
-
-
-def _check_projection(projection: PackedProjection, n: int, k: int) -> None:
-    weight, bias = projection.weight, projection.bias
-    _expect(n > 0 and k > 0 and (weight.n, weight.k) == (n, k), "projection")
-    blocks = BLOCKS.get(TYPE_OF[weight.dtype])
-    _expect(blocks is None or k % blocks.k == 0, "projection")
-    _expect(all((offset is not None) == (size > 0) for offset, size in weight.parts), "projection")
-    _expect(weight.order_offset_bytes is None or TYPE_OF[weight.dtype] in FOUR_BITS, "order of inputs")
-    _expect(bias is None or (bias.shape == (n,) and bias.dtype == "float32"), "bias")
-    parts = projection.parts
-    _expect(len(parts) <= LORA_LAYERS and (not parts or sum(part.n for part in parts) == n), "layers")
-    _expect(all(part.n > 0 for part in parts) and all(part.n % PANEL == 0 for part in parts[:-1]), "layers")
-
-
 def _check_parts(parts: Iterable[tuple[PackedPart, int]]) -> None:
     """Each layer's parts follow each other from its first output on, and have one number of inputs."""
     ends: dict[str, tuple[int, int]] = {}
     for part, k in parts:
-        _expect((part.first, k) == ends.get(part.layer, (0, k)), "layers")
+        expect((part.first, k) == ends.get(part.layer, (0, k)), "layers")
         ends[part.layer] = part.first + part.n, k
 
 
 def _check_attention(attention: PackedAttention, width: int, max_model_len: int) -> None:
     kv_heads, dim = attention.num_kv_heads, attention.head_dim
-    _expect(dim > 0 and dim % 32 == 0 and kv_heads > 0, "attention")
+    expect(dim > 0 and dim % 32 == 0 and kv_heads > 0, "attention")
     heads = attention.num_heads
-    _expect(heads > 0 and heads % kv_heads == 0, "attention")
-    _expect(sum(part.weight.n for part in attention.qkv) == (heads + 2 * kv_heads) * dim, "attention")
+    expect(heads > 0 and heads % kv_heads == 0, "attention")
+    of_queries = heads * (1 + attention.is_gated)
+    expect(sum(part.weight.n for part in attention.qkv) == (of_queries + 2 * kv_heads) * dim, "attention")
+    expect(not (attention.is_gated and attention.norm_whole), "attention")
     for part in attention.qkv:
-        _check_projection(part, part.weight.n, width)
-    _check_projection(attention.out, width, heads * dim)
-    _check_norm(attention.q_norm, (heads * dim if attention.norm_whole else dim,))
-    _check_norm(attention.k_norm, (kv_heads * dim if attention.norm_whole else dim,))
-    _expect(attention.sliding_window >= 0, "window")
+        check_projection(part, part.weight.n, width)
+    check_projection(attention.out, width, heads * dim)
+    check_norm(attention.q_norm, (heads * dim if attention.norm_whole else dim,))
+    check_norm(attention.k_norm, (kv_heads * dim if attention.norm_whole else dim,))
+    expect(attention.sliding_window >= 0, "window")
     if (table := attention.cos_sin) is not None:
         fits = len(table.shape) == 2 and table.shape[0] >= max_model_len and table.shape[1] <= dim
-        _expect(fits and table.shape[1] % 2 == 0 and table.dtype == "float32", "rotary table")
+        expect(fits and table.shape[1] % 2 == 0 and table.dtype == "float32", "rotary table")
     if (sinks := attention.sinks) is not None:
-        _expect(sinks.shape == (heads,) and sinks.dtype == "float32", "sinks")
+        expect(sinks.shape == (heads,) and sinks.dtype == "float32", "sinks")
 
 
 def _check_mlp(mlp: PackedMlp, width: int) -> None:
     inner = mlp.down.weight.k
-    _check_projection(mlp.gate, inner, width)
-    _check_projection(mlp.up, inner, width)
-    _check_projection(mlp.down, width, inner)
+    check_projection(mlp.gate, inner, width)
+    check_projection(mlp.up, inner, width)
+    check_projection(mlp.down, width, inner)
     gate, up = mlp.gate.weight, mlp.up.weight
-    _expect((gate.dtype, gate.order_offset_bytes) == (up.dtype, up.order_offset_bytes), "MLP")
+    expect((gate.dtype, gate.order_offset_bytes) == (up.dtype, up.order_offset_bytes), "MLP")
 
 
 def _check_experts(experts: PackedExperts, is_shared: bool, width: int, memories: Memories) -> None:
     count, inner = experts.count, experts.down.first.k
-    _expect(0 < experts.top_k <= count <= MOST_EXPERTS, "experts")
-    _check_projection(experts.router, count, width)
+    expect(0 < experts.top_k <= count <= MOST_EXPERTS, "experts")
+    check_projection(experts.router, count, width)
     for matrix, n, k in ((experts.gate, inner, width), (experts.up, inner, width), (experts.down, width, inner)):
-        _check_projection(PackedProjection(matrix.first, None), n, k)
+        check_projection(PackedProjection(matrix.first, None), n, k)
         list(memories.matrix_addresses(matrix.of_expert(count - 1)))
         bias = matrix.bias
-        _expect(bias is None or (bias.shape == (count, n) and bias.dtype == "float32"), "bias")
-        _expect(matrix.first.order_offset_bytes is None, "order of inputs")
-    _expect(experts.gate.first.dtype == experts.up.first.dtype, "experts")
+        expect(bias is None or (bias.shape == (count, n) and bias.dtype == "float32"), "bias")
+        expect(matrix.first.order_offset_bytes is None, "order of inputs")
+    expect(experts.gate.first.dtype == experts.up.first.dtype, "experts")
     correction, groups = experts.correction, experts.groups
-    _expect(correction is None or (correction.shape == (count,) and correction.dtype == "float32"), "correction")
+    expect(correction is None or (correction.shape == (count,) and correction.dtype == "float32"), "correction")
     if groups:
         size, rest = divmod(count, groups)
-        _expect(groups > 0 and rest == 0 and size > 1 and 0 < experts.top_groups <= groups, "groups")
-        _expect(experts.top_k <= experts.top_groups * size, "groups")
+        expect(groups > 0 and rest == 0 and size > 1 and 0 < experts.top_groups <= groups, "groups")
+        expect(experts.top_k <= experts.top_groups * size, "groups")
     if experts.shared_gate is not None:
-        _expect(is_shared, "shared expert")
-        _check_projection(experts.shared_gate, 1, width)
+        expect(is_shared, "shared expert")
+        check_projection(experts.shared_gate, 1, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +335,7 @@ class Memories:
             return None
         address = _address(self.resident, offset_bytes, 4 * matrix.k)
         order = self.resident[offset_bytes : offset_bytes + 4 * matrix.k].view(np.int32)
-        _expect(bool(((order >= 0) & (order < matrix.k)).all()), "order of inputs")
+        expect(bool(((order >= 0) & (order < matrix.k)).all()), "order of inputs")
         return address
 
 

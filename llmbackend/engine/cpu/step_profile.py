@@ -20,6 +20,7 @@ from ..messages import ModelInfo
 from ..step import FlatStep, Int32Array, RowTable, StepPlan, flatten
 from .decoder_program import DecoderProgram, Float64Array, Role
 from .native_runner import NativeRunner
+from .recurrent_operations import StepStates
 
 PROMPT_TOKENS: Final = 1024
 CONTEXT_TOKENS: Final = 1024
@@ -81,6 +82,7 @@ class Batch(NamedTuple):
     step: FlatStep
     slots: Int32Array
     block_tables: Int32Array
+    states: StepStates
 
 
 def profile_runner(runner: NativeRunner, max_tokens: int, max_rows: int) -> EngineProfile:
@@ -102,7 +104,7 @@ def _profile_prompt(program: DecoderProgram, info: ModelInfo, max_tokens: int) -
 
 
 def _profile_decode(program: DecoderProgram, info: ModelInfo, rows: int, max_tokens: int) -> StepProfile:
-    rows = min(rows, info.num_blocks // info.kv_groups.count)
+    rows = min(rows, info.num_blocks // info.kv_groups.count, info.num_state_slots or rows)
     context = min(CONTEXT_TOKENS, _longest(info, rows) - 1)
     table = _table(info, rows, context + 1)
     for batch in chunks(table, 0, context, max_tokens // rows):
@@ -185,5 +187,6 @@ def chunks(table: RowTable, begin: int, end: int, size: int) -> list[Batch]:
         table.num_computed_tokens[:] = start
         is_sampled = np.full(len(rows), stop == int(table.num_tokens[0]))
         step = flatten(StepPlan(rows, np.full_like(rows, stop - start), is_sampled), table)
-        batches.append(Batch(step, step.slots_of_groups(table), step.blocks_in_use(table)))
+        states = StepStates(rows, rows if start else np.full_like(rows, -1), np.full_like(step.token_ids, -1))
+        batches.append(Batch(step, step.slots_of_groups(table), step.blocks_in_use(table), states))
     return batches

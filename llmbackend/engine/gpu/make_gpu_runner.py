@@ -120,7 +120,7 @@ def _layer_groups(config: EngineConfig, loaded: LoadedModel, stages: Stages) -> 
     if loaded.decoder is None:
         raise ProgramUnsupportedError(loaded.why_modules)
     layers = loaded.decoder.layers
-    windows = [layer.attention.options.sliding_window or 0 if stages is WHOLE else 0 for layer in layers]
+    windows = [layer.attending.options.sliding_window or 0 if stages is WHOLE else 0 for layer in layers]
     are_alike = len({loaded.layer_shapes[layer.module] for layer in layers}) == 1
     return layer_groups(windows, loaded.max_model_len, are_alike and not config.offloads_kv)
 
@@ -239,7 +239,7 @@ def _triton_ops(config: EngineConfig, loaded: LoadedModel, decoder: Decoder) -> 
     if config.block_size < 16 or config.block_size & (config.block_size - 1):
         raise ValueError(f"engine argument 'block_size' is {config.block_size}, expected a power of two from 16")
     head_dims = [loaded.layer_shapes[layer.module].key_dim for layer in decoder.layers]
-    widths = [layer.attention.out.weight.k for layer in decoder.layers]
+    widths = [layer.attending.out.weight.k for layer in decoder.layers]
     attention = PagedAttention(
         loaded.device,
         num_heads=max(width // head_dim for width, head_dim in zip(widths, head_dims, strict=True)),

@@ -342,7 +342,7 @@ class GpuProgram:
         return _Inputs(rows, [linear.weight for linear in linears], self._dtype, self._device)
 
     def _layer(self, layer: Layer, cache: LayerCache) -> _Layer:
-        attention = layer.attention
+        attention = layer.attending
         num_kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
         if cache.values.shape != cache.keys.shape or attention.out.weight.k % head_dim:
             raise ProgramUnsupportedError("keys and values of its heads differ in length")

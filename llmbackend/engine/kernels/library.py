@@ -23,6 +23,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .recurrent_ops import ConvOp, GateOp, ScanOp
+
 
 class Type(IntEnum):
     FLOAT32 = 0
@@ -67,6 +69,9 @@ class Kind(IntEnum):
     ROUTE = 16
     EXPERTS = 17
     MIX = 18
+    CONV = 24
+    SCAN = 25
+    GATE = 26
 
 
 class Epilogue(IntEnum):
@@ -96,6 +101,7 @@ class Step(ctypes.Structure):
     _fields_ = [
         *_fields(numbers="num_tokens num_rows num_sampled block_table_stride"),
         *_fields("token_ids positions slots query_start seq_lens block_table sampled_tokens"),
+        *_fields("state_slots state_sources state_copies"),
     ]
 
 
@@ -129,6 +135,7 @@ class RotaryOp(ctypes.Structure):
         *_fields(numbers="kind kv_type"),
         *_fields("q k v keys values cos_sin q_norm k_norm"),
         *_fields("", "stride num_heads num_kv_heads head_dim rotary_dim block_size norm_whole", "eps"),
+        *_fields(numbers="q_gap padding"),
     ]
 
 
@@ -138,6 +145,7 @@ class AttentionOp(ctypes.Structure):
         *_fields("q keys values sinks out"),
         *_fields("", "q_stride out_stride num_heads num_kv_heads head_dim block_size window out_type"),
         *_fields(floats="scaling softcap"),
+        *_fields(numbers="q_gap padding"),
     ]
 
 
@@ -191,6 +199,7 @@ class MixOp(ctypes.Structure):
 
 STRUCTURES: Final = (
     Step, EmbedOp, NormOp, LinearOp, RotaryOp, AttentionOp, LoraMatrices, LoraStep, LoraOp, RouteOp, ExpertsOp, MixOp,
+    ConvOp, ScanOp, GateOp,
 )  # fmt: skip
 """In the order in which the library lists their sizes."""
 

@@ -31,6 +31,7 @@ from ..kv_groups import KVGroups
 from ..step import BoolArray, Int32Array, RowTable
 from .host_tier import HostTier
 from .prefix_cache import BlockJournal, Key, Parent, Prefix, PrefixCache, Salt
+from .state_slots import StateSlots
 from .window_parts import FREED_BLOCK, WindowParts
 
 NEVER = np.iinfo(np.int32).max
@@ -50,7 +51,9 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         num_host_blocks: int = 0,
         groups: KVGroups = ONE_GROUP,
+        num_state_slots: int = 0,
     ) -> None:
+        """num_state_slots: of recurrent layers' states; 0: there are no such layers."""
         self.num_blocks = num_blocks
         self._groups = groups
         self._window = groups.window
@@ -69,6 +72,7 @@ class KVCacheManager:
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Least recently used first: blocks, and ~block for the part of a block, which may be lost before it."""
         self._num_cached_parts = 0
+        self.states = StateSlots(num_state_slots, table) if num_state_slots else None
         both = groups.num_full and groups.num_windowed
         assert not (both and num_host_blocks), "host blocks are of all layers"
         self._parts = WindowParts(table.block_tables[1:], num_blocks) if both else None
@@ -87,6 +91,11 @@ class KVCacheManager:
         return len(self._cached) + self._num_cached_parts * (self._groups.num_windowed - 1)
 
     # --- what fits ----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_state_slot(self) -> bool:
+        """Whether a row without blocks could have a state, where rows need one."""
+        return self.states is None or self.states.has_room
 
     def max_chunk(self, num_tokens: int) -> int:
         """The largest chunks in which a row of `num_tokens` can be computed in the whole memory; 0: it cannot."""
@@ -143,6 +152,14 @@ class KVCacheManager:
             self._give_back_parts(self._parts.leave(row, first, blocks[first:]))
         self._give_back(blocks)
         self._held[row] = self._num_freed[row] = 0
+        if self.states is not None:
+            self.states.release(row)
+
+    def plan(self, rows: Int32Array, num_tokens: Int32Array) -> None:
+        """The next step computes `num_tokens[i]` tokens of each row."""
+        if self.states is not None:
+            are_shared = self._num_known[rows] != NEVER
+            self.states.plan(rows[are_shared], num_tokens[are_shared], self.block_size)
 
     def tell(self, journal: BlockJournal | None) -> None:
         """Reports to `journal` from now on which blocks any request can find; None = to nobody. Without prefix caching
@@ -161,6 +178,8 @@ class KVCacheManager:
         num_full = (len(token_ids) - 1) // self.block_size
         data = token_ids[: num_full * self.block_size].tobytes()
         prefix = self._prefixes.find(salt, data, self._bytes_per_block)
+        if self.states is not None:
+            return self._up_to_a_state(prefix, salt, self.states)
         return (
             prefix if self._parts is None else self._prefixes.shortened(prefix, self._num_usable(prefix, self._parts))
         )
@@ -188,6 +207,8 @@ class KVCacheManager:
                     self._num_cached_parts -= 1
             self._parts.take(row, first, blocks[first:])
         self._num_freed[row], self._held[row] = first, count
+        if self.states is not None:
+            self.states.take(row, prefix.parent if count and isinstance(prefix.parent, int) else None)
         return count * self.block_size
 
     def register(self, rows: Int32Array, num_tokens: Int32Array) -> None:
@@ -196,6 +217,8 @@ class KVCacheManager:
         num_full = num_tokens // self.block_size
         for i in (num_full > self._num_known[rows]).nonzero()[0].tolist():
             self._register(int(rows[i]), int(num_full[i]))
+        if self.states is not None:
+            self.states.computed(rows)
         if self._window:
             first_seen = np.maximum(num_tokens - self._window + 1, 0) // self.block_size
             for i in (first_seen > self._num_freed[rows]).nonzero()[0].tolist():
@@ -255,6 +278,8 @@ class KVCacheManager:
             raise AssertionError("a free block is found as a text, or a cached one is not")
         self._prefixes.check()
         self.host_tier.check()
+        if self.states is not None:
+            self.states.check()
         self._check_texts()
 
     @property
@@ -292,6 +317,8 @@ class KVCacheManager:
             if self._parts is not None:
                 self._replace_without_part(self._parts, parent, tokens, block)
             parent = self._prefixes.register(parent, tokens, block)
+            if self.states is not None and isinstance(parent, int):
+                self.states.reached(row, (first + index + 1) * self.block_size, parent)
         self._num_known[row], self._parent[row] = num_full, parent
 
     def _replace_without_part(self, parts: WindowParts, parent: Parent, tokens: bytes, block: int) -> None:
@@ -300,6 +327,13 @@ class KVCacheManager:
         if known is not None and known != block and not parts.has(known):
             self._prefixes.move(known, block)
             self._discard(known)
+
+    def _up_to_a_state(self, prefix: Prefix, salt: Salt, states: StateSlots) -> Prefix:
+        """The most of a prefix after which a state is kept. What it misses is still what the whole one does: a row that
+        computes that will keep a state."""
+        identities = self._prefixes.identities(prefix.blocks)
+        count = next((i + 1 for i in reversed(range(len(identities))) if states.keeps(identities[i])), 0)
+        return Prefix(prefix.blocks[:count], identities[count - 1] if count else salt, prefix.missing)
 
     def _num_usable(self, prefix: Prefix, parts: WindowParts) -> int:
         """The most of a prefix's blocks with which a row could begin: queries behind them see no part that is lost."""

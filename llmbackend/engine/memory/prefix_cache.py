@@ -239,6 +239,10 @@ class PrefixCache:
             parent = self._identity_of[block]
         return Prefix(blocks, parent, None)
 
+    def identities(self, blocks: Sequence[int]) -> list[int]:
+        """Of registered blocks."""
+        return [self._identity_of[block] for block in blocks]
+
     def shortened(self, prefix: Prefix, num_blocks: int) -> Prefix:
         """The first blocks of a prefix that was found."""
         if num_blocks == len(prefix.blocks):

@@ -19,7 +19,9 @@ from ..attention.interface import PAGED_ATTENTION, AttentionOptions, LayerShape,
 from ..attention.reference import grouped_attention
 from ..errors import ProgramUnsupportedError
 
-_SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_RECURRENT_LAYER_TYPES = frozenset({"conv", "linear_attention"})
+_SUPPORTED_LAYER_TYPES = _ATTENTION_LAYER_TYPES | _RECURRENT_LAYER_TYPES
 _ENCODER_TASKS = (
     "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
     "ForMultipleChoice", "ForNextSentencePrediction",
@@ -42,10 +44,26 @@ def unsupported(architecture: str, reason: str) -> ValueError:
     return ValueError(f"model architecture '{architecture}' is not supported: {reason}")
 
 
+def needs_program(config: Any, reason: str) -> ValueError:
+    """For a model with recurrent layers that no native program computes. reason: why."""
+    text = f"its recurrent layers keep a state per sequence, which only a native program on a CPU holds, and {reason}"
+    return unsupported(architecture_name(config), text)
+
+
 def architecture_name(config: Any) -> str:
     """The class name that the checkpoint states, else its model type."""
     names = getattr(config, "architectures", None)
     return str(names[0]) if names else str(config.model_type)
+
+
+def layer_types(config: Any) -> list[str]:
+    """Of each layer of the text model, as its config states them; empty where it does not."""
+    return [str(kind) for kind in getattr(config.get_text_config(decoder=True), "layer_types", None) or ()]
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether some layers keep a state of fixed size per sequence, of a kind that a program can hold."""
+    return not _RECURRENT_LAYER_TYPES.isdisjoint(layer_types(config))
 
 
 def check_config(config: Any) -> None:
@@ -56,17 +74,16 @@ def check_config(config: Any) -> None:
     if name.endswith(_ENCODER_TASKS):
         raise unsupported(name, "it is an encoder, and the engine generates text with decoder-only models")
     model_class = causal_lm_class(config)
-    text_config = config.get_text_config(decoder=True)
-    layer_types = {str(kind) for kind in getattr(text_config, "layer_types", None) or ()}
+    kinds = set(layer_types(config))
     if model_class is not None:
-        has_only_attention = bool(layer_types) and layer_types <= _SUPPORTED_LAYER_TYPES
-        if getattr(model_class, "_is_stateful", False) and not has_only_attention:
+        is_known = bool(kinds) and kinds <= _SUPPORTED_LAYER_TYPES
+        if getattr(model_class, "_is_stateful", False) and not is_known:
             raise unsupported(name, "it keeps a recurrent state per sequence, which paged KV memory cannot hold")
         if not model_class._can_set_attn_implementation():
             raise unsupported(name, "its attention does not go through transformers' attention interface")
     elif not getattr(config, "auto_map", None):
         raise unsupported(name, "transformers has no causal language model of this kind")
-    if unknown := sorted(layer_types - _SUPPORTED_LAYER_TYPES):
+    if unknown := sorted(kinds - _SUPPORTED_LAYER_TYPES):
         raise unsupported(name, f"its layers of type {', '.join(unknown)} are not plain or sliding-window attention")
 
 
@@ -167,15 +184,21 @@ def check_calls(model: Any) -> tuple[RecordingAttention, tuple[torch.Tensor, ...
     device = next(model.parameters()).device
     tokens = torch.arange(1, sum(_PROBE_LENS) + 1, device=device) * 7 % min(int(config.vocab_size), 1009)
     sequences = torch.split(tokens, _PROBE_LENS)
-    recorder = RecordingAttention(_PROBE_LENS)
-    with active_context(recorder):
-        flattened = _logits(model, sequences)
-    _check_calls(name, config, recorder)
-    return recorder, sequences, flattened
+    # Modules with recurrent layers take one sequence for another's continuation in a flattened batch.
+    batches = [[sequence] for sequence in sequences] if is_recurrent(config) else [list(sequences)]
+    logits = []
+    for batch in batches:
+        recorder = RecordingAttention([len(sequence) for sequence in batch])
+        with active_context(recorder):
+            logits.append(_logits(model, batch))
+        _check_calls(name, config, recorder)
+    return recorder, sequences, torch.cat(logits)
 
 
 def _check_calls(name: str, config: Any, recorder: RecordingAttention) -> None:
     expected_calls = int(config.num_hidden_layers)
+    if is_recurrent(config):
+        expected_calls = sum(kind in _ATTENTION_LAYER_TYPES for kind in layer_types(config))
     if len(recorder.calls) != expected_calls or len(recorder.shapes) != expected_calls:
         raise unsupported(
             name,
@@ -201,8 +224,11 @@ def _logits(model: Any, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
     """All logits [tokens, vocab] of the sequences flattened into one batch."""
     positions = torch.cat([torch.arange(len(sequence), device=sequence.device) for sequence in sequences])
     input_ids = torch.cat(list(sequences))[None]
-    # Without a mask transformers reads the values of the positions, which a tensor without memory has not.
-    mask = torch.ones_like(input_ids) if input_ids.is_meta else None
+    # Without a mask transformers reads the values of the positions, which a tensor without memory has not, and for
+    # recurrent layers those of a mask.
+    mask: torch.Tensor | dict[str, None] | None = torch.ones_like(input_ids) if input_ids.is_meta else None
+    if mask is not None and is_recurrent(model.config):
+        mask = dict.fromkeys(layer_types(model.config))
     output = model(input_ids=input_ids, position_ids=positions[None], attention_mask=mask, use_cache=False)
     logits: torch.Tensor = output.logits[0]
     return logits

@@ -92,6 +92,8 @@ class Attention:
     cos_sin: torch.Tensor | None
     """float32 [max_model_len, rotary_dim]: cosines of the first half, then sines; None: no rotation."""
     options: AttentionOptions
+    is_gated: bool = False
+    """Each head of queries is followed by as many gates in qkv: the head's result is multiplied by their sigmoid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +124,36 @@ class Experts:
     """Where each expert's n is spread: adds up what all parts gave, in place."""
 
 
+class Mixer(Protocol):
+    """What a recurrent layer has in attention's place (recurrent_layers.py)."""
+
+    @property
+    def state_floats(self) -> int:
+        """Of one sequence."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """h += residual_factor * out_norm(block(in_norm(h))), for attention and then for the MLP. A norm that is None is
     left out."""
 
     module: nn.Module
-    """The attention module, the key of the layer's KV memory."""
+    """The attention module, the key of the layer's KV memory; of a recurrent layer what it has in its place."""
     attention_norm: Norm | None
-    attention: Attention
+    attention: Attention | None
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
     mlp: Mlp | Experts | Mixture
     """Mixture: on a CPU."""
     mlp_out_norm: Norm | None
     residual_factor: float
+    mixer: Mixer | None = None
+
+    @property
+    def attending(self) -> Attention:
+        """Of a model without recurrent layers."""
+        assert self.attention is not None, "a recurrent layer has no attention"
+        return self.attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +170,11 @@ class Decoder:
     logit_softcap: float
     """0: off."""
 
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence, in recurrent layers."""
+        return 4 * sum(layer.mixer.state_floats for layer in self.layers if layer.mixer is not None)
+
 
 @torch.no_grad()
 def describe(
@@ -162,20 +184,20 @@ def describe(
     some. Raises ProgramUnsupportedError."""
     config = model.config.get_text_config(decoder=True)
     base = model.base_model
-    _expect_children(model, {"model", "lm_head"})
-    _expect_children(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
-    tables = _RotaryTables(base.rotary_emb, max_model_len, base.embed_tokens.weight.device)
+    expect_children(model, {"model", "lm_head"})
+    expect_children(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
+    tables = RotaryTables(base.rotary_emb, max_model_len, base.embed_tokens.weight.device)
     if not with_experts and any(_has_plain_experts(layer) for layer in base.layers):
         raise ProgramUnsupportedError("its layers have experts that are not packed")
     layers = tuple(_layer(layer, options, config, tables) for layer in base.layers)
     head = model.get_output_embeddings()
     return Decoder(
         embedding=base.embed_tokens.weight.detach(),
-        embedding_factor=_embedding_factor(base.embed_tokens, config),
+        embedding_factor=embedding_factor_of(base.embed_tokens, config),
         layers=layers,
-        norm=_norm(base.norm),
-        head=_projection(head),
-        logit_factor=_logit_factor(config),
+        norm=norm_of(base.norm),
+        head=projection_of(head),
+        logit_factor=logit_factor_of(config),
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
     )
 
@@ -190,30 +212,30 @@ def _feed_forward(layer: Any) -> Any:
     return getattr(layer, "mlp", getattr(layer, "block_sparse_moe", None))
 
 
-def _children(module: nn.Module) -> set[str]:
+def children_of(module: nn.Module) -> set[str]:
     """Names of the parts that compute something at inference."""
     return {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
 
 
-def _expect_children(module: nn.Module, names: set[str], optional: frozenset[str] = frozenset()) -> None:
-    found = _children(module)
+def expect_children(module: nn.Module, names: set[str], optional: frozenset[str] = frozenset()) -> None:
+    found = children_of(module)
     if not names <= found <= names | optional:
         raise ProgramUnsupportedError(f"{type(module).__name__} consists of {', '.join(sorted(found))}")
 
 
-def _layer(layer: Any, options: Mapping[nn.Module, AttentionOptions], config: Any, tables: _RotaryTables) -> Layer:
-    names, mlp = _children(layer) - {"self_attn", "mlp", "block_sparse_moe"}, _feed_forward(layer)
+def _layer(layer: Any, options: Mapping[nn.Module, AttentionOptions], config: Any, tables: RotaryTables) -> Layer:
+    names, mlp = children_of(layer) - {"self_attn", "mlp", "block_sparse_moe"}, _feed_forward(layer)
     placed = _NORMS_BY_PLACE.get(frozenset(names))
     if placed is None or not hasattr(layer, "self_attn") or mlp is None:
         raise ProgramUnsupportedError(f"{type(layer).__name__} has the norms {', '.join(sorted(names))}")
-    norms = [_norm(getattr(layer, name)) if name else None for name in placed]
+    norms = [norm_of(getattr(layer, name)) if name else None for name in placed]
     return Layer(
         module=layer.self_attn,
         attention_norm=norms[0],
         attention=_attention(layer.self_attn, options[layer.self_attn], tables),
         attention_out_norm=norms[1],
         mlp_norm=norms[2],
-        mlp=_experts(mlp) if hasattr(mlp, "experts") else _mlp(mlp),
+        mlp=experts_of(mlp) if hasattr(mlp, "experts") else mlp_of(mlp),
         mlp_out_norm=norms[3],
         residual_factor=float(getattr(config, "residual_multiplier", None) or 1.0),
     )
@@ -231,19 +253,21 @@ _NORMS_BY_PLACE: dict[frozenset[str], tuple[str, str, str, str]] = {
 }  # fmt: skip
 
 
-def _attention(module: Any, options: AttentionOptions, tables: _RotaryTables) -> Attention:
+def _attention(module: Any, options: AttentionOptions, tables: RotaryTables) -> Attention:
     optional = frozenset({"q_norm", "k_norm"})
     if hasattr(module, "qkv_proj"):
-        _expect_children(module, {"qkv_proj", "o_proj"})
-        qkv = _projection(module.qkv_proj)
+        expect_children(module, {"qkv_proj", "o_proj"})
+        qkv = projection_of(module.qkv_proj)
     else:
-        _expect_children(module, {"q_proj", "k_proj", "v_proj", "o_proj"}, optional)
-        qkv = _joined([module.q_proj, module.k_proj, module.v_proj])
-    q_norm, k_norm = (_norm(getattr(module, name)) if hasattr(module, name) else None for name in ("q_norm", "k_norm"))
+        expect_children(module, {"q_proj", "k_proj", "v_proj", "o_proj"}, optional)
+        qkv = joined_of([module.q_proj, module.k_proj, module.v_proj])
+    q_norm, k_norm = (
+        norm_of(getattr(module, name)) if hasattr(module, name) else None for name in ("q_norm", "k_norm")
+    )
     head_dim = int(module.head_dim)
     return Attention(
         qkv=qkv,
-        out=_projection(module.o_proj),
+        out=projection_of(module.o_proj),
         q_norm=q_norm,
         k_norm=k_norm,
         norm_whole=q_norm is not None and len(q_norm.weight) != head_dim,
@@ -252,27 +276,31 @@ def _attention(module: Any, options: AttentionOptions, tables: _RotaryTables) ->
     )
 
 
-def _mlp(module: Any) -> Mlp:
-    activation = _activation(module)
+def mlp_of(module: Any) -> Mlp:
+    activation = mlp_activation(module)
     if hasattr(module, "gate_up_proj"):
-        gate_up = _projection(module.gate_up_proj)
-        weight, half = gate_up.weight, gate_up.weight.n // 2
-        if half % 32 or gate_up.bias is not None or not isinstance(weight, DivisibleWeight):
-            raise ProgramUnsupportedError(f"{type(module).__name__} joins gate and up where panels cannot split")
-        own = ((module.gate_up_proj, half),)
-        gate, up = (Projection(weight.part(start, half), None, own) for start in (0, half))
-        return Mlp(gate, up, _projection(module.down_proj), activation)
+        return Mlp(*halves_of(module.gate_up_proj), projection_of(module.down_proj), activation)
     if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
         raise ProgramUnsupportedError(f"{type(module).__name__} is not a gated MLP")
-    gate, up, down = (_projection(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj"))
+    gate, up, down = (projection_of(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj"))
     return Mlp(gate, up, down, activation)
 
 
-def _experts(module: Any) -> Experts | Mixture:
+def halves_of(gate_up: Any) -> tuple[Projection, Projection]:
+    """Gate and up of one matrix."""
+    weight, bias = _weight_and_bias(gate_up)
+    half = weight.n // 2
+    if half % 32 or bias is not None or not isinstance(weight, DivisibleWeight):
+        raise ProgramUnsupportedError("gate and up are one matrix, where panels cannot split it")
+    first, second = (Projection(weight.part(start, half), None, ((gate_up, half),)) for start in (0, half))
+    return first, second
+
+
+def experts_of(module: Any) -> Experts | Mixture:
     if isinstance(module.experts, NativeExperts):
-        return describe_mixture(module, _mlp, _projection, Projection)
+        return describe_mixture(module, mlp_of, projection_of, Projection)
     router_name = "router" if hasattr(module, "router") else "gate"
-    _expect_children(module, {router_name, "experts"})
+    expect_children(module, {router_name, "experts"})
     router, experts = getattr(module, router_name), module.experts
     _expect_parameters(router, {"weight"}, {"bias"})
     if not isinstance(experts, QuantizedExperts):
@@ -326,9 +354,10 @@ def _renormalises(router: Any) -> bool:
     raise ProgramUnsupportedError(f"{type(router).__name__} is not a softmax over all experts")
 
 
-def _activation(module: Any) -> Activation:
+def mlp_activation(module: Any) -> Activation:
     """silu or gelu_tanh, recognised by what the function computes."""
-    function = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    names = ("act_fn", "activation_fn", "activation")
+    function = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     if function is None:
         raise ProgramUnsupportedError(f"{type(module).__name__} has no activation")
     x = torch.linspace(-6, 6, 49)
@@ -338,7 +367,7 @@ def _activation(module: Any) -> Activation:
     raise ProgramUnsupportedError(f"{type(module).__name__} activates by {type(function).__name__}")
 
 
-def _projection(linear: Any) -> Projection:
+def projection_of(linear: Any) -> Projection:
     weight, bias = _weight_and_bias(linear)
     return Projection(weight, bias, ((linear, weight.n),))
 
@@ -355,9 +384,9 @@ def _weight_and_bias(linear: Any) -> tuple[Weight, torch.Tensor | None]:
     return DenseWeight(linear.weight.detach()), None if linear.bias is None else linear.bias.detach().float()
 
 
-def _joined(linears: list[Any]) -> Projection:
+def joined_of(linears: list[Any]) -> Projection:
     """Query, key and value as one projection."""
-    projections = [_projection(linear) for linear in linears]
+    projections = [projection_of(linear) for linear in linears]
     projection = joined(*projections) or _stacked(projections)
     if projection is None:
         raise ProgramUnsupportedError("query, key and value are not adjacent, or only some of them have a bias")
@@ -414,7 +443,7 @@ def _merged(parts: Iterable[tuple[nn.Module, int]]) -> tuple[tuple[nn.Module, in
     return tuple(merged)
 
 
-def _norm(module: Any) -> Norm:
+def norm_of(module: Any) -> Norm:
     """An RMS norm with factor w or 1 + w, distinguished by what it computes."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -429,7 +458,7 @@ def _norm(module: Any) -> Norm:
     raise ProgramUnsupportedError(f"{type(module).__name__} is not an RMS norm")
 
 
-def _embedding_factor(module: Any, config: Any) -> float:
+def embedding_factor_of(module: Any, config: Any) -> float:
     if type(module) is nn.Embedding:
         return float(getattr(config, "embedding_multiplier", None) or 1.0)
     row = module(torch.tensor([[1]], device=module.weight.device))[0, 0].float()
@@ -437,7 +466,7 @@ def _embedding_factor(module: Any, config: Any) -> float:
     return float((row @ raw) / (raw @ raw))
 
 
-class _RotaryTables:
+class RotaryTables:
     """Cosines and sines of all positions, computed once for each kind of layer, by a copy of the module on the CPU: a
     GPU may have been told to round the factors of products (TF32), and angles of thousands lose their fraction then."""
 
@@ -465,7 +494,7 @@ class _RotaryTables:
         return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).float().to(self._device)
 
 
-def _logit_factor(config: Any) -> float:
+def logit_factor_of(config: Any) -> float:
     scaling = getattr(config, "logits_scaling", None)
     factor = getattr(config, "logit_scale", None)
     return float(factor or 1.0) / float(scaling or 1.0)

@@ -25,6 +25,7 @@ from ..attention import interface
 from ..attention.interface import AttentionOptions, LayerShape
 from ..config import EngineConfig
 from ..cpu.linear import StoredMatrices, kept_weights, pack_linears, swap_linears
+from ..cpu.native_runner import why_modules
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..gpu.device import check_gpu
 from ..gpu.weights.dense import check_device, join_neighbours, quantize_linears
@@ -43,9 +44,12 @@ from .compatibility import (
     check_calls,
     check_config,
     check_model,
+    is_recurrent,
+    needs_program,
 )
-from .decoder_description import Decoder, describe
+from .decoder_description import Decoder
 from .gguf_model import fill_of_gguf
+from .hybrid_description import describe_any
 from .int4_formats import METHODS, PackedFormat, packed_format
 from .int4_model import Int4Placement, fill
 from .kept_matrices import kept_matrices
@@ -127,6 +131,9 @@ def open_checkpoint(config: EngineConfig, dense: bool | None = None) -> OpenedCh
     tensors = _read_directory(config)
     hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     check_config(hf_config)
+    reason = "LoRA adapters are enabled" if config.enable_lora else why_modules(config)
+    if reason and is_recurrent(hf_config):
+        raise needs_program(hf_config, reason)
     int4 = _check_quantization(config, hf_config, dense)
     max_len = max_model_len(config.max_model_len, hf_config.get_text_config(decoder=True))
     is_gguf = tensors is not None and are_gguf(files_of(config))
@@ -331,7 +338,7 @@ def describe_or_why(
 ) -> tuple[Decoder | None, str]:
     """The model's description, or why there is none."""
     try:
-        return describe(model, options, max_model_len, with_experts), ""
+        return describe_any(model, options, max_model_len, with_experts), ""
     except ProgramUnsupportedError as error:
         return None, str(error)
     except Exception as error:  # an unknown module may break any assumption; it runs as it is

@@ -35,6 +35,7 @@ from ..messages import InferRequest, ModelInfo
 from ..sampling.sampler import Float32Array, HostSteps
 from ..sampling.torch_sampling import TorchSampler
 from ..step import FlatStep, Int32Array, RowTable, Runner, SampledTokens, StepPlan, flatten
+from .compatibility import is_recurrent, needs_program
 from .loader import LoadedModel, device_of, library_choice, load_model, with_module_adapters
 from .packing import pack_model
 
@@ -202,6 +203,8 @@ def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> Pack
     try:
         packed = pack_model(config, loaded, place)
     except ProgramUnsupportedError as reason:
+        if is_recurrent(loaded.model.config):
+            raise needs_program(loaded.model.config, str(reason)) from reason
         logger.info("%s runs as transformers modules: %s", loaded.model_type, reason)
         note(f"transformers modules, because {reason}")
         loaded = with_module_adapters(config, loaded)

@@ -19,12 +19,6 @@ from ..cpu.decoder_program import DecoderProgram
 from ..cpu.native_memory import can_hold
 from ..cpu.native_runner import why_modules
 from ..cpu.packed_decoder import (
-    ALIGN_BYTES,
-    TYPE_OF,
-    ArrayAt,
-    Bytes,
-    Dtype,
-    MatrixAt,
     Memories,
     PackedAttention,
     PackedDecoder,
@@ -33,11 +27,21 @@ from ..cpu.packed_decoder import (
     PackedLayer,
     PackedMlp,
     PackedModel,
+    PackingPlace,
+)
+from ..cpu.packed_parts import (
+    ALIGN_BYTES,
+    TYPE_OF,
+    ArrayAt,
+    Bytes,
+    Dtype,
+    MatrixAt,
     PackedNorm,
     PackedPart,
     PackedProjection,
-    PackingPlace,
 )
+from ..cpu.packed_recurrent import PackedScan, PackedShortConv
+from ..cpu.recurrent_operations import StepStates
 from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import Norm
 from ..kernels.library import Type
@@ -46,9 +50,10 @@ from ..load_progress import part
 from ..step import FlatStep, Int32Array
 from . import native_experts
 from .compatibility import MAX_PROBE_TOKENS
-from .decoder_description import Attention, Experts, Layer, Mlp, Projection, parts_of
+from .decoder_description import Attention, Experts, Layer, Mixer, Mlp, Projection, parts_of
 from .loader import LoadedModel, library_choice
 from .mixture_description import Mixture
+from .recurrent_layers import Scan, ShortConv
 
 _NAME_OF: dict[Type, Dtype] = {kind: name for name, kind in TYPE_OF.items()}
 
@@ -84,7 +89,8 @@ def _verify(packed: PackedModel, loaded: LoadedModel, block_size: int) -> None:
         step = _whole_sequence(token_ids.numpy().astype(np.int32))
         blocks = np.arange(num_groups, dtype=np.int32)[:, None, None]  # one of each group
         slots = blocks[:, 0] * np.int32(block_size) + step.slots
-        return torch.from_numpy(program.forward(step, slots, blocks).copy())
+        states = _first_states(len(token_ids)) if packed.decoder.state_bytes else None
+        return torch.from_numpy(program.forward(step, slots, blocks, states).copy())
 
     loaded.checked.verify(logits)
 
@@ -103,6 +109,12 @@ def _whole_sequence(token_ids: Int32Array) -> FlatStep:
         slots=places,
         sampled_tokens=places,
     )
+
+
+def _first_states(num_tokens: int) -> StepStates:
+    """Of one sequence from its start, in slot 0."""
+    none = np.full(num_tokens, -1, np.int32)
+    return StepStates(np.zeros(1, np.int32), none[:1], none)
 
 
 class _Packer:
@@ -170,7 +182,7 @@ def _packed_decoder(loaded: LoadedModel, packer: _Packer, kernel_report: str) ->
         kernel_report=kernel_report,
         embedding=packer.table(decoder.embedding),
         embedding_factor=decoder.embedding_factor,
-        layers=tuple(_layer(layer, loaded.layer_shapes[layer.module], packer, names) for layer in decoder.layers),
+        layers=tuple(_layer(layer, loaded.layer_shapes.get(layer.module), packer, names) for layer in decoder.layers),
         norm=PackedNorm(packer.array(decoder.norm.weight), decoder.norm.eps),
         head=_projection(decoder.head, packer, ()),
         logit_factor=decoder.logit_factor,
@@ -185,18 +197,57 @@ def _float_dtype(dtype: torch.dtype) -> Literal["float32", "bfloat16"]:
 _Names = Mapping[nn.Module, str]
 
 
-def _layer(layer: Layer, shape: LayerShape, packer: _Packer, names: _Names) -> PackedLayer:
-    factor = layer.residual_factor
+def _layer(layer: Layer, shape: LayerShape | None, packer: _Packer, names: _Names) -> PackedLayer:
+    factor, attention = layer.residual_factor, layer.attention
     return PackedLayer(
         attention_norm=_norm(layer.attention_norm, packer),
-        attention=_attention(layer.attention, shape, packer, names),
+        attention=None if attention is None or shape is None else _attention(attention, shape, packer, names),
         attention_out_norm=_norm(layer.attention_out_norm, packer, factor),
         mlp_norm=_norm(layer.mlp_norm, packer),
         mlp=_mlp(layer.mlp, packer, names),
         experts=_experts(layer.mlp, packer) if isinstance(layer.mlp, Mixture) else None,
         mlp_out_norm=_norm(layer.mlp_out_norm, packer, factor),
         residual_factor=factor,
+        mixer=None if layer.mixer is None else _mixer(layer.mixer, packer),
     )
+
+
+def _mixer(mixer: Mixer, packer: _Packer) -> PackedShortConv | PackedScan:
+    if isinstance(mixer, Scan):
+        return _scan(mixer, packer)
+    assert isinstance(mixer, ShortConv), "a mixer is one of these"
+    return PackedShortConv(
+        project=_projection(mixer.project, packer, ()),
+        taps=packer.array(mixer.taps),
+        bias=_optional(mixer.bias, packer),
+        out=_projection(mixer.out, packer, ()),
+    )
+
+
+def _scan(scan: Scan, packer: _Packer) -> PackedScan:
+    return PackedScan(
+        is_delta=scan.is_delta,
+        projects=tuple(_projection(part, packer, ()) for project in scan.projects for part in parts_of(project)),
+        taps=packer.array(scan.taps),
+        conv_bias=_optional(scan.conv_bias, packer),
+        columns=scan.columns,
+        num_heads=scan.num_heads,
+        num_key_heads=scan.num_key_heads,
+        key_dim=scan.key_dim,
+        value_dim=scan.value_dim,
+        decay=packer.array(scan.decay),
+        rate_bias=packer.array(scan.rate_bias),
+        skip=_optional(scan.skip, packer),
+        rate_limits=scan.rate_limits,
+        norm=_norm(scan.norm, packer),
+        norm_groups=scan.norm_groups,
+        norm_is_last=scan.norm_is_last,
+        out=_projection(scan.out, packer, ()),
+    )
+
+
+def _optional(tensor: torch.Tensor | None, packer: _Packer) -> ArrayAt | None:
+    return None if tensor is None else packer.array(tensor)
 
 
 def _attention(attention: Attention, shape: LayerShape, packer: _Packer, names: _Names) -> PackedAttention:
@@ -215,6 +266,7 @@ def _attention(attention: Attention, shape: LayerShape, packer: _Packer, names: 
         sliding_window=options.sliding_window or 0,
         softcap=options.softcap or 0.0,
         sinks=None if options.sinks is None else packer.array(options.sinks.detach().float()),
+        is_gated=attention.is_gated,
     )
 
 

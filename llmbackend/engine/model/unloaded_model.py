@@ -29,8 +29,9 @@ from ..kernels.choice import Choice
 from ..kernels.library import NativeKernels
 from ..kv_groups import LayerGroups, layer_groups
 from .checkpoint_files import bad_checkpoint
-from .compatibility import architecture_name, check_calls
-from .decoder_description import describe
+from .compatibility import architecture_name, check_calls, is_recurrent, needs_program
+from .decoder_description import Decoder
+from .hybrid_description import describe_any
 from .int4_formats import Mxfp4Format, PackedFormat
 from .loader import (
     OpenedCheckpoint,
@@ -69,6 +70,8 @@ class UnloadedModel:
     """None: only the weights tell."""
     layers: LayerGroups | None
     """Which layers share KV blocks; None: only the weights tell, or all do."""
+    state_bytes: int
+    """Of one sequence, in recurrent layers."""
     why_modules: str
     """Why a step runs the model's modules; "" when it would run one native program, or on an accelerator."""
     kernels: str
@@ -94,7 +97,9 @@ def unloaded_model(config: EngineConfig) -> UnloadedModel:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight
     weight_bytes = _weight_bytes(config, opened, model, choice)
-    reason = "" if opened.dense else _why_modules(config, model, shapes, options, choice, dtype)
+    reason, decoder = ("", None) if opened.dense else _why_modules(config, model, shapes, options, choice, dtype)
+    if reason and is_recurrent(opened.hf_config):
+        raise needs_program(opened.hf_config, reason)
     return UnloadedModel(
         architecture=architecture_name(opened.hf_config),
         model_type=str(opened.hf_config.model_type),
@@ -106,6 +111,7 @@ def unloaded_model(config: EngineConfig) -> UnloadedModel:
         embedding_bytes=_bytes(embedding) if choice is not None else 0,
         kv_bytes_per_token=sum(shape.bytes_per_token(dtype) for shape in shapes.values()) if shapes else None,
         layers=_layer_groups(shapes, options, opened.max_model_len) if shapes and not reason else None,
+        state_bytes=0 if decoder is None else decoder.state_bytes,
         why_modules=reason,
         kernels="" if choice is None else choice.report,
     )
@@ -193,24 +199,25 @@ def _why_modules(
     options: Mapping[nn.Module, AttentionOptions],
     choice: Choice | None,
     dtype: torch.dtype,
-) -> str:
+) -> tuple[str, Decoder | None]:
+    """Also what a program would compute."""
     if reason := why_modules(config):
-        return reason
+        return reason, None
     if choice is None:
-        return why_not_native(config, dtype)
+        return why_not_native(config, dtype), None
     if not shapes:
-        return "its layers are not known without weights"
+        return "its layers are not known without weights", None
     try:
         _give_values(model)
         fix_frequencies(model, _PROBED_TOKENS)
-        describe(model, options, _PROBED_TOKENS)
+        decoder = describe_any(model, options, _PROBED_TOKENS)
     except ProgramUnsupportedError as error:
-        return str(error)
+        return str(error), None
     except Exception as error:  # as the loader: an unknown module may break any assumption
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}", None
     if not all(can_hold(each.key_dim, each.value_dim, config.block_size) for each in shapes.values()):
-        return "its heads do not fit the native layout"
-    return ""
+        return "its heads do not fit the native layout", None
+    return "", decoder
 
 
 @torch.no_grad()

@@ -135,6 +135,7 @@ class Scheduler:
             new_rows, new_chunks = self._admit_waiting(budget)
             rows = np.concatenate([rows, new_rows])
             chunks = np.concatenate([chunks, new_chunks])
+        self._kv_cache.plan(rows, chunks)
         return Schedule(self._plan(rows, chunks) if len(rows) else None, self._refused)
 
     def _plan(self, rows: Int32Array, chunks: Int32Array) -> StepPlan:
@@ -250,6 +251,9 @@ class Scheduler:
             needed = self._kv_cache.blocks_to_begin(prefix, num_tokens, max_chunk)
             if needed + unreserved > self._kv_cache.num_free_blocks:
                 self.wait_reason = "kv_blocks"
+                break
+            if not self._kv_cache.has_state_slot:
+                self.wait_reason = "state_slots"
                 break
             if being_computed is None:
                 being_computed = self._kv_cache.next_keys(self._rows_of_running())

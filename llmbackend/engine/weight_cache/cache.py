@@ -28,7 +28,8 @@ import numpy as np
 import llmbackend
 
 from ..config import EngineConfig
-from ..cpu.packed_decoder import Bytes, Memories, PackedDecoder, PackedModel
+from ..cpu.packed_decoder import Memories, PackedDecoder, PackedModel
+from ..cpu.packed_parts import Bytes
 from ..errors import CheckpointError
 from ..kernels import library
 from ..model.checkpoint_files import MAX_HEADER_BYTES, are_gguf, weight_files

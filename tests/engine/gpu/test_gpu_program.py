@@ -61,7 +61,7 @@ def test_weights_are_in_memory_once(tmp_path: Path) -> None:
     decoder = loaded.decoder
     assert decoder is not None
     layer, modules = decoder.layers[0], loaded.model.model.layers[0]
-    qkv, head = layer.attention.qkv.weight, decoder.head.weight
+    qkv, head = layer.attending.qkv.weight, decoder.head.weight
     assert isinstance(qkv, DenseWeight)
     assert isinstance(head, DenseWeight)
     assert qkv.n == 4 * 16 + 2 * 2 * 16

@@ -64,7 +64,7 @@ def test_each_rank_holds_its_part_and_nothing_of_the_others(tmp_path: Path) -> N
     for decoder, shapes in parts:
         assert [shape.num_kv_heads for shape in shapes.values()] == [1, 1, 1]
         for part, whole in zip(decoder.layers, loaded.decoder.layers, strict=True):
-            assert part.attention.qkv.weight.n * 2 == whole.attention.qkv.weight.n
+            assert part.attending.qkv.weight.n * 2 == whole.attending.qkv.weight.n
             assert isinstance(part.mlp, Mlp) and isinstance(whole.mlp, Mlp)
             assert part.mlp.down.weight.k * 2 == whole.mlp.down.weight.k
         head: Any = decoder.head.weight

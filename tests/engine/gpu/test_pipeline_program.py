@@ -80,7 +80,7 @@ def test_a_model_with_experts_is_read_tried_and_split(
         assert isinstance(layer.mlp, Experts)
         gate_up = layer.mlp.gate_up.weight
         assert (gate_up.num_experts, gate_up.n, gate_up.k) == (num_experts, 2 * 96, 64)
-        assert layer.attention.qkv.weight.n == (4 + 2 * 2) * head_dim // 2
+        assert layer.attending.qkv.weight.n == (4 + 2 * 2) * head_dim // 2
 
 
 @pytest.mark.parametrize("family", ["llama tied", "qwen2", "gemma2", "phi3"])

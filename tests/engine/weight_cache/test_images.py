@@ -18,7 +18,8 @@ import msgspec
 import pytest
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.cpu.packed_decoder import ArrayAt, Memories, PackedModel
+from llmbackend.engine.cpu.packed_decoder import Memories, PackedModel
+from llmbackend.engine.cpu.packed_parts import ArrayAt
 from llmbackend.engine.weight_cache import cache, cache_folder, image_file
 from llmbackend.engine.weight_cache.cache import CachedModel, Draft
 from llmbackend.engine.weight_cache.cache_folder import CacheFolder
@@ -279,7 +280,7 @@ def _hostile() -> Iterator[tuple[str, PackedModel]]:
     far = replace(layer.mlp.down.weight, offset_bytes=2**40)
     mlp = replace(layer.mlp, down=replace(layer.mlp.down, weight=far))
     yield "a matrix outside", PackedModel(replace(decoder, layers=(replace(layer, mlp=mlp),)), packed.memories)
-    heads = replace(layer, attention=replace(layer.attention, num_kv_heads=7))
+    heads = replace(layer, attention=replace(layer.attending, num_kv_heads=7))
     yield "heads that do not fit", PackedModel(replace(decoder, layers=(heads,)), packed.memories)
     yield "no layers", PackedModel(replace(decoder, layers=()), packed.memories)
 

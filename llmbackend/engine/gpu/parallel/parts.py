@@ -323,7 +323,7 @@ def _compare(small: Decoder, real: Decoder) -> None:
     """What is not read from the files, and would be wrong if a module without memory was completed wrongly."""
     pairs = zip(small.layers, real.layers, strict=False)
     factors = math.isclose(small.embedding_factor, real.embedding_factor, rel_tol=_ROUNDING)
-    if not factors or not all(_same_rotation(a.attention, b.attention) for a, b in pairs):
+    if not factors or not all(_same_rotation(a.attending, b.attending) for a, b in pairs):
         raise ProgramUnsupportedError("its description without weights is not that of its modules")
 
 

@@ -168,7 +168,7 @@ class Sharding:
         return replace(
             layer,
             attention_norm=self._norm(layer.attention_norm),
-            attention=self._attention(layer.attention, shape),
+            attention=self._attention(layer.attending, shape),
             attention_out_norm=self._norm(layer.attention_out_norm),
             mlp_norm=self._norm(layer.mlp_norm),
             mlp=self._mlp(layer.mlp) if isinstance(layer.mlp, Mlp) else self._experts(layer.mlp),

@@ -95,7 +95,7 @@ class TaskRunner {
 
     const float* query(const Task& task, int row) const {
         const size_t token = step_.query_start[task.row] + task.first_query + row / group_;
-        return op_.q + token * op_.q_stride + (task.kv_head * group_ + row % group_) * op_.head_dim;
+        return op_.q + token * op_.q_stride + (task.kv_head * group_ + row % group_) * (op_.head_dim + op_.q_gap);
     }
 
     // Row r of the task is head r % group of query r / group.

@@ -7,8 +7,10 @@
 #include <iterator>
 
 #include "attention.h"
+#include "conv.h"
 #include "cpu.h"
 #include "experts.h"
+#include "gate.h"
 #include "glibc.h"
 #include "linear.h"
 #include "lora.h"
@@ -19,6 +21,7 @@
 #include "route.h"
 #include "rows.h"
 #include "sampling.h"
+#include "scan.h"
 #include "step.h"
 #include "team.h"
 
@@ -71,6 +74,9 @@ inline void run_op(Worker& worker, const void* op, const Step& step, char* scrat
         case Kind::kRoute: return route_tokens(worker, *static_cast<const RouteOp*>(op), step);
         case Kind::kExperts: return multiply_experts(worker, *static_cast<const ExpertsOp*>(op), step, scratch);
         case Kind::kMix: return mix(worker, *static_cast<const MixOp*>(op), step);
+        case Kind::kConv: return conv(worker, *static_cast<const ConvOp*>(op), step);
+        case Kind::kScan: return scan(worker, *static_cast<const ScanOp*>(op), step);
+        case Kind::kGate: return gate(worker, *static_cast<const GateOp*>(op), step);
     }
 }
 
@@ -120,7 +126,8 @@ LLMB_EXPORT void llmb_sizes(int32_t* sizes) {
     const size_t all[] = {sizeof(llmb::Step),   sizeof(llmb::EmbedOp),  sizeof(llmb::NormOp),
                           sizeof(llmb::LinearOp), sizeof(llmb::RotaryOp), sizeof(llmb::AttentionOp),
                           sizeof(llmb::LoraMatrices), sizeof(llmb::LoraStep), sizeof(llmb::LoraOp),
-                          sizeof(llmb::RouteOp),  sizeof(llmb::ExpertsOp), sizeof(llmb::MixOp)};
+                          sizeof(llmb::RouteOp),  sizeof(llmb::ExpertsOp), sizeof(llmb::MixOp),
+                          sizeof(llmb::ConvOp),   sizeof(llmb::ScanOp),   sizeof(llmb::GateOp)};
     for (size_t i = 0; i < std::size(all); i++) sizes[i] = static_cast<int32_t>(all[i]);
 }
 

@@ -43,12 +43,13 @@ inline void scale_by(float* x, const float* weight, float factor, int n) {
     for (int i = 0; i < n; i++) x[i] = x[i] * factor * weight[i];
 }
 
-// Normalises heads first..last-1 of a token; with norm_whole, the caller asks for all heads at once.
-inline void normalise_heads(const RotaryOp& op, float* x, const float* weight, int first, int last) {
+// Normalises heads first..last-1 of a token, `gap` elements apart; with norm_whole, the caller asks for all heads at once,
+// which then have no gaps.
+inline void normalise_heads(const RotaryOp& op, float* x, const float* weight, int first, int last, int gap) {
     const int dim = op.head_dim;
     if (op.norm_whole) return scale_by(x, weight, inverse_rms(x, last * dim, op.eps), last * dim);
-    for (int head = first; head < last; head++)
-        scale_by(x + head * dim, weight, inverse_rms(x + head * dim, dim, op.eps), dim);
+    x += first * (dim + gap);
+    for (int head = first; head < last; head++, x += dim + gap) scale_by(x, weight, inverse_rms(x, dim, op.eps), dim);
 }
 
 // Pairs (i, i + half). Two products, rounded, then their sum, as the models' own code computes it.
@@ -68,10 +69,10 @@ inline void rotate_halves(float* x, const float* cos, const float* sin, int half
 }
 
 // `cos`: the token's row of cos_sin.
-inline void rotate_heads(const RotaryOp& op, float* x, int first, int last, const float* cos) {
+inline void rotate_heads(const RotaryOp& op, float* x, int first, int last, int gap, const float* cos) {
     const int half = op.rotary_dim / 2;
     for (int head = first; head < last; head++) {
-        rotate_halves(x + head * op.head_dim, cos, cos + half, half);
+        rotate_halves(x + head * (op.head_dim + gap), cos, cos + half, half);
     }
 }
 
@@ -168,12 +169,12 @@ inline void rotate_token(const RotaryOp& op, const Step& step, int token, int fi
     const int group = op.num_heads / op.num_kv_heads;
     float* q = op.q + row;
     float* k = op.k + row;
-    if (op.q_norm) normalise_heads(op, q, op.q_norm, first * group, last * group);
-    if (op.k_norm) normalise_heads(op, k, op.k_norm, first, last);
+    if (op.q_norm) normalise_heads(op, q, op.q_norm, first * group, last * group, op.q_gap);
+    if (op.k_norm) normalise_heads(op, k, op.k_norm, first, last, 0);
     if (!op.cos_sin) return;
     const float* cos = op.cos_sin + static_cast<size_t>(step.positions[token]) * op.rotary_dim;
-    rotate_heads(op, q, first * group, last * group, cos);
-    rotate_heads(op, k, first, last, cos);
+    rotate_heads(op, q, first * group, last * group, op.q_gap, cos);
+    rotate_heads(op, k, first, last, 0, cos);
 }
 
 inline void rotary_part(const RotaryOp& op, const Step& step, int begin, int end, int first, int last) {

@@ -50,6 +50,10 @@ struct Step {
     const int32_t* seq_lens;        // [num_rows]
     const int32_t* block_table;     // [num_rows, block_table_stride]
     const int32_t* sampled_tokens;  // [num_sampled]: which token's logits are wanted
+    // Of models with recurrent layers (step_recurrent.h); else null.
+    const int32_t* state_slots;     // [num_rows]: the slot of a row's state
+    const int32_t* state_sources;   // [num_rows]: the slot with which its first token begins; -1: with zeros
+    const int32_t* state_copies;    // [num_tokens]: the slot that keeps the state after this token; -1: none does
 };
 
 // Of an operation that computes these.
@@ -65,6 +69,9 @@ enum class Kind : int32_t {
     kRoute = 16,    // these: step_experts.h
     kExperts = 17,
     kMix = 18,
+    kConv = 24,     // these: step_recurrent.h
+    kScan = 25,
+    kGate = 26,
 };
 
 // out[t] = weight[token_ids[t]] * scale
@@ -196,7 +203,7 @@ struct LinearOp {
 struct RotaryOp {
     Kind kind;
     Type kv_type;
-    float* q;               // [tokens, stride]: num_heads * head_dim; in place
+    float* q;               // [tokens, stride]: num_heads * (head_dim + q_gap); in place
     float* k;               // [tokens, stride]: num_kv_heads * head_dim
     const float* v;         // [tokens, stride]
     void* keys;
@@ -212,13 +219,15 @@ struct RotaryOp {
     int32_t block_size;
     int32_t norm_whole;     // 1: q_norm and k_norm cover all heads of a token together
     float eps;
+    int32_t q_gap;          // elements between a head of q and the next
+    int32_t padding;
 };
 
 // Causal attention of each row's queries to that row's keys, all KV written before.
 struct AttentionOp {
     Kind kind;
     Type kv_type;
-    const float* q;         // [tokens, q_stride]: num_heads * head_dim
+    const float* q;         // [tokens, q_stride]: num_heads * (head_dim + q_gap)
     const void* keys;       // as RotaryOp writes them
     const void* values;
     const float* sinks;     // [num_heads] or null: one extra score without a value
@@ -233,6 +242,8 @@ struct AttentionOp {
     Type out_type;
     float scaling;
     float softcap;          // 0: off
+    int32_t q_gap;
+    int32_t padding;
 };
 
 }  // namespace llmb

@@ -19,6 +19,7 @@ export const KIND_LETTERS = { prefill: "P", decode: "D", drafts: "+", recompute:
 const REASON_WORDS = {
   max_num_seqs: "the batch is full (max_num_seqs)",
   kv_blocks: "no free KV blocks",
+  state_slots: "no free slot for a recurrent state",
   token_budget: "the step's token budget is spent",
   prefix: "another request computes the beginning that both share",
   long_prefill: "another long prompt is being computed",
@@ -30,6 +31,7 @@ const REASON_WORDS = {
 const SHORT_REASONS = {
   max_num_seqs: "batch full",
   kv_blocks: "KV full",
+  state_slots: "states full",
   token_budget: "token budget",
   prefix: "shared prefix",
   long_prefill: "long prefill",

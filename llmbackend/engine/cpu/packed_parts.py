@@ -1,0 +1,118 @@
+"""Parts of a native program as data: arrays and matrices by their places in one of two memories, and what they form.
+
+For: packed_decoder.py and packed_recurrent.py, which describe layers with them. Does not know: layers. Invariant: parts
+that do not fit each other raise ValueError in the checks here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..kernels.library import BLOCKS, FOUR_BITS, LORA_LAYERS, PANEL, Type, packed_bytes, scale_bytes, sums_bytes
+
+Bytes = npt.NDArray[np.uint8]
+Dtype = Literal[
+    "float32", "bfloat16", "int8", "int4", "int4_min", "int4_zero", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k",
+    "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
+]  # fmt: skip
+
+TYPE_OF: Final[dict[Dtype, Type]] = {name: Type[name.upper()] for name in get_args(Dtype)}
+ITEM_BYTES: Final[dict[Dtype, int]] = {"float32": 4, "bfloat16": 2, "int8": 1}
+"""Of arrays."""
+ALIGN_BYTES: Final = 64
+"""Arrays and matrices begin at multiples of it."""
+
+
+class ArrayAt(msgspec.Struct, frozen=True, array_like=True):
+    """A row-major array in one of the memories."""
+
+    memory: Literal["resident", "mapped"]
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: Dtype = "float32"
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class MatrixAt(msgspec.Struct, frozen=True, array_like=True):
+    """A matrix [n, k] in panels (native/step.h, LinearOp), in resident memory."""
+
+    offset_bytes: int
+    n: int
+    k: int
+    dtype: Dtype
+    scale_offset_bytes: int | None = None
+    """Of its scales, if it has some (kernels.library.scale_bytes)."""
+    sums_offset_bytes: int | None = None
+    """Of its sums, minima or zeros, if it has some (kernels.library.sums_bytes)."""
+    order_offset_bytes: int | None = None
+    """Of the order of its inputs, int32 [k], if it has one of its own."""
+
+    @property
+    def size_bytes(self) -> int:
+        return packed_bytes(self.n, self.k, TYPE_OF[self.dtype])
+
+    @property
+    def parts(self) -> tuple[tuple[int | None, int], ...]:
+        """Offset and size of panels, scale and sums, in bytes."""
+        shape = (self.n, self.k, TYPE_OF[self.dtype])
+        return (
+            (self.offset_bytes, self.size_bytes),
+            (self.scale_offset_bytes, scale_bytes(*shape)),
+            (self.sums_offset_bytes, sums_bytes(*shape)),
+        )
+
+
+class PackedNorm(msgspec.Struct, frozen=True):
+    """x / rms(x) * weight"""
+
+    weight: ArrayAt
+    eps: float
+
+
+class PackedPart(msgspec.Struct, frozen=True, array_like=True):
+    """Outputs of one of the model's linear layers, which LoRA adapters may change."""
+
+    layer: str
+    """By its name in the model."""
+    first: int
+    """Of the layer's outputs."""
+    n: int
+
+
+class PackedProjection(msgspec.Struct, frozen=True):
+    """x·Wᵀ + bias"""
+
+    weight: MatrixAt
+    bias: ArrayAt | None
+    parts: tuple[PackedPart, ...] = ()
+    """What it consists of; empty: no adapter changes it."""
+
+
+def expect(is_right: bool, part: str) -> None:
+    if not is_right:
+        raise ValueError(f"the description of a packed model is broken: its {part} does not fit the rest")
+
+
+def check_norm(norm: PackedNorm | None, *shapes: tuple[int, ...]) -> None:
+    expect(norm is None or (norm.weight.shape in shapes and norm.weight.dtype == "float32"), "norm")
+
+
+def check_projection(projection: PackedProjection, n: int, k: int) -> None:
+    weight, bias = projection.weight, projection.bias
+    expect(n > 0 and k > 0 and (weight.n, weight.k) == (n, k), "projection")
+    blocks = BLOCKS.get(TYPE_OF[weight.dtype])
+    expect(blocks is None or k % blocks.k == 0, "projection")
+    expect(all((offset is not None) == (size > 0) for offset, size in weight.parts), "projection")
+    expect(weight.order_offset_bytes is None or TYPE_OF[weight.dtype] in FOUR_BITS, "order of inputs")
+    expect(bias is None or (bias.shape == (n,) and bias.dtype == "float32"), "bias")
+    parts = projection.parts
+    expect(len(parts) <= LORA_LAYERS and (not parts or sum(part.n for part in parts) == n), "layers")
+    expect(all(part.n > 0 for part in parts) and all(part.n % PANEL == 0 for part in parts[:-1]), "layers")

@@ -1,0 +1,142 @@
+"""Recurrent layers of a native program as data.
+
+For: packed_decoder.py, whose layers may have one in attention's place. Does not know: slots, kernels' code. Invariant:
+what does not fit together raises ValueError (`check_mixer`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from .packed_parts import ArrayAt, PackedNorm, PackedProjection, check_norm, check_projection, expect
+
+CONV_CHANNELS: Final = 64
+"""A convolution's state is padded to a multiple of so many channels (native/conv.h)."""
+
+
+class PackedShortConv(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv"):
+    """out(C * conv(B * x)), where B, C and x are what `project` gives, and conv sums a few tokens of each channel."""
+
+    project: PackedProjection
+    """[3 * channels, width]"""
+    taps: ArrayAt
+    """float32 [taps, channels], the oldest token's first"""
+    bias: ArrayAt | None
+    out: PackedProjection
+
+    @property
+    def projects(self) -> tuple[PackedProjection, ...]:
+        return (self.project,)
+
+    @property
+    def projected(self) -> int:
+        """Columns that come before the convolution."""
+        return self.project.weight.n
+
+    @property
+    def state_floats(self) -> int:
+        return conv_floats(*self.taps.shape)
+
+
+class ScanColumns(msgspec.Struct, frozen=True, array_like=True):
+    """Where in what the projections give, one after the other, a recurrence finds what it reads: q, k and v, which a
+    convolution runs over first, the gate z, and of each head a and, for the delta rule, b."""
+
+    conv: int
+    q: int
+    k: int
+    v: int
+    z: int
+    a: int
+    b: int
+
+
+class PackedScan(msgspec.Struct, frozen=True, kw_only=True, tag="scan"):
+    """out(gate(z, heads(silu(conv(q, k, v)), a, b))): heads with a matrix each (native/step_recurrent.h, ScanOp)."""
+
+    is_delta: bool
+    """The gated delta rule; else Mamba2's recurrence."""
+    projects: tuple[PackedProjection, ...]
+    taps: ArrayAt
+    """float32 [taps, channels], the oldest token's first; channels of q, k and v, which lie side by side"""
+    conv_bias: ArrayAt | None
+    columns: ScanColumns
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    decay: ArrayAt
+    """float32 [num_heads], negative"""
+    rate_bias: ArrayAt
+    """float32 [num_heads]"""
+    skip: ArrayAt | None
+    """float32 [num_heads]"""
+    rate_limits: tuple[float, float]
+    norm: PackedNorm | None
+    """Of all num_heads * value_dim channels, or the same of each group."""
+    norm_groups: int
+    norm_is_last: bool
+    """Whether it comes after the gate."""
+    out: PackedProjection
+
+    @property
+    def state_floats(self) -> int:
+        return conv_floats(*self.taps.shape) + self.num_heads * self.key_dim * self.value_dim
+
+    @property
+    def inner(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Columns of all projects."""
+        return sum(project.weight.n for project in self.projects)
+
+
+def conv_floats(num_taps: int, channels: int) -> int:
+    """What a convolution keeps of a sequence."""
+    return (num_taps - 1) * -(-channels // CONV_CHANNELS) * CONV_CHANNELS
+
+
+def check_mixer(mixer: PackedShortConv | PackedScan, width: int) -> None:
+    """Raises ValueError where its parts do not fit each other, or the width of the model."""
+    if isinstance(mixer, PackedShortConv):
+        _check_short_conv(mixer, width)
+    else:
+        _check_scan(mixer, width)
+
+
+def _check_short_conv(conv: PackedShortConv, width: int) -> None:
+    channels = conv.out.weight.k
+    check_projection(conv.project, 3 * channels, width)
+    check_projection(conv.out, width, channels)
+    _check_taps(conv.taps, conv.bias, channels)
+
+
+def _check_scan(scan: PackedScan, width: int) -> None:
+    heads, channels = scan.num_heads, scan.taps.shape[-1]
+    for project in scan.projects:
+        check_projection(project, project.weight.n, width)
+    check_projection(scan.out, width, scan.inner)
+    _check_taps(scan.taps, scan.conv_bias, channels)
+    expect(scan.value_dim > 0 and scan.value_dim % 16 == 0 and scan.key_dim > 0, "recurrence")
+    expect(scan.num_key_heads > 0 and heads > 0 and heads % scan.num_key_heads == 0, "recurrence")
+    keys = scan.num_key_heads * scan.key_dim
+    expect(channels == 2 * keys + scan.inner, "recurrence")
+    at = scan.columns
+    ends = [(at.conv, channels), (at.z, scan.inner), (at.a, heads), (at.q, keys), (at.k, keys), (at.v, scan.inner)]
+    ends += [(at.b, heads)] if scan.is_delta else []
+    expect(all(column >= 0 and column + count <= scan.projected for column, count in ends), "recurrence")
+    vectors = (scan.decay, scan.rate_bias, *(() if scan.skip is None else (scan.skip,)))
+    expect(all(each.shape == (heads,) and each.dtype == "float32" for each in vectors), "recurrence")
+    groups = scan.norm_groups
+    expect(groups > 0 and scan.inner % (16 * groups) == 0 and scan.inner % 32 == 0, "recurrence")
+    check_norm(scan.norm, (scan.inner,), (scan.inner // groups,))
+
+
+def _check_taps(taps: ArrayAt, bias: ArrayAt | None, channels: int) -> None:
+    fits = len(taps.shape) == 2 and taps.shape[0] > 0 and taps.shape[1] == channels > 0 and taps.dtype == "float32"
+    expect(fits and channels % 32 == 0, "convolution")
+    expect(bias is None or (bias.shape == (channels,) and bias.dtype == "float32"), "convolution")

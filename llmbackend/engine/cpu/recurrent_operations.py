@@ -1,0 +1,190 @@
+"""Operations of recurrent layers, and the memory of their states: one slot for each sequence, and for each kept prefix.
+
+For: the program of a decoder that has such layers. Does not know: which sequence has which slot, texts. Invariants: a
+slot has the states of all layers side by side, float32; it takes no memory before it is written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+from ..kernels.library import KernelLibrary, Kind, Type
+from ..kernels.recurrent_ops import ConvOp, GateNorm, GateOp, ScanOp
+from ..step import Int32Array
+from .buffers import Buffer
+from .packed_decoder import Memories, PackedDecoder
+from .packed_recurrent import PackedScan, PackedShortConv
+
+_NORM_EPS: Final = 1e-6
+"""Of the norms of queries and keys, which the gated delta rule itself contains."""
+_SLOT_PADDING_FLOATS: Final = 16
+"""Slots that are a multiple of 4 KiB apart would share the same few sets of a cache."""
+
+
+class StepStates(NamedTuple):
+    """Where the states of a step's rows are. All int32.
+
+    slots    [rows]    of each row
+    sources  [rows]    with whose state it begins; -1: with zeros
+    copies   [tokens]  which slot keeps the state after this token; -1: none
+    """
+
+    slots: Int32Array
+    sources: Int32Array
+    copies: Int32Array
+
+
+class Rows(NamedTuple):
+    """Rows of a buffer, from a column on; stride in elements."""
+
+    address: int
+    stride: int
+    type: Type = Type.FLOAT32
+
+    def from_column(self, column: int) -> Rows:
+        """Of float32."""
+        return self._replace(address=self.address + 4 * column)
+
+
+def rows_of(buffer: Buffer) -> Rows:
+    return Rows(buffer.address, buffer.stride, buffer.type)
+
+
+class StateMemory:
+    """Slots 0..num_slots-1."""
+
+    def __init__(self, library: KernelLibrary, decoder: PackedDecoder, num_slots: int) -> None:
+        """Raises MemoryError."""
+        sizes = [0 if layer.mixer is None else layer.mixer.state_floats for layer in decoder.layers]
+        *self._offsets, floats = accumulate(sizes, initial=0)
+        self.slot_floats = slot_floats(floats)
+        self.memory = library.memory(4 * self.slot_floats * num_slots)
+
+    def address(self, layer: int) -> int:
+        """Of a layer's state in slot 0."""
+        return int(self.memory.ctypes.data) + 4 * self._offsets[layer]
+
+
+def slot_floats(floats: int) -> int:
+    """Of a slot that keeps so many."""
+    return -(-floats // 16) * 16 + _SLOT_PADDING_FLOATS
+
+
+def mixer_operations(
+    mixer: PackedShortConv | PackedScan, memories: Memories, projected: Rows, out: Rows, state: int, slot_stride: int
+) -> Sequence[ConvOp | ScanOp | GateOp]:
+    """What is done to what the projections gave, up to the input of the last one."""
+    if isinstance(mixer, PackedShortConv):
+        return [_short_conv(mixer, memories, projected, out, state, slot_stride)]
+    return _scan(mixer, memories, projected, out, state, slot_stride)
+
+
+def _short_conv(conv: PackedShortConv, memories: Memories, x: Rows, out: Rows, state: int, slot_stride: int) -> ConvOp:
+    return ConvOp(
+        kind=Kind.CONV,
+        gated=1,
+        x=x.address,
+        taps=memories.address(conv.taps),
+        bias=None if conv.bias is None else memories.address(conv.bias),
+        out=out.address,
+        state=state,
+        slot_stride=slot_stride,
+        x_stride=x.stride,
+        out_stride=out.stride,
+        channels=conv.taps.shape[1],
+        num_taps=conv.taps.shape[0],
+        out_type=out.type,
+    )
+
+
+def _scan(
+    mixer: PackedScan, memories: Memories, projected: Rows, out: Rows, state: int, slot_stride: int
+) -> Sequence[ConvOp | ScanOp | GateOp]:
+    """Convolution, recurrence and gate of what the projections gave, in its place."""
+    num_taps, channels = mixer.taps.shape
+    conv = ConvOp(
+        kind=Kind.CONV,
+        x=projected.from_column(mixer.columns.conv).address,
+        taps=memories.address(mixer.taps),
+        bias=None if mixer.conv_bias is None else memories.address(mixer.conv_bias),
+        out=projected.from_column(mixer.columns.conv).address,
+        state=state,
+        slot_stride=slot_stride,
+        x_stride=projected.stride,
+        out_stride=projected.stride,
+        channels=channels,
+        num_taps=num_taps,
+        out_type=Type.FLOAT32,
+    )
+    matrices = state + 4 * (mixer.state_floats - mixer.num_heads * mixer.key_dim * mixer.value_dim)
+    return conv, _recurrence(mixer, memories, projected, matrices, slot_stride), _gate(mixer, memories, projected, out)
+
+
+def attention_gate(num_heads: int, head_dim: int, x: Rows, qkv: Rows, out: Rows) -> GateOp:
+    """x times the sigmoid of the gates that follow each head's queries."""
+    return GateOp(
+        kind=Kind.GATE,
+        norm=GateNorm.NONE,
+        x=x.address,
+        z=qkv.from_column(head_dim).address,
+        out=out.address,
+        x_stride=x.stride,
+        z_stride=qkv.stride,
+        z_group_stride=2 * head_dim,
+        out_stride=out.stride,
+        group=head_dim,
+        num_groups=num_heads,
+        out_type=out.type,
+        is_sigmoid=1,
+    )
+
+
+def _recurrence(mixer: PackedScan, memories: Memories, projected: Rows, state: int, slot_stride: int) -> ScanOp:
+    return ScanOp(
+        kind=Kind.SCAN,
+        delta=mixer.is_delta,
+        q=projected.from_column(mixer.columns.q).address,
+        k=projected.from_column(mixer.columns.k).address,
+        v=projected.from_column(mixer.columns.v).address,
+        a=projected.from_column(mixer.columns.a).address,
+        b=projected.from_column(mixer.columns.b).address if mixer.is_delta else None,
+        decay=memories.address(mixer.decay),
+        bias=memories.address(mixer.rate_bias),
+        skip=None if mixer.skip is None else memories.address(mixer.skip),
+        state=state,
+        slot_stride=slot_stride,
+        stride=projected.stride,
+        a_stride=projected.stride,
+        b_stride=projected.stride,
+        num_heads=mixer.num_heads,
+        num_key_heads=mixer.num_key_heads,
+        key_dim=mixer.key_dim,
+        value_dim=mixer.value_dim,
+        eps=_NORM_EPS,
+        dt_min=mixer.rate_limits[0],
+        dt_max=mixer.rate_limits[1],
+    )
+
+
+def _gate(mixer: PackedScan, memories: Memories, projected: Rows, out: Rows) -> GateOp:
+    order = GateNorm.AFTER if mixer.norm_is_last else GateNorm.BEFORE
+    group = mixer.inner // mixer.norm_groups
+    return GateOp(
+        kind=Kind.GATE,
+        norm=GateNorm.NONE if mixer.norm is None else order,
+        x=projected.from_column(mixer.columns.v).address,
+        z=projected.from_column(mixer.columns.z).address,
+        weight=None if mixer.norm is None else memories.address(mixer.norm.weight),
+        out=out.address,
+        x_stride=projected.stride,
+        z_stride=projected.stride,
+        z_group_stride=group,
+        out_stride=out.stride,
+        group=group,
+        num_groups=mixer.norm_groups,
+        out_type=out.type,
+        eps=0.0 if mixer.norm is None else mixer.norm.eps,
+        weight_group_stride=0 if mixer.norm is None or mixer.norm.weight.shape == (group,) else group,
+    )

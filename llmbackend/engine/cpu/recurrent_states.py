@@ -1,0 +1,154 @@
+"""What each slot of states holds, between steps: how many tokens of a row it has seen.
+
+For: the native runner, whose program changes states in place, so that a step cannot simply be computed again. Does not
+know: which row should have which slot. Invariant: a row's tokens are computed from the state after exactly the tokens
+before them; where that is lost, because a step failed or computed what was refused, `lost` names the row.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+
+from ..config import EngineConfig
+from ..step import FlatStep, Int32Array, RowTable, StepPlan, flatten
+from .native_memory import DEFAULT_KV_BYTES
+from .recurrent_operations import StepStates
+
+_UNKNOWN = -1
+_NONE = -1
+
+
+def num_state_slots(config: EngineConfig, state_bytes: int, num_blocks: int) -> int:
+    """Slots of `state_bytes` for sequences that run, in no more memory than the KV blocks may take, and for kept
+    prefixes in half of that. Raises ValueError where there is no room for one."""
+    memory_bytes = config.kv_cache_memory_bytes or DEFAULT_KV_BYTES
+    if memory_bytes < state_bytes:
+        raise ValueError(
+            f"engine argument 'kv_cache_memory_bytes' is {memory_bytes}, expected at least {state_bytes}, the state of "
+            "one sequence in recurrent layers"
+        )
+    kept = min(memory_bytes // 2 // state_bytes, num_blocks)
+    return min(config.max_num_seqs, memory_bytes // state_bytes) + kept
+
+
+class SlotContents:
+    def __init__(self, num_slots: int, num_backups: int = 0) -> None:
+        """num_backups: slots behind the others, of the runner's own, for rows with drafts: their state before these."""
+        self._num_tokens = np.full(num_slots + num_backups, _UNKNOWN, np.int64)
+        self._free_backups = list(range(num_slots, num_slots + num_backups))
+        self._backups: dict[int, int] = {}
+        """By row."""
+
+    def behind(self, step: FlatStep, table: RowTable) -> Int32Array | None:
+        """How many tokens before the step's each row has to compute once more, from its state before drafts of which
+        some were refused; None: no row has to."""
+        found = np.zeros(len(step.rows), np.int32)
+        for index, row in enumerate(step.rows.tolist() if self._backups else ()):
+            backup, begin = self._backups.get(row, _NONE), int(step.seq_lens[index] - step.query_lens[index])
+            is_there = table.state_sources[row] == _NONE and self._num_tokens[table.state_slots[row]] == begin
+            if backup != _NONE and begin and not is_there and 0 < self._num_tokens[backup] <= begin:
+                found[index] = begin - self._num_tokens[backup]
+        return found if found.any() else None
+
+    def lost(self, step: FlatStep, table: RowTable) -> list[int]:
+        """The step's rows of which no slot has the state before the step's tokens."""
+        slots, sources = table.state_slots[step.rows], table.state_sources[step.rows]
+        begins = step.seq_lens - step.query_lens
+        is_lost = (begins > 0) & (self._num_tokens[np.where(sources == _NONE, slots, sources)] != begins)
+        is_lost &= self._num_tokens[self._backups_of(step, slots)] != begins
+        rows: list[int] = step.rows[is_lost].tolist()
+        return rows
+
+    def begin_anew(self, step: FlatStep, table: RowTable) -> StepStates:
+        """As `begin`, of a step of rows whose states are computed from their first token on."""
+        slots = table.state_slots[step.rows]
+        sources = np.where(step.seq_lens == step.query_lens, _NONE, slots).astype(np.int32)
+        return self._written(StepStates(slots, sources, np.full(len(step.token_ids), _NONE, np.int32)))
+
+    def begin(self, step: FlatStep, table: RowTable, num_drafts: Int32Array | None = None) -> StepStates:
+        """Where the step finds states, and where it leaves them; those of lost rows are in their own slots again. Until
+        `end`, what it writes to is not known. num_drafts: the last tokens of each row."""
+        copies = np.full(len(step.token_ids), _NONE, np.int32)
+        for index, row in enumerate(step.rows.tolist() if table.state_copies else ()):
+            for position, slot in table.state_copies.get(row, ()):
+                token = int(step.query_start[index + 1] - step.seq_lens[index]) + position - 1
+                if step.query_start[index] <= token < step.query_start[index + 1]:
+                    copies[token] = slot
+        sources = self._sources(step, table)
+        for row in step.rows.tolist() if self._backups else ():
+            self.forget(row)
+        if num_drafts is not None:
+            self._back_up(step, num_drafts, sources, copies)
+        return self._written(StepStates(table.state_slots[step.rows], sources, copies))
+
+    def end(self, step: FlatStep, states: StepStates) -> None:
+        """The step has run."""
+        self._num_tokens[states.slots] = step.seq_lens
+        is_copied = states.copies != _NONE
+        self._num_tokens[states.copies[is_copied]] = step.positions[is_copied] + 1
+
+    def forget(self, row: int) -> None:
+        """The row's request is over, or what it had before drafts is of no use any more."""
+        if (backup := self._backups.pop(row, _NONE)) != _NONE:
+            self._free_backups.append(backup)
+
+    def _back_up(self, step: FlatStep, num_drafts: Int32Array, sources: Int32Array, copies: Int32Array) -> None:
+        """Has the step keep the states before drafts, as far as there are slots that it does not begin from."""
+        for index in num_drafts.nonzero()[0].tolist():
+            token = int(step.query_start[index + 1] - num_drafts[index]) - 1
+            slot = next((each for each in self._free_backups if each not in sources), _NONE)
+            if slot != _NONE and copies[token] == _NONE:
+                copies[token] = slot
+                self._free_backups.remove(slot)
+                self._backups[int(step.rows[index])] = slot
+
+    def _written(self, states: StepStates) -> StepStates:
+        """They are about to be."""
+        self._num_tokens[states.slots] = _UNKNOWN
+        self._num_tokens[states.copies[states.copies != _NONE]] = _UNKNOWN
+        return states
+
+    def _sources(self, step: FlatStep, table: RowTable) -> Int32Array:
+        slots, sources = table.state_slots[step.rows], table.state_sources[step.rows]
+        begins = step.seq_lens - step.query_lens
+        own = np.where(self._num_tokens[slots] == begins, slots, self._backups_of(step, slots))
+        from_source = (sources != _NONE) & (self._num_tokens[sources] == begins)
+        found: Int32Array = np.where(begins == 0, _NONE, np.where(from_source, sources, own)).astype(np.int32)
+        return found
+
+    def _backups_of(self, step: FlatStep, slots: Int32Array) -> Int32Array:
+        """Of each row; its own slot where it has none."""
+        if not self._backups:
+            return slots
+        backups = (self._backups.get(row, slot) for row, slot in zip(step.rows.tolist(), slots.tolist(), strict=True))
+        return np.fromiter(backups, np.int32, len(slots))
+
+
+def flatten_from(plan: StepPlan, table: RowTable, behind: Int32Array) -> FlatStep:
+    """The plan's step, with so many computed tokens of each row once more before its own."""
+    earlier = copy.copy(table)
+    earlier.num_computed_tokens = table.num_computed_tokens.copy()
+    earlier.num_computed_tokens[plan.rows] -= behind
+    return flatten(replace(plan, num_scheduled_tokens=plan.num_scheduled_tokens + behind), earlier)
+
+
+def part_of_row(table: RowTable, row: int, begin: int, end: int) -> FlatStep:
+    """A step that computes a row's tokens begin..end-1 and samples nothing."""
+    positions = np.arange(begin, end, dtype=np.int32)
+    blocks = table.block_tables[:, row, : -(-end // table.block_size)]
+    if (blocks < 0).any():
+        raise RuntimeError("a state is lost, and so are keys and values with which it could be computed again")
+    slots = blocks[0, positions // table.block_size] * np.int32(table.block_size) + positions % table.block_size
+    return FlatStep(
+        rows=np.array([row], np.int32),
+        query_lens=np.array([end - begin], np.int32),
+        seq_lens=np.array([end], np.int32),
+        query_start=np.array([0, end - begin], np.int32),
+        token_ids=table.token_ids[row, begin:end],
+        positions=positions,
+        slots=slots,
+        sampled_tokens=np.zeros(0, np.int32),
+    )

@@ -1,0 +1,42 @@
+// A row's tokens of a step, with its state brought from where it is and kept where it is wanted.
+//
+// For: operations of recurrent layers, which run one piece of a state at a time. Does not know: what a state is. Invariant:
+// a piece is advanced token by token, in the order of positions, so that steps, chunks and batches change no bit.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "step.h"
+
+namespace llmb {
+
+// Some floats of each slot.
+struct StatePiece {
+    float* first;  // of slot 0
+    int64_t slot_stride;
+    int64_t size;
+
+    float* of(int slot) const { return first + slot * slot_stride; }
+    void copy(int from, int to) const {
+        if (from != to) std::copy(of(from), of(from) + size, of(to));
+    }
+};
+
+// Calls advance(state, begin, end) for the row's tokens begin .. end-1 of the batch, as often as the state between them is
+// to be kept.
+template <class Advance>
+inline void run_row(const Step& step, int row, const StatePiece& piece, Advance&& advance) {
+    const int slot = step.state_slots[row], source = step.state_sources[row];
+    if (source < 0) std::fill(piece.of(slot), piece.of(slot) + piece.size, 0.0f);
+    else piece.copy(source, slot);
+    const int last = step.query_start[row + 1];
+    for (int begin = step.query_start[row], end; begin < last; begin = end) {
+        end = begin + 1;
+        while (end < last && step.state_copies[end - 1] < 0) end++;
+        advance(piece.of(slot), begin, end);
+        if (step.state_copies[end - 1] >= 0) piece.copy(slot, step.state_copies[end - 1]);
+    }
+}
+
+}  // namespace llmb

@@ -1,0 +1,163 @@
+"""What recurrent layers compute in attention's place, read off their transformers modules.
+
+For: hybrid_description.py. Does not know: the other parts of a model, kernels. Invariant: as there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..cpu.packed_recurrent import ScanColumns, conv_floats
+from ..errors import ProgramUnsupportedError
+from ..gpu.ops.ops import Norm
+from .decoder_description import Projection, expect_children, projection_of
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """out(C * conv(B * x)): B, C and x are what `project` gives."""
+
+    project: Projection
+    taps: torch.Tensor
+    """float32 [taps, channels], the oldest token's first"""
+    bias: torch.Tensor | None
+    """float32 [channels]"""
+    out: Projection
+
+    @property
+    def state_floats(self) -> int:
+        return conv_floats(*self.taps.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """As cpu/packed_decoder.py's PackedScan."""
+
+    is_delta: bool
+    projects: tuple[Projection, ...]
+    taps: torch.Tensor
+    conv_bias: torch.Tensor | None
+    columns: ScanColumns
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    decay: torch.Tensor
+    rate_bias: torch.Tensor
+    skip: torch.Tensor | None
+    rate_limits: tuple[float, float]
+    norm: Norm | None
+    norm_groups: int
+    norm_is_last: bool
+    out: Projection
+
+    @property
+    def state_floats(self) -> int:
+        return conv_floats(*self.taps.shape) + self.num_heads * self.key_dim * self.value_dim
+
+
+def short_conv_of(module: Any) -> ShortConv:
+    """LFM2's."""
+    expect_children(module, {"in_proj", "conv", "out_proj"})
+    taps, bias = _taps(module.conv)
+    return ShortConv(projection_of(module.in_proj), taps, bias, projection_of(module.out_proj))
+
+
+def delta_net_of(module: Any) -> Scan:
+    """Qwen3.5's gated delta net."""
+    inputs = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    expect_children(module, {"conv1d", "norm", "out_proj", *inputs})
+    _expect_silu(module)
+    taps, bias = _taps(module.conv1d)
+    projects = tuple(projection_of(getattr(module, name)) for name in inputs)
+    keys, heads = int(module.key_dim), int(module.num_v_heads)
+    z = projects[0].weight.n
+    b = z + projects[1].weight.n
+    norm, is_last = _gated_norm(module.norm)
+    return Scan(
+        is_delta=True,
+        projects=projects,
+        taps=taps,
+        conv_bias=bias,
+        columns=ScanColumns(conv=0, q=0, k=keys, v=2 * keys, z=z, b=b, a=b + heads),
+        num_heads=heads,
+        num_key_heads=int(module.num_k_heads),
+        key_dim=int(module.head_k_dim),
+        value_dim=int(module.head_v_dim),
+        decay=-module.A_log.detach().float().exp(),
+        rate_bias=module.dt_bias.detach().float(),
+        skip=None,
+        rate_limits=(0.0, float("inf")),
+        norm=norm,
+        norm_groups=heads,
+        norm_is_last=is_last,
+        out=projection_of(module.out_proj),
+    )
+
+
+def mamba_of(module: Any) -> Scan:
+    """Mamba2's, as Bamba and Granite have it."""
+    expect_children(module, {"conv1d", "norm", "out_proj", "in_proj"}, frozenset({"act"}))
+    _expect_silu(module)
+    taps, bias = _taps(module.conv1d)
+    inner, heads, groups = int(module.intermediate_size), int(module.num_heads), int(module.n_groups)
+    keys = groups * int(module.ssm_state_size)
+    norm, is_last = _gated_norm(module.norm, groups)
+    low, high = module.time_step_limit or (0.0, float("inf"))
+    return Scan(
+        is_delta=False,
+        projects=(projection_of(module.in_proj),),
+        taps=taps,
+        conv_bias=bias,
+        columns=ScanColumns(conv=inner, q=2 * inner + keys, k=2 * inner, v=inner, z=0, a=2 * (inner + keys), b=0),
+        num_heads=heads,
+        num_key_heads=groups,
+        key_dim=int(module.ssm_state_size),
+        value_dim=int(module.head_dim),
+        decay=-module.A_log.detach().float().exp(),
+        rate_bias=module.dt_bias.detach().float(),
+        skip=module.D.detach().float(),
+        rate_limits=(float(low), float(high)),
+        norm=norm,
+        norm_groups=groups,
+        norm_is_last=is_last,
+        out=projection_of(module.out_proj),
+    )
+
+
+def _taps(conv: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """float32 [taps, channels] and [channels], of a causal convolution of each channel alone."""
+    if type(conv) is not nn.Conv1d or conv.groups != conv.in_channels or conv.in_channels != conv.out_channels:
+        raise ProgramUnsupportedError(f"{type(conv).__name__} mixes channels")
+    bias = None if conv.bias is None else conv.bias.detach().float()
+    return conv.weight.detach()[:, 0].t().float().contiguous(), bias
+
+
+def _expect_silu(module: Any) -> None:
+    if (name := getattr(module, "activation", None)) not in ("silu", "swish"):
+        raise ProgramUnsupportedError(f"{type(module).__name__} activates by {name}")
+
+
+def _gated_norm(module: Any, groups: int = 1) -> tuple[Norm, bool]:
+    """An RMS norm of each group of x with a gate, and whether it comes after the gate: recognised by what it
+    computes."""
+    weight, eps = module.weight.detach().float(), float(module.variance_epsilon)
+    x = torch.linspace(-2, 3, len(weight))[None]
+    gates = functional.silu(x.flip(-1).cos())
+    given = module(x, x.flip(-1).cos()).float()
+
+    def norm(values: torch.Tensor) -> torch.Tensor:
+        of_groups = functional.rms_norm(values.view(groups, -1), [len(weight) // groups], None, eps)
+        normal: torch.Tensor = of_groups.view(1, -1) * weight
+        return normal
+
+    before, after = norm(x) * gates, norm(x * gates)
+    for is_last, expected in ((False, before), (True, after)):
+        if torch.allclose(given, expected, rtol=1e-2, atol=1e-3):
+            return Norm(weight.contiguous(), eps), is_last
+    raise ProgramUnsupportedError(f"{type(module).__name__} is not an RMS norm with a silu gate")

@@ -1,0 +1,235 @@
+"""Models with recurrent layers: transformers' tokens, and the first law for what is kept beside KV blocks.
+
+A request's tokens and logprobs depend on nothing but the request: not on its neighbours, chunks, preemption, kept
+states, the number of slots or threads, steps that failed, or an engine that was replaced.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from llmbackend.engine.config import EngineConfig, SpeculativeConfig
+from llmbackend.engine.cpu.native_runner import NativeRunner
+from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.kernels import library
+from llmbackend.engine.load_forecast import forecast
+from llmbackend.engine.messages import InferRequest, SamplingParams, TokenLogprobs
+from llmbackend.engine.model.module_runner import make_model_runner
+from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
+from tests.engine.test_determinism import SPECULATION, requests, run
+from tests.helpers.mock_engine import run_counted
+from tests.helpers.recurrent_models import RECURRENT, spread_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not library.available(), reason="no native kernels are built here"),
+]
+
+Story = tuple[TokenLogprobs, ...]
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+}
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "small chunks, preemption": {"max_num_batched_tokens": 17, "num_kv_blocks": 9},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "one token of a prompt at a time": {"max_num_batched_tokens": 1},
+    "few rows": {"max_num_seqs": 3},
+    "preemption": {"num_kv_blocks": 9, "max_num_batched_tokens": 40},
+    "three threads": {"num_threads": 3, "max_num_batched_tokens": 50},
+    "speculation": {"speculative_config": SPECULATION},
+    "speculation, preemption": {"speculative_config": SPECULATION, "max_num_batched_tokens": 17, "num_kv_blocks": 9},
+    "few states before guesses": {
+        "speculative_config": SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_min=1, max_step_tokens=5),
+    },
+}
+OUTPUT_TOKENS = 12
+GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=0)
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(family)
+    spread_model(family).save_pretrained(path)
+    return path
+
+
+def core_of(model: Path, **options: Any) -> EngineCore:
+    settings = {"num_threads": 1, "block_size": 32, "step_target_ms": 0, "num_kv_blocks": 32, **options}
+    config = EngineConfig(model=str(model), transport="inline", **settings)
+    return EngineCore(config, make_model_runner(config))
+
+
+def stories(core: EngineCore, wanted: list[InferRequest]) -> dict[str, Story]:
+    outcomes, _ = run_counted(core, wanted)
+    assert not {one.error for one in outcomes.of.values()} - {None, ""}
+    return {name: one.logprobs for name, one in outcomes.of.items()}
+
+
+def greedy(prompts: list[list[int]]) -> list[InferRequest]:
+    return [
+        InferRequest(request_id=str(i), prompt_token_ids=tuple(prompt), sampling=GREEDY)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def random_prompt(length: int, seed: int = 3) -> list[int]:
+    return torch.randint(0, 500, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_tokens_are_those_of_transformers(family: str, model: Path) -> None:
+    prompts = [random_prompt(length, length) for length in (13, 1, 70, 32, 33)]
+    core = core_of(model)
+    found = stories(core, greedy(prompts))
+    assert core.info.path == "native"
+    core.close()
+    oracle = spread_model(family)
+    for i, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        expected = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT_TOKENS,
+                                   do_sample=False, pad_token_id=0, eos_token_id=None)  # fmt: skip
+        assert [token.token_id for token in found[str(i)]] == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_request_same_tokens(kind: str, model: Path) -> None:
+    how = KINDS[kind]
+    together, stats = run(model, requests(), **how)
+    assert stats.prefix_cache_hits > 0
+    for request in requests()[::2]:
+        alone, _ = run(model, [request], max_num_seqs=1, **how)
+        assert alone[request.request_id] == together[request.request_id]
+    for name, condition in CONDITIONS.items():
+        story, stats = run(model, requests(), **how, **condition)
+        assert story == together, name
+        assert (stats.num_preemptions > 0) == ("num_kv_blocks" in condition)
+        assert (stats.num_draft_tokens > 0) == ("speculative_config" in condition)
+
+
+def test_a_resumed_request_goes_on_as_it_began(model: Path) -> None:
+    how = KINDS["bfloat16"]
+    whole, _ = run(model, requests(), **how)
+    for cut in (1, 9):
+        tokens = {name: tuple(token.token_id for token in story[:cut]) for name, story in whole.items()}
+        resumed = [msgspec.structs.replace(each, output_token_ids=tokens[each.request_id]) for each in requests()]
+        rest, _ = run(model, resumed, max_num_batched_tokens=30, **how)
+        assert rest == {name: story[cut:] for name, story in whole.items()}
+
+
+def test_a_prompt_that_continues_another_begins_at_its_kept_state(model: Path) -> None:
+    first, more = random_prompt(75), random_prompt(40, 4)
+    fresh, core = core_of(model, enable_prefix_caching=False), core_of(model)
+    expected = stories(fresh, greedy([first + more]))
+    stories(core, greedy([first]))
+    found, stats = run_counted(core, greedy([first + more]))
+    assert {name: one.logprobs for name, one in found.of.items()} == expected
+    assert stats.prefix_cache_hits == 64  # whole blocks before the last token of the first prompt
+    core.check()
+    for each in (fresh, core):
+        each.close()
+
+
+def test_choices_of_one_prompt_compute_it_once(model: Path) -> None:
+    prompt = tuple(random_prompt(90))
+    wanted = [
+        InferRequest(
+            request_id=str(i), prompt_token_ids=prompt, prefix_group="one",
+            sampling=SamplingParams(temperature=1.0, seed=i, max_tokens=8, ignore_eos=True, logprobs=0),
+        )
+        for i in range(3)
+    ]  # fmt: skip
+    core = core_of(model, enable_prefix_caching=False, max_num_batched_tokens=40)
+    found, stats = run_counted(core, wanted)
+    assert stats.prefix_cache_hits == 2 * 64
+    core.close()
+    for request in wanted:
+        alone = core_of(model)
+        assert stories(alone, [request]) == {request.request_id: found.of[request.request_id].logprobs}
+        alone.close()
+
+
+class FailingRunner:
+    """Fails after some of the steps of more than one row, when they are computed."""
+
+    def __init__(self, runner: NativeRunner, every: int) -> None:
+        self._runner, self._every, self._count = runner, every, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
+        sampled = self._runner.execute(plan, table)
+        self._count += len(plan.rows) > 1
+        if len(plan.rows) > 1 and self._count % self._every == 0:
+            raise RuntimeError("this step fails")
+        return sampled
+
+
+def test_a_step_that_failed_is_computed_again_from_the_states_before_it(model: Path) -> None:
+    prompts = [random_prompt(length, length) for length in (70, 40, 5)]
+    sound = core_of(model)
+    expected = stories(sound, greedy(prompts))
+    settings = EngineConfig(model=str(model), transport="inline", num_threads=1, num_kv_blocks=32, step_target_ms=0,
+                            max_num_batched_tokens=64)  # fmt: skip
+    runner = make_model_runner(settings)
+    assert isinstance(runner, NativeRunner)
+    core = EngineCore(settings, FailingRunner(runner, 3))
+    assert stories(core, greedy(prompts)) == expected
+    core.check()
+
+
+def test_few_slots_of_states_let_requests_wait(model: Path) -> None:
+    prompts = [random_prompt(length, length) for length in (70, 40, 5, 90)]
+    many = core_of(model)
+    expected, state_bytes = stories(many, greedy(prompts)), many.info.state_bytes
+    few = core_of(model, kv_cache_memory_bytes=2 * state_bytes)
+    assert few.info.num_state_slots == 3  # two for sequences, one for a prefix
+    for request in greedy(prompts):
+        few.add(request)
+    found: dict[str, list[TokenLogprobs]] = {str(i): [] for i in range(len(prompts))}
+    while few.has_work:
+        result = few.step()
+        assert result.stats.num_requests_running <= 3
+        few.check()
+        for output in result.outputs:
+            found[output.request_id] += output.logprobs
+    assert {name: tuple(story) for name, story in found.items()} == expected
+
+
+def test_room_for_no_state_is_refused_with_figures(model: Path) -> None:
+    with pytest.raises(ValueError, match=r"'kv_cache_memory_bytes' is 64, expected at least \d+, the state of one"):
+        core_of(model, kv_cache_memory_bytes=64)
+
+
+def test_what_needs_modules_is_refused_by_name(model: Path) -> None:
+    for options, reason in (
+        ({"enforce_eager": True}, "enforce_eager is set"),
+        ({"kernels": "torch"}, "kernels is 'torch'"),
+        ({"block_size": 16}, "block_size is 16"),
+    ):
+        with pytest.raises(ValueError, match=f"only a native program on a CPU holds, and {reason}"):
+            core_of(model, **options)
+
+
+def test_the_forecast_says_what_a_sequence_keeps(model: Path) -> None:
+    config = EngineConfig(model=str(model), num_kv_blocks=32)
+    core = core_of(model)
+    found = forecast(config)
+    assert found.path == "native program"
+    assert found.state_bytes == core.info.state_bytes > 0
+    assert found.kv_bytes_per_token == core.info.kv_bytes_per_token
+    assert f"{core.info.state_bytes / 1e6:.3g} MB of recurrent state per sequence" in core.info.description
+    core.close()
