@@ -13,7 +13,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Protocol as Interface
 
@@ -111,6 +111,8 @@ class LiveStream:
 
     def __init__(self, spec: StreamSpec, client: StreamClient, arrivals: Arrivals) -> None:
         self.spec = spec
+        self.has_begun = False
+        """Its client has had an answer."""
         self._abandoned = False
         self._arrivals = arrivals
         self._task = asyncio.create_task(self._read(client))
@@ -134,6 +136,7 @@ class LiveStream:
             async with asyncio.timeout(STREAM_TIMEOUT_S), aclosing(client.pieces(self.spec)) as pieces:  # type: ignore[type-var]
                 async for piece in pieces:
                     seen.add(piece)
+                    self.has_begun = True
                     self._arrivals.add()
         except StreamFailed as error:
             return Run(self.spec, seen.outcome(str(error), error.code), self._abandoned)
@@ -193,6 +196,13 @@ class Load:
         async with asyncio.timeout(timeout_s):
             while self.live < count:
                 await asyncio.sleep(0.01)
+
+    async def until_begun(self, timeout_s: float) -> None:
+        """Until every live stream has had an answer, or the time is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not all(stream.has_begun for stream in self._live):
+                    await asyncio.sleep(0.01)
 
     def abandon(self, count: int, rng: random.Random) -> int:
         """Some clients go away; how many."""
