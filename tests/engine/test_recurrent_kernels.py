@@ -13,7 +13,7 @@ from torch.nn import functional
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import Kind, NativeKernels, Step, Type, op_pointers
 from llmbackend.engine.kernels.recurrent_ops import ConvOp, GateNorm, GateOp, ScanOp
-from tests.helpers.native_engines import best_is_fast, engine
+from tests.helpers.native_engines import best_is_fast, engine, to_bf16
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernels are built here")
 
@@ -190,3 +190,32 @@ def test_a_gate_comes_before_or_after_its_norm(kernels: NativeKernels, norm: Gat
     else:
         expected = values * gates
     np.testing.assert_allclose(out, expected.reshape(TOKENS, -1).numpy(), rtol=1e-5, atol=1e-5)
+
+
+def unpacked(out: np.ndarray, kind: Type, columns: int) -> np.ndarray:
+    """Rows of bfloat16, or of its tiles, as float32."""
+    values = (out.astype(np.uint32) << 16).view(np.float32)
+    if kind is Type.BFLOAT16_TILES:
+        values = values.reshape(-1, columns // 32, 16, 32).transpose(0, 2, 1, 3).reshape(-1, columns)
+    return values.reshape(-1, columns)[:TOKENS]
+
+
+@pytest.mark.parametrize("kind", [Type.BFLOAT16, Type.BFLOAT16_TILES])
+def test_inputs_of_the_last_layer_are_rounded_where_they_go(kernels: NativeKernels, kind: Type) -> None:
+    x, taps = random(TOKENS, 3 * CHANNELS), random(TAPS, CHANNELS, seed=2)
+    exact = conv(kernels, x, np.zeros((1, 384), np.float32), taps, None, True)
+    rows = -(-TOKENS // 16) * 16
+    out, state = np.zeros((rows, CHANNELS), np.uint16), np.zeros((1, 384), np.float32)
+    op = ConvOp(kind=Kind.CONV, gated=1, x=x.ctypes.data, taps=taps.ctypes.data, out=out.ctypes.data,
+                state=state.ctypes.data, slot_stride=384, x_stride=x.shape[1], out_stride=CHANNELS, channels=CHANNELS,
+                num_taps=TAPS, out_type=kind)  # fmt: skip
+    run(kernels, op, [TOKENS], [0], [NONE])
+    rounded = unpacked(to_bf16(exact), Type.BFLOAT16, CHANNELS)
+    assert np.array_equal(unpacked(out, kind, CHANNELS), rounded)
+    gates, plain = random(TOKENS, CHANNELS, seed=5), np.zeros((TOKENS, CHANNELS), np.float32)
+    for target, out_type in ((plain, Type.FLOAT32), (out, kind)):
+        gate = GateOp(kind=Kind.GATE, norm=GateNorm.NONE, x=exact.ctypes.data, z=gates.ctypes.data,
+                      out=target.ctypes.data, x_stride=CHANNELS, z_stride=CHANNELS, z_group_stride=48,
+                      out_stride=CHANNELS, group=48, num_groups=2, out_type=out_type)  # fmt: skip
+        kernels.run(op_pointers([gate]), 1, Step(num_tokens=TOKENS))
+    assert np.array_equal(unpacked(out, kind, CHANNELS), unpacked(to_bf16(plain), Type.BFLOAT16, CHANNELS))

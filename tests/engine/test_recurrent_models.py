@@ -49,6 +49,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "speculation, preemption": {"speculative_config": SPECULATION, "max_num_batched_tokens": 17, "num_kv_blocks": 9},
     "few states before guesses": {
         "speculative_config": SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_min=1, max_step_tokens=5),
+        "max_num_seqs": 3,
     },
 }
 OUTPUT_TOKENS = 12
