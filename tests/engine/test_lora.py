@@ -212,3 +212,59 @@ def test_adapters_that_come_and_go_while_others_run(tmp_path: Path) -> None:
     assert output.error == "'lora_name' is 'doll', expected one of: sheep"
     assert run(core, [("sheep", (3, 14, 15))])["0"] == tokens["sheep"]
     core.close()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_more_adapters_than_stay_in_memory(kernels: str, tmp_path: Path) -> None:
+    """Those that were named longest ago make room, once no request uses them, and are read again."""
+    model = write_model("llama", tmp_path / "model")
+    names = [f"pet{i}" for i in range(5)]
+    references = {
+        name: write_adapter(model, ("q_proj", "down_proj"), tmp_path / name, i) for i, name in enumerate(names)
+    }
+    paths = {name: tmp_path / name for name in names[:4]}
+    config = config_of(tmp_path / "model", paths, num_kv_blocks=16, max_cpu_loras=2, kernels=kernels)
+    runner = make_model_runner(config)
+    core = EngineCore(config, runner)
+    held: list[int] = []
+
+    def count_adapters() -> int:
+        adapters: Any = runner.adapters  # type: ignore[attr-defined]
+        return len(adapters._numbers if kernels == "auto" else adapters.batch._index_of)
+
+    expected = {name: generated(references[name], PROMPTS[0]) for name in names}
+    order = [0, 3, 1, 2, 0, 0, 3, 2, 1]
+    tokens = run(core, [(names[i], PROMPTS[0]) for i in order])
+    assert tokens == {str(place): expected[names[i]] for place, i in enumerate(order)}
+    assert count_adapters() <= 2
+    core.adapters.load(AdapterLoad("pet4", str(tmp_path / "pet4")))
+    results: list[AdapterResult] = []
+    while core.has_work:
+        results += core.step().adapters
+        held.append(count_adapters())
+    assert results == [AdapterResult("pet4")] and max(held) <= 2
+    assert run(core, [("pet4", PROMPTS[0]), ("pet0", PROMPTS[0])]) == {"0": expected["pet4"], "1": expected["pet0"]}
+    core.adapters.drop("pet4")
+    assert run(core, [("pet1", PROMPTS[0]), ("pet2", PROMPTS[0])]) == {"0": expected["pet1"], "1": expected["pet2"]}
+    core.close()
+
+
+def test_an_adapter_that_cannot_be_read_again_ends_its_requests(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model")
+    paths = {name: tmp_path / name for name in ("doll", "sheep")}
+    for seed, path in enumerate(paths.values()):
+        write_adapter(model, ("q_proj",), path, seed)
+    config = config_of(tmp_path / "model", paths, max_cpu_loras=1)
+    core = EngineCore(config, make_model_runner(config))
+    (tmp_path / "sheep" / "adapter_config.json").unlink()
+    sampling = SamplingParams(max_tokens=2, temperature=0.0)
+    for name in ("doll", "sheep", "", "cow"):
+        core.add(InferRequest(request_id=name, prompt_token_ids=(1,), sampling=sampling, lora_name=name))
+    errors: dict[str, str] = {}
+    while core.has_work:
+        errors |= {output.request_id: output.error or "" for output in core.step().outputs if output.finish_reason}
+    assert errors["doll"] == errors[""] == ""
+    assert errors["sheep"].startswith("LoRA 'sheep' cannot be read from")
+    assert errors["cow"].startswith("'lora_name' is 'cow', expected one of: ")
+    core.check()
+    core.close()
