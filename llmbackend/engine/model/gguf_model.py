@@ -18,12 +18,12 @@ from llmbackend.gguf import stored
 from llmbackend.gguf.errors import GgufError
 from llmbackend.gguf.tensors import GgufTensors
 
-from ..cpu.linear import StoredMatrices, kept_weights
+from ..cpu.linear import StoredMatrices
 from ..errors import CheckpointError
 from ..kernels.library import BLOCKS, Type, load
 from ..kernels.weights import FourBits, StoredBlocks
 from .int4_model import fill_plain
-from .native_experts import ExpertsToPack
+from .native_experts import kept_names
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,4 @@ def fill_of_gguf(model: Any, files: Sequence[Path], dtype: torch.dtype, kept: St
     except GgufError as error:
         raise CheckpointError(str(error)) from None
     logger.info("weights: %s", tensors.description)
-    without: frozenset[str] = frozenset()
-    if kept is not None:
-        without = kept_weights(model, kept) | ExpertsToPack(model, "int4", kept).kept_weights
-    fill_plain(model, tensors, dtype, without)
+    fill_plain(model, tensors, dtype, frozenset() if kept is None else kept_names(model, kept))

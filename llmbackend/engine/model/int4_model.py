@@ -55,8 +55,9 @@ def fill(
     for parent_name, parent in list(model.named_modules()):
         own = {name for name, child in parent.named_children() if f"{_dotted(parent_name)}{name}" in layers}
         for name, child in list(parent.named_children()):
-            if form.has_experts(tensors, f"{_dotted(parent_name)}{name}"):
-                setattr(parent, name, _experts(child, f"{_dotted(parent_name)}{name}", form, tensors, place))
+            full_name = f"{_dotted(parent_name)}{name}"
+            if form.has_experts(tensors, full_name) and f"{full_name}.gate_up_proj" not in kept:
+                setattr(parent, name, _experts(child, full_name, form, tensors, place))
         for name in [name for name in own if f"{_dotted(parent_name)}{name}.weight" in kept]:
             _bias(getattr(parent, name), f"{_dotted(parent_name)}{name}", tensors)
             own.remove(name)

@@ -15,9 +15,10 @@ from ..errors import CheckpointError
 from ..gpu.weights.stored import mapped_tensors
 from .checkpoint_files import bad_checkpoint
 from .gguf_model import KeptLayers
-from .int4_formats import Int4Format, PackedFormat
+from .int4_formats import Int4Format, Mxfp4Format, PackedFormat
 from .located_files import files_of
 from .stored_int4 import StoredInt4
+from .stored_mxfp4 import StoredMxfp4
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,12 @@ def kept_matrices(config: EngineConfig, form: PackedFormat | None, is_gguf: bool
         return None
     if is_gguf:
         return KeptLayers(files_of(config))
-    if not isinstance(form, Int4Format):
-        return None
     try:
-        tensors = mapped_tensors(files_of(config))
+        tensors = mapped_tensors(files_of(config)) if form is not None else {}
+        if isinstance(form, Mxfp4Format):
+            return StoredMxfp4(tensors)
+        if not isinstance(form, Int4Format):
+            return None
         return StoredInt4(form, tensors) if form.linears(tensors) else None
     except (CheckpointError, SafetensorError) as error:
         raise bad_checkpoint(config.model, error) from error

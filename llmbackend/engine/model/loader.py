@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from ..attention import interface
 from ..attention.interface import AttentionOptions, LayerShape
 from ..config import EngineConfig
-from ..cpu.linear import StoredMatrices, kept_weights, pack_linears, swap_linears
+from ..cpu.linear import StoredMatrices, pack_linears, swap_linears
 from ..cpu.native_runner import why_modules
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..gpu.device import check_gpu
@@ -55,7 +55,7 @@ from .int4_model import Int4Placement, fill
 from .kept_matrices import kept_matrices
 from .located_files import files_of, hub_files
 from .lora import LoraBatch, ModuleAdapters, load_adapters, wrap_linears
-from .native_experts import ExpertsToPack
+from .native_experts import ExpertsToPack, kept_names
 from .rotary import fix_frequencies, max_model_len
 
 logger = logging.getLogger(__name__)
@@ -412,7 +412,7 @@ def _filled_model(config: EngineConfig, opened: OpenedCheckpoint, kept: StoredMa
             if opened.int4.plain(tensors).keys() == tensors.keys():
                 logger.warning(_PLAIN_UNDER_A_LABEL)
             place = Int4Placement(opened.device, dtype, dense=not opened.dense, exact=config.batch_invariant)
-            without = frozenset() if kept is None else kept_weights(model, kept)
+            without = frozenset() if kept is None else kept_names(model, kept)
             fill(model, opened.int4, mapped_tensors(files), place, without)
     except (CheckpointError, SafetensorError) as error:
         raise bad_checkpoint(config.model, error) from error

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..cpu.linear import StoredMatrices, pack_stored
+from ..cpu.linear import StoredMatrices, kept_weights, pack_stored
 from ..cpu.native_memory import release_pages
 from ..gpu.ops.ops import ACTIVATIONS, Activation, gated
 from ..kernels.expert_layout import MOST_EXPERTS, ExpertMatrix, Pairs, experts_op, steps_of
@@ -220,6 +220,11 @@ class ExpertsToPack:
         assert stored is not None, "kept matrices are read from somewhere"
         layers = [plain.expert(index, name) for index in range(plain.down.shape[0])]
         return _in_steps([pack_stored(store, stored.read(layer), kind) for layer in layers], bias)
+
+
+def kept_names(model: nn.Module, stored: StoredMatrices) -> frozenset[str]:
+    """Names of all weights that are read from the checkpoint itself: of a plain model, memory or not."""
+    return kept_weights(model, stored) | ExpertsToPack(model, "int4", stored).kept_weights
 
 
 def _in_steps(packed: list[PackedWeight], bias: torch.Tensor | None) -> PackedExperts:
