@@ -14,7 +14,7 @@ from llmbackend.engine.kernels.library import available
 from llmbackend.engine.model.checkpoint_files import has_four_bits
 from llmbackend.gguf.errors import GgufError
 from llmbackend.gguf.model_directory import gguf_files
-from llmbackend.gguf.stored import StoredMatrices
+from llmbackend.gguf.stored import FileMatrices
 
 
 def keeps_four_bits(config: EngineConfig) -> bool:
@@ -25,7 +25,7 @@ def keeps_four_bits(config: EngineConfig) -> bool:
         return False
     try:
         files = gguf_files(Path(config.model))
-        found = StoredMatrices(files).count > 0 if files else has_four_bits(Path(config.model))
+        found = FileMatrices(files).count > 0 if files else has_four_bits(Path(config.model))
     except (GgufError, CheckpointError, OSError):  # which later steps say better
         return False
     return found and bool(available())

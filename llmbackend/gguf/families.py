@@ -7,13 +7,16 @@ pairs for rotary embeddings, adds 1 to Gemma's norms, and may join queries, keys
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from .errors import GgufError, short
 from .fields import Fields
+from .files import read_parts, stamp
 from .header import Header, TensorInfo
 
 _LAYER: Final = {
@@ -105,6 +108,17 @@ class ModelTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.num_rows, *self.info.shape[-1:]) if len(self.info.shape) > 1 else (self.num_rows,)
+
+
+def tensors_of(files: Sequence[Path]) -> dict[str, ModelTensor]:
+    """By the model's names, of all parts. The last model's are remembered as long as its files are the same: its
+    header is mostly vocabulary, and passing over it takes time. Raises GgufError or OSError."""
+    return dict(_tensors_of(tuple((path, stamp(path)) for path in files)))
+
+
+@functools.lru_cache(maxsize=1)
+def _tensors_of(stamped: tuple[tuple[Path, tuple[int, ...]], ...]) -> dict[str, ModelTensor]:
+    return model_tensors(read_parts([path for path, _ in stamped]))
 
 
 def model_tensors(header: Header) -> dict[str, ModelTensor]:

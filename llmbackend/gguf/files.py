@@ -101,5 +101,11 @@ def read_parts(files: Sequence[Path]) -> Header:
     return Header(first.fields, tensors)
 
 
+def stamp(path: Path) -> tuple[int, ...]:
+    """Equal as long as the file is the same. Raises OSError."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+
+
 def _first(names: Iterable[str]) -> str:
     return min(names, default="")

@@ -22,7 +22,7 @@ import llmbackend
 
 from .errors import GgufError
 from .fields import Fields
-from .files import files_in, is_gguf, model_name, parts_of, read_parts
+from .files import files_in, is_gguf, model_name, parts_of, read_parts, stamp
 from .header import Header
 from .model_config import model_config
 from .tokenizer_files import MARKER, chat_template, tokenizer_config, tokenizer_json
@@ -87,14 +87,9 @@ def source_of(model: str) -> str:
 
 def _key(paths: Sequence[Path]) -> str:
     code = sorted(Path(__file__).parent.glob("*.py"))
-    program = [llmbackend.__version__, *((path.name, *_stamp(path)[:2]) for path in code)]
-    depends_on = [program, [(str(path), *_stamp(path)) for path in paths]]
+    program = [llmbackend.__version__, *((path.name, *stamp(path)[:2]) for path in code)]
+    depends_on = [program, [(str(path), *stamp(path)) for path in paths]]
     return hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:20]
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def _make(paths: Sequence[Path], directory: Path, check_template: CheckTemplate) -> None:

@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .families import ModelTensor, model_tensors
-from .files import read_parts
+from .families import ModelTensor, tensors_of
 from .rows import mapped_rows, row_order
 
 GROUP: Final = 32
@@ -35,12 +34,12 @@ class FourBitMatrix(NamedTuple):
     """As scales; of Q4_1."""
 
 
-class StoredMatrices:
+class FileMatrices:
     """Each is read when it is asked for. An output head that the file lacks is the embedding."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         """Raises GgufError or OSError."""
-        self._tensors = model_tensors(read_parts(files))
+        self._tensors = tensors_of(files)
         if _HEAD not in self._tensors and _EMBEDDING in self._tensors:
             self._tensors[_HEAD] = self._tensors[_EMBEDDING]
 

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .families import ModelTensor, model_tensors
-from .files import read_parts
+from .families import ModelTensor, tensors_of
 from .rows import mapped_rows, row_order
 
 T = TypeVar("T")
@@ -36,7 +35,7 @@ class GgufTensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, files: Sequence[Path], dtype: torch.dtype, unpack: Unpack = lambda kind, rows: None) -> None:
         """dtype: of every tensor. unpack: called on several threads. Raises GgufError or OSError."""
-        self._tensors = model_tensors(read_parts(files))
+        self._tensors = tensors_of(files)
         self._dtype = dtype
         self._unpack = unpack
 

@@ -195,7 +195,7 @@ class Layer:
     def expected(self, x: Array) -> Array:
         row = numbers(x[:, : self.k], Type.FLOAT32 if self.x_type is Type.FLOAT32 else Type.BFLOAT16)
         row = row if self.order is None else row[:, self.order]
-        integers, scale = quantised(row, narrow_limits(row))
+        integers, scale = quantised(row, narrow_limits(row, 7))
         first, second = (
             integers.astype(np.float64) @ weight.matrix.T * scale.astype(np.float64) + bias
             for weight, bias in zip((self.weights[0], self.weights[-1]), self.biases, strict=True)

@@ -53,9 +53,9 @@ def quantised(x: Array, limit: Array | None = None) -> tuple[Array, Array]:
     return np.rint(x * factor).astype(np.int64), limit / np.float32(127)
 
 
-def narrow_limits(x: Array) -> Array:
-    """The magnitude [rows, 1] that becomes 127 in rows of activations: 12 typical ones of a row, but no less than their
-    mean, and so that at most one element in 32 is beyond it."""
+def narrow_limits(x: Array, times: float = 12) -> Array:
+    """The magnitude [rows, 1] that becomes 127 in rows of activations: so many typical ones of a row, but no less than
+    their mean, and so that at most one element in 32 is beyond it."""
     rows, k = x.shape
     magnitudes = np.zeros((rows, -(-k // 64) * 64), np.float32)
     magnitudes[:, :k] = np.abs(x)
@@ -65,7 +65,7 @@ def narrow_limits(x: Array) -> Array:
     mean = by_halves(sums) / np.float32(k)
     typical = by_halves(np.minimum(sums[:, :32], sums[:, 32:])) * np.float32(2) / np.float32(k)
     largest = magnitudes.max(axis=1, keepdims=True)
-    limit: Array = np.minimum(np.maximum(typical * np.float32(12), mean), largest)
+    limit: Array = np.minimum(np.maximum(typical * np.float32(times), mean), largest)
     while (crowded := (np.abs(quantised(x, limit)[0]) > 127).sum(axis=1, keepdims=True) > k // 32).any():
         limit = np.where(crowded, np.minimum(limit * np.float32(1.5), largest), limit)
     return limit

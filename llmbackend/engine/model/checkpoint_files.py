@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from llmbackend.gguf.errors import GgufError
-from llmbackend.gguf.families import model_tensors
-from llmbackend.gguf.files import SUFFIX, files_in, read_parts
+from llmbackend.gguf.families import tensors_of
+from llmbackend.gguf.files import SUFFIX, files_in
 from llmbackend.gguf.model_directory import source_of
 
 from ..errors import CheckpointError
@@ -166,7 +166,7 @@ def read_headers(files: Sequence[Path]) -> dict[str, TensorHeader]:
 
 def _read_gguf(files: Sequence[Path]) -> dict[str, TensorHeader]:
     try:
-        tensors = model_tensors(read_parts(files))
+        tensors = tensors_of(files)
     except GgufError as error:
         raise CheckpointError(str(error)) from None
     except OSError as error:

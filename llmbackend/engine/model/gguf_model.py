@@ -35,7 +35,7 @@ class KeptLayers:
     """Linear layers whose weights stay as a GGUF file has them, by the names of their modules."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._matrices = stored.StoredMatrices(files)
+        self._matrices = stored.FileMatrices(files)
 
     def type_of(self, layer: str) -> Type | None:
         """None: its weights do not."""

@@ -56,12 +56,13 @@ struct Rows : int8::QuantisedRows<int4::SignedOrder> {
     // What products of a row begin at, or what the minima are multiplied by: [rows][per_row].
     //   without minima  -zero * sum of a group; in super-blocks as `begin_of` says
     //   with minima     the sum of a block as float32; in super-blocks the sums of two groups, as int16
+    // Blocks' sums have what wide elements have beyond 127; in super-blocks these have terms of their own.
     int32_t* sums;
     int per_row;
     int blocks;
     Form form;
 
-    Rows(Carver& memory, int rows, const LinearOp& op) : QuantisedRows(memory, rows, op.k), form(form_of(op.weight_type)) {
+    Rows(Carver& memory, int rows, const LinearOp& op) : QuantisedRows(memory, rows, op.k, int8::kNarrowFine), form(form_of(op.weight_type)) {
         blocks = op.k / form.block;
         per_row = blocks * form.sums();
         sums = memory.take<int32_t>(static_cast<size_t>(rows) * per_row);
@@ -75,15 +76,25 @@ struct Rows : int8::QuantisedRows<int4::SignedOrder> {
 
     void fill(const LinearOp& op, int row) {
         QuantisedRows::fill(op, row);
-        const int8_t* own = data + row * stride;
-        char* to = reinterpret_cast<char*>(sums + static_cast<size_t>(row) * per_row);
-        const auto put = [&](auto value) { std::memcpy(to, &value, sizeof value), to += sizeof value; };
-        for (const int8_t* end = own + op.k; own < end; own += form.group) {
-            int32_t total = 0;
-            for (int i = 0; i < form.group; i++) total += own[i];
-            if (!form.mins) put(form.is_super() ? begin_of(-form.zero * total, form.largest()) : -form.zero * total);
-            else if (form.is_super()) put(static_cast<int16_t>(total));
-            else put(static_cast<float>(total));
+        int32_t* own = sums + static_cast<size_t>(row) * per_row;
+        if (form.is_super()) fill_super(data + row * stride, op.k, own);
+        else fill_plain(row, own);
+    }
+
+  private:
+    void fill_plain(int row, int32_t* own) const {
+        for (int i = 0; i < blocks; i++) own[i] = int4::sum_of_bytes(data + row * stride + i * kUnit, kUnit);
+        add_rests(row, kUnit, own);
+        for (int i = 0; i < blocks; i++)
+            own[i] = form.mins ? int4::bits_of(static_cast<float>(own[i])) : -form.zero * own[i];
+    }
+
+    void fill_super(const int8_t* x, int k, int32_t* own) const {
+        for (int group = 0; group < k / form.group; group++) {
+            const int32_t total = int4::sum_of_bytes(x + group * form.group, form.group);
+            const int16_t narrow = static_cast<int16_t>(total);
+            if (form.mins) std::memcpy(reinterpret_cast<char*>(own) + 2 * group, &narrow, sizeof narrow);
+            else own[group] = begin_of(-form.zero * total, form.largest());
         }
     }
 };
@@ -266,40 +277,43 @@ void multiply_panel(const Rows& x, int row, const uint8_t* panel, float (*out)[k
         Tile<kForm, kRows, kVectors>{x, row, column}.run(panel, out);
 }
 
-// Adds what a wide element has beyond 127, times its weights.
+// Adds what a wide element has beyond 127, times its weights; of blocks, times their numbers (Rows::sums).
 template <Form kForm>
-void add_wide(const uint8_t* panel, const Wide& wide, float* out) {
+LLMB_INLINE inline void add_wide(const uint8_t* panel, const Wide& wide, PanelRow& sums) {
     const uint8_t* block = panel + wide.k / kForm.block * kForm.bytes();
     const int unit = wide.k % kForm.block / kUnit, quad = wide.k % kUnit / 4, group = wide.k % kForm.block / kForm.group;
     const uint8_t* numbers = block + kForm.unit_at(unit);
     const Floats rest = splat(static_cast<float>(wide.rest));
-    for (int column = 0; column < kPanel; column += kLanes) {
-        Ints whole = (numbers_of<kForm>(numbers, column, quad) >> wide.k % 4 * 8 & 255) - kForm.zero, min = Ints{} - 1;
-        if constexpr (kForm.is_super()) {
-            whole *= half_of(group_scales<kForm>(block, column, group / 2), group % 2);
-            if constexpr (kForm.mins) min = -half_of(group_mins<kForm>(block, column, group / 2), group % 2);
+    const auto exact = [](Ints whole) { return __builtin_convertvector(whole, Floats); };
+    for (int v = 0; v < kPanelVectors; v++) {
+        const int column = v * kLanes;
+        Ints whole = numbers_of<kForm>(numbers, column, quad) >> wide.k % 4 * 8 & 255;
+        if constexpr (kForm.is_super())
+            whole = (whole - kForm.zero) * half_of(group_scales<kForm>(block, column, group / 2), group % 2);
+        sums.v[v] = fma(exact(whole) * rest, scales_of<kForm>(block, column), sums.v[v]);
+        if constexpr (kForm.is_super() && kForm.mins) {
+            const Ints mins = half_of(group_mins<kForm>(block, column, group / 2), group % 2);
+            sums.v[v] = fma(exact(-mins) * rest, mins_of<kForm>(block, column), sums.v[v]);
         }
-        const Floats exact = __builtin_convertvector(whole, Floats);
-        Floats sum = fma(exact * rest, scales_of<kForm>(block, column), load(out + column));
-        if constexpr (kForm.mins) {
-            const Floats times = kForm.is_super() ? __builtin_convertvector(min, Floats) : splat(1.0f);
-            sum = fma(times * rest, mins_of<kForm>(block, column), sum);
-        }
-        store(out + column, sum);
     }
+}
+
+template <Form kForm>
+void add_all_wide(const Rows& x, int row, const uint8_t* panel, float* sums) {
+    add_each_wide(x, row, sums, [&](const Wide& wide, PanelRow& own) LLMB_INLINE { add_wide<kForm>(panel, wide, own); });
 }
 
 // The functions for one type of weights.
 struct Kernel {
     using Multiply = void (*)(const Rows&, int row, const uint8_t* panel, float (*out)[kPanel]);
     std::array<Multiply, kMaxBlock> by_rows;
-    void (*add_wide)(const uint8_t* panel, const Wide& wide, float* out);
+    void (*add_all_wide)(const Rows&, int row, const uint8_t* panel, float* sums);
     size_t block_bytes;
 
     template <Form kForm>
     static constexpr Kernel make() {
         return []<int... R>(std::integer_sequence<int, R...>) {
-            return Kernel{{multiply_panel<kForm, R + 1>...}, ggml::add_wide<kForm>, kForm.bytes()};
+            return Kernel{{multiply_panel<kForm, R + 1>...}, ggml::add_all_wide<kForm>, kForm.bytes()};
         }(std::make_integer_sequence<int, kMaxBlock>{});
     }
 
@@ -363,8 +377,7 @@ struct Product {
 
     void multiply_block(int row, int rows, const uint8_t* panel, float (*sums)[kPanel]) const {
         kernel.by_rows[rows - 1](x, row, panel, sums);
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < x.num_wide[row + r]; i++) kernel.add_wide(panel, x.wide_of(row + r)[i], sums[r]);
+        for (int r = 0; r < rows; r++) kernel.add_all_wide(x, row + r, panel, sums[r]);
     }
 };
 

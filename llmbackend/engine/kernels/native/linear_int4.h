@@ -40,6 +40,18 @@ struct SignedOrder {
     static Stored* row(Stored* data, int row, size_t stride) { return data + row * stride; }
 };
 
+inline int32_t sum_of_bytes(const int8_t* bytes, int count) {
+    int32_t total = 0;
+    for (int i = 0; i < count; i++) total += bytes[i];
+    return total;
+}
+
+inline int32_t bits_of(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
 // to[i] = from[order[i]]
 template <class X>
 void gather(X from, const int32_t* order, int k, float* to) {
@@ -47,14 +59,15 @@ void gather(X from, const int32_t* order, int k, float* to) {
 }
 
 // The quantised rows, and of each group what the weights' zero or minimum is multiplied by: a group's sums of products
-// begin at -kZero * Σx, as integers; -Σx is multiplied by the zeros, Σx as float32 by the minima.
+// begin at -kZero * Σx, as integers; -Σx is multiplied by the zeros, Σx as float32 by the minima. But for kInt4Zero, whose
+// -Σx must fit 16 bits, Σx has what wide elements have beyond 127.
 struct GroupedRows : int8::QuantisedRows<SignedOrder> {
     int32_t* begins;  // [rows][groups]; of kInt4Min: bits of float32
     int groups;
     float* ordered;  // [k], of this thread: a row in the weights' order, where they have one
 
     GroupedRows(Carver& memory, int rows, int k, float* ordered = nullptr)
-        : QuantisedRows(memory, rows, k), groups(num_groups(k)), ordered(ordered) {
+        : QuantisedRows(memory, rows, k, int8::kNarrowFine), groups(num_groups(k)), ordered(ordered) {
         begins = memory.take<int32_t>(static_cast<size_t>(rows) * groups);
     }
     static size_t bytes(int rows, int k) {
@@ -65,13 +78,13 @@ struct GroupedRows : int8::QuantisedRows<SignedOrder> {
     void fill(const LinearOp& op, int row) {
         QuantisedRows::fill(op.order ? in_order(op, row) : op, row);
         const int8_t* own = data + row * stride;
+        int32_t* own_begins = begins + static_cast<size_t>(row) * groups;
+        for (int group = 0; group < groups; group++) own_begins[group] = sum_of_bytes(own + group * kGroup, kGroup);
+        if (op.weight_type != Type::kInt4Zero) add_rests(row, kGroup, own_begins);
         for (int group = 0; group < groups; group++) {
-            int32_t total = 0;
-            for (int i = 0; i < kGroup; i++) total += own[group * kGroup + i];
-            int32_t& begin = begins[static_cast<size_t>(row) * groups + group];
-            const float exact = static_cast<float>(total);
-            if (op.weight_type == Type::kInt4Min) std::memcpy(&begin, &exact, sizeof begin);
-            else begin = (op.weight_type == Type::kInt4Zero ? -1 : -kZero) * total;
+            int32_t& begin = own_begins[group];
+            if (op.weight_type == Type::kInt4Min) begin = bits_of(static_cast<float>(begin));
+            else begin *= op.weight_type == Type::kInt4Zero ? -1 : -kZero;
         }
     }
 
@@ -257,18 +270,16 @@ MultiplyPanel panel_function(int rows) {
     return table[rows - 1];
 }
 
-// Adds what a wide element has beyond 127, times its weights.
-inline void add_wide(const Panel& panel, const Wide& wide, float* out) {
+// Adds what a wide element has beyond 127, times its weights' numbers; zeros are subtracted here where Σx lacks it.
+template <Type kType>
+LLMB_INLINE inline void add_wide(const Panel& panel, const Wide& wide, PanelRow& sums) {
     const int group = wide.k / kGroup, shift = wide.k % 4 * 8 + wide.k % 8 / 4 * 4;
     const uint8_t* numbers = panel.numbers + static_cast<size_t>(wide.k / 8) * kPanel * 4;
-    for (int column = 0; column < kPanel; column += kLanes) {
-        const size_t at = static_cast<size_t>(group) * kPanel + column;
-        const Ints number = load_ints(numbers + column * 4) >> shift & 15;
-        const Ints zero = panel.mins ? Ints{} : panel.zeros ? load_bytes(panel.zeros + at) : Ints{} + kZero;
-        const Ints whole = (number - zero) * wide.rest;
-        Floats sum = fma(__builtin_convertvector(whole, Floats), load_float16(panel.scales + at), load(out + column));
-        if (panel.mins) sum = fma(splat(static_cast<float>(wide.rest)), load_float16(panel.mins + at), sum);
-        store(out + column, sum);
+    for (int v = 0; v < kPanelVectors; v++) {
+        const size_t at = static_cast<size_t>(group) * kPanel + v * kLanes;
+        Ints number = load_ints(numbers + v * kLanes * 4) >> shift & 15;
+        if constexpr (kType == Type::kInt4Zero) number -= load_bytes(panel.zeros + at);
+        sums.v[v] = fma(__builtin_convertvector(number * wide.rest, Floats), load_float16(panel.scales + at), sums.v[v]);
     }
 }
 
@@ -318,14 +329,16 @@ struct Product {
     }
 
     void multiply_block(int row, int rows, const Panel& panel, float (*sums)[kPanel]) const {
-        function(panel, rows)(x, row, panel, sums);
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < x.num_wide[row + r]; i++) add_wide(panel, x.wide_of(row + r)[i], sums[r]);
+        if (panel.mins) multiply_block<Type::kInt4Min>(row, rows, panel, sums);
+        else if (panel.zeros) multiply_block<Type::kInt4Zero>(row, rows, panel, sums);
+        else multiply_block<Type::kInt4>(row, rows, panel, sums);
     }
 
-    static MultiplyPanel function(const Panel& panel, int rows) {
-        if (panel.mins) return panel_function<Type::kInt4Min>(rows);
-        return panel.zeros ? panel_function<Type::kInt4Zero>(rows) : panel_function<Type::kInt4>(rows);
+    template <Type kType>
+    void multiply_block(int row, int rows, const Panel& panel, float (*sums)[kPanel]) const {
+        panel_function<kType>(rows)(x, row, panel, sums);
+        for (int r = 0; r < rows; r++)
+            add_each_wide(x, row + r, sums[r], [&](const Wide& wide, PanelRow& own) LLMB_INLINE { add_wide<kType>(panel, wide, own); });
     }
 };
 

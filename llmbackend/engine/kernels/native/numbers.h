@@ -157,15 +157,16 @@ inline float max(Floats v) {
 #endif
 }
 
-inline bool any(Ints v) {
+// The lanes that are not zero, lane 0 in the lowest bit.
+inline uint32_t not_zero(Ints v) {
 #if defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
+    return _mm512_test_epi32_mask((__m512i)v, (__m512i)v);
 #elif defined(__AVX2__)
-    return !_mm256_testz_si256((__m256i)v, (__m256i)v);
+    return ~_mm256_movemask_ps((__m256)(v == 0)) & 255;
 #else
-    int32_t bits = 0;
-    for (int i = 0; i < kLanes; i++) bits |= v[i];
-    return bits != 0;
+    uint32_t lanes = 0;
+    for (int i = 0; i < kLanes; i++) lanes |= static_cast<uint32_t>(v[i] != 0) << i;
+    return lanes;
 #endif
 }
 

@@ -21,6 +21,17 @@ inline PanelRow scaled(const float* sums, float scale, const FloatColumns& colum
     return row;
 }
 
+// Adds a row's wide elements (quantise_int8.h) to its sums of one panel, which stay in registers meanwhile.
+template <class Rows, class Add>
+LLMB_INLINE inline void add_each_wide(const Rows& x, int row, float* sums, Add&& add) {
+    const int count = x.num_wide[row];
+    if (count == 0) return;
+    PanelRow own;
+    for (int v = 0; v < kPanelVectors; v++) own.v[v] = load(sums + v * kLanes);
+    for (int i = 0; i < count; i++) add(x.wide_of(row)[i], own);
+    for (int v = 0; v < kPanelVectors; v++) store(sums + v * kLanes, own.v[v]);
+}
+
 // Rows first..last-1 times one panel, in blocks of equal height, near enough. multiply(row, rows, second, sums): the sums
 // [rows][kPanel] of a block, of the second weight or of the first. scales: of all rows.
 template <int kMaxBlock, class Multiply>

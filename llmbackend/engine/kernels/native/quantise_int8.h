@@ -77,13 +77,16 @@ struct Scale {
     }
 };
 
-constexpr float kNarrow = 12.0f;  // the narrow limit in typical magnitudes; Gaussian rows stay far below it
+// The narrow limit in typical magnitudes; Gaussian rows stay below both. A lower one rounds finer and makes more elements
+// wide. Beside weights of 8 bits, whose own rounding is coarser, the higher one costs nothing that counts.
+constexpr float kNarrow = 12.0f;
+constexpr float kNarrowFine = 7.0f;
 constexpr int kWideEvery = 32;   // at most one element of so many is wide: that bounds what they cost
 
 // The magnitude that becomes 127 in a row of activations. It is no smaller than the mean, so a row's integers have a
 // magnitude of at most 127 on average, and its products with weights add up to less than 2^31 for a k up to 130,000.
-inline float narrow_limit(const Magnitudes& row) {
-    return std::min(std::max(row.typical * kNarrow, row.mean), row.largest);
+inline float narrow_limit(const Magnitudes& row, float narrow) {
+    return std::min(std::max(row.typical * narrow, row.mean), row.largest);
 }
 
 // What an element has beyond 127 or -127.

@@ -82,9 +82,10 @@ struct QuantisedRows {
     Wide* wide;  // [rows][most_wide]
     size_t stride;
     int most_wide;
+    float narrow;  // kNarrow or kNarrowFine
 
-    QuantisedRows(Carver& memory, int rows, int k)
-        : stride(Order::stride_of(k)), most_wide(k / kWideEvery) {
+    QuantisedRows(Carver& memory, int rows, int k, float narrow = kNarrow)
+        : stride(Order::stride_of(k)), most_wide(k / kWideEvery), narrow(narrow) {
         data = memory.take<Stored>(Order::padded_rows(rows) * stride);
         scale = memory.take<float>(rows);
         num_wide = memory.take<int32_t>(rows);
@@ -106,6 +107,11 @@ struct QuantisedRows {
         else fill(row, TileRow<const bf16>(static_cast<const bf16*>(op.x), row, op.x_stride), op.k);
     }
 
+    // Adds what wide elements have beyond 127 to the sums of their groups of so many k.
+    void add_rests(int row, int group, int32_t* sums) const {
+        for (int i = 0; i < num_wide[row]; i++) sums[wide_of(row)[i].k / group] += wide_of(row)[i].rest;
+    }
+
   private:
 #if defined(__AVX512F__)
     template <class X>
@@ -118,7 +124,7 @@ struct QuantisedRows {
     template <class X>
     void fill(int row, X x, int k) {
         const Magnitudes magnitude = magnitudes(x, k);
-        float limit = narrow_limit(magnitude);
+        float limit = narrow_limit(magnitude, narrow);
         while (limit < magnitude.largest && !fill_wide(row, x, k, limit)) limit *= 1.5f;
         if (!(limit < magnitude.largest)) fill_narrow(row, x, k, magnitude.largest);
     }
@@ -150,13 +156,14 @@ struct QuantisedRows {
     int quantise_with_wide(X x, int k, float factor, Out out, Wide* own) const {
         int count = 0;
         quantise_row(x, k, factor, [&](int i, Ints q) {
-            Ints narrow = q > 127 ? Ints{} + 127 : q;
-            narrow = narrow < -127 ? Ints{} - 127 : narrow;
-            store_quantised(out + i, narrow);
-            const Ints rest = q - narrow;
-            if (!any(rest)) return;
-            for (int lane = 0; lane < kLanes; lane++)
-                if (rest[lane] != 0 && count++ < most_wide) own[count - 1] = {i + lane, rest[lane]};
+            Ints most = q > 127 ? Ints{} + 127 : q;
+            most = most < -127 ? Ints{} - 127 : most;
+            store_quantised(out + i, most);
+            const Ints rest = q - most;
+            for (uint32_t lanes = not_zero(rest); lanes != 0; lanes &= lanes - 1) {
+                const int lane = __builtin_ctz(lanes);
+                if (count++ < most_wide) own[count - 1] = {i + lane, rest[lane]};
+            }
         });
         return count;
     }
