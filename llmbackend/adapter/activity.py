@@ -106,6 +106,7 @@ class InstanceReports:
                 block_size=info.block_size,
             ),
             path=info.path,
+            path_reason=info.path_reason,
             requests=_requests(reasons),
         )
 

@@ -360,6 +360,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_state_slots  states that there is room for: of sequences that run, and of prefixes
     path             what computes: "native" (one program on a CPU), "modules" (those of transformers), "gpu" (one
                      program) or "mock"
+    path_reason      why modules compute; "" = they do not
     """
 
     model_type: str
@@ -385,6 +386,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int = 0
     num_state_slots: int = 0
     path: str = ""
+    path_reason: str = ""
 
     @property
     def max_request_tokens(self) -> int:

@@ -222,11 +222,12 @@ def announce(server: InferenceServer, urls: dict[str, str], startup_s: float, is
 
 
 def _paths(server: InferenceServer) -> dict[tuple[str, str], str]:
-    """Execution paths of the models, by name and version."""
+    """What computes the models, by name and version, and why nothing faster does."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for source, instance in server.describe_instances():
         if instance.path:
-            found.setdefault((source.model, source.version), {})[instance.path] = None
+            text = f"{instance.path}, because {instance.path_reason}" if instance.path_reason else instance.path
+            found.setdefault((source.model, source.version), {})[text] = None
     return {model: ", ".join(paths) for model, paths in found.items()}
 
 

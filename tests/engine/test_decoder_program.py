@@ -53,8 +53,7 @@ PROGRAMS: dict[str, Any] = {
     "smollm3": tf.SmolLM3Config(**SIZES),
 }
 MODULES: dict[str, Any] = {
-    "cohere": tf.CohereConfig(**SIZES, logit_scale=0.5),
-    "starcoder2": tf.Starcoder2Config(**SIZES),
+    "gpt_neox": tf.GPTNeoXConfig(**{name: size for name, size in SIZES.items() if name != "num_key_value_heads"}),
     "head_dim 24": tf.Qwen3Config(**SIZES, head_dim=24),
 }
 

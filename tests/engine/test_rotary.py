@@ -11,8 +11,8 @@ import torch
 import transformers as tf
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.model.decoder_description import RotaryTables
 from llmbackend.engine.model.loader import load_model
+from llmbackend.engine.model.rotation import Rotations
 from tests.helpers.tiny_models import BASE, engine_tokens, expected_tokens, prompts, random_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -42,12 +42,11 @@ def config(kind: str, **changes: Any) -> tf.LlamaConfig:
 
 def test_tables_are_computed_on_the_cpu() -> None:
     """Whatever precision a GPU's products have been given."""
-    model = random_model(config("default")).model
-    rotary, attention = model.rotary_emb, model.layers[0].self_attn
-    expected = RotaryTables(rotary, 40, torch.device("cpu")).of(attention)
+    rotary = random_model(config("default")).model.rotary_emb
+    expected = Rotations(rotary, 40, torch.device("cpu")).table(None, 2 * HALF_DIM)
     angles = torch.outer(torch.arange(40.0), rotary.inv_freq)
     assert torch.equal(expected, torch.cat((angles.cos(), angles.sin()), dim=-1))
-    on_device = RotaryTables(rotary, 40, torch.device("meta")).of(attention)  # which computes nothing
+    on_device = Rotations(rotary, 40, torch.device("meta")).table(None, 2 * HALF_DIM)  # which computes nothing
     assert on_device.device.type == "meta" and on_device.shape == expected.shape
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from llmbackend.cli.bench_profile import run_profile
-from llmbackend.engine.cpu.decoder_program import Role
 from llmbackend.engine.cpu.native_runner import NativeRunner
+from llmbackend.engine.cpu.operations import Role
 from llmbackend.engine.cpu.step_profile import EngineProfile, RoleTime, StepProfile, chunks, profile_runner
 from llmbackend.engine.kernels import library
 from llmbackend.engine.step import RowTable

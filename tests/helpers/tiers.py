@@ -26,6 +26,7 @@ _NIGHTLY: Final = (
     "cluster/test_split_over_machines.py",
     "cluster/test_two_machines.py",
     "cluster/test_whole_answers.py",
+    "engine/test_family_variants.py",
     "gguf/test_many_mutations.py",
     "pages/test_chat_page.py",
     "pages/test_engine_page.py",

@@ -193,6 +193,7 @@ class InstanceDescription(msgspec.Struct, frozen=True, kw_only=True):
     state, pid, num_restarts  as in EngineActivity
     limits                    None = unknown, or it has none
     path                      its backend's word for what computes, such as "native"; "" = unknown
+    path_reason               why nothing faster computes; "" = unknown, or there is nothing faster
     """
 
     state: str
@@ -200,6 +201,7 @@ class InstanceDescription(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int = 0
     limits: InstanceLimits | None = None
     path: str = ""
+    path_reason: str = ""
     requests: tuple[RequestActivity, ...] = ()
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from ..kernels.expert_layout import ExpertMatrix, experts_op
 from ..kernels.library import (
     PANEL,
+    Activation,
     AttentionOp,
     EmbedOp,
     Epilogue,
@@ -34,12 +34,12 @@ from ..kernels.library import (
     Type,
     op_pointers,
 )
-from ..kernels.recurrent_ops import ConvOp, GateOp, ScanOp
 from ..step import FlatStep, Int32Array
 from .buffers import Buffer
 from .lora_ops import Input, LoraOps, ProgramAdapters, adapt
 from .mixture_room import MixtureRoom
 from .native_memory import LayerKV, NativeKVMemory, NativeLayerCache
+from .operations import ROLE_OF, Operation, Role
 from .packed_decoder import PackedAttention, PackedExpertMatrix, PackedExperts, PackedLayer, PackedMlp, PackedModel
 from .packed_parts import TYPE_OF, ArrayAt, PackedNorm, PackedProjection
 from .recurrent_operations import StateMemory, StepStates, attention_gate, mixer_operations, rows_of
@@ -47,41 +47,11 @@ from .recurrent_operations import StateMemory, StepStates, attention_gate, mixer
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
-_ACTIVATIONS: Final = {
+_ACTIVATIONS: Final = {"gelu_tanh": Activation.GELU, "relu2": Activation.RELU2}
+"""Without a gate."""
+_GATES: Final = {
     "silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL, "swigluoai": Epilogue.SWIGLU_OAI,
 }  # fmt: skip
-
-
-class Role(StrEnum):
-    """What an operation is in the model, in the order in which a layer has them."""
-
-    EMBEDDING = "embedding"
-    NORM = "norm"
-    LORA = "adapters"
-    QKV = "qkv"
-    ROTARY = "rotary, KV write"
-    ATTENTION = "attention"
-    ATTENTION_OUT = "attention out"
-    MIXER = "mixer in"
-    CONVOLUTION = "convolution"
-    RECURRENCE = "recurrence"
-    GATE = "gate, norm"
-    MIXER_OUT = "mixer out"
-    GATE_UP = "gate·up"
-    DOWN = "down"
-    ROUTE = "router"
-    EXPERTS_GATE_UP = "experts, gate·up"
-    EXPERTS_DOWN = "experts, down"
-    MIX = "experts, sum"
-    HEAD = "output head"
-
-
-_ROLES: Final = {ConvOp: Role.CONVOLUTION, ScanOp: Role.RECURRENCE, GateOp: Role.GATE}
-
-
-class Operation(NamedTuple):
-    role: Role
-    op: ctypes.Structure
 
 
 class _Part(NamedTuple):
@@ -227,7 +197,7 @@ class DecoderProgram:
         mixers = [layer.mixer for layer in layers if layer.mixer is not None]
         qkv = [sum(part.weight.n for part in each.qkv) for each in attentions] + [each.projected for each in mixers]
         attended = max(part.out.weight.k for part in (*attentions, *mixers))
-        gated = max((layer.mlp.gate.weight.n for layer in layers if layer.mlp is not None), default=0)
+        gated = max((layer.mlp.up.weight.n for layer in layers if layer.mlp is not None), default=0)
         self._hidden = Buffer(self._kernels.library, tokens, self._width, Type.FLOAT32)
         self._normed = Buffer(self._kernels.library, tokens, self._width, self._activation)
         self._block = Buffer(self._kernels.library, tokens, self._width, Type.FLOAT32)
@@ -286,6 +256,8 @@ class DecoderProgram:
             column += part.weight.n
         self._add_rotary(attention, cache)
         self._add_attend(attention, cache)
+        if layer.is_parallel and layer.mlp is not None:
+            self._add_gate(layer.mlp, x)
         out_norm, factor = layer.attention_out_norm, layer.residual_factor
         self._add_to_hidden(Role.ATTENTION_OUT, attention.out, self._attended, out_norm, factor)
 
@@ -299,7 +271,7 @@ class DecoderProgram:
             self._add_linear(Role.MIXER, project, x, self._qkv, column=column)
             column += project.weight.n
         for op in mixer_operations(mixer, self._memories, projected, out, *place):
-            self._add(_ROLES[type(op)], op)
+            self._add(ROLE_OF[type(op)], op)
         out_norm, factor = layer.attention_out_norm, layer.residual_factor
         self._add_to_hidden(Role.MIXER_OUT, mixer.out, self._attended, out_norm, factor)
 
@@ -307,7 +279,8 @@ class DecoderProgram:
         if layer.experts is not None:
             self._add_experts(layer, layer.experts)
         elif layer.mlp is not None:
-            self._add_gate(layer.mlp, self._input(layer.mlp_norm))
+            if not layer.is_parallel:
+                self._add_gate(layer.mlp, self._input(layer.mlp_norm))
             self._add_to_hidden(Role.DOWN, layer.mlp.down, self._gated, layer.mlp_out_norm, layer.residual_factor)
 
     def _add_experts(self, layer: PackedLayer, experts: PackedExperts) -> None:
@@ -326,7 +299,7 @@ class DecoderProgram:
             self._add_linear(Role.DOWN, experts.shared_gate, x, room.shared_gate)
         self._add_linear(Role.ROUTE, experts.router, x, room.logits)
         self._add(Role.ROUTE, room.route_op(experts, self._pointer(experts.correction)))
-        up, epilogue = self._expert_matrix(experts.up), _ACTIVATIONS[experts.activation]
+        up, epilogue = self._expert_matrix(experts.up), _GATES[experts.activation]
         gate, down = self._expert_matrix(experts.gate), self._expert_matrix(experts.down)
         pairs = room.pairs(experts)
         rows = [(each.address, each.stride) for each in (x, room.gated, room.mixed)]
@@ -372,6 +345,7 @@ class DecoderProgram:
                 rows=rows,
                 x=x.address,
                 weight=self._pointer(norm.weight),
+                bias=self._pointer(norm.bias),
                 out=out.address,
                 x_stride=x.stride,
                 out_stride=out.stride,
@@ -379,18 +353,20 @@ class DecoderProgram:
                 out_type=out.type,
                 eps=norm.eps,
                 accumulate=accumulate,
+                centred=norm.centred,
             ),
         )
 
     def _add_linear(
         self, role: Role, projection: PackedProjection, x: Buffer, y: Buffer, rows: Rows = Rows.TOKENS,
         epilogue: Epilogue = Epilogue.STORE, factor: float = 1.0, column: int = 0, lora: LoraOp | None = None,
+        activation: Activation = Activation.NONE,
     ) -> None:  # fmt: skip
         """column: of y, float32 where it is not 0, that the first output goes to. lora: of this input."""
         op = self._linear(projection, x, y)
         adapt(op, lora, column // PANEL)
         op.y += 4 * column
-        op.rows, op.epilogue, op.factor = rows, epilogue, factor
+        op.rows, op.epilogue, op.factor, op.activation = rows, epilogue, factor, activation
         self._add(role, op)
 
     def _add_lora(self, x: Buffer, *projections: PackedProjection) -> LoraOp | None:
@@ -402,12 +378,16 @@ class DecoderProgram:
         return op
 
     def _add_gate(self, mlp: PackedMlp, x: Buffer) -> None:
+        if mlp.gate is None:
+            lora = self._add_lora(x, mlp.up)
+            self._add_linear(Role.GATE_UP, mlp.up, x, self._gated, lora=lora, activation=_ACTIVATIONS[mlp.activation])
+            return
         lora = self._add_lora(x, mlp.gate, mlp.up)
         op = self._linear(mlp.gate, x, self._gated)
         adapt(op, lora)
         op.weight2, op.scale2, op.sums2 = self._memories.matrix_addresses(mlp.up.weight)
         op.bias2 = self._pointer(mlp.up.bias)
-        op.epilogue = _ACTIVATIONS[mlp.activation]
+        op.epilogue = _GATES[mlp.activation]
         self._add(Role.GATE_UP, op)
 
     def _linear(self, projection: PackedProjection, x: Buffer, y: Buffer) -> LinearOp:
@@ -447,6 +427,7 @@ class DecoderProgram:
                 keys=cache.keys,
                 values=cache.values,
                 cos_sin=self._pointer(attention.cos_sin),
+                q_cos_sin=self._pointer(attention.q_cos_sin),
                 q_norm=self._pointer(q_norm.weight if q_norm else None),
                 k_norm=self._pointer(k_norm.weight if k_norm else None),
                 stride=self._qkv.stride,
@@ -457,6 +438,8 @@ class DecoderProgram:
                 block_size=cache.block_size,
                 norm_whole=attention.norm_whole,
                 eps=q_norm.eps if q_norm else 0.0,
+                pairs=attention.pairs,
+                norm_last=attention.norm_last,
                 q_gap=cache.head_dim * attention.is_gated,
             ),
         )

@@ -182,12 +182,20 @@ def _order_bytes(found: Mapping[str, Any], stored: StoredMatrices | None) -> int
 
 
 def _vector_bytes(model: nn.Module) -> int:
-    """Room for norms, biases, convolutions and the like as float32, each beginning anew in a cache line."""
+    """Room for norms, biases, convolutions and the like as float32, each beginning anew in a cache line. Norms without
+    a weight get one."""
     modules = list(model.modules())
     convolutions = {id(each.weight) for each in modules if type(each) is nn.Conv1d}
     parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
     counted_ones = (each for each in parameters if each.dim() == 1 or id(each) in convolutions)
-    return sum(4 * parameter.numel() + 64 for parameter in counted_ones)
+    stated = sum(4 * parameter.numel() + 64 for parameter in counted_ones)
+    is_plain = (not module._parameters for name, module in model.named_modules() if name.endswith("norm"))
+    return stated + sum(is_plain) * (4 * _width(model) + 64)
+
+
+def _width(model: Any) -> int:
+    config = getattr(model, "config", None)
+    return 0 if config is None else int(getattr(config.get_text_config(decoder=True), "hidden_size", 0))
 
 
 def _plain_linears(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -85,10 +85,12 @@ class LoraOps:
 def _inputs(decoder: PackedDecoder) -> Iterator[tuple[PackedProjection, ...]]:
     """The projections of each input."""
     for layer in decoder.layers:
-        yield layer.attention.qkv
-        yield (layer.attention.out,)
-        yield layer.mlp.gate, layer.mlp.up
-        yield (layer.mlp.down,)
+        if (attention := layer.attention) is not None:
+            yield attention.qkv
+            yield (attention.out,)
+        if (mlp := layer.mlp) is not None:
+            yield (mlp.up,) if mlp.gate is None else (mlp.gate, mlp.up)
+            yield (mlp.down,)
 
 
 def _num_panels(projections: Sequence[PackedProjection]) -> int:

@@ -45,7 +45,13 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
     k_norm: PackedNorm | None
     norm_whole: bool
     cos_sin: ArrayAt | None
-    """float32 [positions, rotary_dim]: cosines of the first half, then sines; None: no rotation."""
+    """float32 [positions, rotary_dim]: cosines of each pair, then sines; None: no rotation."""
+    q_cos_sin: ArrayAt | None = None
+    """Of queries, where theirs differ."""
+    pairs: bool = False
+    """Whether numbers 2i and 2i + 1 of a head turn together, not i and i + rotary_dim / 2."""
+    norm_last: bool = False
+    """Whether heads are normalised after they are turned."""
     num_kv_heads: int
     head_dim: int
     scaling: float
@@ -65,12 +71,12 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackedMlp(msgspec.Struct, frozen=True):
-    """down(activation(gate) * up)"""
+    """down(activation(gate) * up), or without a gate down(activation(up))"""
 
-    gate: PackedProjection
+    gate: PackedProjection | None
     up: PackedProjection
     down: PackedProjection
-    activation: Literal["silu", "gelu_tanh"]
+    activation: Literal["silu", "gelu_tanh", "relu2"]
 
 
 class PackedExpertMatrix(msgspec.Struct, frozen=True):
@@ -131,6 +137,8 @@ class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
     residual_factor: float
     experts: PackedExperts | None = None
     mixer: PackedShortConv | PackedScan | None = None
+    is_parallel: bool = False
+    """Whether the MLP reads what attention's in_norm gives."""
 
     @property
     def attending(self) -> PackedAttention:
@@ -177,7 +185,7 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
             attention, mlp = layer.attention, layer.mlp
             of_attention = () if attention is None else (*attention.qkv, attention.out)
             of_mlp = () if mlp is None else (mlp.gate, mlp.up, mlp.down)
-            for projection in (*of_attention, *of_mlp):
+            for projection in filter(None, (*of_attention, *of_mlp)):
                 for part in projection.parts:
                     yield part, projection.weight.k
 
@@ -231,6 +239,9 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
             expect(layer.mlp is not None or layer.experts is not None, "layer")
             if layer.mlp is not None:
                 _check_mlp(layer.mlp, width)
+            if layer.is_parallel:
+                expect(layer.attention_norm is not None and layer.mlp_norm is None, "norm")
+                expect(layer.attention is not None and layer.mlp is not None, "layer")
             if layer.experts is not None:
                 _check_experts(layer.experts, layer.mlp is not None, width, memories)
 
@@ -267,18 +278,22 @@ def _check_attention(attention: PackedAttention, width: int, max_model_len: int)
     check_norm(attention.q_norm, (heads * dim if attention.norm_whole else dim,))
     check_norm(attention.k_norm, (kv_heads * dim if attention.norm_whole else dim,))
     expect(attention.sliding_window >= 0, "window")
-    if (table := attention.cos_sin) is not None:
+    for table in filter(None, (attention.cos_sin, attention.q_cos_sin)):
         fits = len(table.shape) == 2 and table.shape[0] >= max_model_len and table.shape[1] <= dim
         expect(fits and table.shape[1] % 2 == 0 and table.dtype == "float32", "rotary table")
+        expect(attention.cos_sin is not None and table.shape == attention.cos_sin.shape, "rotary table")
     if (sinks := attention.sinks) is not None:
         expect(sinks.shape == (heads,) and sinks.dtype == "float32", "sinks")
 
 
 def _check_mlp(mlp: PackedMlp, width: int) -> None:
     inner = mlp.down.weight.k
-    check_projection(mlp.gate, inner, width)
     check_projection(mlp.up, inner, width)
     check_projection(mlp.down, width, inner)
+    expect(mlp.activation in (("gelu_tanh", "relu2") if mlp.gate is None else ("silu", "gelu_tanh")), "activation")
+    if mlp.gate is None:
+        return
+    check_projection(mlp.gate, inner, width)
     gate, up = mlp.gate.weight, mlp.up.weight
     expect((gate.dtype, gate.order_offset_bytes) == (up.dtype, up.order_offset_bytes), "MLP")
 

@@ -71,10 +71,12 @@ class MatrixAt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedNorm(msgspec.Struct, frozen=True):
-    """x / rms(x) * weight"""
+    """x / rms(x) * weight, or centred (x - mean(x)) / rms(x - mean(x)) * weight + bias"""
 
     weight: ArrayAt
     eps: float
+    bias: ArrayAt | None = None
+    centred: bool = False
 
 
 class PackedPart(msgspec.Struct, frozen=True, array_like=True):
@@ -102,7 +104,8 @@ def expect(is_right: bool, part: str) -> None:
 
 
 def check_norm(norm: PackedNorm | None, *shapes: tuple[int, ...]) -> None:
-    expect(norm is None or (norm.weight.shape in shapes and norm.weight.dtype == "float32"), "norm")
+    for array in () if norm is None else (norm.weight, norm.bias):
+        expect(array is None or (array.shape in shapes and array.dtype == "float32"), "norm")
 
 
 def check_projection(projection: PackedProjection, n: int, k: int) -> None:

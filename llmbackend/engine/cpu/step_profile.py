@@ -18,8 +18,9 @@ import numpy as np
 from ..kernels.library import AttentionOp, EmbedOp, LinearOp, Rows, Type, packed_bytes
 from ..messages import ModelInfo
 from ..step import FlatStep, Int32Array, RowTable, StepPlan, flatten
-from .decoder_program import DecoderProgram, Float64Array, Role
+from .decoder_program import DecoderProgram, Float64Array
 from .native_runner import NativeRunner
+from .operations import Role
 from .recurrent_operations import StepStates
 
 PROMPT_TOKENS: Final = 1024

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import ProgramUnsupportedError
 from ..model.compatibility import CheckedModel
-from ..model.decoder_description import Decoder, Experts, Layer, Mlp, Projection, joined
+from ..model.decoder_description import Decoder, Experts, Layer, Mlp, PlainMlp, Projection, joined
 from ..model.mixture_description import Mixture
 from .lora import LoraSlots
 from .ops.ops import (
@@ -373,8 +373,9 @@ class GpuProgram:
             residual_factor=layer.residual_factor,
         )
 
-    def _mlp(self, mlp: Mlp | Experts | Mixture) -> _Mlp | _Experts:
+    def _mlp(self, mlp: Mlp | PlainMlp | Experts | Mixture) -> _Mlp | _Experts:
         assert not isinstance(mlp, Mixture), "packed experts are a CPU's"
+        assert not isinstance(mlp, PlainMlp), "an accelerator is given no description with an MLP without a gate"
         if isinstance(mlp, Mlp):
             return _Mlp(self._linear(_gate_up(mlp)), mlp.activation, self._linear(mlp.down))
         gate_up, down = (self._by_expert(each) for each in (mlp.gate_up, mlp.down))

@@ -82,6 +82,12 @@ class Epilogue(IntEnum):
     SWIGLU_OAI = 4
 
 
+class Activation(IntEnum):
+    NONE = 0
+    GELU = 1
+    RELU2 = 2
+
+
 LORA_LAYERS: Final = 3
 """The most layers of one LoraOp."""
 LORA_BLOCK: Final = 16
@@ -116,8 +122,8 @@ class EmbedOp(ctypes.Structure):
 class NormOp(ctypes.Structure):
     _fields_ = [
         *_fields(numbers="kind rows"),
-        *_fields("x weight out", "x_stride out_stride width out_type", "eps"),
-        *_fields(numbers="accumulate"),
+        *_fields("x weight bias out", "x_stride out_stride width out_type", "eps"),
+        *_fields(numbers="accumulate centred padding"),
     ]
 
 
@@ -126,16 +132,16 @@ class LinearOp(ctypes.Structure):
         *_fields(numbers="kind rows"),
         *_fields("weight weight2 bias bias2 scale scale2 sums sums2 order x y lora"),
         *_fields("", "n k x_stride y_stride weight_type x_type y_type epilogue", "factor"),
-        *_fields(numbers="lora_panel"),
+        *_fields(numbers="lora_panel activation padding"),
     ]
 
 
 class RotaryOp(ctypes.Structure):
     _fields_ = [
         *_fields(numbers="kind kv_type"),
-        *_fields("q k v keys values cos_sin q_norm k_norm"),
+        *_fields("q k v keys values cos_sin q_cos_sin q_norm k_norm"),
         *_fields("", "stride num_heads num_kv_heads head_dim rotary_dim block_size norm_whole", "eps"),
-        *_fields(numbers="q_gap padding"),
+        *_fields(numbers="q_gap pairs norm_last padding"),
     ]
 
 

@@ -8,8 +8,6 @@ the program's logits are compared with the modules' (CheckedModel.verify), befor
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
@@ -20,13 +18,24 @@ from torch import nn
 from ..attention.interface import AttentionOptions
 from ..cpu.linear import NativeLinear
 from ..errors import ProgramUnsupportedError
-from ..gpu.ops.ops import ACTIVATIONS, Activation, Norm, gated
+from ..gpu.ops.ops import Activation, Norm
 from ..gpu.weights.dense import DenseWeight, QuantizedLinear
 from ..gpu.weights.experts import DenseExperts, ExpertProjection, QuantizedExperts
 from ..gpu.weights.stored import StoredLinear
 from ..kernels.weights import PackedWeight
 from .mixture_description import Mixture, describe_mixture
 from .native_experts import NativeExperts, activation_of
+from .recognition import (
+    NORMS_BY_PLACE,
+    NORMS_OF_PARALLEL,
+    PlainActivation,
+    embedding_factor_of,
+    finish_of,
+    mlp_activation,
+    norm_of,
+    plain_activation_of,
+)
+from .rotation import Heads, Rotation, Rotations, query_scale_of
 
 
 class Weight(Protocol):
@@ -89,11 +98,14 @@ class Attention:
     """Over each head, or with norm_whole over all heads together."""
     k_norm: Norm | None
     norm_whole: bool
-    cos_sin: torch.Tensor | None
-    """float32 [max_model_len, rotary_dim]: cosines of the first half, then sines; None: no rotation."""
+    rotation: Rotation
     options: AttentionOptions
     is_gated: bool = False
     """Each head of queries is followed by as many gates in qkv: the head's result is multiplied by their sigmoid."""
+
+    @property
+    def cos_sin(self) -> torch.Tensor | None:
+        return self.rotation.cos_sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +116,15 @@ class Mlp:
     up: Projection
     down: Projection
     activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMlp:
+    """down(activation(up))"""
+
+    up: Projection
+    down: Projection
+    activation: PlainActivation
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +164,13 @@ class Layer:
     attention: Attention | None
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: Mlp | Experts | Mixture
+    mlp: Mlp | PlainMlp | Experts | Mixture
     """Mixture: on a CPU."""
     mlp_out_norm: Norm | None
     residual_factor: float
     mixer: Mixer | None = None
+    is_parallel: bool = False
+    """Whether the MLP reads what attention's in_norm gives."""
 
     @property
     def attending(self) -> Attention:
@@ -176,6 +199,25 @@ class Decoder:
         return 4 * sum(layer.mixer.state_floats for layer in self.layers if layer.mixer is not None)
 
 
+def why_not_on_accelerator(decoder: Decoder) -> str:
+    """What only the CPU's program computes; "": nothing."""
+    layers = decoder.layers
+    rotations = [layer.attention.rotation for layer in layers if layer.attention is not None]
+    norms = [decoder.norm]
+    for layer in layers:
+        norms += filter(None, (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm))
+    found = {
+        "its layer norms": any(norm.centred for norm in norms),
+        "its rotation of neighbours": any(rotation.pairs for rotation in rotations),
+        "its scaled queries": any(rotation.q_cos_sin is not None for rotation in rotations),
+        "its norms behind the rotation": any(rotation.norm_last for rotation in rotations),
+        "its MLPs without a gate": any(isinstance(layer.mlp, PlainMlp) for layer in layers),
+        "its parallel attention and MLP": any(layer.is_parallel for layer in layers),
+    }
+    names = [name for name, is_there in found.items() if is_there]
+    return f"{' and '.join(names)}: computed by the CPU's program alone" if names else ""
+
+
 @torch.no_grad()
 def describe(
     model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int, with_experts: bool = False
@@ -185,20 +227,22 @@ def describe(
     config = model.config.get_text_config(decoder=True)
     base = model.base_model
     expect_children(model, {"model", "lm_head"})
-    expect_children(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
-    tables = RotaryTables(base.rotary_emb, max_model_len, base.embed_tokens.weight.device)
+    norm_name = "final_layernorm" if hasattr(base, "final_layernorm") else "norm"
+    expect_children(base, {"embed_tokens", "layers", norm_name, "rotary_emb"})
+    kinds, scale = list(getattr(config, "layer_types", None) or ()), query_scale_of(config)
+    rotations = Rotations(base.rotary_emb, max_model_len, base.embed_tokens.weight.device, kinds, scale)
     if not with_experts and any(_has_plain_experts(layer) for layer in base.layers):
         raise ProgramUnsupportedError("its layers have experts that are not packed")
-    layers = tuple(_layer(layer, options, config, tables) for layer in base.layers)
-    head = model.get_output_embeddings()
+    layers = tuple(_layer(i, layer, options, config, rotations) for i, layer in enumerate(base.layers))
+    logit_factor, logit_softcap = finish_of(model, config)
     return Decoder(
         embedding=base.embed_tokens.weight.detach(),
         embedding_factor=embedding_factor_of(base.embed_tokens, config),
         layers=layers,
-        norm=norm_of(base.norm),
-        head=projection_of(head),
-        logit_factor=logit_factor_of(config),
-        logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        norm=norm_of(getattr(base, norm_name), base.embed_tokens.weight.shape[1]),
+        head=projection_of(model.get_output_embeddings()),
+        logit_factor=logit_factor,
+        logit_softcap=logit_softcap,
     )
 
 
@@ -223,57 +267,76 @@ def expect_children(module: nn.Module, names: set[str], optional: frozenset[str]
         raise ProgramUnsupportedError(f"{type(module).__name__} consists of {', '.join(sorted(found))}")
 
 
-def _layer(layer: Any, options: Mapping[nn.Module, AttentionOptions], config: Any, tables: RotaryTables) -> Layer:
-    names, mlp = children_of(layer) - {"self_attn", "mlp", "block_sparse_moe"}, _feed_forward(layer)
-    placed = _NORMS_BY_PLACE.get(frozenset(names))
+def _layer(
+    index: int, layer: Any, options: Mapping[nn.Module, AttentionOptions], config: Any, rotations: Rotations
+) -> Layer:
+    names, mlp = frozenset(children_of(layer) - {"self_attn", "mlp", "block_sparse_moe"}), _feed_forward(layer)
+    placed = NORMS_BY_PLACE.get(names)
     if placed is None or not hasattr(layer, "self_attn") or mlp is None:
         raise ProgramUnsupportedError(f"{type(layer).__name__} has the norms {', '.join(sorted(names))}")
-    norms = [norm_of(getattr(layer, name)) if name else None for name in placed]
+    width = int(config.hidden_size)
+    norms = [norm_of(getattr(layer, name), width) if name else None for name in placed]
     return Layer(
         module=layer.self_attn,
         attention_norm=norms[0],
-        attention=_attention(layer.self_attn, options[layer.self_attn], tables),
+        attention=_attention(index, layer.self_attn, options[layer.self_attn], rotations),
         attention_out_norm=norms[1],
         mlp_norm=norms[2],
-        mlp=experts_of(mlp) if hasattr(mlp, "experts") else mlp_of(mlp),
+        mlp=experts_of(mlp) if hasattr(mlp, "experts") else _plain_mlp(mlp) or mlp_of(mlp),
         mlp_out_norm=norms[3],
         residual_factor=float(getattr(config, "residual_multiplier", None) or 1.0),
+        is_parallel=names == NORMS_OF_PARALLEL,
     )
 
 
-# Which norm stands before attention, after it, before the MLP and after it, by the names a layer has.
-_NORMS_BY_PLACE: dict[frozenset[str], tuple[str, str, str, str]] = {
-    frozenset({"input_layernorm", "post_attention_layernorm"}): ("input_layernorm", "", "post_attention_layernorm", ""),
-    frozenset({"post_attention_layernorm", "post_feedforward_layernorm"}): (
-        "", "post_attention_layernorm", "", "post_feedforward_layernorm",
-    ),
-    frozenset(
-        {"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"}
-    ): ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-}  # fmt: skip
-
-
-def _attention(module: Any, options: AttentionOptions, tables: RotaryTables) -> Attention:
-    optional = frozenset({"q_norm", "k_norm"})
-    if hasattr(module, "qkv_proj"):
-        expect_children(module, {"qkv_proj", "o_proj"})
-        qkv = projection_of(module.qkv_proj)
-    else:
-        expect_children(module, {"q_proj", "k_proj", "v_proj", "o_proj"}, optional)
-        qkv = joined_of([module.q_proj, module.k_proj, module.v_proj])
-    q_norm, k_norm = (
-        norm_of(getattr(module, name)) if hasattr(module, name) else None for name in ("q_norm", "k_norm")
-    )
+def _attention(index: int, module: Any, options: AttentionOptions, rotations: Rotations) -> Attention:
+    out_name = "dense" if hasattr(module, "dense") else "o_proj"
+    names = ["qkv_proj"] if hasattr(module, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
+    norm_names = ("query_layernorm", "key_layernorm") if hasattr(module, "query_layernorm") else ("q_norm", "k_norm")
+    expect_children(module, {*names, out_name}, frozenset(norm_names))
+    projections = {name: projection_of(getattr(module, name)) for name in (*names, out_name)}
+    qkv = projections["qkv_proj"] if len(names) == 1 else _joined([projections[name] for name in names])
+    out = projections[out_name]
     head_dim = int(module.head_dim)
+    num_kv_heads = (qkv.weight.n - out.weight.k) // (2 * head_dim)
+    widths = (out.weight.k, num_kv_heads * head_dim)
+    norms = [_head_norm(getattr(module, name, None), *each) for name, *each in zip(norm_names, widths, strict=True)]
+    norm_whole = norms[0] is not None and len(norms[0].weight) != head_dim
+    outputs = {name: projection.weight.n for name, projection in projections.items()}
+    heads = Heads(outputs, head_dim, num_kv_heads, norms[0], norms[1], norm_whole)
     return Attention(
         qkv=qkv,
-        out=projection_of(module.o_proj),
-        q_norm=q_norm,
-        k_norm=k_norm,
-        norm_whole=q_norm is not None and len(q_norm.weight) != head_dim,
-        cos_sin=tables.of(module) if getattr(module, "use_rope", True) else None,
+        out=out,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        norm_whole=norm_whole,
+        rotation=rotations.of(index, module, heads),
         options=options,
     )
+
+
+def _head_norm(module: Any, whole: int) -> Norm | None:
+    """Over each head or over all heads together, which have `whole` numbers."""
+    if module is None:
+        return None
+    weight = getattr(module, "weight", None)
+    norm = norm_of(module, whole if weight is None else weight.shape[-1])
+    if norm.centred or (weight is not None and weight.dim() != 1):
+        raise ProgramUnsupportedError(f"{type(module).__name__} of heads is not an RMS norm")
+    return norm
+
+
+_PLAIN_NAMES = (("fc1", "fc2"), ("c_fc", "c_proj"), ("up_proj", "down_proj"))
+"""Of MLPs without a gate."""
+
+
+def _plain_mlp(module: Any) -> PlainMlp | None:
+    """None: it has a gate."""
+    for up_name, down_name in _PLAIN_NAMES:
+        if hasattr(module, up_name) and hasattr(module, down_name) and not hasattr(module, "gate_proj"):
+            up, down = (projection_of(getattr(module, name)) for name in (up_name, down_name))
+            return PlainMlp(up, down, plain_activation_of(module))
+    return None
 
 
 def mlp_of(module: Any) -> Mlp:
@@ -354,19 +417,6 @@ def _renormalises(router: Any) -> bool:
     raise ProgramUnsupportedError(f"{type(router).__name__} is not a softmax over all experts")
 
 
-def mlp_activation(module: Any) -> Activation:
-    """silu or gelu_tanh, recognised by what the function computes."""
-    names = ("act_fn", "activation_fn", "activation")
-    function = next((getattr(module, name) for name in names if hasattr(module, name)), None)
-    if function is None:
-        raise ProgramUnsupportedError(f"{type(module).__name__} has no activation")
-    x = torch.linspace(-6, 6, 49)
-    for name in ACTIVATIONS:
-        if torch.allclose(function(x), gated(torch.cat((x, torch.ones_like(x))), name), atol=1e-6):
-            return name
-    raise ProgramUnsupportedError(f"{type(module).__name__} activates by {type(function).__name__}")
-
-
 def projection_of(linear: Any) -> Projection:
     weight, bias = _weight_and_bias(linear)
     return Projection(weight, bias, ((linear, weight.n),))
@@ -386,7 +436,10 @@ def _weight_and_bias(linear: Any) -> tuple[Weight, torch.Tensor | None]:
 
 def joined_of(linears: list[Any]) -> Projection:
     """Query, key and value as one projection."""
-    projections = [projection_of(linear) for linear in linears]
+    return _joined([projection_of(linear) for linear in linears])
+
+
+def _joined(projections: Sequence[Projection]) -> Projection:
     projection = joined(*projections) or _stacked(projections)
     if projection is None:
         raise ProgramUnsupportedError("query, key and value are not adjacent, or only some of them have a bias")
@@ -441,60 +494,3 @@ def _merged(parts: Iterable[tuple[nn.Module, int]]) -> tuple[tuple[nn.Module, in
             n += merged.pop()[1]
         merged.append((layer, n))
     return tuple(merged)
-
-
-def norm_of(module: Any) -> Norm:
-    """An RMS norm with factor w or 1 + w, distinguished by what it computes."""
-    weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if weight is None or eps is None or getattr(module, "bias", None) is not None:
-        raise ProgramUnsupportedError(f"{type(module).__name__} is not an RMS norm")
-    x = torch.linspace(-2, 3, weight.shape[-1], device=weight.device)[None]
-    normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + float(eps))
-    given = module(x).float()
-    for candidate in (weight.detach().float(), 1.0 + weight.detach().float()):
-        if torch.allclose(given, normal * candidate, rtol=1e-4, atol=1e-5):
-            return Norm(candidate.contiguous(), float(eps))
-    raise ProgramUnsupportedError(f"{type(module).__name__} is not an RMS norm")
-
-
-def embedding_factor_of(module: Any, config: Any) -> float:
-    if type(module) is nn.Embedding:
-        return float(getattr(config, "embedding_multiplier", None) or 1.0)
-    row = module(torch.tensor([[1]], device=module.weight.device))[0, 0].float()
-    raw = module.weight[1].detach().float()
-    return float((row @ raw) / (raw @ raw))
-
-
-class RotaryTables:
-    """Cosines and sines of all positions, computed once for each kind of layer, by a copy of the module on the CPU: a
-    GPU may have been told to round the factors of products (TF32), and angles of thousands lose their fraction then."""
-
-    def __init__(self, rotary: Any, max_model_len: int, device: torch.device) -> None:
-        self._rotary = copy.deepcopy(rotary).cpu()
-        self._device = device
-        self._positions = torch.arange(max_model_len)[None]
-        self._by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
-        self._tables: dict[str | None, torch.Tensor] = {}
-
-    def of(self, attention: Any) -> torch.Tensor:
-        kind = attention.layer_type if self._by_kind else None
-        if kind not in self._tables:
-            self._tables[kind] = self._table(int(attention.head_dim), *([kind] if self._by_kind else []))
-        return self._tables[kind]
-
-    def _table(self, head_dim: int, *kind: str | None) -> torch.Tensor:
-        """Modules state cosines and sines for both halves, or, where they rotate whole heads, for one."""
-        cos, sin = self._rotary(torch.empty(1, 1), self._positions, *kind)
-        half = cos.shape[-1] // 2
-        if not torch.equal(cos[..., :half], cos[..., half:]):
-            half = cos.shape[-1]
-            if 2 * half != head_dim:
-                raise ProgramUnsupportedError(f"{type(self._rotary).__name__} does not rotate halves")
-        return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).float().to(self._device)
-
-
-def logit_factor_of(config: Any) -> float:
-    scaling = getattr(config, "logits_scaling", None)
-    factor = getattr(config, "logit_scale", None)
-    return float(factor or 1.0) / float(scaling or 1.0)

@@ -24,31 +24,35 @@ from .decoder_description import (
     Layer,
     Mixer,
     Mlp,
-    RotaryTables,
     children_of,
     describe,
-    embedding_factor_of,
     expect_children,
     experts_of,
     halves_of,
     joined_of,
-    logit_factor_of,
-    mlp_activation,
     mlp_of,
-    norm_of,
     projection_of,
 )
 from .mixture_description import Mixture
+from .recognition import embedding_factor_of, logit_factor_of, mlp_activation, norm_of
 from .recurrent_layers import delta_net_of, mamba_of, short_conv_of
+from .rotation import Rotation, Rotations
 
 
 def describe_any(
     model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int, with_experts: bool = False
 ) -> Decoder:
-    """As `describe`, also of models with recurrent layers."""
-    if not is_recurrent(model.config):
-        return describe(model, options, max_model_len, with_experts)
-    return _describe_hybrid(model, options, max_model_len)
+    """As `describe`, also of models with recurrent layers. What else goes wrong is a reason, too: an unknown module may
+    break any assumption."""
+    try:
+        if not is_recurrent(model.config):
+            return describe(model, options, max_model_len, with_experts)
+        return _describe_hybrid(model, options, max_model_len)
+    except ProgramUnsupportedError:
+        raise
+    except Exception as error:
+        reason = f"its {type(model).__name__} is not understood ({type(error).__name__}: {error})"
+        raise ProgramUnsupportedError(reason) from error
 
 
 @torch.no_grad()
@@ -58,7 +62,7 @@ def _describe_hybrid(model: Any, options: Mapping[nn.Module, AttentionOptions], 
     expect_children(model, {"model", "lm_head"})
     expect_children(base, {"embed_tokens", "layers", family.norm}, frozenset({"rotary_emb"}))
     rotary = getattr(base, "rotary_emb", None)
-    tables = None if rotary is None else RotaryTables(rotary, max_model_len, base.embed_tokens.weight.device)
+    tables = None if rotary is None else Rotations(rotary, max_model_len, base.embed_tokens.weight.device)
     layers = tuple(_layer(layer, family, options, tables) for layer in base.layers)
     factor = float(getattr(config, "residual_multiplier", None) or 1.0)
     return Decoder(
@@ -84,11 +88,11 @@ class _Family:
     mlp_of: Callable[[Any], Mlp | Experts | Mixture]
     mixer: str
     mixer_of: Callable[[Any], Mixer]
-    attention_of: Callable[[Any, AttentionOptions, RotaryTables | None], Attention]
+    attention_of: Callable[[Any, AttentionOptions, Rotations | None], Attention]
 
 
 def _layer(
-    layer: Any, family: _Family, options: Mapping[nn.Module, AttentionOptions], tables: RotaryTables | None
+    layer: Any, family: _Family, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None
 ) -> Layer:
     attends = getattr(layer, "self_attn", None) is not None
     name = "self_attn" if attends else family.mixer
@@ -108,7 +112,7 @@ def _layer(
 
 
 def _attention(
-    module: Any, options: AttentionOptions, tables: RotaryTables | None, out: str = "o_proj",
+    module: Any, options: AttentionOptions, tables: Rotations | None, out: str = "o_proj",
     norms: tuple[str, str] | None = None,
 ) -> Attention:  # fmt: skip
     """norms: names of those of queries and keys."""
@@ -124,7 +128,7 @@ def _attention(
         q_norm=q_norm,
         k_norm=k_norm,
         norm_whole=False,
-        cos_sin=None if tables is None else tables.of(module),
+        rotation=Rotation(None if tables is None else tables.table(None, int(module.head_dim))),
         options=options,
         is_gated=num_queries != projected.weight.k,
     )

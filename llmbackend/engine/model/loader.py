@@ -47,7 +47,7 @@ from .compatibility import (
     is_recurrent,
     needs_program,
 )
-from .decoder_description import Decoder
+from .decoder_description import Decoder, why_not_on_accelerator
 from .gguf_model import fill_of_gguf
 from .hybrid_description import describe_any
 from .int4_formats import METHODS, PackedFormat, packed_format
@@ -168,7 +168,7 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     elif config.quantization == "int4":  # too far from the model's own to tell a wrong program from a right one
         checked = replace(checked, logits=check_calls(model)[2])
     if dense or (kernels is not None and not config.enforce_eager):
-        decoder, why_modules = describe_or_why(model, checked.options, max_len, with_experts=dense)
+        decoder, why_modules = describe_or_why(model, checked.options, max_len, for_accelerator=dense)
     else:
         decoder, why_modules = None, "enforce_eager is set" if kernels else why_not_native(config, dtype)
     return LoadedModel(
@@ -334,16 +334,15 @@ def _swap_linears(
 
 
 def describe_or_why(
-    model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int, with_experts: bool = False
+    model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int, for_accelerator: bool = False
 ) -> tuple[Decoder | None, str]:
     """The model's description, or why there is none."""
     try:
-        return describe_any(model, options, max_model_len, with_experts), ""
+        decoder = describe_any(model, options, max_model_len, with_experts=for_accelerator)
     except ProgramUnsupportedError as error:
         return None, str(error)
-    except Exception as error:  # an unknown module may break any assumption; it runs as it is
-        logger.info("a %s runs as modules", type(model).__name__, exc_info=True)
-        return None, f"{type(error).__name__}: {error}"
+    reason = why_not_on_accelerator(decoder) if for_accelerator else ""
+    return None if reason else decoder, reason
 
 
 def device_of(name: str) -> torch.device:

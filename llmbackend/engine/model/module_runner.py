@@ -25,7 +25,7 @@ from ..attention.native_attention import NativePagedAttention, native_kv_memory
 from ..attention.reference import LayerKVCache, PagedAttention, RaggedBatch
 from ..config import EngineConfig
 from ..cpu.native_memory import check_kv_dtype, num_kv_blocks
-from ..cpu.native_runner import NativeRunner
+from ..cpu.native_runner import NativeRunner, why_modules
 from ..cpu.packed_decoder import PackedModel, PackingPlace
 from ..errors import ProgramUnsupportedError
 from ..gpu.device import CpuDevice, CudaDevice, Device, noticing_loss, use_gpu
@@ -177,10 +177,10 @@ def _on_gpu(config: EngineConfig, start_s: float) -> Runner:
         return start_on_cuda(config, loaded, start_s)
     except ProgramUnsupportedError as reason:
         logger.warning("%s runs as transformers modules, one step after the other: %s", loaded.model_type, reason)
-    return run_modules_on(CudaDevice(loaded.device), config, loaded)
+        return run_modules_on(CudaDevice(loaded.device), config, loaded, str(reason))
 
 
-def run_modules_on(device: Device, config: EngineConfig, loaded: LoadedModel) -> ModelRunner:
+def run_modules_on(device: Device, config: EngineConfig, loaded: LoadedModel, reason: str = "") -> ModelRunner:
     """On an accelerator, with as much KV memory as it has room for. Raises ValueError or torch.OutOfMemoryError."""
     from ..gpu.make_gpu_runner import num_module_blocks
 
@@ -191,7 +191,7 @@ def run_modules_on(device: Device, config: EngineConfig, loaded: LoadedModel) ->
         num_blocks = num_module_blocks(config, loaded, device, trial)
         trial.close()
         config = msgspec.structs.replace(config, num_kv_blocks=num_blocks)
-    return ModelRunner(config, loaded, device)
+    return ModelRunner(config, loaded, device, reason)
 
 
 def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> PackedModel | Runner:
@@ -205,22 +205,26 @@ def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> Pack
     except ProgramUnsupportedError as reason:
         if is_recurrent(loaded.model.config):
             raise needs_program(loaded.model.config, str(reason)) from reason
-        logger.info("%s runs as transformers modules: %s", loaded.model_type, reason)
+        level = logging.INFO if why_modules(config) else logging.WARNING  # asked for, or slower than it could be
+        logger.log(level, "%s runs as transformers modules: %s", loaded.model_type, reason)
         note(f"transformers modules, because {reason}")
         loaded = with_module_adapters(config, loaded)
         if loaded.checked.quantization is not None:
             loaded.checked.verify_quantized_modules(loaded.model)
         if loaded.kernels is not None and (choice := library_choice(config, loaded.dtype)) is not None:
             note(f"kernels {choice.report}")
-        return ModelRunner(config, loaded)
+        return ModelRunner(config, loaded, reason=str(reason))
     del loaded
     gc.collect()  # the modules are not read again, and refer to each other
     return packed
 
 
 class ModelRunner:
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device | None = None) -> None:
-        """device: None: a CPU. Allocates the KV memory. Raises ValueError with a text for the user."""
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel, device: Device | None = None, reason: str = ""
+    ) -> None:
+        """device: None: a CPU. reason: why no program computes. Allocates the KV memory. Raises ValueError with a text
+        for the user."""
         start_s = time.monotonic()
         if device is None and config.transport == "process":
             keep_freed_memory()
@@ -247,6 +251,7 @@ class ModelRunner:
             device_bytes=self._device.held_bytes,
             needs_torch=True,
             path="modules",
+            path_reason=reason,
         )
 
     @property

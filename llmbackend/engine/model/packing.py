@@ -50,7 +50,7 @@ from ..load_progress import part
 from ..step import FlatStep, Int32Array
 from . import native_experts
 from .compatibility import MAX_PROBE_TOKENS
-from .decoder_description import Attention, Experts, Layer, Mixer, Mlp, Projection, parts_of
+from .decoder_description import Attention, Experts, Layer, Mixer, Mlp, PlainMlp, Projection, parts_of
 from .loader import LoadedModel, library_choice
 from .mixture_description import Mixture
 from .recurrent_layers import Scan, ShortConv
@@ -183,7 +183,7 @@ def _packed_decoder(loaded: LoadedModel, packer: _Packer, kernel_report: str) ->
         embedding=packer.table(decoder.embedding),
         embedding_factor=decoder.embedding_factor,
         layers=tuple(_layer(layer, loaded.layer_shapes.get(layer.module), packer, names) for layer in decoder.layers),
-        norm=PackedNorm(packer.array(decoder.norm.weight), decoder.norm.eps),
+        norm=_packed_norm(decoder.norm, packer),
         head=_projection(decoder.head, packer, ()),
         logit_factor=decoder.logit_factor,
         logit_softcap=decoder.logit_softcap,
@@ -209,6 +209,7 @@ def _layer(layer: Layer, shape: LayerShape | None, packer: _Packer, names: _Name
         mlp_out_norm=_norm(layer.mlp_out_norm, packer, factor),
         residual_factor=factor,
         mixer=None if layer.mixer is None else _mixer(layer.mixer, packer),
+        is_parallel=layer.is_parallel,
     )
 
 
@@ -260,6 +261,9 @@ def _attention(attention: Attention, shape: LayerShape, packer: _Packer, names: 
         k_norm=_norm(attention.k_norm, packer),
         norm_whole=attention.norm_whole,
         cos_sin=None if attention.cos_sin is None else packer.table(attention.cos_sin),
+        q_cos_sin=None if attention.rotation.q_cos_sin is None else packer.table(attention.rotation.q_cos_sin),
+        pairs=attention.rotation.pairs,
+        norm_last=attention.rotation.norm_last,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.key_dim,
         scaling=options.scaling,
@@ -270,12 +274,15 @@ def _attention(attention: Attention, shape: LayerShape, packer: _Packer, names: 
     )
 
 
-def _mlp(mlp: Mlp | Experts | Mixture | None, packer: _Packer, names: _Names) -> PackedMlp | None:
+def _mlp(mlp: Mlp | PlainMlp | Experts | Mixture | None, packer: _Packer, names: _Names) -> PackedMlp | None:
     """Of a mixture, its shared expert."""
     if isinstance(mlp, Mixture):
         mlp = mlp.shared
     if mlp is None:
         return None
+    if isinstance(mlp, PlainMlp):
+        up, down = (_projection(each, packer, _named_parts(each, names)) for each in (mlp.up, mlp.down))
+        return PackedMlp(None, up, down, mlp.activation)
     assert isinstance(mlp, Mlp), "native kernels are given no description with experts that are not packed"
     parts = [_named_parts(each, names) for each in (mlp.gate, mlp.up, mlp.down)]
     if parts[0][0].layer == parts[1][0].layer:  # one layer has both
@@ -311,7 +318,12 @@ def _expert_matrix(experts: native_experts.PackedExperts, packer: _Packer) -> Pa
 
 
 def _norm(norm: Norm | None, packer: _Packer, factor: float = 1.0) -> PackedNorm | None:
-    return None if norm is None else PackedNorm(packer.array(norm.weight * factor), norm.eps)
+    return None if norm is None else _packed_norm(norm, packer, factor)
+
+
+def _packed_norm(norm: Norm, packer: _Packer, factor: float = 1.0) -> PackedNorm:
+    bias = None if norm.bias is None else packer.array(norm.bias * factor)
+    return PackedNorm(packer.array(norm.weight * factor), norm.eps, bias, norm.centred)
 
 
 def _projection(projection: Projection, packer: _Packer, parts: Sequence[PackedPart]) -> PackedProjection:

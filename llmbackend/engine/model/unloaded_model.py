@@ -213,8 +213,6 @@ def _why_modules(
         decoder = describe_any(model, options, _PROBED_TOKENS)
     except ProgramUnsupportedError as error:
         return str(error), None
-    except Exception as error:  # as the loader: an unknown module may break any assumption
-        return f"{type(error).__name__}: {error}", None
     if not all(can_hold(each.key_dim, each.value_dim, config.block_size) for each in shapes.values()):
         return "its heads do not fit the native layout", None
     return "", decoder

@@ -98,11 +98,15 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """x / sqrt(mean(x²) + eps) * weight, computed in float32."""
+    """x / sqrt(mean(x²) + eps) * weight, computed in float32. Centred, which no operation here computes: of x - mean(x)
+    instead of x, and a bias is added."""
 
     weight: torch.Tensor
     """float32 [width]"""
     eps: float
+    bias: torch.Tensor | None = None
+    """float32 [width]"""
+    centred: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
     with contextlib.suppress(OSError):  # there is none
         model.generation_config = GenerationConfig.from_pretrained(config.model)
     options = {module: _with_values(each, names, model) for module, each in recorder.options.items()}
-    decoder, why_modules = describe_or_why(model, options, opened.max_model_len, with_experts=True)
+    decoder, why_modules = describe_or_why(model, options, opened.max_model_len, for_accelerator=True)
     return LoadedModel(
         model=model,
         layer_shapes=recorder.shapes,
@@ -279,7 +279,7 @@ def trial_of(config: EngineConfig, loaded: LoadedModel, device: torch.device) ->
     _spread(model, config.seed)
     join_neighbours(model)
     checked = check_model(model)
-    decoder, why_modules = describe_or_why(model, checked.options, loaded.max_model_len, with_experts=True)
+    decoder, why_modules = describe_or_why(model, checked.options, loaded.max_model_len, for_accelerator=True)
     if decoder is None:
         raise ProgramUnsupportedError(why_modules)
     _compare(decoder, loaded.decoder)

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ...attention.interface import LayerShape
 from ...errors import UnshardableError
-from ...model.decoder_description import Attention, Decoder, Experts, Layer, Mlp, Projection
+from ...model.decoder_description import Attention, Decoder, Experts, Layer, Mlp, PlainMlp, Projection
 from ...model.mixture_description import Mixture
 from ..ops.ops import Norm, gate_up_rows
 from ..weights.dense import DenseWeight, DeviceWeight, Matmul, Rows, SplittableWeight
@@ -164,7 +164,7 @@ class Sharding:
         return layers[own.start : own.stop]
 
     def _layer(self, layer: Layer, shape: LayerShape) -> Layer:
-        assert not isinstance(layer.mlp, Mixture), "packed experts are a CPU's"
+        assert not isinstance(layer.mlp, Mixture | PlainMlp), "computed by a CPU's program alone"
         return replace(
             layer,
             attention_norm=self._norm(layer.attention_norm),
@@ -196,7 +196,9 @@ class Sharding:
             out=self._columns(attention.out, range(heads.start * head_dim, heads.stop * head_dim)),
             q_norm=self._norm(attention.q_norm),
             k_norm=self._norm(attention.k_norm),
-            cos_sin=None if attention.cos_sin is None else attention.cos_sin.to(self._device),
+            rotation=replace(
+                attention.rotation, cos_sin=None if attention.cos_sin is None else attention.cos_sin.to(self._device)
+            ),
             options=replace(
                 attention.options,
                 sinks=None if sinks is None else sinks.detach()[heads.start : heads.stop].to(self._device),

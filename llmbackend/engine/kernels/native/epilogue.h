@@ -51,6 +51,17 @@ inline PanelRow combine(Epilogue epilogue, PanelRow row, const PanelRow& other) 
     return row;
 }
 
+inline Floats activated(Activation activation, Floats x) {
+    const Floats positive = max(x, Floats{});
+    return activation == Activation::kGelu ? gelu(x) : positive * positive;
+}
+
+inline PanelRow activated(Activation activation, PanelRow row) {
+    if (activation == Activation::kNone) return row;
+    for (Floats& v : row.v) v = activated(activation, v);
+    return row;
+}
+
 template <class T>
 void store_row(T* y, int columns, const PanelRow& row) {
     alignas(64) T narrow[kPanel];
@@ -67,9 +78,10 @@ inline void add_row(float* y, int columns, float factor, PanelRow row) {
     store_row(y, columns, row);
 }
 
-// Writes what a layer's row has in one panel, or adds it. Tiles are filled up to their last column: with the zeros of the
-// panel's padding.
-inline void write_panel_row(const LinearOp& op, int row, int panel, const PanelRow& result) {
+// Writes what a layer's row has in one panel, activated, or adds it. Tiles are filled up to their last column: with the
+// zeros of the panel's padding.
+inline void write_panel_row(const LinearOp& op, int row, int panel, const PanelRow& sums) {
+    const PanelRow result = activated(op.activation, sums);
     const int column = panel * kPanel, columns = std::min(op.n - column, kPanel);
     const size_t at = static_cast<size_t>(row) * op.y_stride + column;
     if (op.epilogue == Epilogue::kAdd) add_row(static_cast<float*>(op.y) + at, columns, op.factor, result);

@@ -133,18 +133,38 @@ inline Floats load_some(const X* p, int count) {
     return load(some);
 }
 
-// The sum of x[i]²: element i is added to sum i % 64, for every vector width, and the 64 sums are halved again and again.
-inline float sum_of_squares(const float* x, int n) {
+// A sum over x[i]: element i is added to sum i % 64, for every vector width, and the 64 sums are halved again and again.
+// add(sum, v): with the terms of v; `fill` is in the place of elements beyond n.
+template <class Add>
+inline float sum_by_64(const float* x, int n, float fill, Add&& add) {
     constexpr int kSums = 64, kVectors = kSums / kLanes;
     Floats sums[kVectors] = {};
-    const auto add = [&](int j, Floats v) { sums[j] = fma(v, v, sums[j]); };
     int i = 0;
     for (; i + kSums <= n; i += kSums)
-        for (int j = 0; j < kVectors; j++) add(j, load(x + i + j * kLanes));
-    for (int j = 0; i < n; i += kLanes, j++) add(j, load_some(x + i, n - i < kLanes ? n - i : kLanes));
+        for (int j = 0; j < kVectors; j++) sums[j] = add(sums[j], load(x + i + j * kLanes));
+    for (int j = 0; i < n; i += kLanes, j++) {
+        alignas(64) float some[kLanes];
+        store(some, splat(fill));
+        std::memcpy(some, x + i, (n - i < kLanes ? n - i : kLanes) * sizeof(float));
+        sums[j] = add(sums[j], load(some));
+    }
     for (int half = kVectors / 2; half > 0; half /= 2)
         for (int j = 0; j < half; j++) sums[j] += sums[j + half];
     return sum(sums[0]);
+}
+
+// The sum of x[i]².
+inline float sum_of_squares(const float* x, int n) {
+    return sum_by_64(x, n, 0.0f, [](Floats sum, Floats v) { return fma(v, v, sum); });
+}
+
+// The sum of (x[i] - mean)².
+inline float sum_of_squares_about(const float* x, int n, float mean) {
+    return sum_by_64(x, n, mean, [&](Floats sum, Floats v) { return fma(v - splat(mean), v - splat(mean), sum); });
+}
+
+inline float sum(const float* x, int n) {
+    return sum_by_64(x, n, 0.0f, [](Floats sum, Floats v) { return sum + v; });
 }
 
 inline float max(Floats v) {

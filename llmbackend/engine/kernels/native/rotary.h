@@ -68,12 +68,20 @@ inline void rotate_halves(float* x, const float* cos, const float* sin, int half
     }
 }
 
+// The same for pairs (2i, 2i + 1).
+inline void rotate_neighbours(float* x, const float* cos, const float* sin, int half) {
+    for (int i = 0; i < half; i++) {
+        const float a = x[2 * i], b = x[2 * i + 1];
+        x[2 * i] = a * cos[i] - b * sin[i];
+        x[2 * i + 1] = b * cos[i] + a * sin[i];
+    }
+}
+
 // `cos`: the token's row of cos_sin.
 inline void rotate_heads(const RotaryOp& op, float* x, int first, int last, int gap, const float* cos) {
     const int half = op.rotary_dim / 2;
-    for (int head = first; head < last; head++) {
-        rotate_halves(x + head * (op.head_dim + gap), cos, cos + half, half);
-    }
+    const auto rotate = op.pairs ? rotate_neighbours : rotate_halves;
+    for (int head = first; head < last; head++) rotate(x + head * (op.head_dim + gap), cos, cos + half, half);
 }
 
 // Half `odd` of `count` pairs, for which `pairs` is zero elsewhere. Another thread may be writing the other half.
@@ -169,12 +177,17 @@ inline void rotate_token(const RotaryOp& op, const Step& step, int token, int fi
     const int group = op.num_heads / op.num_kv_heads;
     float* q = op.q + row;
     float* k = op.k + row;
-    if (op.q_norm) normalise_heads(op, q, op.q_norm, first * group, last * group, op.q_gap);
-    if (op.k_norm) normalise_heads(op, k, op.k_norm, first, last, 0);
-    if (!op.cos_sin) return;
-    const float* cos = op.cos_sin + static_cast<size_t>(step.positions[token]) * op.rotary_dim;
-    rotate_heads(op, q, first * group, last * group, op.q_gap, cos);
-    rotate_heads(op, k, first, last, 0, cos);
+    const auto normalise = [&] {
+        if (op.q_norm) normalise_heads(op, q, op.q_norm, first * group, last * group, op.q_gap);
+        if (op.k_norm) normalise_heads(op, k, op.k_norm, first, last, 0);
+    };
+    if (!op.norm_last) normalise();
+    if (op.cos_sin) {
+        const size_t at = static_cast<size_t>(step.positions[token]) * op.rotary_dim;
+        rotate_heads(op, q, first * group, last * group, op.q_gap, (op.q_cos_sin ? op.q_cos_sin : op.cos_sin) + at);
+        rotate_heads(op, k, first, last, 0, op.cos_sin + at);
+    }
+    if (op.norm_last) normalise();
 }
 
 inline void rotary_part(const RotaryOp& op, const Step& step, int begin, int end, int first, int last) {

@@ -47,16 +47,36 @@ inline void scale_row(const NormOp& op, const float* x, float factor, Out out) {
     }
 }
 
+// out[i] (+)= (x[i] - mean) * factor * weight[i] + bias[i], alike.
+template <class Out>
+inline void scale_centred_row(const NormOp& op, const float* x, float mean, float factor, Out out) {
+    for (int i = 0; i < op.width; i++) {
+        float v = (x[i] - mean) * factor * op.weight[i];
+        if (op.bias) v += op.bias[i];
+        if (op.accumulate) v += to_float(out[i]);
+        set(out[i], v);
+    }
+}
+
+inline float mean_of(const float* x, int n) { return sum(x, n) / static_cast<float>(n); }
+
+template <class Out>
+inline void norm_to(const NormOp& op, const float* x, Out out) {
+    const auto factor = [&](float squares) { return 1.0f / std::sqrt(squares / static_cast<float>(op.width) + op.eps); };
+    if (!op.centred) return scale_row(op, x, factor(sum_of_squares(x, op.width)), out);
+    const float mean = mean_of(x, op.width);
+    scale_centred_row(op, x, mean, factor(sum_of_squares_about(x, op.width, mean)), out);
+}
+
 inline void norm_row(const NormOp& op, const float* x, int64_t out_row) {
-    const float factor = 1.0f / std::sqrt(sum_of_squares(x, op.width) / static_cast<float>(op.width) + op.eps);
     if (op.out_type == Type::kBfloat16Tiles) {
         const TileRow<bf16> out(static_cast<bf16*>(op.out), static_cast<int>(out_row), op.out_stride);
-        scale_row(op, x, factor, out);
+        norm_to(op, x, out);
         for (int i = op.width; i < op.out_stride; i++) out[i] = {};
     } else if (op.out_type == Type::kBfloat16) {
-        scale_row(op, x, factor, static_cast<bf16*>(op.out) + out_row * op.out_stride);
+        norm_to(op, x, static_cast<bf16*>(op.out) + out_row * op.out_stride);
     } else {
-        scale_row(op, x, factor, static_cast<float*>(op.out) + out_row * op.out_stride);
+        norm_to(op, x, static_cast<float*>(op.out) + out_row * op.out_stride);
     }
 }
 

@@ -86,13 +86,15 @@ struct EmbedOp {
     int32_t padding;
 };
 
-// out = x / rms(x) * weight (or layer norm), rounded to out_type; with `accumulate`, float32 out += that.
+// out = x / rms(x) * weight, or with `centred` (x - mean(x)) / rms(x - mean(x)) * weight + bias, rounded to out_type; with
+// `accumulate`, float32 out += that.
 // With rows = kSampled, out row i is the norm of x row sampled_tokens[i].
 struct NormOp {
     Kind kind;
     Rows rows;
     const float* x;       // [tokens, x_stride]
     const float* weight;  // [width]
+    const float* bias;    // [width], or null; with `centred`
     void* out;            // [rows, out_stride]
     int32_t x_stride;
     int32_t out_stride;
@@ -100,6 +102,8 @@ struct NormOp {
     Type out_type;
     float eps;
     int32_t accumulate;
+    int32_t centred;
+    int32_t padding;
 };
 
 enum class Epilogue : int32_t {
@@ -161,6 +165,9 @@ struct LoraOp {
     int32_t padding;
 };
 
+// With kStore, what y is of x·Wᵀ + bias.
+enum class Activation : int32_t { kNone = 0, kGelu = 1, kRelu2 = 2 };  // the tanh form; max(0, ·)²
+
 // Weights are packed in panels of 32 output columns (the last one padded with zeros), K padded with zeros:
 //   float32   [n/32][k][32]          k as it is
 //   bfloat16  [n/32][k/2][32][2]     k padded to a multiple of 32
@@ -194,6 +201,8 @@ struct LinearOp {
     Epilogue epilogue;
     float factor;
     int32_t lora_panel;   // the first panel's number in `lora`; those of weight2 follow
+    Activation activation;
+    int32_t padding;
 };
 
 // Per token: normalises (where weights are given) and rotates the heads of q and k in place, and writes k and v to
@@ -208,7 +217,8 @@ struct RotaryOp {
     const float* v;         // [tokens, stride]
     void* keys;
     void* values;
-    const float* cos_sin;   // [positions, rotary_dim]: cos of the first half, then sin; null: no rotation
+    const float* cos_sin;   // [positions, rotary_dim]: cosines of each pair, then sines; null: no rotation
+    const float* q_cos_sin; // of queries; null: as of keys
     const float* q_norm;    // [head_dim] (or [num_heads * head_dim] with norm_whole), or null
     const float* k_norm;
     int32_t stride;         // of q, k and v, in elements
@@ -220,6 +230,8 @@ struct RotaryOp {
     int32_t norm_whole;     // 1: q_norm and k_norm cover all heads of a token together
     float eps;
     int32_t q_gap;          // elements between a head of q and the next
+    int32_t pairs;          // 1: neighbours (2i, 2i + 1) are rotated together; 0: (i, i + rotary_dim / 2)
+    int32_t norm_last;      // 1: heads are normalised after they are rotated
     int32_t padding;
 };
 

@@ -73,6 +73,7 @@ class Finisher {
 
     // As write_panel_row, for whole panels, to an address that advances.
     LLMB_INLINE void write(PanelRow row) {
+        row = activated(op_.activation, row);
         if (op_.y_type == llmb::Type::kFloat32) {
             auto* y = reinterpret_cast<float*>(y_);
             for (int v = 0; v < kPanelVectors; v++) {

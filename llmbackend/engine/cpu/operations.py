@@ -1,0 +1,44 @@
+"""What the operations of a program are in the model.
+
+For: the program and its profile. Does not know: how operations are computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from ..kernels.recurrent_ops import ConvOp, GateOp, ScanOp
+
+
+class Role(StrEnum):
+    """What an operation is in the model, in the order in which a layer has them."""
+
+    EMBEDDING = "embedding"
+    NORM = "norm"
+    LORA = "adapters"
+    QKV = "qkv"
+    ROTARY = "rotary, KV write"
+    ATTENTION = "attention"
+    ATTENTION_OUT = "attention out"
+    MIXER = "mixer in"
+    CONVOLUTION = "convolution"
+    RECURRENCE = "recurrence"
+    GATE = "gate, norm"
+    MIXER_OUT = "mixer out"
+    GATE_UP = "gate·up"
+    DOWN = "down"
+    ROUTE = "router"
+    EXPERTS_GATE_UP = "experts, gate·up"
+    EXPERTS_DOWN = "experts, down"
+    MIX = "experts, sum"
+    HEAD = "output head"
+
+
+ROLE_OF: Final = {ConvOp: Role.CONVOLUTION, ScanOp: Role.RECURRENCE, GateOp: Role.GATE}
+
+
+class Operation(NamedTuple):
+    role: Role
+    op: ctypes.Structure

@@ -1,0 +1,237 @@
+"""How an attention module turns its heads: tables of cosines and sines, and which numbers of a head turn together.
+
+For: decoder_description.py. Does not know: families, weights. The module is called with projections that give known
+numbers, and the queries and keys that it hands to attention are compared with those of each known way. Invariants:
+modules are as before afterwards; a way that is not known raises ProgramUnsupportedError.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ..attention.interface import AttentionOptions, active_context
+from ..errors import ProgramUnsupportedError
+from ..gpu.ops.ops import Norm
+from .recognition import normalised
+
+_TRIED_POSITIONS: Final = (0, 1, 2, 5)
+"""With others in the middle and at the end."""
+_LARGE: Final = 100.0
+"""So large that a bound on queries and keys would show."""
+
+
+QueryScale = Callable[[torch.Tensor], torch.Tensor]
+"""Factors on queries at positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What an attention module computes queries and keys with."""
+
+    outputs: Mapping[str, int]
+    """Numbers of outputs of its projections, by name; those of query, key and value in this order, then the last one's
+    behind attention."""
+    dim: int
+    num_kv_heads: int
+    q_norm: Norm | None
+    k_norm: Norm | None
+    norm_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    cos_sin: torch.Tensor | None
+    """float32 [max_model_len, rotary_dim]: cosines of each pair, then sines; None: no rotation."""
+    q_cos_sin: torch.Tensor | None = None
+    """Of queries, where theirs differ."""
+    pairs: bool = False
+    """Whether numbers 2i and 2i + 1 of a head turn together, not i and i + rotary_dim / 2."""
+    norm_last: bool = False
+    """Whether heads are normalised after they are turned."""
+
+
+class Rotations:
+    """Cosines and sines of all positions, computed once for each kind of layer, by a copy of the module on the CPU: a
+    GPU may have been told to round the factors of products (TF32), and angles of thousands lose their fraction then."""
+
+    def __init__(
+        self, rotary: Any, max_model_len: int, device: torch.device, kinds: Sequence[str] = (),
+        query_scale: QueryScale | None = None,
+    ) -> None:  # fmt: skip
+        """kinds: of the layers, where the module has a table for each. query_scale: which attention may apply."""
+        self._rotary = copy.deepcopy(rotary).cpu()
+        self._device = device
+        self._length = max_model_len
+        self._query_scale = query_scale
+        by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
+        self._kinds: Sequence[str] | None = kinds if by_kind else None
+        self._tables: dict[str | None, torch.Tensor] = {}
+        self._scaled_tables: dict[str | None, torch.Tensor] = {}
+        if by_kind and not kinds:
+            raise ProgramUnsupportedError(
+                f"{type(rotary).__name__} has tables by kinds of layers, which are not stated"
+            )
+
+    def of(self, layer: int, attention: nn.Module, heads: Heads) -> Rotation:
+        """Raises ProgramUnsupportedError."""
+        kind = None if self._kinds is None else self._kinds[layer]
+        tried = {*_TRIED_POSITIONS, self._length // 2, self._length - 1}
+        positions = torch.tensor(sorted(each for each in tried if each < self._length))
+        embeddings = self._embeddings(positions, kind)
+        rows = positions.to(self._device)
+        given = _try(attention, heads, rows, tuple(each.to(self._device) for each in embeddings))
+        for rotation in self._known(kind, heads):
+            if all(_is_near(*each) for each in zip(given, _expected(heads, rotation, rows), strict=True)):
+                return rotation
+        raise ProgramUnsupportedError(f"{type(attention).__name__} turns its heads in a way of its own")
+
+    def table(self, kind: str | None, head_dim: int) -> torch.Tensor:
+        if kind not in self._tables:
+            self._tables[kind] = self._table(head_dim, kind)
+        return self._tables[kind]
+
+    def _known(self, kind: str | None, heads: Heads) -> Iterator[Rotation]:
+        yield Rotation(None)
+        table = self.table(kind, heads.dim)
+        for norm_last in (False, True) if heads.q_norm or heads.k_norm else (False,):
+            for pairs in (False, True):
+                yield Rotation(table, None, pairs, norm_last)
+        if self._query_scale is not None and table.shape[1] == heads.dim:
+            yield Rotation(table, self._scaled(kind, table))
+
+    def _scaled(self, kind: str | None, table: torch.Tensor) -> torch.Tensor:
+        """The table of queries, which lie wholly in it."""
+        assert self._query_scale is not None
+        if kind not in self._scaled_tables:
+            positions = torch.arange(self._length, device=self._device)
+            self._scaled_tables[kind] = table * self._query_scale(positions)[:, None]
+        return self._scaled_tables[kind]
+
+    def _embeddings(self, positions: torch.Tensor, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self._rotary(torch.empty(1, 1), positions[None], *([] if kind is None else [kind]))
+        return cos, sin
+
+    def _table(self, head_dim: int, kind: str | None) -> torch.Tensor:
+        """Modules state an angle twice, for halves or for neighbours, or, where they rotate whole heads, once."""
+        cos, sin = (each[0] for each in self._embeddings(torch.arange(self._length), kind))
+        half = cos.shape[-1] // 2
+        if torch.equal(cos[:, :half], cos[:, half:]):
+            cos, sin = cos[:, :half], sin[:, :half]
+        elif torch.equal(cos[:, 0::2], cos[:, 1::2]):
+            cos, sin = cos[:, 0::2], sin[:, 0::2]
+        elif 2 * cos.shape[-1] != head_dim:
+            raise ProgramUnsupportedError(f"{type(self._rotary).__name__} does not rotate pairs")
+        return torch.cat((cos, sin), dim=-1).float().to(self._device)
+
+
+class _Given:
+    """Attention that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.heads: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def attend(
+        self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        self.heads = query.float(), key.float()
+        return query.new_zeros(*query.shape[:2], value.shape[-1])
+
+
+def _try(
+    attention: nn.Module, heads: Heads, positions: torch.Tensor, embeddings: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys [positions, heads, dim]."""
+    given, hidden = _Given(), torch.zeros(1, len(positions), 1, device=positions.device)
+    with _projecting(attention, heads, hidden), active_context(given):
+        attention(
+            hidden_states=hidden,
+            position_embeddings=embeddings,
+            attention_mask=None,
+            position_ids=positions[None],
+            past_key_values=None,
+        )
+    if given.heads is None:
+        raise ProgramUnsupportedError(f"{type(attention).__name__} did not call attention when it was tried")
+    return given.heads
+
+
+def _raw(heads: Heads, device: torch.device) -> torch.Tensor:
+    """What query, key and value projections give, one after the other."""
+    *inner, _ = heads.outputs.values()
+    return _LARGE * (torch.arange(1.0, sum(inner) + 1, device=device) * 1.7).sin()
+
+
+@contextmanager
+def _projecting(attention: Any, heads: Heads, hidden: torch.Tensor) -> Iterator[None]:
+    """The module's projections give known numbers meanwhile, the same at all positions."""
+    *inner, last = heads.outputs
+    sizes = [heads.outputs[name] for name in inner]
+    rows = _raw(heads, hidden.device).expand(1, hidden.shape[1], -1)
+    numbers = dict(zip(inner, torch.split(rows, sizes, dim=-1), strict=True)) | {last: hidden}
+    children = {name: getattr(attention, name) for name in numbers}
+    for name, child in children.items():
+        child.forward = lambda _x, given=numbers[name]: given.clone()  # some bound them in place
+    try:
+        yield
+    finally:
+        for child in children.values():
+            del child.forward
+
+
+def _expected(heads: Heads, rotation: Rotation, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    raw = _raw(heads, positions.device)
+    num_kv = heads.num_kv_heads * heads.dim
+    q, k = raw[: len(raw) - 2 * num_kv], raw[len(raw) - 2 * num_kv : len(raw) - num_kv]
+    q, k = (each.view(1, -1, heads.dim).expand(len(positions), -1, -1) for each in (q, k))
+    tables = rotation.cos_sin if rotation.q_cos_sin is None else rotation.q_cos_sin, rotation.cos_sin
+    q_rows, k_rows = (None if table is None else table[positions] for table in tables)
+    is_whole = heads.norm_whole
+    return _turned(q, heads.q_norm, is_whole, q_rows, rotation), _turned(k, heads.k_norm, is_whole, k_rows, rotation)
+
+
+def _turned(
+    x: torch.Tensor, norm: Norm | None, norm_whole: bool, rows: torch.Tensor | None, rotation: Rotation
+) -> torch.Tensor:
+    """rows: of the table."""
+    if norm is not None and not rotation.norm_last:
+        x = _head_normed(x, norm, norm_whole)
+    if rows is not None:
+        x = _rotated(x, rows, rotation.pairs)
+    return _head_normed(x, norm, norm_whole) if norm is not None and rotation.norm_last else x
+
+
+def _head_normed(x: torch.Tensor, norm: Norm, norm_whole: bool) -> torch.Tensor:
+    return normalised(x.flatten(1), norm).view(x.shape) if norm_whole else normalised(x, norm)
+
+
+def _rotated(x: torch.Tensor, rows: torch.Tensor, pairs: bool) -> torch.Tensor:
+    half = rows.shape[-1] // 2
+    cos, sin = rows[:, None, :half], rows[:, None, half:]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if pairs else (turned[..., :half], turned[..., half:])
+    a, b = a * cos - b * sin, b * cos + a * sin
+    both = torch.stack((a, b), dim=-1).flatten(-2) if pairs else torch.cat((a, b), dim=-1)
+    return torch.cat((both, rest), dim=-1)
+
+
+def query_scale_of(config: Any) -> QueryScale | None:
+    """Of Ministral 3: queries grow with the logarithm of their position."""
+    stated = getattr(config, "rope_parameters", None) or {}
+    beta, length = (stated.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    if not beta or not length:
+        return None
+    return lambda positions: 1 + float(beta) * torch.log(1 + torch.floor(positions / int(length)))
+
+
+def _is_near(given: torch.Tensor, expected: torch.Tensor) -> bool:
+    if given.shape != expected.shape:
+        return False
+    return bool((given - expected).abs().max() <= 1e-3 * expected.abs().max())
