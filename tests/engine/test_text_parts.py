@@ -12,6 +12,8 @@ import torch
 import transformers as tf
 
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.kernels import library
+from llmbackend.engine.load_forecast import forecast
 from llmbackend.engine.model.compatibility import auto_class
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model.module_runner import make_model_runner
@@ -35,6 +37,30 @@ SERVED: dict[str, Any] = {
 }
 
 
+WIDE = BASE | {"hidden_size": 256}
+PIXELS = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+QWEN_VISION = VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 256}
+MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}
+NATIVE: dict[str, Any] = {
+    "Gemma 3": tf.Gemma3Config(text_config=tf.Gemma3TextConfig(**WIDE, **MIXED, head_dim=64), vision_config=PIXELS),
+    "InternVL": tf.InternVLConfig(text_config=tf.Qwen2Config(**WIDE), vision_config=PIXELS),
+    "Mistral 3": tf.Mistral3Config(
+        text_config=tf.MistralConfig(**WIDE), vision_config=tf.PixtralVisionConfig(**PIXELS)
+    ),
+    "Ministral 3": tf.Mistral3Config(
+        text_config=tf.Ministral3Config(**WIDE, head_dim=64), vision_config=tf.PixtralVisionConfig(**PIXELS)
+    ),
+    "Qwen2.5-VL": tf.Qwen2_5_VLConfig(
+        text_config=WIDE | {"rope_parameters": MROPE | {"mrope_section": [8, 12, 12]}}, vision_config=QWEN_VISION
+    ),
+    "Qwen3-VL": tf.Qwen3VLConfig(
+        text_config=WIDE | {"head_dim": 64, "rope_parameters": MROPE | {"mrope_section": [12, 10, 10]}},
+        vision_config=QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    ),
+    "SmolVLM": tf.SmolVLMConfig(text_config=tf.LlamaConfig(**WIDE), vision_config=PIXELS),
+}
+
+
 def random_model(config: Any) -> Any:
     torch.manual_seed(5)
     model = auto_class(config).from_config(config, dtype=torch.float32).eval()
@@ -50,6 +76,21 @@ def test_text_is_served(kind: str, tmp_path: Path) -> None:
     model = random_model(SERVED[kind])
     model.save_pretrained(tmp_path)
     tokens, _ = engine_tokens(tmp_path)
+    assert [tokens[0], tokens[4]] == [expected_tokens(model, prompts()[i]) for i in (0, 4)]
+
+
+@pytest.mark.skipif(not library.available(), reason="no native kernels are built here")
+@pytest.mark.parametrize("kind", NATIVE)
+def test_text_is_computed_natively(kind: str, tmp_path: Path) -> None:
+    """With heads of a real size; the parts for images are not kept."""
+    model = random_model(NATIVE[kind])
+    model.save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path), transport="inline", dtype="float32")
+    info = make_model_runner(config).info
+    assert (info.path, info.path_reason, forecast(config).why_not_faster) == ("native", "", "")
+    text = load_model(config).model
+    assert not [name for name, _ in text.named_parameters() if "vision" in name or "visual" in name]
+    tokens, _ = engine_tokens(tmp_path, dtype="float32")
     assert [tokens[0], tokens[4]] == [expected_tokens(model, prompts()[i]) for i in (0, 4)]
 
 

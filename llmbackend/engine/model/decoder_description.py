@@ -36,6 +36,7 @@ from .recognition import (
     plain_activation_of,
 )
 from .rotation import Heads, Rotation, Rotations, query_scale_of
+from .text_part import text_part
 
 
 class Weight(Protocol):
@@ -225,7 +226,7 @@ def describe(
     """options: what each attention module asked for, in the order of the layers. with_experts: whether layers may have
     some. Raises ProgramUnsupportedError."""
     config = model.config.get_text_config(decoder=True)
-    base = model.base_model
+    base = text_part(model)
     expect_children(model, {"model", "lm_head"})
     norm_name = "final_layernorm" if hasattr(base, "final_layernorm") else "norm"
     expect_children(base, {"embed_tokens", "layers", norm_name, "rotary_emb"})

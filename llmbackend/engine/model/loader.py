@@ -57,6 +57,7 @@ from .located_files import files_of, hub_files
 from .lora import LoraBatch, ModuleAdapters, load_adapters, wrap_linears
 from .native_experts import ExpertsToPack, kept_names
 from .rotary import fix_frequencies, max_model_len
+from .text_part import keep_text
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
             model = _instantiate(config, hf_config, device, opened.tensors)
         else:
             model = _filled_model(config, opened, stored)
+    keep_text(model)
     fix_frequencies(model, max_len)
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):

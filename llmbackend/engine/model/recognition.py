@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, TypeVar
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import ACTIVATIONS, Activation, Norm, gated
@@ -153,11 +152,25 @@ def finish_of(model: Any, config: Any) -> tuple[float, float]:
     raise ProgramUnsupportedError(f"{type(model).__name__} scales its logits in a way of its own")
 
 
+class _Hidden(tuple[torch.Tensor]):
+    """What layers give; all else that a model may ask of it is None."""
+
+    def __new__(cls, hidden: torch.Tensor) -> _Hidden:
+        return super().__new__(cls, (hidden,))
+
+    @property
+    def last_hidden_state(self) -> torch.Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def _finished(model: Any, logits: torch.Tensor) -> torch.Tensor:
     """What the model makes of these logits of its head."""
     base, head = model.base_model, model.get_output_embeddings()
     hidden = torch.zeros(1, 1, 1, device=logits.device)
-    base.forward = lambda *_args, **_kwargs: BaseModelOutputWithPast(last_hidden_state=hidden)
+    base.forward = lambda *_args, **_kwargs: _Hidden(hidden)
     head.forward = lambda _hidden: logits[None, None]
     try:
         output = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=logits.device), use_cache=False)

@@ -44,6 +44,7 @@ from .loader import (
 )
 from .native_experts import ExpertsToPack, NativeExperts, router_of
 from .rotary import fix_frequencies, restore_buffers
+from .text_part import keep_text
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ def meta_model(config: EngineConfig, opened: OpenedCheckpoint, dtype: torch.dtyp
     if not isinstance(model.get_output_embeddings(), nn.Module):
         name = architecture_name(opened.hf_config)
         raise ValueError(f"model architecture '{name}' is not supported: it has no output head")
+    keep_text(model)
     return model
 
 
