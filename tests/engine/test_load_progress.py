@@ -12,16 +12,19 @@ import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from llmbackend.core.activity.messages import InstanceDescription
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.load_progress import LoadProgress, counted, report, reporting_to, show
 from llmbackend.engine.load_progress import logger as progress_log
 from llmbackend.engine.process.transport import EngineForkServer, make_transport
-from llmbackend.server.terminal import LoadLines, handled_by, load_bars
+from llmbackend.server.terminal import LoadLines, announce, handled_by, load_bars
 from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers.fake_clock import FakeClock
 
@@ -88,6 +91,27 @@ def test_bars_show_each_engine_until_it_is_loaded() -> None:
     assert "demo: packing weights" in drawn
     assert "3/10" in drawn
     assert not progress_log.handlers
+
+
+def test_a_server_that_is_ready_says_what_computes_each_model(capfd: pytest.CaptureFixture[str]) -> None:
+    """And why nothing faster does."""
+    rows = [SimpleNamespace(name=name, version="1", state="READY", reason="") for name in ("a", "b")]
+    paths = {"a": ("native", ""), "b": ("modules", "its layers have experts")}
+    instances = [
+        (
+            SimpleNamespace(model=name, version="1"),
+            InstanceDescription(state="ready", path=path, path_reason=reason),
+        )
+        for name, (path, reason) in paths.items()
+    ]
+    server: Any = SimpleNamespace(
+        repository_index=lambda ready_only=False: [] if ready_only else rows, describe_instances=lambda: instances
+    )
+    announce(server, {}, 1.0)
+    expected = (
+        "model    a version 1  READY  native\nmodel    b version 1  READY  modules, because its layers have experts\n"
+    )
+    assert expected in capfd.readouterr().out
 
 
 def test_nothing_is_drawn_where_standard_error_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,7 @@ from .mixture_description import Mixture
 from .recognition import embedding_factor_of, logit_factor_of, mlp_activation, norm_of
 from .recurrent_layers import delta_net_of, mamba_of, short_conv_of
 from .rotation import Rotation, Rotations
+from .text_part import text_part
 
 
 def describe_any(
@@ -57,7 +58,7 @@ def describe_any(
 
 @torch.no_grad()
 def _describe_hybrid(model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int) -> Decoder:
-    config, base = model.config.get_text_config(decoder=True), model.base_model
+    config, base = model.config.get_text_config(decoder=True), text_part(model)
     family = _family(base)
     expect_children(model, {"model", "lm_head"})
     expect_children(base, {"embed_tokens", "layers", family.norm}, frozenset({"rotary_emb"}))
