@@ -85,10 +85,12 @@ class LoraOps:
 def _inputs(decoder: PackedDecoder) -> Iterator[tuple[PackedProjection, ...]]:
     """The projections of each input."""
     for layer in decoder.layers:
-        yield layer.attention.qkv
-        yield (layer.attention.out,)
-        yield layer.mlp.gate, layer.mlp.up
-        yield (layer.mlp.down,)
+        if layer.attention is not None:
+            yield layer.attention.qkv
+            yield (layer.attention.out,)
+        if layer.mlp is not None:
+            yield layer.mlp.gate, layer.mlp.up
+            yield (layer.mlp.down,)
 
 
 def _num_panels(projections: Sequence[PackedProjection]) -> int:
