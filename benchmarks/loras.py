@@ -3,8 +3,8 @@
     python -m benchmarks.loras [--shape qwen2.5-0.5b-shape] [--rows 8] [--rank 16] [--kinds bfloat16,int8,int4]
 
 For: docs/benchmarks_lora.md. Does not know: servers; the engine runs in this process, with random weights. Invariants:
-cases alternate in one engine, with the same prompts and as many tokens of each row; a ratio is of neighbours in time, and
-the median of all of them is shown; rows with adapters must get other tokens than without.
+cases alternate in one engine, with the same prompts and as many tokens of each row; a ratio is of neighbours in time,
+and the median of all of them is shown; rows with adapters must get other tokens than without.
 """
 
 from __future__ import annotations

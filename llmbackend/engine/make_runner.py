@@ -58,6 +58,7 @@ class SharedParts:
         elif not self._why_whole and self._packed is None:
             try:
                 self._packed = self._find()
+                self._check_adapters()
             except (OSError, MemoryError) as error:
                 logger.warning("packed weights cannot be shared yet: %s", error)
 
@@ -131,6 +132,15 @@ class SharedParts:
         finally:
             cached.close()
         return None
+
+    def _check_adapters(self) -> None:
+        """Engines load the checkpoint where the packed model cannot have the adapters that are enabled."""
+        from .cpu.native_runner import why_no_adapters
+
+        reason = "" if self._packed is None else why_no_adapters(self._config, self._packed.decoder)
+        if reason:
+            self._packed, self._why_whole = None, reason
+            _import_torch(self._config)
 
     @property
     def _num_threads(self) -> int:

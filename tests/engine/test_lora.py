@@ -28,11 +28,28 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 1, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None,
 }  # fmt: skip
-FAMILIES = {"llama": tf.LlamaConfig(**BASE), "qwen2": tf.Qwen2Config(**BASE), "phi3": tf.Phi3Config(**BASE)}
+FAMILIES: dict[str, Any] = {
+    "llama": tf.LlamaConfig(**BASE),
+    "qwen2": tf.Qwen2Config(**BASE),
+    "phi3": tf.Phi3Config(**BASE),
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODULES = {"qwen2_moe": tf.Qwen2MoeConfig(**BASE, **EXPERTS, shared_expert_intermediate_size=64)}
+"""A native program multiplies some of their layers without adapters."""
+FAMILIES: dict[str, Any] = {
+    "llama": tf.LlamaConfig(**BASE),
+    "qwen2": tf.Qwen2Config(**BASE),
+    "phi3": tf.Phi3Config(**BASE),
+}
+MODULES = {"lfm2": tf.Lfm2Config(**BASE, layer_types=["conv", "full_attention"])}
+"""A native program multiplies some of their layers without adapters."""
+FAMILIES |= MODULES | {"qwen3_moe": tf.Qwen3MoeConfig(**BASE, **EXPERTS, head_dim=32)}
 TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": {"doll": ("q_proj", "v_proj"), "sheep.v2": ("o_proj", "gate_proj", "up_proj", "down_proj", "k_proj")},
     "qwen2": {"doll": ("q_proj", "k_proj", "v_proj", "o_proj"), "sheep.v2": ("down_proj",)},
     "phi3": {"doll": ("qkv_proj", "o_proj"), "sheep.v2": ("gate_up_proj", "down_proj")},
+    "qwen3_moe": {"doll": ("q_proj", "k_proj"), "sheep.v2": ("v_proj", "o_proj")},
+    "qwen2_moe": {"doll": ("q_proj", "o_proj"), "sheep.v2": ("gate_proj", "down_proj", "shared_expert_gate")},
 }
 PROMPTS = ([3, 14, 15, 92, 65, 35, 89], [27, 18, 28], [31, 41, 59, 26, 53, 58, 97, 93, 23, 84, 62], [7])
 OUTPUT_TOKENS = 8
@@ -82,7 +99,8 @@ def test_requests_with_different_adapters_share_a_batch(family: str, kernels: st
     wanted = [(name, prompt) for prompt in PROMPTS for name in ("doll", "", "sheep.v2")]
     config = config_of(tmp_path / "model", adapters, kernels=kernels)
     core = EngineCore(config, make_model_runner(config))
-    assert core.info.path == ("modules" if kernels == "torch" or not library.available() else "native")
+    is_native = kernels != "torch" and family not in MODULES and library.available()
+    assert core.info.path == ("native" if is_native else "modules")
     tokens = run(core, wanted)
     expected = {str(i): generated(references[name], prompt) for i, (name, prompt) in enumerate(wanted)}
     assert tokens == expected

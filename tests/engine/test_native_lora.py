@@ -13,7 +13,7 @@ import pytest
 from llmbackend.engine.adapter_files import LoraArrays
 from llmbackend.engine.cpu.lora import GroupedTokens, PackedAdapter, pack_adapter
 from llmbackend.engine.cpu.lora_ops import splits_of
-from llmbackend.engine.cpu.packed_decoder import PackedPart
+from llmbackend.engine.cpu.packed_parts import PackedPart
 from llmbackend.engine.kernels.library import (
     LORA_DELTA_TOKENS,
     PANEL,
@@ -102,7 +102,8 @@ class AdaptedLayer:
         grouped = GroupedTokens.of(adapters.astype(np.int32))
         addresses = np.array([self.adapters[number].address for number in grouped.numbers], np.int64)
         step = LoraStep(num_adapters=len(addresses), num_tokens=len(grouped.arrays["tokens"]))
-        for name, array in {"adapters": addresses, **grouped.arrays}.items():
+        arrays: dict[str, Array] = {"adapters": addresses, **grouped.arrays}
+        for name, array in arrays.items():
             setattr(step, name, array.ctypes.data)
         panels = -(-layer.n // PANEL)
         split, num_splits = splits_of(layer.k)

@@ -371,7 +371,7 @@ class DecoderProgram:
 
     def _add_lora(self, x: Buffer, *projections: PackedProjection) -> LoraOp | None:
         """What adapters need before these projections of x."""
-        if self._loras is None:
+        if self._loras is None or not any(projection.parts for projection in projections):
             return None
         op = self._loras.of(Input(x.address, x.type, x.stride), projections)
         self._add(Role.LORA, op)

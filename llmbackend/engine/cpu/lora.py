@@ -89,7 +89,7 @@ class NativeAdapters:
             return False
         grouped = GroupedTokens.of(np.repeat(of_row, step.query_lens))
         addresses = np.array([self._adapters[number].address for number in grouped.numbers], np.int64)
-        arrays = {"adapters": addresses, **grouped.arrays}
+        arrays: dict[str, npt.NDArray[Any]] = {"adapters": addresses, **grouped.arrays}
         self.step.num_adapters, self.step.num_tokens = len(addresses), len(grouped.arrays["tokens"])
         for field, array in arrays.items():
             setattr(self.step, field, array.ctypes.data)

@@ -24,7 +24,7 @@ from .decoder_program import DecoderProgram, Float32Array
 from .lora import NativeAdapters
 from .lora_ops import ProgramAdapters
 from .native_memory import BLOCK_MULTIPLE, FilePages, num_kv_blocks
-from .packed_decoder import PackedModel
+from .packed_decoder import PackedDecoder, PackedModel
 from .recurrent_states import SlotContents, flatten_from, num_state_slots, part_of_row
 
 
@@ -42,6 +42,13 @@ def why_modules(config: EngineConfig) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
+def why_no_adapters(config: EngineConfig, decoder: PackedDecoder) -> str:
+    """Why this program does not do where adapters are enabled; "" when it does, or none are."""
+    if not config.enable_lora or not decoder.unadapted:
+        return ""
+    return f"LoRA adapters may change '{decoder.unadapted}', which native programs compute without them"
+
+
 class NativeRunner:
     def __init__(self, config: EngineConfig, packed: PackedModel) -> None:
         """Makes the program and the KV memory. Raises ProgramUnsupportedError where the config asks for modules,
@@ -50,6 +57,8 @@ class NativeRunner:
         if reason := why_modules(config):
             raise ProgramUnsupportedError(reason)
         decoder = packed.decoder
+        if reason := why_no_adapters(config, decoder):
+            raise ProgramUnsupportedError(reason)
         self.kernels = _kernels(config, decoder.kernel_variant)
         layers = decoder.layer_groups
         bytes_per_token = layers.share_of_block(decoder.kv_bytes_per_token)

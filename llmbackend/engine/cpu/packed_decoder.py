@@ -173,6 +173,8 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
     logit_factor: float
     logit_softcap: float
     """0: off."""
+    unadapted: str = ""
+    """A linear layer that LoRA adapters may change and the program computes without them; "": there is none."""
 
     @property
     def width(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from ..attention.interface import LayerShape
 from ..config import EngineConfig
 from ..cpu.decoder_program import DecoderProgram
 from ..cpu.native_memory import can_hold
-from ..cpu.native_runner import why_modules
+from ..cpu.native_runner import why_modules, why_no_adapters
 from ..cpu.packed_decoder import (
     Memories,
     PackedAttention,
@@ -52,6 +53,7 @@ from . import native_experts
 from .compatibility import MAX_PROBE_TOKENS
 from .decoder_description import Attention, Experts, Layer, Mixer, Mlp, PlainMlp, Projection, parts_of
 from .loader import LoadedModel, library_choice
+from .lora import adaptable_linears
 from .mixture_description import Mixture
 from .recurrent_layers import Scan, ShortConv
 
@@ -70,6 +72,8 @@ def pack_model(config: EngineConfig, loaded: LoadedModel, place: PackingPlace | 
     packer = _Packer(loaded.store)
     choice = library_choice(config, loaded.dtype)
     decoder = _packed_decoder(loaded, packer, "" if choice is None else choice.report)
+    if reason := why_no_adapters(config, decoder):
+        raise ProgramUnsupportedError(reason)
     packed = PackedModel(decoder, Memories(loaded.store.used, packer.mapped(place)))
     with part("verify"):
         _verify(packed, loaded, config.block_size)
@@ -171,7 +175,8 @@ def _packed_decoder(loaded: LoadedModel, packer: _Packer, kernel_report: str) ->
     decoder, library = loaded.decoder, loaded.kernels
     assert decoder is not None and library is not None
     names = {module: name for name, module in loaded.model.named_modules()}
-    return PackedDecoder(
+    layers = tuple(_layer(layer, loaded.layer_shapes.get(layer.module), packer, names) for layer in decoder.layers)
+    made = PackedDecoder(
         model_type=loaded.model_type,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
@@ -182,12 +187,15 @@ def _packed_decoder(loaded: LoadedModel, packer: _Packer, kernel_report: str) ->
         kernel_report=kernel_report,
         embedding=packer.table(decoder.embedding),
         embedding_factor=decoder.embedding_factor,
-        layers=tuple(_layer(layer, loaded.layer_shapes.get(layer.module), packer, names) for layer in decoder.layers),
+        layers=layers,
         norm=_packed_norm(decoder.norm, packer),
         head=_projection(decoder.head, packer, ()),
         logit_factor=decoder.logit_factor,
         logit_softcap=decoder.logit_softcap,
     )
+    adapted = {part.layer for part, _ in made.parts}
+    others = (name for name, _ in adaptable_linears(loaded.model) if name not in adapted)
+    return msgspec.structs.replace(made, unadapted=next(others, ""))
 
 
 def _float_dtype(dtype: torch.dtype) -> Literal["float32", "bfloat16"]:
