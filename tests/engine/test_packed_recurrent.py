@@ -32,6 +32,7 @@ def packed(family: str, path: Path) -> PackedModel:
 
 def with_mixer(decoder: PackedDecoder, **fields: Any) -> PackedDecoder:
     index, layer = next((i, each) for i, each in enumerate(decoder.layers) if each.mixer is not None)
+    assert layer.mixer is not None
     changed = change(layer, mixer=change(layer.mixer, **fields))
     return change(decoder, layers=(*decoder.layers[:index], changed, *decoder.layers[index + 1 :]))
 
