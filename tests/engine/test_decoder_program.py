@@ -51,6 +51,9 @@ PROGRAMS: dict[str, Any] = {
     "olmo2": tf.Olmo2Config(**SIZES),
     "granite": tf.GraniteConfig(**SIZES, logits_scaling=3.0, attention_multiplier=0.2, residual_multiplier=0.7),
     "smollm3": tf.SmolLM3Config(**SIZES),
+    "qwen3_moe": tf.Qwen3MoeConfig(
+        **SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+    ),
 }
 MODULES: dict[str, Any] = {
     "gpt_neox": tf.GPTNeoXConfig(**{name: size for name, size in SIZES.items() if name != "num_key_value_heads"}),

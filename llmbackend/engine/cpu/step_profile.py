@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from ..kernels.library import AttentionOp, EmbedOp, LinearOp, Rows, Type, packed_bytes
+from ..kernels.library import AttentionOp, EmbedOp, ExpertsOp, LinearOp, Rows, Type, packed_bytes
 from ..messages import ModelInfo
 from ..step import FlatStep, Int32Array, RowTable, StepPlan, flatten
 from .decoder_program import DecoderProgram, Float64Array
@@ -154,6 +154,11 @@ def count(op: ctypes.Structure, step: FlatStep) -> Counts:
         matrices = 2 if op.weight2 else 1
         size_bytes = packed_bytes(op.n, op.k, Type(op.weight_type))
         return Counts(2 * rows * op.n * op.k * matrices, size_bytes * matrices)
+    if isinstance(op, ExpertsOp):
+        pairs, linear = len(step.token_ids) * op.top_k, op.linear
+        numbers = linear.n * linear.k * (2 if linear.weight2 else 1)
+        read = min(pairs, op.num_experts)  # if tokens choose as many as they can
+        return Counts(2 * pairs * numbers, read * (2 if linear.weight2 else 1) * op.weight_bytes)
     if isinstance(op, EmbedOp):
         return Counts(weight_bytes=len(step.token_ids) * op.width * _BYTES[Type(op.weight_type)])
     if isinstance(op, AttentionOp):

@@ -276,3 +276,10 @@ class NativeExperts(nn.Module):
         ]
         self._kernels.run(op_pointers(ops), 2, Step(num_tokens=len(x)))
         return mixed
+
+
+def packed_routers(model: nn.Module) -> Iterator[tuple[Any, NativeExperts]]:
+    """Of layers whose experts are packed, and which have the router's weight too."""
+    for parent in model.modules():
+        if isinstance(experts := getattr(parent, "experts", None), NativeExperts):
+            yield router_of(parent), experts

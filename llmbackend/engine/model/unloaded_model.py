@@ -42,7 +42,7 @@ from .loader import (
     random_model,
     why_not_native,
 )
-from .native_experts import ExpertsToPack, NativeExperts, router_of
+from .native_experts import ExpertsToPack, packed_routers
 from .rotary import fix_frequencies, restore_buffers
 from .text_part import keep_text
 
@@ -177,8 +177,9 @@ def _weight_bytes(config: EngineConfig, opened: OpenedCheckpoint, model: Any, ch
         swap_linears(model, kernels, config.quantization, new_memory, experts=ExpertsToPack(model, config.quantization))
     finally:
         kernels.close()
-    embedding = model.get_input_embeddings().weight
-    others = (each for each in model.parameters() if each.dim() > 1 and each is not embedding)
+    elsewhere = [model.get_input_embeddings(), *(router for router, _ in packed_routers(model))]
+    left_out = {id(module.weight) for module in elsewhere}
+    others = (each for each in model.parameters() if each.dim() > 1 and id(each) not in left_out)
     return sum(asked) + sum(map(_bytes, others))
 
 
@@ -227,10 +228,8 @@ def _give_values(model: Any) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.dim() == 1:
                 setattr(module, name, nn.Parameter(torch.ones(parameter.shape, dtype=parameter.dtype)))
-    for parent in model.modules():
-        if isinstance(getattr(parent, "experts", None), NativeExperts):
-            router = router_of(parent)
-            router.weight = nn.Parameter(torch.randn(router.weight.shape).to(router.weight.dtype))
+    for router, _ in packed_routers(model):
+        router.weight = nn.Parameter(torch.randn(router.weight.shape).to(router.weight.dtype))
     embedding = model.get_input_embeddings()
     rows = torch.ones(_EMBEDDING_ROWS, embedding.weight.shape[1], dtype=embedding.weight.dtype)
     embedding.weight = nn.Parameter(rows)
