@@ -85,12 +85,7 @@ class LoraOps:
 def _inputs(decoder: PackedDecoder) -> Iterator[tuple[PackedProjection, ...]]:
     """The projections of each input."""
     for layer in decoder.layers:
-        if (attention := layer.attention) is not None:
-            yield attention.qkv
-            yield (attention.out,)
-        if (mlp := layer.mlp) is not None:
-            yield (mlp.up,) if mlp.gate is None else (mlp.gate, mlp.up)
-            yield (mlp.down,)
+        yield from layer.inputs
 
 
 def _num_panels(projections: Sequence[PackedProjection]) -> int:

@@ -141,6 +141,16 @@ class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the MLP reads what attention's in_norm gives."""
 
     @property
+    def inputs(self) -> tuple[tuple[PackedProjection, ...], ...]:
+        """The projections of attention and MLP by their inputs, in the order of the program."""
+        attention, mlp = self.attention, self.mlp
+        qkv, out = ((), ()) if attention is None else ((attention.qkv,), ((attention.out,),))
+        if mlp is None:
+            return (*qkv, *out)
+        up = (mlp.up,) if mlp.gate is None else (mlp.gate, mlp.up)
+        return (*qkv, up, *out, (mlp.down,)) if self.is_parallel else (*qkv, *out, up, (mlp.down,))
+
+    @property
     def attending(self) -> PackedAttention:
         """Of a layer that is not recurrent."""
         assert self.attention is not None, "a recurrent layer has no attention"
@@ -184,10 +194,7 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
     def parts(self) -> Iterator[tuple[PackedPart, int]]:
         """What adapters may change, in the order of the program, with the number of inputs."""
         for layer in self.layers:
-            attention, mlp = layer.attention, layer.mlp
-            of_attention = () if attention is None else (*attention.qkv, attention.out)
-            of_mlp = () if mlp is None else (mlp.gate, mlp.up, mlp.down)
-            for projection in filter(None, (*of_attention, *of_mlp)):
+            for projection in (each for together in layer.inputs for each in together):
                 for part in projection.parts:
                     yield part, projection.weight.k
 
