@@ -11,7 +11,7 @@ import openai
 from tests.helpers.grpc_streams import GrpcStream
 from tests.helpers.server_process import ServerProcess, post
 
-QUESTION: Final = [{"role": "user", "content": "What is the capital of Italy?"}]
+QUESTION: Final = [{"role": "user", "content": "What is the capital of France?"}]
 _PARAMETERS: Final = {"max_tokens": 24, "temperature": 0}
 
 

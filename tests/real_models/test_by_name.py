@@ -95,7 +95,7 @@ def tokens(running: list[GrpcStream]) -> list[list[int]]:
 
 def test_every_protocol_gives_the_same_answer(server: ServerProcess, model: KnownModel, log: Path) -> None:
     found = answers(server, model.name)
-    assert set(found.values()) == {"The capital of Italy is Rome."}, found
+    assert set(found.values()) == {"The capital of France is Paris."}, found
     assert "linear layers: 210 kept INT4_MIN" in log.read_text()
 
 
