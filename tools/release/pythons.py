@@ -1,9 +1,9 @@
-"""`python -m tools.release.pythons`: the wheel in dist/ serves on each version of Python that can be had here.
+"""`python -m tools.release.pythons MINOR`: the wheel in dist/ serves on Python 3.MINOR, if it can be had here.
 
 For: `make release-check`. A Python on PATH, or of pyenv, runs `tools.wheel_check`. Where there is none, Debian's is
 taken if tools/release/debian_root.py can make a folder with it: the wheel is installed there with the tested versions
 of its dependencies, and runs its kernels and the examples of docs/embedding.md. TORCH_INDEX=INDEX: of torch's CPU
-build, else torch brings CUDA (several gigabytes). Says what was not shown; ends with NOT_SHOWN when nothing was.
+build, else torch brings CUDA (several gigabytes, removed afterwards). Ends with NOT_SHOWN where there is none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from tools.release.debian_root import ROOT, copy_into, make_root, run_inside, wh
 from tools.release.steps import NOT_SHOWN
 from tools.wheel_check import KERNELS
 
-MINORS: Final = (11, 12, 13, 14)
 SUITES: Final = {11: "bookworm", 13: "trixie", 14: "forky"}
 """Debian's versions, by the Python that they have."""
 _PLACE: Final = "opt/wheel"
@@ -96,18 +95,16 @@ def check(minor: int, wheel: Path) -> bool | str:
 
 
 def main() -> int:
-    wheels = sorted((ROOT / "dist").glob("*.whl"))
+    wheels, minor = sorted((ROOT / "dist").glob("*.whl")), int(sys.argv[1])
     if len(wheels) != 1:
         print(f"dist/ has {len(wheels)} wheels, expected one: `make wheel`")
         return 1
-    others = [minor for minor in MINORS if minor != sys.version_info.minor]  # `make wheel-check` runs this one
-    results = {f"3.{minor}": check(minor, wheels[0]) for minor in others}
-    for version, result in results.items():
-        print(f"Python {version}: {result if isinstance(result, str) else 'passed' if result else 'FAILED'}")
-    shown = [version for version, result in results.items() if result is True]
-    missing = [version for version, result in results.items() if isinstance(result, str)]
-    print(f"passed on {', '.join(shown) or 'no other Python'}; not shown: {', '.join(missing) or 'none'}")
-    return 1 if False in results.values() else 0 if shown else NOT_SHOWN
+    result = check(minor, wheels[0])
+    if isinstance(result, str):
+        print(f"Python 3.{minor}: {result}")
+        return NOT_SHOWN
+    print(f"Python 3.{minor}: {'passed' if result else 'FAILED'}")
+    return 0 if result else 1
 
 
 if __name__ == "__main__":

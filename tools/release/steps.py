@@ -14,6 +14,10 @@ NOT_SHOWN: Final = 77
 _PYTHON: Final = (sys.executable, "-m")
 
 
+_MINORS: Final = tuple(minor for minor in (11, 12, 13, 14) if minor != sys.version_info.minor)
+"""Of Python 3, beside the one that `make wheel-check` runs with."""
+
+
 class Step(NamedTuple):
     """name: for `--only`. shows: what is true when it has passed."""
 
@@ -30,7 +34,14 @@ STEPS: Final = (
     ),
     Step("wheel", "the wheel and the source package are built", ("make", "wheel")),
     Step("wheel-check", "the wheel serves, in an empty environment", ("make", "wheel-check")),
-    Step("pythons", "the wheel serves on other versions of Python", (*_PYTHON, "tools.release.pythons")),
+    *(
+        Step(
+            f"python-3.{minor}",
+            f"the wheel serves on Python 3.{minor}",
+            (*_PYTHON, "tools.release.pythons", f"{minor}"),
+        )
+        for minor in _MINORS
+    ),
     Step("licences", "each dependency has a licence of the list", (*_PYTHON, "tools.release.licences")),
     Step("sbom", "dist/ has a bill of materials (CycloneDX)", ("make", "sbom")),
     Step("types", "the public API is typed, by mypy and by pyright", ("make", "types-check")),
