@@ -36,13 +36,6 @@ FAMILIES: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODULES = {"qwen2_moe": tf.Qwen2MoeConfig(**BASE, **EXPERTS, shared_expert_intermediate_size=64)}
 """A native program multiplies some of their layers without adapters."""
-FAMILIES: dict[str, Any] = {
-    "llama": tf.LlamaConfig(**BASE),
-    "qwen2": tf.Qwen2Config(**BASE),
-    "phi3": tf.Phi3Config(**BASE),
-}
-MODULES = {"lfm2": tf.Lfm2Config(**BASE, layer_types=["conv", "full_attention"])}
-"""A native program multiplies some of their layers without adapters."""
 FAMILIES |= MODULES | {"qwen3_moe": tf.Qwen3MoeConfig(**BASE, **EXPERTS, head_dim=32)}
 TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": {"doll": ("q_proj", "v_proj"), "sheep.v2": ("o_proj", "gate_proj", "up_proj", "down_proj", "k_proj")},
