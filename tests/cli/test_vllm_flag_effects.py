@@ -68,6 +68,7 @@ EFFECTS = {
     "--log-level": f"{_FLAGS}::test_logs_and_traces",
     "--long-prefill-token-threshold": "engine/test_step_reports.py::test_a_long_prompt_waits_for_another_one",
     "--lora-modules": "frontends/test_lora_clients.py::test",
+    "--max-cpu-loras": "engine/test_lora.py::test_more_adapters_than_stay_in_memory",
     "--max-lora-rank": "engine/test_lora.py::test_an_adapter_that_asks_for_more_is_refused",
     "--max-loras": "engine/gpu/test_device_adapters.py::test_adapters_come_and_go_while_steps_are_in_flight",
     "--max-logprobs": "frontends/test_openai_e2e.py::test_all_of_the_vocabulary_may_be_asked_for_where",
