@@ -40,6 +40,7 @@ _COHERE: Final = "Command R+, with norms of its own over heads, as modules"
 _LEARNED: Final = "learned positions"
 _MIXED_HEADS: Final = "query, key and value of a head side by side in one matrix"
 _GLM_GROUPS: Final = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+_OWN_CHOICE: Final = "experts chosen in a way of its own"
 _IDS: Final = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _EXPERTS: Final = {
     "num_experts": 4,
@@ -52,7 +53,6 @@ _EXPERTS: Final = {
     "moe_intermediate_size": 96,
     "shared_expert_intermediate_size": 96,
 }
-EXPERTS: Final = "its layers have experts"
 HEAD_DIMS: Final = (64, 128)
 
 
@@ -83,10 +83,6 @@ class Family:
             del sizes["head_dim"]
         experts = {name: value for name, value in _EXPERTS.items() if name in known}
         return config_class(**(sizes | experts | self.changes))
-
-
-def _experts(model_type: str, models: str, **changes: Any) -> Family:
-    return Family(model_type, models, EXPERTS, changes)
 
 
 FAMILIES: Final = (
@@ -142,10 +138,10 @@ FAMILIES: Final = (
     Family("olmoe", "OLMoE"),
     Family("granitemoe", "Granite 3, with experts"),
     Family("glm4_moe", "GLM-4.5, 4.6", changes=_GLM_GROUPS),
-    _experts("ernie4_5_moe", "ERNIE 4.5, with experts"),
-    _experts("phimoe", "Phi 3.5 MoE"),
-    _experts("hunyuan_v1_moe", "Hunyuan A13B"),
-    _experts("flex_olmo", "FlexOlmo"),
+    Family("ernie4_5_moe", "ERNIE 4.5, with experts", "Ernie4_5_MoeTopKRouter has", note=_OWN_CHOICE),
+    Family("phimoe", "Phi 3.5 MoE", "PhimoeTopKRouter chooses experts", note=_OWN_CHOICE),
+    Family("hunyuan_v1_moe", "Hunyuan A13B", "its layers have experts that are not packed", note=_OWN_CHOICE),
+    Family("flex_olmo", "FlexOlmo"),
 )  # fmt: skip
 NATIVE: Final = tuple(family for family in FAMILIES if family.is_native)
 
@@ -213,9 +209,7 @@ def rows_of_docs() -> Iterator[str]:
     gguf = {family.model_type for family in gguf_families.FAMILIES.values()} | {"mistral"}  # a file of type llama
     yield "| family | models | computed by | why modules | GGUF |"
     yield "|---|---|---|---|---|"
-    for family in sorted(
-        FAMILIES, key=lambda each: (not each.is_native, EXPERTS in (each.why, each.note), each.model_type)
-    ):
+    for family in sorted(FAMILIES, key=lambda each: (not each.is_native, each.note == _OWN_CHOICE, each.model_type)):
         how = "native program" if family.is_native else "modules"
         why = family.note or family.why
         has_gguf = "yes" if family.model_type in gguf else ""

@@ -228,6 +228,9 @@ def _give_values(model: Any) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.dim() == 1:
                 setattr(module, name, nn.Parameter(torch.ones(parameter.shape, dtype=parameter.dtype)))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.dim() == 1 and buffer.is_meta:
+                setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
     for router, _ in packed_routers(model):
         router.weight = nn.Parameter(torch.randn(router.weight.shape).to(router.weight.dtype))
     embedding = model.get_input_embeddings()
