@@ -103,7 +103,8 @@ def test_a_file_is_the_model_that_it_was_made_of(kind: str, model: Any, tmp_path
     gate, up = torch.einsum("tk,trnk->trn", x, gate_up).chunk(2, dim=-1)
     inner = torch.nn.functional.silu(gate) * up
     expected = torch.einsum("trn,trwn,tr->tw", inner, down, shares)
-    assert torch.allclose(experts(x, chosen, shares), expected, atol=0.03 * float(expected.std()))
+    error = experts(x, chosen, shares) - expected  # activations are rounded to 8 bits
+    assert float(error.norm()) < 0.03 * float(expected.norm())
 
 
 def test_plain_values_are_put_together(model: Any, tmp_path: Path) -> None:
