@@ -32,6 +32,8 @@ FAMILIES: dict[str, Any] = {
     "llama": tf.LlamaConfig(**BASE),
     "qwen2": tf.Qwen2Config(**BASE),
     "phi3": tf.Phi3Config(**BASE),
+    "cohere": tf.CohereConfig(**BASE),
+    "phi": tf.PhiConfig(**BASE, partial_rotary_factor=0.5),
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODULES = {"qwen2_moe": tf.Qwen2MoeConfig(**BASE, **EXPERTS, shared_expert_intermediate_size=64)}
@@ -41,6 +43,8 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": {"doll": ("q_proj", "v_proj"), "sheep.v2": ("o_proj", "gate_proj", "up_proj", "down_proj", "k_proj")},
     "qwen2": {"doll": ("q_proj", "k_proj", "v_proj", "o_proj"), "sheep.v2": ("down_proj",)},
     "phi3": {"doll": ("qkv_proj", "o_proj"), "sheep.v2": ("gate_up_proj", "down_proj")},
+    "cohere": {"doll": ("q_proj", "o_proj", "down_proj"), "sheep.v2": ("gate_proj", "up_proj", "k_proj", "v_proj")},
+    "phi": {"doll": ("q_proj", "dense", "fc2"), "sheep.v2": ("fc1", "k_proj", "v_proj")},
     "qwen3_moe": {"doll": ("q_proj", "k_proj"), "sheep.v2": ("v_proj", "o_proj")},
     "qwen2_moe": {"doll": ("q_proj", "o_proj"), "sheep.v2": ("gate_proj", "down_proj", "shared_expert_gate")},
 }
