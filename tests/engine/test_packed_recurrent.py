@@ -80,5 +80,5 @@ def test_broken_recurrences_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="the description of a packed model is broken"):
             with_mixer(model.decoder, **fields).check(model.memories)
     both = change(model.decoder.layers[0], attention=model.decoder.attentions[0])
-    with pytest.raises(ValueError, match="its layer does not fit"):
+    with pytest.raises(ValueError, match="does not fit the rest"):
         change(model.decoder, layers=(both, *model.decoder.layers[1:])).check(model.memories)

@@ -12,9 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import transformers as tf
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.cpu.native_runner import NativeRunner
+from llmbackend.engine.cpu.operations import Role
+from llmbackend.engine.cpu.step_profile import profile_runner
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.kernels import library
 from llmbackend.engine.load_forecast import forecast
@@ -23,7 +26,7 @@ from llmbackend.engine.model.module_runner import make_model_runner
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from tests.engine.test_determinism import SPECULATION, requests, run
 from tests.helpers.mock_engine import run_counted
-from tests.helpers.recurrent_models import RECURRENT, spread_model
+from tests.helpers.recurrent_models import RECURRENT, SIZES, spread_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -220,6 +223,7 @@ def test_what_needs_modules_is_refused_by_name(model: Path) -> None:
         ({"enforce_eager": True}, "enforce_eager is set"),
         ({"kernels": "torch"}, "kernels is 'torch'"),
         ({"block_size": 16}, "block_size is 16"),
+        ({"enable_lora": True}, "LoRA adapters are enabled"),
     ):
         with pytest.raises(ValueError, match=f"only a native program on a CPU holds, and {reason}"):
             core_of(model, **options)
@@ -234,3 +238,19 @@ def test_the_forecast_says_what_a_sequence_keeps(model: Path) -> None:
     assert found.kv_bytes_per_token == core.info.kv_bytes_per_token
     assert f"{core.info.state_bytes / 1e6:.3g} MB of recurrent state per sequence" in core.info.description
     core.close()
+
+
+def test_layers_of_other_parts_are_refused_by_name(tmp_path: Path) -> None:
+    of_experts = {"num_experts": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    tf.Qwen3NextConfig(**SIZES, **of_experts, num_hidden_layers=4, head_dim=64).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'qwen3_next' is not supported: .* consists of .*in_proj_qkvz"):
+        core_of(tmp_path, load_format="dummy")
+
+
+def test_the_profile_has_rows_for_recurrent_layers(model: Path) -> None:
+    config = EngineConfig(model=str(model), transport="inline", num_threads=1, num_kv_blocks=32, max_num_seqs=2)
+    runner = make_model_runner(config)
+    assert isinstance(runner, NativeRunner)
+    for step in profile_runner(runner, max_tokens=32, max_rows=2).steps:
+        assert {Role.MIXER, Role.CONVOLUTION, Role.MIXER_OUT} <= {each.role for each in step.roles}
+    runner.close()

@@ -16,13 +16,12 @@ from torch import nn
 
 from ..attention.interface import AttentionOptions
 from ..errors import ProgramUnsupportedError
-from .compatibility import is_recurrent
+from .compatibility import is_recurrent, needs_program
 from .decoder_description import (
     Attention,
     Decoder,
     Experts,
     Layer,
-    Mixer,
     Mlp,
     children_of,
     describe,
@@ -35,7 +34,7 @@ from .decoder_description import (
 )
 from .mixture_description import Mixture
 from .recognition import embedding_factor_of, logit_factor_of, mlp_activation, norm_of
-from .recurrent_layers import delta_net_of, mamba_of, short_conv_of
+from .recurrent_layers import PARTS, Scan, ShortConv, delta_net_of, mamba_of, short_conv_of
 from .rotation import Rotation, Rotations
 from .text_part import text_part
 
@@ -54,6 +53,18 @@ def describe_any(
     except Exception as error:
         reason = f"its {type(model).__name__} is not understood ({type(error).__name__}: {error})"
         raise ProgramUnsupportedError(reason) from error
+
+
+def check_layers(model: Any) -> None:
+    """Of a model without memory for weights: raises ValueError where its layers have other parts than those that can be
+    described, before their weights are read."""
+    try:
+        family = _family(model.base_model)
+        for layer in model.base_model.layers:
+            if (module := getattr(layer, family.mixer, None)) is not None:
+                expect_children(module, PARTS[family.mixer_of], frozenset({"act"}))
+    except ProgramUnsupportedError as reason:
+        raise needs_program(model.config, str(reason)) from reason
 
 
 @torch.no_grad()
@@ -88,7 +99,7 @@ class _Family:
     mlp: str
     mlp_of: Callable[[Any], Mlp | Experts | Mixture]
     mixer: str
-    mixer_of: Callable[[Any], Mixer]
+    mixer_of: Callable[[Any], ShortConv | Scan]
     attention_of: Callable[[Any, AttentionOptions, Rotations | None], Attention]
 
 

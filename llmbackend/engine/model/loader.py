@@ -49,7 +49,7 @@ from .compatibility import (
 )
 from .decoder_description import Decoder, why_not_on_accelerator
 from .gguf_model import fill_of_gguf
-from .hybrid_description import describe_any
+from .hybrid_description import check_layers, describe_any
 from .int4_formats import METHODS, PackedFormat, packed_format
 from .int4_model import Int4Placement, fill
 from .kept_matrices import kept_matrices
@@ -150,6 +150,8 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     opened = open_checkpoint(config, dense)
     device, dense, hf_config, max_len = opened.device, opened.dense, opened.hf_config, opened.max_model_len
     stored = kept_matrices(config, opened.int4, opened.is_gguf)
+    if is_recurrent(hf_config):
+        check_layers(random_model(config, hf_config, torch.float32, torch.device("meta")))
     with part("read checkpoint"):
         if config.load_format == "dummy" or (opened.int4 is None and not opened.is_gguf):
             model = _instantiate(config, hf_config, device, opened.tensors)

@@ -5,8 +5,9 @@ For: hybrid_description.py. Does not know: the other parts of a model, kernels. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -61,20 +62,22 @@ class Scan:
         return conv_floats(*self.taps.shape) + self.num_heads * self.key_dim * self.value_dim
 
 
+_DELTA_INPUTS: Final = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
 def short_conv_of(module: Any) -> ShortConv:
     """LFM2's."""
-    expect_children(module, {"in_proj", "conv", "out_proj"})
+    expect_children(module, PARTS[short_conv_of])
     taps, bias = _taps(module.conv)
     return ShortConv(projection_of(module.in_proj), taps, bias, projection_of(module.out_proj))
 
 
 def delta_net_of(module: Any) -> Scan:
     """Qwen3.5's gated delta net."""
-    inputs = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    expect_children(module, {"conv1d", "norm", "out_proj", *inputs})
+    expect_children(module, PARTS[delta_net_of])
     _expect_silu(module)
     taps, bias = _taps(module.conv1d)
-    projects = tuple(projection_of(getattr(module, name)) for name in inputs)
+    projects = tuple(projection_of(getattr(module, name)) for name in _DELTA_INPUTS)
     keys, heads = int(module.key_dim), int(module.num_v_heads)
     z = projects[0].weight.n
     b = z + projects[1].weight.n
@@ -102,7 +105,7 @@ def delta_net_of(module: Any) -> Scan:
 
 def mamba_of(module: Any) -> Scan:
     """Mamba2's, as Bamba and Granite have it."""
-    expect_children(module, {"conv1d", "norm", "out_proj", "in_proj"}, frozenset({"act"}))
+    expect_children(module, PARTS[mamba_of], frozenset({"act"}))
     _expect_silu(module)
     taps, bias = _taps(module.conv1d)
     inner, heads, groups = int(module.intermediate_size), int(module.num_heads), int(module.n_groups)
@@ -128,6 +131,14 @@ def mamba_of(module: Any) -> Scan:
         norm_is_last=is_last,
         out=projection_of(module.out_proj),
     )
+
+
+PARTS: Final[dict[Callable[[Any], ShortConv | Scan], set[str]]] = {
+    short_conv_of: {"in_proj", "conv", "out_proj"},
+    delta_net_of: {"conv1d", "norm", "out_proj", *_DELTA_INPUTS},
+    mamba_of: {"conv1d", "norm", "out_proj", "in_proj"},
+}
+"""Of the modules that each of these understands."""
 
 
 def _taps(conv: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
