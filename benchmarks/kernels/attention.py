@@ -24,7 +24,8 @@ from torch import nn
 from llmbackend.engine.attention.interface import AttentionOptions, LayerShape
 from llmbackend.engine.attention.reference import LayerKVCache, PagedAttention, RaggedBatch
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import AttentionOp, Kind, NativeKernels, RotaryOp, Step, Type, op_pointers
+from llmbackend.engine.kernels.library import NativeKernels, op_pointers
+from llmbackend.engine.kernels.operations import AttentionOp, Kind, RotaryOp, Step, Type
 
 BLOCK_SIZE = 32
 DEFAULT = "64x1@96,64x1@160,64x1@512,1x1@256,1x1@4096,1x512@512,1x512@1024,1x512@4096"

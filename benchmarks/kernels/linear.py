@@ -18,19 +18,8 @@ from typing import Any
 import numpy as np
 
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import (
-    Epilogue,
-    Kind,
-    LinearOp,
-    NativeKernels,
-    Rows,
-    Step,
-    Type,
-    op_pointers,
-    packed_bytes,
-    scale_bytes,
-    sums_bytes,
-)
+from llmbackend.engine.kernels.library import NativeKernels, op_pointers, packed_bytes, scale_bytes, sums_bytes
+from llmbackend.engine.kernels.operations import Epilogue, Kind, LinearOp, Rows, Step, Type
 
 SCALES = {Type.INT8: np.float32} | dict.fromkeys(library.FOUR_BITS, np.float16)
 SUMS = {Type.INT8: np.int32, Type.INT4_MIN: np.float16, Type.INT4_ZERO: np.uint8}

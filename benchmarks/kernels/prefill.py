@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.kernels.choice import choose_library
-from llmbackend.engine.kernels.library import Type
+from llmbackend.engine.kernels.operations import Type
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import InferRequest, SamplingParams
 

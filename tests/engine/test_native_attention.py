@@ -17,7 +17,8 @@ from llmbackend.engine.attention.native_attention import NativePagedAttention
 from llmbackend.engine.attention.reference import LayerKVCache, PagedAttention, RaggedBatch
 from llmbackend.engine.cpu.native_memory import LayerKV, NativeKVMemory
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import Kind, NativeKernels, RotaryOp, Type
+from llmbackend.engine.kernels.library import NativeKernels
+from llmbackend.engine.kernels.operations import Kind, RotaryOp, Type
 from llmbackend.engine.kernels.weights import TYPE_OF
 from llmbackend.engine.step import FlatStep
 from tests.helpers.native_engines import COMPILER, EMULATED_TILES, Array, engine, from_bf16, to_bf16

@@ -10,19 +10,8 @@ import torch
 
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.expert_layout import ExpertMatrix, Pairs, experts_op
-from llmbackend.engine.kernels.library import (
-    BLOCKS,
-    Epilogue,
-    Kind,
-    LinearOp,
-    MixOp,
-    NativeKernels,
-    RouteOp,
-    Rows,
-    Step,
-    Type,
-    op_pointers,
-)
+from llmbackend.engine.kernels.library import BLOCKS, NativeKernels, op_pointers
+from llmbackend.engine.kernels.operations import Epilogue, Kind, LinearOp, MixOp, RouteOp, Rows, Step, Type
 from llmbackend.engine.kernels.weights import PackedWeight, StoredBlocks, WeightStore
 from tests.helpers.native_engines import Array, best_is_fast, engine
 

@@ -9,7 +9,7 @@ import pytest
 
 from llmbackend.engine.cpu.native_memory import LayerKV, NativeKVMemory
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import Type
+from llmbackend.engine.kernels.operations import Type
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernels are built")
 BLOCKS, BLOCK_SIZE = 7, 32

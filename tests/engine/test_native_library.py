@@ -18,16 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 from llmbackend.engine.cpu.linear import NativeLinear, swap_linears
 from llmbackend.engine.kernels import choice, library
-from llmbackend.engine.kernels.library import (
-    STRUCTURES,
-    EmbedOp,
-    Kind,
-    NativeKernels,
-    Step,
-    Type,
-    fault_of,
-    op_pointers,
-)
+from llmbackend.engine.kernels.library import NativeKernels, fault_of, op_pointers
+from llmbackend.engine.kernels.operations import STRUCTURES, EmbedOp, Kind, Step, Type
 from tests.helpers.native_engines import engine
 
 pytestmark = pytest.mark.slow

@@ -9,17 +9,8 @@ import numpy as np
 import pytest
 
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import (
-    Epilogue,
-    Kind,
-    LinearOp,
-    NativeKernels,
-    Rows,
-    Step,
-    Type,
-    op_pointers,
-    packed_bytes,
-)
+from llmbackend.engine.kernels.library import NativeKernels, op_pointers, packed_bytes
+from llmbackend.engine.kernels.operations import Epilogue, Kind, LinearOp, Rows, Step, Type
 from tests.helpers.native_engines import (
     NAN_BFLOAT16,
     Array,

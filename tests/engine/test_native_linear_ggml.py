@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import BLOCKS, Epilogue, NativeKernels, Type, packed_bytes
+from llmbackend.engine.kernels.library import BLOCKS, NativeKernels, packed_bytes
+from llmbackend.engine.kernels.operations import Epilogue, Type
 from llmbackend.engine.kernels.weights import StoredBlocks, WeightStore
 from tests.engine import test_native_linear_int4 as int4
 from tests.helpers.gguf_files import dequantized, random_blocks

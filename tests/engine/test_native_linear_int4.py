@@ -9,20 +9,8 @@ import numpy as np
 import pytest
 
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import (
-    FOUR_BITS,
-    GROUP,
-    Epilogue,
-    Kind,
-    LinearOp,
-    NativeKernels,
-    Rows,
-    Step,
-    Type,
-    op_pointers,
-    packed_bytes,
-    scale_bytes,
-)
+from llmbackend.engine.kernels.library import FOUR_BITS, GROUP, NativeKernels, op_pointers, packed_bytes, scale_bytes
+from llmbackend.engine.kernels.operations import Epilogue, Kind, LinearOp, Rows, Step, Type
 from llmbackend.engine.kernels.weights import FourBits, WeightStore
 from tests.engine.test_native_linear_int8 import narrow_limits, quantised
 from tests.helpers.native_engines import (

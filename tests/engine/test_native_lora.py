@@ -14,18 +14,16 @@ from llmbackend.engine.adapter_files import LoraArrays
 from llmbackend.engine.cpu.lora import GroupedTokens, PackedAdapter, pack_adapter
 from llmbackend.engine.cpu.lora_ops import splits_of
 from llmbackend.engine.cpu.packed_parts import PackedPart
-from llmbackend.engine.kernels.library import (
+from llmbackend.engine.kernels.library import PANEL, NativeKernels, op_pointers
+from llmbackend.engine.kernels.operations import (
     LORA_DELTA_TOKENS,
-    PANEL,
     Epilogue,
     Kind,
     LinearOp,
     LoraOp,
     LoraStep,
-    NativeKernels,
     Step,
     Type,
-    op_pointers,
 )
 from tests.engine.test_native_linear import TYPES, VARIANTS, Layer
 from tests.helpers.native_engines import (

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import Kind, NativeKernels, Step, Type, op_pointers
-from llmbackend.engine.kernels.recurrent_ops import ConvOp, GateNorm, GateOp, ScanOp
+from llmbackend.engine.kernels.library import NativeKernels, op_pointers
+from llmbackend.engine.kernels.operations import ConvOp, GateNorm, GateOp, Kind, ScanOp, Step, Type
 from tests.helpers.native_engines import best_is_fast, engine, to_bf16
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernels are built here")

@@ -19,7 +19,7 @@ from llmbackend.engine.cpu.packed_decoder import PackedDecoder, PackedModel
 from llmbackend.engine.cpu.packed_parts import MatrixAt, PackedProjection
 from llmbackend.engine.gpu.weights.stored import mapped_tensors
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import Type
+from llmbackend.engine.kernels.operations import Type
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.model.compatibility import CheckedModel
 from llmbackend.engine.model.int4_formats import Int4Format, packed_format

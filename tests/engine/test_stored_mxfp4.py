@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import Type
+from llmbackend.engine.kernels.operations import Type
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model.native_experts import NativeExperts

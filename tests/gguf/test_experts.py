@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import Type
+from llmbackend.engine.kernels.operations import Type
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model.native_experts import NativeExperts

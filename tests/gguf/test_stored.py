@@ -15,7 +15,8 @@ from llmbackend.adapter.gguf_models import with_directories
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import BLOCKS, Type
+from llmbackend.engine.kernels.library import BLOCKS
+from llmbackend.engine.kernels.operations import Type
 from llmbackend.engine.kernels.weights import FourBits, StoredBlocks
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import InferRequest, SamplingParams, TokenLogprobs

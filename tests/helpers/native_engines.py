@@ -16,7 +16,8 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import KernelLibrary, NativeKernels, Rows, Type
+from llmbackend.engine.kernels.library import KernelLibrary, NativeKernels
+from llmbackend.engine.kernels.operations import Rows, Type
 
 Array = npt.NDArray[Any]
 

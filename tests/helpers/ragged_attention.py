@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmbackend.engine.kernels.library import AttentionOp, Kind, NativeKernels, RotaryOp, Step, Type, op_pointers
+from llmbackend.engine.kernels.library import NativeKernels, op_pointers
+from llmbackend.engine.kernels.operations import AttentionOp, Kind, RotaryOp, Step, Type
 
 from .fixed_point import fixed_point
 from .native_engines import Array, from_bf16, to_bf16

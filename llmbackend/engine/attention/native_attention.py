@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ..cpu.native_memory import LayerKV, NativeKVMemory, NativeLayerCache, can_hold
-from ..kernels.library import AttentionOp, Kind, NativeKernels, RotaryOp, Step, op_pointers
+from ..kernels.library import NativeKernels, op_pointers
+from ..kernels.operations import AttentionOp, Kind, RotaryOp, Step
 from ..kernels.weights import TYPE_OF
 from ..step import FlatStep
 from .interface import AttentionOptions, LayerShape

@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.library import KernelLibrary, Type
+from ..kernels.library import KernelLibrary
+from ..kernels.operations import Type
 
 Float32Array = npt.NDArray[np.float32]
 

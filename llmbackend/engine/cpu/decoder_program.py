@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kernels.expert_layout import ExpertMatrix, experts_op
-from ..kernels.library import (
-    PANEL,
+from ..kernels.library import PANEL, NativeKernels, op_pointers
+from ..kernels.operations import (
     Activation,
     AttentionOp,
     EmbedOp,
@@ -26,13 +26,11 @@ from ..kernels.library import (
     Kind,
     LinearOp,
     LoraOp,
-    NativeKernels,
     NormOp,
     RotaryOp,
     Rows,
     Step,
     Type,
-    op_pointers,
 )
 from ..step import FlatStep, Int32Array
 from .buffers import Buffer

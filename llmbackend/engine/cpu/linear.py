@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..kernels.library import FOUR_BITS, Epilogue, Kind, LinearOp, NativeKernels, Rows, Step, Type, op_pointers
+from ..kernels.library import FOUR_BITS, NativeKernels, op_pointers
+from ..kernels.operations import Epilogue, Kind, LinearOp, Rows, Step, Type
 from ..kernels.weights import NEIGHBOURS, TYPE_OF, FourBits, NewMemory, PackedWeight, StoredBlocks, WeightStore
 from ..load_progress import counted
 from .native_memory import release_pages

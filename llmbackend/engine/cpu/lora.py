@@ -18,7 +18,8 @@ import numpy.typing as npt
 from ..adapter_files import AdapterArrays, AdapterFiles, Float32Array, LoraArrays
 from ..adapter_loads import first_adapters, number_of_adapter
 from ..config import EngineConfig
-from ..kernels.library import LORA_BLOCK, LORA_RANKS, PANEL, KernelLibrary, LoraMatrices, LoraStep, Type
+from ..kernels.library import PANEL, KernelLibrary
+from ..kernels.operations import LORA_BLOCK, LORA_RANKS, LoraMatrices, LoraStep, Type
 from ..step import FlatStep, Int32Array
 from .packed_decoder import PackedDecoder
 from .packed_parts import TYPE_OF, PackedPart

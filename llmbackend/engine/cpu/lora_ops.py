@@ -10,18 +10,8 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from ..kernels.library import (
-    LORA_DELTA_TOKENS,
-    LORA_LAYERS,
-    LORA_RANKS,
-    PANEL,
-    Kind,
-    LinearOp,
-    LoraOp,
-    LoraStep,
-    NativeKernels,
-    Type,
-)
+from ..kernels.library import PANEL, NativeKernels
+from ..kernels.operations import LORA_DELTA_TOKENS, LORA_LAYERS, LORA_RANKS, Kind, LinearOp, LoraOp, LoraStep, Type
 from .packed_decoder import PackedDecoder
 from .packed_parts import TYPE_OF, PackedProjection
 

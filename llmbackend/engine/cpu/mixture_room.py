@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ..kernels.expert_layout import Pairs
-from ..kernels.library import KernelLibrary, Kind, MixOp, RouteOp, Type
+from ..kernels.library import KernelLibrary
+from ..kernels.operations import Kind, MixOp, RouteOp, Type
 from .buffers import Buffer
 from .packed_decoder import PackedExperts
 

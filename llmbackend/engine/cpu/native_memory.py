@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import EngineConfig
-from ..kernels.library import KernelLibrary, Type
+from ..kernels.library import KernelLibrary
+from ..kernels.operations import Type
 from ..kv_groups import KVGroups
 from ..step import Int32Array
 

@@ -9,7 +9,7 @@ import ctypes
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from ..kernels.recurrent_ops import ConvOp, GateOp, ScanOp
+from ..kernels.operations import ConvOp, GateOp, ScanOp
 
 
 class Role(StrEnum):

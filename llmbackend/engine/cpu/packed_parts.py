@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.library import BLOCKS, FOUR_BITS, LORA_LAYERS, PANEL, Type, packed_bytes, scale_bytes, sums_bytes
+from ..kernels.library import BLOCKS, FOUR_BITS, PANEL, packed_bytes, scale_bytes, sums_bytes
+from ..kernels.operations import LORA_LAYERS, Type
 
 Bytes = npt.NDArray[np.uint8]
 Dtype = Literal[

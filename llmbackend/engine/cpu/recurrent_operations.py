@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from ..kernels.library import KernelLibrary, Kind, Type
-from ..kernels.recurrent_ops import ConvOp, GateNorm, GateOp, ScanOp
+from ..kernels.library import KernelLibrary
+from ..kernels.operations import ConvOp, GateNorm, GateOp, Kind, ScanOp, Type
 from ..step import Int32Array
 from .buffers import Buffer
 from .packed_decoder import Memories, PackedDecoder

@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from ..kernels.library import AttentionOp, EmbedOp, ExpertsOp, LinearOp, Rows, Type, packed_bytes
+from ..kernels.library import packed_bytes
+from ..kernels.operations import AttentionOp, EmbedOp, ExpertsOp, LinearOp, Rows, Type
 from ..messages import ModelInfo
 from ..step import FlatStep, Int32Array, RowTable, StepPlan, flatten
 from .decoder_program import DecoderProgram, Float64Array

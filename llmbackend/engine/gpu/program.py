@@ -17,8 +17,9 @@ from torch import nn
 
 from ..errors import ProgramUnsupportedError
 from ..model.compatibility import CheckedModel
-from ..model.decoder_description import Decoder, Experts, Layer, Mlp, PlainMlp, Projection, joined
+from ..model.decoder_description import Decoder, Experts, Layer
 from ..model.mixture_description import Mixture
+from ..model.projections import Mlp, PlainMlp, Projection, joined
 from .lora import LoraSlots
 from .ops.ops import (
     Activation,

@@ -17,21 +17,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .library import (
-    VARIANTS,
-    AttentionOp,
-    Epilogue,
-    KernelLibrary,
-    Kind,
-    LinearOp,
-    NativeKernels,
-    Step,
-    Type,
-    available,
-    load,
-    op_pointers,
-    packed_bytes,
-)
+from .library import VARIANTS, KernelLibrary, NativeKernels, available, load, op_pointers, packed_bytes
+from .operations import AttentionOp, Epilogue, Kind, LinearOp, Step, Type
 
 _ROUNDS: Final = 7
 """Libraries take turns, and the least time of each counts: other processes seldom disturb every turn."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from .library import Epilogue, ExpertsOp, Kind, LinearOp, Rows, Type, packed_bytes, scale_bytes, sums_bytes
+from .library import packed_bytes, scale_bytes, sums_bytes
+from .operations import Epilogue, ExpertsOp, Kind, LinearOp, Rows, Type
 
 MOST_EXPERTS: Final = 1024
 """Of a layer (native/route.h)."""

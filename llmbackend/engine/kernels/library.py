@@ -1,7 +1,7 @@
-"""The native kernels: structures of native/step.h, the library for this CPU, and its self-test.
+"""The native kernels: the library for this CPU, its functions, sizes of packed weights, and its self-test.
 
 For: code that builds operations or runs steps. Does not know: models. Invariants: a library is used only if the CPU can
-execute it, its structures have the sizes of ours (native/step.h explains the fields) and it passed a self-test of some
+execute it, its structures have the sizes of ours (operations.py) and it passed a self-test of some
 milliseconds (a program is compared with modules that run on the same kernels, which would not reveal a library that
 computes wrongly); calls release the GIL; memory and threads are freed with their Python owners.
 """
@@ -15,200 +15,14 @@ import logging
 import time
 import weakref
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_size_t, c_void_p
-from enum import IntEnum
+from ctypes import c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .recurrent_ops import ConvOp, GateOp, ScanOp
-
-
-class Type(IntEnum):
-    FLOAT32 = 0
-    BFLOAT16 = 1
-    INT8 = 2
-    FIXED16 = 3
-    """For keys and values only (native/fixed16.h)."""
-    BFLOAT16_TILES = 4
-    """For activations only (native/tile_rows.h)."""
-    INT4 = 5
-    """For weights only: scale * (q - 8), in groups of 32 along k."""
-    INT4_MIN = 6
-    """For weights only: scale * q + min, alike."""
-    INT4_ZERO = 7
-    """For weights only: scale * (q - zero), alike."""
-    Q5_0 = 38
-    """For weights only, as all below: types of GGUF files, 32 + their number there (native/ggml_forms.h)."""
-    Q5_1 = 39
-    Q8_0 = 40
-    Q2_K = 42
-    Q3_K = 43
-    Q4_K = 44
-    Q5_K = 45
-    Q6_K = 46
-    IQ4_NL = 52
-    IQ4_XS = 55
-    MXFP4 = 71
-
-
-class Rows(IntEnum):
-    TOKENS = 0
-    SAMPLED = 1
-
-
-class Kind(IntEnum):
-    EMBED = 0
-    NORM = 1
-    LINEAR = 2
-    ROTARY = 3
-    ATTENTION = 4
-    LORA = 8
-    ROUTE = 16
-    EXPERTS = 17
-    MIX = 18
-    CONV = 24
-    SCAN = 25
-    GATE = 26
-
-
-class Epilogue(IntEnum):
-    STORE = 0
-    ADD = 1
-    SILU_MUL = 2
-    GELU_MUL = 3
-    SWIGLU_OAI = 4
-
-
-class Activation(IntEnum):
-    NONE = 0
-    GELU = 1
-    RELU2 = 2
-
-
-LORA_LAYERS: Final = 3
-"""The most layers of one LoraOp."""
-LORA_BLOCK: Final = 16
-"""Tokens of one adapter that are multiplied together."""
-LORA_DELTA_TOKENS: Final = 64
-"""So many tokens have room for what adapters add to them."""
-LORA_RANKS: Final = 16
-"""Ranks of adapters are padded to a multiple of it."""
-
-
-def _fields(pointers: str = "", numbers: str = "", floats: str = "") -> list[tuple[str, type]]:
-    kinds = ((pointers, c_void_p), (numbers, c_int32), (floats, c_float))
-    return [(name, kind) for names, kind in kinds for name in names.split()]
-
-
-class Step(ctypes.Structure):
-    _fields_ = [
-        *_fields(numbers="num_tokens num_rows num_sampled block_table_stride"),
-        *_fields("token_ids positions slots query_start seq_lens block_table sampled_tokens"),
-        *_fields("state_slots state_sources state_copies"),
-    ]
-
-
-class EmbedOp(ctypes.Structure):
-    _fields_ = [
-        *_fields(numbers="kind weight_type"),
-        *_fields("weight out", "width out_stride", "scale"),
-        *_fields(numbers="padding"),
-    ]
-
-
-class NormOp(ctypes.Structure):
-    _fields_ = [
-        *_fields(numbers="kind rows"),
-        *_fields("x weight bias out", "x_stride out_stride width out_type", "eps"),
-        *_fields(numbers="accumulate centred padding"),
-    ]
-
-
-class LinearOp(ctypes.Structure):
-    _fields_ = [
-        *_fields(numbers="kind rows"),
-        *_fields("weight weight2 bias bias2 scale scale2 sums sums2 order x y lora"),
-        *_fields("", "n k x_stride y_stride weight_type x_type y_type epilogue", "factor"),
-        *_fields(numbers="lora_panel activation padding"),
-    ]
-
-
-class RotaryOp(ctypes.Structure):
-    _fields_ = [
-        *_fields(numbers="kind kv_type"),
-        *_fields("q k v keys values cos_sin q_cos_sin q_norm k_norm"),
-        *_fields("", "stride num_heads num_kv_heads head_dim rotary_dim block_size norm_whole", "eps"),
-        *_fields(numbers="q_gap pairs norm_last padding"),
-    ]
-
-
-class AttentionOp(ctypes.Structure):
-    _fields_ = [
-        *_fields(numbers="kind kv_type"),
-        *_fields("q keys values sinks out"),
-        *_fields("", "q_stride out_stride num_heads num_kv_heads head_dim block_size window out_type"),
-        *_fields(floats="scaling softcap"),
-        *_fields(numbers="q_gap padding"),
-    ]
-
-
-class LoraMatrices(ctypes.Structure):
-    _fields_ = [*_fields("down up", "rank padding")]
-
-
-class LoraStep(ctypes.Structure):
-    _fields_ = [
-        *_fields(numbers="num_adapters num_tokens"),
-        *_fields("adapters starts tokens blocks adapter_of place_of"),
-    ]
-
-
-class LoraOp(ctypes.Structure):
-    _fields_ = [
-        *_fields(numbers="kind x_type weight_type first_layer"),
-        *_fields("step x hidden delta", "num_layers"),
-        ("first_panels", c_int32 * LORA_LAYERS),
-        *_fields(numbers="k x_stride hidden_stride max_rank split num_splits num_panels padding"),
-    ]
-
-
-class RouteOp(ctypes.Structure):
-    _fields_ = [
-        *_fields(numbers="kind scores"),
-        *_fields("logits correction shares chosen places first"),
-        *_fields("", "stride num_experts top_k groups top_groups renormalises", "factor"),
-        *_fields(numbers="padding"),
-    ]
-
-
-class ExpertsOp(ctypes.Structure):
-    _fields_ = [
-        *_fields(numbers="kind num_experts"),
-        ("linear", LinearOp),
-        *_fields("first places"),
-        *[(name, c_int64) for name in ("weight_bytes", "scale_bytes", "sums_bytes")],
-        *_fields(numbers="top_k padding"),
-    ]
-
-
-class MixOp(ctypes.Structure):
-    _fields_ = [
-        *_fields(numbers="kind top_k"),
-        *_fields("mixed places shares shared shared_gate out"),
-        *_fields("", "mixed_stride shared_stride gate_stride out_stride width accumulate", "factor"),
-        *_fields(numbers="padding"),
-    ]
-
-
-STRUCTURES: Final = (
-    Step, EmbedOp, NormOp, LinearOp, RotaryOp, AttentionOp, LoraMatrices, LoraStep, LoraOp, RouteOp, ExpertsOp, MixOp,
-    ConvOp, ScanOp, GateOp,
-)  # fmt: skip
-"""In the order in which the library lists their sizes."""
-
+from .operations import STRUCTURES, Kind, LinearOp, Step, Type
 
 logger = logging.getLogger(__name__)
 

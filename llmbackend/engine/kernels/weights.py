@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .library import BLOCKS, GROUP, PANEL, NativeKernels, Type, packed_bytes, scale_bytes, sums_bytes
+from .library import BLOCKS, GROUP, PANEL, NativeKernels, packed_bytes, scale_bytes, sums_bytes
+from .operations import Type
 
 TYPE_OF = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
 _ALIGN_BYTES = 64

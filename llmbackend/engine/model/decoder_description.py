@@ -8,84 +8,40 @@ the program's logits are compared with the modules' (CheckedModel.verify), befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..attention.interface import AttentionOptions
-from ..cpu.linear import NativeLinear
 from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import Activation, Norm
-from ..gpu.weights.dense import DenseWeight, QuantizedLinear
+from ..gpu.weights.dense import DenseWeight
 from ..gpu.weights.experts import DenseExperts, ExpertProjection, QuantizedExperts
-from ..gpu.weights.stored import StoredLinear
-from ..kernels.weights import PackedWeight
 from .mixture_description import Mixture, describe_mixture
 from .native_experts import NativeExperts, activation_of
+from .projections import (
+    Mlp,
+    PlainMlp,
+    Projection,
+    children_of,
+    expect_children,
+    mlp_of,
+    plain_mlp_of,
+    projection_of,
+    qkv_of,
+)
 from .recognition import (
     NORMS_BY_PLACE,
     NORMS_OF_PARALLEL,
-    PlainActivation,
     embedding_factor_of,
     finish_of,
-    mlp_activation,
     norm_of,
-    plain_activation_of,
 )
 from .rotation import Heads, Rotation, Rotations, query_scale_of
 from .text_part import text_part
-
-
-class Weight(Protocol):
-    """A matrix [n, k]: a PackedWeight for the CPU's kernels, a DeviceWeight for an accelerator, a StoredWeight before
-    it is cut for the ranks."""
-
-    @property
-    def n(self) -> int: ...
-
-    @property
-    def k(self) -> int: ...
-
-
-@runtime_checkable
-class DivisibleWeight(Weight, Protocol):
-    """A weight that can be cut into parts without a copy: PackedWeight, DenseWeight, QuantizedWeight, Int4Weight,
-    StoredWeight."""
-
-    def part(self, start: int, n: int) -> Self:
-        """Rows start .. start + n - 1; both are multiples of a panel of 32 rows."""
-
-    def joined(self, other: Self) -> Self | None:
-        """This matrix with the other's rows below, when they are neighbours in memory; else None."""
-
-
-@dataclass(frozen=True, slots=True)
-class StackedWeight:
-    """Matrices of several types, one above the other."""
-
-    matrices: tuple[PackedWeight, ...]
-
-    @property
-    def n(self) -> int:
-        return sum(matrix.n for matrix in self.matrices)
-
-    @property
-    def k(self) -> int:
-        return self.matrices[0].k
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """x·Wᵀ + bias"""
-
-    weight: Weight
-    bias: torch.Tensor | None
-    """float32 [n]"""
-    parts: tuple[tuple[nn.Module, int], ...] = ()
-    """The model's layers that it consists of, with their numbers of outputs; none: of a router or a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +63,6 @@ class Attention:
     @property
     def cos_sin(self) -> torch.Tensor | None:
         return self.rotation.cos_sin
-
-
-@dataclass(frozen=True, slots=True)
-class Mlp:
-    """down(activation(gate) * up)"""
-
-    gate: Projection
-    up: Projection
-    down: Projection
-    activation: Activation
-
-
-@dataclass(frozen=True, slots=True)
-class PlainMlp:
-    """down(activation(up))"""
-
-    up: Projection
-    down: Projection
-    activation: PlainActivation
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,17 +194,6 @@ def _feed_forward(layer: Any) -> Any:
     return getattr(layer, "mlp", getattr(layer, "block_sparse_moe", None))
 
 
-def children_of(module: nn.Module) -> set[str]:
-    """Names of the parts that compute something at inference."""
-    return {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
-
-
-def expect_children(module: nn.Module, names: set[str], optional: frozenset[str] = frozenset()) -> None:
-    found = children_of(module)
-    if not names <= found <= names | optional:
-        raise ProgramUnsupportedError(f"{type(module).__name__} consists of {', '.join(sorted(found))}")
-
-
 def _layer(
     index: int, layer: Any, options: Mapping[nn.Module, AttentionOptions], config: Any, rotations: Rotations
 ) -> Layer:
@@ -283,7 +209,7 @@ def _layer(
         attention=_attention(index, layer.self_attn, options[layer.self_attn], rotations),
         attention_out_norm=norms[1],
         mlp_norm=norms[2],
-        mlp=experts_of(mlp) if hasattr(mlp, "experts") else _plain_mlp(mlp) or mlp_of(mlp),
+        mlp=experts_of(mlp) if hasattr(mlp, "experts") else plain_mlp_of(mlp) or mlp_of(mlp),
         mlp_out_norm=norms[3],
         residual_factor=float(getattr(config, "residual_multiplier", None) or 1.0),
         is_parallel=names == NORMS_OF_PARALLEL,
@@ -296,7 +222,7 @@ def _attention(index: int, module: Any, options: AttentionOptions, rotations: Ro
     norm_names = ("query_layernorm", "key_layernorm") if hasattr(module, "query_layernorm") else ("q_norm", "k_norm")
     expect_children(module, {*names, out_name}, frozenset(norm_names))
     projections = {name: projection_of(getattr(module, name)) for name in (*names, out_name)}
-    qkv = projections["qkv_proj"] if len(names) == 1 else _joined([projections[name] for name in names])
+    qkv = projections["qkv_proj"] if len(names) == 1 else qkv_of([projections[name] for name in names])
     out = projections[out_name]
     head_dim = int(module.head_dim)
     num_kv_heads = (qkv.weight.n - out.weight.k) // (2 * head_dim)
@@ -327,42 +253,9 @@ def _head_norm(module: Any, whole: int) -> Norm | None:
     return norm
 
 
-_PLAIN_NAMES = (("fc1", "fc2"), ("c_fc", "c_proj"), ("up_proj", "down_proj"))
-"""Of MLPs without a gate."""
-
-
-def _plain_mlp(module: Any) -> PlainMlp | None:
-    """None: it has a gate."""
-    for up_name, down_name in _PLAIN_NAMES:
-        if hasattr(module, up_name) and hasattr(module, down_name) and not hasattr(module, "gate_proj"):
-            up, down = (projection_of(getattr(module, name)) for name in (up_name, down_name))
-            return PlainMlp(up, down, plain_activation_of(module))
-    return None
-
-
-def mlp_of(module: Any) -> Mlp:
-    activation = mlp_activation(module)
-    if hasattr(module, "gate_up_proj"):
-        return Mlp(*halves_of(module.gate_up_proj), projection_of(module.down_proj), activation)
-    if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
-        raise ProgramUnsupportedError(f"{type(module).__name__} is not a gated MLP")
-    gate, up, down = (projection_of(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj"))
-    return Mlp(gate, up, down, activation)
-
-
-def halves_of(gate_up: Any) -> tuple[Projection, Projection]:
-    """Gate and up of one matrix."""
-    weight, bias = _weight_and_bias(gate_up)
-    half = weight.n // 2
-    if half % 32 or bias is not None or not isinstance(weight, DivisibleWeight):
-        raise ProgramUnsupportedError("gate and up are one matrix, where panels cannot split it")
-    first, second = (Projection(weight.part(start, half), None, ((gate_up, half),)) for start in (0, half))
-    return first, second
-
-
 def experts_of(module: Any) -> Experts | Mixture:
     if isinstance(module.experts, NativeExperts):
-        return describe_mixture(module, mlp_of, projection_of, Projection)
+        return describe_mixture(module)
     router_name = "router" if hasattr(module, "router") else "gate"
     expect_children(module, {router_name, "experts"})
     router, experts = getattr(module, router_name), module.experts
@@ -416,82 +309,3 @@ def _renormalises(router: Any) -> bool:
         if chosen.shape[1] == router.top_k and torch.allclose(given.float(), expected, rtol=1e-2, atol=1e-5):
             return renormalises
     raise ProgramUnsupportedError(f"{type(router).__name__} is not a softmax over all experts")
-
-
-def projection_of(linear: Any) -> Projection:
-    weight, bias = _weight_and_bias(linear)
-    return Projection(weight, bias, ((linear, weight.n),))
-
-
-def _weight_and_bias(linear: Any) -> tuple[Weight, torch.Tensor | None]:
-    if isinstance(linear, NativeLinear):
-        return linear.packed, linear.float_bias
-    if isinstance(linear, QuantizedLinear):
-        return linear.quantized, None if linear.bias is None else linear.bias.detach().float()
-    if isinstance(linear, StoredLinear):
-        return linear.stored, None if linear.bias is None else linear.bias.float()
-    if type(linear) is not nn.Linear:
-        raise ProgramUnsupportedError(f"{type(linear).__name__} is not a plain linear layer")
-    return DenseWeight(linear.weight.detach()), None if linear.bias is None else linear.bias.detach().float()
-
-
-def joined_of(linears: list[Any]) -> Projection:
-    """Query, key and value as one projection."""
-    return _joined([projection_of(linear) for linear in linears])
-
-
-def _joined(projections: Sequence[Projection]) -> Projection:
-    projection = joined(*projections) or _stacked(projections)
-    if projection is None:
-        raise ProgramUnsupportedError("query, key and value are not adjacent, or only some of them have a bias")
-    return projection
-
-
-def joined(first: Projection, *others: Projection) -> Projection | None:
-    """The projections as one; None where they are not neighbours in memory, or only some have a bias."""
-    weight: Weight | None = first.weight
-    for other in others:
-        if not isinstance(weight, DivisibleWeight) or not isinstance(other.weight, type(weight)):
-            return None
-        weight = weight.joined(other.weight)
-    return None if weight is None else _with_weight(weight, (first, *others))
-
-
-def _stacked(projections: Sequence[Projection]) -> Projection | None:
-    """The projections as one of several types; as `joined`."""
-    matrices: list[PackedWeight] = []
-    for weight in (projection.weight for projection in projections):
-        if not isinstance(weight, PackedWeight):
-            return None
-        if matrices and (below := matrices[-1].joined(weight)) is not None:
-            matrices[-1] = below
-        else:
-            matrices.append(weight)
-    return _with_weight(StackedWeight(tuple(matrices)), projections)
-
-
-def _with_weight(weight: Weight, projections: Sequence[Projection]) -> Projection | None:
-    biases = [projection.bias for projection in projections if projection.bias is not None]
-    if len(biases) not in (0, len(projections)):
-        return None
-    parts = _merged(part for projection in projections for part in projection.parts)
-    return Projection(weight, torch.cat(biases) if biases else None, parts)
-
-
-def parts_of(projection: Projection) -> Iterator[Projection]:
-    """Those of one type each."""
-    weight, first = projection.weight, 0
-    for matrix in weight.matrices if isinstance(weight, StackedWeight) else (weight,):
-        bias = None if projection.bias is None else projection.bias[first : first + matrix.n]
-        yield Projection(matrix, bias)
-        first += matrix.n
-
-
-def _merged(parts: Iterable[tuple[nn.Module, int]]) -> tuple[tuple[nn.Module, int], ...]:
-    """Neighbours of one layer as one."""
-    merged: list[tuple[nn.Module, int]] = []
-    for layer, n in parts:
-        if merged and merged[-1][0] is layer:
-            n += merged.pop()[1]
-        merged.append((layer, n))
-    return tuple(merged)

@@ -20,7 +20,8 @@ from llmbackend.gguf.tensors import GgufTensors
 
 from ..cpu.linear import StoredMatrices
 from ..errors import CheckpointError
-from ..kernels.library import BLOCKS, Type, load
+from ..kernels.library import BLOCKS, load
+from ..kernels.operations import Type
 from ..kernels.weights import FourBits, StoredBlocks
 from .int4_model import fill_plain
 from .native_experts import kept_names

@@ -17,22 +17,9 @@ from torch import nn
 from ..attention.interface import AttentionOptions
 from ..errors import ProgramUnsupportedError
 from .compatibility import is_recurrent, needs_program
-from .decoder_description import (
-    Attention,
-    Decoder,
-    Experts,
-    Layer,
-    Mlp,
-    children_of,
-    describe,
-    expect_children,
-    experts_of,
-    halves_of,
-    joined_of,
-    mlp_of,
-    projection_of,
-)
+from .decoder_description import Attention, Decoder, Experts, Layer, describe, experts_of
 from .mixture_description import Mixture
+from .projections import Mlp, children_of, expect_children, halves_of, mlp_of, projection_of, qkv_of
 from .recognition import embedding_factor_of, logit_factor_of, mlp_activation, norm_of
 from .recurrent_layers import PARTS, Scan, ShortConv, delta_net_of, mamba_of, short_conv_of
 from .rotation import Rotation, Rotations
@@ -135,7 +122,7 @@ def _attention(
     if num_queries not in (projected.weight.k, 2 * projected.weight.k):
         raise ProgramUnsupportedError(f"{type(module).__name__} has {num_queries} queries for {projected.weight.k}")
     return Attention(
-        qkv=joined_of([module.q_proj, module.k_proj, module.v_proj]),
+        qkv=qkv_of([projection_of(each) for each in (module.q_proj, module.k_proj, module.v_proj)]),
         out=projected,
         q_norm=q_norm,
         k_norm=k_norm,

@@ -31,7 +31,8 @@ from ..gpu.device import check_gpu
 from ..gpu.weights.dense import check_device, join_neighbours, quantize_linears
 from ..gpu.weights.stored import mapped_tensors
 from ..kernels.choice import Choice, choose_library
-from ..kernels.library import NativeKernels, Type
+from ..kernels.library import NativeKernels
+from ..kernels.operations import Type
 from ..kernels.weights import TYPE_OF, NewMemory, WeightStore
 from ..load_progress import bar_hook, part, report
 from .checkpoint_check import check_loading_info, check_tensors, without_report

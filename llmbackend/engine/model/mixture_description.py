@@ -6,19 +6,16 @@ with the module itself; what is not understood raises ProgramUnsupportedError.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 
 from ..errors import ProgramUnsupportedError
 from .native_experts import NativeExperts, router_of
-
-if TYPE_CHECKING:
-    from .decoder_description import Mlp, Projection
+from .projections import Mlp, Projection, mlp_of, projection_of
 
 Scores = Literal["softmax", "sigmoid"]
 _SCORES: Final[tuple[Scores, ...]] = ("softmax", "sigmoid")
@@ -67,11 +64,8 @@ class Mixture:
     """[1, width]: the shared expert is multiplied by the sigmoid of it."""
 
 
-def describe_mixture(
-    module: Any, mlp: Callable[[Any], Mlp], projection: Callable[[Any], Projection], router: Callable[..., Projection]
-) -> Mixture:
-    """mlp, projection: describe a shared expert. router: makes a projection of a matrix and a bias. Raises
-    ProgramUnsupportedError."""
+def describe_mixture(module: Any) -> Mixture:
+    """Raises ProgramUnsupportedError."""
     own = router_of(module)
     known = {"experts", "router", "gate", _SHARED_GATE, *_SHARED}
     if unknown := {name for name, _ in module.named_children()} - known:
@@ -80,11 +74,11 @@ def describe_mixture(
     gate = getattr(module, _SHARED_GATE, None)
     bias = getattr(own, "bias", None)
     return Mixture(
-        router=router(module.experts.router, None if bias is None else bias.detach().float()),
+        router=Projection(module.experts.router, None if bias is None else bias.detach().float()),
         route=_route(own),
         experts=module.experts,
-        shared=None if shared is None else mlp(shared),
-        shared_gate=None if gate is None else projection(gate),
+        shared=None if shared is None else mlp_of(shared),
+        shared_gate=None if gate is None else projection_of(gate),
     )
 
 

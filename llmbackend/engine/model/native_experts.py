@@ -18,7 +18,8 @@ from ..cpu.linear import StoredMatrices, kept_weights, pack_stored
 from ..cpu.native_memory import release_pages
 from ..gpu.ops.ops import ACTIVATIONS, Activation, gated
 from ..kernels.expert_layout import MOST_EXPERTS, ExpertMatrix, Pairs, experts_op, steps_of
-from ..kernels.library import Epilogue, NativeKernels, Step, Type, op_pointers
+from ..kernels.library import NativeKernels, op_pointers
+from ..kernels.operations import Epilogue, Step, Type
 from ..kernels.weights import TYPE_OF, PackedWeight, WeightStore
 from ..load_progress import counted
 

@@ -45,16 +45,17 @@ from ..cpu.packed_recurrent import PackedScan, PackedShortConv
 from ..cpu.recurrent_operations import StepStates
 from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import Norm
-from ..kernels.library import Type
+from ..kernels.operations import Type
 from ..kernels.weights import PackedWeight, WeightStore
 from ..load_progress import part
 from ..step import FlatStep, Int32Array
 from . import native_experts
 from .compatibility import MAX_PROBE_TOKENS
-from .decoder_description import Attention, Experts, Layer, Mixer, Mlp, PlainMlp, Projection, parts_of
+from .decoder_description import Attention, Experts, Layer, Mixer
 from .loader import LoadedModel, library_choice
 from .lora import adaptable_linears
 from .mixture_description import Mixture
+from .projections import Mlp, PlainMlp, Projection, parts_of
 from .recurrent_layers import Scan, ShortConv
 
 _NAME_OF: dict[Type, Dtype] = {kind: name for name, kind in TYPE_OF.items()}

@@ -16,7 +16,7 @@ from torch.nn import functional
 from ..cpu.packed_recurrent import ScanColumns, conv_floats
 from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import Norm
-from .decoder_description import Projection, expect_children, projection_of
+from .projections import Projection, expect_children, projection_of
 
 
 @dataclass(frozen=True, slots=True)

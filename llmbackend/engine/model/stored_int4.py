@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..kernels.library import GROUP, Type
+from ..kernels.library import GROUP
+from ..kernels.operations import Type
 from ..kernels.weights import FourBits
 from .checkpoint_files import few
 from .int4_formats import Int4Format, Int4Groups

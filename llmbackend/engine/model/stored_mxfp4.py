@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from ..kernels.library import Type
+from ..kernels.operations import Type
 from ..kernels.weights import StoredBlocks
 
 _BLOCKS, _SCALES = "_blocks", "_scales"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.library import NativeKernels, Type
+from ..kernels.library import NativeKernels
+from ..kernels.operations import Type
 from ..step import Int32Array, RowTable
 from ..token_masks import TokenMasks
 from .rows import RowEdits, SampleLogprobs, SamplingRows

@@ -14,7 +14,7 @@ import torch
 
 from llmbackend.engine.errors import UnshardableError
 from llmbackend.engine.gpu.parallel.collectives import Collectives
-from llmbackend.engine.model.decoder_description import Mlp
+from llmbackend.engine.model.projections import Mlp
 from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
 from tests.helpers.gpu.tiny_programs import (
     all_logits,

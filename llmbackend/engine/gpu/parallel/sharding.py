@@ -20,8 +20,9 @@ from torch.nn import functional
 
 from ...attention.interface import LayerShape
 from ...errors import UnshardableError
-from ...model.decoder_description import Attention, Decoder, Experts, Layer, Mlp, PlainMlp, Projection
+from ...model.decoder_description import Attention, Decoder, Experts, Layer
 from ...model.mixture_description import Mixture
+from ...model.projections import Mlp, PlainMlp, Projection
 from ..ops.ops import Norm, gate_up_rows
 from ..weights.dense import DenseWeight, DeviceWeight, Matmul, Rows, SplittableWeight
 from ..weights.experts import ExpertProjection
