@@ -127,8 +127,8 @@ def test_many_at_once_make_one_directory(tmp_path: Path) -> None:
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
-    expected = f"its architecture is 'qwen3moe', expected one of: {', '.join(FAMILIES)}"
-    assert refusal(tmp_path, of("qwen3moe")) == expected
+    expected = f"its architecture is 'mamba', expected one of: {', '.join(FAMILIES)}"
+    assert refusal(tmp_path, of("mamba")) == expected
 
 
 def test_a_template_that_is_refused_leaves_nothing(tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ RECURRENT: dict[str, Any] = {
         **SIZES, num_hidden_layers=4, attn_layer_indices=[2], mamba_n_heads=8, mamba_d_state=32, mamba_d_head=32,
     ),
     "qwen3_5_moe": tf.Qwen3_5MoeTextConfig(
-        **SIZES, num_hidden_layers=4, head_dim=64, linear_key_head_dim=64, linear_value_head_dim=32,
+        **SIZES | {"initializer_range": 0.06},  # with more, roundings to 16 bits choose other experts
+        num_hidden_layers=4, head_dim=64, linear_key_head_dim=64, linear_value_head_dim=32,
         linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=64, shared_expert_intermediate_size=32,
         layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
