@@ -49,7 +49,8 @@ UNSUPPORTED = {
     "MambaForCausalLM": tf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
     "JambaForCausalLM": tf.JambaConfig(**TINY),
     "Qwen3NextForCausalLM": tf.Qwen3NextConfig(**TINY),
-    "Lfm2ForCausalLM": tf.Lfm2Config(**TINY, layer_types=["conv", "full_attention"]),
+    "Mamba2ForCausalLM": tf.Mamba2Config(vocab_size=64, hidden_size=32, num_heads=4, head_dim=16, num_hidden_layers=2),
+    "FalconH1ForCausalLM": tf.FalconH1Config(**TINY),
     "T5ForConditionalGeneration": tf.T5Config(vocab_size=64, d_model=32, num_layers=2),
     "BertModel": tf.ViTConfig(),
 }

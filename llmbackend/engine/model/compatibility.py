@@ -76,7 +76,7 @@ def check_config(config: Any) -> None:
     model_class = causal_lm_class(config)
     kinds = set(layer_types(config))
     if model_class is not None:
-        is_known = bool(kinds) and kinds <= _SUPPORTED_LAYER_TYPES
+        is_known = bool(kinds & _ATTENTION_LAYER_TYPES) and kinds <= _SUPPORTED_LAYER_TYPES
         if getattr(model_class, "_is_stateful", False) and not is_known:
             raise unsupported(name, "it keeps a recurrent state per sequence, which paged KV memory cannot hold")
         if not model_class._can_set_attn_implementation():
