@@ -35,7 +35,8 @@ with the modules with these weights."""
 _MAX_ROUNDING_ERROR = 0.08
 """Of 16 bits, where one logit of many differs by more: SmolLM2-135M rounded to the nearest 4 bits 6 %."""
 _MAX_EXPERTS_ERROR = 0.25
-"""Of 16 bits, where a rounding may choose other experts for a token."""
+_MAX_QUANTIZED_EXPERTS_ERROR = 0.4
+"""Of 16 bits, and of 8 or 4, where a rounding may choose other experts for a token."""
 MAX_PROBE_TOKENS = 8
 """Tokens, and samples, that a program must have room for to be verified."""
 
@@ -121,7 +122,8 @@ class CheckedModel:
         """By how much logits of the same tokens, computed otherwise, differ beyond rounding; "" if they do not."""
         if self.quantization is not None:
             error = _relative_rms_error(logits.float(), self.logits.float())
-            return "" if error <= _MAX_QUANTIZED_ERROR[self.quantization] else f"by {error * 100:.0f} %"
+            most = _MAX_QUANTIZED_EXPERTS_ERROR if self.has_experts else _MAX_QUANTIZED_ERROR[self.quantization]
+            return "" if error <= most else f"by {error * 100:.0f} %"
         scale, is_exact = self.logits.abs().max().item(), self.logits.dtype == torch.float32
         difference = (logits.float() - self.logits.float()).abs().max().item()
         if difference <= scale * (1e-3 if is_exact else 8e-2):
