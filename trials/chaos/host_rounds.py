@@ -72,7 +72,7 @@ async def sigterm(stage: Stage, model: str, seed: int, *, kill: bool) -> Row:
         await load.until_live(MIN_LIVE)
         await asyncio.sleep(rng.uniform(0.3, 0.8))
         load.begin_no_more()
-        await load.until_begun(5.0)  # what the server has not read yet, it would refuse
+        await load.until_begun(1.0)  # what the server has not read yet, it would refuse; others may wait for a place
         stage.server.remember_processes()
         stage.server.terminate()
         if kill:
