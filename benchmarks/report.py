@@ -217,7 +217,9 @@ def bandwidth_gb_per_s(lines: list[Line], model: str) -> float | None:
 
 def bandwidth_share(figures: Line, gb_per_s: float | None) -> float | None:
     """Of one stream: the weights' bytes, as the engine keeps them or else as its file does, per time of a token."""
-    read_mb = figures.get("weights_mb") or figures.get("read_mb")
+    kept_mb, read_mb = figures.get("weights_mb"), figures.get("read_mb")
+    if kept_mb and not (read_mb and kept_mb > 2 * read_mb):  # a token reads few of a mixture's experts
+        read_mb = kept_mb
     return read_mb / figures["itl_mean_ms"] / gb_per_s if read_mb and gb_per_s else None
 
 
