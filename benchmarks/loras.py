@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.checkpoints import SHAPES
+from benchmarks.perplexity import WEIGHT_TYPES
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.make_runner import make_runner
@@ -30,12 +31,6 @@ from llmbackend.engine.messages import InferRequest, SamplingParams
 ADAPTERS = 8
 PROMPT_TOKENS = 16
 LONG_PROMPT_TOKENS = 512
-KINDS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "int4": {"dtype": "bfloat16", "quantization": "int4"},
-}
 
 
 def write_adapter(model: Any, folder: Path, rank: int, seed: int) -> None:
@@ -134,7 +129,7 @@ def _report(what: str, runs: dict[str, list[Run]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b-shape")
-    parser.add_argument("--kinds", default="bfloat16,int8,int4", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--kinds", default="bfloat16,int8,int4", help=f"of {', '.join(WEIGHT_TYPES)}")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32, help="of each row")
@@ -162,7 +157,7 @@ def main() -> None:
                 enable_lora=True,
                 lora_modules={folder.name: str(folder) for folder in folders},
                 max_lora_rank=arguments.rank,
-                **KINDS[kind],
+                **WEIGHT_TYPES[kind],
             )
             measure(config, arguments.rows, arguments.tokens, arguments.rounds)
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.drivers import llama_cpp_bindings
 from benchmarks.recording import Recorder, drive
+from benchmarks.workloads import Request
 
 BATCH_TOKENS, MICRO_BATCH_TOKENS, MAX_SEQUENCES = 2048, 512, 64
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
@@ -131,6 +133,21 @@ class LlamaCpp:
     def _decode(self, context: Any, batch: Any) -> None:
         if code := self._lib.llama_decode(context, batch):
             raise RuntimeError(f"llama_decode failed with code {code}")
+
+    def each_logits(self, text: list[int]) -> Iterator[Any]:
+        """float32 [vocab] behind each of the text's tokens, valid until the next one."""
+        context = self._context(Recorder([Request(text, 1)]))
+        batch = self._lib.llama_batch_init(len(text), 0, 1)
+        try:
+            self._fill(batch, [(0, position, token) for position, token in enumerate(text)])
+            for row in range(len(text)):
+                batch.logits[row] = 1
+            self._decode(context, batch)
+            for row in range(len(text)):
+                yield self._logits(context, row)
+        finally:
+            self._lib.llama_batch_free(batch)
+            self._lib.llama_free(context)
 
     def _argmax(self, context: Any, row: int) -> int:
         return int(self._logits(context, row).argmax())

@@ -17,26 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.drivers.llama_cpp_batching import LlamaCpp, add_options
-from benchmarks.recording import Recorder
-from benchmarks.workloads import Request
 
 
 class Reader(LlamaCpp):
     def logprobs(self, text: list[int]) -> Iterator[float]:
         """Of all tokens but the first."""
-        context = self._context(Recorder([Request(text, 1)]))
-        batch = self._lib.llama_batch_init(len(text), 0, 1)
-        try:
-            self._fill(batch, [(0, position, token) for position, token in enumerate(text)])
-            for row in range(len(text)):
-                batch.logits[row] = 1
-            self._decode(context, batch)
-            for row, token in enumerate(text[1:]):
-                logits = self._logits(context, row).astype(np.float64)
-                yield float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
-        finally:
-            self._lib.llama_batch_free(batch)
-            self._lib.llama_free(context)
+        for token, own in zip(text[1:], self.each_logits(text), strict=False):
+            logits = own.astype(np.float64)
+            yield float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
 
 
 def main() -> None:

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.drivers.llama_cpp_batching import LlamaCpp, add_options
-from benchmarks.recording import Recorder
-from benchmarks.workloads import Request
 
 
 class Reader(LlamaCpp):
@@ -34,17 +32,7 @@ class Reader(LlamaCpp):
 
     def logits(self, text: list[int]) -> Any:
         """float32 [tokens, vocab]"""
-        context = self._context(Recorder([Request(text, 1)]))
-        batch = self._lib.llama_batch_init(len(text), 0, 1)
-        try:
-            self._fill(batch, [(0, position, token) for position, token in enumerate(text)])
-            for row in range(len(text)):
-                batch.logits[row] = 1
-            self._decode(context, batch)
-            return np.array([self._logits(context, row) for row in range(len(text))])
-        finally:
-            self._lib.llama_batch_free(batch)
-            self._lib.llama_free(context)
+        return np.array([each.copy() for each in self.each_logits(text)])
 
 
 def main() -> None:

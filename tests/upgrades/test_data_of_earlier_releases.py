@@ -23,7 +23,8 @@ from llmbackend.pages.chat.conversation import Chat
 from llmbackend.remote import wire
 from tests.helpers.scripted_text import MODEL, SAY
 from tests.helpers.waiting import eventually
-from tests.upgrades.write_data import BACKGROUND, DATA, ENGINE, answers, redis_server, serving
+from tests.upgrades.write_data import BACKGROUND, DATA, ENGINE, answers, serving
+from trials.chaos.cluster.shared_store import shared_store
 
 RELEASES = sorted(path.name for path in DATA.iterdir())
 MAX_BYTES = 200_000
@@ -44,7 +45,7 @@ def store(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.T
             yield client, json.loads((data / "responses.json").read_text())
         return
     redis = pytest.importorskip("redis")
-    with redis_server(scratch / "redis") as url:
+    with shared_store(scratch) as url:
         with redis.Redis.from_url(url) as filled:
             for key, value in json.loads(gzip.decompress((data / "redis.json.gz").read_bytes())).items():
                 filled.restore(key, 0, base64.b64decode(value))

@@ -33,12 +33,13 @@ from llmbackend.remote import host_endpoint, wire
 from llmbackend.remote.remote_server import RemoteServer
 from tests.helpers.kserve_scripted import start_host
 from tests.remote.linked_host import served
-from tests.upgrades.write_data import ENGINE, redis_server
+from tests.upgrades.write_data import ENGINE
+from trials.chaos.cluster.shared_store import shared_store
 
 
 def test_a_store_in_redis_of_another_version(tmp_path: Path) -> None:
     redis = pytest.importorskip("redis")
-    with redis_server(tmp_path / "redis") as url, redis.Redis.from_url(url) as client:
+    with shared_store(tmp_path) as url, redis.Redis.from_url(url) as client:
         RedisStorage(url, Capacity(1 << 20, 9)).close()
         assert client.get("llmbackend:responses:version") == b"1"
         client.set("llmbackend:responses:version", 2)

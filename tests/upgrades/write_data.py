@@ -12,7 +12,6 @@ import gzip
 import json
 import os
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -33,9 +32,9 @@ from llmbackend.frontends.journals import redis_storage
 from llmbackend.frontends.journals.store_settings import StoreSettings
 from llmbackend.pages.chat.conversation import Chat, Turn
 from llmbackend.remote import wire
-from tests.core.test_response_cache import RedisServer, redis_executable
 from tests.helpers.openai_live_server import serve_openai
 from tests.helpers.scripted_text import MODEL, SAY, host_of_scripts
+from trials.chaos.cluster.shared_store import shared_store
 
 DATA: Final = Path(__file__).with_name("data")
 TTL_S: Final = 1e10
@@ -108,7 +107,7 @@ def _write_stores(target: Path, scratch: Path) -> None:
         store.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     store.close()
     (target / "responses.sqlite.gz").write_bytes(gzip.compress((scratch / "store").read_bytes(), mtime=0))
-    with redis_server(scratch / "redis") as url:
+    with shared_store(scratch) as url:
         _leave(url, scratch / "second", target / "redis_responses.json")
         (target / "redis.json.gz").write_bytes(gzip.compress(json.dumps(redis_contents(url)).encode(), mtime=0))
 
@@ -117,23 +116,6 @@ def _leave(url: str, folder: Path, expected: Path) -> None:
     program = f"from {__spec__.name} import leave; leave(*{(url, str(folder), str(expected))!r})"
     ended = subprocess.run([sys.executable, "-c", program], check=False).returncode
     assert ended == -signal.SIGKILL, ended
-
-
-@contextmanager
-def redis_server(folder: Path) -> Iterator[str]:
-    """Its URL."""
-    executable = redis_executable()
-    assert executable is not None, "no Redis server here"
-    folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = RedisServer(executable, folder, port)
-    server.start()
-    try:
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        server.stop()
 
 
 def redis_contents(url: str) -> dict[str, str]:

@@ -152,7 +152,7 @@ class StubReadiness:
 
 
 class ChildServices(ABC):
-    """What the host does for the process of an instance, of whatever kind: readiness, calls of models, log, answers.
+    """What the host does for any instance process: readiness, calls of models, log, answers.
     model: None for a process that makes no calls of models."""
 
     def __init__(self, model: Model | None, output: logging.Logger, pack: PackResponse = pack_response) -> None:

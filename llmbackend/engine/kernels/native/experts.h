@@ -67,9 +67,8 @@ struct Int8Kind {
 
     Int8Kind(const ExpertsOp& op, int places, Carver& memory, int rank, int num_threads)
         : x(memory, places, op.linear.k) {
-        const size_t k_bytes = std::min<size_t>(int8::padded_k(op.linear.k), int8::kKBlock) * sizeof(int8::Stored);
-        chunk_rows = std::max<int>(int8::kChunkBytes / k_bytes / int8::kMaxBlock * int8::kMaxBlock, int8::kMaxBlock);
-        sums_rows = int8::padded_k(op.linear.k) > int8::kKBlock ? chunk_rows + int8::kMaxBlock : int8::kMaxBlock;
+        chunk_rows = int8::Plan::most_rows(op.linear.k);
+        sums_rows = int8::Plan::rows_of_sums(op.linear.k, chunk_rows);
         const size_t own = static_cast<size_t>(2) * sums_rows * kPanel;
         sums = memory.take<int32_t>(own * num_threads) + own * rank;
     }
@@ -86,7 +85,7 @@ struct Int4Kind {
     int chunk_rows;
 
     Int4Kind(const ExpertsOp& op, int places, Carver& memory, int, int) : x(memory, places, op.linear.k) {
-        chunk_rows = std::max(int8::kChunkBytes / int8::padded_k(op.linear.k) / int4::kMaxBlock * int4::kMaxBlock, int4::kMaxBlock);
+        chunk_rows = int4::most_rows(op.linear.k);
     }
     void fill(const LinearOp& row, int place) { x.fill(row, place); }
     void copy(int from, int to) {
@@ -104,7 +103,7 @@ struct GgmlKind {
     int chunk_rows;
 
     GgmlKind(const ExpertsOp& op, int places, Carver& memory, int, int) : x(memory, places, op.linear) {
-        chunk_rows = std::max(int8::kChunkBytes / int8::padded_k(op.linear.k) / ggml::kMaxBlock * ggml::kMaxBlock, ggml::kMaxBlock);
+        chunk_rows = ggml::most_rows(op.linear.k);
     }
     void fill(const LinearOp& row, int place) { x.fill(row, place); }
     void copy(int from, int to) {

@@ -340,23 +340,12 @@ struct Kernel {
 // ---------------------------------------------------------------------------------------------------------------------
 // The whole operation: chunks of rows times panels of columns, in tasks that threads share.
 
-struct Plan {
-    int rows;
-    int chunks;  // of rows
-    int chunk_rows;
-    size_t copy_bytes;
-    bool own_copies;  // each thread has its own
+inline int most_rows(int k) { return int8::most_rows(int8::padded_k(k), kMaxBlock); }
 
-    Plan(const LinearOp& op, const Step& step, int num_threads) {
-        rows = num_rows(op.rows, step);
-        const int most = std::max(int8::kChunkBytes / int8::padded_k(op.k) / kMaxBlock * kMaxBlock, kMaxBlock);
-        chunks = divide_up(rows, most);
-        chunk_rows = chunks == 0 ? 0 : divide_up(rows, chunks);
-        copy_bytes = Rows::bytes(rows, op);
-        own_copies = num_threads > 1 && rows <= int8::kOwnCopyRows;
-    }
-    size_t bytes(int num_threads) const { return copy_bytes * (own_copies ? num_threads : 1); }
-};
+inline int8::RowPlan plan_of(const LinearOp& op, const Step& step, int num_threads) {
+    const int rows = num_rows(op.rows, step);
+    return {rows, most_rows(op.k), Rows::bytes(rows, op), num_threads};
+}
 
 struct Product {
     const LinearOp& op;
@@ -388,12 +377,12 @@ namespace llmb {
 using ggml::is_ggml;
 
 inline size_t linear_ggml_scratch_bytes(const LinearOp& op, const Step& step, int num_threads) {
-    return ggml::Plan(op, step, num_threads).bytes(num_threads);
+    return ggml::plan_of(op, step, num_threads).copies_bytes(num_threads);
 }
 
 inline void linear_ggml(Worker& worker, const LinearOp& op, const Step& step, char* scratch) {
-    const ggml::Plan plan(op, step, worker.size);
-    Carver copy(scratch + (plan.own_copies ? plan.copy_bytes * worker.rank : 0));
+    const int8::RowPlan plan = ggml::plan_of(op, step, worker.size);
+    Carver copy(plan.copy_of(scratch, worker.rank));
     ggml::Rows x(copy, plan.rows, op);
     int8::quantise(worker, op, plan, x);
     const ggml::Product product{op, x, ggml::Kernel::of(op.weight_type)};

@@ -286,34 +286,18 @@ LLMB_INLINE inline void add_wide(const Panel& panel, const Wide& wide, PanelRow&
 // ---------------------------------------------------------------------------------------------------------------------
 // The whole operation: chunks of rows times panels of columns, in tasks that threads share.
 
-using int8::kChunkBytes;
-using int8::kOwnCopyRows;
+inline int most_rows(int k) { return int8::most_rows(padded_k(k), kMaxBlock); }
 
 // How an operation is cut, and where its rows lie in scratch memory. Nothing of it changes a result.
-struct Plan {
-    int rows;
-    int chunks;  // of rows
-    int chunk_rows;
-    size_t copy_bytes;
+struct Plan : int8::RowPlan {
     size_t ordered_bytes;  // of a thread's row in the weights' order
-    bool own_copies;       // each thread has its own
 
-    Plan(const LinearOp& op, const Step& step, int num_threads) {
-        rows = num_rows(op.rows, step);
-        const int most = std::max(kChunkBytes / padded_k(op.k) / kMaxBlock * kMaxBlock, kMaxBlock);
-        chunks = divide_up(rows, most);
-        chunk_rows = chunks == 0 ? 0 : divide_up(rows, chunks);
-        copy_bytes = GroupedRows::bytes(rows, op.k);
-        ordered_bytes = op.order ? sizeof(float) * padded_k(op.k) : 0;
-        own_copies = num_threads > 1 && rows <= kOwnCopyRows;
-    }
-    size_t bytes(int num_threads) const {
-        return ordered_bytes * num_threads + copy_bytes * (own_copies ? num_threads : 1);
-    }
+    Plan(const LinearOp& op, const Step& step, int num_threads)
+        : RowPlan(num_rows(op.rows, step), most_rows(op.k), GroupedRows::bytes(num_rows(op.rows, step), op.k), num_threads),
+          ordered_bytes(op.order ? sizeof(float) * padded_k(op.k) : 0) {}
+    size_t bytes(int num_threads) const { return ordered_bytes * num_threads + copies_bytes(num_threads); }
     float* ordered(char* scratch, int rank) const { return reinterpret_cast<float*>(scratch + ordered_bytes * rank); }
-    char* copy(char* scratch, const Worker& worker) const {
-        return scratch + ordered_bytes * worker.size + (own_copies ? copy_bytes * worker.rank : 0);
-    }
+    char* copy(char* scratch, const Worker& worker) const { return copy_of(scratch + ordered_bytes * worker.size, worker.rank); }
 };
 
 struct Product {

@@ -32,6 +32,27 @@ constexpr int kKBlock = 6144;                     // elements of K at a time: a 
 constexpr int kChunkBytes = 384 << 10;            // quantised rows at a time: they stay in the L2 cache beside it
 constexpr int kOwnCopyRows = 2;                   // up to so many rows, every thread quantises all: no barrier
 
+// At most so many rows of a chunk, of so many bytes each, in whole blocks.
+inline int most_rows(size_t row_bytes, int block_rows) {
+    return std::max(static_cast<int>(kChunkBytes / row_bytes) / block_rows * block_rows, block_rows);
+}
+
+// How rows are cut into chunks, and how many copies of the quantised rows there are.
+struct RowPlan {
+    int rows;
+    int chunks;         // of rows
+    int chunk_rows;     // at most
+    size_t copy_bytes;  // of one copy of the quantised rows
+    bool own_copies;    // each thread has its own
+
+    RowPlan(int rows, int most_rows, size_t copy_bytes, int num_threads)
+        : rows(rows), chunks(divide_up(rows, most_rows)), chunk_rows(chunks == 0 ? 0 : divide_up(rows, chunks)),
+          copy_bytes(copy_bytes), own_copies(num_threads > 1 && rows <= kOwnCopyRows) {}
+
+    size_t copies_bytes(int num_threads) const { return copy_bytes * (own_copies ? num_threads : 1); }
+    char* copy_of(char* copies, int rank) const { return copies + (own_copies ? copy_bytes * rank : 0); }
+};
+
 inline int32_t load_int(const void* p) {
     int32_t x;
     std::memcpy(&x, p, sizeof x);
@@ -278,35 +299,26 @@ struct Product {
     }
 };
 
-// How an operation is cut, and where things lie in its scratch memory. Nothing of it changes a result.
-struct Plan {
-    int rows;
-    int chunks;           // of rows
-    int chunk_rows;       // at most
+// How an operation is cut, and where its sums and rows lie in scratch memory. Nothing of it changes a result.
+struct Plan : RowPlan {
     int num_factors;
-    int sums_rows;        // of a thread's sums
-    size_t copy_bytes;    // of one copy of the quantised rows
-    size_t sums_bytes;    // of a thread's sums
-    bool own_copies;      // each thread has its own
+    int sums_rows;      // of a thread's sums
+    size_t sums_bytes;  // of a thread's sums
 
-    Plan(const LinearOp& op, const Step& step, int num_threads) {
-        rows = num_rows(op.rows, step);
-        const size_t k_bytes = std::min<size_t>(padded_k(op.k), kKBlock) * sizeof(Stored);
-        const int most = std::max<int>(kChunkBytes / k_bytes / kMaxBlock * kMaxBlock, kMaxBlock);
-        chunks = divide_up(rows, most);
-        chunk_rows = chunks == 0 ? 0 : divide_up(rows, chunks);
-        num_factors = is_gated(op.epilogue) ? 2 : 1;
-        sums_rows = padded_k(op.k) > kKBlock ? chunk_rows + kMaxBlock : kMaxBlock;
-        copy_bytes = VectorRows::bytes(rows, op.k);
-        sums_bytes = static_cast<size_t>(num_factors) * sums_rows * kPanel * 4;
-        own_copies = num_threads > 1 && rows <= kOwnCopyRows;
-    }
+    Plan(const LinearOp& op, const Step& step, int num_threads)
+        : RowPlan(num_rows(op.rows, step), most_rows(op.k), VectorRows::bytes(num_rows(op.rows, step), op.k), num_threads),
+          num_factors(is_gated(op.epilogue) ? 2 : 1), sums_rows(rows_of_sums(op.k, chunk_rows)),
+          sums_bytes(static_cast<size_t>(num_factors) * sums_rows * kPanel * 4) {}
 
-    size_t bytes(int num_threads) const { return sums_bytes * num_threads + copy_bytes * (own_copies ? num_threads : 1); }
+    size_t bytes(int num_threads) const { return sums_bytes * num_threads + copies_bytes(num_threads); }
     char* sums(char* scratch, int rank) const { return scratch + sums_bytes * rank; }
-    char* copy(char* scratch, const Worker& worker) const {
-        return scratch + sums_bytes * worker.size + (own_copies ? copy_bytes * worker.rank : 0);
+    char* copy(char* scratch, const Worker& worker) const { return copy_of(scratch + sums_bytes * worker.size, worker.rank); }
+
+    // Of a chunk.
+    static int most_rows(int k) {
+        return int8::most_rows(std::min<size_t>(padded_k(k), kKBlock) * sizeof(Stored), kMaxBlock);
     }
+    static int rows_of_sums(int k, int chunk_rows) { return padded_k(k) > kKBlock ? chunk_rows + kMaxBlock : kMaxBlock; }
 };
 
 // Fills all rows: each thread its own copy, or all threads one, and waits for them.
