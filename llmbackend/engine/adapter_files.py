@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -146,7 +147,8 @@ def _tensors(path: Path) -> dict[str, Float32Array]:
     """By name. Raises OSError or _FileError."""
     try:
         found = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
-        return {name: _tensor(**tensor) for name, tensor in found}
+        # deserialize knows no order: by name, so that the same fault is always the first one
+        return {name: _tensor(**tensor) for name, tensor in sorted(found, key=itemgetter(0))}
     except (SafetensorError, ValueError) as error:
         raise _FileError(f"{path.name} is not a safetensors file of float matrices: {error}") from error
 
