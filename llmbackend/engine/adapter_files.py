@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, deserialize
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -145,6 +144,8 @@ def _alpha(module: str, config: Mapping[str, Any]) -> tuple[str, Any]:
 
 def _tensors(path: Path) -> dict[str, Float32Array]:
     """By name. Raises OSError or _FileError."""
+    from safetensors import SafetensorError, deserialize  # 10 ms that engines without adapters do not pay
+
     try:
         found = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
         # deserialize knows no order: by name, so that the same fault is always the first one
