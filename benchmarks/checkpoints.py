@@ -22,6 +22,7 @@ CONTEXT_TOKENS = {
     "qwen3-1.7b-shape": 40960,
     "llama3-8b-shape": 8192,
     "moe-3b-shape": 32768,
+    "gpt-oss-20b-shape": 131072,
     "smollm2": 8192,
 }
 TRAINED_TOKENS = 32000

@@ -3,8 +3,9 @@
 For: the runner and the report. Does not know: how they are measured. Invariants: an entry's name always means the same
 engine, weights and options. Classes are compared within themselves: "bf16" is a bfloat16 checkpoint without
 quantisation, however an engine chooses to compute with it (processors without bfloat16 arithmetic are often faster in
-float32); "int8" is that checkpoint quantised to 8 bits; "q4_0" and "q4_k_m" are GGUF files of these types, the same
-file for ours and for llama.cpp, with OpenVINO's int4 beside the former. The report takes each engine's fastest entry.
+float32); "int8" is that checkpoint quantised to 8 bits; "q4_0", "q4_k_m" and "mxfp4" are GGUF files of these types, the
+same file for ours and for llama.cpp, with OpenVINO's int4 beside the first. The report takes each engine's fastest
+entry.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 OURS = "llmbackend"
-Weights = Literal["bf16", "int8", "q4_0", "q4_k_m"]
-FOUR_BITS: tuple[Weights, ...] = ("q4_0", "q4_k_m")
+Weights = Literal["bf16", "int8", "q4_0", "q4_k_m", "mxfp4"]
+FOUR_BITS: tuple[Weights, ...] = ("q4_0", "q4_k_m", "mxfp4")
 ALL = 1000
 """Rounds."""
 
@@ -138,6 +139,8 @@ ENTRIES = {
         _llama_cpp("llama.cpp-q4_k_m", "q4_k_m", "q4_k_m", max_rounds=ALL),
         _llama_cpp("llama.cpp-q4_k_m-plain-attention", "q4_k_m", "q4_k_m", "--flash-attention", "off"),
         _llama_cpp("llama.cpp-q4_k_m-no-repack", "q4_k_m", "q4_k_m", "--no-repack", by_default=False),
+        _ours("llmbackend-mxfp4", "mxfp4", model="{}-mxfp4.gguf", by_default=False),
+        _llama_cpp("llama.cpp-mxfp4", "mxfp4", "mxfp4", max_rounds=ALL, by_default=False),
         _ours("llmbackend-int4", "q4_0", "--dtype", "bfloat16", "--quantization", "int4", by_default=False),
         _transformers("float32"),
         _transformers("bfloat16", by_default=False),

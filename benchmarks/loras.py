@@ -1,6 +1,8 @@
-"""What LoRA adapters cost on a CPU: decode steps and prompts of rows with eight adapters, with one, and without.
+"""What LoRA adapters cost on a CPU: decode steps and prompts of rows with eight adapters, with one, and without; and a
+stream's pauses while others are read.
 
     python -m benchmarks.loras [--shape qwen2.5-0.5b-shape] [--rows 8] [--rank 16] [--kinds bfloat16,int8,int4]
+    python -m benchmarks.loras --known 1000 --in-memory 32 [...]
 
 For: docs/benchmarks_lora.md. Does not know: servers; the engine runs in this process, with random weights. Invariants:
 cases alternate in one engine, with the same prompts and as many tokens of each row; a ratio is of neighbours in time,
@@ -11,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +36,10 @@ from llmbackend.engine.messages import InferRequest, SamplingParams
 ADAPTERS = 8
 PROMPT_TOKENS = 16
 LONG_PROMPT_TOKENS = 512
+FOLDERS = 64
+"""Of adapters that only names tell apart."""
+STREAM_TOKENS = 4000
+"""Of the stream whose pauses are measured: more than are generated meanwhile."""
 
 
 def write_adapter(model: Any, folder: Path, rank: int, seed: int) -> None:
@@ -119,6 +128,44 @@ def measure(config: EngineConfig, rows: int, num_tokens: int, rounds: int) -> No
             print(f"  {case}: rows {', '.join(same)} got the tokens of no adapter")
 
 
+def measure_reads(config: EngineConfig, rows: int, num_tokens: int, num_requests: int) -> None:
+    """One stream without an adapter beside rows of which each next request names another of the known adapters."""
+    core = EngineCore(config, make_runner(config))
+    draw = random.Random(0)
+    names = [draw.choice(list(config.lora_modules)) for _ in range(num_requests)]
+    for case, adapters in (("without", [""] * num_requests), ("another adapter each", names)):
+        core.add(replace(_request(0, PROMPT_TOKENS, STREAM_TOKENS, ()), request_id="stream"))
+        left = list(enumerate(adapters))
+        live: set[str] = set()
+        gaps_ms, began_s, last_s = [], time.perf_counter(), 0.0
+        while left or live:
+            while left and len(live) < rows - 1:
+                number, name = left.pop()
+                request = replace(_request(number, PROMPT_TOKENS, num_tokens, ()), lora_name=name)
+                core.add(request)
+                live.add(request.request_id)
+            for output in core.step().outputs:
+                if output.error:
+                    raise RuntimeError(output.error)
+                if output.request_id == "stream":
+                    now_s = time.perf_counter()
+                    gaps_ms.append((now_s - last_s) * 1e3)
+                    last_s = now_s
+                elif output.finish_reason:
+                    live.discard(output.request_id)
+        taken_s = time.perf_counter() - began_s
+        core.abort("stream")
+        while core.has_work:
+            core.step()
+        cuts = statistics.quantiles(gaps_ms[1:], n=100)
+        print(
+            f"  {case}: {num_requests * num_tokens / taken_s:.1f} tokens/s; the stream pauses {cuts[49]:.0f} ms in "
+            f"the median, {cuts[98]:.0f} ms at 99 %, at most {max(gaps_ms[1:]):.0f} ms",
+            flush=True,
+        )
+    core.close()
+
+
 def _report(what: str, runs: dict[str, list[Run]]) -> None:
     for case, of_case in runs.items():
         rate = statistics.median(run.rate for run in of_case)
@@ -135,31 +182,39 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of each row")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--known", type=int, help="adapters by name; measures a stream's pauses while others are read")
+    parser.add_argument("--in-memory", type=int, default=32, help="of the known adapters")
+    parser.add_argument("--requests", type=int, default=200, help="for known adapters")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = SHAPES[arguments.shape]()
         model.save_pretrained(directory)
-        folders = [Path(directory) / f"adapter{i}" for i in range(ADAPTERS)]
+        folders = [Path(directory) / f"adapter{i}" for i in range(FOLDERS if arguments.known else ADAPTERS)]
         for seed, folder in enumerate(folders):
             write_adapter(model, folder, arguments.rank, seed)
         for kind in arguments.kinds.split(","):
             print(f"{arguments.shape}, {kind}, adapters of rank {arguments.rank}", flush=True)
+            names = [f"adapter{i}" for i in range(arguments.known or ADAPTERS)]
             config = EngineConfig(
                 model=directory,
                 load_format="dummy",
                 num_threads=arguments.threads,
-                max_model_len=1024,
+                max_model_len=4096 if arguments.known else 1024,
                 max_num_seqs=arguments.rows,
                 max_num_batched_tokens=LONG_PROMPT_TOKENS,
-                num_kv_blocks=256,
+                num_kv_blocks=512,
                 enable_prefix_caching=False,
                 step_target_ms=0,
                 enable_lora=True,
-                lora_modules={folder.name: str(folder) for folder in folders},
+                lora_modules={name: str(folder) for name, folder in zip(names, cycle(folders), strict=False)},
+                max_cpu_loras=arguments.in_memory if arguments.known else None,
                 max_lora_rank=arguments.rank,
                 **WEIGHT_TYPES[kind],
             )
-            measure(config, arguments.rows, arguments.tokens, arguments.rounds)
+            if arguments.known:
+                measure_reads(config, arguments.rows, arguments.tokens, arguments.requests)
+            else:
+                measure(config, arguments.rows, arguments.tokens, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class AdapterLoads:
         """Those in memory that make room as soon as no live request uses them."""
         self._thread: ThreadPoolExecutor | None = None
         self._wanted: dict[str, None] = {}
-        """Those that wait for room, the next one first."""
+        """Those that wait for room, in the order in which they were wanted: none waits for ever."""
         self._loading: dict[str, Future[Any]] = {}
         self._announced: set[str] = set()
         """Those whose load ends with a result."""
@@ -123,7 +123,7 @@ class AdapterLoads:
             return False
         self._held[request.request_id] = request
         if name not in self._loading and name not in self._wanted:
-            self._wanted = {name: None, **self._wanted}  # before loads that no request waits for
+            self._wanted[name] = None
             self._begin_reads()
         return True
 

@@ -38,9 +38,17 @@ _GEMMA: Final = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _MOE: Final = {"ffn_gate_inp": "mlp.gate"}
+_GPT_OSS: Final = {
+    "ffn_gate_inp": "mlp.router",
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+}
 _EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""Matrices of all experts in one tensor, [experts, rows, columns]."""
+"""Matrices of all experts in one tensor, [experts, rows, columns], or their biases, [experts, rows]."""
 _MOST_EXPERTS: Final = 1024
+_OF_EXPERT: Final = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_PARAMETERS: Final = {"self_attn.sinks"}
+"""Of a module that has no weight or bias."""
 _PHI: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _TOP: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _NAME: Final = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)")
@@ -62,6 +70,8 @@ class Family:
     adds_one: bool = False
     """Whether norms have 1 added."""
     has_experts: bool = False
+    transposes_experts: bool = False
+    """Whether transformers has their matrices as [inputs, outputs]."""
 
     def layer_name(self, name: str) -> str | None:
         return self.names.get(name) or _LAYER.get(name)
@@ -74,6 +84,8 @@ FAMILIES: Final = {
         Family("qwen2", "qwen2", "Qwen2ForCausalLM"),
         Family("qwen3", "qwen3", "Qwen3ForCausalLM"),
         Family("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", _MOE, has_experts=True),
+        Family("olmoe", "olmoe", "OlmoeForCausalLM", _MOE, has_experts=True),
+        Family("gpt-oss", "gpt_oss", "GptOssForCausalLM", _GPT_OSS, has_experts=True, transposes_experts=True),
         Family("gemma2", "gemma2", "Gemma2ForCausalLM", _GEMMA, adds_one=True),
         Family("gemma3", "gemma3_text", "Gemma3ForCausalLM", _GEMMA, adds_one=True),
         Family("phi3", "phi3", "Phi3ForCausalLM", _PHI),
@@ -81,6 +93,8 @@ FAMILIES: Final = {
         Family("smollm3", "smollm3", "SmolLM3ForCausalLM", by_pairs=True),
     )
 }
+_MIXTRAL: Final = Family("llama", "mixtral", "MixtralForCausalLM", _MOE, by_pairs=True, has_experts=True)
+"""A Llama with experts."""
 
 
 def family_of(header: Header) -> Family:
@@ -88,7 +102,8 @@ def family_of(header: Header) -> Family:
     name = Fields(header.fields).text("general.architecture")
     if name not in FAMILIES:
         raise GgufError(f"its architecture is '{short(name)}', expected one of: {', '.join(FAMILIES)}")
-    return FAMILIES[name]
+    is_mixtral = name == _MIXTRAL.architecture and Fields(header.fields, name).integer("expert_count", 0, least=0)
+    return _MIXTRAL if is_mixtral else FAMILIES[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +126,37 @@ class ModelTensor:
 
 
 def tensors_of(files: Sequence[Path]) -> dict[str, ModelTensor]:
-    """By the model's names, of all parts. The last model's are remembered as long as its files are the same: its
-    header is mostly vocabulary, and passing over it takes time. Raises GgufError or OSError."""
-    return dict(_tensors_of(tuple((path, stamp(path)) for path in files)))
+    """By the model's names, of all parts; of experts one by one. The last model's are remembered as long as its files
+    are the same: its header is mostly vocabulary, and passing over it takes time. Raises GgufError or OSError."""
+    return dict(_read(files)[1])
+
+
+def shapes_of(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
+    """Of the parameters of transformers' modules, which have all experts in one. As `tensors_of`."""
+    family, tensors = _read(files)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, tensor in tensors.items():
+        if match := _OF_EXPERT.fullmatch(name):
+            outer, expert, part, kind = match.groups()
+            ending = "down_proj" if part == "down" else "gate_up_proj"
+            n, k = tensor.shape if kind == "weight" else tensor.shape[::-1]
+            n *= 1 if part == "down" else 2
+            matrix = (k, n) if family.transposes_experts else (n, k)
+            whole = f"{outer}.{ending}" if kind == "weight" else f"{outer}.{ending}_bias"
+            shapes[whole] = (int(expert) + 1, *(matrix if kind == "weight" else (n,)))
+        else:
+            shapes[name] = tensor.shape
+    return shapes
+
+
+def _read(files: Sequence[Path]) -> tuple[Family, dict[str, ModelTensor]]:
+    return _read_stamped(tuple((path, stamp(path)) for path in files))
 
 
 @functools.lru_cache(maxsize=1)
-def _tensors_of(stamped: tuple[tuple[Path, tuple[int, ...]], ...]) -> dict[str, ModelTensor]:
-    return model_tensors(read_parts([path for path, _ in stamped]))
+def _read_stamped(stamped: tuple[tuple[Path, tuple[int, ...]], ...]) -> tuple[Family, dict[str, ModelTensor]]:
+    header = read_parts([path for path, _ in stamped])
+    return family_of(header), model_tensors(header)
 
 
 def model_tensors(header: Header) -> dict[str, ModelTensor]:
@@ -145,7 +183,7 @@ def _pieces(family: Family, name: str, info: TensorInfo, heads: Mapping[str, int
         yield from _joined(family, name, info, heads, f"model.layers.{int(layer)}.self_attn", kind)
         return
     if layer is not None and family.has_experts and part in _EXPERTS:
-        yield from _of_experts(name, info, f"model.layers.{int(layer)}.mlp.experts", f"{_EXPERTS[part]}.{kind}")
+        yield from _of_experts(name, info, f"model.layers.{int(layer)}.mlp.experts", _EXPERTS[part], kind)
         return
     inner = family.layer_name(part) if layer is not None else _TOP.get(part)
     if inner is None:
@@ -155,18 +193,20 @@ def _pieces(family: Family, name: str, info: TensorInfo, heads: Mapping[str, int
     num_heads = heads.get(part.removeprefix("attn_"), 0) if family.by_pairs else 0
     _check_heads(name, info.shape[0], num_heads)
     plus = -1.0 if family.adds_one and kind == "weight" and part.endswith("norm") else 0.0
-    yield f"{outer}.{kind}", ModelTensor(name, info, 0, info.shape[0], num_heads, plus)
+    model_name = outer if inner in _PARAMETERS else f"{outer}.{kind}"
+    yield model_name, ModelTensor(name, info, 0, info.shape[0], num_heads, plus)
 
 
-def _of_experts(name: str, info: TensorInfo, outer: str, inner: str) -> Iterator[tuple[str, ModelTensor]]:
-    if len(info.shape) != 3 or info.shape[0] > _MOST_EXPERTS:
+def _of_experts(name: str, info: TensorInfo, outer: str, inner: str, kind: str) -> Iterator[tuple[str, ModelTensor]]:
+    what, num_dimensions = ("a matrix", 3) if kind == "weight" else ("a vector", 2)
+    if len(info.shape) != num_dimensions or info.shape[0] > _MOST_EXPERTS:
         raise GgufError(
-            f"its tensor '{short(name)}' is {list(info.shape)}, expected a matrix for each of at most {_MOST_EXPERTS} "
+            f"its tensor '{short(name)}' is {list(info.shape)}, expected {what} for each of at most {_MOST_EXPERTS} "
             "experts"
         )
-    count, num_rows = info.shape[:2]
-    for expert in range(count):
-        yield f"{outer}.{expert}.{inner}", ModelTensor(name, info, expert * num_rows, num_rows)
+    num_rows = info.shape[1] if kind == "weight" else 1
+    for expert in range(info.shape[0]):
+        yield f"{outer}.{expert}.{inner}.{kind}", ModelTensor(name, info, expert * num_rows, num_rows)
 
 
 def _joined(

@@ -170,6 +170,8 @@ def _vector(name: str, info: TensorInfo) -> list[float]:
 
 def _llama(header: Header, fields: Fields, config: Config) -> Config:
     _check_whole_rotary(fields, config)
+    if config["model_type"] == "mixtral":
+        return {**_expert_counts(fields, "num_local_experts"), "sliding_window": None}
     return {"attention_bias": _has(header, "attn_q.bias"), "mlp_bias": _has(header, "ffn_gate.bias")}
 
 
@@ -200,14 +202,32 @@ def _qwen3(header: Header, fields: Fields, config: Config) -> Config:
 
 def _qwen3moe(header: Header, fields: Fields, config: Config) -> Config:
     """Every layer has experts. llama.cpp divides shares by their sum."""
-    count = fields.integer("expert_count", most=MAX_EXPERTS)
     return _qwen3(header, fields, config) | {
-        "num_experts": count,
-        "num_experts_per_tok": fields.integer("expert_used_count", most=count),
+        **_expert_counts(fields, "num_experts"),
         "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    }
+
+
+def _olmoe(header: Header, fields: Fields, config: Config) -> Config:
+    _check_whole_rotary(fields, config)
+    return {
+        **_expert_counts(fields, "num_experts"),
+        "norm_topk_prob": False,
+    }
+
+
+def _gpt_oss(header: Header, fields: Fields, config: Config) -> Config:
+    """Files do not state that the ends of YaRN's range stay fractions, as in the model's own config."""
+    return {
+        **_expert_counts(fields, "num_local_experts"),
+        "intermediate_size": fields.integer("expert_feed_forward_length"),
+        "sliding_window": fields.integer("attention.sliding_window"),
+        "layer_types": _layer_types(fields, config, 2),
+        "attention_bias": _has(header, "attn_q.bias"),
+        "rope_parameters": {**config["rope_parameters"], "truncate": False},
     }
 
 
@@ -244,6 +264,12 @@ def _gemma3(header: Header, fields: Fields, config: Config) -> Config:
 def _phi3(header: Header, fields: Fields, config: Config) -> Config:
     window = fields.integer("attention.sliding_window", 0, least=0)
     return {"sliding_window": window or None, **_longrope(header, fields, config)}
+
+
+def _expert_counts(fields: Fields, name: str) -> Config:
+    """name: of the number of experts."""
+    count = fields.integer("expert_count", most=MAX_EXPERTS)
+    return {name: count, "num_experts_per_tok": fields.integer("expert_used_count", most=count)}
 
 
 def _layer_types(fields: Fields, config: Config, every: int) -> list[str]:
@@ -284,6 +310,8 @@ _FAMILIES: Final[Mapping[str, Callable[[Header, Fields, Config], Config]]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,
+    "olmoe": _olmoe,
+    "gpt-oss": _gpt_oss,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,

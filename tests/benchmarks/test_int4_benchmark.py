@@ -24,15 +24,20 @@ SHAPE = Shape(hidden=256, mlp=512, layers=8, heads=4, kv_heads=2, head_dim=64, v
 MIXTURE = replace(SHAPE, architecture="qwen3moe", mlp=256, layers=2, experts=4, chosen=2)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=["llama", "experts"])
-@pytest.mark.parametrize("kind", ["q4_0", "q4_k_m"])
-def test_a_random_file_is_a_model_that_can_be_served(tmp_path: Path, kind: str, shape: Shape) -> None:
+GPT_OSS = replace(MIXTURE, architecture="gpt-oss")
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [(SHAPE, "q4_0"), (SHAPE, "q4_k_m"), (MIXTURE, "q4_0"), (MIXTURE, "q4_k_m"), (GPT_OSS, "mxfp4")],
+)
+def test_a_random_file_is_a_model_that_can_be_served(tmp_path: Path, shape: Shape, kind: str) -> None:
     path = tmp_path / "random.gguf"
     write_random_gguf(path, kind, shape)
     tensors = read_header(path).tensors
-    assert {name.removesuffix(".weight") for name in tensors} == {
-        *(name for name, _, _ in shape.matrices()),
-        *(name for name, _ in shape.norms()),
+    assert set(tensors) == {
+        *(f"{name}.weight" for name, _, _ in shape.matrices()),
+        *(name for name, _ in shape.vectors()),
     }
     unread = tensors["token_embd.weight"].size_bytes
     unread += sum(info.size_bytes // 2 for name, info in tensors.items() if "_exps" in name)
@@ -47,7 +52,7 @@ def test_types_are_those_of_llama_cpps_quantiser() -> None:
     assert [type_of(name, "q4_0", 32) for name in ("blk.0.attn_v", "output")] == ["Q4_0", "Q6_K"]
 
 
-@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "MXFP4"])
 def test_random_blocks_are_weights_of_usual_size(type_name: str) -> None:
     data = random_matrix(np.random.default_rng(0), 64, 512, type_name)
     deviation = dequantize(data, GGMLQuantizationType[type_name]).std()

@@ -264,6 +264,34 @@ def test_more_adapters_than_stay_in_memory(kernels: str, tmp_path: Path) -> None
     core.close()
 
 
+@pytest.mark.nightly
+def test_a_thousand_known_adapters(tmp_path: Path) -> None:
+    """32 in memory: each request gets its own adapter's tokens, also of those that must be read again."""
+    model = write_model("llama", tmp_path / "model")
+    references = [write_adapter(model, ("q_proj", "down_proj"), tmp_path / str(i), i) for i in range(8)]
+    expected = [generated(reference, PROMPTS[0]) for reference in references]
+    paths = {f"pet{i}": tmp_path / str(i % 8) for i in range(1000)}
+    config = config_of(tmp_path / "model", paths, num_kv_blocks=16, max_cpu_loras=32)
+    core = EngineCore(config, make_model_runner(config))
+    wanted = [(f"pet{7 * i % 1000}", PROMPTS[0]) for i in range(1000)]
+    tokens = run(core, wanted)
+    assert tokens == {str(i): expected[int(name.removeprefix("pet")) % 8] for i, (name, _) in enumerate(wanted)}
+    core.close()
+
+
+def test_adapters_are_read_in_the_order_of_their_requests(tmp_path: Path) -> None:
+    """The first of many that want room does not wait for the later ones."""
+    model = write_model("llama", tmp_path / "model")
+    paths = {f"pet{i}": tmp_path / str(i) for i in range(6)}
+    for seed, path in enumerate(paths.values()):
+        write_adapter(model, ("q_proj",), path, seed)
+    config = config_of(tmp_path / "model", paths, num_kv_blocks=16, max_cpu_loras=1)
+    core = EngineCore(config, make_model_runner(config))
+    tokens = run(core, [(name, PROMPTS[0]) for name in paths])
+    assert list(tokens) == [str(i) for i in range(6)], "the order of their first tokens"
+    core.close()
+
+
 def test_an_adapter_that_cannot_be_read_again_ends_its_requests(tmp_path: Path) -> None:
     model = write_model("llama", tmp_path / "model")
     paths = {name: tmp_path / name for name in ("doll", "sheep")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from llmbackend.engine.model.native_experts import NativeExperts
 from llmbackend.gguf.errors import GgufError
 from llmbackend.gguf.families import model_tensors
 from llmbackend.gguf.files import read_parts
+from llmbackend.gguf.model_directory import gguf_files, model_directory
 from tests.gguf.test_stored import config_of
-from tests.helpers.gguf_files import add_vocabulary, dequantized, quantized
-from tests.helpers.tiny_models import BASE, random_model
+from tests.helpers.gguf_files import write_model
+from tests.helpers.tiny_models import BASE, engine_tokens, expected_tokens, prompts, random_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,67 +31,67 @@ pytestmark = [
 ]
 EXPERTS, CHOSEN, INNER = 4, 2, 256
 KINDS = {"Q4_0": Type.INT4, "Q4_1": Type.INT4_MIN, "Q8_0": Type.Q8_0, "Q4_K": Type.Q4_K, "F16": Type.INT8}
-PARTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+SIZES: dict[str, Any] = {
+    **BASE, "hidden_size": 256, "intermediate_size": INNER, "num_attention_heads": 4, "num_experts_per_tok": CHOSEN,
+}  # fmt: skip
+LOCAL: dict[str, Any] = {**SIZES, "num_local_experts": EXPERTS, "head_dim": 64}
+MODELS: dict[str, Any] = {
+    "qwen3_moe": tf.Qwen3MoeConfig(
+        **SIZES, num_experts=EXPERTS, moe_intermediate_size=INNER, head_dim=64, norm_topk_prob=True
+    ),
+    "olmoe": tf.OlmoeConfig(**SIZES, num_experts=EXPERTS),
+    "mixtral": tf.MixtralConfig(**LOCAL, sliding_window=None),
+    "gpt_oss": tf.GptOssConfig(**LOCAL, sliding_window=8),
+}
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    sizes = BASE | {"hidden_size": 256, "intermediate_size": INNER, "num_attention_heads": 8}
-    experts: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": INNER}
-    return random_model(tf.Qwen3MoeConfig(**sizes, **experts, head_dim=32, norm_topk_prob=True))
+def models() -> dict[str, Any]:
+    return {family: random_model(config) for family, config in MODELS.items()}
 
 
-def write(path: Path, model: Any, kind: str) -> dict[str, torch.Tensor]:
-    """kind: of the experts. Returns the weights that the file holds, by the model's names."""
-    config, writer = model.config, gguf.GGUFWriter(path, "qwen3moe")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_expert_count(EXPERTS)
-    writer.add_expert_used_count(CHOSEN)
-    writer.add_expert_feed_forward_length(INNER)
-    add_vocabulary(writer, config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.num_hidden_layers)
-    held: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if ".experts." in name:
-            held[name] = write_experts(writer, name, tensor.numpy(), kind)
-            continue
-        values = tensor.float().numpy()
-        writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", values)
-        held[name] = tensor
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return held
+@pytest.fixture(scope="module")
+def model(models: dict[str, Any]) -> Any:
+    return models["qwen3_moe"]
 
 
-def write_experts(writer: Any, name: str, values: Any, kind: str) -> torch.Tensor:
-    """Gates and ups are two tensors in the file, and one in the model."""
-    layer, found = name.split(".")[2], []
-    is_down = name.endswith("down_proj")
-    parts = {"ffn_down_exps": values} if is_down else dict(
-        zip(("ffn_gate_exps", "ffn_up_exps"), np.split(values, 2, axis=1), strict=True)
-    )  # fmt: skip
-    for part, matrices in parts.items():
-        count, rows, columns = matrices.shape
-        raw, number = quantized(matrices.reshape(count * rows, columns), kind)
-        writer.add_tensor(f"blk.{layer}.{part}.weight", raw.reshape(count, rows, -1), raw_dtype=number)
-        found.append(dequantized(raw, number).reshape(count, rows, columns))
-    return torch.from_numpy(np.concatenate(found, axis=1).astype(np.float32))
+@pytest.mark.parametrize("family", MODELS)
+def test_a_family_computes_as_before_its_conversion(family: str, models: dict[str, Any], tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny.gguf", models[family])
+    folder = model_directory(gguf_files(tmp_path / "tiny.gguf"), tmp_path / "made")
+    tokens, _ = engine_tokens(folder, dtype="float32")
+    assert tokens == [expected_tokens(models[family], prompt) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "Q8_0"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_stay_as_the_file_has_them(family: str, kind: str, models: dict[str, Any], tmp_path: Path) -> None:
+    def kind_of(name: str) -> str:
+        return kind if ".experts." in name else "Q8_0" if "proj" in name else "F32"
+
+    model = tf.AutoModelForCausalLM.from_config(MODELS[family], dtype=torch.float32).eval()
+    held = write_model(tmp_path / "tiny.gguf", models[family], kind_of)
+    model.load_state_dict(held)
+    config = config_of(tmp_path / "tiny.gguf", quantization="int4")
+    experts = load_model(config).model.model.layers[1].mlp.experts
+    assert {each.first.type for each in (experts.gate, experts.up, experts.down)} == {Type[kind]}
+    assert make_runner(config).info.path == "native"
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    chosen = torch.tensor([[0, 1], [2, 3], [1, 3], [0, 2], [3, 0]])
+    shares = torch.rand(5, CHOSEN, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = model.model.layers[1].mlp.experts(x, chosen, shares)
+    error = experts(x, chosen, shares) - expected  # activations are rounded to 8 bits
+    assert float(error.norm()) < 0.03 * float(expected.norm())
+
+
+def of_experts(kind: str) -> Callable[[str], str]:
+    return lambda name: kind if ".experts." in name else "F32"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_is_the_model_that_it_was_made_of(kind: str, model: Any, tmp_path: Path) -> None:
-    held = write(tmp_path / "tiny.gguf", model, kind)
+    held = write_model(tmp_path / "tiny.gguf", model, of_experts(kind))
     config = config_of(tmp_path / "tiny.gguf", quantization="int4")
     experts = load_model(config).model.model.layers[1].mlp.experts
     assert isinstance(experts, NativeExperts)
@@ -105,15 +107,6 @@ def test_a_file_is_the_model_that_it_was_made_of(kind: str, model: Any, tmp_path
     expected = torch.einsum("trn,trwn,tr->tw", inner, down, shares)
     error = experts(x, chosen, shares) - expected  # activations are rounded to 8 bits
     assert float(error.norm()) < 0.03 * float(expected.norm())
-
-
-def test_plain_values_are_put_together(model: Any, tmp_path: Path) -> None:
-    held = write(tmp_path / "tiny.gguf", model, "F32")
-    config = config_of(tmp_path / "tiny.gguf", dtype="float32", kernels="torch")
-    loaded = load_model(config).model.state_dict()
-    for name, values in held.items():
-        if ".experts." in name:
-            assert torch.equal(loaded[name], values), name
 
 
 def test_experts_that_are_no_matrices_are_refused(model: Any, tmp_path: Path) -> None:

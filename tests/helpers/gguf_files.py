@@ -17,9 +17,11 @@ import numpy.typing as npt
 import torch
 
 Array = npt.NDArray[Any]
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+ARCHITECTURES = {
+    "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
+}  # fmt: skip
 """By transformers' model type, where it has another name."""
-BY_PAIRS = ("llama", "mistral", "granite", "smollm3")
+BY_PAIRS = ("llama", "mistral", "mixtral", "granite", "smollm3")
 VOCABULARY = ("a", "b", "ab")
 
 
@@ -140,6 +142,12 @@ def _add_fields(writer: Any, config: Any) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "gpt_oss":
+        writer.add_sliding_window(config.sliding_window)
+    if count := num_experts(config):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if config.model_type == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
@@ -184,6 +192,10 @@ def _llama3_factors(rope: Mapping[str, Any], width: int) -> list[float]:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
+def num_experts(config: Any) -> int:
+    return getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
+
+
 def _add_tensors(writer: Any, model: Any, kind: str | Callable[[str], str], names: Any) -> dict[str, torch.Tensor]:
     held: dict[str, torch.Tensor] = {}
     config = model.config
@@ -193,17 +205,46 @@ def _add_tensors(writer: Any, model: Any, kind: str | Callable[[str], str], name
             continue
         stem, ending = name.rsplit(".", 1)
         values = tensor.float().numpy()
+        own_kind = kind if isinstance(kind, str) else kind(name)
+        if stem.endswith(".experts"):
+            held[name] = _add_experts(writer, model.get_submodule(stem), name, values, own_kind, names)
+            continue
+        if ending == "sinks":
+            stem, ending = name, "weight"
         if config.model_type.startswith("gemma") and stem.endswith("norm"):
             values = values + np.float32(1)
         num_heads = heads.get(stem.rsplit(".", 1)[-1], 0) if config.model_type in BY_PAIRS else 0
         values = by_pairs(values, num_heads) if num_heads else values
-        own_kind = kind if isinstance(kind, str) else kind(name)
         raw = quantized(values, own_kind if values.ndim > 1 else "F32")
         writer.add_tensor(f"{names.get_name(stem)}.{ending}", raw[0], raw_dtype=raw[1])
         back = dequantized(*raw)
         back = back - np.float32(1) if config.model_type.startswith("gemma") and stem.endswith("norm") else back
         held[name] = torch.from_numpy(by_halves(back, num_heads) if num_heads else back.copy())
     return held
+
+
+def _add_experts(writer: Any, module: Any, name: str, values: Array, kind: str, names: Any) -> torch.Tensor:
+    """All experts' matrices or biases, of which gates and ups are tensors of their own. Returns what the file holds."""
+    stem, attribute = name.rsplit(".", 1)
+    ending, is_bias = ("bias", True) if attribute.endswith("_bias") else ("weight", False)
+    is_transposed = not is_bias and getattr(module, "is_transposed", False)
+    by_row = values.swapaxes(1, 2) if is_transposed else values
+    held = np.empty_like(by_row)
+    for part, rows in _expert_parts(attribute, by_row.shape[1], getattr(module, "is_concatenated", True)).items():
+        given = np.ascontiguousarray(by_row[:, rows])
+        raw, number = quantized(given.reshape(-1, given.shape[-1]), "F32" if is_bias else kind)
+        raw = raw.reshape(*given.shape[:-1], -1)
+        writer.add_tensor(f"{names.get_name(f'{stem}.{part}')}.{ending}", raw, raw_dtype=number)
+        held[:, rows] = dequantized(raw.reshape(-1, raw.shape[-1]), number).reshape(given.shape)
+    return torch.from_numpy(held.swapaxes(1, 2) if is_transposed else held).contiguous()
+
+
+def _expert_parts(attribute: str, num_rows: int, is_concatenated: bool) -> dict[str, slice]:
+    if attribute.startswith("down_proj"):
+        return {"down_proj": slice(None)}
+    if is_concatenated:
+        return {"gate_proj": slice(num_rows // 2), "up_proj": slice(num_rows // 2, None)}
+    return {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
 
 
 def by_pairs(values: Array, num_heads: int) -> Array:

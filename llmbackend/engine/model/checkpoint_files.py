@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from llmbackend.gguf.errors import GgufError
-from llmbackend.gguf.families import tensors_of
+from llmbackend.gguf.families import shapes_of
 from llmbackend.gguf.files import SUFFIX, files_in
 from llmbackend.gguf.model_directory import source_of
 
@@ -166,12 +166,12 @@ def read_headers(files: Sequence[Path]) -> dict[str, TensorHeader]:
 
 def _read_gguf(files: Sequence[Path]) -> dict[str, TensorHeader]:
     try:
-        tensors = tensors_of(files)
+        shapes = shapes_of(files)
     except GgufError as error:
         raise CheckpointError(str(error)) from None
     except OSError as error:
         raise CheckpointError(f"{files[0].name} cannot be read: {error.strerror}") from None
-    return {name: TensorHeader(_MADE_OF_GGUF, tensor.shape) for name, tensor in tensors.items()}
+    return {name: TensorHeader(_MADE_OF_GGUF, shape) for name, shape in shapes.items()}
 
 
 def _read_header(path: Path) -> dict[str, TensorHeader]:

@@ -97,8 +97,9 @@ def _give_plain(
     for name, parameter in list(model.named_parameters()):
         if name not in without and parameter.is_meta and (parts := _expert_parts(name, tensors)):
             parent, _, attribute = name.rpartition(".")
-            value = _of_experts(parameter.shape, parts, tensors, dtype)
-            setattr(model.get_submodule(parent), attribute, nn.Parameter(value, requires_grad=False))
+            experts = model.get_submodule(parent)
+            value = _of_experts(experts, parameter.shape, parts, tensors, dtype)
+            setattr(experts, attribute, nn.Parameter(value, requires_grad=False))
     for name, _ in list(model.named_buffers()):
         if name in tensors:
             parent, _, attribute = name.rpartition(".")
@@ -111,20 +112,24 @@ _EXPERT_PARTS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": (
 
 
 def _expert_parts(name: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of an expert's matrices that become one of all experts', with {} for its number; none: it is none of
-    those."""
+    """Names of what an expert adds to a parameter of all experts, with {} for its number; none: it is none of those."""
     outer, _, attribute = name.rpartition(".")
-    parts = [f"{outer}.{{}}.{part}.weight" for part in _EXPERT_PARTS.get(attribute, ())]
+    kind = "bias" if attribute.endswith("_bias") else "weight"
+    parts = [f"{outer}.{{}}.{part}.{kind}" for part in _EXPERT_PARTS.get(attribute.removesuffix("_bias"), ())]
     return parts if all(part.format(0) in tensors for part in parts) else []
 
 
 def _of_experts(
-    shape: torch.Size, parts: list[str], tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+    module: Any, shape: torch.Size, parts: list[str], tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """[experts, rows, columns]: of each expert, the rows of its parts one below the other."""
+    """The parameter of transformers' module: [experts, rows, columns], or of biases [experts, rows]."""
     value = torch.empty(shape, dtype=dtype)
     for expert in range(shape[0]):
-        torch.cat([tensors[part.format(expert)].to(dtype) for part in parts], out=value[expert])
+        found = [tensors[part.format(expert)].to(dtype) for part in parts]
+        if len(shape) == 2:
+            found = [bias.view(-1, 1) for bias in found]
+        rows = torch.cat(found) if getattr(module, "is_concatenated", True) else torch.stack(found, 1).flatten(0, 1)
+        value[expert] = rows[:, 0] if len(shape) == 2 else rows.T if getattr(module, "is_transposed", False) else rows
     return value
 
 
