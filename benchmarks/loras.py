@@ -18,7 +18,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +71,7 @@ class Run(NamedTuple):
 
 def decode(core: EngineCore, adapters: Sequence[str], rows: int, num_tokens: int) -> Run:
     for row in range(rows):
-        core.add(_request(row, PROMPT_TOKENS, num_tokens, adapters))
+        core.add(_request(row, PROMPT_TOKENS, num_tokens, adapters[row % len(adapters)] if adapters else ""))
     seconds, count = 0.0, 0
     tokens: dict[str, list[int]] = {}
     while core.has_work:
@@ -89,19 +88,19 @@ def decode(core: EngineCore, adapters: Sequence[str], rows: int, num_tokens: int
 
 
 def prompt(core: EngineCore, adapters: Sequence[str]) -> Run:
-    core.add(_request(0, LONG_PROMPT_TOKENS, 1, adapters))
+    core.add(_request(0, LONG_PROMPT_TOKENS, 1, adapters[0] if adapters else ""))
     began_s = time.perf_counter()
     while core.has_work:
         core.step()
     return Run(LONG_PROMPT_TOKENS / (time.perf_counter() - began_s), {})
 
 
-def _request(row: int, prompt_tokens: int, num_tokens: int, adapters: Sequence[str]) -> InferRequest:
+def _request(row: int, prompt_tokens: int, num_tokens: int, adapter: str) -> InferRequest:
     return InferRequest(
         request_id=f"{row}",
         prompt_token_ids=tuple((31 * row + 7 * i) % 1000 + 3 for i in range(prompt_tokens)),
         sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
-        lora_name=adapters[row % len(adapters)] if adapters else "",
+        lora_name=adapter,
     )
 
 
@@ -133,28 +132,29 @@ def measure_reads(config: EngineConfig, rows: int, num_tokens: int, num_requests
     core = EngineCore(config, make_runner(config))
     draw = random.Random(0)
     names = [draw.choice(list(config.lora_modules)) for _ in range(num_requests)]
+    stream = f"{num_requests}"
     for case, adapters in (("without", [""] * num_requests), ("another adapter each", names)):
-        core.add(replace(_request(0, PROMPT_TOKENS, STREAM_TOKENS, ()), request_id="stream"))
+        core.add(_request(num_requests, PROMPT_TOKENS, STREAM_TOKENS, ""))
         left = list(enumerate(adapters))
         live: set[str] = set()
         gaps_ms, began_s, last_s = [], time.perf_counter(), 0.0
         while left or live:
             while left and len(live) < rows - 1:
                 number, name = left.pop()
-                request = replace(_request(number, PROMPT_TOKENS, num_tokens, ()), lora_name=name)
+                request = _request(number, PROMPT_TOKENS, num_tokens, name)
                 core.add(request)
                 live.add(request.request_id)
             for output in core.step().outputs:
                 if output.error:
                     raise RuntimeError(output.error)
-                if output.request_id == "stream":
+                if output.request_id == stream:
                     now_s = time.perf_counter()
                     gaps_ms.append((now_s - last_s) * 1e3)
                     last_s = now_s
                 elif output.finish_reason:
                     live.discard(output.request_id)
         taken_s = time.perf_counter() - began_s
-        core.abort("stream")
+        core.abort(stream)
         while core.has_work:
             core.step()
         cuts = statistics.quantiles(gaps_ms[1:], n=100)
