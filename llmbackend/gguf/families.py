@@ -1,23 +1,31 @@
 """The families of models whose GGUF files are read, and which tensor of a file is which of the model.
 
 Does not know: types, values. Invariant: a tensor of the file that no rule names keeps its name, by which the check of
-the checkpoint refuses it. Source: llama.cpp's conversion, which this undoes: it orders the rows of queries and keys by
-pairs for rotary embeddings, adds 1 to Gemma's norms, and may join queries, keys and values.
+the checkpoint refuses it. Source: llama.cpp's conversion, which this undoes: it orders rows and columns (orders.py),
+adds 1 to norms of Gemma and Qwen3.5, keeps a recurrence's decay itself instead of its logarithm, and may join queries,
+keys and values.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from .errors import GgufError, short
 from .fields import Fields
 from .files import read_parts, stamp
 from .header import Header, TensorInfo
+from .orders import Order, Pairs, Turns
+
+Floats = npt.NDArray[np.float32]
+Shape = tuple[int, ...]
 
 _LAYER: Final = {
     "attn_norm": "input_layernorm",
@@ -41,9 +49,43 @@ _MOE: Final = {"ffn_gate_inp": "mlp.gate"}
 _EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Matrices of all experts in one tensor, [experts, rows, columns]."""
 _MOST_EXPERTS: Final = 1024
+MAX_LAYERS: Final = 1024
 _PHI: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_LFM2: Final = {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "token_embd_norm": "model.embedding_norm",
+}
+_QWEN35: Final = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+_SHARED_EXPERT: Final = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_CONVOLUTIONS: Final = ("shortconv.conv", "ssm_conv1d")
 _TOP: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_NAME: Final = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)")
+_NAME: Final = re.compile(r"(?:blk\.(\d{1,4})\.)?([\w.]+?)(?:\.(weight|bias))?")
 _IN_THE_CONFIG: Final = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight")
 _JOINED: Final = "attn_qkv"
 
@@ -60,11 +102,18 @@ class Family:
     by_pairs: bool = False
     """Whether the rows of queries and keys are ordered by pairs."""
     adds_one: bool = False
-    """Whether norms have 1 added."""
+    """Whether norms have 1 added, except those of recurrences."""
     has_experts: bool = False
+    takes_turns: bool = False
+    """Whether a recurrence's heads of values are ordered by turns."""
 
-    def layer_name(self, name: str) -> str | None:
-        return self.names.get(name) or _LAYER.get(name)
+    def name(self, part: str, kind: str | None, of_layer: bool) -> str | None:
+        """Of the model's tensor, within its layer."""
+        whole = part if kind is None else f"{part}.{kind}"
+        if whole in self.names:
+            return self.names[whole]
+        inner = self.names.get(part) or (_LAYER if of_layer else _TOP).get(part)
+        return None if inner is None or kind is None else f"{inner}.{kind}"
 
 
 FAMILIES: Final = {
@@ -79,8 +128,14 @@ FAMILIES: Final = {
         Family("phi3", "phi3", "Phi3ForCausalLM", _PHI),
         Family("granite", "granite", "GraniteForCausalLM", by_pairs=True),
         Family("smollm3", "smollm3", "SmolLM3ForCausalLM", by_pairs=True),
+        Family("lfm2", "lfm2", "Lfm2ForCausalLM", _LFM2),
+        Family("qwen35", "qwen3_5_text", "Qwen3_5ForCausalLM", _QWEN35, adds_one=True, takes_turns=True),
+        Family(
+            "qwen35moe", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _QWEN35 | _MOE | _SHARED_EXPERT,
+            adds_one=True, has_experts=True, takes_turns=True,
+        ),
     )
-}
+}  # fmt: skip
 
 
 def family_of(header: Header) -> Family:
@@ -100,14 +155,18 @@ class ModelTensor:
     info: TensorInfo
     first_row: int
     num_rows: int
-    num_heads: int = 0
-    """Whose rows are ordered by pairs; 0: none are."""
-    plus: float = 0.0
-    """To be added to the values."""
+    shape: Shape
+    """In the model."""
+    rows: Order | None = None
+    """None: as in the file."""
+    columns: Order | None = None
+    undo: Callable[[Floats], Floats] | None = None
+    """What makes the model's values of the file's."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.num_rows, *self.info.shape[-1:]) if len(self.info.shape) > 1 else (self.num_rows,)
+
+def num_layers(fields: Fields) -> int:
+    """Those that only guess further tokens come behind them, and are left out."""
+    return fields.integer("block_count", most=MAX_LAYERS) - fields.integer("nextn_predict_layers", 0, least=0)
 
 
 def tensors_of(files: Sequence[Path]) -> dict[str, ModelTensor]:
@@ -123,39 +182,86 @@ def _tensors_of(stamped: tuple[tuple[Path, tuple[int, ...]], ...]) -> dict[str, 
 
 def model_tensors(header: Header) -> dict[str, ModelTensor]:
     """By the model's names. Raises GgufError."""
-    family = family_of(header)
-    fields = Fields(header.fields, family.architecture)
-    num_heads = fields.integer("attention.head_count")
-    heads = {"q": num_heads, "k": fields.integer("attention.head_count_kv", num_heads), "v": 0}
+    file = _File(header)
     found: dict[str, ModelTensor] = {}
     for name, info in header.tensors.items():
-        if not _IN_THE_CONFIG.fullmatch(name):
-            for model_name, tensor in _pieces(family, name, info, heads):
-                if model_name in found:
-                    first, second = short(found[model_name].name), short(name)
-                    raise GgufError(f"its tensors '{first}' and '{second}' are both '{model_name}'")
-                found[model_name] = tensor
+        for model_name, tensor in file.pieces(name, info):
+            if model_name in found:
+                first, second = short(found[model_name].name), short(name)
+                raise GgufError(f"its tensors '{first}' and '{second}' are both '{model_name}'")
+            found[model_name] = tensor
     return found
 
 
-def _pieces(family: Family, name: str, info: TensorInfo, heads: Mapping[str, int]) -> Iterator[tuple[str, ModelTensor]]:
-    match = _NAME.fullmatch(name)
-    layer, part, kind = match.groups() if match else (None, "", "")
-    if layer is not None and part == _JOINED and family.layer_name(part) is None:
-        yield from _joined(family, name, info, heads, f"model.layers.{int(layer)}.self_attn", kind)
-        return
-    if layer is not None and family.has_experts and part in _EXPERTS:
-        yield from _of_experts(name, info, f"model.layers.{int(layer)}.mlp.experts", f"{_EXPERTS[part]}.{kind}")
-        return
-    inner = family.layer_name(part) if layer is not None else _TOP.get(part)
-    if inner is None:
-        yield name, ModelTensor(name, info, 0, info.shape[0])
-        return
-    outer = f"model.layers.{int(layer)}.{inner}" if layer is not None else inner
-    num_heads = heads.get(part.removeprefix("attn_"), 0) if family.by_pairs else 0
-    _check_heads(name, info.shape[0], num_heads)
-    plus = -1.0 if family.adds_one and kind == "weight" and part.endswith("norm") else 0.0
-    yield f"{outer}.{kind}", ModelTensor(name, info, 0, info.shape[0], num_heads, plus)
+class _File:
+    """What is needed of a header to read the names of its tensors."""
+
+    def __init__(self, header: Header) -> None:
+        self.family = family_of(header)
+        fields = Fields(header.fields, self.family.architecture)
+        self.num_layers = num_layers(fields) if fields.has("nextn_predict_layers") else MAX_LAYERS
+        heads = fields.integer("attention.head_count")
+        self.heads = {"q": heads, "k": fields.common("attention.head_count_kv", heads)}
+        self.rows: dict[str, Order] = {}
+        self.columns: dict[str, Order] = {}
+        if self.family.by_pairs:
+            self.rows = {f"attn_{part}": Pairs(count) for part, count in self.heads.items()}
+        if self.family.takes_turns:
+            self._take_turns(fields)
+
+    def _take_turns(self, fields: Fields) -> None:
+        key_heads, heads = fields.integer("ssm.group_count"), fields.integer("ssm.time_step_rank")
+        if heads == key_heads:
+            return
+        width = max(fields.integer("ssm.inner_size") // heads, 1)
+        with_keys = Turns(2 * key_heads * fields.integer("ssm.state_size"), key_heads, width)
+        self.rows = {"attn_qkv": with_keys, "ssm_conv1d": with_keys, "attn_gate": Turns(0, key_heads, width)}
+        self.rows |= dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), Turns(0, key_heads, 1))
+        self.columns = {"ssm_out": Turns(0, key_heads, width)}
+
+    def pieces(self, name: str, info: TensorInfo) -> Iterator[tuple[str, ModelTensor]]:
+        """The model's tensors of which this one consists, by their names."""
+        match = _NAME.fullmatch(name)
+        layer, part, kind = match.groups() if match else (None, name, None)
+        if _IN_THE_CONFIG.fullmatch(name) or (layer is not None and int(layer) >= self.num_layers):
+            return
+        outer = "" if layer is None else f"model.layers.{int(layer)}."
+        inner = self.family.name(part, kind, of_layer=layer is not None)
+        if layer is not None and part == _JOINED and inner is None:
+            yield from self._joined(name, info, f"{outer}self_attn", kind)
+        elif layer is not None and self.family.has_experts and part in _EXPERTS:
+            yield from _of_experts(name, info, f"{outer}mlp.experts", f"{_EXPERTS[part]}.{kind}")
+        elif inner is None:
+            yield name, ModelTensor(name, info, 0, info.shape[0], info.shape)
+        else:
+            yield outer + inner, self._whole(name, info, part)
+
+    def _whole(self, name: str, info: TensorInfo, part: str) -> ModelTensor:
+        rows, columns = self.rows.get(part), self.columns.get(part)
+        _check_order(name, "rows", info.shape[0], rows)
+        _check_order(name, "columns", info.shape[-1], columns)
+        undo: Callable[[Floats], Floats] | None = None
+        if self.family.adds_one and part.endswith("norm") and part != "ssm_norm":
+            undo = _minus_one
+        elif part == "ssm_a":
+            undo = _log_of_negative
+        return ModelTensor(name, info, 0, info.shape[0], _model_shape(part, info.shape), rows, columns, undo)
+
+    def _joined(self, name: str, info: TensorInfo, outer: str, kind: str | None) -> Iterator[tuple[str, ModelTensor]]:
+        """Queries, keys and values, one above the other, of heads of the same width."""
+        sizes = {**self.heads, "v": self.heads["k"]}
+        width, rest = divmod(info.shape[0], sum(sizes.values()))
+        if rest:
+            raise GgufError(
+                f"its tensor '{short(name)}' has {info.shape[0]} rows, expected a multiple of {sum(sizes.values())}"
+            )
+        first = 0
+        for part, count in sizes.items():
+            rows, num_rows = self.rows.get(f"attn_{part}"), count * width
+            _check_order(name, "rows", num_rows, rows)
+            shape = (num_rows, *info.shape[1:])
+            yield f"{outer}.{part}_proj.{kind}", ModelTensor(name, info, first, num_rows, shape, rows)
+            first += num_rows
 
 
 def _of_experts(name: str, info: TensorInfo, outer: str, inner: str) -> Iterator[tuple[str, ModelTensor]]:
@@ -166,27 +272,25 @@ def _of_experts(name: str, info: TensorInfo, outer: str, inner: str) -> Iterator
         )
     count, num_rows = info.shape[:2]
     for expert in range(count):
-        yield f"{outer}.{expert}.{inner}", ModelTensor(name, info, expert * num_rows, num_rows)
+        yield f"{outer}.{expert}.{inner}", ModelTensor(name, info, expert * num_rows, num_rows, info.shape[1:])
 
 
-def _joined(
-    family: Family, name: str, info: TensorInfo, heads: Mapping[str, int], outer: str, kind: str
-) -> Iterator[tuple[str, ModelTensor]]:
-    """Queries, keys and values, one above the other, of heads of the same width."""
-    sizes = {"q": heads["q"], "k": heads["k"], "v": heads["k"]}
-    width, rest = divmod(info.shape[0], sum(sizes.values()))
-    if rest:
-        raise GgufError(
-            f"its tensor '{short(name)}' has {info.shape[0]} rows, expected a multiple of {sum(sizes.values())}"
-        )
-    first = 0
-    for part, count in sizes.items():
-        num_heads = heads[part] if family.by_pairs else 0
-        _check_heads(name, count * width, num_heads)
-        yield f"{outer}.{part}_proj.{kind}", ModelTensor(name, info, first, count * width, num_heads)
-        first += count * width
+def _model_shape(part: str, shape: Shape) -> Shape:
+    if part in _CONVOLUTIONS and len(shape) == 2:
+        return shape[0], 1, shape[1]
+    return (1, *shape) if part == "ffn_gate_inp_shexp" and len(shape) == 1 else shape
 
 
-def _check_heads(name: str, num_rows: int, num_heads: int) -> None:
-    if num_heads and num_rows % (2 * num_heads):
-        raise GgufError(f"its tensor '{short(name)}' has {num_rows} rows, expected a multiple of {2 * num_heads}")
+def _minus_one(values: Floats) -> Floats:
+    return values - np.float32(1)
+
+
+def _log_of_negative(values: Floats) -> Floats:
+    """A file may hold other numbers: they become NaN, which no model is tried with successfully."""
+    with np.errstate(all="ignore"):
+        return np.log(-values)
+
+
+def _check_order(name: str, what: str, count: int, order: Order | None) -> None:
+    if order is not None and (expected := order.why_not(count)):
+        raise GgufError(f"its tensor '{short(name)}' has {count} {what}, expected {expected}")

@@ -20,7 +20,7 @@ from llmbackend.gguf.errors import GgufError
 from llmbackend.gguf.families import model_tensors
 from llmbackend.gguf.files import read_parts
 from tests.gguf.test_stored import config_of
-from tests.helpers.gguf_files import add_vocabulary, dequantized, quantized
+from tests.helpers.gguf_files import add_vocabulary, write_experts
 from tests.helpers.tiny_models import BASE, random_model
 
 pytestmark = [
@@ -70,21 +70,6 @@ def write(path: Path, model: Any, kind: str) -> dict[str, torch.Tensor]:
     writer.write_tensors_to_file()
     writer.close()
     return held
-
-
-def write_experts(writer: Any, name: str, values: Any, kind: str) -> torch.Tensor:
-    """Gates and ups are two tensors in the file, and one in the model."""
-    layer, found = name.split(".")[2], []
-    is_down = name.endswith("down_proj")
-    parts = {"ffn_down_exps": values} if is_down else dict(
-        zip(("ffn_gate_exps", "ffn_up_exps"), np.split(values, 2, axis=1), strict=True)
-    )  # fmt: skip
-    for part, matrices in parts.items():
-        count, rows, columns = matrices.shape
-        raw, number = quantized(matrices.reshape(count * rows, columns), kind)
-        writer.add_tensor(f"blk.{layer}.{part}.weight", raw.reshape(count, rows, -1), raw_dtype=number)
-        found.append(dequantized(raw, number).reshape(count, rows, columns))
-    return torch.from_numpy(np.concatenate(found, axis=1).astype(np.float32))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,23 +13,25 @@ from typing import Any
 
 import gguf
 import numpy as np
-import numpy.typing as npt
 import torch
 
-Array = npt.NDArray[Any]
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+from .gguf_conversions import BY_PAIRS, Array, conversion_of, file_stem
+
+ARCHITECTURES = {
+    "mistral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+}  # fmt: skip
 """By transformers' model type, where it has another name."""
-BY_PAIRS = ("llama", "mistral", "granite", "smollm3")
 VOCABULARY = ("a", "b", "ab")
 
 
 def write_model(
     path: Path, model: Any, kind: str | Callable[[str], str] = "F32", extra: Mapping[str, Any] | None = None,
-    shards: int = 0,
+    shards: int = 0, tensors: Mapping[str, Array] | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """kind: of matrices, or of a matrix by its name in the model; those that the gguf package cannot write are random.
-    extra: fields that differ. shards: tensors in each part; 0: one file. Returns the weights that the file holds, by
-    the model's names."""
+    extra: fields that differ. shards: tensors in each part; 0: one file. tensors: further ones, in F32. Returns the
+    weights that the file holds, by the model's names."""
     config = model.config
     name = ARCHITECTURES.get(config.model_type, config.model_type)
     options = {"split_max_tensors": shards} if shards else {}
@@ -37,8 +39,12 @@ def write_model(
     _add_fields(writer, config)
     add_vocabulary(writer, config.vocab_size)
     for field, value in (extra or {}).items():
+        for known in writer.kv_data:
+            known.pop(field, None)
         _add(writer, field, value)
     held = _add_tensors(writer, model, kind, gguf.get_tensor_name_map(_arch(name), config.num_hidden_layers))
+    for stem, values in (tensors or {}).items():
+        writer.add_tensor(stem, values.astype(np.float32))
     _finish(writer)
     return held
 
@@ -114,14 +120,16 @@ def _add_fields(writer: Any, config: Any) -> None:
     heads = config.num_attention_heads
     rope = config.rope_parameters
     sliding = rope.get("sliding_attention")
+    attends = [kind == "full_attention" for kind in getattr(config, "layer_types", None) or ()]
     rope = rope.get("full_attention", rope)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    kv_heads = config.num_key_value_heads
+    writer.add_head_count_kv([kv_heads * each for each in attends] if config.model_type == "lfm2" else kv_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
@@ -140,6 +148,15 @@ def _add_fields(writer: Any, config: Any) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    if config.model_type.startswith("qwen3_5"):
+        _add_recurrence(writer, config, rope, attends)
+    if config.model_type.endswith("_moe_text"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if config.model_type == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
@@ -147,6 +164,17 @@ def _add_fields(writer: Any, config: Any) -> None:
         writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1.0)))
     if config.model_type in BY_PAIRS:
         writer.add_rope_dimension_count(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def _add_recurrence(writer: Any, config: Any, rope: Mapping[str, Any], attends: list[bool]) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([3, 3, 2, 0])
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", [not each for each in attends])
 
 
 def _add_scaling(writer: Any, rope: Mapping[str, Any], config: Any) -> None:
@@ -187,33 +215,34 @@ def _llama3_factors(rope: Mapping[str, Any], width: int) -> list[float]:
 def _add_tensors(writer: Any, model: Any, kind: str | Callable[[str], str], names: Any) -> dict[str, torch.Tensor]:
     held: dict[str, torch.Tensor] = {}
     config = model.config
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        stem, ending = name.rsplit(".", 1)
-        values = tensor.float().numpy()
-        if config.model_type.startswith("gemma") and stem.endswith("norm"):
-            values = values + np.float32(1)
-        num_heads = heads.get(stem.rsplit(".", 1)[-1], 0) if config.model_type in BY_PAIRS else 0
-        values = by_pairs(values, num_heads) if num_heads else values
-        own_kind = kind if isinstance(kind, str) else kind(name)
-        raw = quantized(values, own_kind if values.ndim > 1 else "F32")
-        writer.add_tensor(f"{names.get_name(stem)}.{ending}", raw[0], raw_dtype=raw[1])
-        back = dequantized(*raw)
-        back = back - np.float32(1) if config.model_type.startswith("gemma") and stem.endswith("norm") else back
-        held[name] = torch.from_numpy(by_halves(back, num_heads) if num_heads else back.copy())
+        values, own_kind = tensor.float().numpy(), kind if isinstance(kind, str) else kind(name)
+        if ".experts." in name:
+            held[name] = write_experts(writer, name, values, own_kind)
+            continue
+        conversion = conversion_of(config, name)
+        converted = conversion.there(values)
+        raw = quantized(converted, own_kind if converted.ndim > 1 and "conv" not in name.split(".")[-2] else "F32")
+        writer.add_tensor(file_stem(name, names), raw[0], raw_dtype=raw[1])
+        held[name] = torch.from_numpy(conversion.back(dequantized(*raw)).reshape(values.shape).copy())
     return held
 
 
-def by_pairs(values: Array, num_heads: int) -> Array:
-    shape = values.shape
-    return values.reshape(num_heads, 2, shape[0] // num_heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
-
-
-def by_halves(values: Array, num_heads: int) -> Array:
-    shape = values.shape
-    return values.reshape(num_heads, shape[0] // num_heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+def write_experts(writer: Any, name: str, values: Any, kind: str) -> torch.Tensor:
+    """Gates and ups are two tensors in the file, and one in the model."""
+    layer, found = name.split(".")[2], []
+    is_down = name.endswith("down_proj")
+    parts = {"ffn_down_exps": values} if is_down else dict(
+        zip(("ffn_gate_exps", "ffn_up_exps"), np.split(values, 2, axis=1), strict=True)
+    )  # fmt: skip
+    for part, matrices in parts.items():
+        count, rows, columns = matrices.shape
+        raw, number = quantized(matrices.reshape(count * rows, columns), kind)
+        writer.add_tensor(f"blk.{layer}.{part}.weight", raw.reshape(count, rows, -1), raw_dtype=number)
+        found.append(dequantized(raw, number).reshape(count, rows, columns))
+    return torch.from_numpy(np.concatenate(found, axis=1).astype(np.float32))
 
 
 def quantized(values: Array, kind: str) -> tuple[Array, Any]:
