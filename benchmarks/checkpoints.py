@@ -24,6 +24,8 @@ CONTEXT_TOKENS = {
     "moe-3b-shape": 32768,
     "gpt-oss-20b-shape": 131072,
     "smollm2": 8192,
+    "lfm2-1.2b-shape": 128000,
+    "qwen3.5-0.8b-shape": 262144,
 }
 TRAINED_TOKENS = 32000
 """Tokens that the tokenizer merges from text; a larger vocabulary is filled up, so that every id has a text."""
@@ -89,7 +91,49 @@ def _qwen3() -> Any:
     )
 
 
-SHAPES = {"qwen2.5-0.5b-shape": _qwen2, "llama-125m-shape": _llama, "qwen3-1.7b-shape": _qwen3}
+def _lfm2() -> Any:
+    from transformers import Lfm2Config
+
+    attends = (2, 5, 8, 10, 12, 14)
+    return Lfm2Config(
+        vocab_size=65536,
+        hidden_size=2048,
+        intermediate_size=8192,
+        block_auto_adjust_ff_dim=False,
+        num_hidden_layers=16,
+        layer_types=["full_attention" if layer in attends else "conv" for layer in range(16)],
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=CONTEXT_TOKENS["lfm2-1.2b-shape"],
+    )
+
+
+def _qwen3_5() -> Any:
+    from transformers import Qwen3_5TextConfig
+
+    return Qwen3_5TextConfig(
+        vocab_size=248320,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        max_position_embeddings=CONTEXT_TOKENS["qwen3.5-0.8b-shape"],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        tie_word_embeddings=True,
+    )
+
+
+SHAPES = {
+    "qwen2.5-0.5b-shape": _qwen2,
+    "llama-125m-shape": _llama,
+    "qwen3-1.7b-shape": _qwen3,
+    "lfm2-1.2b-shape": _lfm2,
+    "qwen3.5-0.8b-shape": _qwen3_5,
+}
 
 
 def write_checkpoint(name: str, directory: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from pathlib import Path
 
 
 def main() -> None:
@@ -21,6 +22,8 @@ def main() -> None:
         if isinstance(value, type) and hasattr(value, "get_vocab_base_pre"):
             value.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", target, "--outtype", kind]
+    if "Qwen3_5" in Path(checkpoint, "config.json").read_text():  # the converter expects its further layers otherwise
+        sys.argv.append("--no-mtp")
     runpy.run_path(f"{source}/convert_hf_to_gguf.py", run_name="__main__")
 
 

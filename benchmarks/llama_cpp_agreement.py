@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from llmbackend.adapter.gguf_models import with_directories
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.native_runner import NativeRunner
+from llmbackend.engine.cpu.recurrent_operations import StepStates
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.step import FlatStep
 from tests.gguf.test_tokenizer import strings
@@ -66,7 +67,9 @@ def _of_text(runner: NativeRunner, text: list[int], block_size: int) -> Logits:
         token_ids=np.array(text, np.int32), positions=places, slots=places, sampled_tokens=places,
     )  # fmt: skip
     blocks = np.arange(-(-len(text) // block_size), dtype=np.int32)[None, None]
-    return runner.program.forward(step, places[None], blocks).copy()
+    none = np.full(len(text), -1, np.int32)
+    states = StepStates(slots=np.zeros(1, np.int32), sources=none[:1], copies=none)
+    return runner.program.forward(step, places[None], blocks, states).copy()
 
 
 def read_by_llama_cpp(environments: Environments, file: Path, questions: dict[str, Any]) -> Read:

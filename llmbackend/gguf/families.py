@@ -1,23 +1,31 @@
 """The families of models whose GGUF files are read, and which tensor of a file is which of the model.
 
 Does not know: types, values. Invariant: a tensor of the file that no rule names keeps its name, by which the check of
-the checkpoint refuses it. Source: llama.cpp's conversion, which this undoes: it orders the rows of queries and keys by
-pairs for rotary embeddings, adds 1 to Gemma's norms, and may join queries, keys and values.
+the checkpoint refuses it. Source: llama.cpp's conversion, which this undoes: it orders rows and columns (orders.py),
+adds 1 to norms of Gemma and Qwen3.5, keeps a recurrence's decay itself instead of its logarithm, and may join queries,
+keys and values.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from .errors import GgufError, short
 from .fields import Fields
 from .files import read_parts, stamp
 from .header import Header, TensorInfo
+from .orders import Order, Pairs, Turns
+
+Floats = npt.NDArray[np.float32]
+Shape = tuple[int, ...]
 
 _LAYER: Final = {
     "attn_norm": "input_layernorm",
@@ -40,18 +48,50 @@ _GEMMA: Final = {
 _MOE: Final = {"ffn_gate_inp": "mlp.gate"}
 _GPT_OSS: Final = {
     "ffn_gate_inp": "mlp.router",
-    "attn_sinks": "self_attn.sinks",
+    "attn_sinks.weight": "self_attn.sinks",
     "post_attention_norm": "post_attention_layernorm",
 }
 _EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Matrices of all experts in one tensor, [experts, rows, columns], or their biases, [experts, rows]."""
 _MOST_EXPERTS: Final = 1024
 _OF_EXPERT: Final = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
-_PARAMETERS: Final = {"self_attn.sinks"}
-"""Of a module that has no weight or bias."""
+MAX_LAYERS: Final = 1024
 _PHI: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_LFM2: Final = {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "token_embd_norm": "model.embedding_norm",
+}
+_QWEN35: Final = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+_SHARED_EXPERT: Final = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_CONVOLUTIONS: Final = ("shortconv.conv", "ssm_conv1d")
 _TOP: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_NAME: Final = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)")
+_NAME: Final = re.compile(r"(?:blk\.(\d{1,4})\.)?([\w.]+?)(?:\.(weight|bias))?")
 _IN_THE_CONFIG: Final = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight")
 _JOINED: Final = "attn_qkv"
 
@@ -68,13 +108,20 @@ class Family:
     by_pairs: bool = False
     """Whether the rows of queries and keys are ordered by pairs."""
     adds_one: bool = False
-    """Whether norms have 1 added."""
+    """Whether norms have 1 added, except those of recurrences."""
     has_experts: bool = False
     transposes_experts: bool = False
     """Whether transformers has their matrices as [inputs, outputs]."""
+    takes_turns: bool = False
+    """Whether a recurrence's heads of values are ordered by turns."""
 
-    def layer_name(self, name: str) -> str | None:
-        return self.names.get(name) or _LAYER.get(name)
+    def name(self, part: str, kind: str | None, of_layer: bool) -> str | None:
+        """Of the model's tensor, within its layer."""
+        whole = part if kind is None else f"{part}.{kind}"
+        if whole in self.names:
+            return self.names[whole]
+        inner = self.names.get(part) or (_LAYER if of_layer else _TOP).get(part)
+        return None if inner is None or kind is None else f"{inner}.{kind}"
 
 
 FAMILIES: Final = {
@@ -83,6 +130,7 @@ FAMILIES: Final = {
         Family("llama", "llama", "LlamaForCausalLM", by_pairs=True),
         Family("qwen2", "qwen2", "Qwen2ForCausalLM"),
         Family("qwen3", "qwen3", "Qwen3ForCausalLM"),
+        Family("qwen2moe", "qwen2_moe", "Qwen2MoeForCausalLM", _MOE | _SHARED_EXPERT, has_experts=True),
         Family("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", _MOE, has_experts=True),
         Family("olmoe", "olmoe", "OlmoeForCausalLM", _MOE, has_experts=True),
         Family("gpt-oss", "gpt_oss", "GptOssForCausalLM", _GPT_OSS, has_experts=True, transposes_experts=True),
@@ -91,8 +139,14 @@ FAMILIES: Final = {
         Family("phi3", "phi3", "Phi3ForCausalLM", _PHI),
         Family("granite", "granite", "GraniteForCausalLM", by_pairs=True),
         Family("smollm3", "smollm3", "SmolLM3ForCausalLM", by_pairs=True),
+        Family("lfm2", "lfm2", "Lfm2ForCausalLM", _LFM2),
+        Family("qwen35", "qwen3_5_text", "Qwen3_5ForCausalLM", _QWEN35, adds_one=True, takes_turns=True),
+        Family(
+            "qwen35moe", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _QWEN35 | _MOE | _SHARED_EXPERT,
+            adds_one=True, has_experts=True, takes_turns=True,
+        ),
     )
-}
+}  # fmt: skip
 _MIXTRAL: Final = Family("llama", "mixtral", "MixtralForCausalLM", _MOE, by_pairs=True, has_experts=True)
 """A Llama with experts."""
 
@@ -115,14 +169,18 @@ class ModelTensor:
     info: TensorInfo
     first_row: int
     num_rows: int
-    num_heads: int = 0
-    """Whose rows are ordered by pairs; 0: none are."""
-    plus: float = 0.0
-    """To be added to the values."""
+    shape: Shape
+    """In the model."""
+    rows: Order | None = None
+    """None: as in the file."""
+    columns: Order | None = None
+    undo: Callable[[Floats], Floats] | None = None
+    """What makes the model's values of the file's."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.num_rows, *self.info.shape[-1:]) if len(self.info.shape) > 1 else (self.num_rows,)
+
+def num_layers(fields: Fields) -> int:
+    """Those that only guess further tokens come behind them, and are left out."""
+    return fields.integer("block_count", most=MAX_LAYERS) - fields.integer("nextn_predict_layers", 0, least=0)
 
 
 def tensors_of(files: Sequence[Path]) -> dict[str, ModelTensor]:
@@ -131,19 +189,20 @@ def tensors_of(files: Sequence[Path]) -> dict[str, ModelTensor]:
     return dict(_read(files)[1])
 
 
-def shapes_of(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
+def shapes_of(files: Sequence[Path]) -> dict[str, Shape]:
     """Of the parameters of transformers' modules, which have all experts in one. As `tensors_of`."""
     family, tensors = _read(files)
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
     for name, tensor in tensors.items():
         if match := _OF_EXPERT.fullmatch(name):
             outer, expert, part, kind = match.groups()
-            ending = "down_proj" if part == "down" else "gate_up_proj"
-            n, k = tensor.shape if kind == "weight" else tensor.shape[::-1]
-            n *= 1 if part == "down" else 2
-            matrix = (k, n) if family.transposes_experts else (n, k)
-            whole = f"{outer}.{ending}" if kind == "weight" else f"{outer}.{ending}_bias"
-            shapes[whole] = (int(expert) + 1, *(matrix if kind == "weight" else (n,)))
+            whole = f"{outer}.{'down' if part == 'down' else 'gate_up'}_proj"
+            n = tensor.shape[0] * (1 if part == "down" else 2)
+            if kind == "bias":
+                shapes[f"{whole}_bias"] = (int(expert) + 1, n)
+            else:
+                k = tensor.shape[1]
+                shapes[whole] = (int(expert) + 1, *((k, n) if family.transposes_experts else (n, k)))
         else:
             shapes[name] = tensor.shape
     return shapes
@@ -161,72 +220,118 @@ def _read_stamped(stamped: tuple[tuple[Path, tuple[int, ...]], ...]) -> tuple[Fa
 
 def model_tensors(header: Header) -> dict[str, ModelTensor]:
     """By the model's names. Raises GgufError."""
-    family = family_of(header)
-    fields = Fields(header.fields, family.architecture)
-    num_heads = fields.integer("attention.head_count")
-    heads = {"q": num_heads, "k": fields.integer("attention.head_count_kv", num_heads), "v": 0}
+    file = _File(header)
     found: dict[str, ModelTensor] = {}
     for name, info in header.tensors.items():
-        if not _IN_THE_CONFIG.fullmatch(name):
-            for model_name, tensor in _pieces(family, name, info, heads):
-                if model_name in found:
-                    first, second = short(found[model_name].name), short(name)
-                    raise GgufError(f"its tensors '{first}' and '{second}' are both '{model_name}'")
-                found[model_name] = tensor
+        for model_name, tensor in file.pieces(name, info):
+            if model_name in found:
+                first, second = short(found[model_name].name), short(name)
+                raise GgufError(f"its tensors '{first}' and '{second}' are both '{model_name}'")
+            found[model_name] = tensor
     return found
 
 
-def _pieces(family: Family, name: str, info: TensorInfo, heads: Mapping[str, int]) -> Iterator[tuple[str, ModelTensor]]:
-    match = _NAME.fullmatch(name)
-    layer, part, kind = match.groups() if match else (None, "", "")
-    if layer is not None and part == _JOINED and family.layer_name(part) is None:
-        yield from _joined(family, name, info, heads, f"model.layers.{int(layer)}.self_attn", kind)
-        return
-    if layer is not None and family.has_experts and part in _EXPERTS:
-        yield from _of_experts(name, info, f"model.layers.{int(layer)}.mlp.experts", _EXPERTS[part], kind)
-        return
-    inner = family.layer_name(part) if layer is not None else _TOP.get(part)
-    if inner is None:
-        yield name, ModelTensor(name, info, 0, info.shape[0])
-        return
-    outer = f"model.layers.{int(layer)}.{inner}" if layer is not None else inner
-    num_heads = heads.get(part.removeprefix("attn_"), 0) if family.by_pairs else 0
-    _check_heads(name, info.shape[0], num_heads)
-    plus = -1.0 if family.adds_one and kind == "weight" and part.endswith("norm") else 0.0
-    model_name = outer if inner in _PARAMETERS else f"{outer}.{kind}"
-    yield model_name, ModelTensor(name, info, 0, info.shape[0], num_heads, plus)
+class _File:
+    """What is needed of a header to read the names of its tensors."""
+
+    def __init__(self, header: Header) -> None:
+        self.family = family_of(header)
+        fields = Fields(header.fields, self.family.architecture)
+        self.num_layers = num_layers(fields) if fields.has("nextn_predict_layers") else MAX_LAYERS
+        heads = fields.integer("attention.head_count")
+        self.heads = {"q": heads, "k": fields.common("attention.head_count_kv", heads)}
+        self.rows: dict[str, Order] = {}
+        self.columns: dict[str, Order] = {}
+        if self.family.by_pairs:
+            self.rows = {f"attn_{part}": Pairs(count) for part, count in self.heads.items()}
+        if self.family.takes_turns:
+            self._take_turns(fields)
+
+    def _take_turns(self, fields: Fields) -> None:
+        key_heads, heads = fields.integer("ssm.group_count"), fields.integer("ssm.time_step_rank")
+        if heads == key_heads:
+            return
+        width = max(fields.integer("ssm.inner_size") // heads, 1)
+        with_keys = Turns(2 * key_heads * fields.integer("ssm.state_size"), key_heads, width)
+        self.rows = {"attn_qkv": with_keys, "ssm_conv1d": with_keys, "attn_gate": Turns(0, key_heads, width)}
+        self.rows |= dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), Turns(0, key_heads, 1))
+        self.columns = {"ssm_out": Turns(0, key_heads, width)}
+
+    def pieces(self, name: str, info: TensorInfo) -> Iterator[tuple[str, ModelTensor]]:
+        """The model's tensors of which this one consists, by their names."""
+        match = _NAME.fullmatch(name)
+        layer, part, kind = match.groups() if match else (None, name, None)
+        if _IN_THE_CONFIG.fullmatch(name) or (layer is not None and int(layer) >= self.num_layers):
+            return
+        outer = "" if layer is None else f"model.layers.{int(layer)}."
+        inner = self.family.name(part, kind, of_layer=layer is not None)
+        if layer is not None and part == _JOINED and inner is None:
+            yield from self._joined(name, info, f"{outer}self_attn", kind)
+        elif layer is not None and self.family.has_experts and part in _EXPERTS:
+            yield from _of_experts(name, info, f"{outer}mlp.experts", _EXPERTS[part], kind)
+        elif inner is None:
+            yield name, ModelTensor(name, info, 0, info.shape[0], info.shape)
+        else:
+            yield outer + inner, self._whole(name, info, part)
+
+    def _whole(self, name: str, info: TensorInfo, part: str) -> ModelTensor:
+        rows, columns = self.rows.get(part), self.columns.get(part)
+        _check_order(name, "rows", info.shape[0], rows)
+        _check_order(name, "columns", info.shape[-1], columns)
+        undo: Callable[[Floats], Floats] | None = None
+        if self.family.adds_one and part.endswith("norm") and part != "ssm_norm":
+            undo = _minus_one
+        elif part == "ssm_a":
+            undo = _log_of_negative
+        return ModelTensor(name, info, 0, info.shape[0], _model_shape(part, info.shape), rows, columns, undo)
+
+    def _joined(self, name: str, info: TensorInfo, outer: str, kind: str | None) -> Iterator[tuple[str, ModelTensor]]:
+        """Queries, keys and values, one above the other, of heads of the same width."""
+        sizes = {**self.heads, "v": self.heads["k"]}
+        width, rest = divmod(info.shape[0], sum(sizes.values()))
+        if rest:
+            raise GgufError(
+                f"its tensor '{short(name)}' has {info.shape[0]} rows, expected a multiple of {sum(sizes.values())}"
+            )
+        first = 0
+        for part, count in sizes.items():
+            rows, num_rows = self.rows.get(f"attn_{part}"), count * width
+            _check_order(name, "rows", num_rows, rows)
+            shape = (num_rows, *info.shape[1:])
+            yield f"{outer}.{part}_proj.{kind}", ModelTensor(name, info, first, num_rows, shape, rows)
+            first += num_rows
 
 
-def _of_experts(name: str, info: TensorInfo, outer: str, inner: str, kind: str) -> Iterator[tuple[str, ModelTensor]]:
-    what, num_dimensions = ("a matrix", 3) if kind == "weight" else ("a vector", 2)
+def _of_experts(
+    name: str, info: TensorInfo, outer: str, inner: str, kind: str | None
+) -> Iterator[tuple[str, ModelTensor]]:
+    what, num_dimensions = ("a vector", 2) if kind == "bias" else ("a matrix", 3)
     if len(info.shape) != num_dimensions or info.shape[0] > _MOST_EXPERTS:
         raise GgufError(
             f"its tensor '{short(name)}' is {list(info.shape)}, expected {what} for each of at most {_MOST_EXPERTS} "
             "experts"
         )
-    num_rows = info.shape[1] if kind == "weight" else 1
+    num_rows = 1 if kind == "bias" else info.shape[1]
     for expert in range(info.shape[0]):
-        yield f"{outer}.{expert}.{inner}.{kind}", ModelTensor(name, info, expert * num_rows, num_rows)
+        yield f"{outer}.{expert}.{inner}.{kind}", ModelTensor(name, info, expert * num_rows, num_rows, info.shape[1:])
 
 
-def _joined(
-    family: Family, name: str, info: TensorInfo, heads: Mapping[str, int], outer: str, kind: str
-) -> Iterator[tuple[str, ModelTensor]]:
-    """Queries, keys and values, one above the other, of heads of the same width."""
-    sizes = {"q": heads["q"], "k": heads["k"], "v": heads["k"]}
-    width, rest = divmod(info.shape[0], sum(sizes.values()))
-    if rest:
-        raise GgufError(
-            f"its tensor '{short(name)}' has {info.shape[0]} rows, expected a multiple of {sum(sizes.values())}"
-        )
-    first = 0
-    for part, count in sizes.items():
-        num_heads = heads[part] if family.by_pairs else 0
-        _check_heads(name, count * width, num_heads)
-        yield f"{outer}.{part}_proj.{kind}", ModelTensor(name, info, first, count * width, num_heads)
-        first += count * width
+def _model_shape(part: str, shape: Shape) -> Shape:
+    if part in _CONVOLUTIONS and len(shape) == 2:
+        return shape[0], 1, shape[1]
+    return (1, *shape) if part == "ffn_gate_inp_shexp" and len(shape) == 1 else shape
 
 
-def _check_heads(name: str, num_rows: int, num_heads: int) -> None:
-    if num_heads and num_rows % (2 * num_heads):
-        raise GgufError(f"its tensor '{short(name)}' has {num_rows} rows, expected a multiple of {2 * num_heads}")
+def _minus_one(values: Floats) -> Floats:
+    return values - np.float32(1)
+
+
+def _log_of_negative(values: Floats) -> Floats:
+    """A file may hold other numbers: they become NaN, which no model is tried with successfully."""
+    with np.errstate(all="ignore"):
+        return np.log(-values)
+
+
+def _check_order(name: str, what: str, count: int, order: Order | None) -> None:
+    if order is not None and (expected := order.why_not(count)):
+        raise GgufError(f"its tensor '{short(name)}' has {count} {what}, expected {expected}")

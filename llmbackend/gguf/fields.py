@@ -71,6 +71,16 @@ class Fields:
             raise self._wrong(name, value, expected)
         return value[:count]
 
+    def common(self, name: str, default: int | None = None) -> int:
+        """An integer, or a list of the same one for each layer, with 0 for a layer that has nothing of the kind."""
+        value = self.value(name)
+        if not isinstance(value, np.ndarray):
+            return self.integer(name, default)
+        kinds = set(value.tolist()) - {0} if value.dtype.kind in "iu" else set()
+        if len(kinds) != 1 or not 1 <= (number := kinds.pop()) <= MAX_SIZE:
+            raise self._wrong(name, value, f"a number from 1 to {MAX_SIZE}, or a list of one of them and zeros")
+        return int(number)
+
     def _required(self, name: str, default: Any, expected: str) -> Any:
         value = self._fields.get(self._prefix + name, default)
         if value is None:

@@ -12,14 +12,14 @@ from typing import Any, Final
 import numpy as np
 
 from .errors import GgufError, short
-from .families import Family, family_of
+from .families import Family, family_of, num_layers
 from .fields import Fields
 from .header import Header, TensorInfo
 
 Config = dict[str, Any]
-MAX_LAYERS: Final = 1024
 MAX_VECTOR: Final = 1 << 16
 MAX_EXPERTS: Final = 1024
+MAX_TAPS: Final = 64
 ROPE_FACTORS: Final = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -45,7 +45,7 @@ def _common(header: Header, family: Family, fields: Fields) -> Config:
             f"its field '{family.architecture}.attention.head_count' is {num_heads}, expected a divisor of "
             f"{hidden_size}, the embedding's length"
         )
-    num_kv_heads = fields.integer("attention.head_count_kv", num_heads)
+    num_kv_heads = fields.common("attention.head_count_kv", num_heads)
     if num_heads % num_kv_heads:
         raise GgufError(
             f"its field '{family.architecture}.attention.head_count_kv' is {num_kv_heads}, expected a divisor of "
@@ -56,12 +56,13 @@ def _common(header: Header, family: Family, fields: Fields) -> Config:
         raise GgufError(
             f"its field '{family.architecture}.attention.value_length' is {value_dim}, expected {head_dim}, as of keys"
         )
+    width_of_experts = fields.value("expert_feed_forward_length") if family.has_experts else None
     return {
         "model_type": family.model_type,
         "vocab_size": _embedding(header).shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": fields.integer("feed_forward_length"),
-        "num_hidden_layers": fields.integer("block_count", most=MAX_LAYERS),
+        "intermediate_size": fields.integer("feed_forward_length", width_of_experts),
+        "num_hidden_layers": num_layers(fields),
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -211,12 +212,21 @@ def _qwen3moe(header: Header, fields: Fields, config: Config) -> Config:
     }
 
 
+def _qwen2moe(header: Header, fields: Fields, config: Config) -> Config:
+    """llama.cpp does not divide shares by their sum."""
+    return _qwen2(header, fields, config) | {
+        **_expert_counts(fields, "num_experts"),
+        "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": fields.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def _olmoe(header: Header, fields: Fields, config: Config) -> Config:
     _check_whole_rotary(fields, config)
-    return {
-        **_expert_counts(fields, "num_experts"),
-        "norm_topk_prob": False,
-    }
+    return {**_expert_counts(fields, "num_experts"), "norm_topk_prob": False}
 
 
 def _gpt_oss(header: Header, fields: Fields, config: Config) -> Config:
@@ -266,6 +276,57 @@ def _phi3(header: Header, fields: Fields, config: Config) -> Config:
     return {"sliding_window": window or None, **_longrope(header, fields, config)}
 
 
+def _lfm2(header: Header, fields: Fields, config: Config) -> Config:
+    """A layer without key heads is a convolution."""
+    _check_whole_rotary(fields, config)
+    count = config["num_hidden_layers"]
+    attends = [int(heads) > 0 for heads in fields.numbers("attention.head_count_kv", count)]
+    return {
+        "layer_types": ["full_attention" if each else "conv" for each in attends],
+        "norm_eps": config["rms_norm_eps"],
+        "conv_L_cache": fields.integer("shortconv.l_cache", most=MAX_TAPS),
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in header.tensors),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _qwen35(header: Header, fields: Fields, config: Config) -> Config:
+    heads, inner = fields.integer("ssm.time_step_rank"), fields.integer("ssm.inner_size")
+    key_heads = fields.integer("ssm.group_count")
+    for name, value, divisor in (("time_step_rank", heads, key_heads), ("inner_size", inner, heads)):
+        if value % divisor:
+            raise GgufError(
+                f"its field '{family_of(header).architecture}.ssm.{name}' is {value}, expected a multiple of {divisor}"
+            )
+    rotary = fields.integer("rope.dimension_count", config["head_dim"])
+    return {
+        "layer_types": _recurrent_layers(fields, config["num_hidden_layers"]),
+        "linear_num_value_heads": heads,
+        "linear_num_key_heads": key_heads,
+        "linear_value_head_dim": inner // heads,
+        "linear_key_head_dim": fields.integer("ssm.state_size"),
+        "linear_conv_kernel_dim": fields.integer("ssm.conv_kernel", most=MAX_TAPS),
+        "rope_parameters": {**config["rope_parameters"], "partial_rotary_factor": rotary / config["head_dim"]},
+    }
+
+
+def _qwen35moe(header: Header, fields: Fields, config: Config) -> Config:
+    return _qwen35(header, fields, config) | {
+        **_expert_counts(fields, "num_experts"),
+        "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": fields.integer("expert_shared_feed_forward_length"),
+    }
+
+
+def _recurrent_layers(fields: Fields, count: int) -> list[str]:
+    if fields.has("attention.recurrent_layers"):
+        is_recurrent = [bool(value) for value in fields.numbers("attention.recurrent_layers", count)]
+    else:
+        every = fields.integer("full_attention_interval", 4)
+        is_recurrent = [(layer + 1) % every != 0 for layer in range(count)]
+    return ["linear_attention" if recurrent else "full_attention" for recurrent in is_recurrent]
+
+
 def _expert_counts(fields: Fields, name: str) -> Config:
     """name: of the number of experts."""
     count = fields.integer("expert_count", most=MAX_EXPERTS)
@@ -309,10 +370,14 @@ _FAMILIES: Final[Mapping[str, Callable[[Header, Fields, Config], Config]]] = {
     "smollm3": _smollm3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
     "olmoe": _olmoe,
     "gpt-oss": _gpt_oss,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,
+    "lfm2": _lfm2,
+    "qwen35": _qwen35,
+    "qwen35moe": _qwen35moe,
 }

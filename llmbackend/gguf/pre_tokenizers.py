@@ -44,6 +44,13 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?
 
 _LLAMA3 = _split(rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_OTHER}[\r\n]*|{_SPACES}"), _byte_level(False)
 _QWEN2 = _split(rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_OTHER}[\r\n]*|{_SPACES}"), _byte_level(False)
+_QWEN35 = (
+    _split(
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    ),
+    _byte_level(False),
+)
 _TEKKEN = _split(rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_OTHER}[\r\n/]*|{_SPACES}"), _byte_level(False)
 _GPT_4O = (
     _split(
@@ -62,11 +69,12 @@ _DEEPSEEK_CODER = (
 
 _KINDS: Final = (
     (
-        ("llama-bpe", "llama3", "llama-v3", "falcon3"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"),
         PreTokenizer(_LLAMA3, ignore_merges=True, adds_bos=True),
     ),
     (("dbrx", "smaug-bpe"), PreTokenizer(_LLAMA3)),
     (("qwen2", "deepseek-r1-qwen"), PreTokenizer(_QWEN2, composes=True)),
+    (("qwen35",), PreTokenizer(_QWEN35, composes=True)),
     (("smollm", "starcoder", "refact"), PreTokenizer((_DIGITS, _byte_level(True)))),
     (("gpt-2",), PreTokenizer((_byte_level(True),))),
     (("tekken",), PreTokenizer(_TEKKEN, ignore_merges=True, adds_bos=True)),

@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from .families import ModelTensor
 
+Bytes = npt.NDArray[np.uint8]
 
-def mapped_rows(tensor: ModelTensor) -> npt.NDArray[np.uint8]:
-    """Bytes by row."""
+
+def mapped_rows(tensor: ModelTensor) -> Bytes:
+    """Bytes by row, in the file's order."""
     info = tensor.info
     if len(info.shape) == 1:
         item = info.size_bytes // info.shape[0]
@@ -25,9 +27,25 @@ def mapped_rows(tensor: ModelTensor) -> npt.NDArray[np.uint8]:
     return np.memmap(info.file, np.uint8, "r", begin, (tensor.num_rows, row_bytes))
 
 
-def row_order(tensor: ModelTensor) -> npt.NDArray[np.int64]:
-    """Which row of the file each of the model's rows is: of each head, the first rows of all pairs come first."""
-    rows = np.arange(tensor.num_rows)
-    if not tensor.num_heads:
-        return rows
-    return rows.reshape(tensor.num_heads, -1, 2).transpose(0, 2, 1).reshape(-1)
+def ordered_rows(tensor: ModelTensor) -> Bytes:
+    """Bytes by row of a matrix, in the model's order: `blocks_fit`."""
+    rows = mapped_rows(tensor)
+    if tensor.rows is not None:
+        rows = rows[tensor.rows.of(len(rows))]
+    if (order := _order_of_blocks(tensor)) is not None:
+        rows = rows.reshape(len(rows), len(order), -1)[:, order].reshape(len(rows), -1)
+    return np.ascontiguousarray(rows)
+
+
+def blocks_fit(tensor: ModelTensor) -> bool:
+    """Whether a row's blocks of the file are blocks of the model's row, in an order of their own."""
+    return tensor.columns is None or _order_of_blocks(tensor) is not None
+
+
+def _order_of_blocks(tensor: ModelTensor) -> npt.NDArray[np.int64] | None:
+    block, width = tensor.info.type.block, tensor.info.shape[-1]
+    if tensor.columns is None:
+        return None
+    columns = tensor.columns.of(width).reshape(-1, block)
+    fits = (columns[:, :1] + np.arange(block) == columns).all() and not (columns[:, 0] % block).any()
+    return columns[:, 0] // block if fits else None

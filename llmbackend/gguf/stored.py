@@ -1,8 +1,9 @@
 """A GGUF model's matrices as the file has them, in types of 2 to 8 bits.
 
-For: the engine's packing. Does not know: layouts of kernels. Invariant: rows are in the model's order. Source of Q4_0
-and Q4_1: ggml's block_q4_0 and block_q4_1: of 32 weights of a row a float16 scale, of Q4_1 a float16 minimum, and 16
-bytes, whose lower halves are the first 16 numbers.
+For: the engine's packing. Does not know: layouts of kernels. Invariant: rows and columns are in the model's order; a
+matrix whose blocks this order would divide is not among them. Source of Q4_0 and Q4_1: ggml's block_q4_0 and
+block_q4_1: of 32 weights of a row a float16 scale, of Q4_1 a float16 minimum, and 16 bytes, whose lower halves are the
+first 16 numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .families import ModelTensor, tensors_of
-from .rows import mapped_rows, row_order
+from .rows import Bytes, blocks_fit, ordered_rows
 
 GROUP: Final = 32
 _HEAD_BYTES: Final = {"Q4_0": 2, "Q4_1": 4}
@@ -53,13 +54,11 @@ class FileMatrices:
         tensor = self._tensors.get(name)
         if tensor is None or tensor.info.type.is_plain or len(tensor.info.shape) < 2:
             return None
-        return tensor.info.type.name
+        return tensor.info.type.name if blocks_fit(tensor) else None
 
-    def blocks(self, name: str) -> npt.NDArray[np.uint8]:
+    def blocks(self, name: str) -> Bytes:
         """The bytes of each row."""
-        tensor = self._tensors[name]
-        rows = mapped_rows(tensor)
-        return np.ascontiguousarray(rows[row_order(tensor)] if tensor.num_heads else rows)
+        return ordered_rows(self._tensors[name])
 
     def four_bits(self, name: str) -> FourBitMatrix:
         """Of Q4_0 or Q4_1."""

@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from .families import ModelTensor, tensors_of
-from .rows import mapped_rows, row_order
+from .families import Floats, ModelTensor, tensors_of
+from .rows import Bytes, mapped_rows
 
 T = TypeVar("T")
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
 Unpack = Callable[[str, Bytes], Floats | None]
 """The values of rows of blocks of a type; None: use the gguf package, which takes ten times as long."""
 _CHUNK = 1 << 18
@@ -74,8 +71,10 @@ def _read(tensor: ModelTensor, dtype: torch.dtype, unpack: Unpack) -> torch.Tens
         return _values(rows, tensor) if found is None else found
 
     for start, found in zip(starts, _in_turn(values, starts), strict=True):
-        flat[start : start + at_once] = torch.from_numpy(found + np.float32(tensor.plus) if tensor.plus else found)
-    return result[torch.from_numpy(row_order(tensor))] if tensor.num_heads else result
+        flat[start : start + at_once] = torch.from_numpy(found if tensor.undo is None else tensor.undo(found))
+    if tensor.rows is not None:
+        result = result[torch.from_numpy(tensor.rows.of(len(result)))]
+    return result if tensor.columns is None else result[:, torch.from_numpy(tensor.columns.of(result.shape[1]))]
 
 
 def _in_turn(make: Callable[[int], T], starts: Sequence[int]) -> Iterator[T]:

@@ -39,6 +39,9 @@ MODELS: dict[str, Any] = {
     "qwen3_moe": tf.Qwen3MoeConfig(
         **SIZES, num_experts=EXPERTS, moe_intermediate_size=INNER, head_dim=64, norm_topk_prob=True
     ),
+    "qwen2_moe": tf.Qwen2MoeConfig(
+        **SIZES, num_experts=EXPERTS, moe_intermediate_size=INNER, shared_expert_intermediate_size=INNER
+    ),
     "olmoe": tf.OlmoeConfig(**SIZES, num_experts=EXPERTS),
     "mixtral": tf.MixtralConfig(**LOCAL, sliding_window=None),
     "gpt_oss": tf.GptOssConfig(**LOCAL, sliding_window=8),

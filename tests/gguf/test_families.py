@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.weight_cache.cache import key_of
+from llmbackend.gguf.errors import GgufError
+from llmbackend.gguf.families import model_tensors
+from llmbackend.gguf.files import read_parts
 from llmbackend.gguf.model_directory import gguf_files, model_directory
-from tests.helpers.gguf_files import random_blocks, write_model
+from tests.helpers.gguf_files import random_blocks, write_fields, write_model
+from tests.helpers.recurrent_models import RECURRENT, SIZES
 from tests.helpers.tiny_models import BASE, FAMILIES, MIXED, UNTIED, WINDOW, engine_tokens, expected_tokens, prompts
 from tests.helpers.tiny_models import random_model as tiny_model
 
@@ -60,7 +66,14 @@ CONFIGS: dict[str, Any] = {
         **BASE, logits_scaling=3.0, attention_multiplier=0.2, residual_multiplier=0.7, embedding_multiplier=1.5
     ),
     "smollm3": tf.SmolLM3Config(**{**BASE, "num_hidden_layers": 5}),
-}
+    "lfm2": RECURRENT["lfm2"],
+    "qwen3.5": RECURRENT["qwen3_5"],
+    "qwen3.5, as many keys as values": tf.Qwen3_5TextConfig(
+        **SIZES, num_hidden_layers=4, head_dim=64, linear_key_head_dim=32, linear_value_head_dim=48,
+        linear_num_key_heads=2, linear_num_value_heads=2, tie_word_embeddings=True,
+    ),
+    "qwen3.5, experts": RECURRENT["qwen3_5_moe"],
+}  # fmt: skip
 
 
 def directory_of(path: Path) -> Path:
@@ -84,11 +97,49 @@ def test_a_family_computes_as_before_its_conversion(family: str, tmp_path: Path)
     assert tokens == expected(CONFIGS[family], model.state_dict())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "granite", "smollm3", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "granite", "smollm3", "qwen3", "lfm2", "qwen3.5"])
 def test_quantised_weights_are_those_of_the_file(family: str, tmp_path: Path) -> None:
     weights = write_model(tmp_path / "tiny.gguf", tiny_model(CONFIGS[family]), "Q8_0")
     tokens, _ = engine_tokens(directory_of(tmp_path / "tiny.gguf"), dtype="float32")
     assert tokens == expected(CONFIGS[family], weights)
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    model = tiny_model(CONFIGS["qwen3.5"])
+    layers = model.config.num_hidden_layers
+    norms = {f"blk.{layers}.{name}.weight": np.ones(128) for name in ("attn_norm", "nextn.enorm")}
+    fields = {"qwen35.nextn_predict_layers": 1, "qwen35.block_count": layers + 1}
+    write_model(tmp_path / "tiny.gguf", model, extra=fields, tensors=norms)
+    tokens, _ = engine_tokens(directory_of(tmp_path / "tiny.gguf"))
+    assert tokens == expected(CONFIGS["qwen3.5"], model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "error"),
+    [
+        ("qwen3.5", {"qwen35.ssm.time_step_rank": 5}, "'qwen35.ssm.time_step_rank' is 5, expected a multiple of 2"),
+        ("qwen3.5", {"qwen35.ssm.inner_size": 190}, "'qwen35.ssm.inner_size' is 190, expected a multiple of 4"),
+        ("qwen3.5", {"qwen35.attention.recurrent_layers": [True]}, "is a list of 1, expected a list of 4 numbers"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 0, 0, 0]}, "is a list of 4, expected a number from 1 to"),
+        ("lfm2", {"lfm2.attention.head_count_kv": 1}, "'lfm2.attention.head_count_kv' is 1, expected a list of 4"),
+        ("lfm2", {"lfm2.shortconv.l_cache": 0}, "'lfm2.shortconv.l_cache' is 0, expected a number from 1 to 64"),
+    ],
+)
+def test_fields_of_recurrent_layers_are_checked(
+    family: str, fields: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "tiny.gguf", tiny_model(CONFIGS[family]), extra=fields)
+    with pytest.raises(GgufError, match=re.escape(error)):
+        directory_of(tmp_path / "tiny.gguf")
+
+
+def test_heads_that_cannot_take_turns_are_refused(tmp_path: Path) -> None:
+    shape = {"ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 64, "ssm.state_size": 16}
+    fields = {"general.architecture": "qwen35", "qwen35.attention.head_count": 2}
+    fields |= {f"qwen35.{name}": value for name, value in shape.items()}
+    file = write_fields(tmp_path / "odd.gguf", fields, {"blk.0.attn_qkv.weight": np.zeros((120, 8))})
+    with pytest.raises(GgufError, match="has 120 rows, expected 64 and a multiple of 32"):
+        model_tensors(read_parts([file]))
 
 
 def test_parts_are_one_model(tmp_path: Path) -> None:

@@ -131,6 +131,11 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     assert refusal(tmp_path, of("mamba")) == expected
 
 
+def test_experts_are_refused_in_other_families(tmp_path: Path) -> None:
+    fields = of("qwen2") | {"qwen2.expert_count": 8}
+    assert refusal(tmp_path, fields) == "its architecture is 'qwen2' with experts, which is not supported"
+
+
 def test_a_template_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
     def refuse(_source: str, _tokens: dict[str, str]) -> None:
         raise ValueError("it loops")
@@ -157,7 +162,7 @@ WRONG: dict[str, tuple[dict[str, Any], Tensors, str]] = {
         {},
         "'llama.rope.freq_base' is inf, expected a",
     ),
-    "experts": ({"llama.expert_count": 8}, {}, "its architecture is 'llama' with experts, which is not supported"),
+    "experts of which none is chosen": ({"llama.expert_count": 8}, {}, "'llama.expert_used_count' is missing, expected"),
     "few rotary factors": ({}, {"rope_freqs.weight": np.ones(3)}, "'rope_freqs.weight' has 3 numbers, expected 2"),
     "rotary factors of 0": ({}, {"rope_freqs.weight": np.zeros(2)}, "'rope_freqs.weight' has numbers that are not"),
     "a matrix of rotary factors": ({}, {"rope_freqs.weight": np.ones((2, 2))}, "'rope_freqs.weight' is F32 [2, 2]"),

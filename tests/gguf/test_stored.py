@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 import transformers as tf
@@ -25,6 +27,7 @@ from llmbackend.engine.model.loader import load_model
 from tests.engine.test_decoder_program import greedy
 from tests.helpers.gguf_files import dequantized, quantized, write_model
 from tests.helpers.lora_adapters import write_adapter
+from tests.helpers.recurrent_models import SIZES
 from tests.helpers.tiny_models import BASE, random_model
 
 FOUR_BITS = {"Q4_0": Type.INT4, "Q4_1": Type.INT4_MIN}
@@ -64,9 +67,7 @@ def test_matrices_in_four_bits_are_those_of_the_file(kind: str, model: object, t
     for name in names:
         matrix = stored.read(name)
         assert isinstance(matrix, FourBits) and stored.type_of(name) is KINDS[kind]
-        scales = np.repeat(matrix.scales.astype(np.float32), 32, axis=1)
-        zeros = -8 * scales if matrix.mins is None else np.repeat(matrix.mins.astype(np.float32), 32, axis=1)
-        assert np.array_equal(matrix.numbers * scales + zeros, held[f"{name}.weight"].float().numpy())
+        assert np.array_equal(values_of(matrix, kind), held[f"{name}.weight"].float().numpy())
     assert stored.type_of("model.norm") is None
     assert stored.type_of("nothing") is None
 
@@ -165,3 +166,33 @@ def test_a_gpu_gets_plain_weights(model: object, tmp_path: Path) -> None:
     assert with_directories(EngineConfig(model=left_open.model, device="cuda")).quantization is None
     with pytest.raises(ValueError, match="'quantization' is 'int4', expected 'int8', 'fp8' or null on a GPU"):
         EngineConfig(model="m", device="cuda:1", quantization="int4")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K"])
+def test_heads_that_take_turns_are_put_in_the_models_order(kind: str, tmp_path: Path) -> None:
+    """Blocks of a head's columns move with it; where a block has columns of two heads, the matrix becomes int8."""
+    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 256}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    model = random_model(
+        tf.Qwen3_5TextConfig(
+            **sizes, **heads, num_hidden_layers=2, head_dim=128, linear_key_head_dim=64, linear_value_head_dim=64,
+            layer_types=["linear_attention", "full_attention"],
+        )
+    )  # fmt: skip
+    held = write_model(tmp_path / "tiny.gguf", model, kind)
+    stored = KeptLayers([tmp_path / "tiny.gguf"])
+    outer = "model.layers.0.linear_attn"
+    for name in (f"{outer}.{part}" for part in ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj")):
+        assert (stored.type_of(name) is None) == (kind == "Q4_K" and name.endswith("out_proj"))
+        if stored.type_of(name) is not None:
+            assert np.array_equal(values_of(stored.read(name), kind), held[f"{name}.weight"].numpy())
+    config = config_of(tmp_path / "tiny.gguf")
+    assert make_runner(config).info.path == "native"
+
+
+def values_of(matrix: FourBits | StoredBlocks, kind: str) -> npt.NDArray[np.float32]:
+    if isinstance(matrix, StoredBlocks):
+        return dequantized(matrix.blocks, gguf.GGMLQuantizationType[kind])
+    scales = np.repeat(matrix.scales.astype(np.float32), 32, axis=1)
+    zeros = -8 * scales if matrix.mins is None else np.repeat(matrix.mins.astype(np.float32), 32, axis=1)
+    return matrix.numbers * scales + zeros

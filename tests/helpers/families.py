@@ -206,7 +206,8 @@ def assert_transformers(model: Any, found: Generated) -> None:
 
 def rows_of_docs() -> Iterator[str]:
     """The table of docs/models.md."""
-    gguf = {family.model_type for family in gguf_families.FAMILIES.values()} | {"mistral", "mixtral"}  # files of type llama
+    of_llama = {"mistral", "mixtral"}
+    gguf = of_llama | {family.model_type for family in gguf_families.FAMILIES.values()}
     yield "| family | models | computed by | why modules | GGUF |"
     yield "|---|---|---|---|---|"
     for family in sorted(FAMILIES, key=lambda each: (not each.is_native, each.note == _OWN_CHOICE, each.model_type)):

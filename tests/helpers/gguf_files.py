@@ -13,25 +13,25 @@ from typing import Any
 
 import gguf
 import numpy as np
-import numpy.typing as npt
 import torch
 
-Array = npt.NDArray[Any]
+from .gguf_conversions import BY_PAIRS, Array, conversion_of, file_stem
+
 ARCHITECTURES = {
-    "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
+    "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 """By transformers' model type, where it has another name."""
-BY_PAIRS = ("llama", "mistral", "mixtral", "granite", "smollm3")
 VOCABULARY = ("a", "b", "ab")
 
 
 def write_model(
     path: Path, model: Any, kind: str | Callable[[str], str] = "F32", extra: Mapping[str, Any] | None = None,
-    shards: int = 0,
+    shards: int = 0, tensors: Mapping[str, Array] | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """kind: of matrices, or of a matrix by its name in the model; those that the gguf package cannot write are random.
-    extra: fields that differ. shards: tensors in each part; 0: one file. Returns the weights that the file holds, by
-    the model's names."""
+    extra: fields that differ. shards: tensors in each part; 0: one file. tensors: further ones, in F32. Returns the
+    weights that the file holds, by the model's names."""
     config = model.config
     name = ARCHITECTURES.get(config.model_type, config.model_type)
     options = {"split_max_tensors": shards} if shards else {}
@@ -39,8 +39,12 @@ def write_model(
     _add_fields(writer, config)
     add_vocabulary(writer, config.vocab_size)
     for field, value in (extra or {}).items():
+        for known in writer.kv_data:
+            known.pop(field, None)
         _add(writer, field, value)
     held = _add_tensors(writer, model, kind, gguf.get_tensor_name_map(_arch(name), config.num_hidden_layers))
+    for stem, values in (tensors or {}).items():
+        writer.add_tensor(stem, values.astype(np.float32))
     _finish(writer)
     return held
 
@@ -116,14 +120,16 @@ def _add_fields(writer: Any, config: Any) -> None:
     heads = config.num_attention_heads
     rope = config.rope_parameters
     sliding = rope.get("sliding_attention")
+    attends = [kind == "full_attention" for kind in getattr(config, "layer_types", None) or ()]
     rope = rope.get("full_attention", rope)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    kv_heads = config.num_key_value_heads
+    writer.add_head_count_kv([kv_heads * each for each in attends] if config.model_type == "lfm2" else kv_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
@@ -142,12 +148,18 @@ def _add_fields(writer: Any, config: Any) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    if config.model_type.startswith("qwen3_5"):
+        _add_recurrence(writer, config, rope, attends)
     if config.model_type == "gpt_oss":
         writer.add_sliding_window(config.sliding_window)
-    if count := num_experts(config):
+    if count := getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
         writer.add_expert_count(count)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if shared := getattr(config, "shared_expert_intermediate_size", 0):
+        writer.add_expert_shared_feed_forward_length(shared)
     if config.model_type == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
@@ -155,6 +167,17 @@ def _add_fields(writer: Any, config: Any) -> None:
         writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1.0)))
     if config.model_type in BY_PAIRS:
         writer.add_rope_dimension_count(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def _add_recurrence(writer: Any, config: Any, rope: Mapping[str, Any], attends: list[bool]) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([3, 3, 2, 0])
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", [not each for each in attends])
 
 
 def _add_scaling(writer: Any, rope: Mapping[str, Any], config: Any) -> None:
@@ -192,41 +215,29 @@ def _llama3_factors(rope: Mapping[str, Any], width: int) -> list[float]:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def num_experts(config: Any) -> int:
-    return getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
-
-
 def _add_tensors(writer: Any, model: Any, kind: str | Callable[[str], str], names: Any) -> dict[str, torch.Tensor]:
     held: dict[str, torch.Tensor] = {}
     config = model.config
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        stem, ending = name.rsplit(".", 1)
-        values = tensor.float().numpy()
-        own_kind = kind if isinstance(kind, str) else kind(name)
-        if stem.endswith(".experts"):
-            held[name] = _add_experts(writer, model.get_submodule(stem), name, values, own_kind, names)
+        values, own_kind = tensor.float().numpy(), kind if isinstance(kind, str) else kind(name)
+        if ".experts." in name:
+            experts = model.get_submodule(name.rpartition(".")[0])
+            held[name] = write_experts(writer, experts, name, values, own_kind)
             continue
-        if ending == "sinks":
-            stem, ending = name, "weight"
-        if config.model_type.startswith("gemma") and stem.endswith("norm"):
-            values = values + np.float32(1)
-        num_heads = heads.get(stem.rsplit(".", 1)[-1], 0) if config.model_type in BY_PAIRS else 0
-        values = by_pairs(values, num_heads) if num_heads else values
-        raw = quantized(values, own_kind if values.ndim > 1 else "F32")
-        writer.add_tensor(f"{names.get_name(stem)}.{ending}", raw[0], raw_dtype=raw[1])
-        back = dequantized(*raw)
-        back = back - np.float32(1) if config.model_type.startswith("gemma") and stem.endswith("norm") else back
-        held[name] = torch.from_numpy(by_halves(back, num_heads) if num_heads else back.copy())
+        conversion = conversion_of(config, name)
+        converted = conversion.there(values)
+        raw = quantized(converted, own_kind if converted.ndim > 1 and "conv" not in name.split(".")[-2] else "F32")
+        writer.add_tensor(file_stem(name, names), raw[0], raw_dtype=raw[1])
+        held[name] = torch.from_numpy(conversion.back(dequantized(*raw)).reshape(values.shape).copy())
     return held
 
 
-def _add_experts(writer: Any, module: Any, name: str, values: Array, kind: str, names: Any) -> torch.Tensor:
+def write_experts(writer: Any, module: Any, name: str, values: Array, kind: str) -> torch.Tensor:
     """All experts' matrices or biases, of which gates and ups are tensors of their own. Returns what the file holds."""
-    stem, attribute = name.rsplit(".", 1)
-    ending, is_bias = ("bias", True) if attribute.endswith("_bias") else ("weight", False)
+    layer, attribute = name.split(".")[2], name.rpartition(".")[2]
+    is_bias = attribute.endswith("_bias")
     is_transposed = not is_bias and getattr(module, "is_transposed", False)
     by_row = values.swapaxes(1, 2) if is_transposed else values
     held = np.empty_like(by_row)
@@ -234,27 +245,17 @@ def _add_experts(writer: Any, module: Any, name: str, values: Array, kind: str, 
         given = np.ascontiguousarray(by_row[:, rows])
         raw, number = quantized(given.reshape(-1, given.shape[-1]), "F32" if is_bias else kind)
         raw = raw.reshape(*given.shape[:-1], -1)
-        writer.add_tensor(f"{names.get_name(f'{stem}.{part}')}.{ending}", raw, raw_dtype=number)
+        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{'bias' if is_bias else 'weight'}", raw, raw_dtype=number)
         held[:, rows] = dequantized(raw.reshape(-1, raw.shape[-1]), number).reshape(given.shape)
     return torch.from_numpy(held.swapaxes(1, 2) if is_transposed else held).contiguous()
 
 
 def _expert_parts(attribute: str, num_rows: int, is_concatenated: bool) -> dict[str, slice]:
     if attribute.startswith("down_proj"):
-        return {"down_proj": slice(None)}
+        return {"down": slice(None)}
     if is_concatenated:
-        return {"gate_proj": slice(num_rows // 2), "up_proj": slice(num_rows // 2, None)}
-    return {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
-
-
-def by_pairs(values: Array, num_heads: int) -> Array:
-    shape = values.shape
-    return values.reshape(num_heads, 2, shape[0] // num_heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
-
-
-def by_halves(values: Array, num_heads: int) -> Array:
-    shape = values.shape
-    return values.reshape(num_heads, shape[0] // num_heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+        return {"gate": slice(num_rows // 2), "up": slice(num_rows // 2, None)}
+    return {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
 
 
 def quantized(values: Array, kind: str) -> tuple[Array, Any]:
