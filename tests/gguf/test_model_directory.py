@@ -162,7 +162,7 @@ WRONG: dict[str, tuple[dict[str, Any], Tensors, str]] = {
         {},
         "'llama.rope.freq_base' is inf, expected a",
     ),
-    "experts of which none is chosen": ({"llama.expert_count": 8}, {}, "'llama.expert_used_count' is missing, expected"),
+    "experts, none chosen": ({"llama.expert_count": 8}, {}, "'llama.expert_used_count' is missing, expected"),
     "few rotary factors": ({}, {"rope_freqs.weight": np.ones(3)}, "'rope_freqs.weight' has 3 numbers, expected 2"),
     "rotary factors of 0": ({}, {"rope_freqs.weight": np.zeros(2)}, "'rope_freqs.weight' has numbers that are not"),
     "a matrix of rotary factors": ({}, {"rope_freqs.weight": np.ones((2, 2))}, "'rope_freqs.weight' is F32 [2, 2]"),
