@@ -255,7 +255,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs                  requests that run at the same time
     max_num_batched_tokens        token budget of a step
     step_target_ms                longest step that computes prompts beside requests that generate; None = on CPU two
-                                  and a half times the step without prompts, elsewhere no limit; 0 = no limit
+                                  and a half times the step without, longer in a burst, elsewhere none; 0 = no limit
     long_prefill_token_threshold  tokens; longer prompts leave half of a step to shorter ones; 0 =
                                   max_num_batched_tokens
     seed                          of the random weights of load_format "dummy"

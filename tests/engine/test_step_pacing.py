@@ -32,10 +32,13 @@ class Machine:
 
     now_s: float = 0.0
     slowdown: Callable[[], float] = lambda: 1.0
+    row_s: float = 0.0
+    """What each row that generates adds."""
     steps_s: list[float] = field(default_factory=list)
 
     def compute(self, chunks: Sequence[tuple[int, int]]) -> None:
-        step_s = DECODE_S + sum(n * (TOKEN_S + ATTENTION_S * (start + n / 2)) for start, n in chunks if n > 1)
+        step_s = DECODE_S + self.row_s * sum(n == 1 for _, n in chunks)
+        step_s += sum(n * (TOKEN_S + ATTENTION_S * (start + n / 2)) for start, n in chunks if n > 1)
         self.steps_s.append(step_s * self.slowdown())
         self.now_s += self.steps_s[-1]
 
@@ -88,6 +91,22 @@ def test_streams_go_on_beside_a_long_prompt() -> None:
     assert max(gaps_s) <= 3 * usual_s
     assert statistics.median(gaps_s) == pytest.approx(2.4 * usual_s, rel=0.2), "the time is used"
     assert num_steps < 600
+
+
+def test_a_burst_does_not_wait_for_the_few_that_were_first() -> None:
+    """Many more requests wait than generate; the more of them generate, the longer takes a step."""
+    machine = Machine(row_s=0.002)
+    core = timed_core(machine, max_num_seqs=64, num_kv_blocks=1000)
+    streams(core)
+    for _ in range(20):
+        core.step()
+    began_s, waiting = machine.now_s, {f"b{i}" for i in range(60)}
+    for i, request_id in enumerate(sorted(waiting)):
+        core.add(make_request(request_id, [(i + j) % 250 for j in range(70)], max_tokens=500, ignore_eos=True))
+    while waiting:
+        waiting -= {output.request_id for output in core.step().outputs if output.token_ids}
+    alone_s = 60 * 70 * TOKEN_S
+    assert machine.now_s - began_s < 3 * alone_s
 
 
 def test_without_a_target_they_stall() -> None:
@@ -191,6 +210,21 @@ def test_a_step_without_prompts_is_measured_first_and_then_at_times() -> None:
     pacer.begin(StepWork(4, ()))
     pacer.end(0.03)
     assert pacer.budget(512, 4).room(0, 5000) == 32, "45 ms, in whole tiles"
+
+
+def test_steps_of_other_sizes_are_measured_again() -> None:
+    pacer = StepPacer(None)
+    pacer.begin(StepWork(4, ()))
+    pacer.end(0.02)
+    assert not pacer.budget(512, 5).is_spent
+    assert pacer.budget(512, 6).is_spent
+    pacer.begin(StepWork(6, ()))
+    pacer.end(0.05)
+    assert pacer.budget(512, 4).is_spent and not pacer.budget(512, 7).is_spent
+    pacer.begin(StepWork(6, ((0, 32),)))
+    pacer.end(0.05 + 32 * 0.001)
+    assert pacer.budget(512, 6).room(0, 512) == 64, "1.4 times 50 ms, in whole tiles"
+    assert pacer.budget(512, 6, num_prompts=18).room(0, 512) == 144, "3 times 50 ms"
 
 
 def test_what_was_measured_of_short_contexts_serves_longer_ones() -> None:

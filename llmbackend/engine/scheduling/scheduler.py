@@ -175,7 +175,10 @@ class Scheduler:
         if 0 < num_decodes == self._budget and is_prompt[: decodes[num_decodes - 1]].any():
             num_decodes -= 1  # a prompt that is before some of them in order gets a token
         tokens_left = self._budget - num_decodes
-        budget = StepBudget(tokens_left) if self._pacer is None else self._pacer.budget(tokens_left, num_decodes)
+        budget = StepBudget(tokens_left)
+        if self._pacer is not None:
+            num_prompts = int(np.count_nonzero(is_prompt)) + min(self.num_waiting, self._rows.num_free)
+            budget = self._pacer.budget(tokens_left, num_decodes, num_prompts)
         if num_decodes == len(rows):
             return rows, chunks, budget
         chunks[decodes[num_decodes:]] = 0

@@ -24,11 +24,15 @@ TILE = 16
 FIRST_CHUNK = 32
 """Tokens of the first chunk beside generating requests, when nothing has been measured."""
 AUTOMATIC_FACTOR = 2.4
-"""Without a target, a step with prompts may take this many times as long as one without."""
+"""Without a target, a step with prompts may take this many times as long as one without; longer where more requests
+wait for their first token than generate: prompts then get as many times the time of the others as there are more of
+them, so that a burst of requests does not wait for the few that were first."""
 AUTOMATIC_MIN_S = 0.018
 """Without a target, a step may take at least this long: a reader does not notice shorter gaps."""
 STEPS_BETWEEN_MEASUREMENTS = 32
 """After this many steps with prompts one is made without, to measure it."""
+OTHER_SIZE = 1.5
+"""As it is when so many times more or fewer rows generate than in the step that was measured."""
 
 _NEWS_WEIGHT = 0.4
 _MIN_BUCKET = 9
@@ -87,21 +91,25 @@ class StepPacer:
     """Owner of the measurements of one engine. One thread calls it."""
 
     def __init__(self, target_s: float | None) -> None:
-        """target_s: longest step; None = AUTOMATIC_FACTOR times a step without prompts, at least AUTOMATIC_MIN_S."""
+        """target_s: longest step; None = AUTOMATIC_FACTOR times a step without prompts or more, at least
+        AUTOMATIC_MIN_S."""
         self._target_s = target_s
         self._decode_s: float | None = None
+        self._decodes_measured = 0
+        """Rows of that step."""
         self._token_s: dict[int, float] = {}
         """By bucket: contexts of about 2**bucket tokens."""
         self._in_flight: deque[StepWork] = deque()
         self._steps_since_measured = 0
 
-    def budget(self, tokens: int, num_decodes: int) -> StepBudget:
-        """For the prompts of a step with `tokens` left beside `num_decodes` rows that generate."""
+    def budget(self, tokens: int, num_decodes: int, num_prompts: int = 1) -> StepBudget:
+        """For the prompts of a step with `tokens` left beside `num_decodes` rows that generate. num_prompts: requests
+        that a row is there for and that wait for their first token."""
         if not num_decodes:
             return StepBudget(tokens)
-        if self._is_measurement_due():
+        if self._is_measurement_due(num_decodes):
             return StepBudget(tokens, 0.0)
-        return StepBudget(tokens, self._seconds_for_prompts(), self.token_s)
+        return StepBudget(tokens, self._seconds_for_prompts(num_prompts / num_decodes), self.token_s)
 
     def begin(self, work: StepWork) -> None:
         """A step was launched."""
@@ -112,7 +120,9 @@ class StepPacer:
         """The oldest launched step took `step_s`."""
         work = self._in_flight.popleft()
         if not work.chunks:
-            self._decode_s = step_s if self._decode_s is None else _moved(self._decode_s, step_s)
+            is_first = self._decode_s is None or self._has_other_size(work.num_decodes)
+            self._decode_s = step_s if is_first or self._decode_s is None else _moved(self._decode_s, step_s)
+            self._decodes_measured = work.num_decodes
             return
         num_tokens = sum(tokens for _, tokens in work.chunks)
         if num_tokens < MIN_CHUNK:
@@ -123,18 +133,23 @@ class StepPacer:
     def token_s(self, context: int) -> float:
         """Seconds that a token of a prompt adds to a step, after `context` others."""
         expected = self._expected(_bucket(context))
-        return self._seconds_for_prompts() / FIRST_CHUNK if expected is None else expected
+        return self._seconds_for_prompts(0.0) / FIRST_CHUNK if expected is None else expected
 
-    def _is_measurement_due(self) -> bool:
-        if self._decode_s is None:
+    def _is_measurement_due(self, num_decodes: int) -> bool:
+        if self._decode_s is None or self._has_other_size(num_decodes):
             return all(work.chunks for work in self._in_flight)
         return self._steps_since_measured >= STEPS_BETWEEN_MEASUREMENTS
 
-    def _seconds_for_prompts(self) -> float:
+    def _has_other_size(self, num_decodes: int) -> bool:
+        ratio = num_decodes / max(self._decodes_measured, 1)
+        return not 1 / OTHER_SIZE < ratio < OTHER_SIZE
+
+    def _seconds_for_prompts(self, prompts_per_decode: float) -> float:
         decode_s = self._decode_s or 0.0
         target_s = self._target_s
         if target_s is None:
-            target_s = max(AUTOMATIC_FACTOR * decode_s, AUTOMATIC_MIN_S)
+            factor = max(AUTOMATIC_FACTOR, 1.0 + prompts_per_decode)
+            target_s = max(factor * decode_s, AUTOMATIC_MIN_S)
         # Where rows that generate take all of the time alone, prompts get their smallest chunk.
         return max(target_s - decode_s, 1e-6)
 
