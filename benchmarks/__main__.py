@@ -44,7 +44,7 @@ PLAIN = Campaign(
 )
 INT4 = Campaign(
     models=("smollm2", "qwen2.5-0.5b-shape", "qwen3-1.7b-shape", "llama3-8b-shape", "moe-3b-shape"),
-    workloads=("W3", *sorted(SHORT)),
+    workloads=("W3", "W8", "W9"),
     entries=default_entries(*FOUR_BITS),
     results="results_int4.jsonl",
     page="benchmarks_int4.md",

@@ -53,7 +53,7 @@ _SERVER_WORKLOADS = ("server HTTP", "server gRPC")
 
 def speed(workload: str, figures: Line) -> float:
     """The figure that is compared, higher is better: tokens/s of outputs, or of all where the prompts are most of the
-    work (W4, W6, W7, W9); for W3 without prefill."""
+    work (W4, W6, W7, W9, W10); for W3 without prefill."""
     if workload in PREFILL | LONG:
         return float(figures["total_tokens_per_s"])
     if workload == "W3":
@@ -190,7 +190,7 @@ def ratios(lines: list[Line]) -> str:
                 cells = [f"**{ratio[0]:.2f}** ({ratio[1]})" if ratio else "–" for ratio in found]
                 rows.append(f"| {model} | {title} | {' | '.join(cells)} |")
     texts = [f"{name}: {DESCRIPTIONS[name]}." for name in workloads]
-    compared = "W3 compares time per token, W4, W6, W7 and W9 prompt and output tokens per second."
+    compared = "W3 compares time per token, W4, W6, W7, W9 and W10 prompt and output tokens per second."
     return "\n".join([*rows, "", *texts, compared, ""])
 
 

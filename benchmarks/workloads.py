@@ -11,7 +11,9 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-_SEEDS = {"W0": 66, "W1": 11, "W2": 22, "W3": 33, "W4": 44, "W5": 55, "W6": 606, "W7": 77, "W8": 88, "W9": 99}
+_SEEDS = {
+    "W0": 66, "W1": 11, "W2": 22, "W3": 33, "W4": 44, "W5": 55, "W6": 606, "W7": 77, "W8": 88, "W9": 99, "W10": 1010,
+}  # fmt: skip
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 3, 31990
 DESCRIPTIONS = {
     "W1": "64 requests, 32 tokens in, 128 out",
@@ -23,10 +25,11 @@ DESCRIPTIONS = {
     "W7": "very long: one request, 32,704 in, 64 out",
     "W8": "short: 64 requests, 16 tokens in, 32 out",
     "W9": "short prefill: 2 requests, 512 in, 1 out",
+    "W10": "prefill: one request, 2,048 in, 1 out",
 }
-SHORT = frozenset({"W8", "W9"})
+SHORT = frozenset({"W8", "W9", "W10"})
 """For models whose W1 and W4 take many minutes; only if named."""
-PREFILL = frozenset({"W4", "W9"})
+PREFILL = frozenset({"W4", "W9", "W10"})
 LONG = frozenset({"W6", "W7"})
 """Measured apart from the others: an engine may have to be told of a longer context."""
 CONTEXT_TOKENS = {"W6": 8_256, "W7": 32_768}
@@ -67,6 +70,8 @@ def workload(name: str) -> list[Request]:
             return [Request(tokens(16), 32) for _ in range(64)]
         case "W9":
             return [Request(tokens(512), 1) for _ in range(2)]
+        case "W10":
+            return [Request(tokens(2_048), 1)]
         case _:
             prefix = tokens(SHARED_PREFIX_TOKENS["W5"])
             return [Request(prefix + tokens(32), 32) for _ in range(64)]

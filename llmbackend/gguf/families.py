@@ -275,7 +275,7 @@ class _File:
             yield outer + inner, self._whole(name, info, part)
 
     def _whole(self, name: str, info: TensorInfo, part: str) -> ModelTensor:
-        rows, columns = self.rows.get(part), self.columns.get(part)
+        rows, columns = self.rows.get(part), self.columns.get(part) if len(info.shape) > 1 else None
         _check_order(name, "rows", info.shape[0], rows)
         _check_order(name, "columns", info.shape[-1], columns)
         undo: Callable[[Floats], Floats] | None = None
@@ -327,7 +327,7 @@ def _minus_one(values: Floats) -> Floats:
 
 
 def _log_of_negative(values: Floats) -> Floats:
-    """A file may hold other numbers: they become NaN, which no model is tried with successfully."""
+    """Of other numbers NaN, with which no model passes its trial."""
     with np.errstate(all="ignore"):
         return np.log(-values)
 

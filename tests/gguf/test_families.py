@@ -133,6 +133,15 @@ def test_fields_of_recurrent_layers_are_checked(
         directory_of(tmp_path / "tiny.gguf")
 
 
+def test_a_growing_state_is_refused(tmp_path: Path) -> None:
+    """A decay that is not negative has no logarithm."""
+    model = tiny_model(CONFIGS["qwen3.5"])
+    model.model.layers[0].linear_attn.A_log.data.fill_(float("nan"))
+    write_model(tmp_path / "tiny.gguf", model)
+    with pytest.raises(ValueError, match="differ from its own by nan"):
+        engine_tokens(directory_of(tmp_path / "tiny.gguf"))
+
+
 def test_heads_that_cannot_take_turns_are_refused(tmp_path: Path) -> None:
     shape = {"ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 64, "ssm.state_size": 16}
     fields = {"general.architecture": "qwen35", "qwen35.attention.head_count": 2}

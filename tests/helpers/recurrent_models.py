@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,12 +51,22 @@ RECURRENT: dict[str, Any] = {
 """By family."""
 
 
-def spread_model(family: str) -> Any:
-    """Float32 weights spread wide enough that greedy output does not fall into repeating one token."""
+def spread_model(family: str, **changes: Any) -> Any:
+    """Float32 weights spread wide enough that greedy output does not fall into repeating one token. changes: of the
+    configuration."""
     torch.manual_seed(5)
-    model = tf.AutoModelForCausalLM.from_config(RECURRENT[family], dtype=torch.float32).eval()
+    config = copy.deepcopy(RECURRENT[family])
+    config.update(changes)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:
                 torch.nn.init.normal_(parameter, std=0.5 if "embed" in name or "conv" in name else 0.12)
     return model
+
+
+def make_recurrent(checkpoint: Path, family: str = "qwen3_5") -> None:
+    """A copy of the bundled model gets other weights, and keeps its tokenizer and template."""
+    known = json.loads((checkpoint / "config.json").read_text())
+    kept = ("vocab_size", "max_position_embeddings", "eos_token_id", "pad_token_id")
+    spread_model(family, **{name: known[name] for name in kept}).save_pretrained(checkpoint)

@@ -22,6 +22,7 @@ from .engine_rounds import (
     give_up,
     kill_while_starting,
     poison,
+    was_preempted,
 )
 from .faults import (
     ESCAPE,
@@ -77,6 +78,7 @@ def acts() -> list[Act]:
         _mock_act(),
         _demo_act(),
         _agents_act(),
+        _hybrid_act(),
         _resumed_act(),
         _host_deaths_act(),
         *(_sigterm_act(kill) for kill in (False, True)),
@@ -143,6 +145,27 @@ def _agents_act() -> Act:
     chats, others = make_agent_specs(5, 56, "agents", adapters_of("agents")), make_api_specs(6, 63, "agents")
     specs = [spec for both in itertools.zip_longest(chats, others) for spec in both if spec is not None]
     return Act(models, specs, rounds, ("--lora-separator", LORA_SEPARATOR))
+
+
+def _hybrid_act() -> Act:
+    """Delta nets and attention. A slot of states for fewer sequences than there are streams, few blocks, and drafts:
+    sequences wait, are preempted, and go back to a state before guesses."""
+    from tests.helpers.recurrent_models import make_recurrent  # imports torch
+
+    drafts = {"num_speculative_tokens": 4}
+    sizes = {"max_num_seqs": 24, "num_kv_blocks": 72, "max_num_batched_tokens": 64}
+    models = [demo("hybrid", make_recurrent, step_timeout_s=10.0, speculative_config=drafts, **sizes)]
+    rounds = [
+        _hurt("hybrid", KILL, 12, seed=81, concurrency=36),
+        _hurt("hybrid", KILL_WITH_FORK_SERVER, 1, seed=82, concurrency=36),
+        _hurt("hybrid", EXCEPTION, 3, seed=83, concurrency=36),
+        _hurt("hybrid", HANG, 1, seed=84, concurrency=36),
+        _hurt("hybrid", OUT_OF_MEMORY, 2, seed=85, concurrency=36),
+        Round("cancel while restarting hybrid", lambda stage: cancel_while_restarting(stage, "hybrid", seed=86)),
+        Round("disconnects hybrid", lambda stage: disconnects(stage, "hybrid", seed=87)),
+        Round("preempted hybrid", lambda stage: was_preempted(stage, "hybrid")),
+    ]
+    return Act(models, make_specs(10, 48, "hybrid", DEMO_LENGTHS), rounds)
 
 
 def _resumed_act() -> Act:

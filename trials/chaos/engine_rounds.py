@@ -133,6 +133,13 @@ async def cancel_while_restarting(stage: Stage, model: str, seed: int, times: in
     return row
 
 
+async def was_preempted(stage: Stage, model: str) -> Row:
+    """By the load of the rounds before, which were judged."""
+    row = Row(f"sequences preempted ({model})")
+    row.check(await stage.server.metric("vllm:num_preemptions_total", model) > 0, "none was: the blocks were enough")
+    return row
+
+
 async def give_up(stage: Stage, model: str, other: str, weights: str) -> Row:
     """An engine that cannot start again: the model is not ready and says why, another serves on, a reload heals it."""
     row = Row(f"engine cannot start ({model})", how="failed")

@@ -47,8 +47,8 @@ def mock(name: str, instances: int = 1, parameters: tuple[tuple[str, str], ...] 
     return ModelSetup(name, False, instances, parameters, tuple(arguments.items()))
 
 
-def demo(name: str, **arguments: Any) -> ModelSetup:
-    return ModelSetup(name, True, arguments=tuple(arguments.items()))
+def demo(name: str, prepare: Callable[[Path], None] | None = None, **arguments: Any) -> ModelSetup:
+    return ModelSetup(name, True, arguments=tuple(arguments.items()), prepare=prepare)
 
 
 class ServerUnderTest:

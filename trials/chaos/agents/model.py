@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from ..server import ModelSetup
+from ..server import ModelSetup, demo
 
 LORA_SEPARATOR = "_lora_"
 _ADAPTERS = ("doll", "sheep")
@@ -22,7 +22,7 @@ _THINKING = "{{- '<think>\\n' if enable_thinking else '' -}}\n"
 
 def agents_model(name: str, **arguments: Any) -> ModelSetup:
     arguments = {"enable_lora": True, "speculative_config": {"num_speculative_tokens": 4}} | arguments
-    return ModelSetup(name, True, arguments=tuple(arguments.items()), prepare=_prepare)
+    return demo(name, _prepare, **arguments)
 
 
 def adapters_of(model: str) -> tuple[str, ...]:
