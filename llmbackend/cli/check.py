@@ -277,11 +277,10 @@ def _kv_memory(engine: Mapping[str, Any]) -> str:
         return f"{text}; how many tokens fit is known when the weights are loaded"
     if engine["state_bytes"]:
         text += f", {_size(engine['state_bytes'])} of recurrent state per request"
-    tokens = engine["kv_bytes"] // engine["kv_bytes_per_token"]
-    return (
-        f"{text}; {_size(engine['kv_bytes'])} for {tokens:,} tokens: {engine['full_length_requests']} requests of full "
-        f"length at once, {engine['max_num_seqs']} at most"
-    )
+    if engine["kv_bytes"]:
+        text += f"; {_size(engine['kv_bytes'])} for {engine['kv_bytes'] // engine['kv_bytes_per_token']:,} tokens"
+    requests = engine["full_length_requests"]
+    return f"{text}: {requests} requests of full length at once, {engine['max_num_seqs']} at most"
 
 
 def _free_memory(engine: Mapping[str, Any]) -> str:

@@ -87,7 +87,7 @@ class LayerGroups:
 
     def share_of_block(self, num_bytes: int) -> int:
         """Of the bytes that all layers keep for a position, those of the layers of one block."""
-        return num_bytes * self.num_places // len(self.place_of)
+        return num_bytes * self.num_places // max(len(self.place_of), 1)
 
 
 def layer_groups(windows: Sequence[int], max_model_len: int, are_alike: bool) -> LayerGroups:
@@ -95,11 +95,11 @@ def layer_groups(windows: Sequence[int], max_model_len: int, are_alike: bool) ->
     keep as many bytes for a position.
 
     Neighbouring layers with a window form groups of as many layers as there are without one. All layers form one group,
-    with the widest window, where layers are not alike or more than a fifth of the memory would be padding. Raises
-    ValueError where there is no layer.
+    with the widest window, where layers are not alike or more than a fifth of the memory would be padding. Without any
+    layer, blocks keep nothing; they name the text that states of recurrent layers are kept for.
     """
     if not windows:
-        raise ValueError("the model has no layers")
+        return LayerGroups(KVGroups(), (), (), 0)
     windows = [window if window < max_model_len else 0 for window in windows]
     num_full = windows.count(0)
     num_windowed = len(windows) - num_full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from llmbackend.engine.errors import CheckpointError
 from llmbackend.engine.model.checkpoint_check import check_loading_info, check_tensors
 from llmbackend.engine.model.checkpoint_files import TensorHeader, check_directory, check_numbers, read_headers
 from llmbackend.engine.model.loader import load_model
+from tests.helpers.recurrent_models import RECURRENT
 from tests.helpers.tiny_models import FAMILIES
 
 pytestmark = pytest.mark.slow
@@ -156,6 +158,13 @@ def test_a_config_that_describes_another_model_costs_nothing(field: str, tmp_pat
     huge: dict[str, Any] = {field: 1_000_000_000}
     save(tmp_path, **huge)
     assert f"its config.json states {field} 1000000000, but " in refusal(tmp_path)
+
+
+def test_a_width_that_the_model_does_not_use_refuses_nothing(tmp_path: Path) -> None:
+    config = copy.deepcopy(RECURRENT["nemotron_h"])
+    config.layers_block_type = ["linear_attention", "full_attention"]
+    tf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    load(edit_config(tmp_path, intermediate_size=1_000_000_000, moe_intermediate_size=1_000_000_000))
 
 
 def test_the_host_refuses_it_before_it_starts_an_engine(tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ class Layer:
         first, second = (wide @ w.T.astype(np.float64) + b for w, b in zip(self.weights, self.biases, strict=True))
         if self.epilogue is Epilogue.ADD:
             return np.asarray(self.old_y(len(x))[: len(x), : self.n] + first * self.factor)
+        if self.two():
+            first = first * self.factor
         if self.epilogue is Epilogue.SILU_MUL:
             return np.asarray(first / (1 + np.exp(-first)) * second)
         if self.epilogue is Epilogue.SWIGLU_OAI:

@@ -190,6 +190,8 @@ class Layer:
         )
         if self.epilogue is Epilogue.ADD:
             return np.asarray(1 + first * 0.5)
+        if self.two:
+            first = first * 0.5
         if self.epilogue is Epilogue.SILU_MUL:
             return np.asarray(first / (1 + np.exp(-np.maximum(first, -80))) * second)
         if self.epilogue is Epilogue.SWIGLU_OAI:

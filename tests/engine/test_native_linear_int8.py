@@ -172,6 +172,8 @@ class Layer:
         if self.epilogue is Epilogue.ADD:
             old: Array = self.old_y(len(x))[: len(x), : self.n]
             return np.asarray(old + first * self.factor)
+        if self.epilogue is not Epilogue.STORE:
+            first = first * self.factor
         if self.epilogue is Epilogue.SILU_MUL:
             return np.asarray(first / (1 + np.exp(-np.maximum(first, -80))) * second)
         if self.epilogue is Epilogue.SWIGLU_OAI:

@@ -130,7 +130,8 @@ class AdaptedLayer:
         if layer.epilogue is Epilogue.ADD:
             return np.asarray(layer.old_y(len(x))[: len(x), : layer.n] + sums[0] * layer.factor)
         if layer.two():
-            return np.asarray(sums[0] / (1 + np.exp(-sums[0])) * sums[1])
+            gates = sums[0] * layer.factor
+            return np.asarray(gates / (1 + np.exp(-gates)) * sums[1])
         return np.asarray(sums[0])
 
     def _rounded(self, matrix: Array) -> Array:

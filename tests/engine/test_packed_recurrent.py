@@ -75,10 +75,16 @@ def test_broken_recurrences_are_refused(tmp_path: Path) -> None:
         {"columns": change(mixer.columns, a=-1)},
         {"decay": change(mixer.decay, shape=(1,))},
         {"norm_groups": 7},
+        {"factors": mixer.decay},
+        {"by_key_head": True, "projects": mixer.projects[:2]},
         {"taps": change(mixer.taps, shape=(4, 32))},
     ):
         with pytest.raises(ValueError, match="the description of a packed model is broken"):
             with_mixer(model.decoder, **fields).check(model.memories)
-    both = change(model.decoder.layers[0], attention=model.decoder.attentions[0])
+    attention = model.decoder.attentions[0]
+    plain = [tuple(change(each, parts=()) for each in projects) for projects in (attention.qkv, (attention.out,))]
+    both = change(model.decoder.layers[0], attention=change(attention, qkv=plain[0], out=plain[1][0]))
+    change(model.decoder, layers=(both, *model.decoder.layers[1:])).check(model.memories)
+    both = change(both, attention_norm=None)
     with pytest.raises(ValueError, match="does not fit the rest"):
         change(model.decoder, layers=(both, *model.decoder.layers[1:])).check(model.memories)

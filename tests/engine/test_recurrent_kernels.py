@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import NativeKernels, op_pointers
-from llmbackend.engine.kernels.operations import ConvOp, GateNorm, GateOp, Kind, ScanOp, Step, Type
+from llmbackend.engine.kernels.operations import ArrangeOp, ConvOp, GateNorm, GateOp, Kind, ScanOp, Step, Type
 from tests.helpers.native_engines import best_is_fast, engine, to_bf16
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernels are built here")
@@ -190,6 +190,19 @@ def test_a_gate_comes_before_or_after_its_norm(kernels: NativeKernels, norm: Gat
     else:
         expected = values * gates
     np.testing.assert_allclose(out, expected.reshape(TOKENS, -1).numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_columns_are_put_in_order_and_multiplied(kernels: NativeKernels) -> None:
+    x, factors = random(TOKENS, 50), random(37, seed=2)
+    order = np.random.default_rng(3).permutation(50)[:37].astype(np.int32)
+    ordered, out = x[:, order], np.full((TOKENS, 37), np.nan, np.float32)
+    op = ArrangeOp(kind=Kind.ARRANGE, columns=37, x=x.ctypes.data, order=order.ctypes.data, out=out.ctypes.data,
+                   x_stride=50, out_stride=37)  # fmt: skip
+    kernels.run(op_pointers([op]), 1, Step(num_tokens=TOKENS))
+    assert np.array_equal(out, ordered)
+    op.x, op.x_stride, op.order, op.factors = out.ctypes.data, 37, None, factors.ctypes.data
+    kernels.run(op_pointers([op]), 1, Step(num_tokens=TOKENS))
+    assert np.array_equal(out, ordered * factors)
 
 
 def unpacked(out: np.ndarray, kind: Type, columns: int) -> np.ndarray:

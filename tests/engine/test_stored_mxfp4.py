@@ -58,7 +58,7 @@ def test_a_program_multiplies_by_them(tmp_path: Path) -> None:
     packed = tmp_path / "mxfp4"
     config = EngineConfig(model=str(packed), transport="inline", quantization="int4", num_threads=1)
     experts = load_model(config).model.model.layers[0].mlp.experts
-    assert isinstance(experts, NativeExperts)
+    assert isinstance(experts, NativeExperts) and experts.gate is not None
     assert {experts.gate.first.type, experts.up.first.type, experts.down.first.type} == {Type.MXFP4}
     assert make_runner(config).info.path == "native"
     prompt = tuple((7 * i + 3) % 128 for i in range(20))

@@ -97,7 +97,7 @@ def test_a_file_is_the_model_that_it_was_made_of(kind: str, model: Any, tmp_path
     held = write_model(tmp_path / "tiny.gguf", model, of_experts(kind))
     config = config_of(tmp_path / "tiny.gguf", quantization="int4")
     experts = load_model(config).model.model.layers[1].mlp.experts
-    assert isinstance(experts, NativeExperts)
+    assert isinstance(experts, NativeExperts) and experts.gate is not None
     assert {each.first.type for each in (experts.gate, experts.up, experts.down)} == {KINDS[kind]}
     assert make_runner(config).info.path == "native"
     generator = torch.Generator().manual_seed(1)

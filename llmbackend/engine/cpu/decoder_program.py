@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.expert_layout import ExpertMatrix, experts_op
+from ..kernels.expert_layout import GATES, ExpertMatrix, experts_op, gated_experts_op
 from ..kernels.library import PANEL, NativeKernels, op_pointers
 from ..kernels.operations import (
     Activation,
@@ -40,6 +40,7 @@ from .native_memory import LayerKV, NativeKVMemory, NativeLayerCache
 from .operations import ROLE_OF, Operation, Role
 from .packed_decoder import PackedAttention, PackedExpertMatrix, PackedExperts, PackedLayer, PackedMlp, PackedModel
 from .packed_parts import TYPE_OF, ArrayAt, PackedNorm, PackedProjection
+from .packed_recurrent import PackedScan, PackedShortConv, inputs_of
 from .recurrent_operations import StateMemory, StepStates, attention_gate, mixer_operations, rows_of
 
 Float32Array = npt.NDArray[np.float32]
@@ -47,9 +48,6 @@ Float64Array = npt.NDArray[np.float64]
 
 _ACTIVATIONS: Final = {"gelu_tanh": Activation.GELU, "relu2": Activation.RELU2}
 """Without a gate."""
-_GATES: Final = {
-    "silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL, "swigluoai": Epilogue.SWIGLU_OAI,
-}  # fmt: skip
 
 
 class _Part(NamedTuple):
@@ -203,6 +201,8 @@ class DecoderProgram:
         self._attended = Buffer(self._kernels.library, tokens, attended, self._activation)
         is_gated = any(attention.is_gated for attention in attentions)
         self._ungated = Buffer(self._kernels.library, tokens if is_gated else 1, attended, Type.FLOAT32)
+        by_key_head = [each.projected for each in mixers if isinstance(each, PackedScan) and each.by_key_head]
+        self._arranged = Buffer(self._kernels.library, tokens, max(by_key_head, default=0), Type.FLOAT32)
         self._gated = Buffer(self._kernels.library, tokens, gated, self._activation)
         self._sampled = Buffer(self._kernels.library, samples, self._width, self._activation)
         self._logits = Buffer(self._kernels.library, samples, self._vocab_size, Type.FLOAT32)
@@ -212,7 +212,7 @@ class DecoderProgram:
     def _add_operations(self) -> None:
         decoder = self._decoder
         groups = self._layer_groups
-        self._starts.append((0, groups.group_of[0]))
+        self._starts.append((0, groups.group_of[0] if groups.group_of else 0))
         self._add_embedding()
         places = zip(groups.group_of, groups.place_of, strict=True)
         for index, layer in enumerate(decoder.layers):
@@ -221,8 +221,8 @@ class DecoderProgram:
                 if group != self._starts[-1][1]:
                     self._starts.append((len(self.operations), group))
                 self._add_attention(layer, layer.attention, self._kv.layers[place])
-            else:
-                self._add_mixer(layer, index)
+            if layer.mixer is not None:
+                self._add_mixer(layer, layer.mixer, index)
             self._add_mlp(layer)
         self._add_norm(decoder.norm, self._hidden, self._sampled, Rows.SAMPLED)
         self._add_linear(Role.HEAD, decoder.head, self._sampled, self._logits, rows=Rows.SAMPLED)
@@ -250,7 +250,7 @@ class DecoderProgram:
         column = 0
         lora = self._add_lora(x, *attention.qkv)
         for part in attention.qkv:
-            self._add_linear(Role.QKV, part, x, self._qkv, column=column, lora=lora)
+            self._add_linear(Role.QKV, part, x, self._qkv, column=column, lora=lora, lora_panel=column // PANEL)
             column += part.weight.n
         self._add_rotary(attention, cache)
         self._add_attend(attention, cache)
@@ -259,19 +259,27 @@ class DecoderProgram:
         out_norm, factor = layer.attention_out_norm, layer.residual_factor
         self._add_to_hidden(Role.ATTENTION_OUT, attention.out, self._attended, out_norm, factor)
 
-    def _add_mixer(self, layer: PackedLayer, index: int) -> None:
-        mixer, states = layer.mixer, self._states
-        assert mixer is not None and states is not None
-        x, column = self._input(layer.attention_norm), 0
-        projected, out = rows_of(self._qkv), rows_of(self._attended)
+    def _add_mixer(self, layer: PackedLayer, mixer: PackedShortConv | PackedScan, index: int) -> None:
+        states = self._states
+        assert states is not None, "there is memory for the states of recurrent layers"
+        # Beside attention it reads what attention read.
+        x = self._input(layer.attention_norm) if layer.attention is None else self._normed
+        self._add_projects(mixer, x)
+        projected, arranged, out = (rows_of(each) for each in (self._qkv, self._arranged, self._attended))
         place = states.address(index), states.slot_floats
-        for project in mixer.projects:
-            self._add_linear(Role.MIXER, project, x, self._qkv, column=column)
-            column += project.weight.n
-        for op in mixer_operations(mixer, self._memories, projected, out, *place):
+        for op in mixer_operations(mixer, self._memories, projected, arranged, out, *place):
             self._add(ROLE_OF[type(op)], op)
-        out_norm, factor = layer.attention_out_norm, layer.residual_factor
+        out_norm, factor = layer.attention_out_norm, layer.mixer_factor
         self._add_to_hidden(Role.MIXER_OUT, mixer.out, self._attended, out_norm, factor)
+
+    def _add_projects(self, mixer: PackedShortConv | PackedScan, x: Buffer) -> None:
+        column = 0
+        for together in inputs_of(mixer)[:-1]:
+            lora, panel = self._add_lora(x, *together), 0
+            for project in together:
+                self._add_linear(Role.MIXER, project, x, self._qkv, column=column, lora=lora, lora_panel=panel)
+                column += project.weight.n
+                panel += -(-project.weight.n // PANEL)
 
     def _add_mlp(self, layer: PackedLayer) -> None:
         if layer.experts is not None:
@@ -279,7 +287,7 @@ class DecoderProgram:
         elif layer.mlp is not None:
             if not layer.is_parallel:
                 self._add_gate(layer.mlp, self._input(layer.mlp_norm))
-            self._add_to_hidden(Role.DOWN, layer.mlp.down, self._gated, layer.mlp_out_norm, layer.residual_factor)
+            self._add_to_hidden(Role.DOWN, layer.mlp.down, self._gated, layer.mlp_out_norm, layer.mlp_factor)
 
     def _add_experts(self, layer: PackedLayer, experts: PackedExperts) -> None:
         """The router and the experts read float32, the shared expert what other layers read."""
@@ -294,19 +302,20 @@ class DecoderProgram:
             lora = self._add_lora(self._gated, shared.down)
             self._add_linear(Role.DOWN, shared.down, self._gated, room.shared, lora=lora)
         if experts.shared_gate is not None:
-            self._add_linear(Role.DOWN, experts.shared_gate, x, room.shared_gate)
+            lora = self._add_lora(x, experts.shared_gate)
+            self._add_linear(Role.DOWN, experts.shared_gate, x, room.shared_gate, lora=lora)
         self._add_linear(Role.ROUTE, experts.router, x, room.logits)
         self._add(Role.ROUTE, room.route_op(experts, self._pointer(experts.correction)))
-        up, epilogue = self._expert_matrix(experts.up), _GATES[experts.activation]
-        gate, down = self._expert_matrix(experts.gate), self._expert_matrix(experts.down)
+        up, down = self._expert_matrix(experts.up), self._expert_matrix(experts.down)
+        gate = None if experts.gate is None else self._expert_matrix(experts.gate)
         pairs = room.pairs(experts)
         rows = [(each.address, each.stride) for each in (x, room.gated, room.mixed)]
-        self._add(Role.EXPERTS_GATE_UP, experts_op(pairs, gate, rows[0], rows[1], True, up, epilogue))
+        self._add(Role.EXPERTS_GATE_UP, gated_experts_op(pairs, gate, up, rows[0], rows[1], experts.activation))
         self._add(Role.EXPERTS_DOWN, experts_op(pairs, down, rows[1], rows[2], False))
         out, norm = self._hidden if layer.mlp_out_norm is None else self._block, layer.mlp_out_norm
         mix = room.mix_op(experts, shared is not None, self._width)
         mix.out, mix.out_stride = out.address, out.stride
-        mix.accumulate, mix.factor = norm is None, layer.residual_factor
+        mix.accumulate, mix.factor = norm is None, layer.mlp_factor
         self._add(Role.MIX, mix)
         if norm is not None:
             self._add_norm(norm, self._block, self._hidden, Rows.TOKENS, accumulate=True)
@@ -358,11 +367,12 @@ class DecoderProgram:
     def _add_linear(
         self, role: Role, projection: PackedProjection, x: Buffer, y: Buffer, rows: Rows = Rows.TOKENS,
         epilogue: Epilogue = Epilogue.STORE, factor: float = 1.0, column: int = 0, lora: LoraOp | None = None,
-        activation: Activation = Activation.NONE,
+        activation: Activation = Activation.NONE, lora_panel: int = 0,
     ) -> None:  # fmt: skip
-        """column: of y, float32 where it is not 0, that the first output goes to. lora: of this input."""
+        """column: of y, float32 where it is not 0, that the first output goes to. lora: of this input, of which
+        lora_panel is the first output's panel."""
         op = self._linear(projection, x, y)
-        adapt(op, lora, column // PANEL)
+        adapt(op, lora, lora_panel)
         op.y += 4 * column
         op.rows, op.epilogue, op.factor, op.activation = rows, epilogue, factor, activation
         self._add(role, op)
@@ -385,7 +395,7 @@ class DecoderProgram:
         adapt(op, lora)
         op.weight2, op.scale2, op.sums2 = self._memories.matrix_addresses(mlp.up.weight)
         op.bias2 = self._pointer(mlp.up.bias)
-        op.epilogue = _GATES[mlp.activation]
+        op.epilogue, op.factor = GATES[mlp.activation], mlp.gate_factor
         self._add(Role.GATE_UP, op)
 
     def _linear(self, projection: PackedProjection, x: Buffer, y: Buffer) -> LinearOp:

@@ -184,12 +184,14 @@ def _order_bytes(found: Mapping[str, Any], stored: StoredMatrices | None) -> int
 
 def _vector_bytes(model: nn.Module) -> int:
     """Room for norms, biases, convolutions and the like as float32, each beginning anew in a cache line. Norms without
-    a weight get one."""
+    a weight get one. Beside a convolution there may be factors of columns."""
     modules = list(model.modules())
     convolutions = {id(each.weight) for each in modules if type(each) is nn.Conv1d}
     parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
     counted_ones = (each for each in parameters if each.dim() == 1 or id(each) in convolutions)
     stated = sum(4 * parameter.numel() + 64 for parameter in counted_ones)
+    factors = (each for module in modules if hasattr(module, "conv1d") for each in module.buffers(recurse=False))
+    stated += sum(4 * each.numel() + 64 for each in factors)
     is_plain = (not module._parameters for name, module in model.named_modules() if name.endswith("norm"))
     return stated + sum(is_plain) * (4 * _width(model) + 64)
 

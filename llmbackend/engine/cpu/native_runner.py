@@ -25,6 +25,7 @@ from .lora import NativeAdapters
 from .lora_ops import ProgramAdapters
 from .native_memory import BLOCK_MULTIPLE, FilePages, num_kv_blocks
 from .packed_decoder import PackedDecoder, PackedModel
+from .recurrent_operations import StepStates
 from .recurrent_states import SlotContents, flatten_from, num_state_slots, part_of_row
 
 
@@ -173,14 +174,17 @@ class _Forward:
         return logits if len(logits) else None
 
     def _run(self, step: FlatStep, table: RowTable, num_drafts: Int32Array | None) -> Float32Array:
-        slots, blocks = step.slots_of_groups(table), step.blocks_in_use(table)
         if self._slots is None:
-            has_adapters = self._adapters is not None and self._adapters.begin(step)
-            return self._program.forward(step, slots, blocks, has_adapters=has_adapters)
+            return self._compute(step, table)
         states = self._slots.begin(step, table, num_drafts)
-        logits = self._program.forward(step, slots, blocks, states)
+        logits = self._compute(step, table, states)
         self._slots.end(step, states)
         return logits
+
+    def _compute(self, step: FlatStep, table: RowTable, states: StepStates | None = None) -> Float32Array:
+        slots, blocks = step.slots_of_groups(table), step.blocks_in_use(table)
+        has_adapters = self._adapters is not None and self._adapters.begin(step)
+        return self._program.forward(step, slots, blocks, states, has_adapters)
 
     def _recompute(self, row: int, table: RowTable, contents: SlotContents) -> None:
         """Computes all that a row had computed once more, with the same bits, for its state."""
@@ -188,7 +192,7 @@ class _Forward:
         for begin in range(0, computed, self._max_tokens):
             step = part_of_row(table, row, begin, min(begin + self._max_tokens, computed))
             states = contents.begin_anew(step, table)
-            self._program.forward(step, step.slots_of_groups(table), step.blocks_in_use(table), states)
+            self._compute(step, table, states)
             contents.end(step, states)
 
     def logits_behind(self, row: int, positions: Int32Array) -> Float32Array:

@@ -9,7 +9,7 @@ import ctypes
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from ..kernels.operations import ConvOp, GateOp, ScanOp
+from ..kernels.operations import ArrangeOp, ConvOp, GateOp, ScanOp
 
 
 class Role(StrEnum):
@@ -23,6 +23,7 @@ class Role(StrEnum):
     ATTENTION = "attention"
     ATTENTION_OUT = "attention out"
     MIXER = "mixer in"
+    ARRANGE = "mixer in, order"
     CONVOLUTION = "convolution"
     RECURRENCE = "recurrence"
     GATE = "gate, norm"
@@ -36,7 +37,7 @@ class Role(StrEnum):
     HEAD = "output head"
 
 
-ROLE_OF: Final = {ConvOp: Role.CONVOLUTION, ScanOp: Role.RECURRENCE, GateOp: Role.GATE}
+ROLE_OF: Final = {ArrangeOp: Role.ARRANGE, ConvOp: Role.CONVOLUTION, ScanOp: Role.RECURRENCE, GateOp: Role.GATE}
 
 
 class Operation(NamedTuple):

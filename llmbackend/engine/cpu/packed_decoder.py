@@ -31,7 +31,7 @@ from .packed_parts import (
     check_projection,
     expect,
 )
-from .packed_recurrent import PackedScan, PackedShortConv, check_mixer
+from .packed_recurrent import PackedScan, PackedShortConv, check_mixer, inputs_of
 
 
 class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,12 +71,13 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackedMlp(msgspec.Struct, frozen=True):
-    """down(activation(gate) * up), or without a gate down(activation(up))"""
+    """down(activation(gate_factor * gate) * up), or without a gate down(activation(up))"""
 
     gate: PackedProjection | None
     up: PackedProjection
     down: PackedProjection
     activation: Literal["silu", "gelu_tanh", "relu2"]
+    gate_factor: float = 1.0
 
 
 class PackedExpertMatrix(msgspec.Struct, frozen=True):
@@ -98,8 +99,9 @@ class PackedExpertMatrix(msgspec.Struct, frozen=True):
 
 
 class PackedExperts(msgspec.Struct, frozen=True, kw_only=True):
-    """The sum over a token's experts of share * down(activation(gate) * up), and the layer's MLP, which is the shared
-    expert. How experts are chosen: native/step_experts.h."""
+    """The sum over a token's experts of share * down(activation(gate) * up), or without a gate share *
+    down(activation(up)), and the layer's MLP, which is the shared expert. How experts are chosen:
+    native/step_experts.h."""
 
     router: PackedProjection
     top_k: int
@@ -111,12 +113,14 @@ class PackedExperts(msgspec.Struct, frozen=True, kw_only=True):
     groups: int
     """0: none."""
     top_groups: int
-    gate: PackedExpertMatrix
+    gate: PackedExpertMatrix | None
     up: PackedExpertMatrix
     down: PackedExpertMatrix
-    activation: Literal["silu", "gelu_tanh", "swigluoai"]
+    activation: Literal["silu", "gelu_tanh", "swigluoai", "relu2"]
     shared_gate: PackedProjection | None
     """[1, width]: the shared expert is multiplied by the sigmoid of it; None: by 1."""
+    epsilon: float = 0.0
+    """Added to the sum that shares are divided by."""
 
     @property
     def count(self) -> int:
@@ -125,8 +129,8 @@ class PackedExperts(msgspec.Struct, frozen=True, kw_only=True):
 
 class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
     """h += out_norm(block(in_norm(h))), for attention and then for the MLP, the experts or both; without an out norm,
-    the sum is h += residual_factor * block(…). The weights of out norms have the factor in them. A norm that is None is
-    left out."""
+    the sum is h += factor * block(…). The weights of out norms have the factor in them. A norm or block that is None is
+    left out. A mixer comes in attention's place, or beside it: then both read what in_norm gives."""
 
     attention_norm: PackedNorm | None
     attention: PackedAttention | None
@@ -135,6 +139,9 @@ class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
     mlp: PackedMlp | None
     mlp_out_norm: PackedNorm | None
     residual_factor: float
+    """Of attention."""
+    mixer_factor: float = 1.0
+    mlp_factor: float = 1.0
     experts: PackedExperts | None = None
     mixer: PackedShortConv | PackedScan | None = None
     is_parallel: bool = False
@@ -142,13 +149,17 @@ class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def inputs(self) -> tuple[tuple[PackedProjection, ...], ...]:
-        """The projections of attention and MLP by their inputs, in the order of the program."""
+        """The projections that adapters may change by their inputs, in the order of the program."""
         attention, mlp = self.attention, self.mlp
         qkv, out = ((), ()) if attention is None else ((attention.qkv,), ((attention.out,),))
+        mixer = () if self.mixer is None else inputs_of(self.mixer)
         if mlp is None:
-            return (*qkv, *out)
+            return (*qkv, *out, *mixer)
         up = (mlp.up,) if mlp.gate is None else (mlp.gate, mlp.up)
-        return (*qkv, up, *out, (mlp.down,)) if self.is_parallel else (*qkv, *out, up, (mlp.down,))
+        if self.is_parallel:
+            return (*qkv, up, *out, (mlp.down,))
+        shared_gate = () if self.experts is None or self.experts.shared_gate is None else ((self.experts.shared_gate,),)
+        return (*qkv, *out, *mixer, up, (mlp.down,), *shared_gate)
 
     @property
     def attending(self) -> PackedAttention:
@@ -240,12 +251,13 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
         for layer in self.layers:
             for norm in (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
                 check_norm(norm, (width,))
-            expect((layer.attention is None) != (layer.mixer is None), "layer")
+            if layer.attention is not None and layer.mixer is not None:
+                expect(layer.attention_norm is not None and not layer.is_parallel, "layer")
             if layer.attention is not None:
                 _check_attention(layer.attention, width, self.max_model_len)
             if layer.mixer is not None:
                 check_mixer(layer.mixer, width)
-            expect(layer.mlp is not None or layer.experts is not None, "layer")
+            expect(layer.experts is None or layer.mlp is not None or layer.experts.shared_gate is None, "layer")
             if layer.mlp is not None:
                 _check_mlp(layer.mlp, width)
             if layer.is_parallel:
@@ -311,13 +323,15 @@ def _check_experts(experts: PackedExperts, is_shared: bool, width: int, memories
     count, inner = experts.count, experts.down.first.k
     expect(0 < experts.top_k <= count <= MOST_EXPERTS, "experts")
     check_projection(experts.router, count, width)
-    for matrix, n, k in ((experts.gate, inner, width), (experts.up, inner, width), (experts.down, width, inner)):
+    expect((experts.gate is None) == (experts.activation == "relu2"), "experts")
+    gate = experts.up if experts.gate is None else experts.gate
+    for matrix, n, k in ((gate, inner, width), (experts.up, inner, width), (experts.down, width, inner)):
         check_projection(PackedProjection(matrix.first, None), n, k)
         list(memories.matrix_addresses(matrix.of_expert(count - 1)))
         bias = matrix.bias
         expect(bias is None or (bias.shape == (count, n) and bias.dtype == "float32"), "bias")
         expect(matrix.first.order_offset_bytes is None, "order of inputs")
-    expect(experts.gate.first.dtype == experts.up.first.dtype, "experts")
+    expect(gate.first.dtype == experts.up.first.dtype, "experts")
     correction, groups = experts.correction, experts.groups
     expect(correction is None or (correction.shape == (count,) and correction.dtype == "float32"), "correction")
     if groups:

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from ..kernels.operations import LORA_LAYERS
 from .packed_parts import ArrayAt, PackedNorm, PackedProjection, check_norm, check_projection, expect
 
 CONV_CHANNELS: Final = 64
@@ -80,6 +81,11 @@ class PackedScan(msgspec.Struct, frozen=True, kw_only=True, tag="scan"):
     norm_is_last: bool
     """Whether it comes after the gate."""
     out: PackedProjection
+    by_key_head: bool = False
+    """Whether the projections give q, k, v and z, then b and a, of one key head after the other; `columns` are those of
+    q, k, v, z, b and a of all heads."""
+    factors: ArrayAt | None = None
+    """float32 [projected]: on what the projections give"""
 
     @property
     def state_floats(self) -> int:
@@ -93,6 +99,13 @@ class PackedScan(msgspec.Struct, frozen=True, kw_only=True, tag="scan"):
     def projected(self) -> int:
         """Columns of all projects."""
         return sum(project.weight.n for project in self.projects)
+
+
+def inputs_of(mixer: PackedShortConv | PackedScan) -> tuple[tuple[PackedProjection, ...], ...]:
+    """Its projections by their inputs, in the order of the program; as many together as one LoraOp has layers."""
+    projects = mixer.projects
+    together = (projects[first : first + LORA_LAYERS] for first in range(0, len(projects), LORA_LAYERS))
+    return (*together, (mixer.out,))
 
 
 def conv_floats(num_taps: int, channels: int) -> int:
@@ -131,6 +144,9 @@ def _check_scan(scan: PackedScan, width: int) -> None:
     expect(all(column >= 0 and column + count <= scan.projected for column, count in ends), "recurrence")
     vectors = (scan.decay, scan.rate_bias, *(() if scan.skip is None else (scan.skip,)))
     expect(all(each.shape == (heads,) and each.dtype == "float32" for each in vectors), "recurrence")
+    factors, all_columns = scan.factors, channels + scan.inner + 2 * heads
+    expect(factors is None or (factors.shape, factors.dtype) == ((scan.projected,), "float32"), "factors")
+    expect(not scan.by_key_head or (scan.is_delta and scan.projected == all_columns), "recurrence")
     groups = scan.norm_groups
     expect(groups > 0 and scan.inner % (16 * groups) == 0 and scan.inner % 32 == 0, "recurrence")
     check_norm(scan.norm, (scan.inner,), (scan.inner // groups,))

@@ -7,11 +7,14 @@ slot has the states of all layers side by side, float32; it takes no memory befo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from ..kernels.library import KernelLibrary
-from ..kernels.operations import ConvOp, GateNorm, GateOp, Kind, ScanOp, Type
+from ..kernels.operations import ArrangeOp, ConvOp, GateNorm, GateOp, Kind, ScanOp, Type
 from ..step import Int32Array
 from .buffers import Buffer
 from .packed_decoder import Memories, PackedDecoder
@@ -73,12 +76,41 @@ def slot_floats(floats: int) -> int:
 
 
 def mixer_operations(
-    mixer: PackedShortConv | PackedScan, memories: Memories, projected: Rows, out: Rows, state: int, slot_stride: int
-) -> Sequence[ConvOp | ScanOp | GateOp]:
-    """What is done to what the projections gave, up to the input of the last one."""
+    mixer: PackedShortConv | PackedScan, memories: Memories, projected: Rows, arranged: Rows, out: Rows, state: int,
+    slot_stride: int,
+) -> Sequence[ArrangeOp | ConvOp | ScanOp | GateOp]:  # fmt: skip
+    """What is done to what the projections gave, up to the input of the last one. arranged: rows for what they give by
+    key head."""
     if isinstance(mixer, PackedShortConv):
         return [_short_conv(mixer, memories, projected, out, state, slot_stride)]
-    return _scan(mixer, memories, projected, out, state, slot_stride)
+    if not mixer.by_key_head and mixer.factors is None:
+        return _scan(mixer, memories, projected, out, state, slot_stride)
+    given = arranged if mixer.by_key_head else projected
+    return [_arrange(mixer, memories, projected, given), *_scan(mixer, memories, given, out, state, slot_stride)]
+
+
+def _arrange(mixer: PackedScan, memories: Memories, x: Rows, out: Rows) -> ArrangeOp:
+    heads = mixer.num_key_heads, mixer.num_heads, mixer.key_dim, mixer.value_dim
+    return ArrangeOp(
+        kind=Kind.ARRANGE,
+        columns=mixer.projected,
+        x=x.address,
+        order=_order_of(*heads).ctypes.data if mixer.by_key_head else None,
+        factors=None if mixer.factors is None else memories.address(mixer.factors),
+        out=out.address,
+        x_stride=x.stride,
+        out_stride=out.stride,
+    )
+
+
+@cache  # as long as operations may read it
+def _order_of(num_key_heads: int, num_heads: int, key_dim: int, value_dim: int) -> Int32Array:
+    """Where q, k, v, z, b and a of all heads are in what is given by key head."""
+    values = num_heads // num_key_heads * value_dim
+    by_head = np.arange(num_key_heads * 2 * (key_dim + values), dtype=np.int32).reshape(num_key_heads, -1)
+    rates = by_head.size + np.arange(2 * num_heads, dtype=np.int32).reshape(num_key_heads, -1)
+    parts = [*np.split(by_head, [key_dim, 2 * key_dim, 2 * key_dim + values], axis=1), *np.split(rates, 2, axis=1)]
+    return np.concatenate([part.ravel() for part in parts])
 
 
 def _short_conv(conv: PackedShortConv, memories: Memories, x: Rows, out: Rows, state: int, slot_stride: int) -> ConvOp:

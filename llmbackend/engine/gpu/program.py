@@ -374,9 +374,8 @@ class GpuProgram:
             residual_factor=layer.residual_factor,
         )
 
-    def _mlp(self, mlp: Mlp | PlainMlp | Experts | Mixture) -> _Mlp | _Experts:
-        assert not isinstance(mlp, Mixture), "packed experts are a CPU's"
-        assert not isinstance(mlp, PlainMlp), "an accelerator is given no description with an MLP without a gate"
+    def _mlp(self, mlp: Mlp | PlainMlp | Experts | Mixture | None) -> _Mlp | _Experts:
+        assert isinstance(mlp, Mlp | Experts), "an accelerator is given no other description"
         if isinstance(mlp, Mlp):
             return _Mlp(self._linear(_gate_up(mlp)), mlp.activation, self._linear(mlp.down))
         gate_up, down = (self._by_expert(each) for each in (mlp.gate_up, mlp.down))

@@ -9,10 +9,14 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from .library import packed_bytes, scale_bytes, sums_bytes
-from .operations import Epilogue, ExpertsOp, Kind, LinearOp, Rows, Type
+from .operations import Activation, Epilogue, ExpertsOp, Kind, LinearOp, Rows, Type
 
 MOST_EXPERTS: Final = 1024
 """Of a layer (native/route.h)."""
+GATES: Final = {
+    "silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL, "swigluoai": Epilogue.SWIGLU_OAI,
+}  # fmt: skip
+"""By activations of gates."""
 _ALIGN_BYTES: Final = 64
 
 
@@ -73,3 +77,14 @@ def experts_op(
         places=pairs.places if of_tokens else None, weight_bytes=steps.panels, scale_bytes=steps.scale,
         sums_bytes=steps.sums, top_k=pairs.top_k,
     )  # fmt: skip
+
+
+def gated_experts_op(
+    pairs: Pairs, gate: ExpertMatrix | None, up: ExpertMatrix, x: tuple[int, int], y: tuple[int, int], activation: str
+) -> ExpertsOp:
+    """activation(gate) * up, or without a gate max(0, up)²; x has a row for each token."""
+    if gate is not None:
+        return experts_op(pairs, gate, x, y, True, up, GATES[activation])
+    op = experts_op(pairs, up, x, y, True)
+    op.linear.activation = Activation.RELU2
+    return op

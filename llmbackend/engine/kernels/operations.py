@@ -59,6 +59,7 @@ class Kind(IntEnum):
     CONV = 24
     SCAN = 25
     GATE = 26
+    ARRANGE = 27
 
 
 class Epilogue(IntEnum):
@@ -170,8 +171,7 @@ class RouteOp(ctypes.Structure):
     _fields_ = [
         *_fields(numbers="kind scores"),
         *_fields("logits correction shares chosen places first"),
-        *_fields("", "stride num_experts top_k groups top_groups renormalises", "factor"),
-        *_fields(numbers="padding"),
+        *_fields("", "stride num_experts top_k groups top_groups renormalises", "factor epsilon"),
     ]
 
 
@@ -229,8 +229,15 @@ class GateOp(ctypes.Structure):
     ]
 
 
+class ArrangeOp(ctypes.Structure):
+    _fields_ = [
+        *_fields(numbers="kind columns"),
+        *_fields("x order factors out", "x_stride out_stride"),
+    ]
+
+
 STRUCTURES: Final = (
     Step, EmbedOp, NormOp, LinearOp, RotaryOp, AttentionOp, LoraMatrices, LoraStep, LoraOp, RouteOp, ExpertsOp, MixOp,
-    ConvOp, ScanOp, GateOp,
+    ConvOp, ScanOp, GateOp, ArrangeOp,
 )  # fmt: skip
 """In the order in which the library lists their sizes."""

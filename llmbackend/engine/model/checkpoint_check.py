@@ -24,7 +24,7 @@ from transformers.quantizers.auto import get_hf_quantizer
 from transformers.utils.generic import ContextManagers
 
 from ..errors import CheckpointError
-from .checkpoint_files import TensorHeader, few
+from .checkpoint_files import TensorHeader, check_inner_widths, few
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,9 @@ def check_tensors(
     state = {name: _without_memory(tensor, name) for name, tensor in tensors.items()}
     try:
         with without_report():
-            info = _loading_info(model_class, hf_config, state)
+            info = _loading_info(model_class, hf_config, state, tensors)
+    except CheckpointError:
+        raise
     except ImportError as error:  # of a package that reads this kind of quantised weights
         raise CheckpointError(f"its weights cannot be read: {error}") from error
     except Exception as error:
@@ -77,12 +79,15 @@ def check_tensors(
     check_loading_info(info, multimodal, spare)
 
 
-def _loading_info(model_class: Any, hf_config: Any, state: dict[str, torch.Tensor]) -> Mapping[str, Collection[Any]]:
+def _loading_info(
+    model_class: Any, hf_config: Any, state: dict[str, torch.Tensor], tensors: Mapping[str, TensorHeader]
+) -> Mapping[str, Collection[Any]]:
     """What `from_pretrained` would report with output_loading_info; everything stays on the meta device."""
     quantizer, config, _ = get_hf_quantizer(copy.deepcopy(hf_config), None, None, True, {})
     dtype = getattr(config, "dtype", None) or torch.float32
     with ContextManagers(model_class.get_init_context(dtype, quantizer is not None, False, None)):
         model = model_class(config)
+        check_inner_widths(config.to_dict(), tensors, {size for each in model.parameters() for size in each.shape})
         if quantizer is not None:
             quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=None)
     load_config = LoadStateDictConfig(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,12 @@ _COUNTS = frozenset({
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
 })  # fmt: skip
 """Config fields that models build modules by."""
-_WIDTHS = frozenset({
-    "hidden_size", "n_embd", "d_model", "vocab_size", "intermediate_size", "moe_intermediate_size", "ffn_dim",
-    "n_inner", "ffn_hidden_size",
-})  # fmt: skip
-"""Config fields that are dimensions of weights."""
+_WIDTHS = frozenset({"hidden_size", "n_embd", "d_model", "vocab_size"})
+"""Config fields that are dimensions of every model's weights."""
+_INNER_WIDTHS = frozenset({"intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"})
+"""Of those weights that a model may not have: whether it has is known when it is built without memory."""
+_MOST_INNER = 1 << 31
+"""A model with wider ones cannot be built, memory or not."""
 _HARMLESS_COUNT = 256
 """Up to so many modules cost nothing to build, and the comparison with the model itself names what is missing."""
 _MAX_CONFIG_DEPTH = 8
@@ -223,10 +224,27 @@ def check_numbers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]
                     f"its config.json states {name} {value}, but its tensors are of {num_modules} layers or experts"
                 )
         if name in _WIDTHS and value > max(largest_dimension, _HARMLESS_COUNT):
-            raise CheckpointError(
-                f"its config.json states {name} {value}, but the largest dimension of its tensors is "
-                f"{largest_dimension}"
-            )
+            raise _too_wide(name, value, largest_dimension)
+        if name in _INNER_WIDTHS and value > _MOST_INNER:
+            raise _too_wide(name, value, largest_dimension)
+
+
+def check_inner_widths(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], dimensions: Collection[int]
+) -> None:
+    """As `check_numbers`, of widths that the model may not use. dimensions: of all weights of the model that config
+    describes, without memory."""
+    largest_dimension = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    for name, value in _numbers(config, 0):
+        is_wide = name in _INNER_WIDTHS and value > max(largest_dimension, _HARMLESS_COUNT)
+        if is_wide and any(size % value == 0 for size in dimensions):
+            raise _too_wide(name, value, largest_dimension)
+
+
+def _too_wide(name: str, value: int, largest_dimension: int) -> CheckpointError:
+    return CheckpointError(
+        f"its config.json states {name} {value}, but the largest dimension of its tensors is {largest_dimension}"
+    )
 
 
 def _numbers(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, int]]:

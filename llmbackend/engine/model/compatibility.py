@@ -20,7 +20,11 @@ from ..attention.reference import grouped_attention
 from ..errors import ProgramUnsupportedError
 
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_RECURRENT_LAYER_TYPES = frozenset({"conv", "linear_attention"})
+_HYBRID = "hybrid"
+"""Attention and a recurrent module side by side."""
+_RECURRENT_LAYER_TYPES = frozenset({"conv", "linear_attention", _HYBRID})
+_BESIDE_RECURRENT = frozenset({"mlp", "moe"})
+"""Layers of nothing else, in models with recurrent ones."""
 _SUPPORTED_LAYER_TYPES = _ATTENTION_LAYER_TYPES | _RECURRENT_LAYER_TYPES
 _ENCODER_TASKS = (
     "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
@@ -67,6 +71,10 @@ def is_recurrent(config: Any) -> bool:
     return not _RECURRENT_LAYER_TYPES.isdisjoint(layer_types(config))
 
 
+def _attends(kind: str) -> bool:
+    return kind in _ATTENTION_LAYER_TYPES or kind == _HYBRID
+
+
 def check_config(config: Any) -> None:
     """Raises ValueError naming the architecture and the reason. Reads no weights."""
     name = architecture_name(config)
@@ -76,8 +84,10 @@ def check_config(config: Any) -> None:
         raise unsupported(name, "it is an encoder, and the engine generates text with decoder-only models")
     model_class = causal_lm_class(config)
     kinds = set(layer_types(config))
+    if is_recurrent(config):
+        kinds -= _BESIDE_RECURRENT
     if model_class is not None:
-        is_known = bool(kinds & _ATTENTION_LAYER_TYPES) and kinds <= _SUPPORTED_LAYER_TYPES
+        is_known = bool(kinds) and kinds <= _SUPPORTED_LAYER_TYPES
         if getattr(model_class, "_is_stateful", False) and not is_known:
             raise unsupported(name, "it keeps a recurrent state per sequence, which paged KV memory cannot hold")
         if not model_class._can_set_attn_implementation():
@@ -200,7 +210,7 @@ def check_calls(model: Any) -> tuple[RecordingAttention, tuple[torch.Tensor, ...
 def _check_calls(name: str, config: Any, recorder: RecordingAttention) -> None:
     expected_calls = int(config.num_hidden_layers)
     if is_recurrent(config):
-        expected_calls = sum(kind in _ATTENTION_LAYER_TYPES for kind in layer_types(config))
+        expected_calls = sum(map(_attends, layer_types(config)))
     if len(recorder.calls) != expected_calls or len(recorder.shapes) != expected_calls:
         raise unsupported(
             name,
@@ -230,10 +240,11 @@ def _logits(model: Any, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
     # recurrent layers those of a mask.
     mask: torch.Tensor | dict[str, None] | None = torch.ones_like(input_ids) if input_ids.is_meta else None
     if mask is not None and is_recurrent(model.config):
-        mask = dict.fromkeys(layer_types(model.config))
+        attends = any(map(_attends, layer_types(model.config)))
+        mask = dict.fromkeys((*layer_types(model.config), "full_attention", "linear_attention")) if attends else None
     output = model(input_ids=input_ids, position_ids=positions[None], attention_mask=mask, use_cache=False)
     logits: torch.Tensor = output.logits[0]
-    return logits
+    return logits.to(model.get_input_embeddings().weight.dtype)  # some models widen what they have rounded before
 
 
 # Tensors that layers pass along and that do not change the attention itself.

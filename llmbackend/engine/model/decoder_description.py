@@ -93,20 +93,25 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """h += residual_factor * out_norm(block(in_norm(h))), for attention and then for the MLP. A norm that is None is
+    """h += factor * out_norm(block(in_norm(h))), for attention and then for the MLP. A norm or block that is None is
     left out."""
 
     module: nn.Module
     """The attention module, the key of the layer's KV memory; of a recurrent layer what it has in its place."""
     attention_norm: Norm | None
     attention: Attention | None
+    """None: a mixer has its place, or nothing."""
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: Mlp | PlainMlp | Experts | Mixture
+    mlp: Mlp | PlainMlp | Experts | Mixture | None
     """Mixture: on a CPU."""
     mlp_out_norm: Norm | None
     residual_factor: float
+    """Of all blocks but those with one of their own."""
     mixer: Mixer | None = None
+    """Beside attention it reads the same."""
+    mixer_factor: float | None = None
+    mlp_factor: float | None = None
     is_parallel: bool = False
     """Whether the MLP reads what attention's in_norm gives."""
 
@@ -294,7 +299,7 @@ def _by_expert(experts: Any, name: str) -> ExpertProjection:
 
 def _gate(experts: Any) -> Activation:
     name = activation_of(experts)
-    if name is None:
+    if name is None or name == "relu2":
         raise ProgramUnsupportedError(f"{type(experts).__name__} has its own gates")
     return name
 

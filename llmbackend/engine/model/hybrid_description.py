@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,11 +19,26 @@ from ..errors import ProgramUnsupportedError
 from .compatibility import is_recurrent, needs_program
 from .decoder_description import Attention, Decoder, Experts, Layer, describe, experts_of
 from .mixture_description import Mixture
-from .projections import Mlp, children_of, expect_children, halves_of, mlp_of, projection_of, qkv_of
-from .recognition import embedding_factor_of, logit_factor_of, mlp_activation, norm_of
-from .recurrent_layers import PARTS, Scan, ShortConv, delta_net_of, mamba_of, short_conv_of
+from .projections import (
+    Mlp,
+    PlainMlp,
+    children_of,
+    expect_children,
+    halves_of,
+    mlp_of,
+    plain_mlp_of,
+    projection_of,
+    qkv_of,
+)
+from .recognition import embedding_factor_of, finish_of, mlp_activation, norm_of
+from .recurrent_layers import reader_of
 from .rotation import Rotation, Rotations
 from .text_part import text_part
+
+_MIXERS: Final = ("conv", "linear_attn", "mamba", "mixer")
+_EMBEDDINGS: Final = ("embed_tokens", "embeddings")
+_LAST_NORMS: Final = ("norm", "final_layernorm", "embedding_norm", "norm_f")
+_ROTARY: Final = ("rotary_emb", "pos_emb")
 
 
 def describe_any(
@@ -46,10 +61,11 @@ def check_layers(model: Any) -> None:
     """Of a model without memory for weights: raises ValueError where its layers have other parts than those that can be
     described, before their weights are read."""
     try:
-        family = _family(model.base_model)
+        _layer_reader(model.base_model)
         for layer in model.base_model.layers:
-            if (module := getattr(layer, family.mixer, None)) is not None:
-                expect_children(module, PARTS[family.mixer_of], frozenset({"act"}))
+            for module in (getattr(layer, name, None) for name in _MIXERS):
+                if module is not None and _is_recurrent(module):
+                    reader_of(module)
     except ProgramUnsupportedError as reason:
         raise needs_program(model.config, str(reason)) from reason
 
@@ -57,57 +73,65 @@ def check_layers(model: Any) -> None:
 @torch.no_grad()
 def _describe_hybrid(model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int) -> Decoder:
     config, base = model.config.get_text_config(decoder=True), text_part(model)
-    family = _family(base)
-    expect_children(model, {"model", "lm_head"})
-    expect_children(base, {"embed_tokens", "layers", family.norm}, frozenset({"rotary_emb"}))
-    rotary = getattr(base, "rotary_emb", None)
-    tables = None if rotary is None else Rotations(rotary, max_model_len, base.embed_tokens.weight.device)
-    layers = tuple(_layer(layer, family, options, tables) for layer in base.layers)
+    read_layer = _layer_reader(base)
+    embedding, norm = (_one_of(base, names) for names in (_EMBEDDINGS, _LAST_NORMS))
+    expect_children(base, {embedding, "layers", norm}, frozenset(_ROTARY))
+    embeddings = getattr(base, embedding)
+    rotary = next((getattr(base, name) for name in _ROTARY if hasattr(base, name)), None)
+    tables = None if rotary is None else Rotations(rotary, max_model_len, embeddings.weight.device)
+    layers = tuple(read_layer(layer, options, tables) for layer in base.layers)
     factor = float(getattr(config, "residual_multiplier", None) or 1.0)
+    logit_factor, logit_softcap = finish_of(model, config)
     return Decoder(
-        embedding=base.embed_tokens.weight.detach(),
-        embedding_factor=embedding_factor_of(base.embed_tokens, config),
-        layers=tuple(replace(layer, residual_factor=factor) for layer in layers),
-        norm=norm_of(getattr(base, family.norm)),
+        embedding=embeddings.weight.detach(),
+        embedding_factor=embedding_factor_of(embeddings, config),
+        layers=tuple(replace(layer, residual_factor=factor * layer.residual_factor) for layer in layers),
+        norm=norm_of(getattr(base, norm)),
         head=projection_of(model.get_output_embeddings()),
-        logit_factor=logit_factor_of(config),
-        logit_softcap=0.0,
+        logit_factor=logit_factor,
+        logit_softcap=logit_softcap,
     )
+
+
+def _one_of(base: Any, names: tuple[str, ...]) -> str:
+    name = next((name for name in names if hasattr(base, name)), None)
+    if name is None:
+        raise ProgramUnsupportedError(f"{type(base).__name__} has none of {', '.join(names)}")
+    return name
+
+
+LayerReader = Callable[[Any, Mapping[nn.Module, AttentionOptions], Rotations | None], Layer]
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How the parts of a model and of its layers are named, and who reads them."""
+    """How the parts of a layer are named, and who reads them."""
 
-    norm: str
-    """The last one."""
-    attention_norm: str
-    mlp_norm: str
-    mlp: str
-    mlp_of: Callable[[Any], Mlp | Experts | Mixture]
+    norms: tuple[str, str]
+    """Before attention or the recurrent module, and before the MLP."""
     mixer: str
-    mixer_of: Callable[[Any], ShortConv | Scan]
+    mlps: frozenset[str]
+    """Parts of the MLP; a layer has one of them at least."""
+    mlp_of: Callable[[Any], Mlp | Experts | Mixture]
+    """Of a layer."""
     attention_of: Callable[[Any, AttentionOptions, Rotations | None], Attention]
 
-
-def _layer(
-    layer: Any, family: _Family, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None
-) -> Layer:
-    attends = getattr(layer, "self_attn", None) is not None
-    name = "self_attn" if attends else family.mixer
-    expect_children(layer, {name, family.mlp, family.attention_norm, family.mlp_norm})
-    module = getattr(layer, name)
-    return Layer(
-        module=module,
-        attention_norm=norm_of(getattr(layer, family.attention_norm)),
-        attention=family.attention_of(module, options[module], tables) if attends else None,
-        attention_out_norm=None,
-        mlp_norm=norm_of(getattr(layer, family.mlp_norm)),
-        mlp=family.mlp_of(getattr(layer, family.mlp)),
-        mlp_out_norm=None,
-        residual_factor=1.0,
-        mixer=None if attends else family.mixer_of(module),
-    )
+    def read(self, layer: Any, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None) -> Layer:
+        attends = getattr(layer, "self_attn", None) is not None
+        name = "self_attn" if attends else self.mixer
+        expect_children(layer, {name, *self.norms}, self.mlps)
+        module = getattr(layer, name)
+        return Layer(
+            module=module,
+            attention_norm=norm_of(getattr(layer, self.norms[0])),
+            attention=self.attention_of(module, options[module], tables) if attends else None,
+            attention_out_norm=None,
+            mlp_norm=norm_of(getattr(layer, self.norms[1])),
+            mlp=self.mlp_of(layer),
+            mlp_out_norm=None,
+            residual_factor=1.0,
+            mixer=None if attends else reader_of(module)(module),
+        )
 
 
 def _attention(
@@ -133,43 +157,115 @@ def _attention(
     )
 
 
-def _mlp_or_experts(module: Any) -> Mlp | Experts | Mixture:
-    return experts_of(module) if hasattr(module, "experts") else mlp_of(module)
+def _qwen_mlp(layer: Any) -> Mlp | Experts | Mixture:
+    return experts_of(layer.mlp) if hasattr(layer.mlp, "experts") else mlp_of(layer.mlp)
 
 
-def _lfm2_mlp(module: Any) -> Mlp:
+def _lfm2_mlp(layer: Any) -> Mlp | Experts | Mixture:
     """Its activation is written into its code."""
+    module = layer.feed_forward
+    if hasattr(module, "experts"):
+        return experts_of(module)
     expect_children(module, {"w1", "w2", "w3"})
     return Mlp(projection_of(module.w1), projection_of(module.w3), projection_of(module.w2), "silu")
 
 
-def _granite_mlp(module: Any) -> Mlp:
-    """Gate and up as one matrix."""
+def _granite_mlp(layer: Any) -> Mlp | Experts | Mixture:
+    """Gate and up as one matrix; beside experts, if there are some, it is the shared one."""
+    module = layer.shared_mlp
     expect_children(module, {"input_linear", "output_linear"}, frozenset({"activation"}))
     gate, up = halves_of(module.input_linear)
-    down = projection_of(module.output_linear)
-    return Mlp(gate, up, down, mlp_activation(module))
+    shared = Mlp(gate, up, projection_of(module.output_linear), mlp_activation(module))
+    if (experts := getattr(layer, "block_sparse_moe", None)) is None:
+        return shared
+    mixture = experts_of(experts)
+    if not isinstance(mixture, Mixture):
+        raise ProgramUnsupportedError("its layers have experts that are not packed")
+    return replace(mixture, shared=shared)
 
 
-_LFM2 = _Family(
-    "embedding_norm", "operator_norm", "ffn_norm", "feed_forward", _lfm2_mlp, "conv", short_conv_of,
-    partial(_attention, out="out_proj", norms=("q_layernorm", "k_layernorm")),
+_USUAL_NORMS: Final = ("input_layernorm", "post_attention_layernorm")
+_FAMILIES: Final = (
+    _Family(
+        ("operator_norm", "ffn_norm"), "conv", frozenset({"feed_forward"}), _lfm2_mlp,
+        partial(_attention, out="out_proj", norms=("q_layernorm", "k_layernorm")),
+    ),
+    _Family(
+        _USUAL_NORMS, "linear_attn", frozenset({"mlp"}), _qwen_mlp, partial(_attention, norms=("q_norm", "k_norm"))
+    ),
+    _Family(_USUAL_NORMS, "mamba", frozenset({"shared_mlp", "block_sparse_moe"}), _granite_mlp, _attention),
+    _Family(
+        ("input_layernorm", "pre_ff_layernorm"), "mamba", frozenset({"feed_forward"}),
+        lambda layer: mlp_of(layer.feed_forward), _attention,
+    ),
 )  # fmt: skip
-_QWEN = _Family(
-    "norm", "input_layernorm", "post_attention_layernorm", "mlp", _mlp_or_experts, "linear_attn", delta_net_of,
-    partial(_attention, norms=("q_norm", "k_norm")),
-)  # fmt: skip
-_GRANITE = _Family(
-    "norm", "input_layernorm", "post_attention_layernorm", "shared_mlp", _granite_mlp, "mamba", mamba_of, _attention
-)
-_BAMBA = _Family(
-    "final_layernorm", "input_layernorm", "pre_ff_layernorm", "feed_forward", mlp_of, "mamba", mamba_of, _attention
-)
 
 
-def _family(base: Any) -> _Family:
-    names = {name for layer in base.layers for name in children_of(layer)}
-    for family in (_LFM2, _QWEN, _GRANITE, _BAMBA):
-        if hasattr(base, family.norm) and {family.mixer, family.mlp, family.mlp_norm} <= names:
-            return family
+def _falcon_h1(layer: Any, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None) -> Layer:
+    """Attention and Mamba2 side by side, with factors."""
+    expect_children(layer, {"self_attn", "mamba", "feed_forward", "input_layernorm", "pre_ff_layernorm"})
+    module, feed_forward = layer.self_attn, layer.feed_forward
+    of_input, mlp = float(layer.attention_in_multiplier), mlp_of(feed_forward)
+    attention = _attention(module, options[module], tables)
+    return Layer(
+        module=module,
+        attention_norm=norm_of(layer.input_layernorm),
+        attention=_factored(attention, of_input, float(module.key_multiplier)),
+        attention_out_norm=None,
+        mlp_norm=norm_of(layer.pre_ff_layernorm),
+        mlp=replace(mlp, gate_factor=float(feed_forward.gate_multiplier)),
+        mlp_out_norm=None,
+        residual_factor=of_input * float(layer.attn_out_multiplier),
+        mixer=reader_of(layer.mamba)(layer.mamba),
+        mixer_factor=float(layer.ssm_out_multiplier),
+        mlp_factor=float(feed_forward.down_multiplier),
+    )
+
+
+def _factored(attention: Attention, of_input: float, of_keys: float) -> Attention:
+    """With factors on its input and on keys. Both go into the scores, and the one of values is left to the sum that the
+    result is added to; biases have no factor of the input."""
+    projections = (attention.qkv, attention.out)
+    qkv, out = (replace(each, bias=None if each.bias is None else each.bias / of_input) for each in projections)
+    scaling = attention.options.scaling * of_input**2 * of_keys
+    return replace(attention, qkv=qkv, out=out, options=replace(attention.options, scaling=scaling))
+
+
+def _one_block(layer: Any, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None) -> Layer:
+    """Of Nemotron-H and Mamba2: a layer is attention or recurrent, an MLP or experts."""
+    expect_children(layer, {"norm", "mixer"})
+    module, norm = layer.mixer, norm_of(layer.norm)
+    attends, mixes = module in options, _is_recurrent(module)
+    is_first = attends or mixes
+    return Layer(
+        module=module,
+        attention_norm=norm if is_first else None,
+        attention=_attention(module, options[module], tables) if attends else None,
+        attention_out_norm=None,
+        mlp_norm=None if is_first else norm,
+        mlp=None if is_first else _mlp_or_experts(module),
+        mlp_out_norm=None,
+        residual_factor=1.0,
+        mixer=reader_of(module)(module) if mixes else None,
+    )
+
+
+def _mlp_or_experts(module: Any) -> Mlp | PlainMlp | Experts | Mixture:
+    return experts_of(module) if hasattr(module, "experts") else plain_mlp_of(module) or mlp_of(module)
+
+
+def _is_recurrent(module: Any) -> bool:
+    return hasattr(module, "conv1d") or hasattr(module, "conv")
+
+
+def _layer_reader(base: Any) -> LayerReader:
+    of_layers = [children_of(layer) for layer in base.layers]
+    names = set().union(*of_layers)
+    if names == {"norm", "mixer"}:
+        return _one_block
+    if all({"self_attn", "mamba"} <= parts for parts in of_layers):
+        return _falcon_h1
+    for family in _FAMILIES:
+        if {family.mixer, *family.norms} <= names and not names.isdisjoint(family.mlps):
+            return family.read
     raise ProgramUnsupportedError(f"its layers consist of {', '.join(sorted(names))}")

@@ -133,8 +133,7 @@ def open_checkpoint(config: EngineConfig, dense: bool | None = None) -> OpenedCh
     tensors = _read_directory(config)
     hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     check_config(hf_config)
-    reason = "LoRA adapters are enabled" if config.enable_lora else why_modules(config)
-    if reason and is_recurrent(hf_config):
+    if (reason := why_modules(config)) and is_recurrent(hf_config):
         raise needs_program(hf_config, reason)
     int4 = _check_quantization(config, hf_config, dense)
     max_len = max_model_len(config.max_model_len, hf_config.get_text_config(decoder=True))

@@ -7,6 +7,7 @@ with the module itself; what is not understood raises ProgramUnsupportedError.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, Final, Literal
 
@@ -15,18 +16,21 @@ from torch import nn
 
 from ..errors import ProgramUnsupportedError
 from .native_experts import NativeExperts, router_of
-from .projections import Mlp, Projection, mlp_of, projection_of
+from .projections import Mlp, PlainMlp, Projection, mlp_of, plain_mlp_of, projection_of
 
 Scores = Literal["softmax", "sigmoid"]
 _SCORES: Final[tuple[Scores, ...]] = ("softmax", "sigmoid")
 _SHARED: Final = ("shared_expert", "shared_experts")
 _SHARED_GATE: Final = "shared_expert_gate"
+_EPSILONS: Final = {"softmax": (0.0,), "sigmoid": (1e-20, 1e-6)}
+_LOW: Final = -12.0
+"""Logits of experts, so low that an epsilon shows in the shares of their sigmoids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """Chosen are the top_k largest of scores + correction, among the best groups if there are groups; a share is the
-    score, divided by the sum of those chosen if `renormalises`, times factor (native/step_experts.h)."""
+    score, divided by epsilon + the sum of those chosen if `renormalises`, times factor (native/step_experts.h)."""
 
     top_k: int
     scores: Scores
@@ -37,6 +41,7 @@ class Route:
     groups: int
     """0: none."""
     top_groups: int
+    epsilon: float
 
     def of(self, logits: torch.Tensor) -> torch.Tensor:
         """Shares [tokens, experts] from logits, float32 both; 0: not chosen."""
@@ -49,7 +54,7 @@ class Route:
             values = by_group.masked_fill(~kept[:, :, None], -torch.inf).flatten(1)
         chosen = values.topk(self.top_k, dim=-1)[1]
         shares = torch.zeros_like(scores).scatter_(1, chosen, scores.gather(1, chosen))
-        return self.factor * (shares / shares.sum(-1, keepdim=True) if self.renormalises else shares)
+        return self.factor * (shares / (shares.sum(-1, keepdim=True) + self.epsilon) if self.renormalises else shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Mixture:
     router: Projection
     route: Route
     experts: NativeExperts
-    shared: Mlp | None
+    shared: Mlp | PlainMlp | None
     shared_gate: Projection | None
     """[1, width]: the shared expert is multiplied by the sigmoid of it."""
 
@@ -68,63 +73,73 @@ def describe_mixture(module: Any) -> Mixture:
     """Raises ProgramUnsupportedError."""
     own = router_of(module)
     known = {"experts", "router", "gate", _SHARED_GATE, *_SHARED}
-    if unknown := {name for name, _ in module.named_children()} - known:
+    if unknown := {name for name, child in module.named_children() if not isinstance(child, nn.Identity)} - known:
         raise ProgramUnsupportedError(f"{type(module).__name__} has {', '.join(sorted(unknown))} beside experts")
     shared = next((getattr(module, name) for name in _SHARED if hasattr(module, name)), None)
     gate = getattr(module, _SHARED_GATE, None)
     bias = getattr(own, "bias", None)
     return Mixture(
         router=Projection(module.experts.router, None if bias is None else bias.detach().float()),
-        route=_route(own),
+        route=_route(own, getattr(module, "expert_bias", None)),
         experts=module.experts,
-        shared=None if shared is None else mlp_of(shared),
+        shared=None if shared is None else plain_mlp_of(shared) or mlp_of(shared),
         shared_gate=None if gate is None else projection_of(gate),
     )
 
 
-def _route(router: Any) -> Route:
-    """The one that gives what the router gives, tried out."""
+def _route(router: Any, bias: torch.Tensor | None) -> Route:
+    """The one that gives what the router gives, tried out. bias: of the choice, which a router may be called with."""
     if unknown := {name for name, _ in router.named_parameters()} - {"weight", "bias"}:
         raise ProgramUnsupportedError(f"{type(router).__name__} has {', '.join(sorted(unknown))} beside its weight")
-    x, expected = _tried(router)
-    logits = nn.functional.linear(x, router.weight.float(), _float(getattr(router, "bias", None)))
+    call = router if bias is None else partial(router, expert_bias=bias)
+    correction = _float(getattr(router, "e_score_correction_bias", bias))
+    logits, expected = _tried(router, call)
     for scores, renormalises in product(_SCORES, (False, True)):
-        route = _candidate(router, scores, renormalises)
-        if torch.allclose(route.of(logits), expected, rtol=1e-2, atol=1e-5):
-            return route
+        for epsilon in _EPSILONS[scores]:
+            route = _candidate(router, scores, renormalises, correction, epsilon)
+            if torch.allclose(route.of(logits), expected, rtol=1e-2, atol=1e-5):
+                return route
     raise ProgramUnsupportedError(f"{type(router).__name__} chooses experts in a way of its own")
 
 
-def _tried(router: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some rows, and a share for each expert. Computed in float32, so that no rounding chooses other experts, and with
-    logits so small that several experts have shares that count."""
+def _tried(router: Any, call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of some rows, and a share for each expert. Computed in float32, so that no rounding chooses other experts,
+    and with logits so small that several experts have shares that count, or all of them low."""
     weight, bias = router.weight, getattr(router, "bias", None)
     x = torch.arange(1.0, 8.0 * weight.shape[1] + 1).sin().view(8, -1)
     x /= nn.functional.linear(x, weight.float()).std().clamp(min=1e-6)
+    low = ((_LOW - 0.01 * torch.arange(len(weight))) / weight.shape[1])[:, None].expand(weight.shape)
+    logits, given = [], []
     try:
-        router.weight = nn.Parameter(weight.float(), requires_grad=False)
         if bias is not None:
             router.bias = nn.Parameter(bias.float(), requires_grad=False)
-        _, shares, chosen = router(x)
+        for tried, rows in ((weight.float(), x), (low, torch.ones(1, weight.shape[1]))):
+            router.weight = nn.Parameter(tried, requires_grad=False)
+            _, shares, chosen = call(rows)
+            if chosen.shape != shares.shape or chosen.dim() != 2:
+                raise ProgramUnsupportedError(f"{type(router).__name__} gives no shares of chosen experts")
+            logits.append(nn.functional.linear(rows, tried, _float(bias)))
+            given.append(torch.zeros(len(rows), weight.shape[0]).scatter_(1, chosen, shares.float()))
     finally:
         router.weight = weight
         if bias is not None:
             router.bias = bias
-    if chosen.shape != shares.shape or chosen.dim() != 2:
-        raise ProgramUnsupportedError(f"{type(router).__name__} gives no shares of chosen experts")
-    return x, torch.zeros(8, weight.shape[0]).scatter_(1, chosen, shares.float())
+    return torch.cat(logits), torch.cat(given)
 
 
-def _candidate(router: Any, scores: Scores, renormalises: bool) -> Route:
+def _candidate(
+    router: Any, scores: Scores, renormalises: bool, correction: torch.Tensor | None, epsilon: float
+) -> Route:
     groups = int(getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1)
     return Route(
         top_k=int(router.top_k),
         scores=scores,
         renormalises=renormalises,
         factor=float(getattr(router, "routed_scaling_factor", None) or 1.0),
-        correction=_float(getattr(router, "e_score_correction_bias", None)),
+        correction=correction,
         groups=groups if groups > 1 else 0,
         top_groups=int(getattr(router, "topk_group", None) or 1) if groups > 1 else 0,
+        epsilon=epsilon,
     )
 
 

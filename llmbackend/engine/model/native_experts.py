@@ -7,8 +7,9 @@ depends on that row of the input, its experts and shares alone, bit by bit.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,16 +17,18 @@ from torch import nn
 
 from ..cpu.linear import StoredMatrices, kept_weights, pack_stored
 from ..cpu.native_memory import release_pages
+from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import ACTIVATIONS, Activation, gated
-from ..kernels.expert_layout import MOST_EXPERTS, ExpertMatrix, Pairs, experts_op, steps_of
+from ..kernels.expert_layout import MOST_EXPERTS, ExpertMatrix, Pairs, experts_op, gated_experts_op, steps_of
 from ..kernels.library import NativeKernels, op_pointers
-from ..kernels.operations import Epilogue, Step, Type
+from ..kernels.operations import Step, Type
 from ..kernels.weights import TYPE_OF, PackedWeight, WeightStore
 from ..load_progress import counted
+from .recognition import plain_activation_of
 
-EPILOGUES: Final[dict[Activation, Epilogue]] = {
-    "silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL, "swigluoai": Epilogue.SWIGLU_OAI,
-}  # fmt: skip
+ExpertActivation = Activation | Literal["relu2"]
+"""Of gates; relu2, max(0, x)², of experts without one."""
+_WITHOUT_GATE: Final = {"up_proj", "down_proj"}
 _WEIGHTS: Final = {"gate_up_proj", "down_proj"}
 _BIASES: Final = {"gate_up_proj_bias", "down_proj_bias"}
 
@@ -47,8 +50,12 @@ class PackedExperts:
         return ExpertMatrix(first.address, first.scale or None, first.sums or None, first.n, first.k, first.type, bias)
 
 
-def activation_of(experts: Any) -> Activation | None:
-    """Recognised by what it computes of gates and ups, beyond any bound."""
+def activation_of(experts: Any) -> ExpertActivation | None:
+    """Recognised by what it computes of gates and ups, beyond any bound; None: it is not known."""
+    if hasattr(experts, "up_proj"):
+        with suppress(ProgramUnsupportedError):
+            return "relu2" if plain_activation_of(experts) == "relu2" else None
+        return None
     x = 12 * torch.arange(1.0, 513.0).sin().view(4, 128)
     given = experts._apply_gate(x) if hasattr(experts, "_apply_gate") else None
     for name in ACTIVATIONS:
@@ -66,12 +73,20 @@ class _Plain:
     parent: nn.Module
     experts: Any
     router: Any
-    activation: Activation
+    activation: ExpertActivation
+
+    @property
+    def up_name(self) -> str:
+        return "gate_up_proj" if self.has_gate else "up_proj"
+
+    @property
+    def has_gate(self) -> bool:
+        return self.activation != "relu2"
 
     @property
     def gate_up(self) -> torch.Tensor:
-        """[experts, 2 * n, width]"""
-        return self._by_output("gate_up_proj")
+        """[experts, 2 * n, width], or without a gate [experts, n, width]"""
+        return self._by_output(self.up_name)
 
     @property
     def down(self) -> torch.Tensor:
@@ -81,8 +96,10 @@ class _Plain:
         weight: torch.Tensor = getattr(self.experts, name).detach()
         return weight.transpose(1, 2) if getattr(self.experts, "is_transposed", False) else weight
 
-    def split(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(self, gate_up: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Gates and ups, of which there are as many in the second dimension."""
+        if not self.has_gate:
+            return None, gate_up
         if self.activation == "swigluoai":
             return gate_up[:, ::2], gate_up[:, 1::2]
         half = gate_up.shape[1] // 2
@@ -116,9 +133,10 @@ def _fits(experts: Any, router: Any) -> bool:
     """Whether the matrices are those of gates, ups and downs, of equal shape for all experts."""
     names = {name for name, _ in experts.named_parameters()}
     weight = getattr(router, "weight", None)
-    if not _WEIGHTS <= names <= _WEIGHTS | _BIASES or weight is None or weight.dim() != 2:
+    is_known = names == _WITHOUT_GATE or _WEIGHTS <= names <= _WEIGHTS | _BIASES
+    if not is_known or weight is None or weight.dim() != 2:
         return False
-    gate_up, down = experts.gate_up_proj, experts.down_proj
+    gate_up, down = experts.up_proj if names == _WITHOUT_GATE else experts.gate_up_proj, experts.down_proj
     if gate_up.dim() != 3 or down.dim() != 3 or gate_up.dtype not in TYPE_OF:
         return False
     count, width = weight.shape
@@ -126,7 +144,8 @@ def _fits(experts: Any, router: Any) -> bool:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     n = down.shape[2]
     shapes = (tuple(gate_up.shape), tuple(down.shape))
-    return count <= MOST_EXPERTS and shapes == ((count, 2 * n, width), (count, width, n))
+    ups = n if names == _WITHOUT_GATE else 2 * n
+    return count <= MOST_EXPERTS and shapes == ((count, ups, width), (count, width, n))
 
 
 class _Types(NamedTuple):
@@ -153,14 +172,14 @@ class ExpertsToPack:
         shapes: list[tuple[int, int, Type]] = []
         for plain, types in self._found:
             count, width, n = plain.down.shape
-            shapes += [(n, width, types.gate_up)] * (2 * count) + [(width, n, types.down)] * count
+            shapes += [(n, width, types.gate_up)] * ((1 + plain.has_gate) * count) + [(width, n, types.down)] * count
             shapes.append((count, width, TYPE_OF[plain.router.weight.dtype]))
         return shapes
 
     @property
     def vector_bytes(self) -> int:
         """Room for biases and routers' vectors as float32, each beginning anew in a cache line."""
-        modules = ((*plain.experts.parameters(), *plain.router.buffers()) for plain, _ in self._found)
+        modules = ((*plain.experts.parameters(), *plain.parent.buffers()) for plain, _ in self._found)
         return sum(4 * each.numel() + 3 * 64 for tensors in modules for each in tensors if each.dim() < 3)
 
     @property
@@ -169,7 +188,7 @@ class ExpertsToPack:
         return frozenset(
             f"{plain.path}.experts.{name}"
             for plain, types in self._found
-            for name, is_kept in (("gate_up_proj", types.gate_up_is_kept), ("down_proj", types.down_is_kept))
+            for name, is_kept in ((plain.up_name, types.gate_up_is_kept), ("down_proj", types.down_is_kept))
             if is_kept
         )
 
@@ -177,7 +196,7 @@ class ExpertsToPack:
         """Replaces the modules, layer by layer."""
         for plain, types in counted("packing experts", self._found):
             experts = self._packed(plain, types, store, kernels)
-            for name in _WEIGHTS:
+            for name in (plain.up_name, "down_proj"):
                 weight = getattr(plain.experts, name)
                 if not weight.is_meta:
                     release_pages(weight.data_ptr(), weight.nbytes)
@@ -185,7 +204,8 @@ class ExpertsToPack:
             plain.parent.experts = experts
 
     def _types(self, plain: _Plain, rounded: Type | None) -> _Types:
-        gate_up, down = (self._kept_type(plain, names) for names in (("gate_proj", "up_proj"), ("down_proj",)))
+        ups = ("gate_proj", "up_proj") if plain.has_gate else ("up_proj",)
+        gate_up, down = (self._kept_type(plain, names) for names in (ups, ("down_proj",)))
         other = rounded or TYPE_OF[plain.down.dtype]
         return _Types(gate_up or other, down or other, gate_up is not None, down is not None)
 
@@ -198,13 +218,15 @@ class ExpertsToPack:
         return kinds.pop() if len(kinds) == 1 else None
 
     def _packed(self, plain: _Plain, types: _Types, store: WeightStore, kernels: NativeKernels) -> NativeExperts:
-        gate_up_bias = plain.bias("gate_up_proj")
+        gate_up_bias = plain.bias(plain.up_name)
         biases = (None, None) if gate_up_bias is None else plain.split(gate_up_bias)
         parts = plain.split(plain.gate_up)
         gate, up = (
             self._matrices(store, plain, name, types.gate_up, None if types.gate_up_is_kept else part, bias)
+            if plain.has_gate or name == "up_proj" else None
             for name, part, bias in zip(("gate_proj", "up_proj"), parts, biases, strict=True)
-        )
+        )  # fmt: skip
+        assert up is not None, "experts have ups"
         own = None if types.down_is_kept else plain.down
         down = self._matrices(store, plain, "down_proj", types.down, own, plain.bias("down_proj"))
         router = store.pack(plain.router.weight, TYPE_OF[plain.router.weight.dtype])
@@ -239,8 +261,8 @@ class NativeExperts(nn.Module):
     """Replaces the experts of transformers."""
 
     def __init__(
-        self, kernels: NativeKernels, gate: PackedExperts, up: PackedExperts, down: PackedExperts,
-        router: PackedWeight, activation: Activation,
+        self, kernels: NativeKernels, gate: PackedExperts | None, up: PackedExperts, down: PackedExperts,
+        router: PackedWeight, activation: ExpertActivation,
     ) -> None:  # fmt: skip
         """router: of the layer, packed for a program."""
         super().__init__()
@@ -264,15 +286,15 @@ class NativeExperts(nn.Module):
 
     def _outputs(self, x: torch.Tensor, chosen: Any, places: Any, top_k: int) -> torch.Tensor:
         """float32 [pairs, width], by places."""
-        first = np.zeros(self.gate.count + 1, np.int32)
-        first[1:] = np.bincount(chosen, minlength=self.gate.count).cumsum()
+        first = np.zeros(self.up.count + 1, np.int32)
+        first[1:] = np.bincount(chosen, minlength=self.up.count).cumsum()
         inner = torch.empty(len(places), self.down.first.k)
         mixed = torch.empty(len(places), self.down.first.n)
-        pairs = Pairs(self.gate.count, top_k, first.ctypes.data, places.ctypes.data)
+        pairs = Pairs(self.up.count, top_k, first.ctypes.data, places.ctypes.data)
         rows = [(each.data_ptr(), each.shape[1]) for each in (x, inner, mixed)]
-        epilogue = EPILOGUES[self.activation]
+        gate = None if self.gate is None else self.gate.matrix
         ops = [
-            experts_op(pairs, self.gate.matrix, rows[0], rows[1], True, self.up.matrix, epilogue),
+            gated_experts_op(pairs, gate, self.up.matrix, rows[0], rows[1], self.activation),
             experts_op(pairs, self.down.matrix, rows[1], rows[2], False),
         ]
         self._kernels.run(op_pointers(ops), 2, Step(num_tokens=len(x)))

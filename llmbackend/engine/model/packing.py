@@ -208,36 +208,39 @@ _Names = Mapping[nn.Module, str]
 
 def _layer(layer: Layer, shape: LayerShape | None, packer: _Packer, names: _Names) -> PackedLayer:
     factor, attention = layer.residual_factor, layer.attention
+    mlp_factor = factor if layer.mlp_factor is None else layer.mlp_factor
     return PackedLayer(
         attention_norm=_norm(layer.attention_norm, packer),
         attention=None if attention is None or shape is None else _attention(attention, shape, packer, names),
         attention_out_norm=_norm(layer.attention_out_norm, packer, factor),
         mlp_norm=_norm(layer.mlp_norm, packer),
         mlp=_mlp(layer.mlp, packer, names),
-        experts=_experts(layer.mlp, packer) if isinstance(layer.mlp, Mixture) else None,
-        mlp_out_norm=_norm(layer.mlp_out_norm, packer, factor),
+        experts=_experts(layer.mlp, packer, names) if isinstance(layer.mlp, Mixture) else None,
+        mlp_out_norm=_norm(layer.mlp_out_norm, packer, mlp_factor),
         residual_factor=factor,
-        mixer=None if layer.mixer is None else _mixer(layer.mixer, packer),
+        mixer_factor=factor if layer.mixer_factor is None else layer.mixer_factor,
+        mlp_factor=mlp_factor,
+        mixer=None if layer.mixer is None else _mixer(layer.mixer, packer, names),
         is_parallel=layer.is_parallel,
     )
 
 
-def _mixer(mixer: Mixer, packer: _Packer) -> PackedShortConv | PackedScan:
+def _mixer(mixer: Mixer, packer: _Packer, names: _Names) -> PackedShortConv | PackedScan:
     if isinstance(mixer, Scan):
-        return _scan(mixer, packer)
+        return _scan(mixer, packer, names)
     assert isinstance(mixer, ShortConv), "a mixer is one of these"
     return PackedShortConv(
-        project=_projection(mixer.project, packer, ()),
+        project=_projection(mixer.project, packer, _named_parts(mixer.project, names)),
         taps=packer.array(mixer.taps),
         bias=_optional(mixer.bias, packer),
-        out=_projection(mixer.out, packer, ()),
+        out=_projection(mixer.out, packer, _named_parts(mixer.out, names)),
     )
 
 
-def _scan(scan: Scan, packer: _Packer) -> PackedScan:
+def _scan(scan: Scan, packer: _Packer, names: _Names) -> PackedScan:
     return PackedScan(
         is_delta=scan.is_delta,
-        projects=tuple(_projection(part, packer, ()) for project in scan.projects for part in parts_of(project)),
+        projects=tuple(_projection(each, packer, _named_parts(each, names)) for each in scan.projects),
         taps=packer.array(scan.taps),
         conv_bias=_optional(scan.conv_bias, packer),
         columns=scan.columns,
@@ -252,7 +255,9 @@ def _scan(scan: Scan, packer: _Packer) -> PackedScan:
         norm=_norm(scan.norm, packer),
         norm_groups=scan.norm_groups,
         norm_is_last=scan.norm_is_last,
-        out=_projection(scan.out, packer, ()),
+        out=_projection(scan.out, packer, _named_parts(scan.out, names)),
+        by_key_head=scan.by_key_head,
+        factors=_optional(scan.factors, packer),
     )
 
 
@@ -298,12 +303,12 @@ def _mlp(mlp: Mlp | PlainMlp | Experts | Mixture | None, packer: _Packer, names:
         parts[1] = [PackedPart(part.layer, mlp.gate.weight.n + part.first, part.n) for part in parts[1]]
     projections = zip((mlp.gate, mlp.up, mlp.down), parts, strict=True)
     gate, up, down = (_projection(each, packer, own) for each, own in projections)
-    return PackedMlp(gate, up, down, "silu" if mlp.activation == "silu" else "gelu_tanh")
+    return PackedMlp(gate, up, down, "silu" if mlp.activation == "silu" else "gelu_tanh", mlp.gate_factor)
 
 
-def _experts(mixture: Mixture, packer: _Packer) -> PackedExperts:
+def _experts(mixture: Mixture, packer: _Packer, names: _Names) -> PackedExperts:
     route, experts, shared_gate = mixture.route, mixture.experts, mixture.shared_gate
-    gate, up, down = (_expert_matrix(each, packer) for each in (experts.gate, experts.up, experts.down))
+    gate = None if experts.gate is None else _expert_matrix(experts.gate, packer)
     return PackedExperts(
         router=_projection(mixture.router, packer, ()),
         top_k=route.top_k,
@@ -314,10 +319,11 @@ def _experts(mixture: Mixture, packer: _Packer) -> PackedExperts:
         groups=route.groups,
         top_groups=route.top_groups,
         gate=gate,
-        up=up,
-        down=down,
+        up=_expert_matrix(experts.up, packer),
+        down=_expert_matrix(experts.down, packer),
         activation=experts.activation,
-        shared_gate=None if shared_gate is None else _projection(shared_gate, packer, ()),
+        shared_gate=None if shared_gate is None else _projection(shared_gate, packer, _named_parts(shared_gate, names)),
+        epsilon=route.epsilon,
     )
 
 

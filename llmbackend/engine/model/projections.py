@@ -73,12 +73,13 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """down(activation(gate) * up)"""
+    """down(activation(gate_factor * gate) * up)"""
 
     gate: Projection
     up: Projection
     down: Projection
     activation: Activation
+    gate_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

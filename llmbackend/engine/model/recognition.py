@@ -6,6 +6,7 @@ the known functions gives raises ProgramUnsupportedError.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeVar
 
@@ -142,7 +143,9 @@ def _same(module: Any, known: Mapping[T, torch.Tensor]) -> T:
 def finish_of(model: Any, config: Any) -> tuple[float, float]:
     """Factor and softcap of the logits behind the head, as the config states them."""
     cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-    scale, scaling = (float(getattr(config, name, None) or 1.0) for name in ("logit_scale", "logits_scaling"))
+    names = ("logit_scale", "lm_head_multiplier", "logits_scaling")
+    *scales, scaling = (float(getattr(config, name, None) or 1.0) for name in names)
+    scale = math.prod(scales)
     x = torch.tensor([0.01, -40.0, 40.0], device=model.get_input_embeddings().weight.device)
     given = _finished(model, x)
     for factor in (scale / scaling, scale * scaling):
@@ -186,9 +189,3 @@ def embedding_factor_of(module: Any, config: Any) -> float:
     row = module(torch.tensor([[1]], device=module.weight.device))[0, 0].float()
     raw = module.weight[1].detach().float()
     return float((row @ raw) / (raw @ raw))
-
-
-def logit_factor_of(config: Any) -> float:
-    scaling = getattr(config, "logits_scaling", None)
-    factor = getattr(config, "logit_scale", None)
-    return float(factor or 1.0) / float(scaling or 1.0)

@@ -6,7 +6,7 @@ For: hybrid_description.py. Does not know: the other parts of a model, kernels. 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional
 from ..cpu.packed_recurrent import ScanColumns, conv_floats
 from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import Norm
-from .projections import Projection, expect_children, projection_of
+from .projections import Projection, children_of, projection_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class Scan:
     norm_groups: int
     norm_is_last: bool
     out: Projection
+    by_key_head: bool = False
+    factors: torch.Tensor | None = None
 
     @property
     def state_floats(self) -> int:
@@ -63,24 +65,24 @@ class Scan:
 
 
 _DELTA_INPUTS: Final = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_BY_KEY_HEAD: Final = ("in_proj_qkvz", "in_proj_ba")
 
 
 def short_conv_of(module: Any) -> ShortConv:
     """LFM2's."""
-    expect_children(module, PARTS[short_conv_of])
     taps, bias = _taps(module.conv)
     return ShortConv(projection_of(module.in_proj), taps, bias, projection_of(module.out_proj))
 
 
 def delta_net_of(module: Any) -> Scan:
-    """Qwen3.5's gated delta net."""
-    expect_children(module, PARTS[delta_net_of])
+    """The gated delta net of Qwen3.5 and, with other projections, Qwen3-Next."""
     _expect_silu(module)
     taps, bias = _taps(module.conv1d)
-    projects = tuple(projection_of(getattr(module, name)) for name in _DELTA_INPUTS)
+    by_key_head = hasattr(module, _BY_KEY_HEAD[0])
+    projects = tuple(projection_of(getattr(module, name)) for name in (_BY_KEY_HEAD if by_key_head else _DELTA_INPUTS))
     keys, heads = int(module.key_dim), int(module.num_v_heads)
-    z = projects[0].weight.n
-    b = z + projects[1].weight.n
+    z = taps.shape[1]
+    b = z + heads * int(module.head_v_dim)
     norm, is_last = _gated_norm(module.norm)
     return Scan(
         is_delta=True,
@@ -100,21 +102,22 @@ def delta_net_of(module: Any) -> Scan:
         norm_groups=heads,
         norm_is_last=is_last,
         out=projection_of(module.out_proj),
+        by_key_head=by_key_head,
     )
 
 
 def mamba_of(module: Any) -> Scan:
-    """Mamba2's, as Bamba and Granite have it."""
-    expect_children(module, PARTS[mamba_of], frozenset({"act"}))
+    """Mamba2's. Falcon-H1 has it without a norm, too, and with factors."""
     _expect_silu(module)
     taps, bias = _taps(module.conv1d)
     inner, heads, groups = int(module.intermediate_size), int(module.num_heads), int(module.n_groups)
     keys = groups * int(module.ssm_state_size)
-    norm, is_last = _gated_norm(module.norm, groups)
+    norm, is_last = (None, False) if isinstance(module.norm, nn.Identity) else _gated_norm(module.norm, groups)
     low, high = module.time_step_limit or (0.0, float("inf"))
+    project, factors = _factored(module)
     return Scan(
         is_delta=False,
-        projects=(projection_of(module.in_proj),),
+        projects=(project,),
         taps=taps,
         conv_bias=bias,
         columns=ScanColumns(conv=inner, q=2 * inner + keys, k=2 * inner, v=inner, z=0, a=2 * (inner + keys), b=0),
@@ -130,15 +133,36 @@ def mamba_of(module: Any) -> Scan:
         norm_groups=groups,
         norm_is_last=is_last,
         out=projection_of(module.out_proj),
+        factors=factors,
     )
 
 
-PARTS: Final[dict[Callable[[Any], ShortConv | Scan], set[str]]] = {
-    short_conv_of: {"in_proj", "conv", "out_proj"},
-    delta_net_of: {"conv1d", "norm", "out_proj", *_DELTA_INPUTS},
-    mamba_of: {"conv1d", "norm", "out_proj", "in_proj"},
-}
+def _factored(module: Any) -> tuple[Projection, torch.Tensor | None]:
+    """The projection, and the factors on what it gives. (factor * x)·Wᵀ + bias is factor * (x·Wᵀ + bias / factor)."""
+    project, of_columns = projection_of(module.in_proj), getattr(module, "mup_vector", None)
+    if of_columns is None:
+        return project, None
+    of_input = float(module.ssm_in_multiplier)
+    bias = None if project.bias is None else project.bias / of_input
+    return replace(project, bias=bias), of_columns.detach().float().flatten() * of_input
+
+
+_PARTS: Final[tuple[tuple[Callable[[Any], ShortConv | Scan], set[str]], ...]] = (
+    (short_conv_of, {"in_proj", "conv", "out_proj"}),
+    (delta_net_of, {"conv1d", "norm", "out_proj", *_DELTA_INPUTS}),
+    (delta_net_of, {"conv1d", "norm", "out_proj", *_BY_KEY_HEAD}),
+    (mamba_of, {"conv1d", "norm", "out_proj", "in_proj"}),
+)
 """Of the modules that each of these understands."""
+
+
+def reader_of(module: nn.Module) -> Callable[[Any], ShortConv | Scan]:
+    """What understands a module with these parts."""
+    found = children_of(module) - {"act"}
+    for reader, parts in _PARTS:
+        if found == parts:
+            return reader
+    raise ProgramUnsupportedError(f"{type(module).__name__} consists of {', '.join(sorted(found))}")
 
 
 def _taps(conv: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

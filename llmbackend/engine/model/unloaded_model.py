@@ -93,12 +93,13 @@ def unloaded_model(config: EngineConfig) -> UnloadedModel:
     _check_tensors(config, opened)
     dtype = dtype_of(config, opened)
     model = meta_model(config, opened, dtype)
-    shapes, options = _attention_of(model)
+    attention = _attention_of(model)
+    shapes, options = attention or ({}, {})
     choice = None if opened.dense else library_choice(config, dtype)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight
     weight_bytes = _weight_bytes(config, opened, model, choice)
-    reason, decoder = ("", None) if opened.dense else _why_modules(config, model, shapes, options, choice, dtype)
+    reason, decoder = ("", None) if opened.dense else _why_modules(config, model, attention, choice, dtype)
     if reason and is_recurrent(opened.hf_config):
         raise needs_program(opened.hf_config, reason)
     return UnloadedModel(
@@ -110,8 +111,8 @@ def unloaded_model(config: EngineConfig) -> UnloadedModel:
         num_parameters=num_parameters,
         weight_bytes=weight_bytes,
         embedding_bytes=_bytes(embedding) if choice is not None else 0,
-        kv_bytes_per_token=sum(shape.bytes_per_token(dtype) for shape in shapes.values()) if shapes else None,
-        layers=_layer_groups(shapes, options, opened.max_model_len) if shapes and not reason else None,
+        kv_bytes_per_token=sum(shape.bytes_per_token(dtype) for shape in shapes.values()) if attention else None,
+        layers=_layer_groups(shapes, options, opened.max_model_len) if attention and not reason else None,
         state_bytes=0 if decoder is None else decoder.state_bytes,
         why_modules=reason,
         kernels="" if choice is None else choice.report,
@@ -137,15 +138,18 @@ def meta_model(config: EngineConfig, opened: OpenedCheckpoint, dtype: torch.dtyp
     return model
 
 
-def _attention_of(model: Any) -> tuple[Mapping[nn.Module, LayerShape], Mapping[nn.Module, AttentionOptions]]:
-    """Both empty where the model cannot be run without weights. Raises ValueError for one that is not supported."""
+_AttentionModules = tuple[Mapping[nn.Module, LayerShape], Mapping[nn.Module, AttentionOptions]]
+
+
+def _attention_of(model: Any) -> _AttentionModules | None:
+    """None where the model cannot be run without weights. Raises ValueError for one that is not supported."""
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # others read values, or multiply bfloat16 alone
     try:
         recorder, _, _ = check_calls(model)
     except (RuntimeError, NotImplementedError) as error:  # an operation that needs values
         logger.info("the layers of %s are not known without weights", type(model).__name__, exc_info=error)
-        return {}, {}
+        return None
     return recorder.shapes, recorder.options
 
 
@@ -198,8 +202,7 @@ def _bytes(parameter: torch.Tensor) -> int:
 def _why_modules(
     config: EngineConfig,
     model: Any,
-    shapes: Mapping[nn.Module, LayerShape],
-    options: Mapping[nn.Module, AttentionOptions],
+    attention: _AttentionModules | None,
     choice: Choice | None,
     dtype: torch.dtype,
 ) -> tuple[str, Decoder | None]:
@@ -208,8 +211,9 @@ def _why_modules(
         return reason, None
     if choice is None:
         return why_not_native(config, dtype), None
-    if not shapes:
+    if attention is None:
         return "its layers are not known without weights", None
+    shapes, options = attention
     try:
         _give_values(model)
         fix_frequencies(model, _PROBED_TOKENS)

@@ -21,8 +21,7 @@ from torch.nn import functional
 from ...attention.interface import LayerShape
 from ...errors import UnshardableError
 from ...model.decoder_description import Attention, Decoder, Experts, Layer
-from ...model.mixture_description import Mixture
-from ...model.projections import Mlp, PlainMlp, Projection
+from ...model.projections import Mlp, Projection
 from ..ops.ops import Norm, gate_up_rows
 from ..weights.dense import DenseWeight, DeviceWeight, Matmul, Rows, SplittableWeight
 from ..weights.experts import ExpertProjection
@@ -165,7 +164,7 @@ class Sharding:
         return layers[own.start : own.stop]
 
     def _layer(self, layer: Layer, shape: LayerShape) -> Layer:
-        assert not isinstance(layer.mlp, Mixture | PlainMlp), "computed by a CPU's program alone"
+        assert isinstance(layer.mlp, Mlp | Experts), "computed by a CPU's program alone"
         return replace(
             layer,
             attention_norm=self._norm(layer.attention_norm),

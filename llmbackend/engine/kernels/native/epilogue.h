@@ -43,10 +43,11 @@ struct PanelRow {
     Floats v[kPanelVectors];
 };
 
-inline PanelRow combine(Epilogue epilogue, PanelRow row, const PanelRow& other) {
+inline PanelRow combine(const LinearOp& op, PanelRow row, const PanelRow& other) {
     for (int v = 0; v < kPanelVectors; v++) {
-        if (epilogue == Epilogue::kSwigluOai) row.v[v] = bounded_swiglu(row.v[v], other.v[v]);
-        else row.v[v] = (epilogue == Epilogue::kSiluMul ? silu(row.v[v]) : gelu(row.v[v])) * other.v[v];
+        const Floats gate = row.v[v] * op.factor;
+        if (op.epilogue == Epilogue::kSwigluOai) row.v[v] = bounded_swiglu(gate, other.v[v]);
+        else row.v[v] = (op.epilogue == Epilogue::kSiluMul ? silu(gate) : gelu(gate)) * other.v[v];
     }
     return row;
 }
@@ -135,7 +136,7 @@ inline void finish_panel(const LinearOp& op, int panel, int first_row, int rows,
             if (two) {
                 PanelRow row2 = columns2.result([&](int column) { return sums2 + r * kPanel + column; });
                 added2.add(r - block, row2.v);
-                row = combine(op.epilogue, row, row2);
+                row = combine(op, row, row2);
             }
             write_panel_row(op, first_row + r, panel, row);
         }

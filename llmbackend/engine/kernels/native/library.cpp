@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <iterator>
 
+#include "arrange.h"
 #include "attention.h"
 #include "conv.h"
 #include "cpu.h"
@@ -77,6 +78,7 @@ inline void run_op(Worker& worker, const void* op, const Step& step, char* scrat
         case Kind::kConv: return conv(worker, *static_cast<const ConvOp*>(op), step);
         case Kind::kScan: return scan(worker, *static_cast<const ScanOp*>(op), step);
         case Kind::kGate: return gate(worker, *static_cast<const GateOp*>(op), step);
+        case Kind::kArrange: return arrange(worker, *static_cast<const ArrangeOp*>(op), step);
     }
 }
 
@@ -127,7 +129,8 @@ LLMB_EXPORT void llmb_sizes(int32_t* sizes) {
                           sizeof(llmb::LinearOp), sizeof(llmb::RotaryOp), sizeof(llmb::AttentionOp),
                           sizeof(llmb::LoraMatrices), sizeof(llmb::LoraStep), sizeof(llmb::LoraOp),
                           sizeof(llmb::RouteOp),  sizeof(llmb::ExpertsOp), sizeof(llmb::MixOp),
-                          sizeof(llmb::ConvOp),   sizeof(llmb::ScanOp),   sizeof(llmb::GateOp)};
+                          sizeof(llmb::ConvOp),   sizeof(llmb::ScanOp),   sizeof(llmb::GateOp),
+                          sizeof(llmb::ArrangeOp)};
     for (size_t i = 0; i < std::size(all); i++) sizes[i] = static_cast<int32_t>(all[i]);
 }
 

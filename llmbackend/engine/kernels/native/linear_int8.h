@@ -293,7 +293,7 @@ struct Product {
         if (num_factors == 2) {
             PanelRow other = two.result(second, x.scale[row]);
             add(true, other);
-            result = combine(op.epilogue, result, other);
+            result = combine(op, result, other);
         }
         write_panel_row(op, row, panel, result);
     }

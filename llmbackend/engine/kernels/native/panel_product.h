@@ -51,7 +51,7 @@ void multiply_rows(const LinearOp& op, int first, int last, int panel, const flo
             if (two) {
                 PanelRow other = scaled(sums2[r], scales[row + r], bias2);
                 added2.add(r, other.v);
-                result = combine(op.epilogue, result, other);
+                result = combine(op, result, other);
             }
             write_panel_row(op, row + r, panel, result);
         }

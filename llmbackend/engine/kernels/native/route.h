@@ -41,7 +41,7 @@ class Choice {
     }
 
     void write(int32_t* chosen, float* shares) const {
-        float sum = op_.scores == Scores::kSigmoid ? 1e-20f : 0.0f;
+        float sum = op_.epsilon;
         for (int rank = 0; rank < op_.top_k; rank++) sum += scores_[chosen_[rank]];
         const float whole = op_.renormalises ? sum : op_.scores == Scores::kSoftmax ? total_ : 1.0f;
         for (int rank = 0; rank < op_.top_k; rank++) {

@@ -72,6 +72,7 @@ enum class Kind : int32_t {
     kConv = 24,     // these: step_recurrent.h
     kScan = 25,
     kGate = 26,
+    kArrange = 27,
 };
 
 // out[t] = weight[token_ids[t]] * scale
@@ -109,9 +110,9 @@ struct NormOp {
 enum class Epilogue : int32_t {
     kStore = 0,     // y = x·Wᵀ + bias
     kAdd = 1,       // float32 y += (x·Wᵀ + bias) * factor
-    kSiluMul = 2,   // y = silu(x·Wᵀ + bias) * (x·W2ᵀ + bias2)
+    kSiluMul = 2,   // y = silu((x·Wᵀ + bias) * factor) * (x·W2ᵀ + bias2)
     kGeluMul = 3,   // the same with gelu (tanh form)
-    kSwigluOai = 4, // y = a * sigmoid(1.702 a) * (b + 1), a = min(x·Wᵀ + bias, 7), b = x·W2ᵀ + bias2 within ±7
+    kSwigluOai = 4, // y = a * sigmoid(1.702 a) * (b + 1), a = min((x·Wᵀ + bias) * factor, 7), b = x·W2ᵀ + bias2 within ±7
 };
 
 // What one adapter has for one of a program's layers that adapters may change: y += (x·downᵀ)·upᵀ, with the adapter's

@@ -17,7 +17,8 @@ enum class Scores : int32_t {
 
 // Which experts each token has, their shares, and the places of all pairs. Chosen are the largest of scores + correction,
 // of equal ones the lowest number; with groups, among the experts of the top_groups groups whose two largest of these have
-// the largest sum. A share is the expert's score, divided by the sum of the chosen scores if `renormalises`, times factor.
+// the largest sum. A share is the expert's score, divided by epsilon + the sum of the chosen scores if `renormalises`, times
+// factor.
 struct RouteOp {
     Kind kind;
     Scores scores;
@@ -34,7 +35,7 @@ struct RouteOp {
     int32_t top_groups;
     int32_t renormalises;
     float factor;
-    int32_t padding;
+    float epsilon;
 };
 
 // The linear layer of every expert on the rows of its pairs. `linear` is that of expert 0; the others' panels, scales and

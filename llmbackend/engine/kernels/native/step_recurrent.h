@@ -58,6 +58,18 @@ struct ScanOp {
     float dt_max;
 };
 
+// out[i] = x[order[i]] * factors[i]: what projections give, as the operations after them read it.
+struct ArrangeOp {
+    Kind kind;
+    int32_t columns;
+    const float* x;         // [tokens, x_stride]
+    const int32_t* order;   // [columns]; null: as they are, and out may be x
+    const float* factors;   // [columns] or null
+    float* out;             // [tokens, out_stride]
+    int32_t x_stride;
+    int32_t out_stride;
+};
+
 enum class GateNorm : int32_t { kNone = 0, kBefore = 1, kAfter = 2 };
 
 // Of each group of channels: out = x * f(z), f = silu or sigmoid; with a norm before the gate, norm(x) * weight * f(z);

@@ -60,7 +60,7 @@ class Finisher {
         if (plan_.gated) {
             PanelRow other = result_of(columns_[1], at_ + kBlockBytes);
             added_[1].add(tile_row_, other.v);
-            result = combine(op_.epilogue, result, other);
+            result = combine(op_, result, other);
         }
         if (whole_panel_) write(result);
         else write_panel_row(op_, first_row_ + row_, panel_ + slot_, result);

@@ -1,0 +1,26 @@
+// Columns in another order, and their factors.
+//
+// For: recurrent layers whose projections give more than one thing per output. Does not know: what columns are. Invariant:
+// a token's result depends on that token alone.
+#pragma once
+
+#include "rows.h"
+#include "step_recurrent.h"
+#include "team.h"
+
+namespace llmb {
+
+inline void arrange(Worker& worker, const ArrangeOp& op, const Step& step) {
+    worker.share(step.num_tokens, kRowGrain, [&](int begin, int end) {
+        for (int token = begin; token < end; token++) {
+            const float* x = op.x + static_cast<int64_t>(token) * op.x_stride;
+            float* out = op.out + static_cast<int64_t>(token) * op.out_stride;
+            for (int i = 0; i < op.columns; i++) {
+                const float value = x[op.order ? op.order[i] : i];
+                out[i] = op.factors ? value * op.factors[i] : value;
+            }
+        }
+    });
+}
+
+}  // namespace llmb
