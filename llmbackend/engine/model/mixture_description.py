@@ -21,6 +21,8 @@ Scores = Literal["softmax", "sigmoid"]
 _SCORES: Final[tuple[Scores, ...]] = ("softmax", "sigmoid")
 _SHARED: Final = ("shared_expert", "shared_experts")
 _SHARED_GATE: Final = "shared_expert_gate"
+_CORRECTION: Final = "e_score_correction_bias"
+_FACTORS: Final = ("routed_scaling_factor", "router_scaling_factor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,27 +77,33 @@ def describe_mixture(module: Any) -> Mixture:
     bias = getattr(own, "bias", None)
     return Mixture(
         router=Projection(module.experts.router, None if bias is None else bias.detach().float()),
-        route=_route(own),
+        route=_route(own, *_correction_of(module)),
         experts=module.experts,
         shared=None if shared is None else mlp_of(shared),
         shared_gate=None if gate is None else projection_of(gate),
     )
 
 
-def _route(router: Any) -> Route:
-    """The one that gives what the router gives, tried out."""
+def _correction_of(module: Any) -> tuple[torch.Tensor, ...]:
+    """What some blocks keep for their router, and give it."""
+    held = getattr(module, _CORRECTION, None)
+    return () if held is None else (held,)
+
+
+def _route(router: Any, *given: torch.Tensor) -> Route:
+    """The one that gives what the router gives, tried out. given: the correction, where the router gets it."""
     if unknown := {name for name, _ in router.named_parameters()} - {"weight", "bias"}:
         raise ProgramUnsupportedError(f"{type(router).__name__} has {', '.join(sorted(unknown))} beside its weight")
-    x, expected = _tried(router)
+    x, expected = _tried(router, *given)
     logits = nn.functional.linear(x, router.weight.float(), _float(getattr(router, "bias", None)))
     for scores, renormalises in product(_SCORES, (False, True)):
-        route = _candidate(router, scores, renormalises)
+        route = _candidate(router, scores, renormalises, *given)
         if torch.allclose(route.of(logits), expected, rtol=1e-2, atol=1e-5):
             return route
     raise ProgramUnsupportedError(f"{type(router).__name__} chooses experts in a way of its own")
 
 
-def _tried(router: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _tried(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Some rows, and a share for each expert. Computed in float32, so that no rounding chooses other experts, and with
     logits so small that several experts have shares that count."""
     weight, bias = router.weight, getattr(router, "bias", None)
@@ -105,7 +113,7 @@ def _tried(router: Any) -> tuple[torch.Tensor, torch.Tensor]:
         router.weight = nn.Parameter(weight.float(), requires_grad=False)
         if bias is not None:
             router.bias = nn.Parameter(bias.float(), requires_grad=False)
-        _, shares, chosen = router(x)
+        _, shares, chosen = router(x, *given)
     finally:
         router.weight = weight
         if bias is not None:
@@ -115,14 +123,14 @@ def _tried(router: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.zeros(8, weight.shape[0]).scatter_(1, chosen, shares.float())
 
 
-def _candidate(router: Any, scores: Scores, renormalises: bool) -> Route:
+def _candidate(router: Any, scores: Scores, renormalises: bool, *given: torch.Tensor) -> Route:
     groups = int(getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1)
     return Route(
         top_k=int(router.top_k),
         scores=scores,
         renormalises=renormalises,
-        factor=float(getattr(router, "routed_scaling_factor", None) or 1.0),
-        correction=_float(getattr(router, "e_score_correction_bias", None)),
+        factor=next((float(value) for name in _FACTORS if (value := getattr(router, name, None))), 1.0),
+        correction=_float(given[0] if given else getattr(router, _CORRECTION, None)),
         groups=groups if groups > 1 else 0,
         top_groups=int(getattr(router, "topk_group", None) or 1) if groups > 1 else 0,
     )
