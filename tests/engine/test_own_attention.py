@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
     [
         {"new_decoder_architecture": True, "num_kv_heads": 2},
         {"multi_query": True},
-        {"multi_query": False, "parallel_attn": False, "bias": True},
+        {"multi_query": False, "num_kv_heads": 4, "parallel_attn": False, "bias": True},
     ],
     ids=lambda changes: " ".join(changes),
 )
