@@ -1,25 +1,126 @@
-"""`python -m tools.families`: the table of docs/models.md from tests/helpers/families.py.
+"""`python -m tools.families`: the tables of docs/models.md, from what the engine makes of each family.
+
+    python -m tools.families            writes the page again, after a change of tests/helpers/families.py
+    python -m tools.families --all      first tries every causal language model of transformers (10 minutes)
+    python -m tools.families qwen3 glm  first tries these
 
 For: the page of model families. Invariant: tests/engine/test_families.py fails when the page is not what this writes.
 """
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Final
 
-from tests.helpers.families import rows_of_docs
+import torch
+import transformers
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
-_FIRST, _LAST = "| family |", "## "
+from llmbackend.gguf import families as gguf_families
+from tests.helpers.families import ALL, RESULTS_FILE, Result, family_of, results, tried
+
+PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+_BEGIN, _END = "<!-- python -m tools.families -->", "<!-- end -->"
+_MOST_TEXT: Final = 200
+_MOST_S: Final = 120.0
+"""For one family; a load that hangs is a result, too."""
 
 
 def page() -> str:
-    """The page with the table as it should be."""
-    text = PAGE.read_text()
-    begin = text.index(_FIRST)
-    end = text.index(_LAST, begin)
-    return text[:begin] + "\n".join(rows_of_docs()) + "\n\n" + text[end:]
+    """The page with the tables as they should be."""
+    before, _, rest = PAGE.read_text().partition(_BEGIN)
+    return before + "\n".join((_BEGIN, "", *_tables(results()), "", _END)) + rest.partition(_END)[2]
+
+
+def _tables(found: Mapping[str, Result]) -> Iterator[str]:
+    yield f"Of {len(found)} types of models in transformers {transformers.__version__}:"
+    yield ""
+    yield from _served(found)
+    yield ""
+    yield "Refused, by what the server says of them:"
+    yield ""
+    yield from _by_reason(found, "refused")
+    yield ""
+    yield "Not tried, because transformers makes no model from a small config:"
+    yield ""
+    yield from _by_reason(found, "not built")
+
+
+def _served(found: Mapping[str, Result]) -> Iterator[str]:
+    of_llama = {"mistral", "mixtral"}
+    gguf = of_llama | {family.model_type for family in gguf_families.FAMILIES.values()}
+    yield "| family | models | computed by | why modules | GGUF |"
+    yield "|---|---|---|---|---|"
+    for how, text in (("native", "native program"), ("modules", "modules")):
+        for name in sorted(name for name, result in found.items() if result.how == how):
+            family = family_of(name)
+            why = family.note or found[name].why
+            yield f"| `{name}` | {family.models} | {text} | {why} | {'yes' if name in gguf else ''} |"
+
+
+def _by_reason(found: Mapping[str, Result], how: str) -> Iterator[str]:
+    names: dict[str, list[str]] = {}
+    for name, result in sorted(found.items()):
+        if result.how == how:
+            names.setdefault(_reason(result.why), []).append(f"`{name}`")
+    yield "| why | families |"
+    yield "|---|---|"
+    for why, each in sorted(names.items(), key=lambda item: -len(item[1])):
+        yield f"| {why} | {', '.join(each)} |"
+
+
+def _reason(text: str) -> str:
+    """In one line, without the name of the architecture."""
+    line = " ".join(text.rpartition("is not supported: ")[2].split()).replace("|", "/")
+    return line if len(line) <= _MOST_TEXT else f"{line[:_MOST_TEXT]} …"
+
+
+def try_families(names: Sequence[str]) -> None:
+    """Keeps what is found after each, so that a run that was cut off is not lost. Exits if some are served wrongly."""
+    torch.set_num_threads(1)
+    wrong = []
+    for name in names:
+        result = _in_a_process(name)
+        print(name, *result, flush=True)
+        if result.how in ("native", "modules", "refused", "not built"):
+            kept = {**results(), name: result}
+            lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(kept[key])}" for key in ALL if key in kept)
+            RESULTS_FILE.write_text(f"{{\n{lines}\n}}\n")
+        else:
+            wrong.append(name)
+    if wrong:
+        sys.exit(f"served otherwise than by transformers, or neither served nor refused: {', '.join(wrong)}")
+
+
+def _in_a_process(name: str) -> Result:
+    """A family that ends its process, or hangs, ends no other's."""
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe(duplex=False)
+    process = fork.Process(target=_try, args=(name, theirs))
+    process.start()
+    theirs.close()
+    try:
+        return Result(*ours.recv()) if ours.poll(_MOST_S) else Result("hangs")
+    except EOFError:
+        return Result("dies")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _try(name: str, answer: Connection) -> None:
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            answer.send(tried(family_of(name), Path(folder)))
+    except Exception as error:
+        answer.send(Result("is wrong", f"{type(error).__name__}: {error}"))
 
 
 if __name__ == "__main__":
+    try_families(ALL if sys.argv[1:] == ["--all"] else sys.argv[1:])
     PAGE.write_text(page())

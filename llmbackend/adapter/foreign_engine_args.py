@@ -119,7 +119,7 @@ SWITCHES = _names(
     enable_trace_replay engine_use_ray fail_on_environ_validation fully_sharded_loras interleave_mm_strings
     jit_monitor_verbose kv_cache_metrics kv_sharing_fast_prefill language_model_only
     long_prefill_token_threshold_adaptive mm_device_do_normalize mm_encoder_only multi_step_stream_outputs numa_bind
-    ray_workers_use_nsight return_sampling_mask scheduler_reserve_full_isl skip_mm_profiling skip_tokenizer_init
+    ray_workers_use_nsight return_sampling_mask scheduler_reserve_full_isl skip_mm_profiling
     sleep_mode_offload_cudagraph specialize_active_lora swa_bounded_replay use_fp64_gumbel use_replayssm
     use_tqdm_on_load use_v2_block_manager worker_use_ray
     """
@@ -192,7 +192,6 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "weights are read once, at the start": {"weight_transfer_config": (None,)},
     "no platform reads it": {"additional_config": ({}, None)},
     "the model's own tokenizer is needed, in the form of the transformers library": {
-        "skip_tokenizer_init": (False,),
         "tokenizer_mode": ("auto", "hf"),
     },
     "a model is one directory": {

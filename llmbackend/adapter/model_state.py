@@ -102,8 +102,9 @@ class ModelState:
         self._engine_indices = itertools.count()
         self.converter: RequestConverter | None = None
         """None until the first engine has reported its limits; of several engines, the strictest limits count."""
-        self._tokenizer = TokenizerLoader(self.arguments.engine) if schema.needs_tokenizer else None
         engine = self.arguments.engine
+        reads_text = schema.needs_tokenizer and not engine.skip_tokenizer_init
+        self._tokenizer = TokenizerLoader(engine) if reads_text else None
         configured = engine.lora_modules if engine.enable_lora else None
         self.loras = LoraRegistry(configured, self._timer, self.wake_engines, self.metrics.set_adapter)
 

@@ -104,7 +104,7 @@ HOST_FIELDS: Final = frozenset(
     {
         *("generation_config", "override_generation_config", "chat_template", "tool_call_parser", "reasoning_parser"),
         *("chat_template_content_format", "default_chat_template_kwargs", "trust_request_chat_template"),
-        "max_logprobs",
+        *("skip_tokenizer_init", "max_logprobs"),
     }
 )
 """Arguments that the model's host alone uses: models that differ in nothing else share fork servers and engines."""
@@ -195,6 +195,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     The model:
     model                         directory of a Hugging Face checkpoint, hub id, or "mock" (logits from a hash)
     tokenizer                     directory or hub id; "" = the model's
+    skip_tokenizer_init           whether requests and answers are token ids alone, and no tokenizer is loaded (host)
     generation_config             source of sampling defaults: "auto" = the model's generation_config.json, "vllm" =
                                   none, else a directory that has one (host)
     override_generation_config    sampling defaults that win over generation_config (host)
@@ -205,16 +206,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                                   "openai" = a list of parts (host)
     default_chat_template_kwargs  variables of the template where a request has none of the name (host)
     trust_request_chat_template   whether a conversation may bring its own template (host)
-    max_logprobs                  the most likely tokens that a request may ask for at a position; -1 = all of the
-                                  vocabulary (host)
+    max_logprobs                  most likely tokens that a request may ask for at a position; -1 = all (host)
     dtype                         of weights and activations; "auto" = the checkpoint's
     max_model_len                 tokens of a request, prompt and output; None = the model's limit
     trust_remote_code             whether code from the checkpoint may run
     load_format                   "safetensors", or "dummy" = random weights
     weight_cache_dir              folder of packed weights, from which the next start on CPU reads them; "" = the
                                   variable LLMBACKEND_WEIGHT_CACHE_DIR, else llmbackend/weights in $XDG_CACHE_HOME
-    weight_cache_size             GiB that it may hold; 0 = no packed weights are kept; None = the variable
-                                  LLMBACKEND_WEIGHT_CACHE_SIZE, else 32
+    weight_cache_size             GiB that it may hold; 0 = none; None = $LLMBACKEND_WEIGHT_CACHE_SIZE, else 32
     quantization                  weights per output channel and activations per token in 8 bits: "int8" integers,
                                   "fp8" floats (e4m3, on a GPU); "int4": weights in 4 bits, the output head's in 8,
                                   or all as a GGUF file has them, activations as int8 (on a CPU); None = none
@@ -280,6 +279,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str
     tokenizer: str = ""
+    skip_tokenizer_init: bool = False
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
     chat_template: str = ""

@@ -1,4 +1,4 @@
-"""Families of models: which run as one native program, and that program, modules and transformers agree.
+"""Families of models: each is served as docs/models.md says, with the tokens of transformers, or refused.
 
 The heads have the sizes of real models, because tiny ones do not fit the native layout and would prove nothing.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import transformers
 
-from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.kernels import library
-from llmbackend.engine.load_forecast import forecast
-from tests.helpers.families import FAMILIES, HEAD_DIMS, Family, assert_transformers, engine, generated, save_model
+from tests.helpers.families import ALL, FAMILIES, Family, results, tried
 from tools import families
 
 pytestmark = [
@@ -23,18 +22,16 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
-def test_a_family_is_computed_as_the_table_says(family: Family, tmp_path: Path) -> None:
+def test_a_family_is_computed_as_the_docs_say(family: Family, tmp_path: Path) -> None:
     """And gives the tokens of transformers; what `llmbackend check` says is the same."""
-    model = save_model(family, HEAD_DIMS[0], tmp_path)
-    core = engine(tmp_path, dtype="float32")
-    info = core.info
-    assert (info.path, info.path_reason[: len(family.why)]) == ("native" if family.is_native else "modules", family.why)
-    assert forecast(EngineConfig(model=str(tmp_path))).why_not_faster == info.path_reason
-    found = generated(core)
-    assert len({tuple(tokens) for tokens, _ in found}) == len(found), "the random model's output is degenerate"
-    assert_transformers(model, found)
+    assert tried(family, tmp_path) == results()[family.model_type]
 
 
-def test_the_docs_have_the_table() -> None:
-    """`python -m tools.families` writes it."""
+def test_the_docs_have_the_tables() -> None:
+    """`python -m tools.families` writes them."""
     assert families.PAGE.read_text() == families.page()
+
+
+def test_every_family_has_a_result() -> None:
+    """`python -m tools.families --all` finds it."""
+    assert list(results()) == list(ALL), f"those of transformers {transformers.__version__}"

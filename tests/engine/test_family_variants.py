@@ -1,4 +1,5 @@
-"""Families that run natively, in every type of weights and with longer heads. Nightly."""
+"""Families that run natively, in every type of weights and with longer heads; a sample of those that are not tried
+daily. Nightly."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ from pathlib import Path
 import pytest
 
 from llmbackend.engine.kernels import library
-from tests.helpers.families import HEAD_DIMS, NATIVE, Family, assert_transformers, engine, generated, save_model
+from tests.helpers.families import (
+    HEAD_DIMS,
+    NATIVE,
+    OTHERS,
+    Family,
+    assert_transformers,
+    engine,
+    generated,
+    results,
+    save_model,
+    tried,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,3 +47,8 @@ def test_program_and_modules_agree_with_longer_heads(family: Family, tmp_path: P
     found, of_modules = generated(native), generated(modules)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in of_modules]
     assert_transformers(model, found)
+
+
+@pytest.mark.parametrize("family", OTHERS[::4], ids=lambda family: family.model_type)
+def test_other_families_are_as_the_docs_say(family: Family, tmp_path: Path) -> None:
+    assert tried(family, tmp_path) == results()[family.model_type]

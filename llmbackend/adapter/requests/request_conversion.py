@@ -30,7 +30,7 @@ from ..structured_outputs.constraint import Constraint
 from ..tasks.infer_task import InferTask, RequestSpans, TracedInferTask
 from ..text.output_assembler import OutputAssembler
 from ..text.token_bias import TokenBias, banned_texts
-from ..text.tokenizer import ModelTokenizer
+from ..text.tokenizer import ModelTokenizer, no_tokenizer
 from .prompts import PromptMaker
 from .response_sender import Choice, CollectedChoices, ResponseSender
 from .resuming import PieceRecord, ResumeState, prior_output, replay
@@ -86,6 +86,16 @@ def _spans(request: Request, prompts: Sequence[_CheckedGeneration], num_generati
     operation = "text_completion" if prompts[0].inputs.messages is None else "chat"
     params = prompts[0].params
     return RequestSpans(trace, operation, params.sampling, params.n, num_generations)
+
+
+def _check_has_no_text(inputs: LlmInputs, params: GenerationParams) -> None:
+    """Of a request to a model without a tokenizer, whose prompt is token ids."""
+    if params.stop:
+        raise no_tokenizer("sampling parameter 'stop' has strings", "stop")
+    if params.constraint:
+        raise no_tokenizer("the request asks for structured output", params.constraint.place.param)
+    if inputs.options.prepend_prompt or "prompt_text" in inputs.options.outputs:
+        raise no_tokenizer("the request asks for its prompt as text")
 
 
 class RequestConverter:
@@ -199,6 +209,8 @@ class RequestConverter:
             defaults=self._sampling_defaults,
         )
         self._check_prompt_logprobs(params.sampling.prompt_logprobs, len(prompt.token_ids))
+        if not self._tokenizer.has_text:
+            _check_has_no_text(inputs, params)
         adapter = self._loras.take(params.lora_name)
         grammar, grammar_ns = self._grammar(params.constraint) if params.constraint else (NO_GRAMMAR, None)
         reasoning = params.reasoning.for_prompt(prompt.token_ids, self._tokenizer) if params.reasoning else None

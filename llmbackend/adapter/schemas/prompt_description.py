@@ -11,7 +11,7 @@ import numpy as np
 
 from llmbackend.core.backend_api import Tensor
 
-from ..text.tokenizer import ModelTokenizer
+from ..text.tokenizer import ModelTokenizer, no_tokenizer
 from .sampling import GenerationParams
 from .schema import LlmInputs, Prompt
 
@@ -22,6 +22,7 @@ TOKENIZER_CONFIG: Final = "tokenizer_config"
 ONLY_DESCRIPTION_OUTPUTS: Final = frozenset({PROMPT_TOKENS, MAX_MODEL_LEN, SAMPLING_PARAMETERS, TOKENIZER_CONFIG})
 """A generation cannot have them."""
 DESCRIPTION_OUTPUTS: Final = ONLY_DESCRIPTION_OUTPUTS | {"prompt_token_ids", "prompt_text", "num_input_tokens"}
+_OF_TEXT: Final = frozenset({PROMPT_TOKENS, TOKENIZER_CONFIG, "prompt_text"})
 _FILES: Final = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
 """Of a tokenizer's configuration: paths."""
 _TOKENS_PER_CALL: Final = 8192
@@ -30,6 +31,8 @@ _TOKENS_PER_CALL: Final = 8192
 def described(prompt: Prompt, inputs: LlmInputs, tokenizer: ModelTokenizer, max_model_len_tokens: int) -> list[Tensor]:
     """The requested outputs of DESCRIPTION_OUTPUTS. The text of a prompt of token ids has its special tokens."""
     ids, outputs, tensors = prompt.token_ids, inputs.options.outputs, []
+    if not tokenizer.has_text and (asked := outputs & _OF_TEXT):
+        raise no_tokenizer(f"'return_{min(asked)}' is true")
     if "prompt_token_ids" in outputs:
         parts = [np.array(part, np.int32) for part in _parts(ids)]
         tensors.append(Tensor.of("prompt_token_ids", np.concatenate(parts)))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders
 
-from llmbackend.core.backend_api import invalid_argument
+from llmbackend.core.backend_api import TritonError, invalid_argument
 from llmbackend.engine.messages import Vocabulary
 
 from .chat import Message
@@ -48,6 +48,11 @@ def _check_length(num_tokens: int, below: int | None) -> None:
         raise TooManyTokensError(num_tokens)
 
 
+def no_tokenizer(what: str, param: str | None = None) -> TritonError:
+    """For what a request with a text of any kind asks of a model without a tokenizer."""
+    return invalid_argument(f"{what}, but this model has no tokenizer: it takes and gives token ids", param=param)
+
+
 class Detokenizer:
     """Tokens of one generation to text, one by one, each at a cost that does not grow with the sequence. The base class
     is for generations whose text is not read."""
@@ -66,6 +71,7 @@ class Detokenizer:
 class ModelTokenizer:
     """A model's tokenizer and chat template. The base class is for models whose clients send and get token ids only."""
 
+    has_text = False
     max_token_chars = 1
     """Of the longest token: a long text has too many tokens, whatever they are."""
     chat_template = ""
@@ -76,7 +82,7 @@ class ModelTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         """The token ids of a text. Raises TooManyTokensError when they are not fewer than `below`."""
-        raise invalid_argument("this model accepts token ids and has no tokenizer")
+        raise no_tokenizer("the request has a text")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The whole text."""
@@ -91,6 +97,8 @@ class ModelTokenizer:
     ) -> str:
         """The prompt text of a conversation; encode it without special tokens. template: instead of the model's.
         Raises TritonError INVALID_ARG."""
+        if not self.has_text:
+            raise no_tokenizer("'messages' was given")
         from .chat_template import request_template  # its library is not needed before a model has a tokenizer
 
         chosen = self._template
@@ -133,6 +141,7 @@ class ModelTokenizer:
 class ByteTokenizer(ModelTokenizer):
     """The mock model's: ids 0 to 255 are bytes, 256 to 258 special tokens, all others have no text."""
 
+    has_text = True
     BOS, EOS, PAD = 256, 257, 258
     _TEMPLATE = (
         "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -198,6 +207,8 @@ def _longest_name(tokenizer: Tokenizer) -> int:
 
 class HuggingFaceTokenizer(ModelTokenizer):
     """A checkpoint's, run by the library `tokenizers`."""
+
+    has_text = True
 
     def __init__(
         self,

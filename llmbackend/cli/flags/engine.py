@@ -37,6 +37,7 @@ _INERT: Final = "--model: arguments of vLLM without effect here"
 
 _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "tokenizer": (_MODEL, "Directory or hub id of the tokenizer; default: that of the model."),
+    "skip_tokenizer_init": (_MODEL, "No tokenizer: requests and answers are token ids."),
     "chat_template": (_MODEL, "File of a chat template (Jinja), or the template itself; default: the model's."),
     "tool_call_parser": (_MODEL, "Format of the model's tool calls (vLLM's names); default: from its chat template."),
     "reasoning_parser": (_MODEL, "Format of the model's reasoning (vLLM's names); default: from its chat template."),

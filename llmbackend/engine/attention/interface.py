@@ -64,6 +64,7 @@ class AttentionContext(Protocol):
 
 class _Active(threading.local):
     context: AttentionContext | None = None
+    mask_windows: set[int] | None = None
 
 
 _active = _Active()
@@ -79,7 +80,21 @@ def active_context(context: AttentionContext) -> Iterator[None]:
         _active.context = previous
 
 
-def _attention_function(
+def is_active() -> bool:
+    return _active.context is not None
+
+
+@contextmanager
+def noted_mask_windows() -> Iterator[set[int]]:
+    """The windows of the masks that models ask for on this thread, which are not made."""
+    previous, _active.mask_windows = _active.mask_windows, set()
+    try:
+        yield _active.mask_windows
+    finally:
+        _active.mask_windows = previous
+
+
+def attention_function(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -109,11 +124,13 @@ def _attention_function(
     return context.attend(module, q, k, v, options).unsqueeze(0), None
 
 
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+def _no_mask(*_args: Any, local_size: int | None = None, **_kwargs: Any) -> None:
     """The context knows causality and where sequences begin."""
+    if local_size is not None and _active.mask_windows is not None:
+        _active.mask_windows.add(local_size)
 
 
 def register() -> None:
     """Makes PAGED_ATTENTION known to `transformers`; may be called any number of times."""
-    ALL_ATTENTION_FUNCTIONS.register(PAGED_ATTENTION, _attention_function)
+    ALL_ATTENTION_FUNCTIONS.register(PAGED_ATTENTION, attention_function)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PAGED_ATTENTION, _no_mask)

@@ -7,6 +7,9 @@ attention function, the logits that it gives on its own; any other would serve n
 
 from __future__ import annotations
 
+import inspect
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +18,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ..attention.interface import PAGED_ATTENTION, AttentionOptions, LayerShape, active_context
+from ..attention import own_attention
+from ..attention.interface import (
+    PAGED_ATTENTION,
+    AttentionOptions,
+    LayerShape,
+    active_context,
+    noted_mask_windows,
+)
 from ..attention.reference import grouped_attention
 from ..errors import ProgramUnsupportedError
 
@@ -30,6 +40,7 @@ _ENCODER_TASKS = (
     "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
     "ForMultipleChoice", "ForNextSentencePrediction",
 )  # fmt: skip
+_TABLES = "ATTENTION_CLASSES"
 _PROBE_LENS = [5, 3]
 _MAX_QUANTIZED_ERROR = {"int8": 0.25, "int4": 0.25, "fp8": 0.4}
 """Rounding to 8 bits flips with the last bit of its input, so two programs of one model in 8 bits agree no better than
@@ -90,12 +101,21 @@ def check_config(config: Any) -> None:
         is_known = bool(kinds) and kinds <= _SUPPORTED_LAYER_TYPES
         if getattr(model_class, "_is_stateful", False) and not is_known:
             raise unsupported(name, "it keeps a recurrent state per sequence, which paged KV memory cannot hold")
-        if not model_class._can_set_attn_implementation():
+        if reason := own_attention.why_not(config):
+            raise unsupported(name, reason)
+        own_attention.lead_to_interface(model_class)
+        if not _calls_attention_interface(model_class):
             raise unsupported(name, "its attention does not go through transformers' attention interface")
     elif not getattr(config, "auto_map", None):
         raise unsupported(name, "transformers has no causal language model of this kind")
     if unknown := sorted(kinds - _SUPPORTED_LAYER_TYPES):
         raise unsupported(name, f"its layers of type {', '.join(unknown)} are not plain or sliding-window attention")
+
+
+def _calls_attention_interface(model_class: Any) -> bool:
+    """Older code chooses its attention from a table of its own."""
+    tables = (value for name, value in vars(sys.modules[model_class.__module__]).items() if name.endswith(_TABLES))
+    return bool(model_class._can_set_attn_implementation()) and all(PAGED_ATTENTION in table for table in tables)
 
 
 def causal_lm_class(config: Any) -> Any | None:
@@ -183,6 +203,8 @@ def check_model(model: Any, quantization: str | None = None) -> CheckedModel:
         recorder.shapes, recorder.options, sequences, _own_logits(model, sequences), quantization, has_experts
     )
     if difference := checked.difference(flattened):
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise unsupported(name, "it numbers tokens itself, which goes wrong with several sequences in a batch")
         raise unsupported(
             name, f"logits of a flattened batch differ from its own {difference}; it would compute nonsense"
         )
@@ -201,13 +223,24 @@ def check_calls(model: Any) -> tuple[RecordingAttention, tuple[torch.Tensor, ...
     logits = []
     for batch in batches:
         recorder = RecordingAttention([len(sequence) for sequence in batch])
-        with active_context(recorder):
-            logits.append(_logits(model, batch))
-        _check_calls(name, config, recorder)
+        with noted_mask_windows() as windows, active_context(recorder):
+            logits.append(_flattened_logits(model, batch))
+        _check_calls(name, config, recorder, windows)
     return recorder, sequences, torch.cat(logits)
 
 
-def _check_calls(name: str, config: Any, recorder: RecordingAttention) -> None:
+def _flattened_logits(model: Any, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of modules that nobody may have run in such a batch. Raises ValueError as check_config does."""
+    try:
+        return _logits(model, batch, _positions(batch))
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError) or next(model.parameters()).is_meta:
+            raise
+        reason = f"its modules cannot run several sequences in a batch ({type(error).__name__}: {error})"
+        raise unsupported(type(model).__name__, reason) from error
+
+
+def _check_calls(name: str, config: Any, recorder: RecordingAttention, mask_windows: set[int]) -> None:
     expected_calls = int(config.num_hidden_layers)
     if is_recurrent(config):
         expected_calls = sum(map(_attends, layer_types(config)))
@@ -220,21 +253,29 @@ def _check_calls(name: str, config: Any, recorder: RecordingAttention) -> None:
     if recorder.problems:
         raise unsupported(name, recorder.problems[0])
     sliding = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
-    if sliding and sum(sliding) != recorder.num_sliding_layers:
+    length = getattr(config, "max_position_embeddings", None) or math.inf
+    if sliding:
+        is_passed = sum(sliding) == recorder.num_sliding_layers
+    else:
+        is_passed = recorder.num_sliding_layers > 0 or all(window >= length for window in mask_windows)
+    if not is_passed:
         raise unsupported(name, "its sliding windows are not passed to the attention function")
 
 
 def _own_logits(model: Any, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
     model.set_attn_implementation("eager")
     try:
-        return torch.cat([_logits(model, [sequence]) for sequence in sequences])
+        return torch.cat([_logits(model, [sequence], None) for sequence in sequences])
     finally:
         model.set_attn_implementation(PAGED_ATTENTION)
 
 
-def _logits(model: Any, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All logits [tokens, vocab] of the sequences flattened into one batch."""
-    positions = torch.cat([torch.arange(len(sequence), device=sequence.device) for sequence in sequences])
+def _positions(sequences: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.arange(len(sequence), device=sequence.device) for sequence in sequences])[None]
+
+
+def _logits(model: Any, sequences: Sequence[torch.Tensor], positions: torch.Tensor | None) -> torch.Tensor:
+    """All logits [tokens, vocab] of the sequences flattened into one batch. positions: None: the model's own."""
     input_ids = torch.cat(list(sequences))[None]
     # Without a mask transformers reads the values of the positions, which a tensor without memory has not, and for
     # recurrent layers those of a mask.
@@ -242,7 +283,7 @@ def _logits(model: Any, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
     if mask is not None and is_recurrent(model.config):
         attends = any(map(_attends, layer_types(model.config)))
         mask = dict.fromkeys((*layer_types(model.config), "full_attention", "linear_attention")) if attends else None
-    output = model(input_ids=input_ids, position_ids=positions[None], attention_mask=mask, use_cache=False)
+    output = model(input_ids=input_ids, position_ids=positions, attention_mask=mask, use_cache=False)
     logits: torch.Tensor = output.logits[0]
     return logits.to(model.get_input_embeddings().weight.dtype)  # some models widen what they have rounded before
 

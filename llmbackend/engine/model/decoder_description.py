@@ -206,6 +206,8 @@ def _layer(
     placed = NORMS_BY_PLACE.get(names)
     if placed is None or not hasattr(layer, "self_attn") or mlp is None:
         raise ProgramUnsupportedError(f"{type(layer).__name__} has the norms {', '.join(sorted(names))}")
+    if names == NORMS_OF_PARALLEL and hasattr(mlp, "experts"):
+        raise ProgramUnsupportedError(f"{type(layer).__name__} has experts beside attention")
     width = int(config.hidden_size)
     norms = [norm_of(getattr(layer, name), width) if name else None for name in placed]
     return Layer(
@@ -227,6 +229,8 @@ def _attention(index: int, module: Any, options: AttentionOptions, rotations: Ro
     norm_names = ("query_layernorm", "key_layernorm") if hasattr(module, "query_layernorm") else ("q_norm", "k_norm")
     expect_children(module, {*names, out_name}, frozenset(norm_names))
     projections = {name: projection_of(getattr(module, name)) for name in (*names, out_name)}
+    if len(names) == 3 and projections["k_proj"].weight.n != projections["v_proj"].weight.n:
+        raise ProgramUnsupportedError(f"{type(module).__name__} has keys and values of different sizes")
     qkv = projections["qkv_proj"] if len(names) == 1 else qkv_of([projections[name] for name in names])
     out = projections[out_name]
     head_dim = int(module.head_dim)

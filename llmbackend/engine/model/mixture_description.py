@@ -7,7 +7,6 @@ with the module itself; what is not understood raises ProgramUnsupportedError.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any, Final, Literal
 
@@ -25,6 +24,8 @@ _SHARED_GATE: Final = "shared_expert_gate"
 _EPSILONS: Final = {"softmax": (0.0,), "sigmoid": (1e-20, 1e-6)}
 _LOW: Final = -12.0
 """Logits of experts, so low that an epsilon shows in the shares of their sigmoids."""
+_CORRECTION: Final = "e_score_correction_bias"
+_FACTORS: Final = ("routed_scaling_factor", "router_scaling_factor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +81,25 @@ def describe_mixture(module: Any) -> Mixture:
     bias = getattr(own, "bias", None)
     return Mixture(
         router=Projection(module.experts.router, None if bias is None else bias.detach().float()),
-        route=_route(own, getattr(module, "expert_bias", None)),
+        route=_route(own, *_correction_of(module)),
         experts=module.experts,
         shared=None if shared is None else plain_mlp_of(shared) or mlp_of(shared),
         shared_gate=None if gate is None else projection_of(gate),
     )
 
 
-def _route(router: Any, bias: torch.Tensor | None) -> Route:
-    """The one that gives what the router gives, tried out. bias: of the choice, which a router may be called with."""
+def _correction_of(module: Any) -> tuple[torch.Tensor, ...]:
+    """What some blocks keep for their router, and give it."""
+    held = getattr(module, _CORRECTION, getattr(module, "expert_bias", None))
+    return () if held is None else (held,)
+
+
+def _route(router: Any, *given: torch.Tensor) -> Route:
+    """The one that gives what the router gives, tried out. given: the correction, where the router gets it."""
     if unknown := {name for name, _ in router.named_parameters()} - {"weight", "bias"}:
         raise ProgramUnsupportedError(f"{type(router).__name__} has {', '.join(sorted(unknown))} beside its weight")
-    call = router if bias is None else partial(router, expert_bias=bias)
-    correction = _float(getattr(router, "e_score_correction_bias", bias))
-    logits, expected = _tried(router, call)
+    correction = _float(given[0] if given else getattr(router, _CORRECTION, None))
+    logits, expected = _tried(router, *given)
     for scores, renormalises in product(_SCORES, (False, True)):
         for epsilon in _EPSILONS[scores]:
             route = _candidate(router, scores, renormalises, correction, epsilon)
@@ -102,29 +108,29 @@ def _route(router: Any, bias: torch.Tensor | None) -> Route:
     raise ProgramUnsupportedError(f"{type(router).__name__} chooses experts in a way of its own")
 
 
-def _tried(router: Any, call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _tried(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of some rows, and a share for each expert. Computed in float32, so that no rounding chooses other experts,
     and with logits so small that several experts have shares that count, or all of them low."""
     weight, bias = router.weight, getattr(router, "bias", None)
     x = torch.arange(1.0, 8.0 * weight.shape[1] + 1).sin().view(8, -1)
     x /= nn.functional.linear(x, weight.float()).std().clamp(min=1e-6)
     low = ((_LOW - 0.01 * torch.arange(len(weight))) / weight.shape[1])[:, None].expand(weight.shape)
-    logits, given = [], []
+    logits, shares_of = [], []
     try:
         if bias is not None:
             router.bias = nn.Parameter(bias.float(), requires_grad=False)
         for tried, rows in ((weight.float(), x), (low, torch.ones(1, weight.shape[1]))):
             router.weight = nn.Parameter(tried, requires_grad=False)
-            _, shares, chosen = call(rows)
+            _, shares, chosen = router(rows, *given)
             if chosen.shape != shares.shape or chosen.dim() != 2:
                 raise ProgramUnsupportedError(f"{type(router).__name__} gives no shares of chosen experts")
             logits.append(nn.functional.linear(rows, tried, _float(bias)))
-            given.append(torch.zeros(len(rows), weight.shape[0]).scatter_(1, chosen, shares.float()))
+            shares_of.append(torch.zeros(len(rows), weight.shape[0]).scatter_(1, chosen, shares.float()))
     finally:
         router.weight = weight
         if bias is not None:
             router.bias = bias
-    return torch.cat(logits), torch.cat(given)
+    return torch.cat(logits), torch.cat(shares_of)
 
 
 def _candidate(
@@ -135,7 +141,7 @@ def _candidate(
         top_k=int(router.top_k),
         scores=scores,
         renormalises=renormalises,
-        factor=float(getattr(router, "routed_scaling_factor", None) or 1.0),
+        factor=next((float(value) for name in _FACTORS if (value := getattr(router, name, None))), 1.0),
         correction=correction,
         groups=groups if groups > 1 else 0,
         top_groups=int(getattr(router, "topk_group", None) or 1) if groups > 1 else 0,

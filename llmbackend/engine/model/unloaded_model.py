@@ -233,8 +233,9 @@ def _give_values(model: Any) -> None:
             if parameter.dim() == 1:
                 setattr(module, name, nn.Parameter(torch.ones(parameter.shape, dtype=parameter.dtype)))
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.dim() == 1 and buffer.is_meta:
-                setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+            if buffer.dim() == 1 and buffer.is_meta:  # a router's correction shows how it is used
+                most = 1.0 if name.endswith("correction_bias") else 0.0
+                setattr(module, name, torch.linspace(0.0, most, len(buffer), dtype=buffer.dtype))
     for router, _ in packed_routers(model):
         router.weight = nn.Parameter(torch.randn(router.weight.shape).to(router.weight.dtype))
     embedding = model.get_input_embeddings()
