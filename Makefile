@@ -33,6 +33,8 @@
 #              by its name, with structured output, drafts, faults and a restart
 # make bench   measures our engine and its peers and writes docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
 #              ARGS=--int4: GGUF files and int4 beside llama.cpp and OpenVINO, docs/benchmarks_int4.md
+# make bench-servers   our server, vLLM's and llama.cpp's under one outside load generator, the beginning of docs/benchmarks.md
+#              (hours; goes on where it stopped; ARGS="--minutes 30 --models smollm2" for less)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -48,7 +50,7 @@ DOWNLOAD_TEMPLATES = $(BIN)/python -m pip download --quiet --disable-pip-version
 ARGS ?=
 MODEL :=
 
-.PHONY: serve test test-all check lint unit unit-all smoke smoke-fresh conformance conformance-live nvidias-backend real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check real-models release-check docs sbom types-check clean
+.PHONY: serve test test-all check lint unit unit-all smoke smoke-fresh conformance conformance-live nvidias-backend real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench bench-servers wheel wheel-check deploy-check real-models release-check docs sbom types-check clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve $(if $(MODEL),--model $(MODEL),--model-repository model_repository) --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -142,6 +144,9 @@ fields: $(VENV)/.test
 
 bench: $(VENV)/.serve $(VENV)/real_models
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-servers: $(VENV)/.serve $(VENV)/real_models
+	$(BIN)/python -m benchmarks.servers $(ARGS)
 
 # auditwheel refuses kernels that need a newer system than torch's own wheels do.
 wheel: $(WHEEL_VENV)/.tools
