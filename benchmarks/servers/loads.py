@@ -92,9 +92,10 @@ def measure(
     with tempfile.TemporaryDirectory() as directory:
         dataset = Path(directory) / "requests.jsonl"
         dataset.write_text("".join(json.dumps(one) + "\n" for one in requests_of(load, count, round_number)))
-        command = [str(environments.folder("vllm") / "bin" / "vllm"), "bench", "serve", "--backend", "openai-chat"]
-        command += ["--base-url", url, "--endpoint", "/v1/chat/completions", "--model", SERVED_NAME]
+        command = [str(environments.folder("vllm") / "bin" / "vllm"), "bench", "serve", "--backend", "openai"]
+        command += ["--base-url", url, "--endpoint", "/v1/completions", "--model", SERVED_NAME]
         command += ["--tokenizer", str(tokenizer), "--dataset-name", "custom", "--dataset-path", str(dataset)]
+        # Of a chat it would take the event with the role for the first token.
         command += ["--custom-output-len", "-1", "--disable-shuffle", "--skip-chat-template", "--ignore-eos"]
         command += ["--temperature", "0", "--num-prompts", str(count), "--num-warmups", str(WARM_UPS)]
         command += ["--max-concurrency", str(load.streams)] if load.streams else ["--request-rate", str(load.rate)]

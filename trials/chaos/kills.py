@@ -1,8 +1,8 @@
 """`make kills`: engines are killed under every kind of stream until a number of kills is reached, over many nights.
 
 For: the command line. Does not know: how a stream is judged. Invariants: each pass has its own server, requests and
-moments, made from its number; what has been seen is in the state file after every pass, so that an interrupted run loses
-no more than that pass.
+moments, made from its number; what has been seen is in the state file after every pass, so an interrupted run loses no
+more than that pass.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ async def run_kills(target: int, path: Path, minutes: float) -> int:
     """Until `target` kills, or for as long; the exit code."""
     seen, until_s = read(path), time.monotonic() + 60 * minutes
     while seen.kills < target and time.monotonic() < until_s:
-        act, rows = _act(seen.passes), list[Row]()
-        await play(act, act.rounds, rows)
+        played, rows = act(seen.passes), list[Row]()
+        await play(played, played.rounds, rows)
         seen.add(rows)
         write(path, seen)
         print(seen, flush=True)
     return 1 if seen.problems else 0
 
 
-def _act(number: int) -> Act:
+def act(number: int) -> Act:
     makers = (_plain, _agents, _resumed, _small)
     return makers[number % len(makers)](1000 * (number + 1))
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from .faults import FAULTS
-from .supervised import Rival, command_of, supervised
+from .supervised import Rival, command_of, free_port, supervised
 from .table import markdown
 from .trial import run_trial
 
@@ -30,7 +30,7 @@ def main(
     only: Annotated[str, typer.Option(help="Faults whose name contains this.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Of every fault.")] = 1,
     streams: Annotated[int, typer.Option(min=1, help="That live when the fault comes.")] = 64,
-    port: Annotated[int, typer.Option(help="On loopback.")] = 8400,
+    port: Annotated[int, typer.Option(help="On loopback; 0 = a free one.")] = 0,
     model: Annotated[str, typer.Option(help="In requests; by default the first that the server names.")] = "",
     health: Annotated[str, typer.Option(help="The path of its liveness probe.")] = "/health",
     results: Annotated[Path, typer.Option(help="JSON lines.")] = Path("build/rivals.jsonl"),
@@ -40,7 +40,7 @@ def main(
     if table:
         print(markdown(lines))
         return
-    rival = Rival(name, command_of(context.args), port, model, health)
+    rival = Rival(name, command_of(context.args), port or free_port(), model, health)
     for round_number in range(rounds):
         for fault in FAULTS:
             key = {"server": name, "fault": fault, "round": round_number}

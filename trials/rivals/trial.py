@@ -73,14 +73,14 @@ class _Clients:
 
 
 def make_specs(model: str, count: int) -> list[StreamSpec]:
-    """Different prompts of one kind; greedy."""
+    """Different prompts of one kind, greedy. As completions, whose first event is a token, not a role."""
     sampling = json.dumps({"max_tokens": OUTPUT_TOKENS, "temperature": 0.0})
     return [
         StreamSpec(
             index=index,
-            protocol="chat",
+            protocol="completions",
             model=model,
-            prompt=f"Write a long story about {_THINGS[index % 8]} {_PLACES[index // 8 % 8]}.",
+            prompt=f"This is a long story about {_THINGS[index % 8]} {_PLACES[index // 8 % 8]}. Once upon a time",
             sampling_json=sampling,
             streams=True,
             logprobs=None,
@@ -152,7 +152,7 @@ async def _probe(server: Supervised) -> None:
 def _judged(
     expected: dict[StreamSpec, Outcome], runs: Sequence[Run], served_s: float | None, server: Supervised
 ) -> Result:
-    ways = Counter(_way(expected[run.spec], run) for run in runs)
+    ways = Counter(way(expected[run.spec], run) for run in runs)
     errors = Counter(run.outcome.error for run in runs if run.outcome.error)
     return Result(
         whole=ways["whole"],
@@ -166,7 +166,7 @@ def _judged(
     )
 
 
-def _way(expected: Outcome, run: Run) -> str:
+def way(expected: Outcome, run: Run) -> str:
     """A stream that ended in the middle without an error is lost, too."""
     seen = run.outcome
     if run.abandoned:
