@@ -49,7 +49,7 @@ class Load:
 LOADS = (
     Load("1 stream", 8, streams=1),
     Load("8 streams", 32, streams=8),
-    Load("64 streams", 128, streams=64),
+    Load("64 streams", 64, streams=64),
     Load("1 request/s", 30, rate=1.0),
     Load("2 requests/s", 60, rate=2.0),
     Load("64 streams, shared 512 tokens", 128, streams=64, prefix_tokens=512, output_tokens=32),

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.server_process import ROOT, write_mock_model
 from trials.chaos.load import Run
 from trials.chaos.outcome import Outcome
 from trials.rivals.faults import FAULTS
 from trials.rivals.table import markdown
 from trials.rivals.trial import make_specs, way
 
-ROOT = Path(__file__).resolve().parents[2]
 WHOLE = Outcome("one two", finish_reason="length")
 
 
@@ -48,8 +48,10 @@ def test_a_killed_server_loses_its_streams_and_serves_again(tmp_path: Path) -> N
     results = tmp_path / "results.jsonl"
     command = [sys.executable, "-m", "trials.rivals", "--only", "SIGKILL of the serving process", "--streams", "4"]
     command += ["--results", str(results), "--health", "/v2/health/live", "ours", "--"]
-    serve = [sys.executable, "-m", "llmbackend.cli", "serve", "--model", "mock", "--http-address", "127.0.0.1"]
-    subprocess.run([*command, *serve, "--http-port", "{port}"], cwd=ROOT, check=True, timeout=100)
+    write_mock_model(tmp_path / "models", mock_step_ms=15)
+    serve = [sys.executable, "-m", "llmbackend.cli", "serve", "--model-repository", str(tmp_path / "models")]
+    ports = ["--http-address", "127.0.0.1", "--http-port", "{port}", "--allow-grpc", "false", "--metrics-port", "0"]
+    subprocess.run([*command, *serve, *ports], cwd=ROOT, check=True, timeout=100)
     (line,) = [json.loads(line) for line in results.read_text().splitlines()]
     assert (line["lost"], line["restarts"]) == (4, 1)
     assert line["served_s"] is not None

@@ -43,6 +43,7 @@ from .server import ModelSetup, demo, mock
 from .slow_readers import slow_readers
 from .specs import Lengths, StreamSpec, make_specs, resumed
 from .stage import Stage, open_stage
+from .system_rounds import clock_jumps, failing_syncs, slow_syncs
 from .table import Row, print_report, print_row
 
 RoundFunction = Callable[[Stage], Awaitable[Row]]
@@ -65,6 +66,7 @@ class Act:
     specs: Sequence[StreamSpec]
     rounds: Sequence[Round]
     arguments: Sequence[str] = ()
+    has_system_faults: bool = False
 
 
 def hurt(model: str, fault: Fault, times: int, seed: int, **more: bool | int | str | tuple[float, float]) -> Round:
@@ -79,6 +81,7 @@ def acts() -> list[Act]:
         _agents_act(),
         _resumed_act(),
         _host_deaths_act(),
+        _system_act(),
         *(_sigterm_act(kill) for kill in (False, True)),
     ]
 
@@ -162,6 +165,19 @@ def _host_deaths_act() -> Act:
     return Act([agents_model("agents")], specs, rounds)
 
 
+def _system_act() -> Act:
+    """With a response store on disk."""
+    rounds = [
+        Round("clock jumps agents", lambda stage: clock_jumps(stage, "agents", seed=81)),
+        Round("fsync fails agents", lambda stage: failing_syncs(stage, "agents", seed=82)),
+        Round("slow disk agents", lambda stage: slow_syncs(stage, "agents", seed=83)),
+    ]
+    chats, others = make_agent_specs(10, 28, "agents", ()), make_api_specs(11, 42, "agents")
+    specs = [*chats, *others, *resumed(chats)]
+    store = ("--response-store", "sqlite:{directory}/responses.sqlite")
+    return Act([agents_model("agents")], specs, rounds, store, has_system_faults=True)
+
+
 def _sigterm_act(kill: bool) -> Act:
     models = [mock("mock", mock_step_ms=15)]
     round_ = Round(f"SIGTERM{' kill' * kill} mock", lambda stage: sigterm(stage, "mock", seed=41, kill=kill))
@@ -192,7 +208,7 @@ async def run_chaos(*, quick: bool, only: str = "") -> int:
 
 async def play(act: Act, rounds: Sequence[Round], rows: list[Row]) -> None:
     began_s = time.monotonic()
-    async with open_stage(act.models, act.specs, act.arguments) as stage:
+    async with open_stage(act.models, act.specs, act.arguments, act.has_system_faults) as stage:
         print(f"-- {len(act.specs)} requests run undisturbed in {time.monotonic() - began_s:.0f} s", flush=True)
         for one in rounds:
             began_s = time.monotonic()
