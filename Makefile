@@ -11,6 +11,7 @@
 # make conformance-live   sends the same requests to a real Triton (370 MB from the package index) and to this server
 # make nvidias-backend   tests and transcripts with NVIDIA's python backend and cache in this host (ARGS=--isolated: in processes)
 # make chaos   faults of every kind under live streams: no token lost, repeated or changed (10 minutes)
+# make kills   10,000 kills of engines under every kind of stream; hours, goes on where it stopped (ARGS="--minutes 30")
 # make cluster  frontends, hosts, engines and Ray's processes are killed under live streams (ARGS="--kills 50" for less than all)
 # make clients real clients and their suites: openai, anthropic, LangChain, LiteLLM, LlamaIndex, Node, Codex, Claude Code (installs 1.6 GB); with VLLM_SOURCE=FOLDER vLLM's own server tests, too
 # make soak    saturation with random cancels and kills (20 minutes; ARGS="--minutes 120" for longer)
@@ -33,6 +34,8 @@
 #              by its name, with structured output, drafts, faults and a restart
 # make bench   measures our engine and its peers and writes docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
 #              ARGS=--int4: GGUF files and int4 beside llama.cpp and OpenVINO, docs/benchmarks_int4.md
+# make bench-servers   our server, vLLM's and llama.cpp's under one outside load generator, the beginning of docs/benchmarks.md
+#              (hours; goes on where it stopped; ARGS="--minutes 30 --models smollm2" for less)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -48,7 +51,7 @@ DOWNLOAD_TEMPLATES = $(BIN)/python -m pip download --quiet --disable-pip-version
 ARGS ?=
 MODEL :=
 
-.PHONY: serve test test-all check lint unit unit-all smoke smoke-fresh conformance conformance-live nvidias-backend real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check real-models release-check docs sbom types-check clean
+.PHONY: serve test test-all check lint unit unit-all smoke smoke-fresh conformance conformance-live nvidias-backend real-triton chaos cluster kills soak overload idle formats fuzz schemas stall fields clients bench bench-servers wheel wheel-check deploy-check real-models release-check docs sbom types-check clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve $(if $(MODEL),--model $(MODEL),--model-repository model_repository) --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -102,7 +105,7 @@ conformance-live: $(VENV)/.test
 nvidias-backend: $(VENV)/.test
 	$(BIN)/python -m trials.live.nvidias_backend $(ARGS)
 
-chaos cluster soak overload idle: $(VENV)/.test
+chaos cluster kills soak overload idle: $(VENV)/.test
 	$(BIN)/python -m trials.chaos $@ $(ARGS)
 
 # Where they cannot be fetched, the reason is shown, and the tests are skipped.
@@ -142,6 +145,9 @@ fields: $(VENV)/.test
 
 bench: $(VENV)/.serve $(VENV)/real_models
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-servers: $(VENV)/.serve $(VENV)/real_models
+	$(BIN)/python -m benchmarks.servers $(ARGS)
 
 # auditwheel refuses kernels that need a newer system than torch's own wheels do.
 wheel: $(WHEEL_VENV)/.tools

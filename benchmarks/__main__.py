@@ -15,7 +15,7 @@ from .entries import ENTRIES, FOUR_BITS, default_entries
 from .environments import Environments
 from .int4_report import write_int4_report
 from .report import summary, write_report
-from .servers import ServerSuite
+from .servers.page import RESULTS, write_section
 from .starts import StartSuite
 from .suite import Results, Suite
 from .workloads import DESCRIPTIONS, SHORT
@@ -75,10 +75,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--entries", type=_names(ENTRIES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout-s", type=float, default=900.0, help="for one workload, without loading")
-    parser.add_argument("--no-servers", action="store_true")
     parser.add_argument("--no-starts", action="store_true")
     parser.add_argument("--no-perplexity", action="store_true")
-    parser.add_argument("--only-servers", action="store_true", help="skip the engines alone (measured before)")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench")
     parser.add_argument("--results", type=Path, help="JSON lines, appended to; default: in the scratch folder")
     parser.add_argument("--page", type=Path)
@@ -108,28 +106,21 @@ def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def _measure(arguments: argparse.Namespace, environments: Environments, results: Results) -> None:
-    if not arguments.only_servers:
-        Suite(
-            environments=environments,
-            results=results,
-            models=arguments.models,
-            workloads=arguments.workloads,
-            entries=arguments.entries,
-            rounds=arguments.rounds,
-            timeout_s=arguments.timeout_s,
-        ).run()
+    Suite(
+        environments=environments,
+        results=results,
+        models=arguments.models,
+        workloads=arguments.workloads,
+        entries=arguments.entries,
+        rounds=arguments.rounds,
+        timeout_s=arguments.timeout_s,
+    ).run()
     if not arguments.no_perplexity:
         perplexity.run(environments, results)
         if arguments.int4:
             perplexity.run_files(environments, results)
     if not arguments.no_starts:
         StartSuite(environments, results, arguments.models, arguments.entries, arguments.rounds).run()
-    if not arguments.no_servers and not arguments.int4:
-        environments.install("vllm")
-        environments.install("perf_analyzer")
-        if any(ENTRIES[name].environment == "llama.cpp" for name in arguments.entries):
-            environments.install("llama-server")
-        ServerSuite(environments, results, arguments.models, arguments.rounds, arguments.timeout_s).run()
 
 
 def _write_page(environments: Environments, results: Results, page: Path) -> None:
@@ -139,6 +130,7 @@ def _write_page(environments: Environments, results: Results, page: Path) -> Non
     plot = [environments.python("plot"), Path(__file__).with_name("plot.py"), drawn, page.with_name(PLOT_NAME)]
     subprocess.run([str(word) for word in plot], check=True)
     write_report(results.lines, page, PLOT_NAME)
+    write_section(Results(RESULTS).lines, page)
 
 
 if __name__ == "__main__":

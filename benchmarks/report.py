@@ -48,7 +48,6 @@ PERPLEXITY = "perplexity"
 FILE_PERPLEXITY = "perplexity of files"
 BANDWIDTH = "read bandwidth"
 _NOT_OF_ENGINES = (PERPLEXITY, FILE_PERPLEXITY, BANDWIDTH)
-_SERVER_WORKLOADS = ("server HTTP", "server gRPC")
 
 
 def speed(workload: str, figures: Line) -> float:
@@ -121,7 +120,7 @@ def tables(lines: list[Line]) -> str:
     """Of each model, and what failed."""
     parts: list[str] = []
     for model in models_of(lines):
-        parts += [_offline_tables(lines, model), _start_table(lines, model), _server_table(lines, model)]
+        parts += [_offline_tables(lines, model), _start_table(lines, model)]
     return "\n".join(part for part in [*parts, _failures(lines)] if part)
 
 
@@ -274,23 +273,6 @@ def _start_table(lines: list[Line], model: str) -> str:
     times = "cold s | warm s | warm, first token s | restart s"
     head = f"| engine | {times} | engine's processes MB | host MB | all MB | rounds, spread |"
     return "\n".join(["### Start and memory", "", START_NOTE, "", head, "|---|" + "--:|" * 8, *rows, ""])
-
-
-def _server_table(lines: list[Line], model: str) -> str:
-    rows: list[str] = []
-    offline = next((w for w in (line["workload"] for line in lines) if w.startswith("offline")), "")
-    alone = medians(lines, model, offline)
-    for workload in _SERVER_WORKLOADS:
-        for name, figures in sorted(medians(lines, model, workload).items()):
-            share = figures["output_tokens_per_s"] / alone[name]["output_tokens_per_s"] if name in alone else None
-            keys = (("output_tokens_per_s", 1), ("ttft_p50_ms", 0), ("itl_p50_ms", 1), ("itl_p99_ms", 1))
-            cells = [workload.removeprefix("server "), name, *(_cell(figures, key, digits) for key, digits in keys)]
-            rows.append("| " + " | ".join([*cells, f"{100 * share:.0f} %" if share else "–", _rounds(figures)]) + " |")
-    if not rows:
-        return ""
-    head = "| load | engine | output tok/s | TTFT p50 | ITL p50 | ITL p99 | of the engine alone | rounds, spread |"
-    title = "### Through the server: 32 streaming clients, 64 requests, 32 tokens in, 128 out"
-    return "\n".join([title, "", head, "|---|---|--:|--:|--:|--:|--:|--:|", *rows, ""])
 
 
 def perplexity_table(lines: list[Line]) -> str:

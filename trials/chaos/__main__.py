@@ -1,4 +1,4 @@
-"""`python -m trials.chaos [chaos|cluster|soak|overload|idle]`: injects faults, and reports what clients saw.
+"""`python -m trials.chaos [chaos|cluster|kills|soak|overload|idle]`: injects faults, and reports what clients saw.
 
 chaos (the default) prints a table and `chaos: N faults, N streams, 0 lost`; with --quick it is a bounded half minute.
 Every command exits 1 when anything is not as it should be.
@@ -7,6 +7,7 @@ Every command exits 1 when anything is not as it should be.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -51,6 +52,18 @@ def cluster(
     from .cluster.run import Choice, run_cluster
 
     raise typer.Exit(asyncio.run(run_cluster(Choice(only, kills, seed, demo, quick))))
+
+
+@app.command()
+def kills(
+    target: Annotated[int, typer.Option(min=1, help="Kills in all, those of earlier runs included.")] = 10_000,
+    state: Annotated[Path, typer.Option(help="What has been seen so far.")] = Path("build/kills.json"),
+    minutes: Annotated[float, typer.Option(min=0, help="No pass begins later; the next run goes on.")] = 1e6,
+) -> None:
+    """Engines are killed under every kind of stream, thousands of times."""
+    from .kills import run_kills
+
+    raise typer.Exit(asyncio.run(run_kills(target, state, minutes)))
 
 
 @app.command()

@@ -44,6 +44,7 @@ from .server import ModelSetup, demo, mock
 from .slow_readers import slow_readers
 from .specs import Lengths, StreamSpec, make_specs, resumed
 from .stage import Stage, open_stage
+from .system_rounds import clock_jumps, failing_syncs, slow_syncs
 from .table import Row, print_report, print_row
 
 RoundFunction = Callable[[Stage], Awaitable[Row]]
@@ -66,9 +67,10 @@ class Act:
     specs: Sequence[StreamSpec]
     rounds: Sequence[Round]
     arguments: Sequence[str] = ()
+    has_system_faults: bool = False
 
 
-def _hurt(model: str, fault: Fault, times: int, seed: int, **more: bool | int | str | tuple[float, float]) -> Round:
+def hurt(model: str, fault: Fault, times: int, seed: int, **more: bool | int | str | tuple[float, float]) -> Round:
     round_ = EngineRound(model, fault, times, seed, **more)  # type: ignore[arg-type]
     return Round(f"{fault.name}{round_.beside} {model}", lambda stage: break_engine(stage, round_))
 
@@ -81,6 +83,7 @@ def acts() -> list[Act]:
         _hybrid_act(),
         _resumed_act(),
         _host_deaths_act(),
+        _system_act(),
         *(_sigterm_act(kill) for kill in (False, True)),
     ]
 
@@ -94,20 +97,20 @@ def _mock_act() -> Act:
         mock("wide", max_model_len=16384),
     ]
     rounds = [
-        _hurt("mock", KILL, 40, seed=11),
+        hurt("mock", KILL, 40, seed=11),
         Round("SIGKILL twice mock", lambda stage: kill_while_starting(stage, "mock", seed=12)),
-        _hurt("mock", KILL_WITH_FORK_SERVER, 4, seed=27),
-        _hurt("mock", STOP, 3, seed=13),
-        _hurt("mock", HANG, 3, seed=14),
-        _hurt("mock", EXCEPTION, 5, seed=15),
-        _hurt("mock", ESCAPE, 4, seed=16),
-        _hurt("mock", SEGFAULT, 4, seed=17),
-        _hurt("mock", EXIT, 4, seed=18),
-        _hurt("mock", OUT_OF_MEMORY, 5, seed=19),
-        _hurt("mock", NAN_LOGITS, 5, seed=20, fails=True),
-        _hurt("mock", MALFORMED, 4, seed=21),
+        hurt("mock", KILL_WITH_FORK_SERVER, 4, seed=27),
+        hurt("mock", STOP, 3, seed=13),
+        hurt("mock", HANG, 3, seed=14),
+        hurt("mock", EXCEPTION, 5, seed=15),
+        hurt("mock", ESCAPE, 4, seed=16),
+        hurt("mock", SEGFAULT, 4, seed=17),
+        hurt("mock", EXIT, 4, seed=18),
+        hurt("mock", OUT_OF_MEMORY, 5, seed=19),
+        hurt("mock", NAN_LOGITS, 5, seed=20, fails=True),
+        hurt("mock", MALFORMED, 4, seed=21),
         Round("poison mock", lambda stage: poison(stage, "mock", seed=22)),
-        _hurt("pair", KILL, 6, seed=23),
+        hurt("pair", KILL, 6, seed=23),
         Round("cancel while restarting mock", lambda stage: cancel_while_restarting(stage, "mock", seed=24)),
         Round("disconnects mock", lambda stage: disconnects(stage, "mock", seed=25)),
         Round("slow readers mock", lambda stage: slow_readers(stage, "mock", "wide")),
@@ -121,11 +124,11 @@ def _demo_act() -> Act:
     models = [demo("demo", step_timeout_s=10.0), demo("fragile", max_engine_failures=2)]
     specs = [*make_specs(2, 40, "demo", DEMO_LENGTHS), *make_specs(3, 8, "fragile", DEMO_LENGTHS)]
     rounds = [
-        _hurt("demo", KILL, 8, seed=31, concurrency=36),
-        _hurt("demo", KILL_WITH_FORK_SERVER, 1, seed=35, concurrency=36),
-        _hurt("demo", EXCEPTION, 2, seed=32, concurrency=36),
-        _hurt("demo", SEGFAULT, 1, seed=33, concurrency=36),
-        _hurt("demo", NAN_LOGITS, 2, seed=34, concurrency=36, fails=True),
+        hurt("demo", KILL, 8, seed=31, concurrency=36),
+        hurt("demo", KILL_WITH_FORK_SERVER, 1, seed=35, concurrency=36),
+        hurt("demo", EXCEPTION, 2, seed=32, concurrency=36),
+        hurt("demo", SEGFAULT, 1, seed=33, concurrency=36),
+        hurt("demo", NAN_LOGITS, 2, seed=34, concurrency=36, fails=True),
         Round("give up fragile", lambda stage: give_up(stage, "fragile", "demo", "1/model.safetensors")),
     ]
     return Act(models, specs, rounds)
@@ -135,10 +138,10 @@ def _agents_act() -> Act:
     """Few blocks: preemption is part of what goes on."""
     models = [agents_model("agents", step_timeout_s=10.0, num_kv_blocks=400)]
     rounds = [
-        _hurt("agents", KILL, 10, seed=51, concurrency=36),
-        _hurt("agents", EXCEPTION, 3, seed=52, concurrency=36),
-        _hurt("agents", HANG, 1, seed=53, concurrency=36),
-        _hurt("agents", OUT_OF_MEMORY, 2, seed=54, concurrency=36),
+        hurt("agents", KILL, 10, seed=51, concurrency=36),
+        hurt("agents", EXCEPTION, 3, seed=52, concurrency=36),
+        hurt("agents", HANG, 1, seed=53, concurrency=36),
+        hurt("agents", OUT_OF_MEMORY, 2, seed=54, concurrency=36),
         Round("cancel while restarting agents", lambda stage: cancel_while_restarting(stage, "agents", seed=55)),
         Round("disconnects agents", lambda stage: disconnects(stage, "agents", seed=56)),
     ]
@@ -172,8 +175,8 @@ def _resumed_act() -> Act:
     """Every connection breaks every few events, and its client comes back."""
     models = [mock("mock", mock_step_ms=15, block_size=8, num_kv_blocks=900), agents_model("agents")]
     rounds = [
-        _hurt("mock", KILL, 6, seed=61, beside=", connections cut"),
-        _hurt("agents", KILL, 3, seed=62, concurrency=36, beside=", connections cut"),
+        hurt("mock", KILL, 6, seed=61, beside=", connections cut"),
+        hurt("agents", KILL, 3, seed=62, concurrency=36, beside=", connections cut"),
     ]
     specs = resumed([*make_specs(7, 96, "mock", MOCK_LENGTHS), *make_agent_specs(8, 28, "agents", ())])
     return Act(models, specs, rounds)
@@ -185,6 +188,19 @@ def _host_deaths_act() -> Act:
     return Act([agents_model("agents")], specs, rounds)
 
 
+def _system_act() -> Act:
+    """With a response store on disk."""
+    rounds = [
+        Round("clock jumps agents", lambda stage: clock_jumps(stage, "agents", seed=81)),
+        Round("fsync fails agents", lambda stage: failing_syncs(stage, "agents", seed=82)),
+        Round("slow disk agents", lambda stage: slow_syncs(stage, "agents", seed=83)),
+    ]
+    chats, others = make_agent_specs(10, 28, "agents", ()), make_api_specs(11, 42, "agents")
+    specs = [*chats, *others, *resumed(chats)]
+    store = ("--response-store", "sqlite:{directory}/responses.sqlite")
+    return Act([agents_model("agents")], specs, rounds, store, has_system_faults=True)
+
+
 def _sigterm_act(kill: bool) -> Act:
     models = [mock("mock", mock_step_ms=15)]
     round_ = Round(f"SIGTERM{' kill' * kill} mock", lambda stage: sigterm(stage, "mock", seed=41, kill=kill))
@@ -193,9 +209,9 @@ def _sigterm_act(kill: bool) -> Act:
 
 def _quick_act() -> Act:
     rounds = [
-        _hurt("mock", KILL, 6, seed=11, pause_s=(0.05, 0.3)),
-        _hurt("mock", HANG, 1, seed=14),
-        _hurt("mock", EXCEPTION, 1, seed=15),
+        hurt("mock", KILL, 6, seed=11, pause_s=(0.05, 0.3)),
+        hurt("mock", HANG, 1, seed=14),
+        hurt("mock", EXCEPTION, 1, seed=15),
         Round("poison mock", lambda stage: poison(stage, "mock", seed=22, times=1)),
     ]
     models = [mock("mock", mock_step_ms=8, step_timeout_s=1.5, block_size=8, num_kv_blocks=500)]
@@ -209,13 +225,13 @@ async def run_chaos(*, quick: bool, only: str = "") -> int:
     for act in [_quick_act()] if quick else acts():
         rounds = [one for one in act.rounds if only.lower() in one.name.lower()]
         if rounds:
-            await _play(act, rounds, rows)
+            await play(act, rounds, rows)
     return print_report(rows)
 
 
-async def _play(act: Act, rounds: Sequence[Round], rows: list[Row]) -> None:
+async def play(act: Act, rounds: Sequence[Round], rows: list[Row]) -> None:
     began_s = time.monotonic()
-    async with open_stage(act.models, act.specs, act.arguments) as stage:
+    async with open_stage(act.models, act.specs, act.arguments, act.has_system_faults) as stage:
         print(f"-- {len(act.specs)} requests run undisturbed in {time.monotonic() - began_s:.0f} s", flush=True)
         for one in rounds:
             began_s = time.monotonic()

@@ -26,6 +26,8 @@ import psutil
 
 from tests.helpers.server_process import ROOT, ServerProcess, start_server, write_mock_model
 
+from .system_faults import SystemFaults
+
 EXIT_TIMEOUT_S = 45.0
 
 
@@ -52,8 +54,9 @@ def demo(name: str, prepare: Callable[[Path], None] | None = None, **arguments: 
 
 
 class ServerUnderTest:
-    def __init__(self, directory: Path, process: ServerProcess) -> None:
+    def __init__(self, directory: Path, process: ServerProcess, system_faults: SystemFaults | None = None) -> None:
         self.directory = directory
+        self.system_faults = system_faults
         self.address = process
         self._process = process.process
         self._seen: set[psutil.Process] = set()
@@ -164,17 +167,29 @@ class ServerUnderTest:
 
 
 @contextlib.asynccontextmanager
-async def running(*models: ModelSetup, arguments: Sequence[str] = ()) -> AsyncIterator[ServerUnderTest]:
-    """A server with `models` on free ports. Its directory (with the log) is kept when the round raises."""
+async def running(
+    *models: ModelSetup, arguments: Sequence[str] = (), has_system_faults: bool = False
+) -> AsyncIterator[ServerUnderTest]:
+    """A server with `models` on free ports. Its directory (with the log) is kept when the round raises, and may be in
+    `arguments` as {directory}."""
     directory = Path(tempfile.mkdtemp(prefix="llmbackend-chaos-"))
     for model in models:
         write_model(directory, model)
-    command = ("--model-repository", str(directory / "models"), "--model-control-mode", "explicit", "--load-model=*")
+    command: tuple[str, ...] = (
+        "--model-repository",
+        str(directory / "models"),
+        "--model-control-mode",
+        "explicit",
+        "--load-model=*",
+    )
+    command += tuple(argument.replace("{directory}", str(directory)) for argument in arguments)
+    faults = SystemFaults(directory) if has_system_faults else None
+    variables = faults.variables if faults is not None else {}
     server: ServerUnderTest | None = None
     try:
         with (directory / "server.log").open("w") as log:
-            process = await asyncio.to_thread(start_server, *command, *arguments, log=log)
-        server = ServerUnderTest(directory, process)
+            process = await asyncio.to_thread(start_server, *command, log=log, variables=variables)
+        server = ServerUnderTest(directory, process, faults)
         yield server
     except BaseException:
         print(f"the server's log: {directory / 'server.log'}")

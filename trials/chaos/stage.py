@@ -86,10 +86,13 @@ async def _first_after(arrivals: Arrivals, when_s: float) -> float:
 
 @contextlib.asynccontextmanager
 async def open_stage(
-    models: Sequence[ModelSetup], specs: Sequence[StreamSpec], arguments: Sequence[str] = ()
+    models: Sequence[ModelSetup],
+    specs: Sequence[StreamSpec],
+    arguments: Sequence[str] = (),
+    has_system_faults: bool = False,
 ) -> AsyncIterator[Stage]:
     async with (
-        running(*models, arguments=arguments) as server,
+        running(*models, arguments=arguments, has_system_faults=has_system_faults) as server,
         Clients(server.address.http, server.address.grpc) as clients,
     ):
         yield Stage(server, clients, await undisturbed(clients, specs))

@@ -1,0 +1,77 @@
+"""`python -m benchmarks.servers`: measures what is missing, and writes its part of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from ..environments import Environments
+from ..suite import Results
+from .campaign import Campaign
+from .contenders import CONTENDERS, KINDS
+from .loads import LOADS
+from .page import PICTURE, RESULTS, summary, write_section
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ("smollm2", "qwen2.5-0.5b-shape", "qwen3-1.7b-shape")
+
+
+def main() -> None:
+    arguments = _arguments()
+    environments, results = Environments(arguments.scratch), Results(arguments.results)
+    if not arguments.report_only:
+        for name in ("vllm", "llama-server"):
+            environments.install(name)
+        Campaign(
+            environments,
+            results,
+            arguments.models,
+            arguments.weights,
+            arguments.servers,
+            arguments.loads,
+            arguments.rounds,
+            time.monotonic() + 60 * arguments.minutes,
+        ).run()
+    _write(environments, results)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    choices = {"models": MODELS, "weights": KINDS, "servers": [one.name for one in CONTENDERS]}
+    for name, known in (choices | {"loads": [load.name for load in LOADS]}).items():
+        parser.add_argument(f"--{name}", type=_names(known), default=tuple(known), help=", ".join(known))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=1e6, help="no load begins later; run it again to go on")
+    parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines, appended to")
+    parser.add_argument("--report-only", action="store_true")
+    return parser.parse_args()
+
+
+def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Separated by semicolons, since loads have commas."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(";"))
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not one of {'; '.join(known)}")
+        return names
+
+    return parse
+
+
+def _write(environments: Environments, results: Results) -> None:
+    environments.install("plot")
+    drawn = environments.scratch / "summary_servers.json"
+    drawn.write_text(json.dumps(summary(results.lines)))
+    plot = [environments.python("plot"), ROOT / "benchmarks" / "plot.py", drawn, ROOT / "docs" / PICTURE]
+    subprocess.run([str(word) for word in plot], check=True)
+    write_section(results.lines, ROOT / "docs" / "benchmarks.md")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The part of docs/benchmarks.md that compares servers, and what its picture shows.
+
+For: the command line. Does not know: how anything was measured. Invariant: every figure of the table is a median of the
+rounds in the results file; a loss stands like a win.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..entries import OURS
+from ..report import machine
+from .contenders import CONTENDERS, KINDS
+from .loads import LOADS
+
+Line = dict[str, Any]
+BEGIN, END = "<!-- servers -->", "<!-- end of servers -->"
+PICTURE = "benchmarks_servers.svg"
+NOTES_PATH = Path(__file__).with_name("notes.md")
+RESULTS = Path(__file__).with_name("results.jsonl")
+COLUMNS = (
+    ("output tok/s", "output_tokens_per_s", 1),
+    ("TTFT p50", "ttft_p50_ms", 0),
+    ("p99", "ttft_p99_ms", 0),
+    ("between tokens p50", "itl_p50_ms", 1),
+    ("p99", "itl_p99_ms", 1),
+    ("errors", "errors", 0),
+    ("PSS MB", "pss_mb", 0),
+)
+
+
+def write_section(lines: Sequence[Line], page: Path) -> None:
+    """Between its marks, which a page without them gets after its title."""
+    text = page.read_text()
+    if BEGIN not in text:
+        title, _, rest = text.partition("\n")
+        text = f"{title}\n\n{BEGIN}\n{END}\n{rest}"
+    before, _, after = text.partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{section(lines)}{END}{after.partition(END)[2]}")
+
+
+def section(lines: Sequence[Line]) -> str:
+    good = [line for line in lines if "error" not in line]
+    if not good:
+        return ""
+    days = sorted({time.strftime("%Y-%m-%d", time.gmtime(line["time"])) for line in good})
+    rounds = 1 + max(line["round"] for line in good)
+    named = ", ".join(f"{one.name} {one.version}" for one in CONTENDERS)
+    head = f"{machine()}; {' and '.join(days)}; medians of {rounds} rounds. {named}."
+    parts = [
+        "## Servers beside servers",
+        "",
+        NOTES_PATH.read_text().strip(),
+        "",
+        head,
+        "",
+        f"![Output tokens per second]({PICTURE})",
+        "",
+    ]
+    for model in dict.fromkeys(line["model"] for line in good):
+        for kind in KINDS:
+            parts += _table([line for line in good if (line["model"], line["weights"]) == (model, kind)], model, kind)
+    return "\n".join(parts) + "\n"
+
+
+def _table(lines: Sequence[Line], model: str, kind: str) -> list[str]:
+    if not lines:
+        return []
+    head = f"| load | server | {' | '.join(title for title, _, _ in COLUMNS)} | ready s | ours is | spread |"
+    rows = [f"### {model}, {kind}", "", head, "|---|---|" + "--:|" * (len(COLUMNS) + 3)]
+    for load in LOADS:
+        by_server = _by_server([line for line in lines if line["load"] == load.name])
+        for name, found in by_server.items():
+            rows.append(_row(load.name, name, found, by_server.get(OURS, [])))
+    return [*rows, ""]
+
+
+def _by_server(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    names = [one.name for one in CONTENDERS if any(line["server"] == one.name for line in lines)]
+    return {name: [line for line in lines if line["server"] == name] for name in names}
+
+
+def _row(load: str, name: str, found: Sequence[Line], ours: Sequence[Line]) -> str:
+    cells = [f"{median(found, key):,.{digits}f}" for _, key, digits in COLUMNS]
+    speeds = [line["output_tokens_per_s"] for line in found]
+    ratio = "" if name == OURS or not ours else f"{_median_speed(ours) / _median_speed(found):.2f} ×"
+    spread = f"{len(speeds)}, {100 * (max(speeds) / min(speeds) - 1):.0f} %" if len(speeds) > 1 else "1"
+    shown = f"**{name}**" if name == OURS else name
+    return "| " + " | ".join([load, shown, *cells, f"{median(found, 'ready_s'):.1f}", ratio, spread]) + " |"
+
+
+def median(lines: Sequence[Line], key: str) -> float:
+    return float(statistics.median(line[key] for line in lines))
+
+
+def _median_speed(lines: Sequence[Line]) -> float:
+    return median(lines, "output_tokens_per_s")
+
+
+def summary(lines: Sequence[Line]) -> list[Line]:
+    """What the picture shows: output tokens per second."""
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for line in lines:
+        if "error" not in line:
+            key = (line["model"], line["weights"], line["load"], line["server"])
+            groups.setdefault(key, []).append(line["output_tokens_per_s"])
+    names = ("model", "weights", "workload", "engine")
+    return [dict(zip(names, key, strict=True)) | {"speed": statistics.median(speeds)} for key, speeds in groups.items()]

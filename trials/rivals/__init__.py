@@ -1,0 +1,1 @@
+"""Faults beside rivals: the same faults under live streams of any server with OpenAI's API."""
