@@ -116,9 +116,10 @@ def _in_a_process(name: str) -> Result:
 def _try(name: str, answer: Connection) -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
-            answer.send(tried(family_of(name), Path(folder)))
+            result = tried(family_of(name), Path(folder))
     except Exception as error:
-        answer.send(Result("is wrong", f"{type(error).__name__}: {error}"))
+        result = Result("is wrong", f"{type(error).__name__}: {error}")
+    answer.send(result)  # when the folder is gone: the process is ended then
 
 
 if __name__ == "__main__":

@@ -94,7 +94,8 @@ def _check_has_no_text(inputs: LlmInputs, params: GenerationParams) -> None:
         raise no_tokenizer("sampling parameter 'stop' has strings", "stop")
     if params.constraint:
         raise no_tokenizer("the request asks for structured output", params.constraint.place.param)
-    if inputs.options.prepend_prompt or "prompt_text" in inputs.options.outputs:
+    outputs = inputs.options.outputs
+    if "prompt_text" in outputs or (inputs.options.prepend_prompt and "text_output" in outputs):
         raise no_tokenizer("the request asks for its prompt as text")
 
 
