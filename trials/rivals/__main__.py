@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +41,7 @@ def main(
     if table:
         print(markdown(lines))
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is ended, as after Ctrl-C
     rival = Rival(name, command_of(context.args), port or free_port(), model, health)
     for round_number in range(rounds):
         for fault in FAULTS:
