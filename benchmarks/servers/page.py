@@ -50,7 +50,8 @@ def section(lines: Sequence[Line]) -> str:
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(line["time"])) for line in good})
     rounds = 1 + max(line["round"] for line in good)
     named = ", ".join(f"{one.name} {one.version}" for one in CONTENDERS)
-    head = f"{machine()}; {' and '.join(days)}; medians of {rounds} rounds. {named}."
+    count = f"medians of {rounds} rounds" if rounds > 1 else "one round, so without a spread"
+    head = f"{machine()}; {' and '.join(days)}; {count}. {named}."
     parts = [
         "## Servers beside servers",
         "",

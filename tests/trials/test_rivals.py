@@ -31,7 +31,7 @@ WHOLE = Outcome("one two", finish_reason="length")
     ],
 )
 def test_a_stream_ends_in_one_way(seen: Outcome, abandoned: bool, expected: str) -> None:
-    (spec,) = make_specs("model", 1)
+    (spec,) = make_specs("model", 1, 8)
     assert way(WHOLE, Run(spec, seen, abandoned)) == expected
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +31,7 @@ def main(
     only: Annotated[str, typer.Option(help="Faults whose name contains this.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Of every fault.")] = 1,
     streams: Annotated[int, typer.Option(min=1, help="That live when the fault comes.")] = 64,
+    tokens: Annotated[int, typer.Option(min=8, help="Of each answer.")] = 192,
     port: Annotated[int, typer.Option(help="On loopback; 0 = a free one.")] = 0,
     model: Annotated[str, typer.Option(help="In requests; by default the first that the server names.")] = "",
     health: Annotated[str, typer.Option(help="The path of its liveness probe.")] = "/health",
@@ -40,22 +42,24 @@ def main(
     if table:
         print(markdown(lines))
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is ended, as after Ctrl-C
     rival = Rival(name, command_of(context.args), port or free_port(), model, health)
     for round_number in range(rounds):
         for fault in FAULTS:
             key = {"server": name, "fault": fault, "round": round_number}
             if only in fault and not any(key.items() <= line.items() for line in lines):
-                line = {**key, "streams": streams, "time": time.time(), **asyncio.run(_run(rival, fault, streams))}
+                line = {**key, "streams": streams, "tokens": tokens, "time": time.time()}
+                line |= asyncio.run(_run(rival, fault, streams, tokens))
                 print(json.dumps(line), flush=True)
                 results.parent.mkdir(parents=True, exist_ok=True)
                 with results.open("a") as file:
                     file.write(json.dumps(line) + "\n")
 
 
-async def _run(rival: Rival, fault: str, streams: int) -> dict[str, Any]:
+async def _run(rival: Rival, fault: str, streams: int, tokens: int) -> dict[str, Any]:
     """Each fault has a server of its own."""
     async with supervised(rival) as server:
-        result = await run_trial(server, FAULTS[fault], streams)
+        result = await run_trial(server, FAULTS[fault], streams, tokens)
     return {"one_process": True} if result is None else dataclasses.asdict(result)
 
 

@@ -23,7 +23,6 @@ from ..chaos.specs import StreamSpec
 from .faults import Fault, cpu_times_s, target
 from .supervised import Supervised
 
-OUTPUT_TOKENS = 192
 PROBE_PERIOD_S = 1.0
 PROBE_TIMEOUT_S = 60.0
 _THINGS = (
@@ -72,9 +71,9 @@ class _Clients:
         return self._client
 
 
-def make_specs(model: str, count: int) -> list[StreamSpec]:
+def make_specs(model: str, count: int, output_tokens: int) -> list[StreamSpec]:
     """Different prompts of one kind, greedy. As completions, whose first event is a token, not a role."""
-    sampling = json.dumps({"max_tokens": OUTPUT_TOKENS, "temperature": 0.0})
+    sampling = json.dumps({"max_tokens": output_tokens, "temperature": 0.0})
     return [
         StreamSpec(
             index=index,
@@ -89,9 +88,9 @@ def make_specs(model: str, count: int) -> list[StreamSpec]:
     ]
 
 
-async def run_trial(server: Supervised, fault: Fault, streams: int) -> Result | None:
+async def run_trial(server: Supervised, fault: Fault, streams: int, output_tokens: int) -> Result | None:
     """None: the fault hurts a worker, and the server has none beside its first process."""
-    specs, clients = make_specs(server.model, streams), _Clients(server.rival.address)
+    specs, clients = make_specs(server.model, streams, output_tokens), _Clients(server.rival.address)
     expected = await undisturbed(clients, specs, concurrency=streams)
     before_s, arrivals = cpu_times_s(server), Arrivals()
     live = [LiveStream(spec, clients.of(spec), arrivals) for spec in specs]
