@@ -159,11 +159,11 @@ def _hybrid_act() -> Act:
     sizes = {"max_num_seqs": 24, "num_kv_blocks": 72, "max_num_batched_tokens": 64}
     models = [demo("hybrid", make_recurrent, step_timeout_s=10.0, speculative_config=drafts, **sizes)]
     rounds = [
-        _hurt("hybrid", KILL, 12, seed=81, concurrency=36),
-        _hurt("hybrid", KILL_WITH_FORK_SERVER, 1, seed=82, concurrency=36),
-        _hurt("hybrid", EXCEPTION, 3, seed=83, concurrency=36),
-        _hurt("hybrid", HANG, 1, seed=84, concurrency=36),
-        _hurt("hybrid", OUT_OF_MEMORY, 2, seed=85, concurrency=36),
+        hurt("hybrid", KILL, 12, seed=81, concurrency=36),
+        hurt("hybrid", KILL_WITH_FORK_SERVER, 1, seed=82, concurrency=36),
+        hurt("hybrid", EXCEPTION, 3, seed=83, concurrency=36),
+        hurt("hybrid", HANG, 1, seed=84, concurrency=36),
+        hurt("hybrid", OUT_OF_MEMORY, 2, seed=85, concurrency=36),
         Round("cancel while restarting hybrid", lambda stage: cancel_while_restarting(stage, "hybrid", seed=86)),
         Round("disconnects hybrid", lambda stage: disconnects(stage, "hybrid", seed=87)),
         Round("preempted hybrid", lambda stage: was_preempted(stage, "hybrid")),
