@@ -90,6 +90,7 @@ EFFECTS = {
     "--root-path": _NAMES,
     "--seed": f"{_HERE}::test_the_size_of_the_kv_cache",
     "--served-model-name": _NAMES,
+    "--skip-tokenizer-init": "frontends/test_without_tokenizer.py::test_text_is_refused",
     "--shutdown-timeout": "e2e/test_lifecycle_e2e.py::test_what_outlives_the_exit_timeout_is_cut_with_an_error",
     "--spec-method": f"{_FLAGS}::test_short_flags_of_speculation",
     "--spec-tokens": f"{_FLAGS}::test_short_flags_of_speculation",

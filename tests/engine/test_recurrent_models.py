@@ -60,6 +60,7 @@ OUTPUT_TOKENS = 12
 change = msgspec.structs.replace
 UNBOUNDED_AFTER_PROMPTS = ("nemotron_h",)
 """transformers leaves out time_step_limit where a step has one token."""
+NIGHTLY = pytest.mark.nightly
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=0)
 
 
@@ -119,7 +120,7 @@ def generated(oracle: Any, family: str, prompt: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=NIGHTLY if kind != "float32" else ()) for kind in KINDS])
 def test_same_request_same_tokens(kind: str, model: Path) -> None:
     how = KINDS[kind]
     together, stats = run(model, requests(), **how)

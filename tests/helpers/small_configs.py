@@ -75,6 +75,7 @@ _CHANGES: Final[Mapping[str, Mapping[str, Any]]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROTARY_3D}},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "falcon_h1": {"mamba_d_ssm": 512},
     "gemma3n_text": _SHARED_KV,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": _HYBRID | {"num_local_experts": 0},
