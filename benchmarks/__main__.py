@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from .checkpoints import CONTEXT_TOKENS
 from .entries import ENTRIES, FOUR_BITS, default_entries
 from .environments import Environments
 from .int4_report import write_int4_report
+from .name_lists import names_of
 from .report import summary, write_report
 from .servers.page import RESULTS, write_section
 from .starts import StartSuite
@@ -70,9 +70,9 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--int4", action="store_true", help="weights in 4 bits, GGUF files among them")
-    parser.add_argument("--models", type=_names(CONTEXT_TOKENS))
-    parser.add_argument("--workloads", type=_names(DESCRIPTIONS))
-    parser.add_argument("--entries", type=_names(ENTRIES))
+    parser.add_argument("--models", type=names_of(CONTEXT_TOKENS))
+    parser.add_argument("--workloads", type=names_of(DESCRIPTIONS))
+    parser.add_argument("--entries", type=names_of(ENTRIES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout-s", type=float, default=900.0, help="for one workload, without loading")
     parser.add_argument("--no-starts", action="store_true")
@@ -93,16 +93,6 @@ def _with_defaults(arguments: argparse.Namespace) -> argparse.Namespace:
     arguments.page = arguments.page or ROOT / "docs" / campaign.page
     arguments.results = arguments.results or arguments.scratch / campaign.results
     return arguments
-
-
-def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(text.split(","))
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not one of {', '.join(known)}")
-        return names
-
-    return parse
 
 
 def _measure(arguments: argparse.Namespace, environments: Environments, results: Results) -> None:

@@ -6,10 +6,10 @@ import argparse
 import json
 import subprocess
 import time
-from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ..environments import Environments
+from ..name_lists import names_of
 from ..suite import Results
 from .campaign import Campaign
 from .contenders import CONTENDERS, KINDS
@@ -42,26 +42,15 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     choices = {"models": MODELS, "weights": KINDS, "servers": [one.name for one in CONTENDERS]}
+    # Loads have commas in their names.
     for name, known in (choices | {"loads": [load.name for load in LOADS]}).items():
-        parser.add_argument(f"--{name}", type=_names(known), default=tuple(known), help=", ".join(known))
+        parser.add_argument(f"--{name}", type=names_of(known, ";"), default=tuple(known), help=", ".join(known))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=1e6, help="no load begins later; run it again to go on")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench")
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines, appended to")
     parser.add_argument("--report-only", action="store_true")
     return parser.parse_args()
-
-
-def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """Separated by semicolons, since loads have commas."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(text.split(";"))
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not one of {'; '.join(known)}")
-        return names
-
-    return parse
 
 
 def _write(environments: Environments, results: Results) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmbackend.server.process_memory import tree_pss_mb
+from tests.helpers.ports import free_port
 
 from ..environments import Environments
 from ..models import Models
@@ -89,7 +89,7 @@ class Campaign:
     @contextlib.contextmanager
     def _server(self, contender: Contender, path: Path, kind: Kind) -> Iterator[Server]:
         """One that answers; ended with all its processes."""
-        port = _free_port()
+        port = free_port()
         environ = os.environ | environ_of(self.environments, contender.environment)
         began_s = time.monotonic()
         with (self.environments.logs / f"server-{contender.name}.log").open("wb") as log:
@@ -127,10 +127,3 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
                 return
         time.sleep(0.1)
     raise RuntimeError(f"the server is not ready after {START_TIMEOUT_S:.0f} s")
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port

@@ -24,6 +24,7 @@ from llmbackend.server.frontend_server import FrontendServer
 from llmbackend.server.ports import Endpoint
 from tests.helpers.kserve_runner import FREE_PORT, NO_PORT, Running
 from tests.helpers.kserve_scripted import RECORD
+from tests.helpers.ports import free_port
 from tests.helpers.waiting import eventually
 
 
@@ -144,11 +145,6 @@ def test_ports_are_taken_before_they_are_opened() -> None:
         await frontend.stop(1)
 
     asyncio.run(run())
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        return int(holder.getsockname()[1])
 
 
 def test_endpoints_can_be_left_out() -> None:

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sysconfig
 import time
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmbackend.adapter.inside_triton.install import install
+from tests.helpers.ports import free_port
 from tests.helpers.waiting import eventually
 
 VARIABLE = "LLMBACKEND_REAL_TRITON"
@@ -88,7 +88,7 @@ def triton_server(repository: Path, work: Path, *flags: str) -> Iterator[TritonS
     for name in ("llm", "vllm", "tensorrtllm"):
         install(backends, name)
     with (work / "server.log").open("wb") as log:
-        addresses = Addresses(*(f"127.0.0.1:{_free_port()}" for _ in range(3)))
+        addresses = Addresses(*(f"127.0.0.1:{free_port()}" for _ in range(3)))
         process = subprocess.Popen(
             [str(folder / "dist" / "bin" / "tritonserver"), *_flags(folder, backends, repository, addresses), *flags],
             stdout=log,
@@ -138,12 +138,6 @@ def _wait_until_live(server: TritonServer) -> None:
                 return
         time.sleep(0.1)
     raise AssertionError(f"not live after {START_S} s: {server.log.read_text()[-3000:]}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _descendants(pid: int) -> dict[int, str]:

@@ -145,9 +145,14 @@ def _agents_act() -> Act:
         Round("cancel while restarting agents", lambda stage: cancel_while_restarting(stage, "agents", seed=55)),
         Round("disconnects agents", lambda stage: disconnects(stage, "agents", seed=56)),
     ]
-    chats, others = make_agent_specs(5, 56, "agents", adapters_of("agents")), make_api_specs(6, 63, "agents")
-    specs = [spec for both in itertools.zip_longest(chats, others) for spec in both if spec is not None]
-    return Act(models, specs, rounds, ("--lora-separator", LORA_SEPARATOR))
+    return Act(models, mixed_agent_specs(5), rounds, ("--lora-separator", LORA_SEPARATOR))
+
+
+def mixed_agent_specs(seed: int) -> list[StreamSpec]:
+    """Chats with adapters and requests of the other APIs in turns."""
+    chats = make_agent_specs(seed, 56, "agents", adapters_of("agents"))
+    others = make_api_specs(seed + 1, 63, "agents")
+    return [spec for both in itertools.zip_longest(chats, others) for spec in both if spec is not None]
 
 
 def _hybrid_act() -> Act:

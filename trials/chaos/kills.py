@@ -7,7 +7,6 @@ more than that pass.
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -15,10 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .agents.api_requests import make_api_specs
-from .agents.model import LORA_SEPARATOR, adapters_of, agents_model
+from .agents.model import LORA_SEPARATOR, agents_model
 from .agents.requests import make_agent_specs
-from .chaos import DEMO_LENGTHS, MOCK_LENGTHS, Act, hurt, play
+from .chaos import DEMO_LENGTHS, MOCK_LENGTHS, Act, hurt, mixed_agent_specs, play
 from .faults import KILL, KILL_WITH_FORK_SERVER
 from .server import demo, mock
 from .specs import make_specs, resumed
@@ -99,11 +97,9 @@ def _plain(seed: int) -> Act:
 
 def _agents(seed: int) -> Act:
     """Four APIs, tools, schemas, reasoning, adapters, drafts."""
-    chats = make_agent_specs(seed, 56, "agents", adapters_of("agents"))
-    others = make_api_specs(seed + 1, 63, "agents")
-    specs = [spec for both in itertools.zip_longest(chats, others) for spec in both if spec is not None]
     rounds = [hurt("agents", KILL, 30, seed, pause_s=PAUSE_S, concurrency=36)]
-    return Act([agents_model("agents", num_kv_blocks=400)], specs, rounds, ("--lora-separator", LORA_SEPARATOR))
+    model = agents_model("agents", num_kv_blocks=400)
+    return Act([model], mixed_agent_specs(seed), rounds, ("--lora-separator", LORA_SEPARATOR))
 
 
 def _resumed(seed: int) -> Act:

@@ -12,7 +12,6 @@ import glob
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +20,8 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.helpers.ports import free_port
 
 PACKAGES = ("nvidia-pytriton==0.7.0", "numpy<2")
 START_TIMEOUT_S = 90.0
@@ -70,7 +71,7 @@ class RealTriton:
     @contextlib.contextmanager
     def running(self, repository: Path, *flags: str, log: Path) -> Iterator[Running]:
         """A server that answers. Raises RuntimeError when it does not come up."""
-        http, grpc, metrics = (_free_port() for _ in range(3))
+        http, grpc, metrics = (free_port() for _ in range(3))
         command = [str(self.root / "dist" / "bin" / "tritonserver"), f"--model-repository={repository}"]
         command += [f"--backend-directory={self.backends}", f"--cache-directory={self.root / 'dist' / 'caches'}"]
         command += [
@@ -103,12 +104,6 @@ class RealTriton:
 
     def _environ(self) -> dict[str, str]:
         return os.environ | self.libraries | {"PYTHONDONTWRITEBYTECODE": "1"}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_until_live(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

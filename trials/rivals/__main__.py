@@ -16,8 +16,10 @@ from typing import Annotated, Any
 
 import typer
 
+from tests.helpers.ports import free_port
+
 from .faults import FAULTS
-from .supervised import Rival, command_of, free_port, supervised
+from .supervised import Rival, command_of, supervised
 from .table import markdown
 from .trial import run_trial
 

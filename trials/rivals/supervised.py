@@ -12,7 +12,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -177,10 +176,3 @@ def _small_disk() -> Iterator[Path]:
 def command_of(words: Sequence[str]) -> tuple[str, ...]:
     """Without the `--` before it."""
     return tuple(words[1:] if words[:1] == ["--"] else words)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port

@@ -26,6 +26,12 @@ def why_not(config: Any) -> str:
     return _ALIBI if has_alibi else ""
 
 
+def tables_of(model_class: Any) -> list[dict[str, Any]]:
+    """From which older code chooses its class of attention."""
+    code = vars(sys.modules[model_class.__module__])
+    return [value for name, value in code.items() if name.endswith("ATTENTION_CLASSES")]
+
+
 def lead_to_interface(model_class: Any) -> None:
     """Lets a class of _ADAPTED take our attention, as newer ones do. May be called any number of times."""
     if model_class.__name__ not in _ADAPTED or vars(model_class).get("_can_set_attn_implementation_cached_value"):
@@ -34,7 +40,7 @@ def lead_to_interface(model_class: Any) -> None:
     code = sys.modules[model_class.__module__]
     own_class = getattr(code, attention)
     setattr(own_class, method, _instead_of(getattr(own_class, method), adapted))
-    for table in (value for key, value in vars(code).items() if key.endswith("ATTENTION_CLASSES")):
+    for table in tables_of(model_class):
         table[PAGED_ATTENTION] = table["eager"]
     model_class._can_set_attn_implementation_cached_value = True
 

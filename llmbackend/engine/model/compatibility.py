@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +39,6 @@ _ENCODER_TASKS = (
     "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
     "ForMultipleChoice", "ForNextSentencePrediction",
 )  # fmt: skip
-_TABLES = "ATTENTION_CLASSES"
 _PROBE_LENS = [5, 3]
 _MAX_QUANTIZED_ERROR = {"int8": 0.25, "int4": 0.25, "fp8": 0.4}
 """Rounding to 8 bits flips with the last bit of its input, so two programs of one model in 8 bits agree no better than
@@ -114,7 +112,7 @@ def check_config(config: Any) -> None:
 
 def _calls_attention_interface(model_class: Any) -> bool:
     """Older code chooses its attention from a table of its own."""
-    tables = (value for name, value in vars(sys.modules[model_class.__module__]).items() if name.endswith(_TABLES))
+    tables = own_attention.tables_of(model_class)
     return bool(model_class._can_set_attn_implementation()) and all(PAGED_ATTENTION in table for table in tables)
 
 
@@ -230,7 +228,8 @@ def check_calls(model: Any) -> tuple[RecordingAttention, tuple[torch.Tensor, ...
 
 
 def _flattened_logits(model: Any, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of modules that nobody may have run in such a batch. Raises ValueError as check_config does."""
+    """All logits of the sequences in one batch, which the model's code may not support. Raises ValueError as
+    check_config does."""
     try:
         return _logits(model, batch, _positions(batch))
     except Exception as error:

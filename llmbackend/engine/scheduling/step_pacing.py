@@ -120,8 +120,8 @@ class StepPacer:
         """The oldest launched step took `step_s`."""
         work = self._in_flight.popleft()
         if not work.chunks:
-            is_first = self._decode_s is None or self._has_other_size(work.num_decodes)
-            self._decode_s = step_s if is_first or self._decode_s is None else _moved(self._decode_s, step_s)
+            known_s = None if self._has_other_size(work.num_decodes) else self._decode_s
+            self._decode_s = step_s if known_s is None else _moved(known_s, step_s)
             self._decodes_measured = work.num_decodes
             return
         num_tokens = sum(tokens for _, tokens in work.chunks)

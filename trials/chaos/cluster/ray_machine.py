@@ -7,7 +7,6 @@ children and by the run folder, each time anew: what was killed is started again
 from __future__ import annotations
 
 import contextlib
-import socket
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from llmbackend.engine.process.served.served_order import EngineRecord
 from llmbackend.server.frontend_server import STREAMS_COPIED
 from tests.helpers.cluster import engines_of, head_of, processes_of, start_machine
+from tests.helpers.ports import free_port
 from tests.helpers.server_process import ServerProcess, stop_server
 
 from .machine import what_is_held
@@ -43,7 +43,8 @@ class RayMachine:
         """Returns when it serves."""
         own = ("--cluster-bind", bind, "--cluster-cpus", "2", *arguments)
         with log.open("a") as lines:
-            server = start_machine(folder, secrets, *own, cluster=cluster, log=lines, metrics_port=_free_port())
+            # A host that is started again has the port of the one before.
+            server = start_machine(folder, secrets, *own, cluster=cluster, log=lines, metrics_port=free_port())
         return cls(bind, folder, server, is_head=cluster == "auto")
 
     @property
@@ -96,14 +97,6 @@ class RayMachine:
         with urllib.request.urlopen(f"http://{self._server.metrics}/metrics", timeout=30) as answer:
             text: str = answer.read().decode()
         return text
-
-
-def _free_port() -> int:
-    """A host that is started again has the port of the one before."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 @contextlib.contextmanager
