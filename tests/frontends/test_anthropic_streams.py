@@ -132,6 +132,13 @@ def test_a_stream_is_the_whole_message_for_any_cut(asked: MessageRequest) -> Non
     assert sum(read) > 0.9 * len(read)
 
 
+def test_the_input_of_a_call_that_is_cut_off_has_integers_of_any_size() -> None:
+    sample = next(sample for sample in SAMPLES if sample.tools == "hermes" and not sample.reasoning_is_open)
+    text = f'<tool_call>\n{{"name": "count", "arguments": {{"to": {10**30}'
+    message = whole(SHOWN, sample, deltas(sample, tokens(sample, text), Random(0)))
+    assert message["content"][-1]["input"] == {"to": 10**30}
+
+
 def test_blocks_come_one_after_the_other() -> None:
     random = Random(16)
     for sample in SAMPLES:

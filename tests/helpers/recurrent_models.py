@@ -1,4 +1,4 @@
-"""Tiny random models with recurrent layers."""
+"""Tiny random models with recurrent layers, and one with experts."""
 
 from __future__ import annotations
 
@@ -85,13 +85,20 @@ RECURRENT: dict[str, Any] = {
     ),
 }  # fmt: skip
 """By family."""
+EXPERTS = tf.Qwen3MoeConfig(
+    **SIZES, num_hidden_layers=3, head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64
+)
 
 
 def spread_model(family: str, **changes: Any) -> Any:
-    """Float32 weights spread wide enough that greedy output does not fall into repeating one token. changes: of the
-    configuration."""
+    """A model of a recurrent family, as `spread`. changes: of the configuration."""
+    return spread(RECURRENT[family], **changes)
+
+
+def spread(config: Any, **changes: Any) -> Any:
+    """Float32 weights spread wide enough that greedy output does not fall into repeating one token."""
     torch.manual_seed(5)
-    config = copy.deepcopy(RECURRENT[family])
+    config = copy.deepcopy(config)
     config.update(changes)
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -101,8 +108,16 @@ def spread_model(family: str, **changes: Any) -> Any:
     return model
 
 
-def make_recurrent(checkpoint: Path, family: str = "qwen3_5") -> None:
+def make_recurrent(checkpoint: Path) -> None:
+    replace_weights(checkpoint, RECURRENT["qwen3_5"])
+
+
+def make_experts(checkpoint: Path) -> None:
+    replace_weights(checkpoint, EXPERTS)
+
+
+def replace_weights(checkpoint: Path, config: Any) -> None:
     """A copy of the bundled model gets other weights, and keeps its tokenizer and template."""
     known = json.loads((checkpoint / "config.json").read_text())
     kept = ("vocab_size", "max_position_embeddings", "eos_token_id", "pad_token_id")
-    spread_model(family, **{name: known[name] for name in kept}).save_pretrained(checkpoint)
+    spread(config, **{name: known[name] for name in kept}).save_pretrained(checkpoint)

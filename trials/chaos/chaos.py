@@ -81,6 +81,7 @@ def acts() -> list[Act]:
         _demo_act(),
         _agents_act(),
         _hybrid_act(),
+        _experts_act(),
         _resumed_act(),
         _host_deaths_act(),
         _system_act(),
@@ -145,13 +146,13 @@ def _agents_act() -> Act:
         Round("cancel while restarting agents", lambda stage: cancel_while_restarting(stage, "agents", seed=55)),
         Round("disconnects agents", lambda stage: disconnects(stage, "agents", seed=56)),
     ]
-    return Act(models, mixed_agent_specs(5), rounds, ("--lora-separator", LORA_SEPARATOR))
+    return Act(models, mixed_agent_specs(5, "agents"), rounds, ("--lora-separator", LORA_SEPARATOR))
 
 
-def mixed_agent_specs(seed: int) -> list[StreamSpec]:
+def mixed_agent_specs(seed: int, model: str) -> list[StreamSpec]:
     """Chats with adapters and requests of the other APIs in turns."""
-    chats = make_agent_specs(seed, 56, "agents", adapters_of("agents"))
-    others = make_api_specs(seed + 1, 63, "agents")
+    chats = make_agent_specs(seed, 56, model, adapters_of(model))
+    others = make_api_specs(seed + 1, 63, model)
     return [spec for both in itertools.zip_longest(chats, others) for spec in both if spec is not None]
 
 
@@ -174,6 +175,21 @@ def _hybrid_act() -> Act:
         Round("preempted hybrid", lambda stage: was_preempted(stage, "hybrid")),
     ]
     return Act(models, make_specs(10, 48, "hybrid", DEMO_LENGTHS), rounds)
+
+
+def _experts_act() -> Act:
+    """Experts and adapters in flight; few blocks, drafts."""
+    from tests.helpers.recurrent_models import make_experts  # imports torch
+
+    models = [agents_model("experts", make_experts, step_timeout_s=10.0, num_kv_blocks=400)]
+    rounds = [
+        hurt("experts", KILL, 10, seed=91, concurrency=36),
+        hurt("experts", KILL_WITH_FORK_SERVER, 1, seed=92, concurrency=36),
+        hurt("experts", EXCEPTION, 2, seed=93, concurrency=36),
+        hurt("experts", HANG, 1, seed=94, concurrency=36),
+        Round("disconnects experts", lambda stage: disconnects(stage, "experts", seed=95)),
+    ]
+    return Act(models, mixed_agent_specs(12, "experts"), rounds, ("--lora-separator", LORA_SEPARATOR))
 
 
 def _resumed_act() -> Act:

@@ -99,7 +99,7 @@ def _agents(seed: int) -> Act:
     """Four APIs, tools, schemas, reasoning, adapters, drafts."""
     rounds = [hurt("agents", KILL, 30, seed, pause_s=PAUSE_S, concurrency=36)]
     model = agents_model("agents", num_kv_blocks=400)
-    return Act([model], mixed_agent_specs(seed), rounds, ("--lora-separator", LORA_SEPARATOR))
+    return Act([model], mixed_agent_specs(seed, "agents"), rounds, ("--lora-separator", LORA_SEPARATOR))
 
 
 def _resumed(seed: int) -> Act:

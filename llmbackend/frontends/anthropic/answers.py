@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final, Literal, NotRequired, Protocol
 
 import orjson
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
@@ -285,7 +285,9 @@ def _input(text: str) -> Any:
         partial = from_json(text, allow_partial=True)
     except ValueError:
         return {}
-    return partial if isinstance(partial, dict) else {}
+    if not isinstance(partial, dict):
+        return {}
+    return orjson.Fragment(to_json(partial, inf_nan_mode="null"))  # orjson has no integers of more than 64 bits
 
 
 class MessageWriter:

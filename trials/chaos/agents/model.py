@@ -6,6 +6,8 @@ For: the acts. Does not know: requests. Invariant: everything is made from a see
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,10 @@ _GENERATION = "'<|im_start|>assistant\\n'"
 _THINKING = "{{- '<think>\\n' if enable_thinking else '' -}}\n"
 
 
-def agents_model(name: str, **arguments: Any) -> ModelSetup:
+def agents_model(name: str, make_weights: Callable[[Path], None] | None = None, **arguments: Any) -> ModelSetup:
+    """make_weights: replaces those of a copy of the bundled model."""
     arguments = {"enable_lora": True, "speculative_config": {"num_speculative_tokens": 4}} | arguments
-    return demo(name, _prepare, **arguments)
+    return demo(name, partial(_prepare, make_weights), **arguments)
 
 
 def adapters_of(model: str) -> tuple[str, ...]:
@@ -30,7 +33,9 @@ def adapters_of(model: str) -> tuple[str, ...]:
     return tuple(f"{model}{LORA_SEPARATOR}{adapter}" for adapter in _ADAPTERS)
 
 
-def _prepare(version: Path) -> None:
+def _prepare(make_weights: Callable[[Path], None] | None, version: Path) -> None:
+    if make_weights is not None:
+        make_weights(version)
     for seed, adapter in enumerate(_ADAPTERS):
         _write_adapter(version, adapter, seed)
     (version / "multi_lora.json").write_text(json.dumps({name: f"weights/{name}" for name in _ADAPTERS}))
