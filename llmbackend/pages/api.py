@@ -77,7 +77,7 @@ class Api:
         try:
             if response.is_error:
                 raise _error(response.status_code, await _beginning(response))
-            async for event in _events(response.aiter_lines()):
+            async for event in _events(_lines(response)):
                 yield event
         except httpx.HTTPError as error:
             raise _unreachable(error) from None
@@ -103,6 +103,15 @@ class Api:
 def _opened() -> httpx.AsyncClient:
     assert _pool is not None, "used within connected()"
     return _pool
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Not `aiter_lines`, which also ends lines at U+2028 and other characters that a model may write."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.decode()
 
 
 async def _events(lines: AsyncIterator[str]) -> AsyncIterator[ServerEvent]:

@@ -14,7 +14,7 @@ import httpx
 
 from ..outcome import Piece, StreamFailed
 from ..specs import StreamSpec
-from .http_transport import http_transport, key_header
+from .http_transport import http_transport, key_header, lines_of
 
 _PATH = "/v1/chat/completions"
 
@@ -45,7 +45,7 @@ class AgentClient:
 
 async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     """Raises StreamFailed where the stream ends without `[DONE]`."""
-    async for line in answer.aiter_lines():
+    async for line in lines_of(answer):
         if line == "data: [DONE]":
             return
         if line.startswith("data: "):  # and not a comment, which a stream that waits sends

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from ..outcome import StreamFailed
+from .http_transport import lines_of
 
 Event = dict[str, Any]
 
@@ -21,7 +22,7 @@ async def events(answer: httpx.Response, is_last: Callable[[Event], bool]) -> As
     """Raises StreamFailed for an error's status, and where the last event does not come."""
     if answer.status_code != 200:
         raise StreamFailed((await answer.aread()).decode(), str(answer.status_code))
-    async for line in answer.aiter_lines():
+    async for line in lines_of(answer):
         if line.startswith("data: {"):
             event: Event = json.loads(line.removeprefix("data: "))
             yield event

@@ -13,7 +13,7 @@ import httpx
 
 from ..outcome import Piece, StreamFailed
 from ..specs import StreamSpec
-from .http_transport import http_transport, key_header
+from .http_transport import http_transport, key_header, lines_of
 from .tensors import input_values, piece_of
 
 
@@ -33,7 +33,7 @@ class GenerateClient:
             async with self._http.stream("POST", path, json=input_values(spec), headers=key_header(spec)) as answer:
                 if answer.status_code != 200:
                     raise StreamFailed((await answer.aread()).decode(), str(answer.status_code))
-                async for line in answer.aiter_lines():
+                async for line in lines_of(answer):
                     if not line:
                         continue
                     piece = piece_of(outputs_of(json.loads(line.removeprefix("data: "))), tokens)

@@ -6,6 +6,7 @@ Invariant: each request has a connection of its own, so that a client that goes 
 from __future__ import annotations
 
 import socket
+from collections.abc import AsyncIterator
 from types import ModuleType
 from typing import Any
 
@@ -22,3 +23,12 @@ def http_transport(httpx: ModuleType, receive_buffer_bytes: int = 0) -> Any:
 
 def key_header(spec: StreamSpec) -> dict[str, str]:
     return {"idempotency-key": spec.key} if spec.key else {}
+
+
+async def lines_of(answer: Any) -> AsyncIterator[str]:
+    """Lines of server-sent events. httpx's `aiter_lines` also ends lines at U+2028 and other characters of a text."""
+    rest = b""
+    async for part in answer.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.decode()

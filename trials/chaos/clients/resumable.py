@@ -18,7 +18,7 @@ from ..outcome import Piece, StreamFailed
 from ..specs import StreamSpec
 from .agent_api import ChatIdentity
 from .generate import outputs_of
-from .http_transport import http_transport
+from .http_transport import http_transport, lines_of
 from .patience import NO_PATIENCE, Patience
 from .tensors import input_values, piece_of
 
@@ -115,7 +115,7 @@ class _Reading:
 async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str, str]]:
     """(id, data)"""
     name = ""
-    async for line in answer.aiter_lines():
+    async for line in lines_of(answer):
         if line.startswith("id: "):
             name = line.removeprefix("id: ")
         elif line.startswith("data: "):
