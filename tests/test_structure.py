@@ -9,7 +9,7 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tools.size_limits import ROOT, Size, excesses, read_limits, folder_sizes
+from tools.size_limits import ROOT, Size, excesses, folder_sizes, read_limits
 
 MAX_FILE_LINES = 500
 
