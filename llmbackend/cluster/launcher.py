@@ -53,8 +53,8 @@ class MachineFrontends:
     """The host has it."""
 
     def __init__(self, settings: ServerSettings, folder: Path, keys: ClusterSecrets) -> None:
-        """folder: of this launcher alone. keys: for links to other machines' hosts. Raises OSError that names a port
-        another process has."""
+        """folder: used by this launcher alone. keys: for links to hosts on other machines. Raises OSError that names a
+        port of another process."""
         folder.mkdir(mode=0o700)
         self.host_settings = replace(settings, host_folder=folder)
         self._claims = claims = ClaimedPorts.claim(
@@ -80,7 +80,7 @@ log = logging.getLogger(__name__)
 AGENT_START_S: Final = 60.0
 AGENT_END_S: Final = 15.0
 HOST_END_S: Final = 15.0
-"""In addition to the exit timeout of its requests."""
+"""Time in addition to the exit timeout of its requests."""
 NODE_CHECK_S: Final = 1.0
 
 

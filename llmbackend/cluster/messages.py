@@ -79,7 +79,7 @@ FromAgent = EngineLocation | Peers
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """What an engine's actor runs. models: the folders that `config` names, on the machine that asked first."""
+    """What the actor of an engine runs. models: the folders that `config` names, on the machine that asked first."""
 
     key: str
     config: EngineConfig

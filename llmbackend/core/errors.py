@@ -70,7 +70,7 @@ class LoadError(TritonError):
 
 
 class StartupError(TritonError):
-    """The server did not start because models failed to load. INTERNAL. reasons: by model, without Triton's frame."""
+    """The server did not start because models failed to load (INTERNAL). reasons: by model, without Triton's prefix."""
 
     def __init__(self, errors: Mapping[str, TritonError]) -> None:
         super().__init__("failed to load all models", ErrorCode.INTERNAL)

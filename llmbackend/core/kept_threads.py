@@ -37,7 +37,7 @@ class KeptThreads:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """After the last `run`: each thread ends when no job is left."""
+        """Call it after the last `run`: each thread ends when no job is left."""
         with self._lock:
             self._is_closed = True
             for _ in range(self._num_free):

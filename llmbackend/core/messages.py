@@ -62,7 +62,8 @@ class Tenant:
 
 
 NO_TENANT: Final = Tenant()
-"""Of requests to a server without API keys, and of requests that the host and its models make for themselves."""
+"""The tenant of requests to a server without API keys, and of requests that the host and its models make for
+themselves."""
 
 
 def common_tenant(tenants: frozenset[Tenant]) -> Tenant:
@@ -180,9 +181,9 @@ _waiting = _Waiting()
 
 
 class responses_together:  # noqa: N801  as context managers of the standard library
-    """Within it, the calling thread wakes the receivers of its responses once, at the end, also after an exception. A
-    receiver that ran earlier would only take the interpreter's lock from a thread that has more responses for it. The
-    thread must not block: responses of other threads to the same receiver wait, too."""
+    """Within this context, the calling thread wakes the receivers of its responses only once, at the end (also after an
+    exception). A receiver that ran earlier would only take the interpreter's lock from a thread that has more responses
+    for it. The thread must not block: responses of other threads to the same receiver wait, too."""
 
     __slots__ = ("_is_outermost",)
 

@@ -24,7 +24,7 @@ from .unix_sockets import SILENCE_TIMEOUT_S, UnixConnection, UnixHostSocket
 from .wire import Frame
 
 FRONTEND_HEARTBEAT_TIMEOUT_S: Final = 5.0
-"""After so long without a heartbeat the other end counts as lost."""
+"""Time without a heartbeat after which the other end counts as lost."""
 _MESSAGES_AT_ONCE: Final = 64
 _EVENTS: Final = HANDSHAKE_FAILURES | zmq.Event.DISCONNECTED
 _FAILURES: Final = {

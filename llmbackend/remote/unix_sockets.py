@@ -239,7 +239,7 @@ class UnixHostSocket:
         self._numbers = itertools.count(1)
         self._connections: dict[Sender, MessageSocket] = {}
         self._senders: dict[int, Sender] = {}
-        """By descriptor."""
+        """The senders by file descriptor."""
         self._full: set[Sender] = set()
         """Senders whose outbox is not empty and whose writability is not polled yet."""
         self._has_lost = False

@@ -17,10 +17,10 @@ from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.keyed_server import of_key
 from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.generation.models import ADAPTERS_FAMILY, MAX_MODEL_LEN_FAMILY
-from llmbackend.frontends.generation.sealed_reasoning import sealing_key
 from llmbackend.frontends.host_forwarding import FrontendEdge
 from llmbackend.frontends.http_app import create_inference_app
 from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.openai.endpoints import ApiContext
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.operations.probes import KV_CACHE_FAMILY
 from llmbackend.frontends.page_proxy import WEBSOCKET_PATH
@@ -63,8 +63,8 @@ class FrontendEndpoints:
         self._server = KeyedRemoteServer(hosts, name=settings.name, keys=settings.keys, metric_families=_FAMILIES)
         self._server.metrics_registry = CollectorRegistry(auto_describe=False)
         gate = InferenceGate(self._server, settings.limits.inference, counts)
-        openai = (self._server, settings.openai_max_input_size_bytes, gate, protocols.openai_lora_separator)
-        key = sealing_key(protocols.reasoning_secret)
+        max_body_bytes = settings.openai_max_input_size_bytes
+        api = ApiContext.of(self._server, gate=gate, options=protocols, max_body_bytes=max_body_bytes)
         self._endpoints = FrontendServer(
             self._server,
             http=replace(settings.http, reuse_port=True),
@@ -73,16 +73,7 @@ class FrontendEndpoints:
             http_app=create_inference_app(
                 gate,
                 max_input_size_bytes=settings.http_max_input_size_bytes,
-                routers=(
-                    create_anthropic_router(*openai, sealing_key=key),
-                    create_openai_router(
-                        *openai,
-                        sealing_key=key,
-                        fingerprint=protocols.openai_fingerprint,
-                        defaults=protocols.request_defaults,
-                        shows_tokenizers=protocols.shows_tokenizers,
-                    ),
-                ),
+                routers=(create_anthropic_router(api), create_openai_router(api)),
                 options=protocols,
             ),
             access=self._access,

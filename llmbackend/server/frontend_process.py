@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GC_THRESHOLD_OBJECTS: Final = 10_000
-"""As in serve.py."""
+"""The same as in serve.py."""
 GONE: Final = 1
 """Exit code when the parent has ended or the ports cannot be bound."""
 

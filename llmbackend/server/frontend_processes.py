@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 _MODULE: Final = "llmbackend.server.frontend_process"
 METRICS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""At its import, prometheus_client reads from it the folder for files with counters (access/request_identity.py)."""
+"""When prometheus_client is imported, it reads from this variable the folder for files with counters
+(access/request_identity.py)."""
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 SILENCE_S: Final = 30.0
@@ -63,7 +64,7 @@ class FrontendProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of running frontends."""
+        """The ids of running frontend processes."""
         return [keeper.process.pid for keeper in self._keepers if keeper.process is not None]
 
     def start(self) -> None:
@@ -79,7 +80,7 @@ class FrontendProcesses:
             await keeper.first_serves
 
     def reload(self) -> None:
-        """All reread API keys and certificates."""
+        """Has all processes reread API keys and certificates."""
         for keeper in self._keepers:
             keeper.tell(Reload())
 
@@ -89,7 +90,7 @@ class FrontendProcesses:
             keeper.leave()
 
     async def stop(self, grace_s: float) -> None:
-        """All refuse new work and end after running work, at the latest after `grace_s` seconds."""
+        """Has all processes refuse new work and end after their running work, at the latest after `grace_s` seconds."""
         await asyncio.gather(*(keeper.stop(grace_s) for keeper in self._keepers))
 
 

@@ -60,7 +60,7 @@ def copy_streams(
         resumable.PATH: partial(resumable.make_again, gate, streams),
         "/": partial(make_again, app),
     }
-    copies = streams.copies = StreamCopies(peers, makers, streams)
+    copies = streams.copies = StreamCopies(peers, makers, streams.give_away)
     registry.register(CopiesMetric(lambda: copies.are_made))
 
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter
-
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.anthropic.router import create_anthropic_router
-from llmbackend.frontends.generation.sealed_reasoning import sealing_key
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.idempotency import IdempotentRequests
 from llmbackend.frontends.journals.kept_answers import KeptAnswers
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
+from llmbackend.frontends.openai.endpoints import ApiContext
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.operations.router import ServerFacts, create_operations_router
 
@@ -56,6 +54,14 @@ def make_frontends(
     gate = InferenceGate(server, settings.limits.inference, counts)
     kept = KeptAnswers(settings.store.resume_grace_s)
     streams = ResumableStreams(kept)
+    api = ApiContext.of(
+        server,
+        gate=gate,
+        options=protocols,
+        streams=streams,
+        store=store,
+        max_body_bytes=settings.openai_max_input_size_bytes,
+    )
     frontends = FrontendServer(
         server,
         http=settings.http,
@@ -65,7 +71,8 @@ def make_frontends(
             server,
             max_input_size_bytes=settings.http_max_input_size_bytes,
             routers=(
-                *_chat_routers(server, settings, gate, streams, store),
+                create_anthropic_router(api),
+                create_openai_router(api),
                 create_operations_router(server, gate, access, _facts(settings), server_log),
             ),
             gate=gate,
@@ -86,32 +93,6 @@ def make_frontends(
     )
     frontends.bind()
     return frontends
-
-
-def _chat_routers(
-    server: InferenceServer,
-    settings: ServerSettings,
-    gate: InferenceGate,
-    streams: ResumableStreams,
-    store: ResponseStore,
-) -> tuple[APIRouter, APIRouter]:
-    """Anthropic's API and OpenAI's."""
-    protocols = settings.protocols
-    common = (server, settings.openai_max_input_size_bytes, gate, protocols.openai_lora_separator)
-    key = sealing_key(protocols.reasoning_secret)
-    return (
-        create_anthropic_router(*common, sealing_key=key),
-        create_openai_router(
-            *common,
-            streams,
-            store=store,
-            sealing_key=key,
-            lora_folder=protocols.openai_lora_folder,
-            fingerprint=protocols.openai_fingerprint,
-            defaults=protocols.request_defaults,
-            shows_tokenizers=protocols.shows_tokenizers,
-        ),
-    )
 
 
 def _facts(settings: ServerSettings) -> ServerFacts:

@@ -42,7 +42,7 @@ class KnownModel:
     sha256: str
 
     def file_in(self, folder: Path) -> Path:
-        """Its place below the folder of all known models."""
+        """The place of the model in the folder of all known models."""
         return folder / self.sha256[:16] / f"{self.name}.gguf"
 
     def is_in(self, folder: Path) -> bool:
@@ -74,7 +74,7 @@ def known_model(name: str) -> KnownModel | None:
 
 
 def models_folder() -> Path:
-    """Of all known models. Raises FetchError where the user has no home."""
+    """The folder of all known models. Raises FetchError if the user has no home."""
     try:
         return cache_directory("models", DIRECTORY)
     except FolderRefusedError as error:

@@ -173,7 +173,7 @@ def log_line(line: bytes, process_name: str, pid: int) -> None:
 _MIN_RESERVE: Final = 20
 _MAX_RESERVE: Final = 512
 _OWN_DESCRIPTORS: Final = 1024
-"""For models, engines and libraries, in addition to connections and the reserve."""
+"""Descriptors for models, engines and libraries, in addition to connections and the reserve."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ CLOSE_GRACE_S = 1.0
 
 
 def run_server(settings: ServerSettings, member: ClusterMember | None = None) -> int:
-    """Serves until a signal; returns the process's exit code. member: of a cluster, whose launcher sets
+    """Serves until a signal; returns the process's exit code. member: set for a host of a cluster, whose launcher sets
     `settings.host_folder`."""
     server_log = ServerLog(settings.log)
     try:

@@ -36,6 +36,7 @@ from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL
 from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.openai.endpoints import ApiContext
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.operations.router import create_operations_router
 
@@ -122,8 +123,9 @@ def whole_app(server: InferenceServer) -> Starlette:
     """With the routers of a server process."""
     gate = InferenceGate(server)
     operations = create_operations_router(server, gate, AccessControl(NO_ACCESS_CONTROL))
+    api = ApiContext.of(server)
     return create_http_app(
-        server, gate=gate, routers=(create_anthropic_router(server), create_openai_router(server), operations)
+        server, gate=gate, routers=(create_anthropic_router(api), create_openai_router(api), operations)
     )
 
 

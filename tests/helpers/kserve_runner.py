@@ -22,6 +22,7 @@ from llmbackend.frontends.journals.kept_answers import KeptAnswers
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.journals.store_settings import IdempotencyLimits
 from llmbackend.frontends.limits import FrontendLimits
+from llmbackend.frontends.openai.endpoints import ApiContext
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.operations.router import create_operations_router
 from llmbackend.frontends.protocol_options import ProtocolOptions
@@ -68,10 +69,16 @@ class Running:
         self.metrics = f"127.0.0.1:{self.frontend.metrics_port}"
 
     async def _start(self, max_input_size_bytes: int) -> FrontendServer:
-        separator = self.protocols.openai_lora_separator
+        api = ApiContext.of(
+            self.host,
+            gate=self.gate,
+            options=self.protocols,
+            streams=self.streams,
+            max_body_bytes=max_input_size_bytes,
+        )
         routers = [
-            create_anthropic_router(self.host, max_input_size_bytes, self.gate, separator),
-            create_openai_router(self.host, max_input_size_bytes, self.gate, separator, self.streams),
+            create_anthropic_router(api),
+            create_openai_router(api),
             create_operations_router(self.host, self.gate, self.access or AccessControl(NO_ACCESS_CONTROL)),
         ]
         app = create_http_app(

@@ -107,7 +107,7 @@ class Hosts:
             resumable.PATH: partial(resumable.make_again, running.gate, running.streams),
             "/": partial(make_again, running.app),
         }
-        running.streams.copies = StreamCopies(self.network.peers(name), makers, running.streams)
+        running.streams.copies = StreamCopies(self.network.peers(name), makers, running.streams.give_away)
 
     def copies(self, name: str) -> StreamCopies:
         copies = self.all[name].streams.copies

@@ -21,6 +21,7 @@ from llmbackend.frontends.http.protocol import GuardedProtocol
 from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.limits import HttpLimits
+from llmbackend.frontends.openai.endpoints import ApiContext
 from llmbackend.frontends.openai.router import create_openai_router
 
 
@@ -34,9 +35,9 @@ def serve_openai(
     **options: Any,
 ) -> Iterator[str]:
     """Yields the base URL (without /v1). store: of responses and conversations; takes_over: whether those in it that
-    another server has begun are continued; options: of both routers"""
-    shared = {name: value for name, value in options.items() if name not in ("lora_folder", "defaults")}
-    routers = (create_anthropic_router(server, **shared), create_openai_router(server, store=store, **options))
+    another server has begun are continued; options: of ApiContext.of"""
+    api = ApiContext.of(server, store=store, **options)
+    routers = (create_anthropic_router(api), create_openai_router(api))
     app: ASGIApp = Starlette(routes=[route for router in routers for route in router.routes])
     if access is not None:
         app = access.around_http(app, CollectorRegistry())

@@ -20,6 +20,7 @@ from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.journals.store_settings import StoreSettings
+from llmbackend.frontends.openai.endpoints import ApiContext
 from llmbackend.frontends.openai.router import create_openai_router
 
 from .exchange import HttpAnswer, HttpInput
@@ -49,7 +50,8 @@ class AppUnderTest:
         self.server = InferenceServer(options)
         self.server.start()
         self._store = StoreSettings().open()
-        routers = (create_anthropic_router(self.server), create_openai_router(self.server, store=self._store))
+        api = ApiContext.of(self.server, store=self._store)
+        routers = (create_anthropic_router(api), create_openai_router(api))
         self._app = create_http_app(self.server, routers=routers)
         self._loop = asyncio.new_event_loop()
         self._tracebacks = _Tracebacks()

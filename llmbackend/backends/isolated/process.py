@@ -27,7 +27,7 @@ _log = logging.getLogger("llmbackend")
 
 
 def prepare(loader: str, file: str) -> Callable[[bytes, int, int], None]:
-    """In the fork server, for all processes of the library `file`."""
+    """Called in the fork server, once for all processes of the library `file`."""
     module, _, attribute = loader.partition(":")
     return partial(_run, partial(getattr(importlib.import_module(module), attribute), Path(file)))
 

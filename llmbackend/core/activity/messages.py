@@ -14,7 +14,7 @@ import msgspec
 EventKind = Literal["requests", "steps", "blocks", "engine", "load", "model", "log"]
 EVENT_KINDS: Final[frozenset[EventKind]] = frozenset({"requests", "steps", "blocks", "engine", "load", "model", "log"})
 MAX_ID_CHARACTERS: Final = 256
-"""Of a client's request id in an event."""
+"""Longest part of a client's request id in an event."""
 RowKind = Literal["prefill", "decode", "recompute"]
 StepRow = tuple[int, RowKind, int, int, int]
 """Request; kind; tokens computed, with drafts; drafts accepted; tokens of the request."""
@@ -231,7 +231,7 @@ def to_json(message: msgspec.Struct) -> bytes:
 
 
 class InstanceActivity(Protocol):
-    """Where a backend reports the activity of an instance. Any thread; never blocks."""
+    """Where a backend reports the activity of an instance. Callable from any thread; never blocks."""
 
     @property
     def kinds(self) -> frozenset[EventKind]:
@@ -248,4 +248,4 @@ class _NoActivity:
 
 
 NO_ACTIVITY: Final[InstanceActivity] = _NoActivity()
-"""Of a host without viewers."""
+"""Used by a host without viewers."""

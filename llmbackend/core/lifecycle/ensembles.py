@@ -223,7 +223,7 @@ def parts_of(specs: Mapping[str, ModelSpec]) -> dict[str, list[str]]:
 
 
 def circles(parts: Parts) -> dict[str, str]:
-    """By model that depends on itself: Triton's error text, whose names are not always those of the model."""
+    """Triton's error text for each model that depends on itself; it does not always name that model."""
     reasons: dict[str, str] = {}
 
     def search(current: str, start: str, seen: set[str]) -> str:

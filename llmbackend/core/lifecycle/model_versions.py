@@ -136,7 +136,7 @@ class ModelVersions:
             return model
 
     def get(self, name: ModelIdentifier, version: int = -1) -> LoadedModel:
-        """As `acquire`, without entering `in_flight`: for what stays valid after an unload."""
+        """Like `acquire`, without entering `in_flight`: for what stays valid after an unload."""
         with self._lock:
             return self._ready_model(name, version)
 
@@ -279,8 +279,8 @@ class ModelVersions:
 
 
 def ready_version(name: str, version: int, states: Mapping[int, ModelReadyState] | None) -> int:
-    """The READY version of a request. version: -1 = the highest; states: of the versions, None for an unknown model.
-    Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts."""
+    """The READY version for a request. version: -1 = the highest. states: the state of each version; None for an
+    unknown model. Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts."""
     if states is None:
         raise not_found(f"{_unknown(name)} is not found")
     if version >= 0:

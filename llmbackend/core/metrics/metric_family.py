@@ -160,7 +160,7 @@ def number_text(value: float) -> str:
 
 
 class MetricFamilies:
-    """All families of backends, by name; a collector of the server's registry."""
+    """All metric families of backends, by name; a collector of the server's registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._lock = threading.Lock()

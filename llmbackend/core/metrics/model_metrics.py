@@ -336,7 +336,7 @@ class Statistics:
                 times.compute_output.add(end_ns - output_start_ns)
 
     def snapshot(self, name: str, version: int) -> ModelStatistics:
-        """All counters as the protocol's message; as in Triton, durations are present also when zero."""
+        """All counters as the protocol's message. As in Triton, durations are present even if they are zero."""
         with self._lock:
             message = ModelStatistics(
                 name=name,

@@ -167,7 +167,7 @@ def _with_cache(scheduler: Scheduler, model: ChannelOwner, services: HostService
 
 @dataclass(frozen=True, slots=True)
 class _Serving:
-    """Made by `load` when the backend has completed the configuration."""
+    """What `load` makes once the backend has completed the configuration."""
 
     description: Description
     latencies: Latencies

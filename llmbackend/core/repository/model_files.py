@@ -139,7 +139,8 @@ def config_path(directory: Path, config_name: str) -> Path:
 
 
 def signature_of(directory: Path) -> Signature:
-    """Without bytecode caches, which a load of a Python model may write, and directories' times, which they change."""
+    """Ignores bytecode caches, which a load of a Python model may write, and the times of directories, which these
+    change."""
     entries = []
     for path in sorted(directory.rglob("*")):
         relative = path.relative_to(directory)
@@ -154,8 +155,8 @@ def signature_of(directory: Path) -> Signature:
 
 
 def is_version_affected(old: Signature, new: Signature, version: int, config: str) -> bool:
-    """Whether a difference can affect this version: in its directory, or beside the versions, but not in the
-    configuration (`config`, relative to the model's directory)."""
+    """Whether a difference can affect this version: it is in the version's directory, or beside the versions but not in
+    the configuration (`config`, relative to the model's directory)."""
     config_entry = PurePath(config).parts[0]
     return _affecting(old, version, config_entry) != _affecting(new, version, config_entry)
 

@@ -74,7 +74,7 @@ class ResourceManager:
             raise
 
     def unregister(self, user: Hashable) -> None:
-        """Its resources in use are released separately."""
+        """Resources in use are released separately."""
         self._needs.pop(user, None)
         self._update_limits()
 

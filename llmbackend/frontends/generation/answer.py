@@ -23,12 +23,12 @@ from .request import GenerationRequest
 from .tensors import PROMPT_IN_REASONING, Delta, TextToken
 
 DEFAULT_FINISH_REASON = "stop"
-"""For a model that gives none: `finish_reason` is optional."""
+"""Used when a model reports no `finish_reason`, which is an optional output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Of an answer and of all chunks of its stream."""
+    """Identifies an answer and every chunk of its stream."""
 
     id: str
     created_s: int
@@ -95,7 +95,7 @@ class Usage:
         self._reasoning_tokens[index] = num_tokens
 
     def total(self) -> JsonObject | None:
-        """Of a complete answer; None if the model counts no tokens."""
+        """The usage of a complete answer; None if the model does not count tokens."""
         return self.as_json() if self._prompt_tokens or self._completion_tokens else None
 
     def as_json(self) -> JsonObject:
@@ -131,7 +131,7 @@ _SHORT_IDS = frozenset({"mistral"})
 
 
 def call_id(response_id: str, choice: int, index: int, format_name: str) -> str:
-    """Of a call without an id of the model."""
+    """The id of a call to which the model gave none."""
     digest = hashlib.sha256(f"{response_id}/{choice}/{index}".encode()).hexdigest()
     return digest[:9] if format_name in _SHORT_IDS else f"call_{digest[:24]}"
 
@@ -209,7 +209,7 @@ class AnswerReader:
         )
 
     def _last(self, events: list[Event]) -> list[Event]:
-        """Without content, if calls are required: it is the beginning of an incomplete call."""
+        """Drops content if calls are required: it is the beginning of an incomplete call."""
         use = self._plan.tool_use
         if use is None or not use.is_required:
             return events

@@ -21,9 +21,9 @@ from .parsers import CallGrammar, is_plain_text
 
 _ANY_OBJECT: JsonObject = {"type": "object"}
 MAX_TAGGED_PARAMETERS: Final = 512
-"""Of all functions of a request; the limit of the model's grammar."""
+"""Limit over all functions of a request, set by the model's grammar."""
 _MAX_PLACES: Final = 64
-"""Of one function that are reported as not enforced."""
+"""How many places of one function are reported as not enforced."""
 _ENFORCED = frozenset(("type", "properties", "required", "additionalProperties"))
 _SAYS_NOTHING = frozenset(
     ("$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated")
@@ -31,7 +31,7 @@ _SAYS_NOTHING = frozenset(
 _KNOWN = _ENFORCED | _SAYS_NOTHING
 _NOT_NAMES = "'required' must be a list of names of 'properties'"
 _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
-"""Of a parameter that the parser can read."""
+"""A parameter name that the parser can read."""
 
 
 def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
@@ -179,7 +179,7 @@ def _parameters(schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: b
 
 
 def written_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those whose names can be written, in the order of the tags."""
+    """The properties whose names can be written in this format, in the order of their tags."""
     properties = _resolved(schema).get("properties", {})
     return {name: description for name, description in properties.items() if _NAME.fullmatch(name)}
 

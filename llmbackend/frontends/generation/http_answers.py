@@ -48,7 +48,7 @@ class Writer(Protocol):
 
 
 QUIET_S: Final = 15.0
-"""Without an event, before a stream sends a ping to keep the connection open; also how long the status line waits for
+"""Silence after which a stream sends a ping to keep the connection open. It is also how long the status line waits for
 the first response, which may be an error."""
 _HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _CONTENT_TYPE: Final = {"content-type": "text/event-stream; charset=utf-8"}
@@ -157,7 +157,7 @@ class AnswerEvents:
 
 
 _LOGGED_CHARS = 64
-"""Of each label, after escaping."""
+"""Limit for each label, after escaping."""
 
 
 def logged(labels: dict[str, Any]) -> str:
@@ -214,8 +214,8 @@ async def streamed_answer(
     make: MakeStream | None = None,
     quiet_s: float | None = QUIET_S,
 ) -> Response:
-    """A stream, once the first response has arrived; raises its error. before_end: as of AnswerEvents. make: None: an
-    EventStream. quiet_s: as of EventSource."""
+    """Starts a stream once the first response has arrived; raises the error of that response. make: creates the HTTP
+    response; by default an EventStream. See AnswerEvents for before_end, and EventSource for quiet_s."""
     try:
         first = await first_arrival(http, generation, quiet_s)
         events = AnswerEvents(generation, first, writer, before_end, quiet_s)

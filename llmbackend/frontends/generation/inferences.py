@@ -68,8 +68,8 @@ class Generation:
         trace: RequestTrace | None = None,
         recording: Recording | None = None,
     ) -> None:
-        """request_id: the answer's id. trace: further prompts are children of the first one. recording: of a copied
-        stream."""
+        """request_id: the answer's id. trace: belongs to the first prompt; further prompts get child traces. recording:
+        of a stream that other hosts copy."""
         self._request = request
         self._plan = plan
         self._request_id = request_id
@@ -171,7 +171,7 @@ class Generation:
         return inference, item
 
     async def next(self) -> Arrival:
-        """As `pop`, but waits."""
+        """Like `pop`, but waits for a delta."""
         while (arrival := self.pop()) is None:
             await self.wait()
         return arrival
@@ -181,7 +181,7 @@ class Generation:
         return {} if self._schemas is None else self._schemas.headers()
 
     async def checked(self) -> dict[str, str]:
-        """The same after the last delta, with whether the answer satisfies them, which is also logged."""
+        """Headers for the end of the answer: also whether it satisfies the schemas, which is logged, too."""
         if self._schemas is None or not self._schemas.is_needed:
             return {}
         return await self._gate.run_in_thread(partial(self._schemas.judge, self._request_id))

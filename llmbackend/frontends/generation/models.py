@@ -33,14 +33,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """Of one model."""
+    """The output formats of one model."""
 
     tool_calls: ToolCallFormat | None = None
     """None: unknown."""
     reasoning: ReasoningFormat | None = None
     """None: the model does not reason."""
     error: str = ""
-    """What is wrong with the names in the model's configuration."""
+    """Why the names in the model's configuration are wrong; "" if they are not."""
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> OutputFormats:
@@ -79,7 +79,7 @@ MAX_MODEL_LEN_FAMILY = "llmbackend:max_model_len_tokens"
 LORA_NAMES = "lora_names"
 """Parameter: a model's LoRA adapters, separated by commas."""
 LORA_MODELS = "lora_models"
-"""Parameter: those of them that are models by their own names."""
+"""Parameter: the adapters that clients can name like a model."""
 _MAX_NAMED = 20
 """Models in the text of an error."""
 ADAPTERS_FAMILY = "llmbackend:lora_adapters"
@@ -88,7 +88,7 @@ ADAPTERS_FAMILY = "llmbackend:lora_adapters"
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
-    """What a model with the LLM tensor interface declares."""
+    """A model with the LLM tensor interface, as it declares itself."""
 
     name: str
     """The host's."""
@@ -100,11 +100,12 @@ class LanguageModel:
     """OpenAI's `system_fingerprint`; "" when the host has none."""
     formats: OutputFormats = NO_FORMATS
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    """Its values of sampling parameters that a request leaves out."""
+    """The model's own values for sampling parameters that a request omits."""
 
     @classmethod
     def of(cls, metadata: ModelMetadata, parameters: Mapping[str, str]) -> LanguageModel | None:
-        """parameters: of the model's configuration. None: it is no language model, or requires an unknown input."""
+        """parameters: from the model's configuration. Returns None if it is no language model, or requires an unknown
+        input."""
         outputs = {tensor.name: tensor.datatype for tensor in metadata.outputs}
         known = {tensor.name: tensor for tensor in metadata.inputs if _is_known(tensor)}
         required = {tensor.name for tensor in metadata.inputs} - metadata.optional_inputs
@@ -139,7 +140,7 @@ def _is_known(tensor: TensorMetadata) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a request's `model` names."""
+    """The model and adapter that a request's `model` names."""
 
     name: str
     """The host's model."""
@@ -152,8 +153,8 @@ class ModelCatalog:
     """The models that clients may name."""
 
     def __init__(self, server: Host, lora_separator: str = "", fingerprint: str | None = None) -> None:
-        """lora_separator: between a model and its adapter (Triton's --lora-separator); "": none. fingerprint: of all
-        models, in place of their own."""
+        """lora_separator: separates the names of model and adapter (Triton's --lora-separator); "": no such names.
+        fingerprint: replaces the models' own fingerprints."""
         self._server = server
         self._fingerprint = fingerprint
         self._separator = lora_separator
@@ -304,7 +305,7 @@ class ModelCatalog:
         return absent
 
     def _context_lengths(self) -> dict[str, int]:
-        """In tokens, by model, for those that report it."""
+        """The context length in tokens of each model that reports it."""
         samples = self._server.metric_samples(MAX_MODEL_LEN_FAMILY)
         return {sample.labels.get("model", ""): int(sample.value) for sample in samples}
 

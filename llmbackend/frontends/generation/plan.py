@@ -33,7 +33,7 @@ CALL_ARGUMENTS: JsonObject = {"whitespace_pattern": "[ ]"}
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """For all choices of one request."""
+    """How all choices of one request are parsed."""
 
     tool_use: ToolUse | None
     tool_format: ToolCallFormat | None
@@ -52,7 +52,7 @@ class AnswerPlan:
         return error.param == STRUCTURED_OUTPUTS and STRUCTURED_OUTPUTS in self.sampling
 
     def in_own_fields(self, error: OpenAIError) -> OpenAIError:
-        """Such an error in terms of the client's tools."""
+        """Rewrites an error about the grammar of calls in terms of the client's tools."""
         found = _PLACE.search(error.message)
         own = None if found is None else self.own_place(found["place"])
         if found is None or own is None:
@@ -165,8 +165,8 @@ def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, tar
 
 
 def _ended_by_one_call(use: ToolUse, calls: ToolCallFormat) -> JsonObject:
-    """With at most one call, the answer ends after it, so that no tokens are computed in vain. Without JSON arguments
-    or a marker at a call's beginning, later calls are left out instead, as in vLLM."""
+    """If at most one call is allowed, ends the answer after it, so that no tokens are computed in vain. Formats without
+    JSON arguments, or without a marker before a call, drop later calls instead, as vLLM does."""
     if use.max_calls != 1 or calls.grammar.key_end or not calls.trigger:
         return {}
     form = voluntary_calls(use, calls.grammar, calls.trigger)
@@ -192,12 +192,12 @@ def _refused(target: Target, field: str, reason: str) -> OpenAIError:
 
 
 MAX_SAMPLING_JSON_BYTES: Final = 256 << 10
-"""Of all sampling parameters together: the `llm` backend's bound."""
+"""Limit of all sampling parameters together; the `llm` backend has the same."""
 
 
 def check_grammar_size(num_bytes: int, sampling: JsonObject, request: GenerationRequest, plan: AnswerPlan) -> None:
-    """num_bytes: of `sampling` as JSON. Raises OpenAIError if a grammar is most of too many bytes; for other parameters
-    the model does."""
+    """num_bytes: size of `sampling` as JSON. Raises OpenAIError if there are too many bytes and most of them are a
+    grammar. Other large parameters are left to the model to refuse."""
     if num_bytes <= MAX_SAMPLING_JSON_BYTES or STRUCTURED_OUTPUTS not in sampling:
         return
     of_grammar = len(orjson.dumps(sampling[STRUCTURED_OUTPUTS]))

@@ -39,7 +39,7 @@ FORMER_FIELDS = (
     "structural_tag",
 )
 STRUCTURE_FIELDS = frozenset((STRUCTURED_OUTPUTS, *FORMER_FIELDS))
-"""All sampling parameters with constraints."""
+"""All sampling parameters that constrain the output."""
 _PATH = re.compile(f"'{STRUCTURED_OUTPUTS}'(?: at /(json_object|json|structural_tag)(?=[/: ])(/[^: ]*)?)?")
 """A place in a constraint, as the model names it."""
 
@@ -93,7 +93,7 @@ def first_position(token_id: int, text: str) -> TokenEntries:
 
 @dataclass(frozen=True, slots=True)
 class PromptForm:
-    """What the answer has of the prompts."""
+    """Which details of the prompts the answer includes."""
 
     has_text: bool = False
     """`echo` of a prompt that was sent as token ids."""
@@ -167,7 +167,7 @@ NO_REASONING_USE = ReasoningUse()
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """Of a chat whose answer is stored; JSON."""
+    """JSON parts of a chat whose answer will be stored."""
 
     messages: bytes
     """A list, as the client sent it."""
@@ -177,11 +177,11 @@ class StoredParts:
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """Of a stream."""
+    """What the client asked of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Each chunk has the usage so far."""
+    """Whether each chunk has the usage so far."""
     interval_tokens: int = 1
     """Tokens of a choice that are sent together."""
 
@@ -198,7 +198,7 @@ class GenerationRequest:
     prompts: tuple[Tensor, ...]
     """Tensors of one kind: `messages`, `text_input` or `input_ids`."""
     id_prefix: str
-    """Of the answer's id."""
+    """Prefix of the answer's id."""
     prompt_field: str
     """The client's field with the prompts."""
     sampling: dict[str, Any]
@@ -206,7 +206,7 @@ class GenerationRequest:
     n: int = 1
     """Choices of each prompt, those of the first one first."""
     num_generations: int = 1
-    """Of all prompts: the number of choices, or more with `best_of`."""
+    """Generations for all prompts: as many as choices, or more with `best_of`."""
     stream: StreamForm | None = None
     """None: a whole answer."""
     logprobs: LogprobForm | None = None
@@ -217,7 +217,7 @@ class GenerationRequest:
     """Whether the answer has its times; of one choice alone."""
     prompt_form: PromptForm = NO_PROMPT_FORM
     labels: dict[str, Any] = field(default_factory=dict)
-    """For the access log."""
+    """Labels for the access log."""
     echo: tuple[str, ...] = ("",)
     """The text before each choice's own, by prompt; "" for none, or if the model must provide it."""
     sent_fields: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ class GenerationRequest:
     """None: no tool may be called."""
     reasoning: ReasoningUse = NO_REASONING_USE
     stored: StoredParts | None = None
-    """Of a chat with `store`."""
+    """Set for a chat with `store`."""
     prior_output_ids: tuple[int, ...] = ()
     """Tokens that an interrupted generation of the same request has sent; it continues after them. Requires one choice,
     and a seed unless the temperature is 0."""

@@ -87,7 +87,7 @@ PROMPT_IN_REASONING = -2
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """What the model tells of a prompt, once: with the first response of its first choice."""
+    """Details of a prompt, which the model sends once, with the first response of the prompt's first choice."""
 
     text: str = ""
     token_ids: Sequence[int] = ()
@@ -96,11 +96,11 @@ class PromptDetails(msgspec.Struct, frozen=True):
     logprobs: Sequence[TokenEntries | None] = ()
     """One entry per token; the first token has none."""
     logprobs_json: bytes = b""
-    """The same as JSON."""
+    """The same as `logprobs`, as JSON."""
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one response added to one choice."""
+    """What one response adds to one choice."""
 
     text: str
     """New text, never half a character."""
@@ -109,7 +109,7 @@ class Delta(msgspec.Struct, frozen=True):
     logprobs: list[TokenEntries]
     """One entry per new token, when asked for."""
     num_input_tokens: int
-    """Of the whole prompt."""
+    """Tokens of the whole prompt."""
     num_output_tokens: int
     """New ones."""
     is_final: bool
@@ -125,10 +125,10 @@ class Delta(msgspec.Struct, frozen=True):
     prompt: PromptDetails | None = None
     """When asked for."""
     stop_reason: int | str | None = None
-    """On the last response, when asked for: the stop string or token of the request that ended the choice."""
+    """In the last response, if requested: the stop string or stop token of the request that ended the choice."""
     usage: tuple[int, int, int] | None = None
-    """Of the choice so far, with its first and its last response, where counts are not told with each: tokens of the
-    prompt, of the answer, and of the prompt that were not computed again."""
+    """(prompt tokens, output tokens, prompt tokens that were not computed again) of the choice so far. Present in its
+    first and its last response, if responses have no counts of their own."""
     not_enforced: Sequence[str] = ()
     """Places in the sampling parameters of keywords of schemas that the answer is not held to; with a choice's first
     response, when asked for."""

@@ -62,7 +62,7 @@ SERVICES: Final = frozenset({"", "inference.GRPCInferenceService"})
 _ASK_EVERY_S: Final = 1.0
 Status = health_pb2.HealthCheckResponse
 _CORE_THREADS: Final = min(max(os.cpu_count() or 1, 4), 16)
-"""Of gRPC's pool: one per core, within these bounds."""
+"""Threads of gRPC's pool: one per core, within these bounds."""
 _MORE_THREADS: Final = 6
 """gRPC's other threads (watcher, timers, poller), and the first ones of requests."""
 
@@ -138,7 +138,7 @@ async def create_grpc_server(
 
 
 class _Oversized:
-    """In place of a request that is too large."""
+    """Stands for a request that is too large."""
 
 
 class TolerantServices:
@@ -150,7 +150,7 @@ class TolerantServices:
     call (with 24 methods a seventh of a small RPC's time)."""
 
     def __init__(self, server: grpc.aio.Server, parsers: Mapping[str, Callable[[bytes], Any]]) -> None:
-        """parsers: of methods whose messages may be large; they raise DecodeError"""
+        """parsers: for methods whose messages may be large; they raise DecodeError."""
         self._server = server
         self._parsers = parsers
 

@@ -30,7 +30,7 @@ class _Choice:
     finish_reason: str = DEFAULT_FINISH_REASON
     stop_reason: int | str | None = None
     answer: Answer | None = None
-    """Of a chat."""
+    """Set for chats."""
 
     def add(self, delta: Delta) -> None:
         if self.answer is None:
@@ -129,7 +129,7 @@ def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonOb
 
 
 def _message(choice: _Choice, answer: Answer) -> JsonObject:
-    """With the echo before its text."""
+    """The message, with the echoed text before its own."""
     message, echo = answer.message(), "".join(choice.parts)
     return message | {"content": echo + (message["content"] or "")} if echo else message
 
@@ -153,7 +153,7 @@ def logprobs_renderer(form: LogprobForm, *, is_chat: bool) -> Render:
 
 
 class ChatLogprobs:
-    """Of chats: the chosen token at each position, and the most likely ones, the best first."""
+    """Log probabilities in chats: the chosen token at each position, and the most likely tokens, best first."""
 
     def __init__(self, form: LogprobForm) -> None:
         self._form = form
@@ -171,7 +171,7 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Of completions: four lists. A token inside a character has the offset of the character."""
+    """Log probabilities in completions: four lists. A token within a character has the offset of that character."""
 
     def __init__(self, form: LogprobForm) -> None:
         self._form = form
@@ -199,6 +199,6 @@ def _bytes(entry: dict[str, Any]) -> bytes:
 
 
 def _logprob(entry: dict[str, Any]) -> float:
-    """For minus infinity, which JSON does not have, the interface has null and OpenAI this number."""
+    """JSON has no minus infinity: the interface sends null, OpenAI's API this number."""
     value: float | None = entry["logprob"]
     return _IMPOSSIBLE if value is None else value

@@ -64,20 +64,20 @@ class ChunkWriter:
         form, is_chat = request.logprobs, request.is_chat
         self._text_head = [self._head_of(index) + self._shape.text_open for index in range(request.num_choices)]
         self._text_tail = self._shape.text_close + b',"logprobs":null,"finish_reason":null}' + self._tail
-        """After the text of a chunk without further fields."""
+        """What follows the text in a chunk without further fields."""
         self._has_more = self._has_continuous_usage or request.logprobs is not None
         """Whether chunks have further fields."""
         self._logprobs = [None if form is None else logprobs_renderer(form, is_chat=is_chat) for _ in self._finished]
 
     def begin(self) -> bytes:
-        """For each choice a chunk with the role (chats), and one with the text of `echo`."""
+        """For each choice, a chunk with the role (chats only) and a chunk with the text of `echo`."""
         roles = [self._chunk(index, _ROLE) for index in range(len(self._finished))] if self._shape is _CHAT else []
         return b"".join(roles) + b"".join(
             self._chunk(index, self._text(text)) for index, text in enumerate(self._echo) if text
         )
 
     def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
-        """In place of `begin`, for a choice with details of its prompt."""
+        """Replaces `begin` for a choice with details of its prompt."""
         fields = orjson.dumps(self._prompt_form.fields(prompt))[1:-1]
         more = b"," + fields if fields else b""
         if self._shape is _CHAT:

@@ -1,9 +1,13 @@
-"""What all endpoints of OpenAI's API share: bodies are read within the server's bounds, large ones are parsed in a
-thread, and errors have OpenAI's form."""
+"""What all endpoints of the OpenAI and Anthropic APIs share.
+
+Invariants: bodies are read within the server's bounds, and large ones are parsed in a thread; errors have the form of
+the API.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
 import orjson
@@ -11,14 +15,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from llmbackend.core.errors import TritonError, shown
+from llmbackend.core.host_protocol import Host
 
 from ..errors import BodyTooLargeError
+from ..generation.models import ModelCatalog
+from ..generation.sealed_reasoning import SealingKey, sealing_key
 from ..http.errors import JsonObject, OpenAIError, OpenAIErrorBody
 from ..http.json_reader import check_depth, check_objects
 from ..http.request_body import ENCODINGS, IDENTITY, content_encoding
 from ..http.routing import Endpoints
 from ..inference_gate import InferenceGate
+from ..journals.response_store import ResponseStore
+from ..journals.resumable_streams import ResumableStreams
+from ..protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 
+DEFAULT_MAX_BODY_BYTES: Final = 4 << 20
+"""The text of a million tokens; parsing JSON of that size holds the interpreter's lock for about 50 ms."""
 _OBJECT_BYTES = 128
 """Reading a small object, such as a message, takes about 8 µs, so at most 2,048 are read on the event loop."""
 MAX_OBJECTS = 1 << 16
@@ -83,15 +95,63 @@ _CLIENT_CLOSED_REQUEST: Final = 499
 """Logged status when the client has disconnected."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ApiContext:
+    """What all endpoints of a server's OpenAI and Anthropic APIs work with."""
+
+    gate: InferenceGate
+    catalog: ModelCatalog
+    options: ProtocolOptions
+    sealing_key: SealingKey
+    streams: ResumableStreams
+    store: ResponseStore | None
+    """None: the server stores nothing."""
+    max_body_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        server: Host,
+        *,
+        gate: InferenceGate | None = None,
+        options: ProtocolOptions = DEFAULT_OPTIONS,
+        streams: ResumableStreams | None = None,
+        store: ResponseStore | None = None,
+        max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    ) -> ApiContext:
+        """Give it the `gate` and the `streams` of the server's other frontends, if it has any."""
+        return cls(
+            gate=gate or InferenceGate(server),
+            catalog=ModelCatalog(server, options.openai_lora_separator, options.openai_fingerprint),
+            options=options,
+            sealing_key=sealing_key(options.reasoning_secret),
+            streams=streams or ResumableStreams(),
+            store=store,
+            max_body_bytes=max_body_bytes,
+        )
+
+
 class OpenAIEndpoints(Endpoints):
     error: ClassVar[Any] = OpenAIErrorBody
     statuses = (400, 404, 413, 415, 429, 503)
     error_types = ()
     answers_head = True
+    documents: ClassVar[str] = "responses"
+    """What these endpoints read from the store, for errors."""
 
-    def __init__(self, gate: InferenceGate, max_body_bytes: int = 0) -> None:
-        self._gate = gate
-        self._max_body_bytes = max_body_bytes
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        self._gate = context.gate
+        self._catalog = context.catalog
+        self._key = context.sealing_key
+        self._max_body_bytes = context.max_body_bytes
+
+    @property
+    def _store(self) -> ResponseStore:
+        """Raises OpenAIError 404 if the server stores nothing."""
+        if self._context.store is None:
+            raise OpenAIError(f"this server stores no {self.documents}", status=404, code="unsupported")
+        return self._context.store
 
     def refusal(self, http: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):

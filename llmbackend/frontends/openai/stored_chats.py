@@ -21,7 +21,6 @@ from ..generation.request import GenerationRequest, StoredParts
 from ..generation.validation import ClosedObject, read
 from ..http.errors import JsonObject, OpenAIError
 from ..http.routing import delete, get, post
-from ..inference_gate import InferenceGate
 from ..journals.documents import Document, Kind
 from ..journals.response_store import NotStoredError, ResponseStore, current_owner
 from .endpoints import OpenAIEndpoints, json_answer
@@ -89,10 +88,7 @@ _FILTERS: tuple[JsonObject, ...] = (
 
 
 class StoredChatEndpoints(OpenAIEndpoints):
-    def __init__(self, gate: InferenceGate, store: ResponseStore | None, max_body_bytes: int) -> None:
-        """store: None: the server keeps none"""
-        super().__init__(gate, max_body_bytes)
-        self._kept = store
+    documents = "chat completions"
 
     @get(_ALL, answer=ChatList, parameters=(*PAGE_PARAMETERS, *_FILTERS))
     async def list_completions(self, http: Request) -> Response:
@@ -159,12 +155,6 @@ class StoredChatEndpoints(OpenAIEndpoints):
             return orjson.dumps(page([_message(document.id, index, message) for index, message in messages], query))
 
         return json_answer(await self._gate.decode_in_thread(len(document.items), listed))
-
-    @property
-    def _store(self) -> ResponseStore:
-        if self._kept is None:
-            raise OpenAIError("this server stores no chat completions", status=404, code="unsupported")
-        return self._kept
 
     async def _document(self, http: Request) -> Document:
         try:

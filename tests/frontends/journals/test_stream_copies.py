@@ -340,7 +340,7 @@ class NoPeers:
 
 def test_an_error_in_one_stream_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
-        copies = StreamCopies(NoPeers(), {}, ResumableStreams())
+        copies = StreamCopies(NoPeers(), {}, ResumableStreams().give_away)
         shown = asyncio.Event()
         copies.add("a", (), lambda: [].pop())
         copies.add("b", (), shown.set)

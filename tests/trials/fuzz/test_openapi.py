@@ -18,6 +18,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.http_app import create_http_app
+from llmbackend.frontends.openai.endpoints import ApiContext
 from llmbackend.frontends.openai.requests import parse_chat, parse_completion
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.openai.schema import ChatCompletionRequest, CompletionRequest
@@ -29,7 +30,8 @@ CATCH_ALL = {"/v1/{path:path}", "/v1/messages/{path:path}"}
 @pytest.fixture(scope="module")
 def app() -> Any:
     server = Mock(InferenceServer, metrics_registry=CollectorRegistry())
-    return create_http_app(server, routers=[create_anthropic_router(server), create_openai_router(server)])
+    api = ApiContext.of(server)
+    return create_http_app(server, routers=[create_anthropic_router(api), create_openai_router(api)])
 
 
 @pytest.fixture(scope="module")

@@ -125,8 +125,7 @@ def dims_agree(some: Sequence[int], others: Sequence[int]) -> bool:
 
 
 def passed_on(tensor: Tensor, name: str, batch_size: int, dims: Sequence[int], is_batching: bool) -> Tensor:
-    """`tensor` as the tensor `name`, with `dims`, of another model. batch_size: of the request that made it, 0 = its
-    model does not batch."""
+    """`tensor` as the input `name` of another model, with `dims`. batch_size: its request's; 0 = not batched."""
     shape = tensor.shape
     if is_batching and not batch_size and dims_agree(dims, shape):
         shape = (1, *shape)
@@ -139,7 +138,7 @@ def passed_on(tensor: Tensor, name: str, batch_size: int, dims: Sequence[int], i
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 300.0
-"""After this time a waiting backend continues, in case it waits for itself (Triton's kMutexTimeoutSeconds)."""
+"""A waiting backend continues after this time, in case it waits for itself (Triton's kMutexTimeoutSeconds)."""
 
 
 class StepOwner(Protocol):

@@ -194,7 +194,7 @@ class SequenceBatcher:
         self.free_if_over(sequence)
 
     def _cancel(self, request: QueuedRequest) -> None:
-        """On the cancelling thread. A request that an instance has is cancelled by its backend."""
+        """Called on the cancelling thread. A request that an instance has is cancelled by its backend."""
         with self.locked():
             sequence = self._waiting.get(request)
             if sequence is not None:
@@ -209,7 +209,7 @@ class SequenceBatcher:
             self._timer.set(self._on_alarm, due_ns)
 
     def _on_alarm(self) -> None:
-        """On the timer's thread."""
+        """Called on the timer's thread."""
         with self.locked():
             self._alarm_ns = None
             now_ns = time.monotonic_ns()

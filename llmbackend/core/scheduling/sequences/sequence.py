@@ -233,7 +233,7 @@ class SequenceTable:
 
     @property
     def batches(self) -> list[SequenceBatch]:
-        """All that have or may get sequences."""
+        """All batches that have sequences or may get some."""
         return [*self._batches, *self._retired]
 
     def add_batch(self, batch: SequenceBatch, now_ns: int) -> list[Sequence]:

@@ -26,21 +26,21 @@ from llmbackend.core.tracing.trace import RequestTrace
 from ...errors import LimitReachedError
 from ...generation.answer import Identity
 from ...generation.inferences import Generation
-from ...generation.models import ModelCatalog, Target
+from ...generation.models import Target
 from ...generation.plan import AnswerPlan, plan_answer
 from ...generation.request import WITH_USAGE, GenerationRequest
 from ...generation.sealed_reasoning import SealingKey
 from ...generation.tensors import Delta
 from ...http.errors import OpenAIError
 from ...http.request_body import release_body
-from ...inference_gate import InferenceGate
 from ...journals.documents import Document, StoreError
 from ...journals.response_store import LiveLog, ResponseStore, current_owner
 from ...operations.probes import load_headers
+from ..endpoints import ApiContext
 from .conversations import Conversations
-from .create import PreparedResponse, prepare
 from .events import ResponseWriter, journal_stream
 from .parsing import History, read_responses
+from .preparation import PreparedResponse, prepare
 from .response_state import ResponseState
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class BackgroundRun:
         await self._finish(self._writer.fail_events(error))
 
     async def complete(self) -> None:
-        """After the last delta. Raises StoreError."""
+        """Call it after the last delta. Raises StoreError."""
         self._is_ending = True
         events = self._writer.end_events()
         await self._before_end()
@@ -154,7 +154,7 @@ class BackgroundRun:
         await self.log.finish(replace(self.log.document, body=self._state.json()), events)
 
     def _store_failed(self, error: Exception) -> None:
-        """For the log's `on_failure`."""
+        """Set as the log's `on_failure`."""
         log.error("the background response %s cannot be stored: %s", self.log.id, error)
         self._failure = OpenAIError.of(error)
         if self._task is not None and not self._is_ending:
@@ -164,7 +164,7 @@ class BackgroundRun:
 
 _SEED_BITS: Final = 31
 _ROOM_INTERVAL_S: Final = 1.0
-"""Between two attempts to continue a response of another server while there is no room."""
+"""Time between two attempts to continue a response of another server while there is no room."""
 
 
 _FORMAT: Final = 1
@@ -190,7 +190,7 @@ _CONTINUATION = msgspec.msgpack.Decoder(_Continuation)
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """All parts of a response's generation."""
+    """Everything that generates one response."""
 
     prepared: PreparedResponse
     request: GenerationRequest
@@ -203,19 +203,12 @@ class _Made:
 class BackgroundResponses:
     """The Producer of its store. Used only on the event loop."""
 
-    def __init__(
-        self,
-        gate: InferenceGate,
-        catalog: ModelCatalog,
-        store: ResponseStore,
-        conversations: Conversations | None,
-        key: SealingKey,
-    ) -> None:
-        self._gate = gate
-        self._conversations = conversations
-        self._catalog = catalog
+    def __init__(self, context: ApiContext, store: ResponseStore) -> None:
+        self._gate = context.gate
+        self._conversations = Conversations(store, context.gate, context.max_body_bytes)
+        self._catalog = context.catalog
         self._store = store
-        self._key = key
+        self._key = context.sealing_key
         self._runs: dict[str, BackgroundRun] = {}
         self._resuming: dict[str, asyncio.Task[None]] = {}
         store.producer = self
@@ -384,7 +377,7 @@ def _replay(writer: ResponseWriter, deltas: list[Delta]) -> None:
 
 
 async def _fail(document: Document, live_log: LiveLog, error: OpenAIError) -> None:
-    """Of a response that cannot be continued."""
+    """Ends a response that cannot be continued."""
     log.warning("the response %s cannot be continued: %s", document.id, error.message)
     told = {"code": error.code or "server_error", "message": error.message}
     body = orjson.dumps(orjson.loads(document.body) | {"status": "failed", "error": told})

@@ -33,7 +33,7 @@ from .schema import INCLUDABLE, ConversationDeleted, ConversationObject, ItemLis
 
 ID_PREFIX = "conv_"
 MAX_ITEMS_AT_ONCE = 20
-"""Of one call; OpenAI's limit."""
+"""Limit for one call; OpenAI has the same."""
 Items = list[JsonObject]
 
 
@@ -41,7 +41,7 @@ class Conversations:
     """Used on one event loop."""
 
     def __init__(self, store: ResponseStore, gate: InferenceGate, max_bytes: int) -> None:
-        """max_bytes: of a conversation's items as JSON"""
+        """max_bytes: limit for the items of a conversation as JSON."""
         self._store = store
         self._gate = gate
         self._max_bytes = max_bytes
@@ -121,7 +121,7 @@ class Conversations:
         check: Callable[[bytes], None] | None = None,
         more_bytes: int = 0,
     ) -> Document:
-        """more_bytes: that `change` reads"""
+        """more_bytes: how much JSON `change` reads in addition to the items."""
         async with self._store.changing(id):
             document = await self._get(owner, id)
             text = await self._gate.decode_in_thread(
@@ -194,10 +194,7 @@ _ITEM = _ITEMS + "/{item_id}"
 
 
 class ConversationEndpoints(OpenAIEndpoints):
-    def __init__(self, gate: InferenceGate, conversations: Conversations | None, max_body_bytes: int) -> None:
-        """conversations: None: none are stored"""
-        super().__init__(gate, max_body_bytes)
-        self._kept = conversations
+    documents = "conversations"
 
     @post("/v1/conversations", body=ConversationBody, answer=ConversationObject)
     async def create(self, http: Request) -> Response:
@@ -274,10 +271,7 @@ class ConversationEndpoints(OpenAIEndpoints):
 
     @property
     def _conversations(self) -> Conversations:
-        if self._kept is None:
-            message = "this server stores no conversations"
-            raise OpenAIError(message, status=404, code="unsupported")
-        return self._kept
+        return Conversations(self._store, self._gate, self._max_body_bytes)
 
     async def _json(self, make: Callable[[], JsonObject]) -> Response:
         """Makes and writes JSON in a thread."""

@@ -33,7 +33,7 @@ class ResponseWriter:
         self._next_number = 0
         self._end_number: int | None = None
         self._delta_head = self._delta_middle = self._delta_tail = b""
-        """Of the open item's text events; between them are the number and the text."""
+        """Parts of the open item's text events; the number and the text go between them."""
 
     @property
     def next_sequence_number(self) -> int:

@@ -18,7 +18,7 @@ from ...http.errors import JsonObject
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ID_PREFIX = "resp_"
-"""Of responses."""
+"""Prefix of the ids of responses."""
 Side = Literal["i", "o"]
 """Input or output."""
 _ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io]\d+")
@@ -44,7 +44,7 @@ class ItemKind:
     """This and `done_event` are "" for a kind without events of its text."""
     done_event: str
     text_field: str
-    """Of the item, or of its content part."""
+    """The field with the text, in the item or in its content part."""
     part_type: str | None = None
     """None: the item has no content part."""
 
@@ -86,9 +86,9 @@ class OutputItem:
     kind: ItemKind
     id: str
     index: int
-    """In the output."""
+    """Position in the output."""
     tool: NamedTool | None = None
-    """Of a call."""
+    """The tool, if the item is a call."""
     call_id: str = ""
     seal: Callable[[str], str] | None = None
     """Seals reasoning; None: not asked for."""
@@ -119,11 +119,11 @@ class OutputItem:
         return {"type": self.kind.part_type, "text": text}
 
     def as_added(self) -> JsonObject:
-        """Before its text."""
+        """The item as JSON before it has any text."""
         return self._json("in_progress", [] if self.kind.part_type else "")
 
     def as_json(self) -> JsonObject:
-        """For orjson."""
+        """The item in its current state, for orjson."""
         has_part = self.status != "in_progress" or bool(self.pieces)
         parts = [self.part()] if self.kind.part_type and has_part else []
         return self._json(self.status, parts if self.kind.part_type else self.text)

@@ -35,13 +35,13 @@ from .tools import TOOL_SEARCH, OfferedTools, Tools, called_name, shown_tools
 
 @dataclass(frozen=True, slots=True)
 class WantedHistory:
-    """What a body refers to in the store."""
+    """What a body needs from the store."""
 
     previous_response_id: str | None = None
     conversation: str | None = None
-    """Its id."""
+    """The id of the conversation."""
     item_ids: tuple[str, ...] = ()
-    """Of `item_reference` items."""
+    """The ids in `item_reference` items."""
 
     @property
     def is_empty(self) -> bool:
@@ -55,7 +55,7 @@ class History:
     by_id: Mapping[str, JsonObject] = field(default_factory=dict)
     """The items that the body refers to."""
     size_bytes: int = 0
-    """Of its JSON."""
+    """Size of its JSON."""
 
 
 NO_HISTORY = History()
@@ -71,13 +71,13 @@ class ResponsesRequest:
     input_items: tuple[JsonObject, ...]
     """The body's own items in their stored form, with the ids that were sent."""
     tools: Mapping[str, NamedTool]
-    """By the model's name of each."""
+    """By the names that the model uses."""
     store: bool
     background: bool
     include: frozenset[str]
     previous_response_id: str | None
     conversation: str | None
-    """Its id."""
+    """The id of the conversation."""
     max_tool_calls: int | None
 
 
@@ -134,7 +134,7 @@ def parse_responses(read: ReadBody, history: History = NO_HISTORY, key: SealingK
 
 
 def _items(body: JsonObject) -> list[JsonObject]:
-    """Of `input`, where it is a list."""
+    """The items of `input`, if that is a list."""
     items = body.get("input")
     return items if isinstance(items, list) else []
 
@@ -357,8 +357,8 @@ class _Conversation(Turns):
         self.add(Turn("tool", [text], fields={"tool_call_id": item["call_id"]}))
 
     def _add_summary(self, text: str) -> None:
-        """As the assistant's. The user's messages before it have lost their answers and become one: many templates
-        want roles to alternate."""
+        """Adds the summary as a message of the assistant. The user's messages before it, whose answers are gone, become
+        one message, because many templates require alternating roles."""
         while len(self.all) > 1 and self.all[-1].role == self.all[-2].role == "user":
             last = self.all.pop()
             self.all[-1].texts += last.texts

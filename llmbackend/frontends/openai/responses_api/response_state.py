@@ -58,7 +58,7 @@ class OutputBuilder:
         logprobs: LogprobForm | None = None,
         seal: Callable[[str], str] | None = None,
     ) -> None:
-        """tools: by the model's names. seal: for reasoning; None: not asked for."""
+        """tools: by the names that the model uses. seal: seals the reasoning; None: not requested."""
         self.items: list[OutputItem] = []
         self.finish_reason: str | None = None
         """None before the answer's end."""
@@ -69,10 +69,10 @@ class OutputBuilder:
         self._is_text = not plan.reads_tokens
         self._logprobs = None if logprobs is None else ChatLogprobs(logprobs)
         self._pending: list[TokenEntries] = []
-        """Of tokens whose text was held back."""
+        """Log probabilities of tokens whose text is still held back."""
         self._open: OutputItem | None = None
         self._input: CustomInput | None = None
-        """Of an open call of a custom tool."""
+        """Set during a call of a custom tool."""
         self._happenings: list[Happening] = []
 
     @property
@@ -218,7 +218,7 @@ class RawMessages:
         self._token_ids += delta.token_ids
 
     def fields(self) -> JsonObject:
-        """Of the response, for orjson."""
+        """Fields of the response, for orjson."""
         answer = [_raw_message("".join(self._texts), self._token_ids)] if self._token_ids else None
         return {"input_messages": orjson.Fragment(self._prompt), "output_messages": answer}
 
@@ -229,7 +229,7 @@ def _raw_message(text: str, token_ids: Sequence[int]) -> JsonObject:
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
-"""By HTTP status; others: server_error."""
+"""By HTTP status; for other statuses: server_error."""
 
 
 class ResponseState:

@@ -60,7 +60,7 @@ class TextFormat(ClosedObject):
     strict: Flag | None = None
 
     def constraint(self) -> JsonObject | None:
-        """As vLLM's `structured_outputs`. Raises OpenAIError for a field of another type."""
+        """The constraint in the form of vLLM's `structured_outputs`. Raises OpenAIError for a field of another type."""
         if self.type == "json_schema":
             for field, value in (("name", self.name), ("schema", self.schema_)):
                 if value is None:

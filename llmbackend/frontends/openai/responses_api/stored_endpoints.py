@@ -14,10 +14,9 @@ from starlette.responses import Response
 from ...generation.sealed_reasoning import SealingKey
 from ...http.errors import JsonObject, OpenAIError, refuse, requires
 from ...http.routing import delete, get, post
-from ...inference_gate import InferenceGate
 from ...journals.documents import Document
-from ...journals.response_store import NotStoredError, ResponseStore, current_owner
-from ..endpoints import OpenAIEndpoints, json_answer
+from ...journals.response_store import NotStoredError, current_owner
+from ..endpoints import ApiContext, OpenAIEndpoints, json_answer
 from ..paging import PAGE_PARAMETERS, page, read_page_query
 from .background import BackgroundResponses
 from .events import journal_stream
@@ -35,18 +34,9 @@ _CURSOR: tuple[JsonObject, ...] = (
 
 
 class StoredResponseEndpoints(OpenAIEndpoints):
-    def __init__(
-        self,
-        gate: InferenceGate,
-        store: ResponseStore | None,
-        background: BackgroundResponses | None,
-        key: SealingKey,
-    ) -> None:
-        """store: None: nothing is stored"""
-        super().__init__(gate)
-        self._kept = store
+    def __init__(self, context: ApiContext, background: BackgroundResponses | None) -> None:
+        super().__init__(context)
         self._background = background
-        self._key = key
 
     @get(_ONE, answer=ResponseObject, parameters=_CURSOR, streams="The response, or its events with `stream`.")
     async def retrieve(self, http: Request) -> Response:
@@ -93,12 +83,6 @@ class StoredResponseEndpoints(OpenAIEndpoints):
         query = read_page_query(http.query_params, INCLUDABLE)
         document = await self._document(http)
         return await self._json(len(document.items), lambda: page(orjson.loads(document.items), query))
-
-    @property
-    def _store(self) -> ResponseStore:
-        if self._kept is None:
-            raise OpenAIError("this server stores no responses", status=404, code="unsupported")
-        return self._kept
 
     async def _document(self, http: Request) -> Document:
         id = http.path_params["response_id"]
