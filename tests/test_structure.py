@@ -1,4 +1,4 @@
-"""The structure of the package: no import cycles, rooms within their size limits, each module says what it is for."""
+"""The structure of the package: no import cycles, packages within size limits, each module says what it is for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tools.size_limits import ROOT, Size, excesses, read_limits, room_sizes
+from tools.size_limits import ROOT, Size, excesses, folder_sizes, read_limits
 
 MAX_FILE_LINES = 500
 
@@ -28,15 +28,15 @@ def test_no_file_is_overlong() -> None:
     assert {path: count for path, count in lines.items() if count > MAX_FILE_LINES} == {}
 
 
-def test_rooms_are_within_their_size_limits() -> None:
-    assert excesses(room_sizes(ROOT / "llmbackend"), read_limits()) == []
+def test_packages_are_within_their_size_limits() -> None:
+    assert excesses(folder_sizes(ROOT / "llmbackend"), read_limits()) == []
 
 
-def test_a_room_over_its_limit_is_named(tmp_path: Path) -> None:
+def test_a_folder_over_its_limit_is_named(tmp_path: Path) -> None:
     (tmp_path / "core" / "models").mkdir(parents=True)
     (tmp_path / "core" / "a.py").write_text("x = 1\n" * 40)
     (tmp_path / "core" / "models" / "b.py").write_text("x = 1\n")
-    sizes = room_sizes(tmp_path)
+    sizes = folder_sizes(tmp_path)
     assert excesses(sizes, {"core": Size(2, 41)}) == []
     assert excesses(sizes, {"core": Size(1, 40)}) == ["core: files 2 > 1", "core: lines 41 > 40"]
     assert excesses(sizes, {})[0] == "core: files 2 > 0"

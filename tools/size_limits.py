@@ -1,4 +1,4 @@
-"""A ratchet: no room of the package grows in files or lines without a change of tools/size_limits.toml.
+"""A ratchet: no folder of the package grows in files or lines without a change of tools/size_limits.toml.
 
 `python -m tools.size_limits` fails where a limit is exceeded; `--update` lowers the limits to today's counts. A feature
 that needs more raises them by hand, in its own commit, with the reason.
@@ -20,34 +20,34 @@ class Size(NamedTuple):
     lines: int
 
 
-def room_sizes(package: Path) -> dict[str, Size]:
+def folder_sizes(package: Path) -> dict[str, Size]:
     """The Python files of each folder of the package, and their lines."""
     lines: dict[str, list[int]] = {}
     for path in sorted(package.rglob("*.py")):
-        room = path.relative_to(package).parts[0] if path.parent != package else "."
-        lines.setdefault(room, []).append(path.read_text().count("\n"))
-    return {room: Size(len(counts), sum(counts)) for room, counts in lines.items()}
+        folder = path.relative_to(package).parts[0] if path.parent != package else "."
+        lines.setdefault(folder, []).append(path.read_text().count("\n"))
+    return {folder: Size(len(counts), sum(counts)) for folder, counts in lines.items()}
 
 
 def excesses(sizes: dict[str, Size], limits: dict[str, Size]) -> list[str]:
     """What exceeds its limit, as lines to print."""
     return [
-        f"{room}: {unit} {count} > {limit}"
-        for room, size in sizes.items()
-        for unit, count, limit in zip(Size._fields, size, limits.get(room, Size(0, 0)), strict=True)
+        f"{folder}: {unit} {count} > {limit}"
+        for folder, size in sizes.items()
+        for unit, count, limit in zip(Size._fields, size, limits.get(folder, Size(0, 0)), strict=True)
         if count > limit
     ]
 
 
 def read_limits() -> dict[str, Size]:
-    return {room: Size(**limit) for room, limit in tomllib.loads(TABLE.read_text()).items()}
+    return {folder: Size(**limit) for folder, limit in tomllib.loads(TABLE.read_text()).items()}
 
 
 def main() -> None:
-    sizes, limits = room_sizes(ROOT / "llmbackend"), read_limits()
+    sizes, limits = folder_sizes(ROOT / "llmbackend"), read_limits()
     if "--update" in sys.argv:
-        limits = {room: Size(*map(min, size, limits.get(room, size))) for room, size in sizes.items()}
-        rows = (f'"{room}" = {{ files = {size.files}, lines = {size.lines} }}\n' for room, size in limits.items())
+        limits = {folder: Size(*map(min, size, limits.get(folder, size))) for folder, size in sizes.items()}
+        rows = (f'"{folder}" = {{ files = {size.files}, lines = {size.lines} }}\n' for folder, size in limits.items())
         TABLE.write_text("".join(rows))
     if found := excesses(sizes, limits):
         sys.exit("\n".join([*found, "Delete or merge, or raise the limit in tools/size_limits.toml with the reason."]))

@@ -189,7 +189,7 @@ class ModelCache:
 
 
 def machine_cache() -> ModelCache | None:
-    """None when it is switched off. Raises OSError, and ValueError for a size that is no number."""
+    """None when it is switched off. Raises OSError, and ValueError for a size that is not a number."""
     text = os.environ.get(SIZE, "") or str(DEFAULT_SIZE_GIB)
     try:
         limit_bytes = int(float(text) * 2**30)

@@ -123,7 +123,7 @@ class LoadedBackend:
 
 
 class BackendManager:
-    """Loads and keeps backends. Any thread. As in Triton, one backend is loaded and initialised at a time."""
+    """Loads and keeps backends. Thread-safe. As in Triton, one backend is loaded and initialised at a time."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ Job = Callable[[], None]
 
 
 class KeptThreads:
-    """One thread is kept for the next job. Any thread.
+    """One thread is kept for the next job. Thread-safe.
 
     A job that hangs delays no other while another thread can be started; where none can (a process limit), jobs wait
     for the existing threads, so that a server that has answered one probe keeps answering. Every job that `run` took is

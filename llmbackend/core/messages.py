@@ -236,7 +236,7 @@ class TensorMetadata:
 class ModelMetadata:
     """Triton's model metadata, and two fields that are not in the protocol: optional_inputs and fingerprint.
 
-    versions: every READY one, unless one version was asked for
+    versions: every READY one, unless one version was requested
     inputs, outputs: shapes have a leading -1 when the model batches
     optional_inputs: names of inputs that a request may leave out
     fingerprint: a short text that changes with the server's release, the model's configuration and its version's files

@@ -119,7 +119,7 @@ class ServedModels:
                 ModelRow(
                     key,
                     self._names.plain(key),
-                    {number: _told(state, number in served) for number, (state, _) in states.items()},
+                    {number: _reported(state, number in served) for number, (state, _) in states.items()},
                     {number: model.description for number, model in served.items()},
                     [number for number, model in served.items() if model.answers_decoupled],
                     all(model.backend.resumes for model in served.values()),
@@ -184,7 +184,7 @@ class ServedModels:
             return error.message  # unloaded meanwhile
 
 
-def _told(state: ModelReadyState, is_served: bool) -> ModelReadyState:
+def _reported(state: ModelReadyState, is_served: bool) -> ModelReadyState:
     """LOADING for a version that became READY after `ready_models` was read."""
     return ModelReadyState.LOADING if state is ModelReadyState.READY and not is_served else state
 

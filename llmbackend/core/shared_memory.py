@@ -142,7 +142,7 @@ class Region:
 
 
 class SharedMemoryManager:
-    """Any thread. A region is closed when it is unregistered or the server stops, and no request uses it any more.
+    """Thread-safe. A region is closed when it is unregistered or the server stops, and no request uses it any more.
     CUDA memory is refused with the text of a Triton without GPU support."""
 
     def __init__(self, allowed: bool) -> None:

@@ -68,7 +68,7 @@ _LOCK_POLL_S: Final = 20e-6
 
 
 class SharedCounts:
-    """Callable from any thread. Each record has one count per process."""
+    """Thread-safe. Each record has one count per process."""
 
     def __init__(self, path: Path, process: int) -> None:
         """path: a file that `create` made. process: the index of this process."""

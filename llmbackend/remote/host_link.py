@@ -282,7 +282,7 @@ class OpenRequest:
         """A response came without a delta, or the host repeats responses and it is unknown how many came before."""
 
     def cancel(self) -> None:
-        """Callable from any thread; idempotent."""
+        """Thread-safe; idempotent."""
         if not self.is_cancelled:
             self.is_cancelled = True
             self._cancel(self)

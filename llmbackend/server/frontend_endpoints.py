@@ -16,11 +16,11 @@ from llmbackend.core.messages import InferenceHandle, InferenceRequest, Response
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.keyed_server import of_key
 from llmbackend.frontends.anthropic.router import create_anthropic_router
+from llmbackend.frontends.context import FrontendContext
 from llmbackend.frontends.generation.models import ADAPTERS_FAMILY, MAX_MODEL_LEN_FAMILY
 from llmbackend.frontends.host_forwarding import FrontendEdge
 from llmbackend.frontends.http_app import create_inference_app
 from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.openai.endpoints import ApiContext
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.operations.probes import KV_CACHE_FAMILY
 from llmbackend.frontends.page_proxy import WEBSOCKET_PATH
@@ -62,24 +62,22 @@ class FrontendEndpoints:
         hosts = (host.requests, *settings.peers)
         self._server = KeyedRemoteServer(hosts, name=settings.name, keys=settings.keys, metric_families=_FAMILIES)
         self._server.metrics_registry = CollectorRegistry(auto_describe=False)
-        gate = InferenceGate(self._server, settings.limits.inference, counts)
-        max_body_bytes = settings.openai_max_input_size_bytes
-        api = ApiContext.of(self._server, gate=gate, options=protocols, max_body_bytes=max_body_bytes)
-        self._endpoints = FrontendServer(
+        context = FrontendContext.of(
             self._server,
+            gate=InferenceGate(self._server, settings.limits.inference, counts),
+            access=self._access,
+            limits=settings.limits,
+            options=replace(protocols, grpc_reuse_port=True),
+            max_input_size_bytes=settings.http_max_input_size_bytes,
+            max_body_bytes=settings.openai_max_input_size_bytes,
+        )
+        routers = (create_anthropic_router(context), create_openai_router(context))
+        self._endpoints = FrontendServer(
+            context,
+            create_inference_app(context, routers),
             http=replace(settings.http, reuse_port=True),
             grpc=settings.grpc,
             metrics=Endpoint("", 0, enabled=False),
-            http_app=create_inference_app(
-                gate,
-                max_input_size_bytes=settings.http_max_input_size_bytes,
-                routers=(create_anthropic_router(api), create_openai_router(api)),
-                options=protocols,
-            ),
-            access=self._access,
-            gate=gate,
-            limits=settings.limits,
-            protocols=replace(protocols, grpc_reuse_port=True),
             edge=FrontendEdge(host.http, host.grpc, WEBSOCKET_PATH if settings.has_pages else ""),
             counts=counts,
         )

@@ -184,7 +184,7 @@ class _Keeper:
         if self._leaves:
             control.send(Leave())
         logging_its_lines = asyncio.create_task(self._log(process))
-        hearing = asyncio.create_task(self._hear(control, process))
+        hearing = asyncio.create_task(self._receive_heartbeats(control, process))
         code = await in_thread(process.wait)
         self.process = self._control = None
         # For its last lines; a process that it left behind may hold its standard error open.
@@ -193,7 +193,7 @@ class _Keeper:
         self._on_end(self._settings.number)
         return code
 
-    async def _hear(self, control: ControlChannel, process: subprocess.Popen[bytes]) -> None:
+    async def _receive_heartbeats(self, control: ControlChannel, process: subprocess.Popen[bytes]) -> None:
         """Reads messages until the process ends. Before it serves, it may be silent for any time."""
         message = await control.receive()
         while isinstance(message, Serving):

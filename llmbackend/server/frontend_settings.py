@@ -132,10 +132,10 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
-    """From the process: it listens. Repeated every ALIVE_EVERY_S, so that a process that hangs is noticed."""
+    """From the process: it listens. Repeated every HEARTBEAT_INTERVAL_S, so that a process that hangs is noticed."""
 
 
-ALIVE_EVERY_S: Final = 5.0
+HEARTBEAT_INTERVAL_S: Final = 5.0
 Message = Serve | Reload | Leave | Drain | Serving
 
 

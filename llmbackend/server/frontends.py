@@ -13,13 +13,13 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.anthropic.router import create_anthropic_router
+from llmbackend.frontends.context import FrontendContext
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.idempotency import IdempotentRequests
 from llmbackend.frontends.journals.kept_answers import KeptAnswers
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
-from llmbackend.frontends.openai.endpoints import ApiContext
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.operations.router import ServerFacts, create_operations_router
 
@@ -50,46 +50,33 @@ def make_frontends(
     folder, counts, edge: of a host with frontend processes; its gRPC socket is in `folder`, its HTTP socket in
     `claims`.
     """
-    protocols = settings.protocols
-    gate = InferenceGate(server, settings.limits.inference, counts)
     kept = KeptAnswers(settings.store.resume_grace_s)
-    streams = ResumableStreams(kept)
-    api = ApiContext.of(
+    context = FrontendContext.of(
         server,
-        gate=gate,
-        options=protocols,
-        streams=streams,
+        gate=InferenceGate(server, settings.limits.inference, counts),
+        access=access,
+        limits=settings.limits,
+        log=server_log,
+        options=settings.protocols,
         store=store,
+        streams=ResumableStreams(kept),
+        max_input_size_bytes=settings.http_max_input_size_bytes,
         max_body_bytes=settings.openai_max_input_size_bytes,
     )
+    routers = (
+        create_anthropic_router(context),
+        create_openai_router(context),
+        create_operations_router(server, context.gate, access, _facts(settings), server_log),
+    )
     frontends = FrontendServer(
-        server,
+        context,
+        create_http_app(context, routers, IdempotentRequests(settings.store.idempotency, kept)),
         http=settings.http,
         grpc=settings.grpc if folder is None else replace(settings.grpc, address=f"{UNIX}{folder.grpc}"),
         metrics=settings.metrics,
-        http_app=create_http_app(
-            server,
-            max_input_size_bytes=settings.http_max_input_size_bytes,
-            routers=(
-                create_anthropic_router(api),
-                create_openai_router(api),
-                create_operations_router(server, gate, access, _facts(settings), server_log),
-            ),
-            gate=gate,
-            options=protocols,
-            log=server_log,
-            streams=streams,
-            idempotent=IdempotentRequests(settings.store.idempotency, kept),
-        ),
-        access=access,
-        gate=gate,
-        limits=settings.limits,
-        protocols=protocols,
-        log=server_log,
         claims=claims,
         pages=settings.pages,
         edge=edge,
-        streams=streams,
     )
     frontends.bind()
     return frontends

@@ -178,7 +178,7 @@ class _Bars(logging.Handler):
 
 @contextlib.contextmanager
 def load_bars(console: Console | None = None) -> Iterator[None]:
-    """Shows bars until the block ends, by default on standard error; if that is no terminal, log lines."""
+    """Shows bars until the block ends, by default on standard error; if that is not a terminal, log lines."""
     if console is None and not sys.stderr.isatty():
         with handled_by(LoadLines()):
             yield

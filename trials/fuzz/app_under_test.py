@@ -17,10 +17,10 @@ from urllib.parse import unquote
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.anthropic.router import create_anthropic_router
+from llmbackend.frontends.context import FrontendContext
 from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.journals.store_settings import StoreSettings
-from llmbackend.frontends.openai.endpoints import ApiContext
 from llmbackend.frontends.openai.router import create_openai_router
 
 from .exchange import HttpAnswer, HttpInput
@@ -50,9 +50,9 @@ class AppUnderTest:
         self.server = InferenceServer(options)
         self.server.start()
         self._store = StoreSettings().open()
-        api = ApiContext.of(self.server, store=self._store)
-        routers = (create_anthropic_router(api), create_openai_router(api))
-        self._app = create_http_app(self.server, routers=routers)
+        self.context = FrontendContext.of(self.server, store=self._store)
+        routers = (create_anthropic_router(self.context), create_openai_router(self.context))
+        self._app = create_http_app(self.context, routers)
         self._loop = asyncio.new_event_loop()
         self._tracebacks = _Tracebacks()
         logging.getLogger().addHandler(self._tracebacks)

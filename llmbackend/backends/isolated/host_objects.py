@@ -46,7 +46,7 @@ from llmbackend.core.backend_api import (
 
 
 class Host:
-    """Asks the host. Any thread."""
+    """Asks the host. Thread-safe."""
 
     def __init__(self, link: HostLink) -> None:
         self.link = link

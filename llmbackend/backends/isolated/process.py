@@ -88,7 +88,7 @@ class _Runner:
         self._library.TRITONBACKEND_ModelInitialize(model)
 
     def initialize_instance(self, fields: tuple[Any, ...], _parts: Sequence[Any]) -> bool:
-        """Returns whether the library tells that an instance is ready."""
+        """Returns whether the library says that an instance is ready."""
         *own, config = fields
         self._model.take_config(config)
         instance = self._instance = InstanceObject(self._host, self._model, *own)

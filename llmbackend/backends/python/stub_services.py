@@ -59,7 +59,7 @@ class MetricUsers:
 
 
 class ModelMetrics:
-    """The metrics that one model version makes through pb_utils. Any thread."""
+    """The metrics that one model version makes through pb_utils. Thread-safe."""
 
     def __init__(self, backend: Backend, users: MetricUsers) -> None:
         self._backend = backend

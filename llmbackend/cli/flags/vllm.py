@@ -151,7 +151,7 @@ class VllmServerFlags:
         return path
 
     def is_on_one_port(self, has_model: bool) -> bool:
-        """Whether gRPC and a port of metrics alone are opened only if they are asked for."""
+        """Whether gRPC and a port of metrics alone are opened only if they are requested."""
         return has_model or self.port is not None or self.uds is not None
 
     def fetched(self, model: str, engine: EngineFlags) -> tuple[str, EngineFlags]:

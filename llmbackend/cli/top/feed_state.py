@@ -1,7 +1,7 @@
 """The state of a server's engines and requests, built from its feed of events.
 
-For: the screen and `--once`. Does not know: connections, terminals. Invariants: a snapshot replaces everything; an
-event about an unknown instance or request is no error, because events right after a snapshot may repeat its content;
+For: the screen and `--once`. Does not know: connections, terminals. Invariants: a snapshot replaces everything;
+events about unknown instances or requests are accepted, because events right after a snapshot may repeat its content;
 the number of kept steps is bounded.
 """
 

@@ -47,7 +47,7 @@ class WatchedInstance(Protocol):
         """Sets the kinds to report from now on. Called under a lock of the hub, on any thread: it must not block."""
 
     def describe(self) -> InstanceDescription:
-        """Callable from any thread."""
+        """Thread-safe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Entry:
 
 
 class Reporter:
-    """Reports events of one source. Any thread; costs one comparison while there are no viewers."""
+    """Reports events of one source. Thread-safe; costs one comparison while there are no viewers."""
 
     __slots__ = ("_hub", "source")
 
@@ -119,7 +119,7 @@ class Viewer:
 
 
 class ActivityHub:
-    """Any thread. `_viewers_lock` is taken before `_log_lock`, and never while reporting."""
+    """Thread-safe. `_viewers_lock` is taken before `_log_lock`, and never while reporting."""
 
     def __init__(self) -> None:
         self.epoch = f"{int(time.time()):x}{secrets.token_hex(2)}"

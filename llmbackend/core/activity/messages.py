@@ -231,7 +231,7 @@ def to_json(message: msgspec.Struct) -> bytes:
 
 
 class InstanceActivity(Protocol):
-    """Where a backend reports the activity of an instance. Callable from any thread; never blocks."""
+    """Where a backend reports the activity of an instance. Thread-safe; never blocks."""
 
     @property
     def kinds(self) -> frozenset[EventKind]:

@@ -261,7 +261,7 @@ class CompiledCache:
         task()
 
     def lookup(self, key: bytes) -> bytes | None:
-        """Triton's caches return NOT_FOUND where there is no entry."""
+        """Triton's caches return NOT_FOUND if there is no entry."""
         error, entry = self._api.cache_lookup(self._lookup, self._cache, key.hex())
         return None if error is not None else bytes(entry)
 

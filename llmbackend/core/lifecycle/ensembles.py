@@ -258,7 +258,7 @@ def in_levels(names: Iterable[str], parts: Parts) -> list[list[str]]:
 
 
 class ModelDependencies:
-    """The recorded ensembles, and which models were requested by name. Any thread."""
+    """The recorded ensembles, and which models were requested by name. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

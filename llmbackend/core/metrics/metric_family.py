@@ -30,7 +30,7 @@ _LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class Family:
-    """metric_api.MetricFamily, and the samples of its metrics. Any thread."""
+    """metric_api.MetricFamily, and the samples of its metrics. Thread-safe."""
 
     def __init__(
         self,

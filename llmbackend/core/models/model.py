@@ -76,7 +76,7 @@ class _Question:
 
 
 class Readiness:
-    """The readiness of one model version; one question at a time. Any thread."""
+    """The readiness of one model version; one question at a time. Thread-safe."""
 
     def __init__(self, name: str, version: int) -> None:
         self._name = name

@@ -39,7 +39,7 @@ from ..scheduling.scheduler import Batches, BatchSource
 
 
 class InFlight:
-    """A count of open handles. Any thread."""
+    """A count of open handles. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -78,7 +78,7 @@ class InFlight:
 
 class LiveRequests:
     """The requests that have not ended, also by client id, which may repeat; the empty id finds nothing. Operations are
-    O(1). Any thread."""
+    O(1). Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

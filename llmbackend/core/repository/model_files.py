@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 SEPARATOR = "::"
 ModelIdentifier = NewType("ModelIdentifier", str)
-"""The key of a model, unique in the server; a type of its own, because a client's name is no key."""
+"""The key of a model, unique in the server; a type of its own, because a client's name is not a key."""
 
 
 def identifier(namespace: str, name: str) -> ModelIdentifier:
@@ -29,7 +29,7 @@ def identifier(namespace: str, name: str) -> ModelIdentifier:
 
 
 class ModelNames:
-    """Names → keys of models that were read and not unloaded. Any thread.
+    """Names → keys of models that were read and not unloaded. Thread-safe.
 
     With namespacing several models may have one name. Triton's protocols cannot name a namespace: such a name can be
     listed, loaded and unloaded, but not used for inference. Keys are accepted instead of names, for ensembles. A model

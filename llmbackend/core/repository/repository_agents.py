@@ -138,7 +138,7 @@ class LoadedAgentModel:
 
 
 class AgentChain:
-    """The agents of one load of a model, shared by its versions. Any thread; agents are called one at a time."""
+    """The agents of one load of a model, shared by its versions. Thread-safe; agents are called one at a time."""
 
     def __init__(self, release: Callable[[LoadedAgent], None]) -> None:
         """release: called once for each agent, when the model no longer uses it."""

@@ -148,7 +148,7 @@ class Registration:
 
 
 class RateLimiter:
-    """Any thread. One lock, since the limiter is for hosts with few, large executions.
+    """Thread-safe. One lock, since the limiter is for hosts with few, large executions.
 
     Of the instances that are ready to execute, the one with the lowest (executions x priority) is first and is not
     overtaken, so that large needs are met, too. An instance that waits forms no batch, so that its requests can still

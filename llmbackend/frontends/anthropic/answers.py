@@ -370,7 +370,7 @@ _RETRIED: Final = (429, _OVERLOADED)
 
 
 def status_of(error: OpenAIError) -> int:
-    """Anthropic has 529 in place of 503."""
+    """Anthropic has 529 instead of 503."""
     return _OVERLOADED if error.status == 503 else error.status
 
 

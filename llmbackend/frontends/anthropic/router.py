@@ -24,6 +24,7 @@ from starlette.types import Scope
 
 from llmbackend.core.tracing.trace import RequestTrace
 
+from ..context import FrontendContext
 from ..generation.answer import Identity
 from ..generation.http_answers import logged, streamed_answer, traced_answer, whole_answer
 from ..generation.inferences import Generation, describe_prompt
@@ -35,7 +36,7 @@ from ..http.request_body import release_body
 from ..http.request_scope import LABELS, unless_disconnected
 from ..http.routing import CatchAll, post
 from ..journals.resumable_streams import refuse_resuming
-from ..openai.endpoints import ApiContext, OpenAIEndpoints
+from ..openai.endpoints import OpenAIEndpoints
 from ..operations.probes import load_headers
 from .answers import REQUEST_ID, AnthropicMessage, MessageWriter, TokenCount, error_response, whole_message
 from .content import BetaFields
@@ -102,7 +103,7 @@ _ID: Final = "llmbackend.anthropic_request_id"
 """Key of the scope."""
 
 
-def create_anthropic_router(context: ApiContext) -> APIRouter:
+def create_anthropic_router(context: FrontendContext) -> APIRouter:
     """/v1/messages, and /v1/models for clients that send `anthropic-version`. Include it before the OpenAI router."""
     api = AnthropicEndpoints(context)
     router = APIRouter()

@@ -35,11 +35,11 @@ class Identity:
     """Unix time."""
     model: str
     fingerprint: str
-    """Changes with the server's release and the model's configuration; "" for none."""
+    """Changes with the server's release and with the model's configuration; "" for none."""
 
     @classmethod
     def of(cls, request: GenerationRequest, fingerprint: str, request_id: str = "") -> Identity:
-        """request_id: the client's own; "": a new id."""
+        """request_id: the client's id; "": a new one."""
         id = request.id_prefix + (request_id or uuid.uuid4().hex)
         return cls(id, int(time.time()), request.model, fingerprint)
 
@@ -61,23 +61,23 @@ class Identity:
 
 
 class Usage:
-    """Token counts of one answer: each prompt once, and each choice."""
+    """The token counts of one answer: each prompt counts once, and each choice."""
 
     def __init__(self, n: int) -> None:
-        """n: choices of each prompt"""
+        """n: number of choices of each prompt."""
         self._n = n
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens: dict[int, int] = {}
         self._reasoning_tokens: dict[int, int] = {}
         self._completion_tokens = 0
-        self._told_tokens: dict[int, int] = {}
+        self._reported_tokens: dict[int, int] = {}
         """The last counts of choices whose deltas have totals."""
 
     def add(self, index: int, delta: Delta) -> None:
         if delta.usage is not None:
             self._prompt_tokens[index // self._n], num_output_tokens, num_cached_tokens = delta.usage
-            self._completion_tokens += num_output_tokens - self._told_tokens.get(index, 0)
-            self._told_tokens[index] = num_output_tokens
+            self._completion_tokens += num_output_tokens - self._reported_tokens.get(index, 0)
+            self._reported_tokens[index] = num_output_tokens
             if not index % self._n:
                 self._cached_tokens[index // self._n] = num_cached_tokens
             return
@@ -113,8 +113,8 @@ class Usage:
 
 
 def request_metrics(delta: Delta, num_output_tokens: int) -> JsonObject:
-    """vLLM's per-request metrics, from the last delta of the only choice. Times in ms: to the first token from when an
-    engine took the request, of the generation from the first token to the last."""
+    """vLLM's metrics of a request, from the last delta of its only choice. Times in ms: to the first token since an
+    engine took the request, and of the generation from the first to the last token."""
     assert delta.times_ns is not None
     arrival, taken, first, last = (ns / 1e6 for ns in delta.times_ns)
     return {
@@ -137,7 +137,7 @@ def call_id(response_id: str, choice: int, index: int, format_name: str) -> str:
 
 
 class AnswerReader:
-    """Parses one choice. Owner: the writer of its answer."""
+    """Parses one choice. Owned by the writer of the answer."""
 
     def __init__(self, plan: AnswerPlan, response_id: str, choice: int) -> None:
         self._plan = plan
@@ -235,7 +235,7 @@ class AnswerReader:
 
 
 class Answer:
-    """One choice's whole answer."""
+    """The whole answer of one choice."""
 
     def __init__(self, plan: AnswerPlan, response_id: str, choice: int) -> None:
         self.reader = AnswerReader(plan, response_id, choice)

@@ -35,14 +35,14 @@ _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 
 
 def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
-    """One or more calls and nothing else, with arguments by the functions' schemas. Raises OpenAIError."""
+    """One or more calls and nothing else; the arguments follow the functions' schemas. Raises OpenAIError."""
     _check_count(use, grammar)
     tags = [_call(function, grammar, _arguments(function)) for function in use.functions]
     return _section(_calls(tags, use, grammar), grammar)
 
 
 def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
-    """Free text with calls; the arguments of a strict function follow its schema, those of another are any object.
+    """Free text with calls. The arguments of a strict function follow its schema; those of another one are any object.
     Raises OpenAIError."""
     _check_count(use, grammar)
     tags = [
@@ -163,7 +163,7 @@ def _text(value: str) -> JsonObject:
 
 
 class _NotTaggedError(ValueError):
-    """Tagged parameters cannot enforce a schema."""
+    """A schema that tagged parameters cannot enforce."""
 
 
 def _parameters(schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: bool) -> JsonObject:
@@ -190,7 +190,8 @@ def property_path(name: str) -> str:
 
 
 def _not_tagged(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(path in the schema, reason) of what tagged parameters cannot enforce. Raises _NotTaggedError as _parameters."""
+    """(path in the schema, reason) of what tagged parameters cannot enforce. Raises _NotTaggedError like
+    _parameters."""
     root, required = _checked(schema)
     for key in root:
         if key not in _KNOWN:

@@ -27,7 +27,7 @@ from .request import GenerationRequest
 from .tensors import INPUT_IDS, MESSAGES, OPTION_INPUTS, PROMPT_INPUTS, TEXT_INPUT, TEXT_OUTPUT
 
 _CHAT_TEMPLATE, _TOOL_CALL_PARSER, _REASONING_PARSER = "chat_template", "tool_call_parser", "reasoning_parser"
-"""Parameters of a model's configuration: the template's text, and names of formats."""
+"""Parameters of a model's configuration: the text of the template, and names of formats."""
 T = TypeVar("T")
 
 
@@ -81,7 +81,7 @@ LORA_NAMES = "lora_names"
 LORA_MODELS = "lora_models"
 """Parameter: the adapters that clients can name like a model."""
 _MAX_NAMED = 20
-"""Models in the text of an error."""
+"""How many models an error names."""
 ADAPTERS_FAMILY = "llmbackend:lora_adapters"
 """Metric: the adapters that were loaded at run time, by the label `lora_name`."""
 
@@ -214,7 +214,7 @@ class ModelCatalog:
         return [found for name in ready if (found := self._language_model(name)) is not None]
 
     def _split(self, model: str) -> tuple[str, str]:
-        """Model and adapter. A model whose own name contains the separator is found first."""
+        """Returns the names of model and adapter. A model whose own name contains the separator takes precedence."""
         name, separator, lora_name = model.partition(self._separator) if self._separator else (model, "", "")
         if (found := self._language_model(model)) is not None:
             return found.name, ""
@@ -247,7 +247,7 @@ class ModelCatalog:
             raise OpenAIError(text, param="lora_name", code="invalid_value")
 
     def _adapters(self) -> dict[str, str]:
-        """Adapter → model, for adapters that are models by their own names; of two with one name the first."""
+        """Adapter → model, for adapters that clients can name like a model; if two have one name, the first."""
         found: dict[str, str] = {}
         for row in self._server.repository_index(ready_only=True):
             for lora_name in self._listed(row.name, LORA_MODELS):
@@ -255,7 +255,7 @@ class ModelCatalog:
         return self._loaded() | found
 
     def _loaded(self) -> dict[str, str]:
-        """Adapter → model, for those that were loaded at run time."""
+        """Adapter → model, for adapters that were loaded at run time."""
         samples = self._server.metric_samples(ADAPTERS_FAMILY)
         return {sample.labels["lora_name"]: sample.labels["model"] for sample in samples}
 
@@ -288,7 +288,7 @@ class ModelCatalog:
         return found
 
     def _absent(self, name: str) -> OpenAIError:
-        """It is unknown, loading, or could not be loaded."""
+        """The error for a model that is unknown, is loading, or could not be loaded."""
         rows = [row for row in self._server.repository_index() if row.name == name]
         reasons = [row.reason for row in rows if row.state == "UNAVAILABLE" and row.reason not in ("", "unloaded")]
         if not self._server.is_exiting and reasons:

@@ -28,7 +28,7 @@ _PATH = re.compile(
 """A place in a grammar of calls, as the model names it."""
 _PLACE = re.compile(f"'{STRUCTURED_OUTPUTS}' at (?P<place>{_PATH.pattern})")
 CALL_ARGUMENTS: JsonObject = {"whitespace_pattern": "[ ]"}
-"""Arguments are one line, as templates show calls; otherwise a small model may write spaces up to its limit."""
+"""Arguments are on one line, as templates show calls; otherwise a small model may write spaces up to its limit."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class AnswerPlan:
     shows_special_tokens: bool
     """Whether special tokens other than markers are content."""
     sampling: JsonObject = field(default_factory=dict)
-    """Sampling parameters in addition to the request's."""
+    """Sampling parameters in addition to those of the request."""
     reads_tokens: bool = True
-    """False: the answer is text, which is not parsed."""
+    """False: the answer is plain text, which is not parsed."""
 
     def is_about_calls(self, error: OpenAIError) -> bool:
         """Whether an error of the model is about the grammar of calls, which the client did not send."""
@@ -149,7 +149,8 @@ def _wanted(request: GenerationRequest, use: ToolUse) -> JsonObject | None:
 
 
 def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target) -> JsonObject:
-    """Sampling parameters with the grammar of the answer, {} without one. wanted: the request's own constraint."""
+    """Sampling parameters with the grammar of the answer; {} if it has none. wanted: the constraint that the request
+    asks for."""
     if not use.needs_grammar and wanted is None:
         return _ended_by_one_call(use, calls)
     if not (use.is_required or calls.trigger):

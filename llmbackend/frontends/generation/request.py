@@ -65,11 +65,11 @@ class LogprobForm:
     """The log probabilities that a client asked for."""
 
     top: int
-    """Number of most likely tokens in addition to the chosen one."""
+    """How many of the most likely tokens are returned, besides the chosen one."""
     as_token_ids: bool = False
     """Tokens are written as `token_id:7` instead of their text."""
     token_ids: tuple[str, ...] = ()
-    """Tokens in place of the most likely ones."""
+    """Return these tokens instead of the most likely ones."""
 
     def token(self, token_id: str, entry: dict[str, Any]) -> str:
         if self.as_token_ids:
@@ -106,7 +106,7 @@ class PromptForm:
     """`prompt_logprobs`."""
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         return (
             self.has_text
             or self.has_rendered_text
@@ -145,7 +145,7 @@ class PromptForm:
         return fields
 
     def positions(self, prompt: PromptDetails) -> list[TokenEntries]:
-        """Echoed log probabilities of the prompt. The first token has none."""
+        """The echoed log probabilities of the prompt. The first token has none."""
         if not self.has_echoed_logprobs:
             return []
         first = first_position(prompt.token_ids[0], prompt.first_token)
@@ -183,7 +183,7 @@ class StreamForm:
     continuous_usage_stats: bool | None = None
     """Whether each chunk has the usage so far."""
     interval_tokens: int = 1
-    """Tokens of a choice that are sent together."""
+    """How many tokens of a choice are sent together."""
 
 
 WITH_USAGE: Final = StreamForm(include_usage=True)
@@ -204,7 +204,7 @@ class GenerationRequest:
     sampling: dict[str, Any]
     """Sampling parameters under vLLM's names."""
     n: int = 1
-    """Choices of each prompt, those of the first one first."""
+    """Choices of each prompt; those of the first prompt come first."""
     num_generations: int = 1
     """Generations for all prompts: as many as choices, or more with `best_of`."""
     stream: StreamForm | None = None

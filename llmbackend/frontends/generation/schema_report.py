@@ -24,7 +24,7 @@ from .request import STRUCTURED_OUTPUTS, GenerationRequest
 from .tensors import Delta
 
 MAX_CPU_S: Final = 1.0
-"""CPU time of the thread for one answer; 2,000 tokens take 0.05 s."""
+"""CPU time of the validating thread for one answer; 2,000 tokens take 0.05 s."""
 MAX_PATTERN_CHARS: Final = 8192
 MAX_PATTERNS_S: Final = 0.5
 """Limit for all patterns of one answer. They are matched without the interpreter's lock."""
@@ -171,7 +171,7 @@ def _additional_properties(validator: Any, wanted: Any, instance: Any, schema: A
 
 
 def _unique_items(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    """jsonschema's own compares every two items."""
+    """Replaces jsonschema's own check, which compares every two items."""
     if wanted is True and validator.is_type(instance, "array"):
         seen: set[str] = set()
         for item in instance:

@@ -42,7 +42,7 @@ _decode_parameters = msgspec.msgpack.Decoder(dict[str, ParameterValue]).decode
 class Resuming:
     """The two parameters of a request."""
 
-    is_asked: bool = False
+    is_requested: bool = False
     place: str = ""
     """The id of the client's last response; "": a new request."""
 
@@ -83,7 +83,7 @@ async def begin(
     return await _opened(gate, streams, request, options, recording)
 
 
-async def make_again(gate: InferenceGate, streams: ResumableStreams, record: StreamRecord) -> None:
+async def regenerate(gate: InferenceGate, streams: ResumableStreams, record: StreamRecord) -> None:
     """A Maker of StreamCopies."""
     request = await opened(parse_or_keep(record.head.request), gate)
     take_resuming(request.message)

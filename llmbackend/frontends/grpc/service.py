@@ -162,12 +162,12 @@ class InferenceServicer(InferenceRpcs):
         gate: InferenceGate,
         write_timeout_s: float,
         protocol: ProtocolOptions,
-        log: ServerLog | None,
+        log: ServerLog,
         streams: ResumableStreams,
     ) -> None:
         super().__init__(server, gate, write_timeout_s, protocol, streams)
         self._server: InferenceServer = server
-        self._log = log or ServerLog()
+        self._log = log
 
     @rpc
     async def ModelConfig(self, request: Any, context: Context) -> Any:

@@ -244,7 +244,7 @@ class StreamSession:
             options = options_from_proto(request.parameters)
             if self._forward:
                 options = self._forward.into(options, self._metadata)
-            if resuming.is_asked:
+            if resuming.is_requested:
                 self._read(await begin(self._gate, self._resumable, opened_request, options, data_of(arrived)), -1)
                 return
             version = model_version(request.model_version)

@@ -74,7 +74,7 @@ class Journal:
         return before - self.held_bytes
 
     def end(self, error: Exception | None = None) -> None:
-        """error: raised to readers in place of the end."""
+        """error: raised to readers instead of the end."""
         if not self.has_ended:
             self.has_ended, self._error = True, error
             self._wake()

@@ -64,7 +64,7 @@ class ResumableStreams:
         """copies: None: streams end with this host."""
         self._kept = kept or KeptAnswers()
         self.copies = copies
-        self._taking_up: dict[str, asyncio.Future[None]] = {}
+        self._taking_over: dict[str, asyncio.Future[None]] = {}
 
     @property
     def num_streams(self) -> int:
@@ -123,7 +123,7 @@ class ResumableStreams:
         found = _PLACE.fullmatch(place)
         if found is None:
             raise invalid_argument(f"{what} is '{place[:80]}', expected the id of an event")
-        stream = self._own(found["stream"]) or await self._taken_up(found["stream"], path)
+        stream = self._own(found["stream"]) or await self._taken_over(found["stream"], path)
         if stream is None or stream.head.path != path:
             raise StreamGoneError(f"there is no stream '{found['stream']}', or it is no longer kept")
         after = -1 if found["number"] is None else int(found["number"])
@@ -150,26 +150,26 @@ class ResumableStreams:
             self._kept.forget(stream)
         await asyncio.gather(*producers, return_exceptions=True)
 
-    async def _taken_up(self, key: str, path: str) -> ResumableStream | None:
+    async def _taken_over(self, key: str, path: str) -> ResumableStream | None:
         """Another host's stream, regenerated here."""
         if self.copies is None:
             return None
-        taking = self._taking_up.get(key)
+        taking = self._taking_over.get(key)
         if taking is None:
-            taking = self._taking_up[key] = asyncio.ensure_future(self._take_up(self.copies, key, path))
-            taking.add_done_callback(lambda _: self._taking_up.pop(key))
+            taking = self._taking_over[key] = asyncio.ensure_future(self._take_over_stream(self.copies, key, path))
+            taking.add_done_callback(lambda _: self._taking_over.pop(key))
         await asyncio.shield(taking)
         return self._own(key)
 
     def _own(self, key: str) -> ResumableStream | None:
         return self._kept.find(ResumableStream, current_owner(), key)
 
-    async def _take_up(self, copies: StreamCopies, key: str, path: str) -> None:
+    async def _take_over_stream(self, copies: StreamCopies, key: str, path: str) -> None:
         record = await copies.take(key, current_owner(), path)
         if record is not None:
-            await copies.make_again(record)
+            await copies.regenerate(record)
 
-    def give_away(self, key: str, owner: str, path: str) -> bool:
+    def hand_over(self, key: str, owner: str, path: str) -> bool:
         """Ends a stream that another host continues; whether this owner and path had it."""
         stream = self._kept.find(ResumableStream, owner, key)
         if stream is None or stream.head.path != path:
@@ -295,7 +295,7 @@ async def open_stream(
     return _response(stream, -1)
 
 
-async def come_back(streams: ResumableStreams, request: Request) -> Response:
+async def resume_stream(streams: ResumableStreams, request: Request) -> Response:
     """The rest of a stream after the request's `Last-Event-ID`. Raises TritonError as ResumableStreams.find."""
     found = await streams.find(request.url.path, last_event_id(request), "the header 'Last-Event-ID'")
     return _response(*found)
@@ -334,7 +334,7 @@ def _too_slow(path: str) -> bytes:
 _SHOWN_BYTES = 400
 
 
-async def make_again(app: ASGIApp, record: StreamRecord) -> None:
+async def regenerate(app: ASGIApp, record: StreamRecord) -> None:
     """Returns when the stream is opened. Raises TritonError UNAVAILABLE if the request is refused."""
     recording = Recording(record)
     opened = asyncio.get_running_loop().create_future()
@@ -386,7 +386,7 @@ class _Body:
 
 
 class _Refusal:
-    """The application's answer if it is no stream."""
+    """The application's answer if it is not a stream."""
 
     def __init__(self) -> None:
         self._status = 0

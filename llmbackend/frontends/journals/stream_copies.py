@@ -61,7 +61,7 @@ class Peers(Protocol):
         """handler: (id of the calling host, payload) → answer."""
 
 
-GiveAway = Callable[[str, str, str], bool]
+HandOver = Callable[[str, str, str], bool]
 """(key, owner, path): ends a stream of this host, which another host continues; returns whether there was one."""
 Maker = Callable[[StreamRecord], Awaitable[None]]
 """Has an endpoint regenerate a stream; returns when it is opened. Raises TritonError."""
@@ -148,11 +148,11 @@ class _Growing:
 class StreamCopies:
     """The copies of a host's ResumableStreams, and what it holds for others. Used only on the event loop."""
 
-    def __init__(self, peers: Peers, makers: Mapping[str, Maker], give_away: GiveAway) -> None:
+    def __init__(self, peers: Peers, makers: Mapping[str, Maker], hand_over: HandOver) -> None:
         """makers: by prefix of the stream's path, the longest prefix first."""
         self._peers = peers
         self._makers = makers
-        self._give_away = give_away
+        self._hand_over = hand_over
         self._own: dict[str, _Growing] = {}
         self._peer: str | None = None
         """The host with all records of `_own` that are not waiting."""
@@ -168,7 +168,7 @@ class StreamCopies:
 
     @property
     def are_made(self) -> bool:
-        """Callable from any thread."""
+        """Thread-safe."""
         return self._peer is not None
 
     @property
@@ -292,7 +292,7 @@ class StreamCopies:
         and path. Raises TritonError UNAVAILABLE if a host that may have it cannot be asked."""
         asked = _encode(_Take(key, owner, path))
         is_all = self._peers.are_all_live()
-        answers = await asyncio.gather(*(self._asked(peer, asked) for peer in self._peers.live()))
+        answers = await asyncio.gather(*(self._record_of(peer, asked) for peer in self._peers.live()))
         found = [taken.record for taken in (_Taken(self._held.take(key, owner, path)), *answers) if taken is not None]
         records = (one for one in found if one is not None)
         newest = max(records, key=lambda one: (one.head.epoch, len(one.deltas)), default=None)
@@ -300,7 +300,7 @@ class StreamCopies:
             raise unavailable(f"the host that has the stream '{key}' cannot be reached; try again later")
         return newest
 
-    async def make_again(self, record: StreamRecord) -> None:
+    async def regenerate(self, record: StreamRecord) -> None:
         """Has the stream's endpoint regenerate it with the next epoch; returns when it is opened. Raises
         TritonError."""
         path = record.head.path
@@ -308,7 +308,7 @@ class StreamCopies:
         log.info("stream %s is resumed after %d responses", record.head.key, len(record.deltas))
         await maker(record)
 
-    async def _asked(self, peer: str, payload: bytes) -> _Taken | None:
+    async def _record_of(self, peer: str, payload: bytes) -> _Taken | None:
         with suppress(TritonError, msgspec.MsgspecError):
             return _Taken(_decode_taken(await self._call(peer, payload)))
         return None
@@ -317,15 +317,15 @@ class StreamCopies:
         call = _decode_call(payload)
         if isinstance(call, _Batch):
             return _encode(self._held.add(call.items))
-        return _encode(self._given_away(call))
+        return _encode(self._record_for_taker(call))
 
-    def _given_away(self, call: _Take) -> StreamRecord | None:
+    def _record_for_taker(self, call: _Take) -> StreamRecord | None:
         """The record stays: its taker may end before another host has a copy."""
         own = self._own.get(call.key)
         if own is not None and own.is_of(call.owner, call.path):
             del self._own[call.key]
             self._held.put(own.record)
-            self._give_away(call.key, call.owner, call.path)
+            self._hand_over(call.key, call.owner, call.path)
         return self._held.take(call.key, call.owner, call.path)
 
 
@@ -406,7 +406,7 @@ class HeldRecords:
 
 
 class _Taken(NamedTuple):
-    """The answer of a host that was asked for a record; truthy also without one."""
+    """The answer of a host that was requested a record; truthy also without one."""
 
     record: StreamRecord | None
 

@@ -350,7 +350,7 @@ class StopEndpoint(Endpoints):
     request. The stopped request is answered with CANCELLED.
 
     Source: MindIE's stopInfer (body `{"id": "..."}`). The response is our own: the id, and the number of running
-    requests with it; 0 is no error, since a request may have just ended."""
+    requests with it; 0 is not an error, since a request may have just ended."""
 
     def __init__(self, server: InferenceServer) -> None:
         self._server = server

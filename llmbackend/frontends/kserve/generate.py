@@ -38,10 +38,10 @@ from ..journals.journal import Recording
 from ..journals.resumable_streams import (
     ResumableStreams,
     begin_recording,
-    come_back,
     is_resumable,
     last_event_id,
     open_stream,
+    resume_stream,
 )
 from ..operations.probes import load_headers
 from .http_types import GenerateRequest, GenerateResponse, model_name_of, model_of, model_paths
@@ -355,7 +355,7 @@ class GenerateEndpoints(Endpoints):
         """The rest of a stream. The body, which clients repeat, is ignored."""
         await read_body(request, self._max_body_bytes)
         release_body(request)
-        return await come_back(self._streams, request)
+        return await resume_stream(self._streams, request)
 
     def _headers(self, request: Request, content_type: str) -> dict[str, str]:
         load = load_headers(self._gate.server, request, model_name_of(request))

@@ -72,7 +72,7 @@ class WholeAnswer:
             self._metrics = request_metrics(delta, self._usage.num_output_tokens)
 
     async def body(self, generation: Generation) -> bytes:
-        """Once every choice has ended."""
+        """Call it once every choice has ended."""
         for index, choice in enumerate(self._choices):
             if choice.answer is not None and choice.answer.reader.reports_reasoning:
                 self._usage.set_reasoning(index, choice.answer.reader.num_reasoning_tokens)
@@ -111,7 +111,7 @@ def _body(
 
 
 _NOTHING_OF_PROMPT: JsonObject = {"prompt_token_ids": None, "prompt_logprobs": None}
-"""vLLM's fields when nothing was asked for."""
+"""vLLM's fields if nothing was requested."""
 
 
 def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonObject:
@@ -135,7 +135,7 @@ def _message(choice: _Choice, answer: Answer) -> JsonObject:
 
 
 def _echo(request: GenerationRequest, prompt: PromptDetails, choices: Iterable[_Choice]) -> None:
-    """Adds the prompt's text and positions before those of its choices."""
+    """Adds the text and the positions of the prompt. Call it before its choices are added."""
     for choice in choices:
         choice.positions[:0] = request.prompt_form.positions(prompt)
         if request.prompt_form.has_text:
@@ -144,7 +144,7 @@ def _echo(request: GenerationRequest, prompt: PromptDetails, choices: Iterable[_
 
 _IMPOSSIBLE = -9999.0
 Render = Callable[[list[TokenEntries]], JsonObject]
-"""Positions that follow those of the last call → `choices[].logprobs`."""
+"""The positions that follow those of the last call, as `choices[].logprobs`."""
 
 
 def logprobs_renderer(form: LogprobForm, *, is_chat: bool) -> Render:

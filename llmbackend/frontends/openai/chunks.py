@@ -90,7 +90,7 @@ class ChunkWriter:
         return self._chunk(index, self._text(self._echo[index] + prompt.text), logprobs, more=more)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """b"" while a stop string may have begun."""
+        """The text of a delta; b"" while it may be the beginning of a stop string."""
         if self._counts_tokens:
             self._count(index, delta)
         if (delta.finish_reason or delta.is_final) and not self._finished[index]:
@@ -116,7 +116,7 @@ class ChunkWriter:
         return self._chunk(index, self._text(delta.text), logprobs, more=more)
 
     def _of_tokens(self, index: int, delta: Delta) -> tuple[bytes, bytes]:
-        """Log probabilities, and the field of token ids."""
+        """The log probabilities, and the field with token ids."""
         render = self._logprobs[index]
         logprobs = b"null" if render is None or not delta.logprobs else orjson.dumps(render(delta.logprobs))
         return logprobs, b',"token_ids":' + orjson.dumps(delta.token_ids) if delta.token_ids else b""
@@ -158,7 +158,7 @@ class ChunkWriter:
 
 
 class AnswerChunkWriter(ChunkWriter):
-    """Parses the answer."""
+    """A chunk writer that also parses the answer."""
 
     def __init__(self, request: GenerationRequest, identity: Identity, options: StreamForm, plan: AnswerPlan) -> None:
         super().__init__(request, identity, options)
@@ -226,10 +226,10 @@ class _AroundWriter:
 
 
 class PromptFirst(_AroundWriter):
-    """Choices begin with the details of their prompt, for which earlier deltas wait."""
+    """Delays the deltas of a choice until the details of its prompt have been sent."""
 
     def __init__(self, writer: Writer, n: int) -> None:
-        """n: choices of each prompt"""
+        """n: number of choices of each prompt."""
         super().__init__(writer)
         self._n = n
         self._told: set[int] = set()
@@ -288,7 +288,7 @@ class IntervalWriter(_AroundWriter):
 
 
 class CollectingWriter(_AroundWriter):
-    """Collects the deltas in a WholeAnswer, too."""
+    """Also collects the deltas in a WholeAnswer."""
 
     def __init__(self, writer: Writer, answer: WholeAnswer) -> None:
         super().__init__(writer)

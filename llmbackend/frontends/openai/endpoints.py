@@ -1,4 +1,4 @@
-"""What all endpoints of the OpenAI and Anthropic APIs share.
+"""What all endpoints of the OpenAI and Anthropic APIs share: reading bodies, pages of lists, errors.
 
 Invariants: bodies are read within the server's bounds, and large ones are parsed in a thread; errors have the form of
 the API.
@@ -6,7 +6,7 @@ the API.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -15,26 +15,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from llmbackend.core.errors import TritonError, shown
-from llmbackend.core.host_protocol import Host
 
+from ..context import FrontendContext
 from ..errors import BodyTooLargeError
-from ..generation.models import ModelCatalog
-from ..generation.sealed_reasoning import SealingKey, sealing_key
-from ..http.errors import JsonObject, OpenAIError, OpenAIErrorBody
+from ..http.errors import JsonObject, OpenAIError, OpenAIErrorBody, refuse
 from ..http.json_reader import check_depth, check_objects
 from ..http.request_body import ENCODINGS, IDENTITY, content_encoding
 from ..http.routing import Endpoints
 from ..inference_gate import InferenceGate
 from ..journals.response_store import ResponseStore
-from ..journals.resumable_streams import ResumableStreams
-from ..protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 
-DEFAULT_MAX_BODY_BYTES: Final = 4 << 20
-"""The text of a million tokens; parsing JSON of that size holds the interpreter's lock for about 50 ms."""
 _OBJECT_BYTES = 128
 """Reading a small object, such as a message, takes about 8 µs, so at most 2,048 are read on the event loop."""
 MAX_OBJECTS = 1 << 16
-"""JSON objects and lists in a body."""
+"""Limit of JSON objects and lists in a body."""
 
 
 def check_content_type(request: Request) -> None:
@@ -95,42 +89,6 @@ _CLIENT_CLOSED_REQUEST: Final = 499
 """Logged status when the client has disconnected."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ApiContext:
-    """What all endpoints of a server's OpenAI and Anthropic APIs work with."""
-
-    gate: InferenceGate
-    catalog: ModelCatalog
-    options: ProtocolOptions
-    sealing_key: SealingKey
-    streams: ResumableStreams
-    store: ResponseStore | None
-    """None: the server stores nothing."""
-    max_body_bytes: int
-
-    @classmethod
-    def of(
-        cls,
-        server: Host,
-        *,
-        gate: InferenceGate | None = None,
-        options: ProtocolOptions = DEFAULT_OPTIONS,
-        streams: ResumableStreams | None = None,
-        store: ResponseStore | None = None,
-        max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
-    ) -> ApiContext:
-        """Give it the `gate` and the `streams` of the server's other frontends, if it has any."""
-        return cls(
-            gate=gate or InferenceGate(server),
-            catalog=ModelCatalog(server, options.openai_lora_separator, options.openai_fingerprint),
-            options=options,
-            sealing_key=sealing_key(options.reasoning_secret),
-            streams=streams or ResumableStreams(),
-            store=store,
-            max_body_bytes=max_body_bytes,
-        )
-
-
 class OpenAIEndpoints(Endpoints):
     error: ClassVar[Any] = OpenAIErrorBody
     statuses = (400, 404, 413, 415, 429, 503)
@@ -139,7 +97,7 @@ class OpenAIEndpoints(Endpoints):
     documents: ClassVar[str] = "responses"
     """What these endpoints read from the store, for errors."""
 
-    def __init__(self, context: ApiContext) -> None:
+    def __init__(self, context: FrontendContext) -> None:
         self._context = context
         self._gate = context.gate
         self._catalog = context.catalog
@@ -171,3 +129,70 @@ class OpenAIEndpoints(Endpoints):
 
 def json_answer(body: bytes) -> Response:
     return Response(body, media_type="application/json")
+
+
+_MAX_ITEMS = 100
+PAGE_PARAMETERS: tuple[JsonObject, ...] = (
+    {
+        "name": "after",
+        "in": "query",
+        "schema": {"type": "string"},
+        "description": "The item after which the page begins.",
+    },
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": _MAX_ITEMS}},
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PageQuery:
+    after: str | None = None
+    """The id of the item that the page begins behind."""
+    limit: int = 20
+    is_descending: bool = True
+    """The latest first."""
+
+
+def read_page_query(
+    parameters: Mapping[str, str], includable: Collection[str] = (), default_order: str = "desc"
+) -> PageQuery:
+    """The query of a URL. includable: what `include` may name, which every item has anyway. Raises OpenAIError."""
+    known = ("after", "limit", "order", *(("include", "include[]") if includable else ()))
+    for name in parameters:
+        if name not in known:
+            raise OpenAIError(f"unknown query parameter '{name[:80]}'", param=name[:80], code="unknown_parameter")
+    for name in ("include", "include[]"):
+        for value in parameters.get(name, "").split(","):
+            if value and value not in includable:
+                raise refuse("include", f"one of {', '.join(includable)}", value)
+    limit, order = parameters.get("limit", "20"), parameters.get("order", default_order)
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= _MAX_ITEMS):
+        raise refuse("limit", f"an integer from 1 to {_MAX_ITEMS}", limit)
+    if order not in ("asc", "desc"):
+        raise refuse("order", '"asc" or "desc"', order)
+    return PageQuery(parameters.get("after") or None, int(limit), order == "desc")
+
+
+def page(items: Sequence[JsonObject], query: PageQuery = PageQuery()) -> JsonObject:
+    """items: the whole list, oldest first. Raises OpenAIError if `after` is not the id of an item."""
+    ordered = items[::-1] if query.is_descending else items
+    begin = 0
+    if query.after is not None:
+        begin = next((index + 1 for index, item in enumerate(ordered) if item.get("id") == query.after), 0)
+        if not begin:
+            raise not_listed(query.after)
+    return item_list(ordered[begin : begin + query.limit], has_more=begin + query.limit < len(ordered))
+
+
+def not_listed(after: str) -> OpenAIError:
+    return refuse("after", "the id of an item of the list", after)
+
+
+def item_list(items: Sequence[JsonObject], *, has_more: bool = False) -> JsonObject:
+    return {
+        "object": "list",
+        "data": items,
+        "first_id": items[0].get("id") if items else None,
+        "last_id": items[-1].get("id") if items else None,
+        "has_more": has_more,
+    }

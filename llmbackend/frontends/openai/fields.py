@@ -156,7 +156,7 @@ class StructuredOutputFields(ClosedObject):
     )
 
     def chosen_structure(self) -> JsonObject:
-        """Sampling parameters; empty without a constraint. Raises OpenAIError."""
+        """The sampling parameters of the constraint; empty if there is none. Raises OpenAIError."""
         sent = {name: self.__dict__[name] for name in (STRUCTURED_OUTPUTS, *FORMER_FIELDS)}
         chosen = {name: value for name, value in sent.items() if value is not None}
         constraint = self.response_format.constraint() if self.response_format else None
@@ -231,7 +231,7 @@ def read_allowed(value: JsonObject, param: str, read: Callable[[object, str], Ch
 
 
 def closed(properties: JsonObject) -> JsonObject:
-    """JSON Schema of an object with exactly these properties."""
+    """The JSON Schema of an object with exactly these properties."""
     return {"type": "object", "required": [*properties], "properties": properties, "additionalProperties": False}
 
 

@@ -88,7 +88,7 @@ class CompletionChoice(_Choice, OfPrompt):
 
 
 class RequestMetrics(TypedDict):
-    """Times of an answer with `include_metrics`, in ms."""
+    """The times of an answer with `include_metrics`, in ms."""
 
     time_to_first_token_ms: float
     generation_time_ms: float

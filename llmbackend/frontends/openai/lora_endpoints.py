@@ -17,12 +17,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from llmbackend.core.messages import InferenceRequest
 
+from ..context import FrontendContext
 from ..generation.tensors import LORA_CHANGE
 from ..generation.validation import ClosedObject, Expected, Flag, NonEmpty, Only, read
 from ..http.errors import JsonObject, OpenAIError
 from ..http.request_body import release_body
 from ..http.routing import post
-from .endpoints import ApiContext, OpenAIEndpoints, json_object
+from .endpoints import OpenAIEndpoints, json_object
 
 LORA_NAME: Final = "^[!-+\\--~]{1,128}$"
 """Visible ASCII without the comma, which separates names in a model's configuration."""
@@ -49,12 +50,12 @@ class UnloadLoraAdapterRequest(ClosedObject):
 
 
 class LoraEndpoints(OpenAIEndpoints):
-    def __init__(self, context: ApiContext) -> None:
+    def __init__(self, context: FrontendContext) -> None:
         super().__init__(context)
         self._max_body_bytes = _MAX_BODY_BYTES
         self._folder = context.options.openai_lora_folder
         self._changing: set[str] = set()
-        """Names of adapters."""
+        """The names of adapters that are being changed."""
 
     @post("/v1/load_lora_adapter", body=LoadLoraAdapterRequest, response_class=PlainTextResponse)
     async def load(self, http: Request) -> Response:

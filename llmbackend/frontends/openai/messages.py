@@ -24,7 +24,7 @@ def _config(json_schema: JsonObject) -> ConfigDict:
 
 
 def _message_config(json_schema: JsonObject) -> ConfigDict:
-    """Further fields are accepted, but those of other roles only if they are null."""
+    """Further fields are accepted; fields of other roles only if they are null."""
 
     def describe(schema: JsonObject) -> None:
         others = _KNOWN_FIELDS - schema["properties"].keys()
@@ -109,7 +109,7 @@ _TEXT: JsonObject = {"type": "string", "minLength": 1}
 
 
 class AssistantMessage(_Message):
-    """A message with content, or with something in place of it. Some servers name the reasoning `reasoning`, some send
+    """A message with content, or with something instead of it. Some servers name the reasoning `reasoning`, some send
     both names."""
 
     __pydantic_config__ = _message_config(  # type: ignore[misc]

@@ -78,7 +78,7 @@ class PromptQuestion:
     model: str | None
     prompt: Tensor
     wanted: tuple[str, ...]
-    """Flags of the model's inputs."""
+    """The model's input flags for the requested outputs."""
     sampling: dict[str, Any] = field(default_factory=dict)
 
     def in_own_fields(self, error: OpenAIError) -> OpenAIError:
@@ -111,7 +111,7 @@ def parse_detokenize(body: JsonObject) -> PromptQuestion:
 
 
 _FEW_TOKENS: Final = 4096
-"""Written as JSON on the event loop, in about 0.1 ms."""
+"""Up to this number, tokens are written as JSON on the event loop, in about 0.1 ms."""
 
 
 class PromptEndpoints(OpenAIEndpoints):

@@ -21,6 +21,7 @@ from starlette.types import Scope
 from llmbackend.core.tracing.trace import RequestTrace
 
 from ..access.request_identity import REQUEST_IDENTITY
+from ..context import FrontendContext
 from ..generation.answer import Identity
 from ..generation.http_answers import Writer, streamed_answer, traced_answer, whole_answer
 from ..generation.inferences import Generation
@@ -35,15 +36,15 @@ from ..http.routing import CatchAll, get, post
 from ..journals.journal import Recording
 from ..journals.resumable_streams import (
     begin_recording,
-    come_back,
     is_resumable,
     last_event_id,
     open_stream,
+    resume_stream,
 )
 from ..operations.probes import load_headers
 from .bodies import WholeAnswer, whole_response
 from .chunks import CollectingWriter, IntervalWriter, PromptFirst, chunk_writer
-from .endpoints import ApiContext, OpenAIEndpoints, json_answer, read_body
+from .endpoints import OpenAIEndpoints, json_answer, read_body
 from .http_types import ChatCompletion, Completion, Model, ModelList
 from .lora_endpoints import LoraEndpoints
 from .prompt_endpoints import PromptEndpoints, TokenizerInfoEndpoints
@@ -63,10 +64,10 @@ _NOT_SERVED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), _NO_POOLING),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "models read and write text only"),
 }
-"""Paths of vLLM's server that are refused → the reason."""
+"""The paths of vLLM's server that are refused, and why."""
 
 
-def create_openai_router(context: ApiContext) -> APIRouter:
+def create_openai_router(context: FrontendContext) -> APIRouter:
     """All of /v1, including unknown paths."""
     responses = ResponseCreation(context)
     router = APIRouter()
@@ -93,7 +94,7 @@ _CHUNKS: Final = "The whole answer, or with `stream` an event per chunk, then `d
 
 
 class ModelEndpoints(OpenAIEndpoints):
-    def __init__(self, context: ApiContext) -> None:
+    def __init__(self, context: FrontendContext) -> None:
         super().__init__(context)
         self._streams = context.streams
         self._defaults = context.options.request_defaults
@@ -121,7 +122,7 @@ class ModelEndpoints(OpenAIEndpoints):
     async def _generate(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> Response:
         start_ns = time.monotonic_ns()
         if last_event_id(http):
-            return await self._come_back(http)
+            return await self._resume(http)
         self._gate.check_room()
         body = await self.body_of(http)
         request = await self.parsed_body(body, lambda fields: parse(with_defaults(fields, self._defaults)))
@@ -172,11 +173,11 @@ class ModelEndpoints(OpenAIEndpoints):
     ) -> Response:
         return await open_stream(self._streams, http, pieces_of(events), on_close, headers)
 
-    async def _come_back(self, http: Request) -> Response:
+    async def _resume(self, http: Request) -> Response:
         """The rest of a stream. The body, which a client may send again, is ignored."""
         await read_body(self._gate, http, self._max_body_bytes)
         release_body(http)
-        return await come_back(self._streams, http)
+        return await resume_stream(self._streams, http)
 
 
 def _handed_over(http: Request, body: bytes) -> Response:
@@ -233,7 +234,7 @@ def _writer(request: GenerationRequest, identity: Identity, form: StreamForm, pl
     writer: Writer = chunk_writer(request, identity, form, plan)
     if form.interval_tokens > 1:
         writer = IntervalWriter(writer, form.interval_tokens)
-    return PromptFirst(writer, request.n) if request.prompt_form.is_asked else writer
+    return PromptFirst(writer, request.n) if request.prompt_form.is_requested else writer
 
 
 def _request_id(http: Request) -> str:

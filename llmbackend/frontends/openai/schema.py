@@ -89,7 +89,7 @@ class UnservedByCompletions(ClosedObject):
 
 
 TEMPLATE_NAMES = frozenset(("messages", "self"))
-"""Names of a chat template that requests cannot set."""
+"""Variables of a chat template that requests cannot set."""
 
 
 def check_template_variables(variables: JsonObject | None) -> None:
@@ -100,7 +100,7 @@ def check_template_variables(variables: JsonObject | None) -> None:
 
 MAX_PROMPTS = 64
 REQUEST_ID = "^[!-~]{1,128}$"
-"""Pattern of a client's request id."""
+"""The pattern of a client's request id."""
 MAX_CHOICES = 128
 """Limit over all prompts of a request."""
 
@@ -114,7 +114,7 @@ class StreamOptions(ClosedObject):
 
 
 _MAX_NAMED = 64
-"""Keys that are checked for an error that names all wrong ones."""
+"""Only so many keys are checked for an error that names every wrong one."""
 
 
 def _check_token_bias(value: object) -> object:
@@ -146,7 +146,7 @@ _TokenBias = Annotated[
 
 
 class Sampling(ClosedObject):
-    """Sampling fields, which reach the model under the same names."""
+    """Sampling fields, which are passed to the model under the same names."""
 
     temperature: Annotated[float, Range(0, 2)] | None = None
     top_p: Annotated[float, Range(0, 1)] | None = Field(None, description="0: only the most likely token.")

@@ -23,10 +23,9 @@ from ..http.errors import JsonObject, OpenAIError
 from ..http.routing import delete, get, post
 from ..journals.documents import Document, Kind
 from ..journals.response_store import NotStoredError, ResponseStore, current_owner
-from .endpoints import OpenAIEndpoints, json_answer
+from .endpoints import PAGE_PARAMETERS, OpenAIEndpoints, json_answer, not_listed, page, read_page_query
 from .fields import Metadata
 from .http_types import ChatDeleted, ChatList, ChatMessageList, StoredChatCompletion
-from .paging import PAGE_PARAMETERS, not_listed, page, read_page_query
 from .responses_api.parsing import effective_sampling
 
 _KIND: Kind = "chat.completion"
@@ -34,7 +33,7 @@ _METADATA = re.compile(r"metadata\[([^\]]+)\]")
 
 
 class ChatKeeper:
-    """Stores the answer of one request. Made when the request begins."""
+    """Stores the answer of one request. Created when the request begins."""
 
     def __init__(
         self, store: ResponseStore, parts: StoredParts, request: GenerationRequest, identity: Identity, target: Target
@@ -49,7 +48,7 @@ class ChatKeeper:
         self._labels = _labels(identity.model, request.labels.get("metadata"))
 
     async def keep(self, body: bytes) -> None:
-        """body: the answer's JSON. Raises StoreError."""
+        """body: the answer as JSON. Raises StoreError."""
         document = Document(
             owner=self._owner,
             kind=_KIND,
@@ -185,7 +184,7 @@ def _message(id: str, index: int, message: JsonObject) -> JsonObject:
 
 
 def _read_list_query(parameters: Mapping[str, str]) -> tuple[dict[str, str], str | None, dict[str, str]]:
-    """(parameters of the page, model, metadata)"""
+    """Returns (parameters of the page, model, metadata)."""
     paging, metadata, model = {}, {}, None
     for name, value in parameters.items():
         if name == "model":

@@ -30,7 +30,7 @@ AnswerCallback = Callable[[Any, Sequence[Any], bool], None]
 
 
 class Cancellations:
-    """Which requests are cancelled. Any thread; one thread calls `begin`, with growing numbers.
+    """Which requests are cancelled. Thread-safe; one thread calls `begin`, with growing numbers.
 
     A cancellation that overtakes its request, which comes through another socket, is kept; one that comes after the
     request's end is dropped. No locks: each step is one operation on a set, and `request` checks again after it has
@@ -67,7 +67,7 @@ class ForkedProcessError(OSError):
 
 
 class HostLink:
-    """Any thread may use it."""
+    """Thread-safe."""
 
     def __init__(self, events: socket.socket) -> None:
         self.cancellations = Cancellations()

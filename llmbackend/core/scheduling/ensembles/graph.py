@@ -142,7 +142,7 @@ MAX_WAIT_S = 300.0
 
 
 class StepOwner(Protocol):
-    """An EnsembleRun as its step requests see it. Any thread."""
+    """An EnsembleRun as its step requests see it. Thread-safe."""
 
     def send(self, step_request: StepRequest) -> InferenceHandle:
         """Sends it to its model. Raises TritonError when it is refused, or no longer wanted."""
@@ -321,7 +321,7 @@ class StepLauncher(ActionThread):
         self._is_stopped = False
 
     def submit(self, action: Callable[[], None]) -> None:
-        """Never blocks. Any thread. After `stop` no step is left, and the action is dropped."""
+        """Never blocks. Thread-safe. After `stop` no step is left, and the action is dropped."""
         with self._lock:
             if not self._is_stopped:
                 super().submit(action)

@@ -45,7 +45,7 @@ TIMED_OUT = "timeout of the corresponding sequence has been expired"
 
 
 class SequenceBatcher:
-    """A Scheduler, SequenceBatchOwner and TurnOwner. Any thread.
+    """A Scheduler, SequenceBatchOwner and TurnOwner. Thread-safe.
 
     One lock guards the table, the queues and the sequence batches; clients, backends and instances' queues are called
     after it is released (`after_unlock`). After a dropped request the others are cancelled and the sequence ends. The

@@ -20,7 +20,7 @@ SPACE = " \n\r\t"
 
 
 class NotACall(Exception):  # noqa: N818 - control flow, not an error
-    """The text that was read is no call, but content."""
+    """The text that was read is content, not a call."""
 
 
 class Markers:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from llmbackend.core.tracing.trace import RequestTrace
 
+from ...context import FrontendContext
 from ...generation.answer import Identity
 from ...generation.http_answers import traced_answer, whole_answer
 from ...generation.models import Target
@@ -25,7 +26,7 @@ from ...http.errors import JsonObject, OpenAIError, missing
 from ...http.request_body import release_body
 from ...http.routing import post
 from ...operations.probes import load_headers
-from ..endpoints import ApiContext, OpenAIEndpoints
+from ..endpoints import OpenAIEndpoints
 from .create import ResponseCreation, check_names, collect
 from .output_items import item_id
 from .parsing import ReadBody, read_responses
@@ -63,7 +64,7 @@ class CompactBody(ResponsesBody):
 
 
 class CompactionEndpoints(OpenAIEndpoints):
-    def __init__(self, context: ApiContext, creation: ResponseCreation) -> None:
+    def __init__(self, context: FrontendContext, creation: ResponseCreation) -> None:
         super().__init__(context)
         self._creation = creation
 

@@ -24,9 +24,8 @@ from ...http.routing import delete, get, post
 from ...inference_gate import InferenceGate
 from ...journals.documents import Document
 from ...journals.response_store import NotStoredError, ResponseStore, current_owner
-from ..endpoints import OpenAIEndpoints, json_answer
+from ..endpoints import PAGE_PARAMETERS, OpenAIEndpoints, item_list, json_answer, page, read_page_query
 from ..fields import Metadata
-from ..paging import PAGE_PARAMETERS, item_list, page, read_page_query
 from .items import Item, check_fields, full_item, item_type
 from .output_items import item_id
 from .schema import INCLUDABLE, ConversationDeleted, ConversationObject, ItemList, StoredItem
@@ -84,7 +83,7 @@ class Conversations:
                 raise _not_found(id) from None
 
     async def add(self, id: str, items: Sequence[JsonObject]) -> Items:
-        """Returns those that were added, with their ids."""
+        """Returns the added items with their ids."""
         added = with_new_ids(items)
         await self._change(current_owner(), id, lambda before: [*before, *added], self._check_size)
         return added
@@ -132,7 +131,7 @@ class Conversations:
             return await self._put(replace(document, items=text))
 
     async def _put(self, document: Document) -> Document:
-        """Renews its time to live."""
+        """Also extends its time to live."""
         kept = replace(document, expires_s=self._store.expires_s(self._store.clock_s()))
         await self._store.put(kept)
         return kept
@@ -155,7 +154,7 @@ class Conversations:
 
 
 def with_new_ids(items: Sequence[JsonObject]) -> Items:
-    """Full items with new ids, because a client's id may belong to another item."""
+    """Complete items with new ids, because a client's id may belong to another item."""
     seed = uuid.uuid4().hex
     return [item | {"id": item_id(str(item["type"]), seed, "i", index)} for index, item in enumerate(items)]
 

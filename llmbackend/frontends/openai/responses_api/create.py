@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from llmbackend.core.tracing.trace import RequestTrace
 
+from ...context import FrontendContext
 from ...generation.answer import Identity
 from ...generation.http_answers import streamed_answer, traced_answer, whole_answer
 from ...generation.inferences import Generation, check_fields_taken, describe_prompt
@@ -33,7 +34,7 @@ from ...http.routing import post
 from ...journals.response_store import current_owner
 from ...journals.resumable_streams import refuse_resuming
 from ...operations.probes import load_headers
-from ..endpoints import ApiContext, OpenAIEndpoints, decode_cost, json_answer
+from ..endpoints import OpenAIEndpoints, decode_cost, json_answer
 from .background import BackgroundResponses
 from .conversations import Conversations
 from .events import ResponseWriter
@@ -76,7 +77,7 @@ class InputTokensBody(ResponsesBody):
 
 
 class ResponseCreation(OpenAIEndpoints):
-    def __init__(self, context: ApiContext) -> None:
+    def __init__(self, context: FrontendContext) -> None:
         super().__init__(context)
         store = context.store
         self._conversations = None if store is None else Conversations(store, self._gate, self._max_body_bytes)
@@ -138,14 +139,14 @@ class ResponseCreation(OpenAIEndpoints):
         return identity, state, Generation(self._gate, asked, target, identity.id, plan=plan, trace=trace)
 
     def _keeper(self, prepared: PreparedResponse, identity: Identity, state: ResponseState) -> Keep | None:
-        """Stores the response and adds it to its conversation; None if neither is asked for."""
+        """Stores the response and adds it to its conversation; None if neither is requested."""
         store, request = self._context.store, prepared.request
         if store is None or not (request.store or request.conversation):
             return None
         owner = current_owner()
 
         async def keep() -> None:
-            await prepared.tell_conversation(self._conversations, owner, state)
+            await prepared.add_to_conversation(self._conversations, owner, state)
             if request.store:
                 await store.put(prepared.document(owner, identity, state, store))
 

@@ -121,7 +121,7 @@ ToolOutput = Annotated[
 
 
 class MessageItem(_Closed):
-    """Short or full, of the client or a model."""
+    """A message of the client or of a model, in short or full form."""
 
     type: NotRequired[Literal["message"] | None]
     id: NotRequired[str | None]

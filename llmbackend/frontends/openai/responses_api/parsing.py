@@ -51,7 +51,7 @@ class WantedHistory:
 @dataclass(frozen=True, slots=True)
 class History:
     items: tuple[JsonObject, ...] = ()
-    """Input and output of the previous responses, or the conversation; the oldest first."""
+    """Input and output of the previous responses, or the conversation; oldest first."""
     by_id: Mapping[str, JsonObject] = field(default_factory=dict)
     """The items that the body refers to."""
     size_bytes: int = 0
@@ -87,7 +87,7 @@ _FIELD_NAMES = {
     "messages": "input",
     **dict.fromkeys(("return_prompt_text", "return_token_ids"), "enable_response_messages"),
 }
-"""Names of the model and of chats → the names here."""
+"""Names used by the model and by chats → the names of this API."""
 _TOOLS: TypeAdapter[Any] = TypeAdapter(Tools)
 _WITH_PROMPT = PromptForm(has_rendered_text=True, has_token_ids=True)
 _LOGGED_CLIENT_METADATA_BYTES = 256
@@ -292,7 +292,7 @@ def _echo(fields: ResponsesBody, body: JsonObject) -> JsonObject:
 
 
 def effective_sampling(asked: Mapping[str, Any], defaults: Mapping[str, float]) -> JsonObject:
-    """asked: the request's; defaults: the model's"""
+    """asked: the request's values. defaults: the model's."""
     return {name: asked.get(name, defaults.get(name, 1.0)) for name in ("temperature", "top_p")}
 
 
@@ -312,7 +312,7 @@ class _Conversation(Turns):
         self._key = key
 
     def add_system(self, text: str) -> None:
-        """System messages at the beginning become one, because many templates accept only one."""
+        """System messages at the beginning are joined into one, because many templates accept only one."""
         is_first = not self.all or (len(self.all) == 1 and self.all[0].role == "system")
         turn = self.of("system") if is_first else self.add(Turn("system"))
         turn.joint = _SYSTEM_JOINT
@@ -371,7 +371,7 @@ class _Conversation(Turns):
 
 
 def _without_former_reasoning(turns: Sequence[Turn]) -> None:
-    """Drops reasoning before the user's last message."""
+    """Drops the reasoning before the user's last message."""
     last = max((index for index, turn in enumerate(turns) if turn.role == "user"), default=0)
     for turn in turns[:last]:
         turn.reasoning = []

@@ -129,7 +129,7 @@ def _items(documents: Iterable[Document]) -> Iterable[JsonObject]:
 
 
 def with_ids(items: Iterable[JsonObject], response_id: str) -> list[JsonObject]:
-    """Input items as they are stored and listed."""
+    """Input items in the form in which they are stored and listed."""
     named = partial(item_id, response_id=response_id, side="i")
     return [
         item if item.get("id") else {"id": named(item["type"], index=index), **item} for index, item in enumerate(items)
@@ -145,17 +145,17 @@ class PreparedResponse:
     identity_suffix: str
     """The response's id without its prefix."""
     echo: bytes
-    """JSON object of the request's fields in the response."""
+    """The request's fields that the response repeats, as a JSON object."""
     items: bytes
-    """JSON of the stored input items."""
+    """The stored input items, as JSON."""
     history: History
 
     @property
     def id(self) -> str:
         return ID_PREFIX + self.identity_suffix
 
-    async def tell_conversation(self, conversations: Conversations | None, owner: str, state: ResponseState) -> None:
-        """Adds input and output to the response's conversation, if it has ended normally."""
+    async def add_to_conversation(self, conversations: Conversations | None, owner: str, state: ResponseState) -> None:
+        """Adds input and output to the conversation, if the response has ended normally."""
         id = self.request.conversation
         if conversations is not None and id is not None and state.status in ("completed", "incomplete"):
             answered = orjson.dumps(state.output())
@@ -194,7 +194,7 @@ class PreparedResponse:
             tools=request.tools,
             logprobs=request.generation.logprobs,
             seal=key.seal if ENCRYPTED_REASONING in request.include else None,
-            has_messages=request.generation.prompt_form.is_asked,
+            has_messages=request.generation.prompt_form.is_requested,
             is_queued=request.background,
         )
 

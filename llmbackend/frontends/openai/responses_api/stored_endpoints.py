@@ -11,13 +11,13 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...context import FrontendContext
 from ...generation.sealed_reasoning import SealingKey
 from ...http.errors import JsonObject, OpenAIError, refuse, requires
 from ...http.routing import delete, get, post
 from ...journals.documents import Document
 from ...journals.response_store import NotStoredError, current_owner
-from ..endpoints import ApiContext, OpenAIEndpoints, json_answer
-from ..paging import PAGE_PARAMETERS, page, read_page_query
+from ..endpoints import PAGE_PARAMETERS, OpenAIEndpoints, json_answer, page, read_page_query
 from .background import BackgroundResponses
 from .events import journal_stream
 from .schema import ENCRYPTED_REASONING, INCLUDABLE, ItemList, ResponseDeleted, ResponseObject
@@ -34,7 +34,7 @@ _CURSOR: tuple[JsonObject, ...] = (
 
 
 class StoredResponseEndpoints(OpenAIEndpoints):
-    def __init__(self, context: ApiContext, background: BackgroundResponses | None) -> None:
+    def __init__(self, context: FrontendContext, background: BackgroundResponses | None) -> None:
         super().__init__(context)
         self._background = background
 
@@ -121,7 +121,7 @@ def _included(query: Mapping[str, str]) -> set[str]:
 
 
 def _cursor(query: Mapping[str, str]) -> tuple[bool, int]:
-    """Whether events are asked for, and after which number."""
+    """Whether events are requested, and after which number."""
     stream, after = query.get("stream", "false"), query.get("starting_after")
     if stream not in ("true", "false"):
         raise refuse("stream", "true or false", stream)

@@ -115,7 +115,7 @@ class ToolSearchFields(ClosedObject):
 
 
 class WebSearchFields(TypedDict):
-    """Ignored, with all its fields."""
+    """Ignored, including all of its fields."""
 
     type: Literal["web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"]
 
@@ -257,7 +257,7 @@ def _shown(tool: Mapping[str, Any]) -> JsonObject:
 
 
 _Flat = tuple[OfferedTool, bool]
-"""(tool, whether it is deferred to a search)"""
+"""(tool, whether it is deferred until a search finds it)"""
 
 
 def _flat(tools: Sequence[Any], param: str) -> Iterator[_Flat]:
