@@ -21,7 +21,7 @@ from .documents import Append, Capacity, Delete, Document, Entry, Put, StoreErro
 
 _VERSION: Final = 2
 _LOCK_WAIT_S: Final = 2.0
-_OLDEST: Final = "WHERE NOT is_live ORDER BY created_s LIMIT 32"
+_OLDEST: Final = "WHERE is_live = 0 ORDER BY created_s LIMIT 32"
 _SCHEMA: Final = """
 CREATE TABLE documents (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL, created_s REAL NOT NULL,
@@ -40,6 +40,14 @@ _SINCE_VERSION_2: Final = """
 ALTER TABLE documents ADD COLUMN labels BLOB NOT NULL DEFAULT x'';
 CREATE INDEX by_list ON documents (owner, created_s, id) WHERE labels <> x'';
 """
+_LOG_BYTES: Final = (
+    "(SELECT COALESCE(SUM(LENGTH(parts)), 0) FROM events WHERE id = ?1) + "
+    "(SELECT COALESCE(SUM(LENGTH(progress)), 0) FROM progress WHERE id = ?1)"
+)
+_HELD_BYTES: Final = (
+    "SELECT (SELECT COALESCE(SUM(size_bytes), 0) FROM documents) + (SELECT COALESCE(SUM(LENGTH(parts)), 0) FROM events)"
+    " + (SELECT COALESCE(SUM(LENGTH(progress)), 0) FROM progress)"
+)
 _FIELDS: Final = "owner, kind, id, body, created_s, expires_s, items, parent, is_live, continuation, labels"
 _NAMES: Final = _FIELDS.split(", ")
 _PARTS = msgspec.msgpack.Decoder(list[bytes])
@@ -155,37 +163,29 @@ class SqliteStorage:
             self._drop_progress(document.id)
 
     def _drop_progress(self, id: str) -> None:
-        size_bytes = self._rows("SELECT COALESCE(SUM(LENGTH(progress)), 0) FROM progress WHERE id = ?", id)[0][0]
+        self.held_bytes -= self._rows("SELECT COALESCE(SUM(LENGTH(progress)), 0) FROM progress WHERE id = ?", id)[0][0]
         self._connection.execute("DELETE FROM progress WHERE id = ?", (id,))
-        self._grow_log(id, -size_bytes)
 
     def _append(self, step: Append) -> None:
-        if not self.is_persistent:
-            step = replace(step, progress=b"")
-        if not self._grow_log(step.id, step.size_bytes):
+        """Does not touch the document's row, which SQLite would write again as a whole."""
+        if not self._rows("SELECT 1 FROM documents WHERE id = ?", step.id):
             return  # it was deleted
         if step.events:
             parts = msgspec.msgpack.encode(step.events)
+            self.held_bytes += len(parts)
             self._connection.execute(
                 "INSERT INTO events (id, first, parts) VALUES (?, ?, ?)", (step.id, step.first, parts)
             )
-        if step.progress:
+        if step.progress and self.is_persistent:
+            self.held_bytes += len(step.progress)
             self._connection.execute("INSERT INTO progress (id, progress) VALUES (?, ?)", (step.id, step.progress))
 
-    def _grow_log(self, id: str, size_bytes: int) -> bool:
-        """Whether there is such a document."""
-        found = self._connection.execute(
-            "UPDATE documents SET log_bytes = log_bytes + ? WHERE id = ?", (size_bytes, id)
-        ).rowcount
-        self.held_bytes += size_bytes * found
-        return bool(found)
-
     def _remove(self, id: str) -> None:
-        found = self._rows("SELECT owner, size_bytes + log_bytes FROM documents WHERE id = ?", id)
+        found = self._rows(f"SELECT owner, size_bytes, {_LOG_BYTES} FROM documents WHERE id = ?1", id)
         if not found:
             return
-        owner, size_bytes = found[0]
-        self.held_bytes -= size_bytes
+        owner, size_bytes, log_bytes = found[0]
+        self.held_bytes -= size_bytes + log_bytes
         self._count_of[owner] -= 1
         for table in ("documents", "events", "progress"):
             self._connection.execute(f"DELETE FROM {table} WHERE id = ?", (id,))
@@ -195,7 +195,7 @@ class SqliteStorage:
         for owner in owners:
             excess = self._count_of[owner] - self._capacity.max_documents_per_owner
             if excess > 0:
-                for id in self._ids("WHERE owner = ? AND NOT is_live ORDER BY created_s LIMIT ?", owner, excess):
+                for id in self._ids("WHERE owner = ? AND is_live = 0 ORDER BY created_s LIMIT ?", owner, excess):
                     self._remove(id)
         while self._is_too_large and (oldest := self._ids(_OLDEST)):
             for id in oldest:
@@ -233,7 +233,7 @@ class SqliteStorage:
         self._count()
 
     def _count(self) -> None:
-        self.held_bytes = self._rows("SELECT COALESCE(SUM(size_bytes + log_bytes), 0) FROM documents")[0][0]
+        self.held_bytes = self._rows(_HELD_BYTES)[0][0]
         self._count_of = Counter(dict(self._rows("SELECT owner, COUNT(*) FROM documents GROUP BY owner")))
 
     def _ids(self, condition: str, *values: Any) -> list[str]:
