@@ -45,7 +45,7 @@ TIMED_OUT = "timeout of the corresponding sequence has been expired"
 
 
 class SequenceBatcher:
-    """A Scheduler, SequenceBatchOwner and TurnOwner. Thread-safe.
+    """A Scheduler and a SequenceBatchOwner. Thread-safe.
 
     One lock guards the table, the queues and the sequence batches; clients, backends and instances' queues are called
     after it is released (`after_unlock`). After a dropped request the others are cancelled and the sequence ends. The
@@ -276,7 +276,7 @@ class SequenceBatcher:
         self._model.statistics.add_pending(-1)
         self.after_unlock(partial(request.channel.set_dequeue, None))
 
-    # --- TurnOwner --------------------------------------------------------------------------------------------------
+    # --- turns ------------------------------------------------------------------------------------------------------
 
     def turn_done(self, turn: Turn) -> None:
         if not turn.is_tracked:
