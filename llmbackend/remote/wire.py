@@ -48,9 +48,9 @@ PROTOCOL: Final = 1
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """data    elements as KServe's raw bytes; b"" = in a frame
-    frame   its index, -1 = none
-    is_raw  whether the tensor is not validated yet (RawTensor)
+    """data    the elements as KServe's raw bytes; b"" = they are in a frame
+    frame   the index of the frame; -1 = no frame
+    is_raw  whether the tensor is yet to be validated (RawTensor)
     """
 
     name: str

@@ -47,8 +47,8 @@ def make_frontends(
 ) -> FrontendServer:
     """Frontends on the claimed ports, ready to start.
 
-    folder, counts, edge: of a host with frontend processes; its gRPC socket is in `folder`, its HTTP socket in
-    `claims`.
+    folder, counts, edge: given when the host has frontend processes. Its gRPC socket is then in `folder`, and its HTTP
+    socket in `claims`.
     """
     kept = KeptAnswers(settings.store.resume_grace_s)
     context = FrontendContext.of(

