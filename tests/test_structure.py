@@ -1,4 +1,4 @@
-"""The structure of the package: no import cycles, folders within their size limits, each module says what it is for."""
+"""The structure of the package: no import cycles, packages within size limits, each module says what it is for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_no_file_is_overlong() -> None:
     assert {path: count for path, count in lines.items() if count > MAX_FILE_LINES} == {}
 
 
-def test_folders_are_within_their_size_limits() -> None:
+def test_packages_are_within_their_size_limits() -> None:
     assert excesses(folder_sizes(ROOT / "llmbackend"), read_limits()) == []
 
 

@@ -117,7 +117,7 @@ def sequence_inputs(config: ModelConfig) -> list[str]:
 
 
 def state_types(config: ModelConfig) -> dict[str, int]:
-    """By output name, the data type of each state."""
+    """The data type of each state, by output name."""
     return {state.output_name: state.data_type for state in config.sequence_batching.state}
 
 
@@ -190,8 +190,8 @@ class ArrayInstance(ABC):
         return {**ragged, **{name: np.concatenate([each.inputs[name].data for each in requests]) for name in names}}
 
     def read_output_tensors(self, outputs: Mapping[str, Array], requests: Sequence[Request]) -> list[list[Tensor]]:
-        """Each request's part of its requested outputs. Raises TritonError INTERNAL for an output that does not match
-        the configuration."""
+        """Each request's part of the outputs that it requested. Raises TritonError INTERNAL for an output that does not
+        match the configuration."""
         wanted = {name for request in requests for name in request.requested_outputs}
         parts = {name: self._parts(name, outputs, requests) for name in wanted}
         return [

@@ -23,7 +23,7 @@ _MAX_SHOWN_CHARACTERS: Final = 500
 
 
 class ApiError(Exception):
-    """status: of the HTTP answer; 0 = there was none."""
+    """status: the HTTP status; 0 = there was no answer."""
 
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
@@ -44,7 +44,7 @@ class ServerEvent:
 
 
 class ApiClient:
-    """url: of http or https, with the prefix of all paths; without a scheme, http."""
+    """url: http or https, with the prefix of all paths; http if it has no scheme."""
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
         """timeout_s: longest silence of the server. Raises ValueError for a wrong URL."""
@@ -63,8 +63,8 @@ class ApiClient:
 
     @contextlib.contextmanager
     def events(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[Iterator[ServerEvent]]:
-        """The events of a stream as they come: of a GET, or of a POST with a JSON body. Raises ApiError, also while
-        they are read."""
+        """The events of a stream as they arrive: of a GET, or of a POST with a JSON body. Raises ApiError, also while
+        the events are read."""
         with self._answer("GET" if body is None else "POST", path, body) as answer:
             yield self._read_events(answer, path)
 

@@ -46,7 +46,7 @@ ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "torch kernels": {"kernels": "torch"},
     "one thread": {"num_threads": 1},
 }
-"""What `--ablate` changes, one at a time, unless the configuration has it already."""
+"""What `--ablate` changes, one at a time, unless the configuration already has it."""
 
 
 class WorkloadItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,8 +67,8 @@ class WorkloadItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run measured. A step is the engine core's own work (schedule, commit, outputs: `host`) and the runner's
-    two parts, forward and sample."""
+    """The results of a run. A step consists of the engine core's own work (schedule, commit, outputs: `host`) and of
+    the runner's two parts, forward and sample."""
 
     model: str
     dtype: str
@@ -81,7 +81,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: float
     total_tokens_per_s: float
     ttft_p50_ms: float
-    """Time to first token, from the submission of all requests."""
+    """Time to first token, measured from the submission of all requests."""
     ttft_p99_ms: float
     itl_p50_ms: float
     """Inter-token latency."""
@@ -89,7 +89,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     itl_mean_ms: float
     peak_rss_mb: float
     pss_mb: float
-    """Of this process and its children behind the run: the next three together. 0 where the system does not tell."""
+    """Memory of this process and its children after the run, as the next two fields; 0 if the system does not tell."""
     weights_mb: float
     """Packed weights that every step reads; 0 for a model computed by modules, whose weights are in the rest."""
     kv_mb: float
@@ -98,9 +98,9 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float
     """The engine's part of `ready_s`."""
     ready_s: float
-    """From the start of the process to a loaded model."""
+    """Time from the start of the process to a loaded model."""
     cpu_s: float
-    """Of the whole process."""
+    """CPU time of the whole process."""
     cores_used: float
     """During the measured time."""
     num_steps: int

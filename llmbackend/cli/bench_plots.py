@@ -26,7 +26,7 @@ _MOST_PERCENT: Final = 99.0
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The times of one run, in seconds since its start: of requests' first tokens, of gaps between tokens, of all
+    """The times of one run, in seconds since its start: the requests' first tokens, the gaps between tokens, and all
     tokens."""
 
     first_tokens_s: Sequence[float]
@@ -36,7 +36,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """low_ms <= value < high_ms; the last bin has no end. decimals: that its limits are shown with."""
+    """Holds low_ms <= value < high_ms; the last bin has no end. decimals: how its limits are shown."""
 
     low_ms: float
     high_ms: float

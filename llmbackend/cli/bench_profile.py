@@ -21,8 +21,8 @@ from llmbackend.engine.offline import make_served_runner
 
 
 def run_profile(json_path: Path | None = None, as_served: bool = False, **arguments: Any) -> EngineProfile:
-    """Prints the tables; `json_path` gets their figures as JSON. `arguments`: of EngineConfig; `as_served`: as of
-    `run_bench`. Raises ValueError where there is no native program, and as loading a model does."""
+    """Prints the tables; `json_path` gets their figures as JSON. `arguments`: those of EngineConfig. `as_served`: see
+    `run_bench`. Raises ValueError if there is no native program, and as loading a model does."""
     config = with_directories(msgspec.convert(arguments, EngineConfig))
     if reason := why_modules(config):
         raise _no_program(reason)
@@ -63,7 +63,7 @@ def _of_role(role: RoleTime, step_s: float) -> str:
 
 
 def _billions(rate: float) -> str:
-    """In billions; "" for 0."""
+    """The rate in billions; "" for 0."""
     value = rate / 1e9
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value else ""
 

@@ -44,7 +44,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True)
 class CheckFlags:
-    """What is checked, and how it is told."""
+    """What to check, and how to report it."""
 
     target: Annotated[
         str,
@@ -125,11 +125,11 @@ class Finding:
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why it would not load, by model, with an ensemble's parts; empty = it would."""
     forecast: Mapping[str, Any] = field(default_factory=dict)
-    """From the backend."""
+    """The forecast of the backend."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Its completed configuration, as JSON."""
+    """The completed configuration as JSON."""
     warnings: tuple[str, ...] = ()
-    """Those that `serve` would log."""
+    """The warnings that `serve` would log."""
 
 
 def _check_model(name: str, repository: Path, options: ServerOptions) -> list[Finding]:
@@ -189,7 +189,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def _as_object(finding: Finding, reasons: Mapping[str, str]) -> dict[str, Any]:
-    """For one line of JSON."""
+    """The finding as one line of JSON."""
     found = dict(finding.forecast)
     if "chat_template" in found:
         found["tool_call_parser"], found["reasoning_parser"] = _parsers(finding)

@@ -72,7 +72,7 @@ def boolean(text: str | bool) -> bool:
 
 
 def switch_of(name: str) -> str:
-    """Both forms of a flag without a value, as typer takes them; name: of its parameter."""
+    """Both forms of a flag without a value, as typer takes them. name: that of the parameter."""
     return "--{0}/--no-{0}".format(name.replace("_", "-"))
 
 
@@ -81,12 +81,12 @@ def switch(name: str, help_text: str) -> Any:
 
 
 def one_of(*values: str) -> Callable[[str], list[str]]:
-    """What a shell completes a flag's value to."""
+    """Completes a flag's value in a shell."""
     return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
 def warn(text: str) -> None:
-    """To standard error, as in Triton: the log does not exist yet."""
+    """Writes to standard error, as Triton does: the log does not exist yet."""
     typer.echo(f"Warning: {text}", err=True)
 
 
@@ -95,7 +95,7 @@ def bad_option(flag: str, message: str) -> typer.BadParameter:
 
 
 class PlainHelpCommand(TyperCommand):
-    """For `app.command(cls=…)`. Sections are the flags' `rich_help_panel`."""
+    """A command class for `app.command(cls=…)`. The help has one section for each `rich_help_panel`."""
 
     def __init__(self, *arguments: Any, **given: Any) -> None:
         super().__init__(*arguments, **given | {"rich_markup_mode": None})
@@ -144,8 +144,8 @@ def _whole_name(name: str, named: dict[str, Any]) -> str:
 
 
 def lazy_command(module: str, only_completion: bool = False) -> type[TyperCommand]:
-    """For `app.command(cls=…)`: the one command of the typer application `app` in `module`, a name relative to this
-    package. only_completion: the declared function reads the arguments when the command is called."""
+    """A command class for `app.command(cls=…)`: the one command of the typer application `app` in `module`, a name
+    relative to this package. only_completion: the declared function reads the arguments when the command is called."""
 
     class LazyCommand(TyperCommand):
         def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:

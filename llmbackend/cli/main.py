@@ -19,7 +19,7 @@ from llmbackend import __version__
 from .command_line import PlainHelpCommand, join_equals_signs, lazy_command
 
 _UNREAD = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
-"""For a subcommand that reads its arguments by itself."""
+"""Settings of a subcommand that reads its arguments by itself."""
 
 _USAGE_ERROR = 2
 

@@ -27,7 +27,7 @@ def models() -> None:
 
 
 def go_offline() -> None:
-    """For this process and its engines: nothing is fetched, from a hub neither."""
+    """From now on, this process and its engines fetch nothing, not even from a hub."""
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 

@@ -115,7 +115,7 @@ def _check_endpoints(endpoints: Mapping[str, Endpoint]) -> None:
 
 
 def _single_model(models: ModelFlags, engine: EngineFlags, vllm: VllmServerFlags) -> SingleModel | None:
-    """That of the command line, fetched where it is not on this machine."""
+    """The model of the command line, which is fetched if it is not on this machine."""
     checkpoint = models.checkpoint
     if checkpoint:
         checkpoint, engine = vllm.fetched(checkpoint, engine)

@@ -24,7 +24,7 @@ def harmless(text: str) -> str:
 
 
 def harmless_line(text: str) -> str:
-    """The same on one line."""
+    """The harmless text on one line."""
     return " ".join(harmless(text).split())
 
 

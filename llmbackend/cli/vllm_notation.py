@@ -78,7 +78,7 @@ def whole_number(text: str) -> str:
 
 
 def _plain_name(word: str) -> str:
-    """With dashes for underscores and the long name for a short one."""
+    """The flag with dashes instead of underscores, and with the long name instead of a short one."""
     if (level := _LEVEL.fullmatch(word)) is not None:
         return f"--optimization-level={level[1]}"
     if not word.startswith("-"):

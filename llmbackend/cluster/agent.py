@@ -118,7 +118,7 @@ class Agent:
                 self._tell(watch.state)
 
     def _release_left(self, writer: asyncio.StreamWriter) -> None:
-        """Releases the previous host's engines that the host of `writer` has not asked for."""
+        """Releases the previous host's engines that the host of `writer` has not requested."""
         if self._host is writer:
             self._release(self._engines.keys() - self._wanted)
 

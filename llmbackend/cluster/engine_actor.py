@@ -54,7 +54,7 @@ class EngineActor:
         self._state = EngineLocation(self._spec.key, version=time.time_ns(), node=self._node)
         self._changed = asyncio.Event()
         self._holders: dict[str, _Holder] = {}
-        """By the id of the host."""
+        """By the host's id."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._files: LocalFiles | None = None
         self._tasks: list[asyncio.Task[None]] = []

@@ -38,8 +38,8 @@ class HostRegistry:
         self._changed = asyncio.Event()
 
     async def join(self, host: bytes, versions: bytes, key_name: str) -> str:
-        """host, versions: a HostAddress and its Versions in msgpack. key_name: of its CURVE key. Returns why the host
-        is refused; "" = it has joined."""
+        """host, versions: a HostAddress and its Versions in msgpack. key_name: the name of its CURVE key. Returns why
+        the host is refused; "" = it has joined."""
         self._forget_silent()
         peer = msgspec.msgpack.decode(host, type=HostAddress)
         own = msgspec.msgpack.decode(versions, type=Versions)

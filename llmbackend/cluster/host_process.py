@@ -57,7 +57,7 @@ class AgentLocator:
         self._serving: HostServing | None = None
         self._peers_changed: Callable[[tuple[HostAddress, ...]], None] | None = None
         self._outbox: list[FromHost] = []
-        """Not sent yet. What one agent misses, the next one is told when it accepts the connection."""
+        """Unsent messages. What one agent misses, the next one is told when it accepts the connection."""
         self._peers: tuple[HostAddress, ...] | None = None
         """None: unknown. Only the thread uses it and the next one."""
         self._shown_peers: tuple[HostAddress, ...] | None = None
@@ -105,7 +105,7 @@ class AgentLocator:
         self._wakeup.close()
 
     def _post_wants(self) -> None:
-        """With the lock."""
+        """The caller holds the lock."""
         self._outbox.append(Wants(tuple(self._wanted.values())))
         self._wakeup.set()
 

@@ -32,7 +32,7 @@ from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.server.frontend_processes import FrontendProcesses, FrontendsFailedError
 from llmbackend.server.frontend_settings import open_host_folder
 from llmbackend.server.ports import ClaimedPorts, port_of
-from llmbackend.server.process import in_thread, reload_on_hangup, stop_on_signal, take_ready_descriptor, tell_ready
+from llmbackend.server.process import in_thread, reload_on_hangup, report_ready, stop_on_signal, take_ready_descriptor
 from llmbackend.server.process_frontends import frontend_settings_of
 from llmbackend.server.settings import ServerSettings
 from llmbackend.server.start_failure import print_error
@@ -53,8 +53,8 @@ class MachineFrontends:
     """The host has it."""
 
     def __init__(self, settings: ServerSettings, folder: Path, keys: ClusterSecrets) -> None:
-        """folder: of this launcher alone. keys: for links to other machines' hosts. Raises OSError that names a port
-        another process has."""
+        """folder: used by this launcher alone. keys: for links to hosts on other machines. Raises OSError that names a
+        port of another process."""
         folder.mkdir(mode=0o700)
         self.host_settings = replace(settings, host_folder=folder)
         self._claims = claims = ClaimedPorts.claim(
@@ -80,7 +80,7 @@ log = logging.getLogger(__name__)
 AGENT_START_S: Final = 60.0
 AGENT_END_S: Final = 15.0
 HOST_END_S: Final = 15.0
-"""In addition to the exit timeout of its requests."""
+"""Time in addition to the exit timeout of its requests."""
 NODE_CHECK_S: Final = 1.0
 
 
@@ -137,7 +137,7 @@ class _Launcher:
                 print_error(f"--cluster: {problem}")
             return await self._stop() or self._host.exit_code or 1
         self._is_serving = True
-        tell_ready(ready_descriptor, self._urls)
+        report_ready(ready_descriptor, self._urls)
         watching = asyncio.create_task(self._keep_node())
         await stopped
         watching.cancel()

@@ -46,8 +46,8 @@ class EngineLocation(msgspec.Struct, frozen=True, tag=True):
 
     version      grows with each change
     endpoint     tcp://host:port; "" = not up
-    incarnation  of its process
-    node         machine, for messages to people
+    incarnation  identifies its process
+    node         the name of its machine, for messages to people
     error        why it is not up, for messages to people; "" = it is starting
     is_final     whether waiting is useless, so that a first load should fail
     """
@@ -79,7 +79,7 @@ FromAgent = EngineLocation | Peers
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """What an engine's actor runs. models: the folders that `config` names, on the machine that asked first."""
+    """What the actor of an engine runs. models: the folders that `config` names, on the machine that asked first."""
 
     key: str
     config: EngineConfig
@@ -101,10 +101,10 @@ class AgentOrder(msgspec.Struct, frozen=True):
     """The agent's standard input.
 
     socket     path of the Unix socket where it listens for its host
-    address    of the cluster's head, host:port
-    bind       address of this machine
-    host       this machine's host
-    versions   of this machine
+    address    host:port of the cluster's head
+    bind       this machine's address
+    host       the host on this machine
+    versions   the versions on this machine
     key_name   identifies the CURVE key without revealing it
     """
 

@@ -189,7 +189,7 @@ class ModelCache:
 
 
 def machine_cache() -> ModelCache | None:
-    """None when it is switched off. Raises OSError, and ValueError for a size that is no number."""
+    """None when it is switched off. Raises OSError, and ValueError for a size that is not a number."""
     text = os.environ.get(SIZE, "") or str(DEFAULT_SIZE_GIB)
     try:
         limit_bytes = int(float(text) * 2**30)
@@ -251,8 +251,8 @@ class LocalFiles(msgspec.Struct, frozen=True):
 
 
 def manifests(config: EngineConfig) -> tuple[ModelManifest, ...]:
-    """Of the folders that the configuration names by an absolute path; other names are hub ids or no files. Raises
-    ModelFilesError."""
+    """The manifests of the folders that the configuration names by an absolute path; other names are hub ids, or no
+    files. Raises ModelFilesError."""
     named = {"model": config.model} | {f"LoRA adapter '{name}'": path for name, path in config.lora_modules.items()}
     found = []
     for what, path in named.items():

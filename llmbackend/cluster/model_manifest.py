@@ -42,14 +42,14 @@ class ManifestFile(msgspec.Struct, frozen=True):
 
 
 class ModelManifest(msgspec.Struct, frozen=True):
-    """path: of the folder, where an engine's configuration has it."""
+    """path: the folder as the engine's configuration names it."""
 
     path: str
     files: tuple[ManifestFile, ...]
 
     @property
     def key(self) -> str:
-        """In hex; differs for each content of the files."""
+        """A hexadecimal key, which differs for each content of the files."""
         return hashlib.sha256(msgspec.msgpack.encode(self.files)).hexdigest()[:40]
 
     @property

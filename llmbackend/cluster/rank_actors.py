@@ -43,7 +43,7 @@ DETACHED: Final[dict[str, Any]] = {
 
 
 def free_resources() -> dict[str, dict[str, float]]:
-    """By node id. Ray's public functions tell only what is free in the whole cluster."""
+    """The free resources by node id. Ray's public functions tell only those of the whole cluster."""
     found: dict[str, dict[str, float]] = available_resources_per_node()
     return found
 
@@ -74,7 +74,7 @@ def actor_options(wanted: Mapping[str, float]) -> dict[str, Any]:
 def room_problem(
     wanted: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
 ) -> str:
-    """Why no node has room now; "" = one has. nodes: as ray.nodes(); free: of each node, by its id."""
+    """Why no node has room now; "" = one has. nodes: from ray.nodes(). free: from free_resources()."""
     if any(fits(wanted, free.get(node["NodeID"], {})) for node in nodes if node["Alive"]):
         return ""
     return no_room(wanted, nodes, free)
@@ -108,7 +108,7 @@ def fits(wanted: Mapping[str, float], free: Mapping[str, float]) -> bool:
 
 
 PLACEMENT_S: Final = 10.0
-"""After this time there is no room for a placement group."""
+"""Time after which a placement group counts as impossible for lack of room."""
 _decode_models = msgspec.msgpack.Decoder(tuple[ModelManifest, ...]).decode
 
 
@@ -170,8 +170,8 @@ class RankGroup:
 
 
 def meeting_at(address: str, file: Path, is_running: bool) -> RankMeeting:
-    """Where the ranks of an engine on this machine meet. file: keeps the meeting. is_running: whether rank 0's process
-    runs already, started by a previous process of the engine's actor; it uses the kept meeting."""
+    """The place where the ranks of an engine on this machine meet. file: stores it. is_running: whether rank 0's
+    process already runs, started by an earlier process of the engine's actor; it uses the stored place."""
     if is_running and file.exists():
         return msgspec.json.decode(file.read_bytes(), type=RankMeeting)
     with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as free:

@@ -63,7 +63,7 @@ _CONNECT_TIMEOUT_S: Final = 5.0
 
 
 def check_head(address: str, environment: Mapping[str, str]) -> None:
-    """Raises ClusterError unless a Ray of this cluster listens at `address`. environment: of `ray_environment`."""
+    """Raises ClusterError unless a Ray of this cluster listens at `address`. environment: from `ray_environment`."""
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S)
@@ -102,7 +102,7 @@ _POLL_S: Final = 0.05
 
 
 class NodeRecord(msgspec.Struct, frozen=True):
-    """pid: of the process that ends with the node; address: of the cluster's head."""
+    """pid: the process that ends with the node. address: that of the cluster's head."""
 
     pid: int
     address: str

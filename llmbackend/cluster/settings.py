@@ -33,7 +33,7 @@ class ClusterSettings:
     bind: str = LOOPBACK
     """The address at which other machines reach this one; LOOPBACK: a cluster of this machine alone."""
     port: int = DEFAULT_PORT
-    """Of Ray, when this machine is the head; 0: any."""
+    """The port of Ray if this machine is the head; 0: any."""
     secrets: Path = DEFAULT_SECRETS
     num_cpus: int | None = None
     """CPUs for engines; None: all."""

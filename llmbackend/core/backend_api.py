@@ -151,24 +151,24 @@ __all__ = [
 ]  # fmt: skip
 
 API_VERSION = (1, 19)
-"""Of this module. A backend has a constant with the version that it was written for."""
+"""The version of this module. A backend exports a constant with the version that it was written for."""
 LLMBACKEND_API_VERSION = (1, 0)
-"""Of what is not in Triton's API: LLMBACKEND_* functions, and what this module says not to be there. A backend that
-uses any of it exports a constant LLMBACKEND_API_VERSION, the version that it was written for."""
+"""The version of what is not in Triton's API: LLMBACKEND_* functions, and what this module describes as such. A backend
+that uses any of it exports a constant LLMBACKEND_API_VERSION with the version that it was written for."""
 _log = logging.getLogger(__name__)
 
 
 class ExecutionPolicy(Enum):
-    """On which thread Execute is called."""
+    """The thread on which Execute is called."""
 
     BLOCKING = "BLOCKING"
-    """Each instance has its own thread."""
+    """Each instance has a thread of its own."""
     DEVICE_BLOCKING = "DEVICE_BLOCKING"
     """Instances on one GPU share a thread."""
 
 
 class SendPolicy(Enum):
-    """What `Response.send` does when an ensemble takes responses more slowly than they are sent."""
+    """How `Response.send` behaves when an ensemble takes responses more slowly than they are sent."""
 
     IMMEDIATE = "IMMEDIATE"
     """Returns at once; the response is held, up to a limit."""
@@ -325,12 +325,12 @@ class ModelInstance(Protocol):
     def is_passive(self) -> bool: ...
     @property
     def host_policy(self) -> HostPolicy:
-        """What the instance's threads are bound to. The host binds the threads of Initialize and Execute; a backend
-        binds the processes that it starts."""
+        """The resources to which the instance's threads are bound. The host binds the threads of Initialize and
+        Execute; a backend binds the processes that it starts."""
 
     @property
     def activity(self) -> InstanceActivity:
-        """Where to report what the instance does. Not in Triton's API."""
+        """Where the backend reports what the instance does. Not in Triton's API."""
 
     def report_statistics(
         self,
@@ -341,13 +341,13 @@ class ModelInstance(Protocol):
         compute_end_ns: int,
         exec_end_ns: int,
     ) -> None:
-        """To be called once per request, before its release. Times are of time.monotonic_ns(). Without success the
+        """Call it once per request, before its release. Times are those of time.monotonic_ns(). Without success the
         times are ignored, and a failure with reason BACKEND is counted."""
 
     def report_batch_statistics(
         self, batch_size: int, exec_start_ns: int, compute_start_ns: int, compute_end_ns: int, exec_end_ns: int
     ) -> None:
-        """To be called once per executed batch; without it the model's execution_count stays 0."""
+        """Call it once per executed batch. Without it, the model's execution_count stays 0."""
 
     def report_response_statistics(
         self,
@@ -357,7 +357,7 @@ class ModelInstance(Protocol):
         response_end_ns: int,
         error: TritonError | None = None,
     ) -> None:
-        """To be called once per response, in their order. compute_output_start_ns: 0 = an empty response."""
+        """Call it once per response, in the order of the responses. compute_output_start_ns: 0 = an empty response."""
 
 
 @runtime_checkable
@@ -386,7 +386,7 @@ class Request(Protocol):
     def inputs(self) -> Mapping[str, Tensor]: ...
     @property
     def requested_outputs(self) -> Sequence[str]:
-        """All outputs of the model when the client named none."""
+        """If the client named no outputs: all outputs of the model."""
 
     @property
     def trace(self) -> RequestTrace | None:
@@ -449,7 +449,7 @@ class ResponseFactory(Protocol):
     def is_cancelled(self) -> bool: ...
     def new_response(self) -> Response: ...
     def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE, delta: bytes = b"") -> None:
-        """As `new_response`, `add_output` for each output, and `Response.send`."""
+        """The same as `new_response`, `add_output` for each output, and `Response.send`."""
 
     def send_flags(self, flags: ResponseFlag) -> None:
         """Sends flags without a response: `send_flags(ResponseFlag.FINAL)` ends a stream."""
@@ -459,7 +459,8 @@ class ResponseFactory(Protocol):
 
 
 def check_api_version(backend: Backend, built_for: tuple[int, int]) -> None:
-    """For Initialize: logs both versions of this interface, as Triton's backends do. built_for: the backend's constant.
+    """Call it in Initialize: logs both versions of this interface, as Triton's backends do. built_for: the backend's
+    constant.
 
     Raises TritonError UNSUPPORTED unless the host has the same major version and at least the minor version.
     """

@@ -36,7 +36,7 @@ PYTHON_BACKEND = "python"
 PYTHON_BASED_FILE = "model.py"
 LLM_BACKEND = "llm"
 LLMAPI_FILE = "model.yaml"
-"""In the version directory of a model for TensorRT-LLM's LLM API; has a section `triton_config`."""
+"""In the version directory of a model for TensorRT-LLM's LLM API. The file has a section `triton_config`."""
 SERVE_LLMAPI_BY = "serve-llmapi-by"
 """Setting of the python backend: which backend serves such models."""
 _LLMAPI_SECTION = re.compile(rb"^triton_config\s*:", re.MULTILINE)
@@ -123,7 +123,7 @@ class LoadedBackend:
 
 
 class BackendManager:
-    """Loads and keeps backends. Any thread. As in Triton, one backend is loaded and initialised at a time."""
+    """Loads and keeps backends. Thread-safe. As in Triton, one backend is loaded and initialised at a time."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ def _is_llmapi(version_directory: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BackendLocation:
-    """Where a backend's module is: in a file, or in an installed package (`file` None)."""
+    """The place of a backend's module: a file, or an installed package (`file` is None)."""
 
     key: str
     """A backend is initialised once per key."""

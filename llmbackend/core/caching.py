@@ -35,7 +35,7 @@ ENTRY_OVERHEAD_BYTES = 256
 
 
 class ResponseCache(Protocol):
-    """Any thread."""
+    """A cache of responses. Thread-safe."""
 
     is_remote: bool
     """Whether it is another process, which servers may share and whose answers take time."""

@@ -4,7 +4,7 @@
     ├── LoadError                       no version of a model was changed by a load
     ├── StartupError                    the server did not start because models failed to load
     ├── OverrideError                   a load request's configuration or files cannot be used
-    ├── adapter: LoraError              the model does not serve the LoRA adapter that was asked for
+    ├── adapter: LoraError              the model does not serve the LoRA adapter that was requested
     └── frontends/errors.py
         ├── LimitReachedError           too many requests, or too many bytes, at the same time
         ├── PermissionDeniedError       the client's key does not allow it
@@ -70,7 +70,7 @@ class LoadError(TritonError):
 
 
 class StartupError(TritonError):
-    """The server did not start because models failed to load. INTERNAL. reasons: by model, without Triton's frame."""
+    """The server did not start because models failed to load (INTERNAL). reasons: by model, without Triton's prefix."""
 
     def __init__(self, errors: Mapping[str, TritonError]) -> None:
         super().__init__("failed to load all models", ErrorCode.INTERNAL)

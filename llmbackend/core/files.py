@@ -19,7 +19,8 @@ Library = TypeVar("Library")
 
 
 def load_library(what: str, source: object, load: Callable[[], Library]) -> Library:
-    """What `load` returns. Raises TritonError INTERNAL, with Triton's text, for its other exceptions."""
+    """Returns what `load` returns. If `load` raises anything but a TritonError, raises TritonError INTERNAL with
+    Triton's text."""
     try:
         return load()
     except TritonError:

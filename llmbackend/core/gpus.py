@@ -137,7 +137,7 @@ def _gpu(nvml: ctypes.CDLL, index: int) -> DriverGpu:
 
 
 def _instances(nvml: ctypes.CDLL, gpu: ctypes.c_void_p, gpu_uuid: str) -> Iterator[str]:
-    """Both names of each MIG instance: of current drivers and of drivers before 470."""
+    """Both names of each MIG instance: that of current drivers, and that of drivers before 470."""
     count, instance = ctypes.c_uint(), ctypes.c_void_p()
     if nvml.nvmlDeviceGetMaxMigDeviceCount(gpu, ctypes.byref(count)):
         return

@@ -42,7 +42,7 @@ class Host(Protocol):
     def tracing(self) -> Sampling: ...
 
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
-        """Any thread. A host in another process refuses a request by its only response."""
+        """Thread-safe. A host in another process refuses a request in its only response."""
 
     async def infer_accepted(
         self, request: InferenceRequest, callback: ResponseCallback, in_thread: InThread | None = None

@@ -33,7 +33,7 @@ LEAKS_DESCRIPTION = "Number of times the host found something left behind by fin
 
 
 class LeakLog:
-    """Logs and counts leaked resources of idle model versions, once per version and kind. Any thread. The metric is
+    """Logs and counts leaked resources of idle model versions, once per version and kind. Thread-safe. The metric is
     created at the first leak, so that a server without leaks shows only Triton's metrics."""
 
     def __init__(self, families: MetricFamilies) -> None:

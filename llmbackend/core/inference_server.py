@@ -304,7 +304,7 @@ class InferenceServer:
         return self._services.activity.open(kinds, key_name, wake)
 
     def report_log(self, line: LogLine) -> None:
-        """Shows a line of the log to viewers. Any thread, never blocks."""
+        """Shows a line of the log to viewers. Thread-safe; never blocks."""
         self._services.activity.report(Source(), LogActivity(time=line.time, level=line.level, text=line.text))
 
     def describe_instances(self) -> list[tuple[Source, InstanceDescription]]:

@@ -10,7 +10,7 @@ Job = Callable[[], None]
 
 
 class KeptThreads:
-    """One thread is kept for the next job. Any thread.
+    """One thread is kept for the next job. Thread-safe.
 
     A job that hangs delays no other while another thread can be started; where none can (a process limit), jobs wait
     for the existing threads, so that a server that has answered one probe keeps answering. Every job that `run` took is
@@ -37,7 +37,7 @@ class KeptThreads:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """After the last `run`: each thread ends when no job is left."""
+        """Call it after the last `run`: each thread ends when no job is left."""
         with self._lock:
             self._is_closed = True
             for _ in range(self._num_free):

@@ -62,7 +62,8 @@ class Tenant:
 
 
 NO_TENANT: Final = Tenant()
-"""Of requests to a server without API keys, and of requests that the host and its models make for themselves."""
+"""The tenant of requests to a server without API keys, and of requests that the host and its models make for
+themselves."""
 
 
 def common_tenant(tenants: frozenset[Tenant]) -> Tenant:
@@ -79,8 +80,8 @@ class Resume(msgspec.Struct, frozen=True):
     """Marks a request as resumable: each of its responses has a delta. The same request with the deltas of all
     responses so far continues after the last of them, on any host that serves the same model.
 
-    deltas: of the responses so far, in their order; () = a new request
-    replays: whether the responses of `deltas` are sent again first, one for each
+    deltas: the deltas of the responses so far, in order; () = a new request
+    replays: whether the responses that belong to `deltas` are sent again first
     """
 
     deltas: tuple[bytes, ...] = ()
@@ -89,21 +90,21 @@ class Resume(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """A request to a model: of a client (InferenceServer.infer_async) or of another model (Model.infer_async).
+    """A request to a model, made by a client (InferenceServer.infer_async) or by another model (Model.infer_async).
 
-    model_name: with model_version, -1 = the highest READY version
+    model_version: -1 = the highest READY version
     id: the client's id, "" = none; not unique
     inputs: a RawTensor is checked against the model's configuration before it is decoded
     requested_outputs: () = all outputs of the model
-    correlation_id: of the sequence, 0 or "" = no sequence
+    correlation_id: identifies the sequence; 0 or "" = no sequence
     flags: whether the request starts or ends its sequence
     priority: 0 = the model's default; 1 is the highest
-    timeout_us: longest time in the queue; 0 = the model's default
+    timeout_us: the longest time in the queue; 0 = the model's default
     raw_input: the only input, whose shape the host deduces from the configuration (Triton's raw binary request)
-    shared_inputs: inputs that lie in shared memory; clients only
-    shared_outputs: where in shared memory to write outputs, by name; clients only
-    classes: by output, how many of its largest elements are returned as text
-    trace: of a client's sampled request its own; of a model's request that of the request it is made for
+    shared_inputs: inputs in shared memory; only clients use it
+    shared_outputs: where in shared memory to write outputs, by name; only clients use it
+    classes: for an output, how many of its largest elements are returned as text
+    trace: the trace of a client's sampled request; a model's request has the trace of the request it is made for
     resume: None = the request is not resumable
     """
 
@@ -180,9 +181,9 @@ _waiting = _Waiting()
 
 
 class responses_together:  # noqa: N801  as context managers of the standard library
-    """Within it, the calling thread wakes the receivers of its responses once, at the end, also after an exception. A
-    receiver that ran earlier would only take the interpreter's lock from a thread that has more responses for it. The
-    thread must not block: responses of other threads to the same receiver wait, too."""
+    """Within this context, the calling thread wakes the receivers of its responses only once, at the end (also after an
+    exception). A receiver that ran earlier would only take the interpreter's lock from a thread that has more responses
+    for it. The thread must not block: responses of other threads to the same receiver wait, too."""
 
     __slots__ = ("_is_outermost",)
 
@@ -235,7 +236,7 @@ class TensorMetadata:
 class ModelMetadata:
     """Triton's model metadata, and two fields that are not in the protocol: optional_inputs and fingerprint.
 
-    versions: every READY one, unless one version was asked for
+    versions: every READY one, unless one version was requested
     inputs, outputs: shapes have a leading -1 when the model batches
     optional_inputs: names of inputs that a request may leave out
     fingerprint: a short text that changes with the server's release, the model's configuration and its version's files

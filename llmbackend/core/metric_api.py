@@ -29,7 +29,7 @@ class MetricFamily(Protocol):
     def set(self, value: float, /, **labels: str) -> None: ...
     def observe(self, value: float, /, **labels: str) -> None: ...
     def observe_all(self, values: Sequence[float], /, **labels: str) -> None:
-        """As `observe` for each value."""
+        """Calls `observe` for each value."""
 
     def value(self, /, **labels: str) -> float:
         """The current value of a counter or gauge."""

@@ -16,7 +16,7 @@ import numpy as np
 from .tensors import NUMPY_DTYPE, JsonTensor, Tensor
 
 JSON: Final = "JSON"
-"""In a layout: a BYTES tensor with the JSON text of the value."""
+"""In a layout: the value becomes a BYTES tensor with its JSON text."""
 _encode_json = msgspec.json.encode
 _LAYOUTS: Final = 1024
 _NUMBER_BYTES: Final = 8

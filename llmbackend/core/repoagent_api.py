@@ -63,7 +63,7 @@ class Action(Enum):
 
 class Agent(Protocol):
     state: Any
-    """For the agent's own use; None at first."""
+    """For the agent's own use; initially None."""
 
     @property
     def name(self) -> str: ...
@@ -75,7 +75,7 @@ class AgentModel(Protocol):
     """One load of one model, from ModelInitialize to ModelFinalize."""
 
     state: Any
-    """For the agent's own use; None at first."""
+    """For the agent's own use; initially None."""
 
     @property
     def parameters(self) -> Mapping[str, str]:
@@ -83,8 +83,8 @@ class AgentModel(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """A copy of the configuration file's content, without defaults. After another agent moved the model: of the
-        file in the new directory (empty without a file)."""
+        """A copy of the configuration file's content, without defaults. If another agent has moved the model, that of
+        the file in the new directory; empty if there is no file."""
 
     @property
     def location(self) -> Path:

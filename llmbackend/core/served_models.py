@@ -97,8 +97,8 @@ class ServedModels:
             return False
 
     def readinesses(self) -> list[VersionReadiness]:
-        """Of every known version that is not unloaded or being unloaded. A backend that hangs delays this by at most
-        half a second, so that a scrape still gets other metrics."""
+        """The readiness of every known version that is neither unloaded nor being unloaded. A backend that hangs delays
+        this by at most half a second, so that a scrape still gets the other metrics."""
         found = []
         for key in self._versions.names():
             name, namespace = self._names.plain(key), self._names.namespace(key)
@@ -119,7 +119,7 @@ class ServedModels:
                 ModelRow(
                     key,
                     self._names.plain(key),
-                    {number: _told(state, number in served) for number, (state, _) in states.items()},
+                    {number: _reported(state, number in served) for number, (state, _) in states.items()},
                     {number: model.description for number, model in served.items()},
                     [number for number, model in served.items() if model.answers_decoupled],
                     all(model.backend.resumes for model in served.values()),
@@ -134,8 +134,8 @@ class ServedModels:
         return model.description.metadata(each.version for each in versions)
 
     def statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
-        """Of READY versions; "" = all models. Raises TritonError INVALID_ARG for a model or version that is not
-        READY."""
+        """The statistics of READY versions; "" = of all models. Raises TritonError INVALID_ARG for a model or version
+        that is not READY."""
         keys = self._names.keys(name) if name else [None]
         models = self._versions.ready_models(keys[0]) if len(keys) == 1 else []
         if name and not models:
@@ -184,7 +184,7 @@ class ServedModels:
             return error.message  # unloaded meanwhile
 
 
-def _told(state: ModelReadyState, is_served: bool) -> ModelReadyState:
+def _reported(state: ModelReadyState, is_served: bool) -> ModelReadyState:
     """LOADING for a version that became READY after `ready_models` was read."""
     return ModelReadyState.LOADING if state is ModelReadyState.READY and not is_served else state
 

@@ -41,7 +41,7 @@ Follower = Callable[[LogLine], None]
 
 
 class RecentLog:
-    """The last lines of the log. Any thread. Followers are called under a lock, on the thread that logs: they must only
+    """The last lines of the log. Thread-safe. Followers are called under a lock on the logging thread: they must only
     enqueue."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class TritonFormatter(logging.Formatter):
 
 
 class RepeatedErrors:
-    """Counts errors by cause; one in REPEAT_INTERVAL_S is to be logged. Bounded. Any thread."""
+    """Counts errors by cause; one in REPEAT_INTERVAL_S is to be logged. Bounded. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -206,7 +206,7 @@ class _StreamHandler(_BoundedHandler, logging.StreamHandler[Any]):
 
 
 class ServerLog:
-    """Any thread. A log that is not installed does not change the process's logging."""
+    """Thread-safe. A log that is not installed does not change the process's logging."""
 
     def __init__(self, settings: LogSettings | None = None) -> None:
         self.recent = RecentLog()

@@ -22,14 +22,14 @@ from .tensors import RawTensor, SharedInput, SharedRange, wire_view
 
 DISABLED = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 MAX_REGIONS = 4096
-"""Each has a file descriptor."""
+"""Each region has a file descriptor."""
 CUDA_HANDLE_BYTES = 64
 DIRECTORY = "/dev/shm"
 MAX_NAME_BYTES = 255
 RESERVED_PREFIX = "triton_python_backend_shm_region_"
-"""Of the regions between a Triton and its python models."""
+"""Prefix of the regions that a Triton shares with its python models."""
 MAX_SIZE = (1 << 64) - 1
-"""Of Triton's size_t."""
+"""The largest value of Triton's size_t."""
 MAX_TRANSFER_BYTES = 1 << 30
 """One system call transfers at most 2 GiB."""
 Submitted = TypeVar("Submitted")
@@ -142,7 +142,7 @@ class Region:
 
 
 class SharedMemoryManager:
-    """Any thread. A region is closed when it is unregistered or the server stops, and no request uses it any more.
+    """Thread-safe. A region is closed when it is unregistered or the server stops, and no request uses it any more.
     CUDA memory is refused with the text of a Triton without GPU support."""
 
     def __init__(self, allowed: bool) -> None:

@@ -93,8 +93,8 @@ class HostApplication:
     """The host's, as an ASGI application and as the target of websockets (see `Tunnels`)."""
 
     def __init__(self, socket_path: Path, websocket_path: str = "") -> None:
-        """socket_path: of the host's application. websocket_path: what the targets of its websockets begin with, "": it
-        has none"""
+        """socket_path: the socket of the host's application. websocket_path: prefix of the host's websocket targets;
+        "": it has none."""
         self._path = str(socket_path)
         self._websocket_path = websocket_path.encode()
 
@@ -244,7 +244,7 @@ _IN_THEIR_NAMES: Final = b"resum"
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[Any], Awaitable[Any]]
 FindHandler = Callable[[], Awaitable[Any]]
-"""Of this process."""
+"""Finds this process's own handler."""
 _RETRY_AFTER: Final = (("retry-after", RETRY_AFTER_S),)
 
 
@@ -252,7 +252,7 @@ class HostRpcs(grpc.aio.ServerInterceptor):
     """The outermost interceptor. `kept_streams` is the innermost one."""
 
     def __init__(self, socket_path: Path) -> None:
-        """socket_path: of the host's gRPC server. To be called on the event loop."""
+        """socket_path: the socket of the host's gRPC server. Call it on the event loop."""
         self._channel = grpc.aio.insecure_channel(f"unix:{socket_path}", options=_OPTIONS)
         self.kept_streams = _KeptStreams(self._forward_stream)
 
@@ -396,7 +396,7 @@ def _changes(scope: Scope) -> bool:
 
 
 class AnnouncingRpcs(grpc.aio.ServerInterceptor):
-    """The same for RPCs."""
+    """Does the same for RPCs."""
 
     def __init__(self, announce: Announce) -> None:
         self._announce = announce
@@ -416,16 +416,17 @@ class AnnouncingRpcs(grpc.aio.ServerInterceptor):
 
 
 class Edge(Protocol):
-    """What a server of several processes changes about its frontends."""
+    """How a server with several processes wraps its frontends."""
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """The application of connections. app: with access control"""
 
     def tunnels(self, pages: Tunnels | None) -> Tunnels | None:
-        """Where websockets go. pages: those of the process itself"""
+        """Where websockets go. pages: those of this process."""
 
     def interceptors(self, access: Sequence[grpc.aio.ServerInterceptor]) -> Sequence[grpc.aio.ServerInterceptor]:
-        """Of the gRPC server, outermost first; called on the event loop. access: those of access control"""
+        """The interceptors of the gRPC server, outermost first; called on the event loop. access: those of access
+        control."""
 
     async def close(self) -> None: ...
 
@@ -452,7 +453,7 @@ class FrontendEdge:
 
 
 class HostEdge:
-    """Of the host, whose requests come from frontend processes."""
+    """The edge of a host whose requests come from frontend processes."""
 
     def __init__(self, announce: Announce) -> None:
         self._announce = announce

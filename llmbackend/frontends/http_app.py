@@ -22,15 +22,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.server_log import ServerLog
 
+from .context import FrontendContext
 from .http.direct_body import DirectBody
 from .http.errors import install_error_handlers, response_to
 from .http.request_body import BODY_LEASE, BodyBudget, BodyLease
 from .http.routing import ApiRoute
 from .inference_gate import InferenceGate
 from .journals.idempotency import IdempotentRequests
-from .journals.resumable_streams import ResumableStreams
 from .kserve.control_http import (
     DescriptionEndpoints,
     HealthEndpoints,
@@ -45,9 +44,8 @@ from .kserve.http_types import MODEL_PATHS
 from .kserve.infer_http import InferEndpoint
 from .openapi import DocumentEndpoints, FirstLines
 from .operations.probes import MetricsEndpoint, ProbeEndpoints
-from .protocol_options import DEFAULT_OPTIONS, CorsOptions, ProtocolOptions
+from .protocol_options import CorsOptions
 
-DEFAULT_MAX_INPUT_SIZE_BYTES: Final = 64 << 20
 _READABLE_HEADERS: Final = (
     "Inference-Header-Content-Length",
     "Retry-After",
@@ -63,46 +61,30 @@ _MODEL_PATH: Final = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/([^/]+
 
 
 def create_http_app(
-    server: InferenceServer,
-    *,
-    max_input_size_bytes: int = DEFAULT_MAX_INPUT_SIZE_BYTES,
-    routers: Sequence[APIRouter] = (),
-    gate: InferenceGate | None = None,
-    options: ProtocolOptions | None = None,
-    log: ServerLog | None = None,
-    streams: ResumableStreams | None = None,
-    idempotent: IdempotentRequests | None = None,
+    context: FrontendContext, routers: Sequence[APIRouter] = (), idempotent: IdempotentRequests | None = None
 ) -> FastAPI:
-    """The application of `server`.
+    """The application of a host in this process.
 
-    max_input_size_bytes: of a body, compressed and unpacked (Triton's --http-max-input-size)
     routers: other protocols, such as the OpenAI API
-    gate, log, streams: shared with the other frontends of `server`; /v2/logging changes `log`
     idempotent: keeps answers for retried requests; None: `Idempotency-Key` has no effect
     """
-    gate = gate or InferenceGate(server)
-    options = options or DEFAULT_OPTIONS
-    gate.bodies.make_room_for(max_input_size_bytes)
-    kserve = _kserve_router(server, max_input_size_bytes, gate, options, log or ServerLog(), streams)
-    app = _application((kserve, *routers), gate)
+    context.gate.bodies.make_room_for(context.max_input_size_bytes)
+    app = _application((_kserve_router(context), *routers), context.gate)
     FirstLines(app.routes).add_to(app.router)
-    if options.documents_api:
-        DocumentEndpoints(app.routes, options.root_path).add_to(app.router)
+    if context.options.documents_api:
+        DocumentEndpoints(app.routes, context.options.root_path).add_to(app.router)
     app.idempotent = idempotent
     return app
 
 
-def create_inference_app(
-    gate: InferenceGate, *, max_input_size_bytes: int, routers: Sequence[APIRouter], options: ProtocolOptions
-) -> FastAPI:
-    """Inference, metadata and readiness, for a frontend process; the host's process serves the rest. Arguments as of
-    `create_http_app`."""
-    gate.bodies.make_room_for(max_input_size_bytes)
-    kserve = _inference_router(max_input_size_bytes, gate, options, ResumableStreams())
-    HealthEndpoints(gate.server).add_to(kserve)
-    MetadataEndpoints(gate.server).add_to(kserve)
-    ProbeEndpoints(gate).add_to(kserve)
-    return _application((kserve, *routers), gate)
+def create_inference_app(context: FrontendContext, routers: Sequence[APIRouter]) -> FastAPI:
+    """Inference, metadata and readiness, for a frontend process; the host's process serves the rest."""
+    context.gate.bodies.make_room_for(context.max_input_size_bytes)
+    kserve = _inference_router(context)
+    HealthEndpoints(context.server).add_to(kserve)
+    MetadataEndpoints(context.server).add_to(kserve)
+    ProbeEndpoints(context.gate).add_to(kserve)
+    return _application((kserve, *routers), context.gate)
 
 
 def _application(routers: Sequence[APIRouter], gate: InferenceGate) -> _App:
@@ -192,36 +174,28 @@ class _App(FastAPI):
             lease.release()
 
 
-def _kserve_router(
-    server: InferenceServer,
-    max_input_size_bytes: int,
-    gate: InferenceGate,
-    options: ProtocolOptions,
-    log: ServerLog,
-    streams: ResumableStreams | None,
-) -> APIRouter:
+def _kserve_router(context: FrontendContext) -> APIRouter:
     """Everything under /v2, and the probes."""
-    router = _inference_router(max_input_size_bytes, gate, options, streams or ResumableStreams())
+    server, gate = cast(InferenceServer, context.server), context.gate
+    router = _inference_router(context)
     HealthEndpoints(server).add_to(router)
-    SettingsEndpoints(server, log).add_to(router)
+    SettingsEndpoints(server, context.log).add_to(router)
     SharedMemoryEndpoints(server).add_to(router)
     DescriptionEndpoints(server).add_to(router)
     MetadataEndpoints(server).add_to(router)
-    RepositoryEndpoints(server, gate, max_input_size_bytes).add_to(router)
+    RepositoryEndpoints(server, gate, context.max_input_size_bytes).add_to(router)
     StopEndpoint(server).add_to(router)
     ProbeEndpoints(gate).add_to(router)
-    if options.http_metrics:
+    if context.options.http_metrics:
         MetricsEndpoint(server.metrics_registry).add_to(router)
     return router
 
 
-def _inference_router(
-    max_input_size_bytes: int, gate: InferenceGate, options: ProtocolOptions, streams: ResumableStreams
-) -> APIRouter:
+def _inference_router(context: FrontendContext) -> APIRouter:
     """infer, generate and generate_stream: first, since routes are tried in order."""
     router = APIRouter()
-    InferEndpoint(gate, max_input_size_bytes, options.http_forward).add_to(router)
-    GenerateEndpoints(gate, max_input_size_bytes, streams).add_to(router)
+    InferEndpoint(context.gate, context.max_input_size_bytes, context.options.http_forward).add_to(router)
+    GenerateEndpoints(context.gate, context.max_input_size_bytes, context.streams).add_to(router)
     return router
 
 

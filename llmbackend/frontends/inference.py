@@ -44,7 +44,7 @@ class Mailbox:
         before responses are taken; at worst the loop is woken once too often."""
 
     def put(self, inference: Inference, response: InferenceResponse | None, flags: ResponseFlag) -> None:
-        """Any thread; never waits."""
+        """Thread-safe; never waits."""
         size_bytes = response_bytes(response)  # here and not on the event loop: for many strings it takes a while
         self._arrived.append((inference, response, flags, size_bytes))
         if not self._is_woken:

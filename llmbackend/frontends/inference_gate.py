@@ -48,7 +48,7 @@ class InferenceGate:
     """The frontends of one event loop share one gate, its limits and its mailbox."""
 
     def __init__(self, server: Host, limits: InferenceLimits | None = None, counts: Counts | None = None) -> None:
-        """counts: of open inferences, shared with the other processes of the server"""
+        """counts: the number of open inferences, shared with the server's other processes."""
         self.server = server
         self._limits = limits or InferenceLimits()
         self._mailbox: Mailbox | None = None
@@ -134,7 +134,7 @@ class InferenceGate:
             return await self._threads.run(decode)
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """For work in proportion to a client's input."""
+        """Runs work that grows with a client's input."""
         return await self._threads.run(work)
 
     async def with_shared_inputs(self, request: InferenceRequest) -> InferenceRequest:
@@ -154,8 +154,8 @@ class InferenceGate:
     async def send(
         self, request: InferenceRequest, backlog: Backlog | None = None, trace: RequestTrace | None = None
     ) -> Inference:
-        """As `submit`. A request with many strings, each of which becomes an object, or with large raw tensors, which
-        may have to be copied, is submitted in a thread."""
+        """Like `submit`, but in a thread for a request with many strings, each of which becomes an object, or with
+        large raw tensors, which may have to be copied."""
         if trace is not None:
             request = replace(request, trace=trace)
         raw_bytes = sum(len(tensor.raw) for tensor in request.inputs if isinstance(tensor, RawTensor))
@@ -224,7 +224,7 @@ class InferenceGate:
 
 
 def _account() -> Account | None:
-    """That of the API key whose request is handled."""
+    """The account of the API key whose request is being handled."""
     identity = REQUEST_IDENTITY.get()
     return None if identity is None else identity.account
 

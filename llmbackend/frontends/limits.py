@@ -20,7 +20,7 @@ def networks(texts: Sequence[str]) -> tuple[Network, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceLimits:
-    """Of one server, over all protocols."""
+    """Limits of one server over all protocols."""
 
     max_concurrent_requests: int = 4096
     """Open inferences."""
@@ -35,40 +35,40 @@ class InferenceLimits:
 class HttpLimits:
     max_connections: int = 4096
     max_connections_per_peer: int = 1024
-    """From one address (IPv6: one /64); 0: no limit."""
+    """Limit for one address (IPv6: one /64); 0: no limit."""
     max_websockets_per_peer: int = 32
-    """Of the pages, which clients open without a key; 0: no limit."""
+    """Limit for the web pages' websockets, which clients open without a key; 0: no limit."""
     trusted_proxies: tuple[Network, ...] = ()
-    """Without limits per peer: many clients come through them."""
+    """Proxies, to which the limits per peer do not apply: many clients come through them."""
     max_url_bytes: int = 16 << 10
     max_header_bytes: int = 64 << 10
     max_headers: int = 128
     handshake_timeout_s: float = 20.0
-    """Of TLS."""
+    """Time for the TLS handshake."""
     header_timeout_s: float = 20.0
-    """From the connection, or the first byte of the next request, to the end of the header."""
+    """Time from the connection, or from the first byte of the next request, to the end of the header."""
     body_timeout_s: float = 30.0
-    """Without a byte of the body."""
+    """Longest time without a byte of the body."""
     min_body_bytes_per_s: int = 4096
-    """On average, checked after body_timeout_s; 0: no minimum."""
+    """Lowest average rate, checked after body_timeout_s; 0: no minimum."""
     linger_s: float = 5.0
-    """For the rest of a body whose request was answered already."""
+    """Time to read the rest of a body whose request was already answered."""
     write_timeout_s: float = 60.0
-    """Without a byte read by the client."""
+    """Longest time in which the client reads no byte."""
     keep_alive_s: float = 75.0
-    """Without a request."""
+    """Longest time without a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpcLimits:
-    """Of the gRPC endpoint. The first group has the names and defaults of Triton's flags."""
+    """Limits of the gRPC endpoint. The first group has the names and defaults of Triton's flags."""
 
     keepalive_time_ms: int = 7_200_000
     keepalive_timeout_ms: int = 20_000
     keepalive_permit_without_calls: bool = False
     http2_max_pings_without_data: int = 2
     http2_min_recv_ping_interval_without_data_ms: int = 300_000
-    """Each ping that comes earlier is a strike."""
+    """A ping that comes earlier counts as a strike."""
     http2_max_ping_strikes: int = 2
     """Further strikes close the connection."""
     max_connection_age_ms: int = 0
@@ -76,13 +76,13 @@ class GrpcLimits:
     max_connection_age_grace_ms: int = 0
 
     max_input_size_bytes: int = 64 << 20
-    """Of one message."""
+    """Limit of one message."""
     max_connections: int = 4096
     max_streams_per_connection: int = 1024
     max_metadata_bytes: int = 64 << 10
     handshake_timeout_ms: int = 20_000
     write_timeout_s: float = 60.0
-    """Without a byte read by the client."""
+    """Longest time in which the client reads no byte."""
 
     def channel_arguments(self) -> list[tuple[str, Any]]:
         arguments: list[tuple[str, Any]] = [
@@ -112,7 +112,7 @@ class FrontendLimits:
     http: HttpLimits = HttpLimits()
     grpc: GrpcLimits = GrpcLimits()
     metrics_max_connections: int = 64
-    """Of the metrics endpoint, whose other limits are those of HTTP."""
+    """Limit of the metrics endpoint; its other limits are those of HTTP."""
 
     @property
     def connections(self) -> int:

@@ -37,7 +37,7 @@ _FIRST_PATHS: Final = (
     ("GET", "/metrics", "metrics (Prometheus)"),
     ("GET", PATH, "every path and its fields"),
 )
-"""Of them, those that are served are shown."""
+"""Those of them that are served are shown."""
 _VARIABLE: Final = re.compile(r"\{\w+\}")
 _KEY_SCHEME: Final = {"apiKey": {"type": "http", "scheme": "bearer", "description": "If the server has API keys."}}
 
@@ -58,7 +58,7 @@ class FirstLines(Endpoints):
 
 
 class DocumentEndpoints(Endpoints):
-    """Of `routes`, to which these are added."""
+    """Documents `routes`; its own routes are added to these."""
 
     def __init__(self, routes: list[BaseRoute], root_path: str = "") -> None:
         """root_path: what a proxy puts before all paths."""
@@ -106,7 +106,8 @@ def _schemas(routes: Iterable[ApiRoute]) -> Json:
 
 
 class PlainJsonSchema(GenerateJsonSchema):
-    """Without titles, which repeat names, and defaults, which are all null. Answers have no further members."""
+    """A schema without titles, which only repeat names, and without defaults, which are all null. Answers have no
+    further members."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

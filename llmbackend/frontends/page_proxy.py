@@ -34,10 +34,10 @@ _MODULE: Final = "llmbackend.pages.main"
 _BACKLOG: Final = 256
 """Connections that wait for the process, which takes a second or two to start."""
 _START_INTERVAL_S: Final = 2.0
-"""Between two starts of a process that ends at once."""
+"""Least time between two starts of a process that ends at once."""
 _STOP_TIMEOUT_S: Final = 3.0
 _MAX_CONNECTIONS: Final = 256
-"""Each needs a descriptor besides that of its browser."""
+"""Each connection needs a descriptor in addition to that of its browser."""
 
 
 class PagesUnavailableError(Exception):
@@ -59,7 +59,7 @@ class PageProcess:
 
     @property
     def api_path(self) -> Path:
-        """Where the pages reach the server's API."""
+        """The socket through which the pages reach the server's API."""
         return self._folder / "api.sock"
 
     @property

@@ -19,7 +19,7 @@ class CorsOptions:
     """Which pages of other sites may use the HTTP port from a browser, under vLLM's names."""
 
     origins: tuple[str, ...] = ()
-    """Of the pages; "*": any; (): no page, and responses have no CORS headers."""
+    """Origins of the pages; "*": any; (): none, and responses have no CORS headers."""
     credentials: bool = False
     """Whether browsers may send cookies and client certificates."""
     methods: tuple[str, ...] = ("*",)
@@ -33,10 +33,10 @@ NO_ORIGINS: Final = CorsOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDefaults:
-    """What chat and completion requests of /v1 leave to the server, under vLLM's names."""
+    """Defaults of the server for chat and completion requests of /v1, under vLLM's names."""
 
     return_tokens_as_token_ids: bool = False
-    """In log probabilities."""
+    """Whether log probabilities name tokens by their ids."""
     force_include_usage: bool = False
     """Whether every chunk of every stream has the usage so far."""
     stream_interval_tokens: int = 1
@@ -57,13 +57,13 @@ class ProtocolOptions:
     grpc_forward: HeaderForward = FORWARD_NOTHING
     """Which metadata of ModelInfer and ModelStreamInfer the model sees."""
     grpc_response_compression: CompressionLevel = "none"
-    """Of responses of inference."""
+    """Compression of inference responses."""
     grpc_reuse_port: bool = False
     """Whether several servers may share the gRPC port."""
     openai_lora_folder: str = ""
     """Contains the LoRA adapters that operators may load at run time; "": none."""
     openai_lora_separator: str = ""
-    """Between the names of a model and its LoRA adapter in OpenAI requests; "": adapters have no such names."""
+    """Separates the names of a model and its LoRA adapter in OpenAI requests; "": adapters have no such names."""
     openai_fingerprint: str | None = None
     """`system_fingerprint` of OpenAI's answers; None: made of the server's release and the model, "": null."""
     request_defaults: RequestDefaults = NO_DEFAULTS
@@ -71,8 +71,8 @@ class ProtocolOptions:
     """Signs reasoning that clients send back; b"": a key that everyone knows."""
     cors: CorsOptions = NO_ORIGINS
     allowed_hosts: frozenset[str] = frozenset()
-    """In lower case: names of this server besides IP addresses, localhost and the machine's name. Pages, and requests
-    to a loopback address without API keys, are served by these names only."""
+    """Names of this server in lower case, besides IP addresses, localhost and the machine's name. Pages, and requests
+    to a loopback address without API keys, are served only under these names."""
     root_path: str = ""
     """A proxy's prefix of all paths."""
     documents_api: bool = True
@@ -82,7 +82,7 @@ class ProtocolOptions:
     shows_tokenizers: bool = False
     """Whether /tokenizer_info is served."""
     middleware: tuple[Callable[[ASGIApp], ASGIApp], ...] = ()
-    """Around the HTTP application, the last one outermost; none with frontend processes."""
+    """Wraps the HTTP application, the last one outermost. Not available with frontend processes."""
     http_metrics: bool = True
     """Whether the HTTP port serves metrics, too."""
     allow_fault_injection: bool = False
@@ -96,7 +96,7 @@ DEFAULT_OPTIONS: Final = ProtocolOptions()
 class PageSettings:
     enabled: bool = False
     idle_timeout_s: float = 300.0
-    """From the last viewer to the end of the page process."""
+    """How long the page process continues after its last viewer has left."""
 
 
 NO_PAGES = PageSettings()

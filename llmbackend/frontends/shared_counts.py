@@ -30,7 +30,7 @@ class Counts(Protocol):
 
 
 class LocalCounts:
-    """Of one process. Used only on its event loop."""
+    """Counts of one process. Used only on its event loop."""
 
     def __init__(self) -> None:
         self._held: Counter[str] = Counter()
@@ -60,18 +60,18 @@ _RECORDS_AT: Final = _DIGESTS_AT + _WINDOWS * _WINDOW * _DIGEST_BYTES
 _BUCKET: Final = struct.Struct("<dd")
 """Units, and the time of their count (monotonic seconds, the same in all processes of a machine); 0: not used yet."""
 _COUNT: Final = struct.Struct("<i")
-"""Of one process."""
+"""The count of one process."""
 _LOCK_TIMEOUT_S: Final = 0.02
-"""After this the others continue without the lock, if a process stops while it holds it; a limit may then be exceeded
-by what two of them take at the same moment."""
+"""If a process stops while it holds the lock, the others continue without it after this time. A limit may then be
+exceeded by what two of them take at the same moment."""
 _LOCK_POLL_S: Final = 20e-6
 
 
 class SharedCounts:
-    """Any thread may use it. Each record has a column of counts per process."""
+    """Thread-safe. Each record has one count per process."""
 
     def __init__(self, path: Path, process: int) -> None:
-        """path: of a file that `create` made. process: index of this one"""
+        """path: a file that `create` made. process: the index of this process."""
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._memory = mmap.mmap(self._file, 0)
         (processes,) = _HEAD.unpack_from(self._memory)
@@ -79,7 +79,7 @@ class SharedCounts:
         self._record_bytes = _record_bytes(processes)
         self._process = process
         self.lock = _ProcessLock(self._file)
-        """For callers that read and change a bucket."""
+        """For callers that read a bucket and then change it."""
 
     @classmethod
     def create(cls, path: Path, processes: int) -> SharedCounts:
@@ -95,7 +95,7 @@ class SharedCounts:
         return 0 if record is None else sum(self._columns.unpack_from(self._memory, self._counts_at(record)))
 
     def add(self, name: str, change: int) -> int:
-        """Without a free record, a new name is not counted (0 is returned), and so not limited; a warning says so."""
+        """If no record is free, a new name is not counted (0 is returned), and so not limited; a warning is logged."""
         with self.lock:
             try:
                 record = self._take(name)
@@ -203,7 +203,7 @@ class SharedCell:
 
 
 class _ProcessLock:
-    """Between threads and processes; the system releases it for a process that dies."""
+    """A lock between threads and between processes; the system releases it when a process dies."""
 
     def __init__(self, file: int) -> None:
         self._file = file

@@ -33,7 +33,7 @@ def to_worker(connection: socket.socket, message: Any) -> None:
 
 
 def to_server(connection: socket.socket, message: Any) -> None:
-    """As `to_worker`, but tensors of strings arrive as RawTensors."""
+    """Like `to_worker`, but tensors of strings arrive as RawTensors."""
     _send(connection, message, RawTensor)
 
 

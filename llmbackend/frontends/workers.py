@@ -32,7 +32,7 @@ IDLE_S: Final = 60.0
 P = ParamSpec("P")
 T = TypeVar("T")
 CALL_S: Final = 120
-"""Without a byte from the process during a call; 64 MiB of JSON take ten seconds."""
+"""Longest time without a byte from the process during a call; parsing 64 MiB of JSON takes ten seconds."""
 _MODULE: Final = "llmbackend.frontends.worker_process"
 
 

@@ -23,7 +23,7 @@ _pool: httpx.AsyncClient | None = None
 
 
 class ApiError(Exception):
-    """The text is the API's. status: of HTTP; 0 = there was no response."""
+    """The text is that of the API. status: the HTTP status; 0 = there was no response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ async def connected(api_socket: Path) -> AsyncIterator[None]:
 
 
 class Api:
-    """For one viewer. key: called for each request; "" = no key."""
+    """The API for one viewer. key: called for each request; "" = no key."""
 
     def __init__(self, key: Callable[[], str]) -> None:
         self._key = key

@@ -170,7 +170,7 @@ class _Framed(NamedTuple):
 
 
 class AttachedFrontend:
-    """Any thread may read `requests`. is_behind: more than `max_unread_bytes` are unread."""
+    """Any thread may read `requests`. is_behind: whether more than `max_unread_bytes` are unread."""
 
     def __init__(
         self, name: str, families: tuple[str, ...], send: Send, max_unread_bytes: int = MAX_UNREAD_BYTES
@@ -180,7 +180,7 @@ class AttachedFrontend:
         self.max_unread_bytes = max_unread_bytes
         self.requests: dict[int, HostedRequest] = {}
         self.traces: dict[int, RequestTrace] = {}
-        """By request number, until the frontend reports the request's end."""
+        """By request number, until the frontend reports the end of the request."""
         self.sent_bytes = 0
         self.read_bytes = 0
         self.read_state = 0
@@ -196,7 +196,7 @@ class AttachedFrontend:
         self._layouts: dict[OutputLayout, int] = {}
         self._new_layouts: list[Layout] = []
         self._unread: deque[tuple[int, int]] = deque()
-        """Of each counted unread message: its end among the sent bytes, and its size."""
+        """For each counted unread message: where it ends among the sent bytes, and its size."""
         self._unread_bytes = 0
 
     def has_not_read(self, position: int) -> bool:
@@ -292,7 +292,7 @@ def _taken(waiting: list[Any]) -> list[Any]:
 
 
 def _groups(items: list[RawItem | _Framed]) -> list[tuple[list[RawItem], list[Frame], bool]]:
-    """As few messages as possible: one for each item with frames, which are numbered within a message."""
+    """The items in as few messages as possible: one for each item with frames, which are numbered within a message."""
     if _Framed not in set(map(type, items)):  # the usual case
         return [(cast(list[RawItem], items), [], True)] if items else []
     groups: list[tuple[list[RawItem], list[Frame], bool]] = []

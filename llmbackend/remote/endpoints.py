@@ -24,7 +24,7 @@ from .unix_sockets import SILENCE_TIMEOUT_S, UnixConnection, UnixHostSocket
 from .wire import Frame
 
 FRONTEND_HEARTBEAT_TIMEOUT_S: Final = 5.0
-"""After so long without a heartbeat the other end counts as lost."""
+"""Time without a heartbeat after which the other end counts as lost."""
 _MESSAGES_AT_ONCE: Final = 64
 _EVENTS: Final = HANDSHAKE_FAILURES | zmq.Event.DISCONNECTED
 _FAILURES: Final = {
@@ -128,10 +128,10 @@ class ZmqConnection:
         self._socket.routing_id = os.urandom(16).replace(b"\0", b"\1")  # a leading 0 is ZeroMQ's own
         self._monitor = Monitor(self._socket, _EVENTS)
         self._loop.add_reader(descriptor(self._socket), self._owner.on_readable)
-        self._loop.add_reader(descriptor(self._monitor.socket), self._look)
+        self._loop.add_reader(descriptor(self._monitor.socket), self._read_monitor)
         self._socket.connect(self._endpoint)
         self._loop.call_soon(self._owner.on_readable)  # a descriptor may stay silent until its socket is queried
-        self._loop.call_soon(self._look)
+        self._loop.call_soon(self._read_monitor)
 
     def receive(self) -> Parts | None:
         return None if self._socket is None else receive(self._socket)
@@ -153,7 +153,7 @@ class ZmqConnection:
         socket.close(math.ceil(linger_s * 1e3))
         self._context.term()
 
-    def _look(self) -> None:
+    def _read_monitor(self) -> None:
         if self._socket is None:
             return
         for event in self._monitor.read():

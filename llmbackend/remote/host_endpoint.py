@@ -107,7 +107,7 @@ class HostEndpoint:
 
     @property
     def endpoint(self) -> str:
-        """From `start` on with the actual port."""
+        """Has the actual port from `start` on."""
         return self._socket.endpoint
 
     def start(self) -> None:

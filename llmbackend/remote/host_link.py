@@ -56,10 +56,10 @@ class KnownModel:
 
 
 class KnownHost:
-    """What a frontend knows of a host."""
+    """A host as a frontend knows it."""
 
     def __init__(self, state: HostState, before: KnownHost | None = None) -> None:
-        """before: the same host with its previous state."""
+        """before: what was known of the same host until now."""
         self.state = state
         self._rows: dict[str, ModelRow]
         self._names: ModelNames
@@ -282,7 +282,7 @@ class OpenRequest:
         """A response came without a delta, or the host repeats responses and it is unknown how many came before."""
 
     def cancel(self) -> None:
-        """Any thread; idempotent."""
+        """Thread-safe; idempotent."""
         if not self.is_cancelled:
             self.is_cancelled = True
             self._cancel(self)
@@ -296,7 +296,7 @@ class OpenRequest:
 
     @property
     def resume(self) -> Resume | None:
-        """What another host needs to continue after the delivered responses."""
+        """What another host needs in order to continue after the delivered responses."""
         if not self.is_resumable:
             return None
         return self.request.resume if self._has_no_delta else Resume(tuple(self._deltas))

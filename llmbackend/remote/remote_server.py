@@ -304,7 +304,7 @@ class RemoteServer:
         return self._host().state.server
 
     def metric_samples(self, name: str) -> list[Sample]:
-        """Of one of `metric_families`, at most about a second old."""
+        """The samples of one of `metric_families`, at most about a second old."""
         return [Sample(*sample) for sample in self._host().state.samples.get(name, ())]
 
     def model_is_ready(self, name: str, version: int = -1) -> bool:

@@ -120,8 +120,8 @@ class RemoteTracing:
 
 
 def begun(trace: RequestTrace, number: int, end: Callable[[list[tuple[int, str]]], None]) -> TraceStart:
-    """To be sent with the submission `number` of the request of `trace`. end: called with the later marks when the
-    frontend closes the trace."""
+    """Sent with the submission `number` of the request of `trace`. end: called with the later marks when the frontend
+    closes the trace."""
     sink = trace.trace.sink
     assert isinstance(sink, _FrontendSink), "made by RemoteTracing"
     if trace.parent is not None:

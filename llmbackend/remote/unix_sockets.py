@@ -26,13 +26,13 @@ from llmbackend.waiting.wakeup import Wakeup
 from .sockets import ConnectionOwner, Parts, Sender
 from .wire import Frame
 
-LOOKS: Final = 3
-"""How often `look` is called within the timeout of a silent peer."""
+CHECKS: Final = 3
+"""How often `check_peer` is called within the timeout of a silent peer."""
 _COUNT: Final = struct.Struct("<I")
 _ONE_PART: Final = struct.Struct("<IQ")
-_ASK: Final = _COUNT.pack(0)
-_ANSWER_COUNT: Final = (1 << 32) - 1
-_ANSWER: Final = _COUNT.pack(_ANSWER_COUNT)
+_PING: Final = _COUNT.pack(0)
+_PONG_COUNT: Final = (1 << 32) - 1
+_PONG: Final = _COUNT.pack(_PONG_COUNT)
 _MAX_PARTS: Final = 1 << 16
 _READ_BYTES: Final = 64 << 10
 _READS_AT_ONCE: Final = 16
@@ -64,8 +64,8 @@ class MessageSocket:
         self._is_dry = False
         """Whether the last read took all available bytes."""
         self._has_heard = True
-        """Whether bytes came since the last `look`."""
-        self._num_silent_looks = 0
+        """Whether bytes came since the last `check_peer`."""
+        self._num_silent_checks = 0
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -92,7 +92,7 @@ class MessageSocket:
         with self._lock:
             self._flush()
 
-    def _say(self, word: bytes) -> None:
+    def _send_word(self, word: bytes) -> None:
         with contextlib.suppress(OSError):  # `receive` notices the end
             self._send(word)
 
@@ -149,10 +149,10 @@ class MessageSocket:
         if num_bytes < _COUNT.size:
             return None
         (count,) = _COUNT.unpack_from(read, at)
-        if count in (0, _ANSWER_COUNT):
+        if count in (0, _PONG_COUNT):
             self._at = at + _COUNT.size
             if count == 0:
-                self._say(_ANSWER)
+                self._send_word(_PONG)
             return []
         if count > _MAX_PARTS:
             raise ValueError(f"a message of {count} parts")
@@ -209,14 +209,14 @@ class MessageSocket:
 
     # --- silence ----------------------------------------------------------------------------------------------------
 
-    def look(self) -> bool:
-        """False when the peer counts as lost. To be called LOOKS times within the timeout, after everything was
+    def check_peer(self) -> bool:
+        """False when the peer counts as lost. Call it CHECKS times within the timeout, after everything was
         received; asks a silent peer for a sign of life."""
-        self._num_silent_looks = 0 if self._has_heard else self._num_silent_looks + 1
+        self._num_silent_checks = 0 if self._has_heard else self._num_silent_checks + 1
         self._has_heard = False
-        if self._num_silent_looks == 1:
-            self._say(_ASK)
-        return self._num_silent_looks <= LOOKS
+        if self._num_silent_checks == 1:
+            self._send_word(_PING)
+        return self._num_silent_checks <= CHECKS
 
 
 log = logging.getLogger(__name__)
@@ -234,12 +234,12 @@ class UnixHostSocket:
     def __init__(self, path: Path, timeout_s: float) -> None:
         self.endpoint = f"ipc://{path}"
         self._path = path
-        self._look_s = timeout_s / LOOKS
-        self._look_at_s = 0.0
+        self._check_interval_s = timeout_s / CHECKS
+        self._check_at_s = 0.0
         self._numbers = itertools.count(1)
         self._connections: dict[Sender, MessageSocket] = {}
         self._senders: dict[int, Sender] = {}
-        """By descriptor."""
+        """The senders by file descriptor."""
         self._full: set[Sender] = set()
         """Senders whose outbox is not empty and whose writability is not polled yet."""
         self._has_lost = False
@@ -270,8 +270,8 @@ class UnixHostSocket:
         while self._full:
             if (connection := self._connections.get(self._full.pop())) is not None:
                 self._poll.modify(connection, select.POLLIN | select.POLLOUT)
-        until_look_s = max(self._look_at_s - time.monotonic(), 0)
-        self._poll.poll(min(timeout_s, until_look_s) * 1e3)
+        until_check_s = max(self._check_at_s - time.monotonic(), 0)
+        self._poll.poll(min(timeout_s, until_check_s) * 1e3)
         self._wakeup.clear()
 
     def wake(self) -> None:
@@ -301,8 +301,8 @@ class UnixHostSocket:
                 received += self._receive_from(sender, bool(events & select.POLLOUT))
             elif fd == self._listener.fileno():
                 self._accept()
-        if not received and time.monotonic() >= self._look_at_s:
-            self._look()
+        if not received and time.monotonic() >= self._check_at_s:
+            self._check_peers()
         return received
 
     def _accept(self) -> None:
@@ -312,7 +312,7 @@ class UnixHostSocket:
             return
         except OSError as error:
             log.error("a frontend cannot be connected: %s", error)
-            self._poll.unregister(self._listener)  # until the next look: its connection stays ready
+            self._poll.unregister(self._listener)  # until the next check_peer: its connection stays ready
             return
         connection, sender = MessageSocket(accepted), next(self._numbers).to_bytes(8)
         self._poll.register(connection, select.POLLIN)
@@ -335,11 +335,11 @@ class UnixHostSocket:
         self._poll.modify(connection, select.POLLIN | (select.POLLOUT if connection.is_waiting else 0))
         return received
 
-    def _look(self) -> None:
-        self._look_at_s = time.monotonic() + self._look_s
+    def _check_peers(self) -> None:
+        self._check_at_s = time.monotonic() + self._check_interval_s
         self._poll.register(self._listener, select.POLLIN)
         for sender, connection in list(self._connections.items()):
-            if not connection.look():
+            if not connection.check_peer():
                 log.warning("a frontend is silent: it counts as lost")
                 self._lose(sender)
 
@@ -360,14 +360,14 @@ class UnixConnection:
 
     def __init__(self, path: Path, timeout_s: float, owner: ConnectionOwner) -> None:
         self._path = path
-        self._look_s = timeout_s / LOOKS
+        self._check_interval_s = timeout_s / CHECKS
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._messages: MessageSocket | None = None
         self._is_writing = False
         """Whether the loop watches for writability."""
         self._next: asyncio.Handle | None = None
-        """The next `_look`, or `on_end` of a connection that could not begin."""
+        """The next `_check_peers`, or `on_end` of a connection that could not begin."""
 
     def open(self) -> None:
         connection = socket.socket(socket.AF_UNIX)
@@ -380,7 +380,7 @@ class UnixConnection:
             return
         self._messages = MessageSocket(connection)
         self._loop.add_reader(connection.fileno(), self._owner.on_readable)
-        self._next = self._loop.call_later(self._look_s, self._look)
+        self._next = self._loop.call_later(self._check_interval_s, self._check_peers)
 
     def receive(self) -> Parts | None:
         if self._messages is None:
@@ -427,12 +427,12 @@ class UnixConnection:
             self._is_writing = False
             self._loop.remove_writer(messages.fileno())
 
-    def _look(self) -> None:
+    def _check_peers(self) -> None:
         self._owner.on_readable()
         if self._messages is None:
             return
-        self._next = self._loop.call_later(self._look_s, self._look)
-        if not self._messages.look():
+        self._next = self._loop.call_later(self._check_interval_s, self._check_peers)
+        if not self._messages.check_peer():
             self._end()
 
     def _end(self) -> None:

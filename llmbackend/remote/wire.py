@@ -48,9 +48,9 @@ PROTOCOL: Final = 1
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """data    elements as KServe's raw bytes; b"" = in a frame
-    frame   its index, -1 = none
-    is_raw  whether the tensor is not validated yet (RawTensor)
+    """data    the elements as KServe's raw bytes; b"" = they are in a frame
+    frame   the index of the frame; -1 = no frame
+    is_raw  whether the tensor is yet to be validated (RawTensor)
     """
 
     name: str
@@ -78,7 +78,7 @@ class WireError(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The first message. name: of the frontend, for messages to people; families: metrics whose samples it needs."""
+    """The first message. name: the frontend's name for logs. families: metrics whose samples it needs."""
 
     protocol: int
     release: str
@@ -148,7 +148,7 @@ class StateRead(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """A call of another host, which need not be attached. number: unique in the link; host_id: of the caller; topic:
+    """A call of another host, which need not be attached. number: unique in the link. host_id: the caller. topic:
     selects the handler."""
 
     number: int
@@ -176,7 +176,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class HostPeer(msgspec.Struct, frozen=True, array_like=True):
-    """A host that frontends can use. id: unique in the cluster; endpoint: of its HostEndpoint"""
+    """A host that frontends can use. id: unique in the cluster. endpoint: that of its HostEndpoint."""
 
     id: str
     endpoint: str
@@ -265,7 +265,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Responses(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """All that the host has for a frontend at once: the responses of a step."""
+    """Everything that the host has for a frontend at the moment, such as the responses of a step."""
 
     decisions: Sequence[Decision | TraceName]
     layouts: Sequence[Layout]

@@ -16,8 +16,8 @@ from llmbackend.core.messages import InferenceHandle, InferenceRequest, Response
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.keyed_server import of_key
 from llmbackend.frontends.anthropic.router import create_anthropic_router
+from llmbackend.frontends.context import FrontendContext
 from llmbackend.frontends.generation.models import ADAPTERS_FAMILY, MAX_MODEL_LEN_FAMILY
-from llmbackend.frontends.generation.sealed_reasoning import sealing_key
 from llmbackend.frontends.host_forwarding import FrontendEdge
 from llmbackend.frontends.http_app import create_inference_app
 from llmbackend.frontends.inference_gate import InferenceGate
@@ -62,33 +62,22 @@ class FrontendEndpoints:
         hosts = (host.requests, *settings.peers)
         self._server = KeyedRemoteServer(hosts, name=settings.name, keys=settings.keys, metric_families=_FAMILIES)
         self._server.metrics_registry = CollectorRegistry(auto_describe=False)
-        gate = InferenceGate(self._server, settings.limits.inference, counts)
-        openai = (self._server, settings.openai_max_input_size_bytes, gate, protocols.openai_lora_separator)
-        key = sealing_key(protocols.reasoning_secret)
-        self._endpoints = FrontendServer(
+        context = FrontendContext.of(
             self._server,
+            gate=InferenceGate(self._server, settings.limits.inference, counts),
+            access=self._access,
+            limits=settings.limits,
+            options=replace(protocols, grpc_reuse_port=True),
+            max_input_size_bytes=settings.http_max_input_size_bytes,
+            max_body_bytes=settings.openai_max_input_size_bytes,
+        )
+        routers = (create_anthropic_router(context), create_openai_router(context))
+        self._endpoints = FrontendServer(
+            context,
+            create_inference_app(context, routers),
             http=replace(settings.http, reuse_port=True),
             grpc=settings.grpc,
             metrics=Endpoint("", 0, enabled=False),
-            http_app=create_inference_app(
-                gate,
-                max_input_size_bytes=settings.http_max_input_size_bytes,
-                routers=(
-                    create_anthropic_router(*openai, sealing_key=key),
-                    create_openai_router(
-                        *openai,
-                        sealing_key=key,
-                        fingerprint=protocols.openai_fingerprint,
-                        defaults=protocols.request_defaults,
-                        shows_tokenizers=protocols.shows_tokenizers,
-                    ),
-                ),
-                options=protocols,
-            ),
-            access=self._access,
-            gate=gate,
-            limits=settings.limits,
-            protocols=replace(protocols, grpc_reuse_port=True),
             edge=FrontendEdge(host.http, host.grpc, WEBSOCKET_PATH if settings.has_pages else ""),
             counts=counts,
         )

@@ -22,7 +22,7 @@ from llmbackend.core.server_log import RepeatedErrors, RepeatFilter
 from llmbackend.fork_server.server import end_with
 
 from .frontend_settings import (
-    ALIVE_EVERY_S,
+    HEARTBEAT_INTERVAL_S,
     ControlChannel,
     Drain,
     FrontendSettings,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GC_THRESHOLD_OBJECTS: Final = 10_000
-"""As in serve.py."""
+"""The same as in serve.py."""
 GONE: Final = 1
 """Exit code when the parent has ended or the ports cannot be bound."""
 
@@ -76,7 +76,7 @@ async def _run(settings: FrontendSettings, channel: socket.socket) -> int:
             except (OSError, RuntimeError, TritonError) as error:
                 log.error("cannot serve: %s", error)
                 return GONE
-            _say_alive(control)
+            _send_heartbeats(control)
         elif isinstance(message, Reload):
             endpoints.reload()
         elif isinstance(message, Leave):
@@ -86,9 +86,9 @@ async def _run(settings: FrontendSettings, channel: socket.socket) -> int:
     return GONE
 
 
-def _say_alive(control: ControlChannel) -> None:
+def _send_heartbeats(control: ControlChannel) -> None:
     control.send(Serving())
-    asyncio.get_running_loop().call_later(ALIVE_EVERY_S, _say_alive, control)
+    asyncio.get_running_loop().call_later(HEARTBEAT_INTERVAL_S, _send_heartbeats, control)
 
 
 class _Inbox:

@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 _MODULE: Final = "llmbackend.server.frontend_process"
 METRICS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""At its import, prometheus_client reads from it the folder for files with counters (access/request_identity.py)."""
+"""When prometheus_client is imported, it reads from this variable the folder for files with counters
+(access/request_identity.py)."""
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 SILENCE_S: Final = 30.0
@@ -63,7 +64,7 @@ class FrontendProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of running frontends."""
+        """The ids of running frontend processes."""
         return [keeper.process.pid for keeper in self._keepers if keeper.process is not None]
 
     def start(self) -> None:
@@ -79,7 +80,7 @@ class FrontendProcesses:
             await keeper.first_serves
 
     def reload(self) -> None:
-        """All reread API keys and certificates."""
+        """Has all processes reread API keys and certificates."""
         for keeper in self._keepers:
             keeper.tell(Reload())
 
@@ -89,7 +90,7 @@ class FrontendProcesses:
             keeper.leave()
 
     async def stop(self, grace_s: float) -> None:
-        """All refuse new work and end after running work, at the latest after `grace_s` seconds."""
+        """Has all processes refuse new work and end after their running work, at the latest after `grace_s` seconds."""
         await asyncio.gather(*(keeper.stop(grace_s) for keeper in self._keepers))
 
 
@@ -183,7 +184,7 @@ class _Keeper:
         if self._leaves:
             control.send(Leave())
         logging_its_lines = asyncio.create_task(self._log(process))
-        hearing = asyncio.create_task(self._hear(control, process))
+        hearing = asyncio.create_task(self._receive_heartbeats(control, process))
         code = await in_thread(process.wait)
         self.process = self._control = None
         # For its last lines; a process that it left behind may hold its standard error open.
@@ -192,7 +193,7 @@ class _Keeper:
         self._on_end(self._settings.number)
         return code
 
-    async def _hear(self, control: ControlChannel, process: subprocess.Popen[bytes]) -> None:
+    async def _receive_heartbeats(self, control: ControlChannel, process: subprocess.Popen[bytes]) -> None:
         """Reads messages until the process ends. Before it serves, it may be silent for any time."""
         message = await control.receive()
         while isinstance(message, Serving):

@@ -20,23 +20,21 @@ from prometheus_client.core import Metric
 from starlette.types import ASGIApp
 
 from llmbackend.core.host_protocol import Host
-from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.server_log import ServerLog
-from llmbackend.frontends.access.access_control import AccessControl
-from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL, is_local
+from llmbackend.frontends.access.settings import is_local
+from llmbackend.frontends.context import FrontendContext
 from llmbackend.frontends.grpc import resumable
 from llmbackend.frontends.grpc.server import check_threads, create_grpc_server
 from llmbackend.frontends.http.endpoint import HttpEndpoint
 from llmbackend.frontends.http.protocol import CaseKeepingProtocol, GuardedProtocol
 from llmbackend.frontends.http.routing import with_routed_paths
 from llmbackend.frontends.http.site_check import SiteCheck
-from llmbackend.frontends.http_app import create_http_app, with_cors, with_middleware, with_request_ids
+from llmbackend.frontends.http_app import with_cors, with_middleware, with_request_ids
 from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.journals.resumable_streams import ResumableStreams, make_again
+from llmbackend.frontends.journals.resumable_streams import ResumableStreams, regenerate
 from llmbackend.frontends.journals.stream_copies import Peers, StreamCopies
-from llmbackend.frontends.limits import FrontendLimits, GrpcLimits
+from llmbackend.frontends.limits import GrpcLimits
 from llmbackend.frontends.operations.probes import create_metrics_app
-from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS, NO_PAGES, PageSettings, ProtocolOptions
+from llmbackend.frontends.protocol_options import NO_PAGES, PageSettings
 from llmbackend.frontends.shared_counts import Counts
 
 from .ports import ClaimedPorts, Endpoint
@@ -57,10 +55,10 @@ def copy_streams(
     """From now on, resumable streams are copied to `peers`, and recreated when their clients return to this host. app:
     the HTTP application without access control."""
     makers = {
-        resumable.PATH: partial(resumable.make_again, gate, streams),
-        "/": partial(make_again, app),
+        resumable.PATH: partial(resumable.regenerate, gate, streams),
+        "/": partial(regenerate, app),
     }
-    copies = streams.copies = StreamCopies(peers, makers, streams)
+    copies = streams.copies = StreamCopies(peers, makers, streams.hand_over)
     registry.register(CopiesMetric(lambda: copies.are_made))
 
 
@@ -87,41 +85,31 @@ _GRPC_DRAIN_S: Final = 86_400.0
 
 
 class FrontendServer:
-    """The endpoints of one host, an InferenceServer unless `http_app` is given.
+    """The endpoints of one host.
 
-    `access` guards HTTP and gRPC; the metrics port is open. `gate`, `protocols`, `streams` and `log` are those of
-    `http_app`. `claims`: ports that are bound already. `edge`: set when frontend processes have the clients'
-    connections; then the address of `grpc` is a Unix socket. `counts`: of HTTP connections, shared by the processes on
-    the port.
+    The context's `access` guards HTTP and gRPC; the metrics port is open. `claims`: ports that are bound already.
+    `edge`: set when frontend processes have the clients' connections; then the address of `grpc` is a Unix socket.
+    `counts`: of HTTP connections, shared by the processes on the port.
     """
 
     def __init__(
         self,
-        server: ServedHost,
+        context: FrontendContext,
+        http_app: ASGIApp,
         *,
         http: Endpoint,
         grpc: Endpoint,
         metrics: Endpoint,
-        http_app: ASGIApp | None = None,
-        access: AccessControl | None = None,
-        gate: InferenceGate | None = None,
-        limits: FrontendLimits | None = None,
-        protocols: ProtocolOptions | None = None,
-        log: ServerLog | None = None,
         claims: ClaimedPorts | None = None,
         pages: PageSettings = NO_PAGES,
         edge: Edge | None = None,
         counts: Counts | None = None,
-        streams: ResumableStreams | None = None,
     ) -> None:
-        self._server = server
+        self._context = context
+        self._server = cast(ServedHost, context.server)
         self._http_app = http_app
-        self._access = access or AccessControl(NO_ACCESS_CONTROL)
-        self._limits = limits or FrontendLimits()
-        self._gate = gate or InferenceGate(server, self._limits.inference)
-        self._protocols = protocols or DEFAULT_OPTIONS
-        self._log = log or ServerLog()
-        self._streams = streams
+        self._access = context.access
+        self._protocols = context.options
         self._grpc_endpoint = replace(grpc, reuse_port=self._protocols.grpc_reuse_port)
         self._bind = partial(ClaimedPorts.claim, http=http, metrics=metrics, grpc=self._grpc_endpoint)
         self._claims = claims
@@ -161,8 +149,7 @@ class FrontendServer:
     def _make_endpoints(self, claims: ClaimedPorts) -> None:
         registry = self._server.metrics_registry
         if claims.http is not None:
-            app = self._http_app or self._default_app()
-            guarded = with_cors(self._access.around_http(app, registry), self._protocols.cors)
+            guarded = with_cors(self._access.around_http(self._http_app, registry), self._protocols.cors)
             guarded = with_middleware(guarded, self._protocols.middleware)
             served = self._with_pages(guarded)
             tunnels: Tunnels | None = self._pages
@@ -191,10 +178,6 @@ class FrontendServer:
         is_open = not self._access.has_keys and is_local(claim.getsockname()[0])
         return SiteCheck(self._protocols.cors.origins, self._protocols.allowed_hosts, checks_host=is_open)
 
-    def _default_app(self) -> ASGIApp:
-        server = cast(InferenceServer, self._server)  # only such a host may come without an application
-        return create_http_app(server, gate=self._gate, options=self._protocols, log=self._log)
-
     def _with_pages(self, app: ASGIApp) -> ASGIApp:
         """`app` behind the web pages, whose process reaches `app` over a Unix socket."""
         if not self._page_settings.enabled:
@@ -213,7 +196,7 @@ class FrontendServer:
         if not self._is_bound:
             self.bind()
         room = DescriptorRoom.now()
-        limits = fitted(self._limits, room)
+        limits = fitted(self._context.limits, room)
         protocol = CaseKeepingProtocol if self._protocols.http_forward else GuardedProtocol
         metrics_limits = replace(limits.http, max_connections=limits.metrics_max_connections)
         try:
@@ -238,28 +221,22 @@ class FrontendServer:
         registry = self._server.metrics_registry
         access = self._access.grpc_interceptors(registry)
         self._grpc, self.grpc_port = await create_grpc_server(
-            self._server,
+            self._context,
             address=_grpc_target(endpoint.address, endpoint.port),
-            gate=self._gate,
             limits=limits,
             interceptors=access if self._edge is None else self._edge.interceptors(access),
-            credentials=self._access.grpc_credentials(),
-            protocol=self._protocols,
-            log=self._log,
-            streams=self._streams,
         )
         await self._grpc.start()
 
     def copy_streams(self, peers: Peers) -> None:
         """From now on, resumable streams are copied to other hosts of the cluster."""
-        if self._streams is not None and self._http_app is not None:
-            copy_streams(self._streams, self._http_app, self._gate, peers, self._server.metrics_registry)
+        context = self._context
+        copy_streams(context.streams, self._http_app, context.gate, peers, self._server.metrics_registry)
 
     async def leave(self) -> None:
         """Call before the host stops: resumable streams move to the hosts with copies. As in Triton, gRPC refuses new
         connections and calls; calls in flight continue until `stop`."""
-        if self._streams is not None:
-            self._streams.leave()
+        self._context.streams.leave()
         if self._grpc is not None:
             self._grpc_stopping = asyncio.ensure_future(self._grpc.stop(_GRPC_DRAIN_S))
 
@@ -276,7 +253,7 @@ class FrontendServer:
         await asyncio.gather(*stops)
         if self._edge is not None:
             await self._edge.close()
-        self._gate.close()
+        self._context.gate.close()
         self.close()
 
 

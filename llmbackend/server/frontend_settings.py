@@ -64,18 +64,18 @@ class HostFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSettings:
-    """Of one frontend process."""
+    """The settings of one frontend process."""
 
     number: int
-    """From 1; part of its name in the log."""
+    """Counts from 1; part of the process's name in the log."""
     host: HostFolder
-    """Of the host on this machine."""
+    """The folder of the host on this machine."""
     peers: tuple[str, ...] = ()
     """Endpoints of hosts on other machines, in order of preference; hosts name further ones."""
     keys: ClusterSecrets | None = None
-    """Of the cluster, for links to its hosts; None on a single machine."""
+    """The cluster's keys for links to its hosts; None on a single machine."""
     http: Endpoint
-    """With the actual port, which all frontends of the machine share."""
+    """Has the actual port, which all frontends of the machine share."""
     grpc: Endpoint
     limits: FrontendLimits
     access: AccessSettings
@@ -102,7 +102,7 @@ class ClusterMember:
     endpoint: str
     """Where frontends of other machines reach this host: tcp://ADDRESS:PORT, port 0 = any free."""
     keys: ClusterSecrets
-    """Of the cluster."""
+    """The cluster's keys."""
     on_serving: Callable[[Sequence[HostEndpoint]], None]
     """Called on the event loop when the host answers, with its endpoints in the host's folder and over TCP. It should
     set the peers of both (`set_peers`)."""
@@ -132,10 +132,10 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
-    """From the process: it listens. Repeated every ALIVE_EVERY_S, so that a process that hangs is noticed."""
+    """From the process: it listens. Repeated every HEARTBEAT_INTERVAL_S, so that a process that hangs is noticed."""
 
 
-ALIVE_EVERY_S: Final = 5.0
+HEARTBEAT_INTERVAL_S: Final = 5.0
 Message = Serve | Reload | Leave | Drain | Serving
 
 

@@ -14,7 +14,7 @@ CHECKPOINT: Final = (*TOKENIZER, "*.safetensors")
 """Patterns of files to read. CODE is read only with --trust-remote-code."""
 CODE: Final = "*.py"
 _LEFT_OUT: Final = ("*/*", "consolidated*")
-"""Other formats of the weights, and files of other programs."""
+"""Other formats of the weights, and files for other programs."""
 _ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 _NOT_IDS: Final = frozenset({"mock"})
 

@@ -22,14 +22,14 @@ class FetchError(RuntimeError):
 class KnownModel:
     """A GGUF file that a Python package ships.
 
-    name           on the command line
-    title          what it is
+    name           its name on the command line
+    title          what the model is, for people
     licence        SPDX identifier
-    package        of the package index, with its version
-    package_bytes  size of its wheel
-    member         path of the file in it
-    size_bytes     of the file
-    sha256         of the file, in hex
+    package        a package of the package index, with its version
+    package_bytes  the size of the package's wheel
+    member         the path of the file in the wheel
+    size_bytes     the size of the file
+    sha256         the hash of the file, in hex
     """
 
     name: str
@@ -42,7 +42,7 @@ class KnownModel:
     sha256: str
 
     def file_in(self, folder: Path) -> Path:
-        """Its place below the folder of all known models."""
+        """The place of the model in the folder of all known models."""
         return folder / self.sha256[:16] / f"{self.name}.gguf"
 
     def is_in(self, folder: Path) -> bool:
@@ -74,7 +74,7 @@ def known_model(name: str) -> KnownModel | None:
 
 
 def models_folder() -> Path:
-    """Of all known models. Raises FetchError where the user has no home."""
+    """The folder of all known models. Raises FetchError if the user has no home."""
     try:
         return cache_directory("models", DIRECTORY)
     except FolderRefusedError as error:

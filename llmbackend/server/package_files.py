@@ -30,7 +30,7 @@ from .known_models import DIRECTORY, FetchError, KnownModel, models_folder
 
 _POLL_S: Final = 0.1
 LINE_INTERVAL_S: Final = 10.0
-"""Between two lines about a download, where no bar can be drawn."""
+"""Time between two lines about a download, if no progress bar can be drawn."""
 _BLOCK_BYTES: Final = 1 << 20
 _SCRATCH: Final = ".pip-"
 _ERROR: Final = "ERROR: "
@@ -46,7 +46,7 @@ _OPTIONS: Final = (
 
 
 def file_of(model: KnownModel) -> Path:
-    """Its file in the cache, fetched first where it is missing. Raises FetchError."""
+    """The model's file in the cache; it is fetched first if it is missing. Raises FetchError."""
     folder = models_folder()
     target = model.file_in(folder)
     if model.is_in(folder):
@@ -92,7 +92,7 @@ def _alone(directory: Path, model: KnownModel) -> Iterator[None]:
 
 
 def _fetch(model: KnownModel, cache: CacheFolder, target: Path) -> None:
-    """By the only process that does."""
+    """Called by the only process that fetches this model."""
     for left in target.parent.glob(f"{_SCRATCH}*"):
         shutil.rmtree(left, ignore_errors=True)
     descriptor, unfinished = cache.new_file()

@@ -84,7 +84,7 @@ def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> as
         if error is not None:
             future.set_exception(error)
         else:
-            future.set_result(result)  # type: ignore[arg-type]  # a T when there is no error
+            future.set_result(result)  # type: ignore[arg-type]  # a T when there is not an error
 
     def run() -> None:
         try:
@@ -173,7 +173,7 @@ def log_line(line: bytes, process_name: str, pid: int) -> None:
 _MIN_RESERVE: Final = 20
 _MAX_RESERVE: Final = 512
 _OWN_DESCRIPTORS: Final = 1024
-"""For models, engines and libraries, in addition to connections and the reserve."""
+"""Descriptors for models, engines and libraries, in addition to connections and the reserve."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def _count_open() -> int:
 
 
 READY_DESCRIPTOR: Final = "LLMBACKEND_READY_FD"
-"""Environment variable with the number of a descriptor for `tell_ready`."""
+"""Environment variable with the number of a descriptor for `report_ready`."""
 
 
 def take_ready_descriptor() -> int | None:
@@ -258,7 +258,7 @@ def take_ready_descriptor() -> int | None:
     return descriptor
 
 
-def tell_ready(descriptor: int | None, urls: Mapping[str, str]) -> None:
+def report_ready(descriptor: int | None, urls: Mapping[str, str]) -> None:
     if descriptor is None:
         return
     try:

@@ -48,8 +48,8 @@ class ProcessFrontends:
         shared: SharedCounts,
         member: ClusterMember | None = None,
     ) -> None:
-        """On the event loop. Starts the processes, unless `settings.host_folder` means that another process does; their
-        imports run while models load. access: without TLS, which the frontends terminate."""
+        """Call it on the event loop. Starts the processes, unless another process does (`settings.host_folder` is set);
+        they import their modules while models load. access: without TLS, which the frontends terminate."""
         self._claims = claims
         self.http_port, self.grpc_port = port_of(claims.http), port_of(claims.grpc)
         starts = () if settings.host_folder is not None else frontend_settings_of(settings, folder, claims)

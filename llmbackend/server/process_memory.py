@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def pss_mb(pid: int | None = None) -> float:
-    """Of one process, by default this one. Raises OSError on systems without this figure."""
+    """The memory of one process, by default this one. Raises OSError on systems without this figure."""
     text = Path(f"/proc/{pid or os.getpid()}/smaps_rollup").read_text()
     return int(text.partition("\nPss:")[2].split()[0]) * 1024 / 1e6
 
@@ -42,7 +42,7 @@ def descendants(pid: int | None = None) -> list[int]:
 
 
 def tree_pss_mb(pid: int | None = None) -> dict[int, float]:
-    """Of a process and its descendants, by process id; {} on systems without these figures."""
+    """The memory of a process and its descendants by process id; {} on systems without these figures."""
     sizes_mb: dict[int, float] = {}
     for each in (pid or os.getpid(), *descendants(pid)):
         with contextlib.suppress(OSError, IndexError):  # it has ended

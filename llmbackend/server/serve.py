@@ -33,9 +33,9 @@ from .process import (
     kill_children,
     raise_limit,
     reload_on_hangup,
+    report_ready,
     stop_on_signal,
     take_ready_descriptor,
-    tell_ready,
 )
 from .settings import ServerSettings
 from .start_failure import as_flags, failure_summary, print_error
@@ -64,7 +64,7 @@ CLOSE_GRACE_S = 1.0
 
 
 def run_server(settings: ServerSettings, member: ClusterMember | None = None) -> int:
-    """Serves until a signal; returns the process's exit code. member: of a cluster, whose launcher sets
+    """Serves until a signal; returns the process's exit code. member: set for a host of a cluster, whose launcher sets
     `settings.host_folder`."""
     server_log = ServerLog(settings.log)
     try:
@@ -112,7 +112,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
         gc.enable()
         is_over = await _ends_before(loading, stop)
     if not is_over:
-        _say_stopping(member)
+        _announce_stop(member)
         return await _stop_while_loading(server, loading, settings.exit_timeout_s)
     if not await _has_loaded(loading, settings.flag_model):
         return 1
@@ -121,11 +121,11 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
         return 1
     _announce(server, frontends, settings, ready_descriptor)
     await stop.wait()
-    _say_stopping(member)
+    _announce_stop(member)
     return await _drain(server, frontends, store, settings.exit_timeout_s)
 
 
-def _say_stopping(member: ClusterMember | None) -> None:
+def _announce_stop(member: ClusterMember | None) -> None:
     if member is not None:
         member.on_stopping()
 
@@ -165,7 +165,7 @@ def _announce(
     log_endpoints(frontends, settings)
     urls = urls_of(frontends, settings)
     announce(server, page_url(urls, settings) | urls, process_age_s(), settings.is_on_one_port)
-    tell_ready(ready_descriptor, urls)
+    report_ready(ready_descriptor, urls)
     with contextlib.suppress(RuntimeError):  # no thread can be started: the server works without it
         in_thread(give_back_freed_memory)
     http, grpc = settings.http.address_or_none, settings.grpc.address_or_none

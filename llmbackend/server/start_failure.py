@@ -46,7 +46,7 @@ def _line(name: str, reason: str, otherwise: str) -> str:
 
 
 def advice(reason: str, otherwise: str = _SEE_LOG) -> str:
-    """What to do about a load that failed for `reason`; `otherwise` if that is unknown."""
+    """What to do about a load that failed for `reason`; `otherwise` if no advice is known."""
     for pattern, text in _ADVICE:
         if pattern.search(reason):
             return text if isinstance(text, str) else text()

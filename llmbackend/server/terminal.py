@@ -127,7 +127,7 @@ _SERVED_AT = {
 
 
 LINE_INTERVAL_S: Final = 10.0
-"""Between two log lines about one stage of a load."""
+"""Time between two log lines about one stage of a load."""
 
 
 class LoadLines(logging.Handler):
@@ -137,7 +137,7 @@ class LoadLines(logging.Handler):
         super().__init__()
         self._clock = clock
         self._last: dict[int, tuple[str, float]] = {}
-        """By loading engine: the last logged stage, and when."""
+        """For each loading engine: the last logged stage, and when it was logged."""
 
     def emit(self, record: logging.LogRecord) -> None:
         engine: int = record.__dict__["engine"]
@@ -178,7 +178,7 @@ class _Bars(logging.Handler):
 
 @contextlib.contextmanager
 def load_bars(console: Console | None = None) -> Iterator[None]:
-    """Shows bars until the block ends, by default on standard error; if that is no terminal, log lines."""
+    """Shows bars until the block ends, by default on standard error; if that is not a terminal, log lines."""
     if console is None and not sys.stderr.isatty():
         with handled_by(LoadLines()):
             yield
@@ -222,7 +222,7 @@ def announce(server: InferenceServer, urls: dict[str, str], startup_s: float, is
 
 
 def _paths(server: InferenceServer) -> dict[tuple[str, str], str]:
-    """What computes the models, by name and version, and why nothing faster does."""
+    """What computes each model, by name and version, and why nothing faster does."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for source, instance in server.describe_instances():
         if instance.path:
@@ -232,7 +232,7 @@ def _paths(server: InferenceServer) -> dict[tuple[str, str], str]:
 
 
 def show_urls(urls: Mapping[str, str]) -> None:
-    """urls: by protocol."""
+    """urls: the URL of each protocol."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)

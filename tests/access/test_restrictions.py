@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
-from llmbackend.frontends.access.access_control import AccessControl, HttpAccess
+from llmbackend.frontends.access.access_control import HttpAccess
 from llmbackend.frontends.access.api_keys import KeyRing, unnamed_keys
 from llmbackend.frontends.access.permissions import (
     CATEGORY_OF_RPC,
@@ -32,10 +32,9 @@ from llmbackend.frontends.access.permissions import (
 )
 from llmbackend.frontends.access.rate_limit import NO_LIMITS
 from llmbackend.frontends.access.request_identity import AccessMetrics
-from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL
 from llmbackend.frontends.anthropic.router import create_anthropic_router
+from llmbackend.frontends.context import FrontendContext
 from llmbackend.frontends.http_app import create_http_app
-from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.operations.router import create_operations_router
 
@@ -120,11 +119,9 @@ def test_categories_of_paths(path: str, category: Category | None) -> None:
 
 def whole_app(server: InferenceServer) -> Starlette:
     """With the routers of a server process."""
-    gate = InferenceGate(server)
-    operations = create_operations_router(server, gate, AccessControl(NO_ACCESS_CONTROL))
-    return create_http_app(
-        server, gate=gate, routers=(create_anthropic_router(server), create_openai_router(server), operations)
-    )
+    context = FrontendContext.of(server)
+    operations = create_operations_router(server, context.gate, context.access)
+    return create_http_app(context, (create_anthropic_router(context), create_openai_router(context), operations))
 
 
 def all_paths(app: Starlette) -> set[str]:

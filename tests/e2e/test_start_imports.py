@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-NEVER = ("torch", "transformers", "safetensors", "redis", "sqlite3", "tests")
+NEVER = ("torch", "transformers", "safetensors", "redis", "tests")
 """What the process of a server with default flags never needs."""
 AFTER_THE_ORDER = (
     "fastapi",

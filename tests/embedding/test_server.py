@@ -12,7 +12,7 @@ import pytest
 import tritonclient.grpc as grpc_client
 
 from llmbackend import Server
-from llmbackend.server.process import READY_DESCRIPTOR, take_ready_descriptor, tell_ready
+from llmbackend.server.process import READY_DESCRIPTOR, report_ready, take_ready_descriptor
 from tests.helpers.server_process import write_mock_model
 from tests.helpers.waiting import eventually
 
@@ -64,10 +64,10 @@ def test_readiness_is_told_once_to_who_asked(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setenv(READY_DESCRIPTOR, str(writer))
     descriptor = take_ready_descriptor()
     assert descriptor == writer and take_ready_descriptor() is None
-    tell_ready(descriptor, {"http": "http://127.0.0.1:1"})
+    report_ready(descriptor, {"http": "http://127.0.0.1:1"})
     with open(reader) as pipe:
         assert pipe.read() == '{"http": "http://127.0.0.1:1"}\n'
-    tell_ready(None, {})
+    report_ready(None, {})
     for wrong in ("x", "99999"):
         monkeypatch.setenv(READY_DESCRIPTOR, wrong)
         assert take_ready_descriptor() is None

@@ -20,12 +20,19 @@ from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
+from llmbackend.frontends.context import FrontendContext
+from llmbackend.frontends.http_app import create_http_app
 from llmbackend.server.frontend_server import FrontendServer
 from llmbackend.server.ports import Endpoint
 from tests.helpers.kserve_runner import FREE_PORT, NO_PORT, Running
 from tests.helpers.kserve_scripted import RECORD
 from tests.helpers.ports import free_port
 from tests.helpers.waiting import eventually
+
+
+def frontend_server(host: InferenceServer, **endpoints: Any) -> FrontendServer:
+    context = FrontendContext.of(host)
+    return FrontendServer(context, create_http_app(context), **endpoints)
 
 
 @pytest.fixture
@@ -108,7 +115,7 @@ def test_idle_connections_do_not_hold_up_a_stop(running: Running) -> None:
 @pytest.mark.parametrize("taken", ["http", "grpc", "metrics"])
 def test_a_port_that_is_taken_leaves_nothing_open(taken: str) -> None:
     async def run(ports: dict[str, Any]) -> None:
-        frontend = FrontendServer(InferenceServer(ServerOptions()), **ports)
+        frontend = frontend_server(InferenceServer(ServerOptions()), **ports)
         with pytest.raises((OSError, RuntimeError)):
             await frontend.start()
         for endpoint in (frontend.http_port, frontend.metrics_port):
@@ -124,7 +131,7 @@ def test_a_port_that_is_taken_leaves_nothing_open(taken: str) -> None:
 
 def test_ports_are_taken_before_they_are_opened() -> None:
     async def run() -> None:
-        frontend = FrontendServer(
+        frontend = frontend_server(
             InferenceServer(ServerOptions()),
             http=FREE_PORT,
             grpc=Endpoint("127.0.0.1", free_port()),
@@ -137,7 +144,7 @@ def test_ports_are_taken_before_they_are_opened() -> None:
         await frontend.start()
         socket.create_connection(address).close()
         for port in (frontend.http_port, frontend.grpc_port, frontend.metrics_port):
-            late = FrontendServer(
+            late = frontend_server(
                 InferenceServer(ServerOptions()), http=FREE_PORT, grpc=Endpoint("127.0.0.1", port or 0), metrics=NO_PORT
             )
             with pytest.raises(OSError, match=rf"Address already in use: 127\.0\.0\.1:{port}"):
@@ -149,7 +156,7 @@ def test_ports_are_taken_before_they_are_opened() -> None:
 
 def test_endpoints_can_be_left_out() -> None:
     async def run() -> None:
-        frontend = FrontendServer(InferenceServer(ServerOptions()), http=FREE_PORT, grpc=NO_PORT, metrics=NO_PORT)
+        frontend = frontend_server(InferenceServer(ServerOptions()), http=FREE_PORT, grpc=NO_PORT, metrics=NO_PORT)
         await frontend.start()
         assert frontend.http_port and frontend.grpc_port is None and frontend.metrics_port is None
         await frontend.stop(1)
@@ -200,7 +207,7 @@ def test_a_bug_of_ours_is_a_500_without_detail_on_http_and_grpc(caplog: pytest.L
             metrics_registry=CollectorRegistry(),
             server_metadata=Mock(side_effect=AttributeError("it has no attribute")),
         )
-        frontend = FrontendServer(no_host, http=FREE_PORT, grpc=FREE_PORT, metrics=NO_PORT)
+        frontend = frontend_server(no_host, http=FREE_PORT, grpc=FREE_PORT, metrics=NO_PORT)
         await frontend.start()
         async with httpx.AsyncClient() as client:
             answer = await client.get(f"http://127.0.0.1:{frontend.http_port}/v2")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from llmbackend.adapter.lora import AdapterCopies
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
+from llmbackend.frontends.protocol_options import ProtocolOptions
 from tests.frontends.test_lora_clients import CHECKPOINT, PROMPT, write_adapter
 from tests.helpers.openai_live_server import serve_openai
 
@@ -63,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer
 
 @pytest.fixture(scope="module")
 def url(server: InferenceServer, folder: Path) -> Iterator[str]:
-    with serve_openai(server, lora_folder=str(folder)) as base:
+    with serve_openai(server, options=ProtocolOptions(openai_lora_folder=str(folder))) as base:
         load(f"{base}/v1", "first", "cat")  # the model's timer starts with it, and stays
         assert change(f"{base}/v1", "unload", lora_name="first").status_code == 200
         yield f"{base}/v1"

@@ -21,6 +21,7 @@ from llmbackend.adapter.lora import AdapterCopies, LoraRegistry
 from llmbackend.adapter.requests.conversion_pool import MAX_THREADS, SHORT_BYTES
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
+from llmbackend.frontends.protocol_options import ProtocolOptions
 from tests.frontends.test_lora_at_run_time import MODEL, change, error_of, load, text_of
 from tests.frontends.test_lora_clients import CHECKPOINT, PROMPT, write_adapter
 from tests.frontends.test_openai_tools_recovery import children, connected, engines
@@ -44,7 +45,7 @@ def serving(root: Path) -> Iterator[tuple[InferenceServer, str]]:
     server = InferenceServer(ServerOptions(model_repositories=(root / "models",)))
     server.start()
     try:
-        with serve_openai(server, lora_folder=str(root)) as base:
+        with serve_openai(server, options=ProtocolOptions(openai_lora_folder=str(root))) as base:
             yield server, f"{base}/v1"
     finally:
         assert server.stop(timeout_s=20)

@@ -11,7 +11,7 @@ import openai
 import orjson
 import pytest
 
-from llmbackend.frontends.protocol_options import RequestDefaults
+from llmbackend.frontends.protocol_options import ProtocolOptions, RequestDefaults
 from tests.helpers.fake_llm_server import MODEL, FakeLlmServer
 from tests.helpers.openai_live_server import serve_openai
 
@@ -210,7 +210,7 @@ def test_disconnect_before_the_first_token_cancels(url: str, server: FakeLlmServ
 def test_a_silent_stream_pings(server: FakeLlmServer) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "silent"}], "stream": True}
     with (
-        serve_openai(server, defaults=RequestDefaults(sse_keep_alive_s=0.01)) as base,
+        serve_openai(server, options=ProtocolOptions(request_defaults=RequestDefaults(sse_keep_alive_s=0.01))) as base,
         httpx.stream("POST", f"{base}/v1/chat/completions", json=body) as response,
     ):
         lines = response.iter_lines()

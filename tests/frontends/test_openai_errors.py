@@ -13,9 +13,9 @@ import pytest
 
 from llmbackend.cli.flags.endpoints import HttpFlags
 from llmbackend.core.errors import TritonError
+from llmbackend.frontends.context import DEFAULT_MAX_BODY_BYTES
 from llmbackend.frontends.generation.inferences import Generation
 from llmbackend.frontends.openai.endpoints import MAX_OBJECTS, json_object
-from llmbackend.frontends.openai.router import DEFAULT_MAX_BODY_BYTES
 from tests.helpers.fake_llm_server import FAILED, MODEL, REASON, FakeLlmServer
 from tests.helpers.openai_live_server import serve_openai
 

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from llmbackend.frontends.access.access_control import HttpAccess
 from llmbackend.frontends.access.permissions import NO_RESTRICTIONS
 from llmbackend.frontends.access.request_identity import AccessMetrics
+from llmbackend.frontends.context import FrontendContext
 from llmbackend.frontends.openai.router import create_openai_router
 from tests.helpers.fake_llm_server import MODEL, FakeLlmServer
 from tests.helpers.openai_live_server import with_presence
@@ -29,7 +30,7 @@ LABELS: dict[str, Any] = {
 
 
 def answer(**fields: Any) -> Any:
-    app = Starlette(routes=create_openai_router(FakeLlmServer()).routes)  # type: ignore[arg-type]
+    app = Starlette(routes=create_openai_router(FrontendContext.of(FakeLlmServer())).routes)  # type: ignore[arg-type]
     access = HttpAccess(app, None, NO_RESTRICTIONS, AccessMetrics(CollectorRegistry()), log_requests=True)
 
     async def post() -> httpx.Response:

@@ -15,10 +15,8 @@ from starlette.applications import Starlette
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
-from llmbackend.frontends.access.access_control import AccessControl
-from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL
+from llmbackend.frontends.context import FrontendContext
 from llmbackend.frontends.http_app import create_http_app
-from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.operations.router import ServerFacts, create_operations_router
 from tests.helpers.engine_events import EventsViewer
 from tests.helpers.server_process import ServerProcess, start_server, stop_server, write_mock_model
@@ -200,9 +198,8 @@ def test_only_operators_may(server: ServerProcess, alice: httpx.Client, path: st
 
 def app_without_keys(facts: ServerFacts | None = None) -> Starlette:
     host = InferenceServer(ServerOptions())
-    gate = InferenceGate(host)
-    router = create_operations_router(host, gate, AccessControl(NO_ACCESS_CONTROL), facts)
-    return create_http_app(host, gate=gate, routers=[router])
+    context = FrontendContext.of(host)
+    return create_http_app(context, [create_operations_router(host, context.gate, context.access, facts)])
 
 
 def test_without_the_flag_nothing_is_killed() -> None:

@@ -93,7 +93,7 @@ def begin(client: httpx.Client, path: str, at_most: int | None = None, **samplin
         return response.headers["x-stream-id"], found
 
 
-def come_back(client: httpx.Client, path: str, last: str, at_most: int | None = None) -> list[Event]:
+def resume_stream(client: httpx.Client, path: str, last: str, at_most: int | None = None) -> list[Event]:
     found: list[Event] = []
     with client.stream("POST", path, json=body(path), headers={"Last-Event-ID": last}) as response:
         assert response.status_code == 200, response.read()
@@ -121,26 +121,26 @@ def test_a_client_that_is_cut_off_at_any_event_gets_every_event_once(client: htt
         stream, first = begin(client, path, cut)
         assert [id for id, _ in first] == [f"{stream}:{number}" for number in range(cut)]
         last = first[-1][0] if first else stream
-        rest = come_back(client, path, last)
+        rest = resume_stream(client, path, last)
         assert [id for id, _ in rest] == [f"{stream}:{number}" for number in range(cut, len(whole))]
         assert said(first + rest) == said(whole)
-        assert come_back(client, path, last) == rest
+        assert resume_stream(client, path, last) == rest
 
 
 def test_a_client_that_is_cut_off_at_every_event(client: httpx.Client) -> None:
     _, whole = begin(client, COMPLETIONS)
     stream, found = begin(client, COMPLETIONS, 1)
     while len(found) < len(whole):
-        found += come_back(client, COMPLETIONS, found[-1][0], 1)
+        found += resume_stream(client, COMPLETIONS, found[-1][0], 1)
     assert said(found) == said(whole)
-    assert come_back(client, COMPLETIONS, found[-1][0]) == []
+    assert resume_stream(client, COMPLETIONS, found[-1][0]) == []
     assert {id.partition(":")[0] for id, _ in found} == {stream}
 
 
 def test_several_readers_at_once(running: Running, client: httpx.Client) -> None:
     stream, first = begin(client, COMPLETIONS, 1, max_tokens=60)
     with httpx.Client(base_url=f"http://{running.http}", timeout=20) as other:
-        assert come_back(other, COMPLETIONS, stream) == first + come_back(client, COMPLETIONS, first[-1][0])
+        assert resume_stream(other, COMPLETIONS, stream) == first + resume_stream(client, COMPLETIONS, first[-1][0])
 
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
@@ -187,7 +187,7 @@ def test_a_stream_is_its_keys_alone(tmp_path: Path) -> None:
     try:
         with httpx.Client(base_url=f"http://{running.http}", headers={"Authorization": "Bearer sk-one"}) as client:
             stream, found = begin(client, COMPLETIONS)
-            assert come_back(client, COMPLETIONS, stream) == found
+            assert resume_stream(client, COMPLETIONS, stream) == found
             theirs = {"Last-Event-ID": stream, "Authorization": "Bearer sk-two"}
             assert client.post(COMPLETIONS, json=body(COMPLETIONS), headers=theirs).status_code == 404
     finally:
@@ -226,7 +226,7 @@ def test_a_reader_that_is_too_far_behind_is_told_so(
     eventually(lambda: not running.gate.open_inferences)
     response = client.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})
     assert (response.status_code, "are no longer kept" in response.text) == (404, True)
-    assert come_back(client, COMPLETIONS, f"{stream}:{TOKENS - 1}")[-1][1] == "[DONE]"
+    assert resume_stream(client, COMPLETIONS, f"{stream}:{TOKENS - 1}")[-1][1] == "[DONE]"
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])

@@ -12,6 +12,7 @@ import typer
 from llmbackend.cli.flags.endpoints import ProtocolFlags
 from llmbackend.cli.flags.observability import TraceFlags
 from llmbackend.core.tracing.trace import OpenTelemetryOptions, TraceLevel, TraceSettings
+from llmbackend.frontends.context import FrontendContext
 from llmbackend.frontends.grpc.server import create_grpc_server
 from llmbackend.frontends.protocol_options import ProtocolOptions
 from tests.helpers.kserve_runner import Running
@@ -129,11 +130,11 @@ def test_the_command_line_takes_all_of_them() -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_two_servers_share_a_grpc_port_when_both_ask_for_it(running: Running, shared: bool) -> None:
     async def two() -> None:
-        options = ProtocolOptions(grpc_reuse_port=shared)
-        first, port = await create_grpc_server(running.host, address="127.0.0.1:0", protocol=options)
+        context = FrontendContext.of(running.host, options=ProtocolOptions(grpc_reuse_port=shared))
+        first, port = await create_grpc_server(context, address="127.0.0.1:0")
         await first.start()
         try:
-            second, again = await create_grpc_server(running.host, address=f"127.0.0.1:{port}", protocol=options)
+            second, again = await create_grpc_server(context, address=f"127.0.0.1:{port}")
             await second.start()
             await second.stop(None)
             assert again == port

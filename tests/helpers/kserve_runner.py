@@ -13,9 +13,9 @@ import uvloop
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 from llmbackend.frontends.access.access_control import AccessControl
-from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL
 from llmbackend.frontends.anthropic.router import create_anthropic_router
-from llmbackend.frontends.http_app import DEFAULT_MAX_INPUT_SIZE_BYTES, create_http_app
+from llmbackend.frontends.context import DEFAULT_MAX_INPUT_SIZE_BYTES, FrontendContext
+from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.idempotency import IdempotentRequests
 from llmbackend.frontends.journals.kept_answers import KeptAnswers
@@ -68,36 +68,24 @@ class Running:
         self.metrics = f"127.0.0.1:{self.frontend.metrics_port}"
 
     async def _start(self, max_input_size_bytes: int) -> FrontendServer:
-        separator = self.protocols.openai_lora_separator
-        routers = [
-            create_anthropic_router(self.host, max_input_size_bytes, self.gate, separator),
-            create_openai_router(self.host, max_input_size_bytes, self.gate, separator, self.streams),
-            create_operations_router(self.host, self.gate, self.access or AccessControl(NO_ACCESS_CONTROL)),
-        ]
-        app = create_http_app(
+        context = self.context = FrontendContext.of(
             self.host,
-            max_input_size_bytes=max_input_size_bytes,
-            routers=routers,
             gate=self.gate,
-            options=self.protocols,
-            log=self.log,
-            streams=self.streams,
-            idempotent=self.idempotent,
-        )
-        self.app = app
-        frontend = FrontendServer(
-            self.host,
-            http=FREE_PORT,
-            grpc=FREE_PORT,
-            metrics=FREE_PORT,
-            http_app=app,
             access=self.access,
-            gate=self.gate,
             limits=self.limits,
-            protocols=self.protocols,
             log=self.log,
+            options=self.protocols,
             streams=self.streams,
+            max_input_size_bytes=max_input_size_bytes,
+            max_body_bytes=max_input_size_bytes,
         )
+        routers = [
+            create_anthropic_router(context),
+            create_openai_router(context),
+            create_operations_router(self.host, self.gate, context.access),
+        ]
+        self.app = create_http_app(context, routers, self.idempotent)
+        frontend = FrontendServer(context, self.app, http=FREE_PORT, grpc=FREE_PORT, metrics=FREE_PORT)
         await frontend.start()
         return frontend
 

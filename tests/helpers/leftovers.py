@@ -118,9 +118,9 @@ def _new(before: Snapshot, shares_host: bool) -> list[str]:
         if (name := _excused_or_name(pid)) and not (shares_host and WORKER in name)
     ]
     for thread in now.threads - before.threads:
-        is_asked = thread.name.startswith(OURS) or not (shares_host or thread.name == PROGRESS_BARS)
+        is_requested = thread.name.startswith(OURS) or not (shares_host or thread.name == PROGRESS_BARS)
         is_note = isinstance(thread, threading._DummyThread)  # of a thread of compiled code; Python 3.11 keeps them
-        if thread.is_alive() and is_asked and not is_note:
+        if thread.is_alive() and is_requested and not is_note:
             found.append(f"thread {thread.name}")
     if not shares_host:
         found += [f"file descriptor {number}: {what}" for number, what in now.descriptors - before.descriptors]

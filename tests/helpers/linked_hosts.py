@@ -13,7 +13,7 @@ import httpx
 from llmbackend.core.errors import unavailable
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.grpc import resumable
-from llmbackend.frontends.journals.resumable_streams import make_again
+from llmbackend.frontends.journals.resumable_streams import regenerate
 from llmbackend.frontends.journals.stream_copies import StreamCopies
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import mock_llm_host
@@ -104,10 +104,10 @@ class Hosts:
 
     async def _link(self, running: Running, name: str) -> None:
         makers = {
-            resumable.PATH: partial(resumable.make_again, running.gate, running.streams),
-            "/": partial(make_again, running.app),
+            resumable.PATH: partial(resumable.regenerate, running.gate, running.streams),
+            "/": partial(regenerate, running.app),
         }
-        running.streams.copies = StreamCopies(self.network.peers(name), makers, running.streams)
+        running.streams.copies = StreamCopies(self.network.peers(name), makers, running.streams.hand_over)
 
     def copies(self, name: str) -> StreamCopies:
         copies = self.all[name].streams.copies

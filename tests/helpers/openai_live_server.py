@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.anthropic.router import create_anthropic_router
+from llmbackend.frontends.context import FrontendContext
 from llmbackend.frontends.http.endpoint import HttpEndpoint
 from llmbackend.frontends.http.protocol import GuardedProtocol
 from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence
@@ -34,9 +35,9 @@ def serve_openai(
     **options: Any,
 ) -> Iterator[str]:
     """Yields the base URL (without /v1). store: of responses and conversations; takes_over: whether those in it that
-    another server has begun are continued; options: of both routers"""
-    shared = {name: value for name, value in options.items() if name not in ("lora_folder", "defaults")}
-    routers = (create_anthropic_router(server, **shared), create_openai_router(server, store=store, **options))
+    another server has begun are continued; options: of FrontendContext.of"""
+    api = FrontendContext.of(server, store=store, **options)
+    routers = (create_anthropic_router(api), create_openai_router(api))
     app: ASGIApp = Starlette(routes=[route for router in routers for route in router.routes])
     if access is not None:
         app = access.around_http(app, CollectorRegistry())

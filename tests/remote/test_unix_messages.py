@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llmbackend.remote.unix_sockets import LOOKS, MessageSocket
+from llmbackend.remote.unix_sockets import CHECKS, MessageSocket
 
 Pair = tuple[MessageSocket, MessageSocket]
 MESSAGES = [
@@ -106,18 +106,18 @@ def test_what_speaks_something_else_is_found_out() -> None:
 
 def test_a_peer_that_says_nothing_is_asked_and_gone_when_it_does_not_answer(pair: Pair) -> None:
     one, other = pair
-    for _ in range(5 * LOOKS):
-        assert one.look(), "it has answered"
+    for _ in range(5 * CHECKS):
+        assert one.check_peer(), "it has answered"
         assert received(other) == []
         assert received(one) == []
-    assert [one.look() for _ in range(LOOKS + 1)] == [True] * LOOKS + [False]
+    assert [one.check_peer() for _ in range(CHECKS + 1)] == [True] * CHECKS + [False]
 
 
 def test_a_peer_that_speaks_is_not_asked(pair: Pair) -> None:
     one, other = pair
-    for _ in range(3 * LOOKS):
+    for _ in range(3 * CHECKS):
         other.send([b"news"])
         assert received(one) == [[b"news"]]
-        assert one.look()
+        assert one.check_peer()
     with pytest.raises(BlockingIOError):
         other._socket.recv(1)

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.anthropic.router import create_anthropic_router
+from llmbackend.frontends.context import FrontendContext
 from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.journals.store_settings import StoreSettings
@@ -49,8 +50,9 @@ class AppUnderTest:
         self.server = InferenceServer(options)
         self.server.start()
         self._store = StoreSettings().open()
-        routers = (create_anthropic_router(self.server), create_openai_router(self.server, store=self._store))
-        self._app = create_http_app(self.server, routers=routers)
+        self.context = FrontendContext.of(self.server, store=self._store)
+        routers = (create_anthropic_router(self.context), create_openai_router(self.context))
+        self._app = create_http_app(self.context, routers)
         self._loop = asyncio.new_event_loop()
         self._tracebacks = _Tracebacks()
         logging.getLogger().addHandler(self._tracebacks)

@@ -17,13 +17,13 @@ import time
 from pathlib import Path
 
 SIGNAL_S = 1.0
-"""What a signal may take, if it is not one that is ignored here."""
+"""Time for a signal to take effect, unless this process ignores it."""
 _log = logging.getLogger("llmbackend")
 _SHARED_MEMORY = re.compile(r"/dev/shm/[^\s/]+$", re.MULTILINE)
 
 
 class Children:
-    """Of this process, from now on."""
+    """Watches the children that this process has now."""
 
     def __init__(self) -> None:
         self._is_over = threading.Event()

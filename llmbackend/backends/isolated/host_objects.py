@@ -46,7 +46,7 @@ from llmbackend.core.backend_api import (
 
 
 class Host:
-    """Asks the host. Any thread."""
+    """Asks the host. Thread-safe."""
 
     def __init__(self, link: HostLink) -> None:
         self.link = link
@@ -216,7 +216,7 @@ def _packed_raw(tensor: Any, parts: list[Any]) -> tuple[Any, ...]:
 
 
 def _deliver(callback: ResponseCallback, answer: Any, parts: Sequence[Any], is_last: bool) -> None:
-    """On the link's reading thread."""
+    """Called on the link's reading thread."""
     response = None
     if answer is not None:
         packed, name, version, request_id = answer
@@ -251,7 +251,7 @@ class InstanceObject:
 
 
 class TraceObject:
-    """What a library may pass on of a request's trace."""
+    """The part of a request's trace that a library may pass on."""
 
     def __init__(self, request_number: int, context: str) -> None:
         self.request_number = request_number

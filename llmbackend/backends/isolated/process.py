@@ -27,7 +27,7 @@ _log = logging.getLogger("llmbackend")
 
 
 def prepare(loader: str, file: str) -> Callable[[bytes, int, int], None]:
-    """In the fork server, for all processes of the library `file`."""
+    """Called in the fork server, once for all processes of the library `file`."""
     module, _, attribute = loader.partition(":")
     return partial(_run, partial(getattr(importlib.import_module(module), attribute), Path(file)))
 
@@ -88,7 +88,7 @@ class _Runner:
         self._library.TRITONBACKEND_ModelInitialize(model)
 
     def initialize_instance(self, fields: tuple[Any, ...], _parts: Sequence[Any]) -> bool:
-        """Returns whether the library tells that an instance is ready."""
+        """Returns whether the library says that an instance is ready."""
         *own, config = fields
         self._model.take_config(config)
         instance = self._instance = InstanceObject(self._host, self._model, *own)

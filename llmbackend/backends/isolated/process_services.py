@@ -49,7 +49,7 @@ library_log = logging.getLogger("llmbackend.backends.isolated.library")
 
 
 def log_level() -> int:
-    """What a process need not send is below it."""
+    """The level below which a process need not send log records."""
     return library_log.getEffectiveLevel()
 
 
@@ -188,7 +188,7 @@ class ProcessServices(ChildServices):
         return self._called_model
 
     def _attempt(self, function: Callable[..., None], *arguments: Any) -> None:
-        """For messages that have no answer: the library was told before that the call has succeeded."""
+        """For messages without an answer: the library was already told that the call succeeded."""
         try:
             function(*arguments)
         except TritonError as error:

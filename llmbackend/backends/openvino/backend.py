@@ -134,7 +134,7 @@ class ModelInstanceState(ArrayInstance):
         return {name: array[:num_rows] for name, array in outputs.items()} if self._rows else outputs
 
     def _check(self, given: Mapping[int, Array]) -> None:
-        """Without an input the model would be computed with that of an earlier request."""
+        """If an input were missing, the model would be computed with that of an earlier request."""
         for index, port in enumerate(self._ports):
             if index not in given:
                 raise invalid_argument(f"model '{self._model}' needs a value for its input '{name_of(port)}'")

@@ -111,7 +111,7 @@ class Settings:
         )
 
     def supported_properties(self, core: Any, model: str) -> dict[str, Any]:
-        """Those that the device has; the others are logged."""
+        """The properties that the device supports; the others are logged."""
         known = core.get_property(self.device.partition(":")[0], "SUPPORTED_PROPERTIES")
         for name in self.properties.keys() - known:
             _log.warning("model '%s': the device %s has no property %s", model, self.device, name)

@@ -22,7 +22,7 @@ _CONFIG_TYPES = {name: f"TYPE_{config}" for config, name in _TYPES.items()}
 
 
 def element_type(data_type: int) -> Any:
-    """Of a data type of a model configuration."""
+    """The element type for a data type of a model configuration."""
     return getattr(openvino.Type, _TYPES[DataType.Name(data_type).removeprefix("TYPE_")])
 
 

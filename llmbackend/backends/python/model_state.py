@@ -38,7 +38,7 @@ DEFAULT_MODEL_FILENAME = "model.py"
 STUB_TIMEOUT = "stub-timeout-seconds"
 DEFAULT_STUB_TIMEOUT_S = 30.0
 MAX_PROCESSES = max(64, 4 * (os.cpu_count() or 1))
-"""Of one model: the number of instances may come from a client and must not exhaust the machine."""
+"""Limit for one model: the number of instances may come from a client and must not exhaust the machine."""
 
 
 class Environments:
@@ -188,7 +188,7 @@ class ModelState:
             stub.has_model = True
 
     def call(self, stub: StubServices, verb: str, argument: Any, timeout_s: float | None = None) -> Message:
-        """Any call except execute. Raises TritonError INTERNAL with the cause."""
+        """Makes any call except execute. Raises TritonError INTERNAL with the cause."""
         try:
             return stub.process.call(verb, argument, timeout_s=timeout_s)
         except StubRaisedError as error:

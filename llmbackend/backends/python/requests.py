@@ -44,7 +44,7 @@ def state_outputs(config: ModelConfig) -> frozenset[str]:
 
 
 class Responder:
-    """Owns the response factory of one request. Any thread."""
+    """Owns the response factory of one request. Thread-safe."""
 
     def __init__(self, request: Request, states: frozenset[str] = frozenset()) -> None:
         self._factory: ResponseFactory = request.response_factory()

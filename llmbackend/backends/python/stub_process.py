@@ -58,7 +58,7 @@ class Outbox:
         packet.close()
 
     def close(self) -> None:
-        """After the stub has ended."""
+        """Call it after the stub has ended."""
         with self._lock:
             self._is_closed = True
             while self._waiting:

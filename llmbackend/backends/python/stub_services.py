@@ -59,7 +59,7 @@ class MetricUsers:
 
 
 class ModelMetrics:
-    """The metrics that one model version makes through pb_utils. Any thread."""
+    """The metrics that one model version makes through pb_utils. Thread-safe."""
 
     def __init__(self, backend: Backend, users: MetricUsers) -> None:
         self._backend = backend
@@ -169,7 +169,7 @@ class ChildServices(ABC):
         self._lock = threading.Lock()
 
     def connect(self, process: StubProcess) -> None:
-        """To be called before the first call of the process, which sends nothing until then."""
+        """Call it before the first call of the process, which sends nothing until then."""
         self.process = process
         self._readiness = StubReadiness(partial(process.outbox.post, ("is_ready",)))
         if self._called_model is not None:

@@ -101,7 +101,7 @@ class StubSupervisor(Generic[Stub]):
 
     @property
     def pid(self) -> int:
-        """Of the serving process; 0 while there is none. Never blocks."""
+        """The id of the serving process; 0 while there is none. Never blocks."""
         stub = self._stub
         return stub.process.pid if stub is not None and self._is_ready else 0
 
@@ -153,7 +153,7 @@ class StubSupervisor(Generic[Stub]):
             self._changed.notify_all()
 
     def _on_end(self, stub: Stub) -> None:
-        """On the thread of the stub's messages, after the last of them."""
+        """Called on the thread of the stub's messages, after the last of them."""
         cause = stub.process.cause
         stub.abandon(not_healthy(self._name, cause))
         with self._changed:

@@ -91,7 +91,7 @@ def unpack_error(packed: PackedError | None) -> TritonError | None:
 
 
 def _plain(parameters: Mapping[str, ParameterValue]) -> dict[str, ParameterValue]:
-    """Without subclasses, such as numpy's floats."""
+    """The parameters without subclasses of plain types, such as numpy's floats."""
     return {str(name): _plain_value(value) for name, value in parameters.items()} if parameters else {}
 
 

@@ -147,7 +147,7 @@ class ModelState:
 
 
 def in_order(names: list[str]) -> list[str]:
-    """By the index in names of the form <name>__<index>, if all have it; else as configured."""
+    """Sorted by the index in names of the form <name>__<index>, if all have one; else in the configured order."""
     indices = [int(match[1]) for name in names if (match := _INDEXED.match(name))]
     if len(indices) != len(names):
         return names
@@ -181,7 +181,7 @@ class ModelInstanceState(ArrayInstance):
         self._grad = torch.inference_mode if settings.get("INFERENCE_MODE", True) else torch.no_grad
 
     def memory_usage(self) -> Sequence[MemoryUsage]:
-        """Of the weights."""
+        """The memory of the weights."""
         weight_bytes = self._program.weight_bytes
         if not weight_bytes:
             return ()

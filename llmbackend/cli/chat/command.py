@@ -132,7 +132,7 @@ def _advised(error: Exception) -> str:
 
 
 def _answer_once(conversation: Conversation, question: str) -> None:
-    """On a terminal, reasoning is shown, too."""
+    """On a terminal, the reasoning is shown, too."""
     is_terminal = sys.stdout.isatty()
     screen = Screen(Console(highlight=False))
     with contextlib.closing(conversation.ask(question)) as pieces:

@@ -40,7 +40,8 @@ class Commands:
         """Written or read by this session, which may overwrite them."""
 
     def run(self, line: str) -> str | None:
-        """line: from its slash on. A question to ask now, if the command asks one. Raises EOFError to end."""
+        """Runs a command; returns a question to ask now, if the command asks one. line: from its slash on. Raises
+        EOFError to end."""
         name, _, argument = line.partition(" ")
         command = COMMANDS.get(name)
         if command is None:

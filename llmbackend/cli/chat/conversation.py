@@ -32,14 +32,14 @@ class Answer:
     num_pieces: int = 0
     ttft_s: float = 0.0
     duration_s: float = 0.0
-    """From the question to the last token."""
+    """Time from the question to the last token."""
     finish_reason: str = ""
     """"" = stopped by the user, or not ended."""
     text: str = field(default="", repr=False)
 
     @property
     def tokens_per_s(self) -> float:
-        """After the first token; 0 if there was no second one."""
+        """The rate after the first token; 0 if there was no second one."""
         tokens = self.num_pieces if self.output_tokens is None else self.output_tokens
         after_first_s = self.duration_s - self.ttft_s
         return (tokens - 1) / after_first_s if tokens > 1 and after_first_s > 0 else 0.0
@@ -52,9 +52,9 @@ class Conversation:
         self.model = model
         self.system = system
         self.messages: list[Message] = []
-        """Without the system message."""
+        """The messages without the system message."""
         self.answers: list[Answer] = []
-        """All of this session, also those that were cleared."""
+        """All answers of this session, including those that were cleared."""
         self._sampling = dict(sampling)
 
     def ask(self, question: str) -> Generator[Piece, None, None]:

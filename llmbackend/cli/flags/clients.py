@@ -106,7 +106,7 @@ class AccessFlags:
         return TlsFiles.checked(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, mode, self.ssl_ciphers)
 
     def _grpc_tls(self) -> TlsFiles | None:
-        """As in Triton, mutual TLS implies TLS, and the files of a server without either are not looked at."""
+        """As in Triton, mutual TLS implies TLS, and without either of them the server's files are not read."""
         if not self.grpc_use_ssl and not self.grpc_use_ssl_mutual:
             return None
         if self.grpc_server_cert is None or self.grpc_server_key is None:

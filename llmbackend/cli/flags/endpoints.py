@@ -86,7 +86,7 @@ class SharedMemoryFlags:
     ] = None
 
     def allowed(self, *endpoints: Endpoint) -> bool:
-        """What the flag says; without it, whether only this machine can reach the `endpoints`."""
+        """The value of the flag; without the flag, whether only this machine can reach the `endpoints`."""
         if self.allow_client_shm is not None:
             return bool(self.allow_client_shm)
         return all(is_local(endpoint.address) for endpoint in endpoints if endpoint.enabled)

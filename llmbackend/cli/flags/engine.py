@@ -153,8 +153,8 @@ class EngineFlags:
         )
 
     def model(self, model: str, names: Sequence[str] = ()) -> SingleModel | None:
-        """The checkpoint with these flags; None without `model`. names: that it is served as. Raises BadParameter that
-        names the flag."""
+        """The checkpoint with these flags; None without `model`. names: the names under which it is served. Raises
+        BadParameter that names the flag."""
         if not model:
             if self._given:
                 message = "is an engine argument of --model; models of a repository have theirs in model.json"
@@ -226,7 +226,7 @@ def _text_flag(name: str, panel: str, metavar: str, help_text: str, hidden: bool
 
 
 def _former_flag(name: str) -> Any:
-    """Of structured output, by vLLM's former names."""
+    """A flag of structured output under vLLM's former name."""
     text = "vLLM's former name; see --structured-outputs-config."
     if "_disable_" in name:
         option = typer.Option(switch_of(name), help=text, hidden=True)
@@ -235,7 +235,7 @@ def _former_flag(name: str) -> Any:
 
 
 def only_text(name: str) -> str:
-    """Of an argument of ONLY_VALUE."""
+    """The help of an argument in ONLY_VALUE."""
     return f"Only {' or '.join(json.dumps(value) for value in ONLY_VALUE[name])}: {ONLY_VALUE_BECAUSE[name]}."
 
 

@@ -88,7 +88,7 @@ REFUSED_VALUES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
 
 
 class InertFlags:
-    """The given ones; where there is no effect, any value is accepted."""
+    """The given ones; if there is no effect, any value is accepted."""
 
     def __init__(self, **flags: Any) -> None:
         self._given = {name: value for name, value in flags.items() if value is not None}

@@ -119,7 +119,7 @@ class ModelFlags:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the model is served as. Raises BadParameter."""
+        """The names under which the model is served. Raises BadParameter."""
         names = tuple(dict.fromkeys(self.served_model_name or ()))
         for name in names:
             if not name.strip() or "," in name or not name.isprintable():
@@ -128,8 +128,8 @@ class ModelFlags:
         return names or ((self.model_tag,) if self.model_tag else ())
 
     def repositories(self, single: SingleModel | None, may_lack: bool) -> list[Path]:
-        """Those that were named, that of --demo, and one for `--model`; by default the demo's. may_lack: whether the
-        server starts without those that are no directory."""
+        """The named repositories, that of --demo, and one for `--model`; by default that of the demo. may_lack: the
+        server starts even if some are not directories."""
         found = list(self.model_repository or ())
         if self.demo or not (found or single):
             found.append(DEMO_REPOSITORY)
@@ -243,7 +243,7 @@ def _cache_config(texts: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _host_policies(texts: Sequence[str]) -> dict[str, HostPolicy]:
-    """By name; several flags may set one policy."""
+    """The policies by name; several flags may set one policy."""
     settings: dict[str, dict[str, str]] = {}
     for text in texts:
         name, _, setting = text.partition(",")

@@ -95,7 +95,7 @@ _SETTINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "opentelemetry": ("url", "resource", "bsp_max_queue_size", "bsp_schedule_delay", "bsp_max_export_batch_size"),
 }
 _BATCHING: Final = {"bsp_max_queue_size": 2048, "bsp_schedule_delay": 5000, "bsp_max_export_batch_size": 512}
-"""Each may also come from the environment, as OTEL_BSP_…"""
+"""Each value may also come from the environment, as OTEL_BSP_…"""
 
 
 def _deprecated(name: str, instead: str) -> Any:
@@ -168,7 +168,7 @@ Given = dict[str, list[str]]
 
 
 def _parsed(items: Sequence[str]) -> dict[str, Given]:
-    """By mode, "" for settings of every mode."""
+    """The settings by mode; "" for settings of every mode."""
     given: dict[str, Given] = {mode: {} for mode in _SETTINGS}
     for item in items:
         mode, comma, setting = item.partition(",")
@@ -200,7 +200,7 @@ def _mode(text: str) -> TraceMode:
 
 
 def _level(texts: list[str]) -> TraceLevel:
-    """All that are named; off wins."""
+    """The union of all named levels; off wins."""
     level = TraceLevel.OFF
     for text in texts:
         if text.lower() not in _LEVELS:

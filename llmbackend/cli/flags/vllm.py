@@ -91,8 +91,8 @@ class VllmServerFlags:
     def endpoints(
         self, http: HttpFlags, grpc: GrpcFlags, metrics: MetricsFlags, has_model: bool, is_given: Callable[[str], bool]
     ) -> dict[str, Endpoint]:
-        """By protocol. has_model: whether the command line has MODEL. is_given: whether it has a flag, by the name of
-        its field. Raises BadParameter."""
+        """The endpoints by protocol. has_model: whether the command line has MODEL. is_given: whether it has a flag, by
+        the name of the flag's field. Raises BadParameter."""
         found = {"HTTP": http.endpoint(), "GRPC": grpc.endpoint(), "metrics": metrics.endpoint(http.http_address)}
         if self.host:
             for name, field in (("HTTP", "http_address"), ("GRPC", "grpc_address"), ("metrics", "metrics_address")):
@@ -135,7 +135,7 @@ class VllmServerFlags:
         )
 
     def _fingerprint(self) -> str | None:
-        """None: that of each model."""
+        """None: each model has its own fingerprint."""
         if self.fingerprint_mode not in ("full", "hash", "custom", "none"):
             expected = "expected full, hash, custom or none"
             raise bad_option("--fingerprint-mode", f"--fingerprint-mode is '{self.fingerprint_mode}', {expected}")
@@ -151,7 +151,7 @@ class VllmServerFlags:
         return path
 
     def is_on_one_port(self, has_model: bool) -> bool:
-        """Whether gRPC and a port of metrics alone are opened only if they are asked for."""
+        """Whether gRPC and a port of metrics alone are opened only if they are requested."""
         return has_model or self.port is not None or self.uds is not None
 
     def fetched(self, model: str, engine: EngineFlags) -> tuple[str, EngineFlags]:

@@ -137,7 +137,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What is wrong with the connection; "" = nothing."""
+    """What is wrong with the connection; "" = nothing is."""
 
     text: str
 

@@ -1,7 +1,7 @@
 """The state of a server's engines and requests, built from its feed of events.
 
-For: the screen and `--once`. Does not know: connections, terminals. Invariants: a snapshot replaces everything; an
-event about an unknown instance or request is no error, because events right after a snapshot may repeat its content;
+For: the screen and `--once`. Does not know: connections, terminals. Invariants: a snapshot replaces everything;
+events about unknown instances or requests are accepted, because events right after a snapshot may repeat its content;
 the number of kept steps is bounded.
 """
 
@@ -85,7 +85,7 @@ class FeedState:
         self.num_dropped = 0
         """Events that the server left out, because they came too fast for this viewer."""
         self.since_s = 0.0
-        """Of the local clock: when the first snapshot came."""
+        """When the first snapshot came, by the local clock."""
         self._clock_s = 0.0
         """The server's clock minus the local one."""
 
@@ -94,7 +94,7 @@ class FeedState:
         return bool(self.server)
 
     def apply(self, name: str, data: Mapping[str, Any], now_s: float) -> None:
-        """now_s: of a clock that only runs forward."""
+        """now_s: the time of a clock that never goes back."""
         self.time = max(self.time, float(data.get("time") or 0.0))
         if name == "snapshot":
             self._snapshot(data, now_s)
@@ -187,7 +187,7 @@ class FeedState:
 
     @staticmethod
     def _count(instance: Instance) -> None:
-        """For idle engines and backends without steps, whose events have no counts."""
+        """Counts for idle engines and for backends without steps, whose events have no counts."""
         running = sum(request.state == "running" for request in instance.requests.values())
         instance.num_running, instance.num_waiting = running, len(instance.requests) - running
         if not instance.requests:
@@ -214,7 +214,7 @@ def _request(row: Mapping[str, Any]) -> Request:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one instance; rates are those of the window, limits are None for a backend without them."""
+    """The figures of one instance. Rates are those of the window; limits are None for a backend without limits."""
 
     model: str
     version: str
@@ -239,7 +239,7 @@ class Figures:
 
 
 def figures(state: FeedState, now_s: float) -> list[Figures]:
-    """Of all instances, sorted by name."""
+    """The figures of all instances, sorted by name."""
     return [_figures(key, instance, state, now_s) for key, instance in sorted(state.instances.items())]
 
 

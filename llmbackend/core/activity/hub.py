@@ -21,12 +21,12 @@ from .messages import KIND_OF, Activity, EventKind, InstanceDescription, LogActi
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES: Final = 16 << 20
-"""Of all events. A step of 64 rows has about 1.7 kB."""
+"""Limit of all events together. A step of 64 rows takes about 1.7 kB."""
 MAX_VIEWERS: Final = 32
 MAX_VIEWERS_OF_A_KEY: Final = 4
 NOTHING: Final[frozenset[EventKind]] = frozenset()
 _ENTRY_BYTES: Final = 200
-"""Of an entry besides its event."""
+"""What an entry takes besides its event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class WatchedInstance(Protocol):
         """Sets the kinds to report from now on. Called under a lock of the hub, on any thread: it must not block."""
 
     def describe(self) -> InstanceDescription:
-        """Any thread."""
+        """Thread-safe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Entry:
 
 
 class Reporter:
-    """Reports events of one source. Any thread; costs one comparison while there are no viewers."""
+    """Reports events of one source. Thread-safe; costs one comparison while there are no viewers."""
 
     __slots__ = ("_hub", "source")
 
@@ -119,7 +119,7 @@ class Viewer:
 
 
 class ActivityHub:
-    """Any thread. `_viewers_lock` is taken before `_log_lock`, and never while reporting."""
+    """Thread-safe. `_viewers_lock` is taken before `_log_lock`, and never while reporting."""
 
     def __init__(self) -> None:
         self.epoch = f"{int(time.time()):x}{secrets.token_hex(2)}"
@@ -200,7 +200,7 @@ class ActivityHub:
             self._instances.pop(instance, None)
 
     def describe(self) -> list[tuple[Source, InstanceDescription]]:
-        """In time proportional to the requests in flight."""
+        """Takes time in proportion to the requests in flight."""
         with self._viewers_lock:
             instances = list(self._instances)
         return [(instance.source, instance.describe()) for instance in instances]

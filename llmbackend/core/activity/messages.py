@@ -14,27 +14,27 @@ import msgspec
 EventKind = Literal["requests", "steps", "blocks", "engine", "load", "model", "log"]
 EVENT_KINDS: Final[frozenset[EventKind]] = frozenset({"requests", "steps", "blocks", "engine", "load", "model", "log"})
 MAX_ID_CHARACTERS: Final = 256
-"""Of a client's request id in an event."""
+"""A longer id of a client's request is cut to this length in events."""
 RowKind = Literal["prefill", "decode", "recompute"]
 StepRow = tuple[int, RowKind, int, int, int]
-"""Request; kind; tokens computed, with drafts; drafts accepted; tokens of the request."""
+"""The request's number, the kind, the tokens computed (with drafts), the drafts accepted, the request's tokens."""
 BlockState = Literal["free", "cached", "used"]
 BlockRun = tuple[int, int, BlockState, int | None, int]
-"""First block; number of blocks; state; a request that uses them, None = none, or one that is not shown; how many use
-them."""
+"""The first block, the number of blocks, their state, a request that uses them (None = no shown request does), and the
+number of requests that use them."""
 
 
 class RequestActivity(msgspec.Struct, frozen=True, kw_only=True):
     """A request in flight.
 
     request        its number, unique in the server's process
-    id             its client's id, shortened; "" = none
-    key            name of its API key; "" = none
+    id             the client's id for it, shortened; "" = none
+    key            the name of its API key; "" = none
     received       Unix time
-    prompt_tokens  of all its prompts; None = its backend counts none
-    max_tokens     None = as above
-    reason         why it waits; "" = it does not
-    output_tokens  so far
+    prompt_tokens  the tokens of all its prompts; None = its backend counts no tokens
+    max_tokens     None = its backend counts no tokens
+    reason         why it waits; "" = it does not wait
+    output_tokens  the tokens made so far
     """
 
     request: int
@@ -53,8 +53,8 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
 
     time             Unix time
     finish_reason    "stop", "length", "abort", "error"; "" = unknown
-    cached_tokens    of its prompts, from the prefix cache
-    num_preemptions  while there were viewers
+    cached_tokens    tokens of its prompts that the prefix cache had
+    num_preemptions  counted only while there were viewers
     """
 
     request: int
@@ -77,7 +77,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
 
 
 class StepParts(msgspec.Struct, frozen=True):
-    """Milliseconds: before the computation, of it, and after it."""
+    """The milliseconds before, during and after the computation."""
 
     schedule: float
     run: float
@@ -93,13 +93,13 @@ class BlockCounts(msgspec.Struct, frozen=True):
 class StepActivity(msgspec.Struct, frozen=True, kw_only=True):
     """One step of an engine.
 
-    step         counts from 1 in each engine
-    time         when it began, Unix time
+    step         the number of the step; each engine counts from 1
+    time         the Unix time at which it began
     rows         in the order of the batch; a request with several prompts or choices has several
     preempted    requests whose blocks were freed for it
     waiting      requests that the engine does not run yet, and why
-    num_running  in the engine
-    num_waiting  in the engine and in the model's queue
+    num_running  requests that the engine runs
+    num_waiting  requests that wait in the engine or in the model's queue
     """
 
     step: int
@@ -131,12 +131,12 @@ class BlocksActivity(msgspec.Struct, frozen=True, kw_only=True):
 class EngineActivity(msgspec.Struct, frozen=True, kw_only=True):
     """An engine's state has changed.
 
-    time          of the change, Unix time
+    time          the Unix time of the change
     state         "starting", "ready", "recovering", "failed", "asleep", "stopped"
-    reason        why the last engine ended; "" = none has
-    pid           of its process; None = it has none now, or none of its own
-    num_restarts  engines that were replaced
-    recovery_ms   of a "ready" after a lost engine: how long there was none
+    reason        why the last engine ended; "" = no engine has ended
+    pid           the id of its process; None = it has no process now, or no process of its own
+    num_restarts  how many engines were replaced
+    recovery_ms   when "ready" follows a lost engine: how long there was no engine
     """
 
     time: float
@@ -151,7 +151,7 @@ class LoadActivity(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a load.
 
     time   Unix time
-    stage  for people
+    stage  text for people
     total  0 = unknown
     """
 
@@ -188,10 +188,10 @@ class InstanceLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance now.
+    """The present state of an instance.
 
     state, pid, num_restarts  as in EngineActivity
-    limits                    None = unknown, or it has none
+    limits                    None = unknown, or there are no limits
     path                      its backend's word for what computes, such as "native"; "" = unknown
     path_reason               why nothing faster computes; "" = unknown, or there is nothing faster
     """
@@ -222,7 +222,7 @@ KIND_OF: Final[dict[type[Activity | LogActivity], EventKind]] = {
 
 
 def to_json(message: msgspec.Struct) -> bytes:
-    """Compact, in the order of the fields; lone surrogates, which an id may have, become '?'."""
+    """Compact JSON with the fields in their order. Lone surrogates, which an id may have, become '?'."""
     try:
         return _encode(message)
     except UnicodeEncodeError:
@@ -231,14 +231,14 @@ def to_json(message: msgspec.Struct) -> bytes:
 
 
 class InstanceActivity(Protocol):
-    """Where a backend reports the activity of an instance. Any thread; never blocks."""
+    """Where a backend reports the activity of an instance. Thread-safe; never blocks."""
 
     @property
     def kinds(self) -> frozenset[EventKind]:
-        """The watched kinds; usually none: then make no reports."""
+        """The watched kinds. Usually there are none; then make no reports."""
 
     def report(self, activity: Activity) -> None:
-        """No effect while no viewer watches this kind of event."""
+        """Does nothing while no viewer watches this kind of event."""
 
 
 class _NoActivity:
@@ -248,4 +248,4 @@ class _NoActivity:
 
 
 NO_ACTIVITY: Final[InstanceActivity] = _NoActivity()
-"""Of a host without viewers."""
+"""Used by a host without viewers."""

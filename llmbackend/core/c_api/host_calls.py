@@ -231,7 +231,7 @@ def infer_async(
 
 
 def unpacked_response(response: InferenceResponse) -> tuple[Any, ...]:
-    """As `_triton_api.deliver` reads it."""
+    """The response in the form that `_triton_api.deliver` reads."""
     return (
         response.model_name,
         response.model_version,

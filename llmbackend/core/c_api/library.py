@@ -75,7 +75,7 @@ def load(file: Path) -> ctypes.CDLL:
 
 
 def address_of(library: ctypes.CDLL, name: str, prefix: str = "TRITONBACKEND_") -> int:
-    """Of a function; 0 where the library does not have it."""
+    """The address of a function; 0 if the library does not have it."""
     try:
         return ctypes.cast(getattr(library, prefix + name), ctypes.c_void_p).value or 0
     except AttributeError:
@@ -166,7 +166,7 @@ class CompiledBackend:
             instance.state = None
 
     def LLMBACKEND_ModelInstanceMemoryUsage(self, instance: ModelInstance) -> Sequence[MemoryUsage]:
-        """What the instance reported last."""
+        """What the instance last reported."""
         return tuple(
             MemoryUsage(MemoryType.GPU if kind == 2 else MemoryType.CPU, device, byte_size)
             for kind, device, byte_size in instance.state.memory_usage
@@ -261,7 +261,7 @@ class CompiledCache:
         task()
 
     def lookup(self, key: bytes) -> bytes | None:
-        """Triton's caches return NOT_FOUND where there is no entry."""
+        """Triton's caches return NOT_FOUND if there is no entry."""
         error, entry = self._api.cache_lookup(self._lookup, self._cache, key.hex())
         return None if error is not None else bytes(entry)
 
@@ -275,7 +275,7 @@ class CompiledCache:
 
 
 class Handle:
-    """What the host's object keeps in its `state`: the C object, and the memory that its backend reported."""
+    """The `state` of a host object: the C object, and the memory that its backend reported."""
 
     def __init__(self, made: Any) -> None:
         self.object = made
@@ -283,13 +283,13 @@ class Handle:
 
 
 class ModelHandle(Handle):
-    """Of a model: also what its inferences on other models need."""
+    """The handle of a model, with what its inferences on other models need."""
 
     def __init__(self, made: Any, deliver: Any) -> None:
         super().__init__(made)
         self.deliveries = Deliveries(deliver)
         self.tenants: frozenset[Tenant] = frozenset()
-        """Of the requests of the last Execute: the C API does not say for which request an inference is made."""
+        """The tenants of the last Execute's requests: the C API does not name the request of an inference."""
 
     def tenant(self) -> Tenant:
         return common_tenant(self.tenants)
@@ -340,7 +340,7 @@ def _policy_name(instance: ModelInstance) -> str:
 
 
 def _packed(request: Request) -> tuple[Any, ...]:
-    """As `_triton_api.execute` reads it. Data of a fixed-size type is not copied."""
+    """The request in the form that `_triton_api.execute` reads. Data of a fixed-size type is not copied."""
     trace = request.trace
     return (
         request,

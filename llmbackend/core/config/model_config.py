@@ -55,8 +55,7 @@ def parse_json(text: str | bytes) -> ModelConfig:
 
 
 def _json(text: str | bytes) -> Any:
-    """As in protobuf's parser in C++, keys may be bare words. orjson refuses lone surrogates and NaN, as protobuf
-    must."""
+    """As in protobuf's C++ parser, keys may be bare words. orjson refuses lone surrogates and NaN, as protobuf must."""
     try:
         return orjson.loads(text)
     except ValueError:

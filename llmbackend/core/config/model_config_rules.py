@@ -203,8 +203,8 @@ def _validate_queue_policies(config: ModelConfig) -> None:
 
 
 def validate_instance_groups(config: ModelConfig, gpus: Sequence[int], min_compute_capability: float) -> None:
-    """For groups after set_instance_groups; gpus: the host's GPU ids. Raises TritonError INVALID_ARG with the texts of
-    ValidateInstanceGroup in Triton's core."""
+    """Validates the groups after set_instance_groups. gpus: ids of the host's GPUs. Raises TritonError INVALID_ARG with
+    the texts of ValidateInstanceGroup in Triton's core."""
     for group in config.instance_group:
         subject = f"instance group {group.name} of model {config.name}"
         kind = ModelInstanceGroup.Kind.Name(group.kind)

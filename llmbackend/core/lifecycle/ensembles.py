@@ -223,7 +223,7 @@ def parts_of(specs: Mapping[str, ModelSpec]) -> dict[str, list[str]]:
 
 
 def circles(parts: Parts) -> dict[str, str]:
-    """By model that depends on itself: Triton's error text, whose names are not always those of the model."""
+    """Triton's error text for each model that depends on itself; it does not always name that model."""
     reasons: dict[str, str] = {}
 
     def search(current: str, start: str, seen: set[str]) -> str:
@@ -258,7 +258,7 @@ def in_levels(names: Iterable[str], parts: Parts) -> list[list[str]]:
 
 
 class ModelDependencies:
-    """The recorded ensembles, and which models were requested by name. Any thread."""
+    """The recorded ensembles, and which models were requested by name. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -53,7 +53,7 @@ def wait_until_drained(versions: ModelVersions, deadline_s: float) -> bool:
 
 
 def _in_flight_count(model: LoadedModel) -> int:
-    """For a model with sequences at least the number of open ones, as in Triton."""
+    """For a model with sequences, at least the number of open sequences, as in Triton."""
     return max(model.in_flight.count, model.sequences.open_count if model.sequences is not None else 0)
 
 

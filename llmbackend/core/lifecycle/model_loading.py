@@ -101,8 +101,7 @@ class ModelLoader:
             raise _joined(list(errors.values()))
 
     def load_together(self, wanted: Mapping[str, LoadParameters | None]) -> dict[str, TritonError]:
-        """As `load` for several models, in parallel where they do not depend on each other. Returns the errors by
-        key."""
+        """Like `load` for several models, in parallel where possible. Returns the errors by key."""
         with self._hold_and_poll(wanted) as polled:
             specs = {key: spec for key, spec in polled.items() if isinstance(spec, ModelSpec)}
             errors = {key: error for key, error in polled.items() if isinstance(error, TritonError)}
@@ -131,7 +130,7 @@ class ModelLoader:
                 )
 
     def unload_key(self, key: str, unload_dependents: bool = False) -> None:
-        """As `unload`, for one model by its key."""
+        """Like `unload`, for one model by its key."""
         removed = self._dependencies.forget(key, with_parts=unload_dependents)
         for model in removed:
             self.names.discard(model)

@@ -55,13 +55,13 @@ class ModelEntry:
     """All versions of one model.
 
     spec: what the serving versions were loaded from; None when nothing serves
-    told: state and reason of each version as the listener knows them
+    reported: state and reason of each version as the listener knows them
     operation: number of loads and unloads so far; a load that finds a higher number than its own was overtaken
     """
 
     versions: dict[int, VersionEntry]
     spec: ModelSpec | None = None
-    told: dict[int, tuple[ModelReadyState, str]] = field(default_factory=dict)
+    reported: dict[int, tuple[ModelReadyState, str]] = field(default_factory=dict)
     operation: int = 0
 
     def fail_load(self, wanted: Collection[int], errors: Mapping[int, TritonError]) -> None:
@@ -96,7 +96,7 @@ class Load:
 
 
 class ModelVersions:
-    """Models go by their ModelIdentifier. Any thread."""
+    """Models go by their ModelIdentifier. Thread-safe."""
 
     def __init__(self, on_change: StateListener = lambda *change: None) -> None:
         self.operations = InFlight()  # loads and retirements
@@ -136,7 +136,7 @@ class ModelVersions:
             return model
 
     def get(self, name: ModelIdentifier, version: int = -1) -> LoadedModel:
-        """As `acquire`, without entering `in_flight`: for what stays valid after an unload."""
+        """Like `acquire`, without entering `in_flight`: for what stays valid after an unload."""
         with self._lock:
             return self._ready_model(name, version)
 
@@ -203,7 +203,7 @@ class ModelVersions:
                 elif version.model is not None and can_update(version.model):
                     version.model.in_flight.enter()
                     updated[number] = version.model
-            self._tell_changes(spec.key, entry)
+            self._notify_listener(spec.key, entry)
             return Load(spec, entry.operation, updated)
 
     def swap(
@@ -221,7 +221,7 @@ class ModelVersions:
             else:
                 retired = entry.swap_in(load.spec, models)
             self._begin_draining(retired)
-            self._tell_changes(load.spec.key, entry)
+            self._notify_listener(load.spec.key, entry)
             return is_outdated, retired
 
     def end_load(self, load: Load) -> None:
@@ -243,7 +243,7 @@ class ModelVersions:
             entry.spec = None
             retired = [model for version in entry.versions.values() if (model := version.stop_serving()) is not None]
             self._begin_draining(retired)
-            self._tell_changes(name, entry)
+            self._notify_listener(name, entry)
             return retired
 
     def end_draining(self, model: LoadedModel) -> None:
@@ -254,13 +254,13 @@ class ModelVersions:
                 if version.model is model:
                     version.model = None
                     version.state, version.reason = ModelReadyState.UNAVAILABLE, UNLOADED
-            self._tell_changes(model.key, self._models[model.key])
+            self._notify_listener(model.key, self._models[model.key])
 
-    def _tell_changes(self, name: str, entry: ModelEntry) -> None:
+    def _notify_listener(self, name: str, entry: ModelEntry) -> None:
         """Notifies the listener of versions whose state or reason changed since the last call."""
         now = {number: (version.state, version.reason) for number, version in entry.versions.items()}
-        changed = [number for number in now if now[number] != entry.told.get(number)]
-        entry.told = now
+        changed = [number for number in now if now[number] != entry.reported.get(number)]
+        entry.reported = now
         for number in changed:
             self._on_change(name, number, *now[number])
 
@@ -279,8 +279,8 @@ class ModelVersions:
 
 
 def ready_version(name: str, version: int, states: Mapping[int, ModelReadyState] | None) -> int:
-    """The READY version of a request. version: -1 = the highest; states: of the versions, None for an unknown model.
-    Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts."""
+    """The READY version for a request. version: -1 = the highest. states: the state of each version; None for an
+    unknown model. Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts."""
     if states is None:
         raise not_found(f"{_unknown(name)} is not found")
     if version >= 0:

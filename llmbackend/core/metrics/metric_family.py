@@ -30,7 +30,7 @@ _LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class Family:
-    """metric_api.MetricFamily, and the samples of its metrics. Any thread."""
+    """metric_api.MetricFamily, and the samples of its metrics. Thread-safe."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ def number_text(value: float) -> str:
 
 
 class MetricFamilies:
-    """All families of backends, by name; a collector of the server's registry."""
+    """All metric families of backends, by name; a collector of the server's registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._lock = threading.Lock()

@@ -113,7 +113,7 @@ class Summaries:
 
 
 class Summary:
-    """Count and sum since the start, and a sample of the values of the last minute. Any thread.
+    """Count and sum since the start, and a sample of the values of the last minute. Thread-safe.
 
     By design different: prometheus-cpp estimates the quantiles of the last minute with a stream algorithm; here they
     are exact up to SAMPLES_PER_SLICE requests in each fifth of it, and those of a uniform sample of that size beyond.
@@ -242,7 +242,7 @@ class ResponseTimes:
 
 
 class Statistics:
-    """One model version's counters. Any thread.
+    """One model version's counters. Thread-safe.
 
     By design different from Triton: a request's duration ends at its FINAL response, not at its release, which a
     backend may do early.
@@ -336,7 +336,7 @@ class Statistics:
                 times.compute_output.add(end_ns - output_start_ns)
 
     def snapshot(self, name: str, version: int) -> ModelStatistics:
-        """All counters as the protocol's message; as in Triton, durations are present also when zero."""
+        """All counters as the protocol's message. As in Triton, durations are present even if they are zero."""
         with self._lock:
             message = ModelStatistics(
                 name=name,

@@ -38,7 +38,7 @@ Readinesses = Callable[[], Iterable[VersionReadiness]]
 
 
 def register_host_metrics(registry: CollectorRegistry, readinesses: Readinesses) -> None:
-    """With the usual metrics of a process: process_cpu_seconds_total, process_open_fds …"""
+    """Also registers the usual metrics of a process: process_cpu_seconds_total, process_open_fds …"""
     registry.register(ReadinessMetric(readinesses))
     ProcessCollector(registry=registry)
 
@@ -205,7 +205,7 @@ SUMMARIES: dict[str, tuple[str, str]] = {
 }
 """Name → field of Summaries and description."""
 WITHOUT_CACHE = frozenset({"nv_inference_request_summary_us"})
-"""Not shown for models with a cache: as in Triton, such a duration lacks the time to store the response."""
+"""Not shown for models with a cache: as in Triton, this duration would not include the time to store the response."""
 WITH_CACHE = frozenset({"nv_cache_hit_summary_per_model", "nv_cache_miss_summary_per_model"})
 
 
@@ -265,7 +265,7 @@ class _Reading(NamedTuple):
     time_s: float
     """Monotonic."""
     busy_ticks: float
-    """Of all processors since boot."""
+    """Busy time of all processors since boot."""
     total_ticks: float
     memory_total_bytes: int
     memory_available_bytes: int

@@ -35,7 +35,7 @@ Samples = Callable[[], Sequence[WarmupSample]]
 
 @dataclass(frozen=True, slots=True)
 class InstanceChange:
-    """After the change the instances are kept + added."""
+    """A change of the instances: afterwards there are kept + added."""
 
     kept: list[LoadedInstance]
     added: list[LoadedInstance]
@@ -148,7 +148,7 @@ class InstanceSet:
             removal.join()
 
     def finalize(self) -> None:
-        """After `stop`."""
+        """Call it after `stop`."""
         for instance in self.all:
             instance.finalize()
         self.all = ()

@@ -10,7 +10,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,42 +50,27 @@ log = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 6.0
 
 
-class _Question:
-    """One call of `ask` on one of `threads`. Raises RuntimeError when there is no thread."""
-
-    def __init__(self, ask: Callable[[], None], threads: KeptThreads) -> None:
-        self._answered = threading.Event()
-        self._reason = ""
-        self._deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
-        threads.run(lambda: self._run(ask))
-
-    def _run(self, ask: Callable[[], None]) -> None:
-        try:
-            ask()
-        except TritonError as error:
-            self._reason = error.message or error.status
-        self._answered.set()
-
-    @property
-    def is_answered(self) -> bool:
-        return self._answered.is_set()
-
-    def answer(self, timeout_s: float) -> str:
-        """The backend's reason; "" = ready."""
-        if self._answered.wait(max(min(self._deadline_s - time.monotonic(), timeout_s), 0.0)):
-            return self._reason
-        return f"its backend did not report within {timeout_s:g} s whether it is ready"
+def _answer(question: Future[str], ask: Callable[[], None]) -> None:
+    """Sets the backend's reason; "" = ready."""
+    try:
+        ask()
+    except TritonError as error:
+        question.set_result(error.message or error.status)
+    else:
+        question.set_result("")
 
 
 class Readiness:
-    """The readiness of one model version; one question at a time. Any thread."""
+    """The readiness of one model version; one question at a time. Thread-safe."""
 
     def __init__(self, name: str, version: int) -> None:
         self._name = name
         self._version = version
         self._lock = threading.Lock()
         self._threads = KeptThreads(f"ready-{name}")
-        self._question: _Question | None = None
+        self._question: Future[str] | None = None
+        self._deadline_s = 0.0
+        """From when on the question counts as unanswered."""
         self._logged = ""
         self._closed = False
 
@@ -96,14 +83,20 @@ class Readiness:
         with self._lock:
             if self._closed:
                 return "it is being unloaded"
-            if self._question is None or self._question.is_answered:
+            if self._question is None or self._question.done():
+                question: Future[str] = Future()
                 try:
-                    self._question = _Question(ask, self._threads)
-                except RuntimeError as error:
+                    self._threads.run(partial(_answer, question, ask))
+                except RuntimeError as error:  # no more threads
                     return f"its readiness cannot be checked: {error}"
-            question = self._question
-        reason = question.answer(ANSWER_TIMEOUT_S if timeout_s is None else timeout_s)
-        if timeout_s is None or question.is_answered:
+                self._question, self._deadline_s = question, time.monotonic() + ANSWER_TIMEOUT_S
+            question, left_s = self._question, self._deadline_s - time.monotonic()
+        wait_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
+        try:
+            reason = question.result(max(min(left_s, wait_s), 0.0))
+        except TimeoutError:
+            reason = f"its backend did not report within {wait_s:g} s whether it is ready"
+        if timeout_s is None or question.done():
             self._log_change(reason)
         return reason
 
@@ -111,9 +104,9 @@ class Readiness:
         """Refuses questions and waits for the current one, so that no finalised instance is asked."""
         with self._lock:
             self._closed = True
-            question = self._question
+            question, left_s = self._question, self._deadline_s - time.monotonic()
         if question is not None:
-            question.answer(ANSWER_TIMEOUT_S)
+            wait((question,), max(left_s, 0.0))
         self._threads.close()
 
     def _log_change(self, reason: str) -> None:
@@ -167,7 +160,7 @@ def _with_cache(scheduler: Scheduler, model: ChannelOwner, services: HostService
 
 @dataclass(frozen=True, slots=True)
 class _Serving:
-    """Made by `load` when the backend has completed the configuration."""
+    """What `load` makes once the backend has completed the configuration."""
 
     description: Description
     latencies: Latencies

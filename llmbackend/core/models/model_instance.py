@@ -39,7 +39,7 @@ from ..scheduling.scheduler import Batches, BatchSource
 
 
 class InFlight:
-    """A count of open handles. Any thread."""
+    """A count of open handles. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -78,7 +78,7 @@ class InFlight:
 
 class LiveRequests:
     """The requests that have not ended, also by client id, which may repeat; the empty id finds nothing. Operations are
-    O(1). Any thread."""
+    O(1). Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -322,9 +322,8 @@ class InstanceThread(threading.Thread):
         batches: Batches,
         warm_up: Callable[[LoadedInstance], None],
     ) -> None:
-        """batches: those of `source`, through the rate limiter
-        warm_up: called on the thread for each instance, before any batch; if it fails, no batch is taken
-        """
+        """batches: the batches of `source`, possibly through the rate limiter. warm_up: called on the thread for each
+        instance, before any batch; if it fails, no batch is taken."""
         super().__init__(name=instances[0].name, daemon=True)
         self.warmed_up: Future[None] = Future()  # ends with the warmup, or with its error
         self.source = source
@@ -353,7 +352,7 @@ class InstanceThread(threading.Thread):
 
 
 def _request_of(channel: ResponseChannel) -> RequestActivity:
-    """For backends that do not report their requests."""
+    """The activity of a request whose backend does not report it."""
     age_s = (time.monotonic_ns() - channel.start_ns) * 1e-9
     return RequestActivity(
         request=channel.number,

@@ -99,7 +99,7 @@ class ServedConfig:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Within this context the backend may call `complete`."""
+        """The backend may call `complete` only within this context."""
         self._is_open = True
         try:
             yield

@@ -62,7 +62,7 @@ def warmup_samples(config: ModelConfig, directory: Path, validator: RequestValid
 
 
 def _valid(config: ModelConfig, validator: RequestValidator, tensors: Sequence[RawTensor]) -> ValidRequest:
-    """As in Triton, inputs that are not in the configuration (controls of sequences) are not checked."""
+    """As in Triton, inputs that are not in the configuration, such as controls of sequences, are not checked."""
     known = {item.name for item in config.input}
     inputs = tuple(tensor for tensor in tensors if tensor.name in known)
     valid = validator.validate(InferenceRequest(config.name, inputs=inputs))

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 SEPARATOR = "::"
 ModelIdentifier = NewType("ModelIdentifier", str)
-"""The key of a model, unique in the server; a type of its own, because a client's name is no key."""
+"""The key of a model, unique in the server; a type of its own, because a client's name is not a key."""
 
 
 def identifier(namespace: str, name: str) -> ModelIdentifier:
@@ -29,7 +29,7 @@ def identifier(namespace: str, name: str) -> ModelIdentifier:
 
 
 class ModelNames:
-    """Names → keys of models that were read and not unloaded. Any thread.
+    """Names → keys of models that were read and not unloaded. Thread-safe.
 
     With namespacing several models may have one name. Triton's protocols cannot name a namespace: such a name can be
     listed, loaded and unloaded, but not used for inference. Keys are accepted instead of names, for ensembles. A model
@@ -139,7 +139,8 @@ def config_path(directory: Path, config_name: str) -> Path:
 
 
 def signature_of(directory: Path) -> Signature:
-    """Without bytecode caches, which a load of a Python model may write, and directories' times, which they change."""
+    """Ignores bytecode caches, which a load of a Python model may write, and the times of directories, which these
+    change."""
     entries = []
     for path in sorted(directory.rglob("*")):
         relative = path.relative_to(directory)
@@ -154,8 +155,8 @@ def signature_of(directory: Path) -> Signature:
 
 
 def is_version_affected(old: Signature, new: Signature, version: int, config: str) -> bool:
-    """Whether a difference can affect this version: in its directory, or beside the versions, but not in the
-    configuration (`config`, relative to the model's directory)."""
+    """Whether a difference can affect this version: it is in the version's directory, or beside the versions but not in
+    the configuration (`config`, relative to the model's directory)."""
     config_entry = PurePath(config).parts[0]
     return _affecting(old, version, config_entry) != _affecting(new, version, config_entry)
 

@@ -140,9 +140,9 @@ class ModelRepository:
             return signature_of(source.directory)
 
     def poll(self, name: str, parameters: LoadParameters | None = None) -> dict[str, ModelSpec | TritonError]:
-        """By key, the models of that name (or key), with the overrides of `parameters`; with namespacing one for each
-        repository that has it. An error instead of a model that cannot be used: INVALID_ARG for an invalid name or
-        override, else INTERNAL with Triton's text (the cause is logged)."""
+        """The models of that name (or key) by key, with the overrides of `parameters`; with namespacing, one for each
+        repository that has the name. A model that cannot be used is replaced by an error: INVALID_ARG for an invalid
+        name or override, else INTERNAL with Triton's text (the cause is logged)."""
         try:
             check_load_parameters(name, parameters or {})
             if any(key.startswith(FILE_PREFIX) for key in parameters or {}):  # the model's files
@@ -220,15 +220,15 @@ class ModelRepository:
         return spec
 
     def _resolve_steps(self, spec: ModelSpec) -> None:
-        """With namespacing, gives steps the keys of their models."""
+        """With namespacing, replaces the model names in steps by the keys of the models."""
         if self._is_namespacing:
             spec.step_names = tuple(step.model_name for step in spec.config.ensemble_scheduling.step)
             for step in spec.config.ensemble_scheduling.step:
                 step.model_name = self._composing_key(spec.namespace, step.model_name)
 
     def _composing_key(self, namespace: str, name: str) -> str:
-        """The key of a composing model of an ensemble of `namespace`: of its own repository, else the only one. The
-        name itself when there is none, or several."""
+        """The key of a composing model of an ensemble in `namespace`: the one in the same repository, else the only
+        one. If there is none, or several, the name itself."""
         homes = [root for root in self._roots if (root / name).is_dir()]
         if Path(namespace) in homes:
             homes = [Path(namespace)]

@@ -36,13 +36,13 @@ _NEXT: dict[Action | None, tuple[Action, ...]] = {
     Action.LOAD_COMPLETE: (Action.UNLOAD,),
     Action.UNLOAD: (Action.UNLOAD_COMPLETE,),
 }
-"""By an agent's last action: the actions that may follow."""
+"""The last action of an agent → the actions that may follow it."""
 _REMAINING: dict[Action | None, tuple[Action, ...]] = {
     Action.LOAD: (Action.LOAD_FAIL,),
     Action.LOAD_COMPLETE: (Action.UNLOAD, Action.UNLOAD_COMPLETE),
     Action.UNLOAD: (Action.UNLOAD_COMPLETE,),
 }
-"""By an agent's last action: those that must follow before it is finalised."""
+"""The last action of an agent → the actions that must follow before the agent is finalised."""
 
 
 class LoadedAgent:
@@ -68,7 +68,7 @@ class LoadedAgent:
             call_entry_point(f"repository agent '{self.name}'", entry_point, self, *arguments)
 
     def call_logged(self, function: str, *arguments: Any) -> None:
-        """As `call`, but logs the error."""
+        """Like `call`, but logs an error instead of raising it."""
         try:
             self.call(function, *arguments)
         except TritonError as error:
@@ -138,7 +138,7 @@ class LoadedAgentModel:
 
 
 class AgentChain:
-    """The agents of one load of a model, shared by its versions. Any thread; agents are called one at a time."""
+    """The agents of one load of a model, shared by its versions. Thread-safe; agents are called one at a time."""
 
     def __init__(self, release: Callable[[LoadedAgent], None]) -> None:
         """release: called once for each agent, when the model no longer uses it."""
@@ -151,7 +151,7 @@ class AgentChain:
 
     @property
     def location(self) -> Path:
-        """Where to load the model from, as the last agent decided."""
+        """The directory from which to load the model, as the last agent decided."""
         return self._models[-1].location
 
     def add(self, model: LoadedAgentModel) -> None:

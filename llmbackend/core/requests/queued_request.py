@@ -190,7 +190,7 @@ class BackendResponse:
     def send(
         self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None, delta: bytes = b""
     ) -> None:
-        """After FINAL the response is logged and dropped. Raises TritonError INVALID_ARG when it was sent before."""
+        """After FINAL, the response is logged and dropped. Raises TritonError INVALID_ARG if it was sent before."""
         self._check_unsent()
         self._sent = True
         channel = self._channel
@@ -232,7 +232,7 @@ class BackendResponseFactory:
         return BackendResponse(self.channel)
 
     def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE, delta: bytes = b"") -> None:
-        """After FINAL the response is logged and dropped. Raises TritonError INVALID_ARG after `close`."""
+        """After FINAL, the response is logged and dropped. Raises TritonError INVALID_ARG after `close`."""
         if self._closed:
             self._check_open()
         channel = self.channel

@@ -374,7 +374,7 @@ class Reshape:
 
 
 def input_reshapes(config: ModelConfig) -> dict[str, Reshape]:
-    """By input, from the client's shape to the model's."""
+    """For each input with a reshape: how to get from the client's shape to the model's."""
     batches = config.max_batch_size > 0
     return {
         item.name: Reshape(item.dims, item.reshape.shape, batches) for item in config.input if item.HasField("reshape")
@@ -382,7 +382,7 @@ def input_reshapes(config: ModelConfig) -> dict[str, Reshape]:
 
 
 def output_reshapes(config: ModelConfig) -> dict[str, Reshape]:
-    """By output, from the model's shape to the client's."""
+    """For each output with a reshape: how to get from the model's shape to the client's."""
     batches = config.max_batch_size > 0
     return {
         item.name: Reshape(item.reshape.shape, item.dims, batches) for item in config.output if item.HasField("reshape")

@@ -83,7 +83,7 @@ class RequestObserver:
     """Observes a request of an ensemble or a warmup; by default does nothing. Called on any thread."""
 
     def make_room(self) -> None:
-        """Before each response of a backend with SendPolicy.BLOCKING is delivered; may block to delay it."""
+        """Called before each response of a backend with SendPolicy.BLOCKING is delivered. May block to delay it."""
 
     def computed(self, times: PhaseTimes) -> None:
         """The request succeeded, with the `times` that its backend reported."""
@@ -193,7 +193,7 @@ class ResponseChannel:
             return not self._final_ns
 
     def send(self, response: InferenceResponse, flags: ResponseFlag) -> None:
-        """As `deliver`, after the observer has made room if the backend may be blocked."""
+        """Like `deliver`, but first lets the observer make room if the backend may be blocked."""
         if self.observer is not None and self.owner.may_block_in_send:
             self.observer.make_room()
         self.deliver(response, flags)

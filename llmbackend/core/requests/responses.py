@@ -28,14 +28,14 @@ from .request_validation import Reshape, output_reshapes
 Transform = Callable[[InferenceResponse], InferenceResponse]
 """Transforms a response without an error. May raise TritonError."""
 Labels = Mapping[str, Sequence[str]]
-"""By output with labels: the label of each index."""
+"""For each output with labels: the label of each index."""
 MAX_CLASSES = 1 << 16
 """Results of one output, over its whole batch. The bound is ours."""
 _UNSUPPORTED = frozenset({"BOOL", "FP16", "BF16", "BYTES"})
 
 
 class ResponseTransforms:
-    """What one model version does to its responses: reshape, classification, the time to the first one."""
+    """How the responses of one model version are changed: reshape, classification, the time to the first response."""
 
     def __init__(self, config: ModelConfig, directory: Path, first_response: Family | None) -> None:
         """Raises TritonError for a label file that cannot be read."""
@@ -157,7 +157,7 @@ def _classes(row: npt.NDArray[Any], count: int, labels: Sequence[str]) -> list[b
 
 
 def _value(element: Any) -> str:
-    """As printed by C++: floating-point numbers with six decimals."""
+    """The number as C++ prints it: floating-point numbers with six decimals."""
     return f"{element:f}" if isinstance(element, np.floating) else f"{element}"
 
 

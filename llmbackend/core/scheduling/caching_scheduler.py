@@ -76,7 +76,7 @@ class CachingScheduler(DelegatingScheduler):
             self._waiting += change
 
     def _run_later(self, step: Callable[[], None], request: QueuedRequest) -> None:
-        """On a thread of the cache."""
+        """Called on a thread of the cache."""
         self._count_waiting(-1)
         try:
             step()

@@ -152,7 +152,7 @@ def _named(text: str, model: Model) -> Path:
 
 
 def _functions(module: ModuleType | CompiledStrategy, path: Path, model: str) -> dict[str, Callable[..., Any]]:
-    """All five functions, or none, as Triton allows."""
+    """All five functions, or none, which Triton allows, too."""
     functions = {name: function for name in FUNCTIONS if callable(function := getattr(module, name, None))}
     if functions and len(functions) < len(FUNCTIONS):
         raise invalid_argument(f"{path} does not define all required custom batching functions for model {model}")
@@ -163,8 +163,8 @@ BatchKey = tuple[tuple[str, tuple[int, ...] | None], ...]
 
 
 class EqualInputs:
-    """What requests must have in common to share a batch, so that they can be joined along the batch dimension: the
-    shapes of inputs that are variable and not `allow_ragged_batch`, and, if inputs are optional, which ones are
+    """Decides which requests may share a batch, so that they can be joined along the batch dimension. Inputs that
+    are variable and not `allow_ragged_batch` must have equal shapes. If inputs are optional, the same ones must be
     present."""
 
     def __init__(self, config: ModelConfig) -> None:

@@ -74,7 +74,7 @@ class ResourceManager:
             raise
 
     def unregister(self, user: Hashable) -> None:
-        """Its resources in use are released separately."""
+        """Resources in use are released separately."""
         self._needs.pop(user, None)
         self._update_limits()
 
@@ -148,7 +148,7 @@ class Registration:
 
 
 class RateLimiter:
-    """Any thread. One lock, since the limiter is for hosts with few, large executions.
+    """Thread-safe. One lock, since the limiter is for hosts with few, large executions.
 
     Of the instances that are ready to execute, the one with the lowest (executions x priority) is first and is not
     overtaken, so that large needs are met, too. An instance that waits forms no batch, so that its requests can still

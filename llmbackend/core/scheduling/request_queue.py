@@ -23,7 +23,7 @@ from .scheduler import BatchSource
 
 
 class PriorityQueue(LevelQueue[QueuedRequest]):
-    """With the limits and deadlines of each level. RequestQueue's lock guards it."""
+    """The queue with the limits and deadlines of each level. RequestQueue's lock guards it."""
 
     def __init__(self, policies: QueuePolicies) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class RequestQueue:
             self._timer.set(self._expire, due_ns)
 
     def _expire(self) -> None:
-        """On the timer's thread."""
+        """Called on the timer's thread."""
         with self._changed:
             expired = self._queue.take_expired(time.monotonic_ns())
             self._alarm_ns = None
@@ -197,7 +197,7 @@ class RequestQueue:
             request.fail(unavailable("Request timeout expired"), FailureReason.REJECTED)
 
     def _cancel(self, request: QueuedRequest) -> None:
-        """On the cancelling thread. A request that an instance has is cancelled by its backend."""
+        """Called on the cancelling thread. A request that an instance has is cancelled by its backend."""
         with self._changed:
             if not self._queue.remove(request):
                 return

@@ -197,7 +197,7 @@ class TraceManager:
         self._defaults = settings
         self._lock = threading.RLock()
         self._own: dict[str, dict[TraceField, Any]] = {}
-        """By model or _SERVER: the fields that were set."""
+        """By model or _SERVER: the fields that were set for it."""
         self._samplers: dict[str, _Sampler] = {}
         self._files: dict[str, TraceFile] = {}
         self._ids = itertools.count(1)

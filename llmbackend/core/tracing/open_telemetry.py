@@ -146,7 +146,7 @@ class OpenTelemetrySink:
 
 
 def _with_scheme(url: str) -> str:
-    """As Triton's exporter, accepts `localhost:4318/v1/traces`."""
+    """Like Triton's exporter, accepts `localhost:4318/v1/traces`."""
     return f"http://{url}" if url and "://" not in url else url
 
 

@@ -24,7 +24,7 @@ class TraceLevel(IntFlag):
 
     @property
     def names(self) -> list[str]:
-        """As in the protocol."""
+        """The names of the levels in the protocol."""
         return [level.name or "" for level in (TraceLevel.TIMESTAMPS, TraceLevel.TENSORS) if level in self] or ["OFF"]
 
 
@@ -53,7 +53,7 @@ class OpenTelemetryOptions:
     bsp_max_export_batch_size: int = 512
 
     def shown(self) -> dict[str, str]:
-        """For the trace setting endpoints."""
+        """The options as the trace setting endpoints show them."""
         shown = {"url": self.url} if self.url else {}
         if self.resource:
             shown["resource"] = ",".join(f"{key}={value}" for key, value in self.resource.items())
@@ -132,7 +132,7 @@ log = logging.getLogger(__name__)
 MAX_REPORTS: Final = 4096
 """Entries of one model in one trace; further responses of a longer stream are not recorded."""
 MAX_SPANS: Final = 1024
-"""Of one backend in one trace."""
+"""Limit for one backend in one trace."""
 
 
 class TraceSink(Protocol):
@@ -164,7 +164,7 @@ class Trace:
         on_complete: Callable[[], None],
         parent_context: Any = None,
     ) -> None:
-        """parent_context: of the client's trace (OpenTelemetry)."""
+        """parent_context: the context of the client's trace (OpenTelemetry)."""
         self.level = level
         self.sink = sink
         self.parent_context = parent_context
@@ -174,7 +174,7 @@ class Trace:
         self._open = 1
         self._reports: list[RequestTrace] = []
         self.root_span: Any = None
-        """For the sink."""
+        """For the use of the sink."""
         self.traceparent = ""
         """W3C's name of the root span (mode opentelemetry), or ""."""
         self.root = self.add(parent=None)
@@ -182,7 +182,7 @@ class Trace:
 
     @property
     def reports(self) -> list[RequestTrace]:
-        """In their order: that of the frontend and its model, then those of composing models."""
+        """First the trace of the frontend and its model, then those of composing models."""
         with self._lock:
             return list(self._reports)
 
@@ -247,7 +247,7 @@ class RequestTrace:
         return 0 if self.parent is None else self.parent.id
 
     def child(self) -> RequestTrace:
-        """For a request on behalf of this one."""
+        """The trace of a request that is made on behalf of this one."""
         return self.trace.add(parent=self)
 
     # --- backends -----------------------------------------------------------------------------------------------------
@@ -258,12 +258,12 @@ class RequestTrace:
         return self._times and self.trace.sink.takes_spans
 
     def add_span(self, span: TraceSpan) -> None:
-        """Before the request is released."""
+        """Call it before the request is released."""
         if len(self.spans) < MAX_SPANS:
             self.spans.append(span)
 
     def set_attributes(self, attributes: Attributes) -> None:
-        """Of the model's span. Before the request is released."""
+        """Sets attributes of the model's span. Call it before the request is released."""
         self.attributes.update(attributes)
 
     # --- frontends --------------------------------------------------------------------------------------------------

@@ -326,7 +326,7 @@ class AccessControl:
         return InferenceServer(options) if self._keys is None else KeyedServer(options)
 
     def http_tls_context(self) -> ssl.SSLContext | None:
-        """For a new connection; None: no TLS."""
+        """The context for a new connection; None without TLS."""
         return None if self._http_tls is None else self._http_tls.context
 
     def grpc_credentials(self) -> grpc.ServerCredentials | None:
@@ -366,7 +366,7 @@ class AccessControl:
 
     @property
     def accounts(self) -> list[Account] | None:
-        """By name; None: clients need no key. Used on the event loop."""
+        """The accounts, sorted by name; None if clients need no key. Used on the event loop."""
         return None if self._keys is None else self._keys.accounts
 
     def totals(self) -> dict[str, KeyTotals]:

@@ -191,7 +191,7 @@ class KeyRing:
 
     @property
     def accounts(self) -> list[Account]:
-        """By name."""
+        """All accounts, sorted by name."""
         return sorted((account for _, account in self._entries), key=lambda account: account.name)
 
     @property

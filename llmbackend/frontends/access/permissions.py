@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 
 class Category(StrEnum):
-    """Of endpoints, with the names of Triton's flags."""
+    """The kinds of endpoints, with the names of Triton's flags."""
 
     HEALTH = "health"
     METADATA = "metadata"
@@ -30,7 +30,7 @@ class Category(StrEnum):
 
 
 class Role(StrEnum):
-    """Of an API key: operators may also load models and change settings."""
+    """The role of an API key: operators may also load models and change settings."""
 
     USER = "user"
     OPERATOR = "operator"
@@ -128,7 +128,7 @@ class Restriction:
     """The header that requests of a restricted category need."""
 
     header: str
-    """In lower case."""
+    """The header's name in lower case."""
     value: bytes = field(repr=False)
 
 

@@ -94,7 +94,7 @@ class Bucket:
     """Holds up to `per_minute` units, and gains as many per minute. Not thread-safe."""
 
     def __init__(self, per_minute: int, clock: Clock, cell: Cell | None = None) -> None:
-        """cell: of a bucket that processes share, with a clock that all of them have"""
+        """cell: the state of a bucket that several processes share; its clock must be one that all of them have."""
         self.per_minute = per_minute
         self._clock = clock
         self._cell = cell or _LocalCell(per_minute, clock())
@@ -132,9 +132,8 @@ class Account:
         shares_caches: bool = False,
         shared: SharedCounts | None = None,
     ) -> None:
-        """owner: of what is stored for the key; "": the name
-        shared: has the buckets, if several processes admit requests
-        """
+        """owner: under which the key's data is stored; "": its name. shared: holds the buckets if several processes
+        admit requests."""
         self.name = name
         self.owner = owner or name
         self.limits = limits
@@ -147,7 +146,8 @@ class Account:
         self._tokens = _bucket(name, "tokens", limits.tokens, clock, shared)
 
     def admit(self, prompts: int = 1, taken: int = 0) -> Refusal | None:
-        """Takes `prompts`, or returns the refusal. taken: of them, already; if any, the tokens were checked"""
+        """Takes `prompts` from the limits, or returns a refusal. taken: how many of them were taken before; if any, the
+        tokens were checked, too."""
         with self._lock:
             refusal = _refusal("requests", self._requests, prompts, taken)
             if refusal is None and not taken:
@@ -210,7 +210,7 @@ def _headers(kind: Kind, bucket: Bucket | None) -> list[tuple[bytes, bytes]]:
 
 
 def duration(seconds: float) -> str:
-    """In OpenAI's form: `20ms`, `1.5s`, `6m0s`."""
+    """A duration as OpenAI writes it: `20ms`, `1.5s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     tenths = math.ceil(seconds * 10)

@@ -25,7 +25,7 @@ from .rate_limit import Account, Refusal
 
 class ProcessCounters(Collector):
     def __init__(self, own: CollectorRegistry, folder: Path) -> None:
-        """own: counters of this process. folder: of the others'"""
+        """own: the counters of this process. folder: has those of the other processes."""
         self._own = own
         self._folder = str(folder)
 
@@ -56,7 +56,7 @@ def _samples(families: Iterable[Metric]) -> Iterator[Sample]:
 Protocol = Literal["http", "grpc"]
 Outcome = Literal["accepted", "rate_limited", "restricted", "forbidden", "unauthenticated"]
 KeyTotals = Tally[str]
-"""Of one key: requests by outcome, `prompt_tokens`, `generated_tokens`."""
+"""The totals of one key: requests by outcome, `prompt_tokens`, `generated_tokens`."""
 
 
 class AccessMetrics:
@@ -96,7 +96,8 @@ class AccessMetrics:
         return dict(found)
 
     def token_counters(self, account: Account) -> tuple[Counter, Counter]:
-        """Of prompt and generated tokens. To be called once per request: a look-up costs more than counting."""
+        """The counters of prompt tokens and generated tokens. Call this once per request: a look-up costs more than
+        counting."""
         return self._tokens.labels(account.name, "prompt"), self._tokens.labels(account.name, "generated")
 
 

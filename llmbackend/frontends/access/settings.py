@@ -27,11 +27,11 @@ class TlsFiles:
     certificate: Path
     key: Path
     ca: Path | None = None
-    """For client certificates."""
+    """File of the CAs that sign client certificates."""
     client_certificates: ssl.VerifyMode = ssl.CERT_NONE
     """Whether clients need one."""
     ciphers: str = ""
-    """Of TLS 1.2 and below on HTTP, in OpenSSL's form; "": OpenSSL's defaults."""
+    """The ciphers for TLS 1.2 and below on HTTP, in OpenSSL's notation; "": OpenSSL's defaults."""
 
     @classmethod
     def checked(
@@ -43,7 +43,8 @@ class TlsFiles:
         return files
 
     def context(self) -> ssl.SSLContext:
-        """For HTTP. Raises ValueError with one line if a file is missing, is no PEM, or does not fit the others."""
+        """The context for HTTP. Raises ValueError with one line of text if a file is missing, is not PEM, or does not
+        match the others."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         for path in (self.certificate, self.key, self.ca):
             if path is not None and not path.is_file():
@@ -78,7 +79,7 @@ class TlsFiles:
 
 
 class HttpCertificate:
-    """Of new connections of the HTTP port. Used on the event loop."""
+    """The certificate for new connections to the HTTP port. Used on the event loop."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
@@ -90,7 +91,7 @@ class HttpCertificate:
 
 
 class GrpcCertificate:
-    """Of the gRPC port, whose handshakes run on threads of gRPC's core."""
+    """The certificate of the gRPC port, whose handshakes run on threads of gRPC's core."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
@@ -119,7 +120,7 @@ def _reason(error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessSettings:
-    """Without keys every client is admitted."""
+    """How clients are admitted. Without keys, every client is."""
 
     api_key_file: Path | None = None
     """Read at start, and again when it changes."""
@@ -128,7 +129,7 @@ class AccessSettings:
     environment_keys: str = field(default="", repr=False)
     """LLMBACKEND_API_KEYS: lines of a key file, separated by commas."""
     default_limits: Limits = NO_LIMITS
-    """Of keys without their own limits."""
+    """The limits of keys that have none of their own."""
     share_caches: bool = False
     """Whether keys share caches."""
     http_restrictions: Restrictions = NO_RESTRICTIONS
@@ -139,7 +140,7 @@ class AccessSettings:
     """Whether the access log has a line for each request."""
 
     def without_tls(self) -> AccessSettings:
-        """For a host whose frontend processes have the clients' connections."""
+        """The same settings for a host whose frontend processes hold the clients' connections."""
         return replace(self, http_tls=None, grpc_tls=None)
 
     @property

@@ -38,7 +38,7 @@ class BlockSink(Protocol):
         """block: with its `type`, else empty"""
 
     def piece(self, kind: str, text: str) -> None:
-        """Of the open block. kind: its type, or SIGNATURE"""
+        """Adds text to the open block. kind: the block's type, or SIGNATURE."""
 
     def stop(self) -> None: ...
 
@@ -73,7 +73,7 @@ class Blocks:
             self._take(event)
 
     def close(self) -> None:
-        """At the end of the answer. If all of it is white space, that is its text."""
+        """Ends the answer. If the answer is only white space, the white space is its text."""
         if self._layout and not self._num_blocks:
             self._begin(TEXT, {"type": TEXT, "text": ""})
             self._sink.piece(TEXT, "".join(self._layout))
@@ -308,7 +308,7 @@ class MessageWriter:
         self._has_begun = False
         self._index = -1
         self._head = b""
-        """Of each piece of the open block."""
+        """The start of every event with a piece of the open block."""
         self._events: list[bytes] = []
 
     def begin(self) -> bytes:
@@ -372,7 +372,7 @@ _RETRIED: Final = (429, _OVERLOADED)
 
 
 def status_of(error: OpenAIError) -> int:
-    """Anthropic has 529 in place of 503."""
+    """Anthropic has 529 instead of 503."""
     return _OVERLOADED if error.status == 503 else error.status
 
 

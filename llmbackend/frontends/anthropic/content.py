@@ -62,7 +62,7 @@ class BetaFields:
             self.passed_over.append(param[:_MAX_NAME_CHARS])
 
     def check_names(self, value: Mapping[str, Any], known: Collection[str], param: str) -> None:
-        """For the object `param`; null is as an absent field."""
+        """Checks the field names of the object `param`; a null field counts as absent."""
         if value.keys() <= set(known):
             return
         for name in value:
@@ -121,7 +121,7 @@ _BILLING_HEADER: Final = "x-anthropic-billing-header:"
 """Begins Claude Code's system prompt. The line says nothing to a model, and changes with every request, so that no
 prefix could be shared."""
 _ERROR: Final = "Error: "
-"""Before a tool's result that is an error, which chat templates do not know."""
+"""Prefix of a tool result that is an error: chat templates have no other way to mark it."""
 _NO_SERVER_TOOLS: Final = "this server has no tools of its own"
 _REFUSED_BLOCKS: Final = {
     "image": TEXT_ONLY,
@@ -150,7 +150,7 @@ _MODES: Final[dict[str, Mode]] = {"auto": "auto", "any": "required", "tool": "re
 @dataclass(frozen=True, slots=True)
 class Conversation:
     messages: list[JsonObject]
-    """For chat templates."""
+    """The messages in the form that chat templates expect."""
     is_prefilled: bool
     """Whether the answer continues the last message, an assistant's."""
     has_later_system: bool
@@ -239,7 +239,7 @@ class _Reader(Turns):
         return turn
 
     def _blocks(self, content: object, param: str, role: str) -> Iterator[tuple[JsonObject, str]]:
-        """Each block with its path. A string is one text block."""
+        """Each block with its path. A string counts as one text block."""
         if isinstance(content, str):
             yield {"type": "text", "text": content}, param
             return
@@ -367,7 +367,7 @@ def _check_rest(tool: JsonObject, param: str, beta: BetaFields) -> None:
 
 
 def _read_choice(value: object, beta: BetaFields) -> tuple[ToolChoice, int | None]:
-    """Also the most calls of the answer; None: any number."""
+    """Also returns the maximum number of calls in the answer; None: no maximum."""
     choice = an_object(value, "tool_choice")
     kind = choice.get("type")
     if not isinstance(kind, str) or kind not in _MODES:

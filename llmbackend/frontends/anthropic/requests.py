@@ -25,7 +25,7 @@ _FIELD_NAMES: Final = {
     "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
 }
-"""Of chat and of sampling parameters → Anthropic's."""
+"""Field names of chats and sampling parameters → Anthropic's names."""
 Body = TypeVar("Body", bound=PromptFields)
 
 
@@ -34,11 +34,11 @@ class MessageRequest:
     generation: GenerationRequest
     max_tokens: int
     shows_thinking: bool
-    """False: of an answer's reasoning only the signature is sent."""
+    """False: only the signature of the reasoning is sent, not its text."""
 
 
 def parse_message(body: JsonObject, beta: BetaFields, key: SealingKey) -> MessageRequest:
-    """key: of the signatures of thinking. Raises OpenAIError naming the first wrong or unsupported field."""
+    """key: signs the thinking blocks. Raises OpenAIError naming the first wrong or unsupported field."""
     fields = _read(MessagesRequest, body, beta)
     tools = read_tools(fields.tools, fields.tool_choice, beta)
     sampling: JsonObject = {"max_tokens": fields.max_tokens}
@@ -66,7 +66,7 @@ def parse_message(body: JsonObject, beta: BetaFields, key: SealingKey) -> Messag
 
 
 def parse_prompt(body: JsonObject, beta: BetaFields, key: SealingKey) -> GenerationRequest:
-    """For the count of a request's tokens. Raises OpenAIError."""
+    """Reads a request to count tokens. Raises OpenAIError."""
     fields = _read(CountTokensRequest, body, beta)
     tools = read_tools(fields.tools, fields.tool_choice, beta)
     _structure(fields)
@@ -151,7 +151,7 @@ def _prompt(fields: PromptFields, tools: ToolUse | None, beta: BetaFields, key: 
 
 
 def _variables(thinking: Thinking | None, variables: Mapping[str, Any]) -> JsonObject:
-    """Of the chat template: families of models use these names to switch thinking."""
+    """Variables of the chat template: model families use these names to turn thinking on or off."""
     if thinking is None:
         return dict(variables)
     thinks = thinking.type != "disabled"

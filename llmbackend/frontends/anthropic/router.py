@@ -22,24 +22,21 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
 
+from ..context import FrontendContext
 from ..generation.answer import Identity
 from ..generation.http_answers import logged, streamed_answer, traced_answer, whole_answer
 from ..generation.inferences import Generation, describe_prompt
-from ..generation.models import ModelCatalog, Target
+from ..generation.models import Target
 from ..generation.plan import plan_answer
-from ..generation.sealed_reasoning import FIXED_KEY, SealingKey
 from ..generation.tensors import RETURN_NUM_INPUT_TOKENS
 from ..http.errors import AnthropicErrorBody, JsonObject, OpenAIError, as_json, refuse
 from ..http.request_body import release_body
 from ..http.request_scope import LABELS, unless_disconnected
 from ..http.routing import CatchAll, post
-from ..inference_gate import InferenceGate
 from ..journals.resumable_streams import refuse_resuming
 from ..openai.endpoints import OpenAIEndpoints
-from ..openai.router import DEFAULT_MAX_BODY_BYTES
 from ..operations.probes import load_headers
 from .answers import REQUEST_ID, AnthropicMessage, MessageWriter, TokenCount, error_response, whole_message
 from .content import BetaFields
@@ -51,7 +48,7 @@ _MOST: Final = 1000
 
 
 def model_info(model: JsonObject) -> JsonObject:
-    """model: in OpenAI's form"""
+    """model: a model as OpenAI's API describes it."""
     length = model["max_model_len"]
     return {
         "type": "model",
@@ -106,16 +103,9 @@ _ID: Final = "llmbackend.anthropic_request_id"
 """Key of the scope."""
 
 
-def create_anthropic_router(
-    server: Host,
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
-    gate: InferenceGate | None = None,
-    lora_separator: str = "",
-    sealing_key: SealingKey = FIXED_KEY,
-) -> APIRouter:
-    """/v1/messages, and /v1/models for clients that send `anthropic-version`. To be included before the OpenAI router.
-    gate: shared with the other frontends of `server`"""
-    api = AnthropicEndpoints(gate or InferenceGate(server), max_body_bytes, lora_separator, sealing_key)
+def create_anthropic_router(context: FrontendContext) -> APIRouter:
+    """/v1/messages, and /v1/models for clients that send `anthropic-version`. Include it before the OpenAI router."""
+    api = AnthropicEndpoints(context)
     router = APIRouter()
     api.add_to(router)
     for path, endpoint in (("/v1/models", api.models), ("/v1/models/{model:path}", api.model)):
@@ -136,11 +126,6 @@ class AnthropicEndpoints(OpenAIEndpoints):
     error = AnthropicErrorBody
     statuses = (400, 404, 413, 415, 429, 529)
     answers_head = False
-
-    def __init__(self, gate: InferenceGate, max_body_bytes: int, lora_separator: str, key: SealingKey) -> None:
-        super().__init__(gate, max_body_bytes)
-        self._catalog = ModelCatalog(gate.server, lora_separator)
-        self._key = key
 
     def check(self, http: Request) -> None:
         """Refuses unknown versions. Many tools send none."""
@@ -233,7 +218,7 @@ def _noted(labels: JsonObject, beta: BetaFields) -> JsonObject:
 
 
 def _id_of(http: Request) -> str:
-    """For the response's `request-id`."""
+    """The id for the response header `request-id`."""
     id: str = http.scope.setdefault(_ID, "") or f"req_{uuid.uuid4().hex}"
     http.scope[_ID] = id
     return id

@@ -31,7 +31,7 @@ class ChosenTool:
     param: str
     """Field of the name."""
     expected: str
-    """For the error if no tool has the name."""
+    """What the error says was expected if no tool has this name."""
     kind: ToolKind = "function"
 
 
@@ -39,7 +39,7 @@ class ChosenTool:
 class ToolChoice:
     mode: Mode
     tools: tuple[ChosenTool, ...] | None = None
-    """Those that may be called; None: all of them."""
+    """The tools that may be called; None: all."""
     is_named: bool = False
     """One tool, which is called once."""
 
@@ -61,7 +61,7 @@ class Function:
     param: str = "tools"
     """Field of its schema (`tools[1].function.parameters`)."""
     input_grammar: InputGrammar | None = None
-    """Of a custom tool's INPUT."""
+    """The grammar of a custom tool's INPUT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class OfferedTool:
         return cls(function, description or "", at, NamedTool("function", name))
 
     def for_template(self) -> JsonObject:
-        """With all fields that chat templates may read."""
+        """The tool with every field that chat templates may read."""
         function = self.function
         fields = {"name": function.name, "description": self.description, "parameters": function.parameters}
         return {"type": "function", "function": fields}
@@ -105,7 +105,7 @@ class ToolUse:
     """How a chat may use its tools."""
 
     tools: Sequence[JsonObject]
-    """All of them, for the chat template."""
+    """All tools, for the chat template."""
     functions: tuple[Function, ...]
     """Callable ones."""
     is_required: bool

@@ -23,11 +23,11 @@ class Turn:
     fields: JsonObject = field(default_factory=dict)
     """Further fields of a tool's message."""
     joint: str = "\n"
-    """Between its texts; an assistant's are joined as the model wrote them."""
+    """Separator of the texts; an assistant's texts are joined as the model wrote them."""
     param: str = ""
     """The request's field of the last part."""
     last_kind: str = "text"
-    """Of the last part."""
+    """The kind of the last part."""
 
     def message(self) -> JsonObject:
         message: JsonObject = {"role": self.role}
@@ -40,7 +40,7 @@ class Turn:
 
 
 class Turns:
-    """Of one conversation, oldest first."""
+    """The turns of one conversation, oldest first."""
 
     def __init__(self) -> None:
         self.all: list[Turn] = []

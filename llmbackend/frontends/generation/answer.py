@@ -23,23 +23,23 @@ from .request import GenerationRequest
 from .tensors import PROMPT_IN_REASONING, Delta, TextToken
 
 DEFAULT_FINISH_REASON = "stop"
-"""For a model that gives none: `finish_reason` is optional."""
+"""Used when a model reports no `finish_reason`, which is an optional output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Of an answer and of all chunks of its stream."""
+    """Identifies an answer and every chunk of its stream."""
 
     id: str
     created_s: int
     """Unix time."""
     model: str
     fingerprint: str
-    """Changes with the server's release and the model's configuration; "" for none."""
+    """Changes with the server's release and with the model's configuration; "" for none."""
 
     @classmethod
     def of(cls, request: GenerationRequest, fingerprint: str, request_id: str = "") -> Identity:
-        """request_id: the client's own; "": a new id."""
+        """request_id: the client's id; "": a new one."""
         id = request.id_prefix + (request_id or uuid.uuid4().hex)
         return cls(id, int(time.time()), request.model, fingerprint)
 
@@ -61,23 +61,23 @@ class Identity:
 
 
 class Usage:
-    """Token counts of one answer: each prompt once, and each choice."""
+    """The token counts of one answer: each prompt counts once, and each choice."""
 
     def __init__(self, n: int) -> None:
-        """n: choices of each prompt"""
+        """n: number of choices of each prompt."""
         self._n = n
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens: dict[int, int] = {}
         self._reasoning_tokens: dict[int, int] = {}
         self._completion_tokens = 0
-        self._told_tokens: dict[int, int] = {}
+        self._reported_tokens: dict[int, int] = {}
         """The last counts of choices whose deltas have totals."""
 
     def add(self, index: int, delta: Delta) -> None:
         if delta.usage is not None:
             self._prompt_tokens[index // self._n], num_output_tokens, num_cached_tokens = delta.usage
-            self._completion_tokens += num_output_tokens - self._told_tokens.get(index, 0)
-            self._told_tokens[index] = num_output_tokens
+            self._completion_tokens += num_output_tokens - self._reported_tokens.get(index, 0)
+            self._reported_tokens[index] = num_output_tokens
             if not index % self._n:
                 self._cached_tokens[index // self._n] = num_cached_tokens
             return
@@ -95,7 +95,7 @@ class Usage:
         self._reasoning_tokens[index] = num_tokens
 
     def total(self) -> JsonObject | None:
-        """Of a complete answer; None if the model counts no tokens."""
+        """The usage of a complete answer; None if the model does not count tokens."""
         return self.as_json() if self._prompt_tokens or self._completion_tokens else None
 
     def as_json(self) -> JsonObject:
@@ -113,8 +113,8 @@ class Usage:
 
 
 def request_metrics(delta: Delta, num_output_tokens: int) -> JsonObject:
-    """vLLM's per-request metrics, from the last delta of the only choice. Times in ms: to the first token from when an
-    engine took the request, of the generation from the first token to the last."""
+    """vLLM's metrics of a request, from the last delta of its only choice. Times in ms: to the first token since an
+    engine took the request, and of the generation from the first to the last token."""
     assert delta.times_ns is not None
     arrival, taken, first, last = (ns / 1e6 for ns in delta.times_ns)
     return {
@@ -131,13 +131,13 @@ _SHORT_IDS = frozenset({"mistral"})
 
 
 def call_id(response_id: str, choice: int, index: int, format_name: str) -> str:
-    """Of a call without an id of the model."""
+    """The id of a call to which the model gave none."""
     digest = hashlib.sha256(f"{response_id}/{choice}/{index}".encode()).hexdigest()
     return digest[:9] if format_name in _SHORT_IDS else f"call_{digest[:24]}"
 
 
 class AnswerReader:
-    """Parses one choice. Owner: the writer of its answer."""
+    """Parses one choice. Owned by the writer of the answer."""
 
     def __init__(self, plan: AnswerPlan, response_id: str, choice: int) -> None:
         self._plan = plan
@@ -209,7 +209,7 @@ class AnswerReader:
         )
 
     def _last(self, events: list[Event]) -> list[Event]:
-        """Without content, if calls are required: it is the beginning of an incomplete call."""
+        """Drops content if calls are required: it is the beginning of an incomplete call."""
         use = self._plan.tool_use
         if use is None or not use.is_required:
             return events
@@ -235,7 +235,7 @@ class AnswerReader:
 
 
 class Answer:
-    """One choice's whole answer."""
+    """The whole answer of one choice."""
 
     def __init__(self, plan: AnswerPlan, response_id: str, choice: int) -> None:
         self.reader = AnswerReader(plan, response_id, choice)

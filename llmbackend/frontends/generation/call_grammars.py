@@ -21,9 +21,9 @@ from .parsers import CallGrammar, is_plain_text
 
 _ANY_OBJECT: JsonObject = {"type": "object"}
 MAX_TAGGED_PARAMETERS: Final = 512
-"""Of all functions of a request; the limit of the model's grammar."""
+"""Limit over all functions of a request, set by the model's grammar."""
 _MAX_PLACES: Final = 64
-"""Of one function that are reported as not enforced."""
+"""How many places of one function are reported as not enforced."""
 _ENFORCED = frozenset(("type", "properties", "required", "additionalProperties"))
 _SAYS_NOTHING = frozenset(
     ("$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated")
@@ -31,18 +31,18 @@ _SAYS_NOTHING = frozenset(
 _KNOWN = _ENFORCED | _SAYS_NOTHING
 _NOT_NAMES = "'required' must be a list of names of 'properties'"
 _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
-"""Of a parameter that the parser can read."""
+"""A parameter name that the parser can read."""
 
 
 def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
-    """One or more calls and nothing else, with arguments by the functions' schemas. Raises OpenAIError."""
+    """One or more calls and nothing else; the arguments follow the functions' schemas. Raises OpenAIError."""
     _check_count(use, grammar)
     tags = [_call(function, grammar, _arguments(function)) for function in use.functions]
     return _section(_calls(tags, use, grammar), grammar)
 
 
 def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
-    """Free text with calls; the arguments of a strict function follow its schema, those of another are any object.
+    """Free text with calls. The arguments of a strict function follow its schema; those of another one are any object.
     Raises OpenAIError."""
     _check_count(use, grammar)
     tags = [
@@ -163,7 +163,7 @@ def _text(value: str) -> JsonObject:
 
 
 class _NotTaggedError(ValueError):
-    """Tagged parameters cannot enforce a schema."""
+    """A schema that tagged parameters cannot enforce."""
 
 
 def _parameters(schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: bool) -> JsonObject:
@@ -179,7 +179,7 @@ def _parameters(schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: b
 
 
 def written_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those whose names can be written, in the order of the tags."""
+    """The properties whose names can be written in this format, in the order of their tags."""
     properties = _resolved(schema).get("properties", {})
     return {name: description for name, description in properties.items() if _NAME.fullmatch(name)}
 
@@ -190,7 +190,8 @@ def property_path(name: str) -> str:
 
 
 def _not_tagged(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(path in the schema, reason) of what tagged parameters cannot enforce. Raises _NotTaggedError as _parameters."""
+    """(path in the schema, reason) of what tagged parameters cannot enforce. Raises _NotTaggedError like
+    _parameters."""
     root, required = _checked(schema)
     for key in root:
         if key not in _KNOWN:

@@ -48,7 +48,7 @@ class Writer(Protocol):
 
 
 QUIET_S: Final = 15.0
-"""Without an event, before a stream sends a ping to keep the connection open; also how long the status line waits for
+"""Silence after which a stream sends a ping to keep the connection open. It is also how long the status line waits for
 the first response, which may be an error."""
 _HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _CONTENT_TYPE: Final = {"content-type": "text/event-stream; charset=utf-8"}
@@ -76,7 +76,7 @@ class AnswerEvents:
         before_end: Callable[[], Awaitable[None]] | None = None,
         quiet_s: float | None = QUIET_S,
     ) -> None:
-        """first: an arrival that was popped already. before_end: awaited before the last events are sent; if it fails,
+        """first: an arrival that was already popped. before_end: awaited before the last events are sent; if it fails,
         the answer fails."""
         self.quiet_s = quiet_s
         self.is_over = False
@@ -86,7 +86,7 @@ class AnswerEvents:
         self._before_end = before_end
         self._has_begun = False
         self._held = first
-        """Popped, but not written yet."""
+        """An arrival that was popped but not written yet."""
         self._error: Exception | None = None
 
     def listen(self, listener: Callable[[], None]) -> None:
@@ -157,7 +157,7 @@ class AnswerEvents:
 
 
 _LOGGED_CHARS = 64
-"""Of each label, after escaping."""
+"""Limit for each label, after escaping."""
 
 
 def logged(labels: dict[str, Any]) -> str:
@@ -182,8 +182,8 @@ async def traced_answer(
     request: GenerationRequest,
     answer: Callable[[Target, RequestTrace | None], Coroutine[Any, Any, Response]],
 ) -> Response:
-    """Calls `answer` once the model is found and takes all fields; logs and traces. start_ns: when the request arrived.
-    Raises OpenAIError."""
+    """Finds the model, checks that it takes all fields, then calls `answer`; logs and traces. start_ns: when the
+    request arrived. Raises OpenAIError."""
     target = catalog.require(request.model, request.prompts[0].name)
     check_fields_taken(request, target)
     if request.labels:
@@ -196,7 +196,8 @@ async def traced_answer(
 async def whole_answer(
     http: Request, generation: Generation, work: Coroutine[Any, Any, bytes], headers: Callable[[], Mapping[str, str]]
 ) -> Response:
-    """work: makes the body from the generation. headers: called at the end. Raises ClientDisconnect, and as `work`."""
+    """work: makes the body from the generation. headers: called at the end. Raises ClientDisconnect, and what `work`
+    raises."""
     try:
         body = await unless_disconnected(http, work)
         of_schemas = await generation.checked()
@@ -214,8 +215,8 @@ async def streamed_answer(
     make: MakeStream | None = None,
     quiet_s: float | None = QUIET_S,
 ) -> Response:
-    """A stream, once the first response has arrived; raises its error. before_end: as of AnswerEvents. make: None: an
-    EventStream. quiet_s: as of EventSource."""
+    """Starts a stream once the first response has arrived; raises the error of that response. make: creates the HTTP
+    response; by default an EventStream. See AnswerEvents for before_end, and EventSource for quiet_s."""
     try:
         first = await first_arrival(http, generation, quiet_s)
         events = AnswerEvents(generation, first, writer, before_end, quiet_s)

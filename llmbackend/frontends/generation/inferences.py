@@ -68,8 +68,8 @@ class Generation:
         trace: RequestTrace | None = None,
         recording: Recording | None = None,
     ) -> None:
-        """request_id: the answer's id. trace: further prompts are children of the first one. recording: of a copied
-        stream."""
+        """request_id: the answer's id. trace: belongs to the first prompt; further prompts get child traces. recording:
+        of a stream that other hosts copy."""
         self._request = request
         self._plan = plan
         self._request_id = request_id
@@ -171,17 +171,17 @@ class Generation:
         return inference, item
 
     async def next(self) -> Arrival:
-        """As `pop`, but waits."""
+        """Like `pop`, but waits for a delta."""
         while (arrival := self.pop()) is None:
             await self.wait()
         return arrival
 
     def headers(self) -> dict[str, str]:
-        """About the request's schemas, once the first response has arrived."""
+        """Headers about the request's schemas, once the first response has arrived."""
         return {} if self._schemas is None else self._schemas.headers()
 
     async def checked(self) -> dict[str, str]:
-        """The same after the last delta, with whether the answer satisfies them, which is also logged."""
+        """Headers for the end of the answer: also whether it satisfies the schemas, which is logged, too."""
         if self._schemas is None or not self._schemas.is_needed:
             return {}
         return await self._gate.run_in_thread(partial(self._schemas.judge, self._request_id))
@@ -272,9 +272,9 @@ def _counts(request: GenerationRequest) -> tuple[bool, bool]:
     if request.stream is None:
         return False, True
     has_end = request.stored is not None or request.include_metrics
-    is_asked = bool(request.stream.include_usage)
-    has_each = request.stream.interval_tokens > 1 or (is_asked and bool(request.stream.continuous_usage_stats))
-    return has_each, (is_asked or has_end) and not has_each
+    is_requested = bool(request.stream.include_usage)
+    has_each = request.stream.interval_tokens > 1 or (is_requested and bool(request.stream.continuous_usage_stats))
+    return has_each, (is_requested or has_end) and not has_each
 
 
 def _no_tokens() -> npt.NDArray[np.int32]:
@@ -283,18 +283,18 @@ def _no_tokens() -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True)
 class PromptDescription:
-    """Fields that were not asked for are empty."""
+    """Fields that were not requested are empty."""
 
     num_tokens: int = 0
     max_model_len_tokens: int = 0
     token_ids: npt.NDArray[np.int32] = field(default_factory=_no_tokens)
     token_names: bytes = b"[]"
-    """JSON list of names in the vocabulary."""
+    """The tokens' names in the vocabulary, as a JSON list."""
     text: str = ""
     tokenizer_config: bytes = b"{}"
     """JSON object."""
     sampling_parameters: bytes = b"{}"
-    """JSON object of those that a generation would have."""
+    """The sampling parameters that a generation would have, as a JSON object."""
 
 
 async def describe_prompt(
@@ -309,9 +309,8 @@ async def describe_prompt(
 ) -> PromptDescription:
     """wanted: flags of tensors.py: RETURN_NUM_INPUT_TOKENS, RETURN_MAX_MODEL_LEN, RETURN_PROMPT_TOKEN_IDS,
     RETURN_PROMPT_TOKENS, RETURN_PROMPT_TEXT, RETURN_TOKENIZER_CONFIG, and RETURN_SAMPLING_PARAMETERS, with which the
-    request is checked as a generation is. sampling: with that flag all parameters, else those that change the prompt.
-    The caller watches the client (`unless_disconnected`). Raises OpenAIError with the host's names of inputs.
-    """
+    request is checked like a generation. sampling: with that flag all parameters, else those that change the prompt.
+    The caller must watch the client (`unless_disconnected`). Raises OpenAIError with the host's names of inputs."""
     if not target.model.takes(PROMPT_ONLY):
         message = f"the model '{target.name}' has no input '{PROMPT_ONLY}', so its prompts are unknown"
         raise OpenAIError(message, param="model", code="unsupported_parameter")

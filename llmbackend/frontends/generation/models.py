@@ -27,20 +27,20 @@ from .request import GenerationRequest
 from .tensors import INPUT_IDS, MESSAGES, OPTION_INPUTS, PROMPT_INPUTS, TEXT_INPUT, TEXT_OUTPUT
 
 _CHAT_TEMPLATE, _TOOL_CALL_PARSER, _REASONING_PARSER = "chat_template", "tool_call_parser", "reasoning_parser"
-"""Parameters of a model's configuration: the template's text, and names of formats."""
+"""Parameters of a model's configuration: the text of the template, and names of formats."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """Of one model."""
+    """The output formats of one model."""
 
     tool_calls: ToolCallFormat | None = None
     """None: unknown."""
     reasoning: ReasoningFormat | None = None
     """None: the model does not reason."""
     error: str = ""
-    """What is wrong with the names in the model's configuration."""
+    """Why the names in the model's configuration are wrong; "" if they are not."""
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> OutputFormats:
@@ -79,16 +79,16 @@ MAX_MODEL_LEN_FAMILY = "llmbackend:max_model_len_tokens"
 LORA_NAMES = "lora_names"
 """Parameter: a model's LoRA adapters, separated by commas."""
 LORA_MODELS = "lora_models"
-"""Parameter: those of them that are models by their own names."""
+"""Parameter: the adapters that clients can name like a model."""
 _MAX_NAMED = 20
-"""Models in the text of an error."""
+"""How many models an error names."""
 ADAPTERS_FAMILY = "llmbackend:lora_adapters"
 """Metric: the adapters that were loaded at run time, by the label `lora_name`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
-    """What a model with the LLM tensor interface declares."""
+    """A model with the LLM tensor interface, as it declares itself."""
 
     name: str
     """The host's."""
@@ -100,11 +100,12 @@ class LanguageModel:
     """OpenAI's `system_fingerprint`; "" when the host has none."""
     formats: OutputFormats = NO_FORMATS
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    """Its values of sampling parameters that a request leaves out."""
+    """The model's own values for sampling parameters that a request omits."""
 
     @classmethod
     def of(cls, metadata: ModelMetadata, parameters: Mapping[str, str]) -> LanguageModel | None:
-        """parameters: of the model's configuration. None: it is no language model, or requires an unknown input."""
+        """parameters: from the model's configuration. Returns None if it is no language model, or requires an unknown
+        input."""
         outputs = {tensor.name: tensor.datatype for tensor in metadata.outputs}
         known = {tensor.name: tensor for tensor in metadata.inputs if _is_known(tensor)}
         required = {tensor.name for tensor in metadata.inputs} - metadata.optional_inputs
@@ -139,7 +140,7 @@ def _is_known(tensor: TensorMetadata) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a request's `model` names."""
+    """The model and adapter that a request's `model` names."""
 
     name: str
     """The host's model."""
@@ -152,8 +153,8 @@ class ModelCatalog:
     """The models that clients may name."""
 
     def __init__(self, server: Host, lora_separator: str = "", fingerprint: str | None = None) -> None:
-        """lora_separator: between a model and its adapter (Triton's --lora-separator); "": none. fingerprint: of all
-        models, in place of their own."""
+        """lora_separator: separates the names of model and adapter (Triton's --lora-separator); "": no such names.
+        fingerprint: replaces the models' own fingerprints."""
         self._server = server
         self._fingerprint = fingerprint
         self._separator = lora_separator
@@ -213,7 +214,7 @@ class ModelCatalog:
         return [found for name in ready if (found := self._language_model(name)) is not None]
 
     def _split(self, model: str) -> tuple[str, str]:
-        """Model and adapter. A model whose own name contains the separator is found first."""
+        """Returns the names of model and adapter. A model whose own name contains the separator takes precedence."""
         name, separator, lora_name = model.partition(self._separator) if self._separator else (model, "", "")
         if (found := self._language_model(model)) is not None:
             return found.name, ""
@@ -246,7 +247,7 @@ class ModelCatalog:
             raise OpenAIError(text, param="lora_name", code="invalid_value")
 
     def _adapters(self) -> dict[str, str]:
-        """Adapter → model, for adapters that are models by their own names; of two with one name the first."""
+        """Adapter → model, for adapters that clients can name like a model; if two have one name, the first."""
         found: dict[str, str] = {}
         for row in self._server.repository_index(ready_only=True):
             for lora_name in self._listed(row.name, LORA_MODELS):
@@ -254,7 +255,7 @@ class ModelCatalog:
         return self._loaded() | found
 
     def _loaded(self) -> dict[str, str]:
-        """Adapter → model, for those that were loaded at run time."""
+        """Adapter → model, for adapters that were loaded at run time."""
         samples = self._server.metric_samples(ADAPTERS_FAMILY)
         return {sample.labels["lora_name"]: sample.labels["model"] for sample in samples}
 
@@ -287,7 +288,7 @@ class ModelCatalog:
         return found
 
     def _absent(self, name: str) -> OpenAIError:
-        """It is unknown, loading, or could not be loaded."""
+        """The error for a model that is unknown, is loading, or could not be loaded."""
         rows = [row for row in self._server.repository_index() if row.name == name]
         reasons = [row.reason for row in rows if row.state == "UNAVAILABLE" and row.reason not in ("", "unloaded")]
         if not self._server.is_exiting and reasons:
@@ -304,7 +305,7 @@ class ModelCatalog:
         return absent
 
     def _context_lengths(self) -> dict[str, int]:
-        """In tokens, by model, for those that report it."""
+        """The context length in tokens of each model that reports it."""
         samples = self._server.metric_samples(MAX_MODEL_LEN_FAMILY)
         return {sample.labels.get("model", ""): int(sample.value) for sample in samples}
 

@@ -28,12 +28,12 @@ _PATH = re.compile(
 """A place in a grammar of calls, as the model names it."""
 _PLACE = re.compile(f"'{STRUCTURED_OUTPUTS}' at (?P<place>{_PATH.pattern})")
 CALL_ARGUMENTS: JsonObject = {"whitespace_pattern": "[ ]"}
-"""Arguments are one line, as templates show calls; otherwise a small model may write spaces up to its limit."""
+"""Arguments are on one line, as templates show calls; otherwise a small model may write spaces up to its limit."""
 
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """For all choices of one request."""
+    """How all choices of one request are parsed."""
 
     tool_use: ToolUse | None
     tool_format: ToolCallFormat | None
@@ -43,16 +43,16 @@ class AnswerPlan:
     shows_special_tokens: bool
     """Whether special tokens other than markers are content."""
     sampling: JsonObject = field(default_factory=dict)
-    """Sampling parameters in addition to the request's."""
+    """Sampling parameters in addition to those of the request."""
     reads_tokens: bool = True
-    """False: the answer is text, which is not parsed."""
+    """False: the answer is plain text, which is not parsed."""
 
     def is_about_calls(self, error: OpenAIError) -> bool:
         """Whether an error of the model is about the grammar of calls, which the client did not send."""
         return error.param == STRUCTURED_OUTPUTS and STRUCTURED_OUTPUTS in self.sampling
 
     def in_own_fields(self, error: OpenAIError) -> OpenAIError:
-        """Such an error in terms of the client's tools."""
+        """Rewrites an error about the grammar of calls in terms of the client's tools."""
         found = _PLACE.search(error.message)
         own = None if found is None else self.own_place(found["place"])
         if found is None or own is None:
@@ -149,7 +149,8 @@ def _wanted(request: GenerationRequest, use: ToolUse) -> JsonObject | None:
 
 
 def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target) -> JsonObject:
-    """Sampling parameters with the grammar of the answer, {} without one. wanted: the request's own constraint."""
+    """Sampling parameters with the grammar of the answer; {} if it has none. wanted: the constraint that the request
+    asks for."""
     if not use.needs_grammar and wanted is None:
         return _ended_by_one_call(use, calls)
     if not (use.is_required or calls.trigger):
@@ -165,8 +166,8 @@ def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, tar
 
 
 def _ended_by_one_call(use: ToolUse, calls: ToolCallFormat) -> JsonObject:
-    """With at most one call, the answer ends after it, so that no tokens are computed in vain. Without JSON arguments
-    or a marker at a call's beginning, later calls are left out instead, as in vLLM."""
+    """If at most one call is allowed, ends the answer after it, so that no tokens are computed in vain. Formats without
+    JSON arguments, or without a marker before a call, drop later calls instead, as vLLM does."""
     if use.max_calls != 1 or calls.grammar.key_end or not calls.trigger:
         return {}
     form = voluntary_calls(use, calls.grammar, calls.trigger)
@@ -192,12 +193,12 @@ def _refused(target: Target, field: str, reason: str) -> OpenAIError:
 
 
 MAX_SAMPLING_JSON_BYTES: Final = 256 << 10
-"""Of all sampling parameters together: the `llm` backend's bound."""
+"""Limit of all sampling parameters together; the `llm` backend has the same."""
 
 
 def check_grammar_size(num_bytes: int, sampling: JsonObject, request: GenerationRequest, plan: AnswerPlan) -> None:
-    """num_bytes: of `sampling` as JSON. Raises OpenAIError if a grammar is most of too many bytes; for other parameters
-    the model does."""
+    """num_bytes: size of `sampling` as JSON. Raises OpenAIError if there are too many bytes and most of them are a
+    grammar. Other large parameters are left to the model to refuse."""
     if num_bytes <= MAX_SAMPLING_JSON_BYTES or STRUCTURED_OUTPUTS not in sampling:
         return
     of_grammar = len(orjson.dumps(sampling[STRUCTURED_OUTPUTS]))

@@ -39,7 +39,7 @@ FORMER_FIELDS = (
     "structural_tag",
 )
 STRUCTURE_FIELDS = frozenset((STRUCTURED_OUTPUTS, *FORMER_FIELDS))
-"""All sampling parameters with constraints."""
+"""All sampling parameters that constrain the output."""
 _PATH = re.compile(f"'{STRUCTURED_OUTPUTS}'(?: at /(json_object|json|structural_tag)(?=[/: ])(/[^: ]*)?)?")
 """A place in a constraint, as the model names it."""
 
@@ -65,11 +65,11 @@ class LogprobForm:
     """The log probabilities that a client asked for."""
 
     top: int
-    """Number of most likely tokens in addition to the chosen one."""
+    """How many of the most likely tokens are returned, besides the chosen one."""
     as_token_ids: bool = False
     """Tokens are written as `token_id:7` instead of their text."""
     token_ids: tuple[str, ...] = ()
-    """Tokens in place of the most likely ones."""
+    """Return these tokens instead of the most likely ones."""
 
     def token(self, token_id: str, entry: dict[str, Any]) -> str:
         if self.as_token_ids:
@@ -93,7 +93,7 @@ def first_position(token_id: int, text: str) -> TokenEntries:
 
 @dataclass(frozen=True, slots=True)
 class PromptForm:
-    """What the answer has of the prompts."""
+    """Which details of the prompts the answer includes."""
 
     has_text: bool = False
     """`echo` of a prompt that was sent as token ids."""
@@ -106,7 +106,7 @@ class PromptForm:
     """`prompt_logprobs`."""
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         return (
             self.has_text
             or self.has_rendered_text
@@ -145,7 +145,7 @@ class PromptForm:
         return fields
 
     def positions(self, prompt: PromptDetails) -> list[TokenEntries]:
-        """Echoed log probabilities of the prompt. The first token has none."""
+        """The echoed log probabilities of the prompt. The first token has none."""
         if not self.has_echoed_logprobs:
             return []
         first = first_position(prompt.token_ids[0], prompt.first_token)
@@ -167,7 +167,7 @@ NO_REASONING_USE = ReasoningUse()
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """Of a chat whose answer is stored; JSON."""
+    """JSON parts of a chat whose answer will be stored."""
 
     messages: bytes
     """A list, as the client sent it."""
@@ -177,13 +177,13 @@ class StoredParts:
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """Of a stream."""
+    """What the client asked of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Each chunk has the usage so far."""
+    """Whether each chunk has the usage so far."""
     interval_tokens: int = 1
-    """Tokens of a choice that are sent together."""
+    """How many tokens of a choice are sent together."""
 
 
 WITH_USAGE: Final = StreamForm(include_usage=True)
@@ -198,15 +198,15 @@ class GenerationRequest:
     prompts: tuple[Tensor, ...]
     """Tensors of one kind: `messages`, `text_input` or `input_ids`."""
     id_prefix: str
-    """Of the answer's id."""
+    """Prefix of the answer's id."""
     prompt_field: str
     """The client's field with the prompts."""
     sampling: dict[str, Any]
     """Sampling parameters under vLLM's names."""
     n: int = 1
-    """Choices of each prompt, those of the first one first."""
+    """Choices of each prompt; those of the first prompt come first."""
     num_generations: int = 1
-    """Of all prompts: the number of choices, or more with `best_of`."""
+    """Generations for all prompts: as many as choices, or more with `best_of`."""
     stream: StreamForm | None = None
     """None: a whole answer."""
     logprobs: LogprobForm | None = None
@@ -217,7 +217,7 @@ class GenerationRequest:
     """Whether the answer has its times; of one choice alone."""
     prompt_form: PromptForm = NO_PROMPT_FORM
     labels: dict[str, Any] = field(default_factory=dict)
-    """For the access log."""
+    """Labels for the access log."""
     echo: tuple[str, ...] = ("",)
     """The text before each choice's own, by prompt; "" for none, or if the model must provide it."""
     sent_fields: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ class GenerationRequest:
     """None: no tool may be called."""
     reasoning: ReasoningUse = NO_REASONING_USE
     stored: StoredParts | None = None
-    """Of a chat with `store`."""
+    """Set for a chat with `store`."""
     prior_output_ids: tuple[int, ...] = ()
     """Tokens that an interrupted generation of the same request has sent; it continues after them. Requires one choice,
     and a seed unless the temperature is 0."""

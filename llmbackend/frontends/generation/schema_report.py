@@ -24,10 +24,10 @@ from .request import STRUCTURED_OUTPUTS, GenerationRequest
 from .tensors import Delta
 
 MAX_CPU_S: Final = 1.0
-"""CPU time of the thread for one answer; 2,000 tokens take 0.05 s."""
+"""CPU time of the validating thread for one answer; 2,000 tokens take 0.05 s."""
 MAX_PATTERN_CHARS: Final = 8192
 MAX_PATTERNS_S: Final = 0.5
-"""Of all patterns for one answer; they are matched without the interpreter's lock."""
+"""Limit for all patterns of one answer. They are matched without the interpreter's lock."""
 _UNBOUNDED: Final = ("patternProperties", "dependentSchemas")
 """Keywords that jsonschema's `unevaluatedProperties` follows without a bound on the work."""
 _DRAFTS: Final = ("Draft3", "Draft4", "Draft6", "Draft7", "Draft201909", "Draft202012")
@@ -38,7 +38,7 @@ class NotJudgedError(Exception):
 
 
 class Budget:
-    """Of one answer's texts. Made in the thread that validates them."""
+    """The time left to validate one answer. Created in the thread that validates."""
 
     def __init__(self) -> None:
         self._end_s = time.thread_time() + MAX_CPU_S
@@ -68,7 +68,7 @@ _BUDGET: ContextVar[Budget] = ContextVar("budget")
 
 
 def violation(schema: Mapping[str, Any] | bool, text: str, budget: Budget | None = None) -> str:
-    """Where `text` does not satisfy `schema`, without the text's values; "" if it does. Raises NotJudgedError."""
+    """Where `text` violates `schema`, without quoting values of the text; "" if it does not. Raises NotJudgedError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -171,7 +171,7 @@ def _additional_properties(validator: Any, wanted: Any, instance: Any, schema: A
 
 
 def _unique_items(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    """jsonschema's own compares every two items."""
+    """Replaces jsonschema's own check, which compares every two items."""
     if wanted is True and validator.is_type(instance, "array"):
         seen: set[str] = set()
         for item in instance:
@@ -200,14 +200,14 @@ _MORE: Final = ", ..."
 
 
 class SchemaReport:
-    """Of one request. Used on the event loop, except `judge`."""
+    """The report for one request. Used on the event loop, except `judge`."""
 
     def __init__(self, request: GenerationRequest, plan: AnswerPlan) -> None:
         self._request = request
         self._plan = plan
         self._places: dict[str, None] = dict.fromkeys(plan.not_enforced)
         self._deltas: dict[int, list[Delta]] = {}
-        """By choice, if the answer will be validated."""
+        """The deltas of each choice, if the answer will be validated."""
 
     @property
     def is_needed(self) -> bool:
@@ -220,7 +220,7 @@ class SchemaReport:
             self._deltas.setdefault(choice, []).append(delta)
 
     def headers(self) -> dict[str, str]:
-        """Before the answer."""
+        """Headers to send before the answer."""
         if not self._places:
             return {}
         value = ", ".join(quote(place, safe="/#[].$~") for place in self._places)
@@ -229,7 +229,8 @@ class SchemaReport:
         return {NOT_ENFORCED: value}
 
     def judge(self, response_id: str) -> dict[str, str]:
-        """After the answer; also logs it. For a thread: the work is in proportion to the answer."""
+        """Validates the whole answer, logs the verdict, and returns the headers with it. Call it in a thread: the work
+        grows with the answer."""
         budget = Budget()
         faults: list[str] = []
         unknown: list[str] = []

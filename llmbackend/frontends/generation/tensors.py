@@ -87,7 +87,7 @@ PROMPT_IN_REASONING = -2
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """What the model tells of a prompt, once: with the first response of its first choice."""
+    """Details of a prompt, which the model sends once, with the first response of the prompt's first choice."""
 
     text: str = ""
     token_ids: Sequence[int] = ()
@@ -96,20 +96,20 @@ class PromptDetails(msgspec.Struct, frozen=True):
     logprobs: Sequence[TokenEntries | None] = ()
     """One entry per token; the first token has none."""
     logprobs_json: bytes = b""
-    """The same as JSON."""
+    """The same as `logprobs`, as JSON."""
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one response added to one choice."""
+    """What one response adds to one choice."""
 
     text: str
     """New text, never half a character."""
     finish_reason: str | None
     """`stop` or `length`, on the last response."""
     logprobs: list[TokenEntries]
-    """One entry per new token, when asked for."""
+    """One entry per new token, if requested."""
     num_input_tokens: int
-    """Of the whole prompt."""
+    """Tokens of the whole prompt."""
     num_output_tokens: int
     """New ones."""
     is_final: bool
@@ -117,21 +117,21 @@ class Delta(msgspec.Struct, frozen=True):
     num_cached_tokens: int | None = None
     """Tokens of the prompt that were not computed again; None when the model does not say."""
     text_tokens: Sequence[TextToken] = ()
-    """The new tokens with their text, when asked for."""
+    """The new tokens with their text, if requested."""
     sequence_index: int = 0
     """Which of its prompt's choices."""
     token_ids: Sequence[int] = ()
-    """The new tokens, when asked for."""
+    """The new tokens, if requested."""
     prompt: PromptDetails | None = None
     """When asked for."""
     stop_reason: int | str | None = None
-    """On the last response, when asked for: the stop string or token of the request that ended the choice."""
+    """In the last response, if requested: the stop string or stop token of the request that ended the choice."""
     usage: tuple[int, int, int] | None = None
-    """Of the choice so far, with its first and its last response, where counts are not told with each: tokens of the
-    prompt, of the answer, and of the prompt that were not computed again."""
+    """(prompt tokens, output tokens, prompt tokens that were not computed again) of the choice so far. Present in its
+    first and its last response, if responses have no counts of their own."""
     not_enforced: Sequence[str] = ()
     """Places in the sampling parameters of keywords of schemas that the answer is not held to; with a choice's first
-    response, when asked for."""
+    response, if requested."""
     times_ns: tuple[int, int, int, int] | None = None
     """When the request arrived, an engine took it, its first and its last token came; with the last response, when
     asked for."""
@@ -150,7 +150,7 @@ def prior_output_ids_tensor(token_ids: Sequence[int]) -> Tensor:
 
 
 def messages_tensor(messages: Sequence[dict[str, Any]], template_options: dict[str, Any]) -> Tensor:
-    """A list of messages, or an object of messages and options of the chat template where there are some."""
+    """A list of messages, or an object of messages and options of the chat template if there are any."""
     value = {"messages": messages, **template_options} if template_options else messages
     return JsonTensor.of_value(MESSAGES, value, orjson.dumps(value))
 
@@ -271,7 +271,7 @@ def _json_value(tensor: Tensor) -> Any:
 
 
 def _count(numbers: Any) -> int:
-    """The first of an array's numbers, 0 where there are none."""
+    """The first of an array's numbers, 0 if there are none."""
     while isinstance(numbers, list):
         numbers = numbers[0]
     return int(numbers or 0)

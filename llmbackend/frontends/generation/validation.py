@@ -172,7 +172,7 @@ class ClosedObject(BaseModel):
 
 Flag = Annotated[bool, Strict()]
 AnyObject = InstanceOf[JsonObject]
-"""With any content, and not copied, unlike pydantic's dicts."""
+"""An object with any content. Unlike pydantic's dicts, it is not copied."""
 NonEmpty = Annotated[str, StringConstraints(min_length=1), Expected("a non-empty string")]
 TokenIds = Annotated[list[int], IsTokenIds()]
 Model = TypeVar("Model", bound=ClosedObject)
@@ -248,7 +248,7 @@ def _wrong_type(param: str, kind: object, reason: str, expected: str) -> OpenAIE
 
 
 def _without_role(param: str, message: object) -> OpenAIError:
-    """For a message that has no role."""
+    """The error for a message without a role."""
     if not isinstance(message, dict):
         return refuse(param, "an object", message)
     role = message.get("role")

@@ -46,7 +46,7 @@ def _length(num_bytes: int) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _streamed_head(model_name: str, model_version: int, request_id: str, final: bool) -> bytes:
-    """As `_head`, of a streamed response without parameters."""
+    """Like `_head`, for a streamed response without parameters."""
     return _head(model_name, model_version, request_id, {FINAL_PARAMETER: final})
 
 
@@ -85,7 +85,8 @@ def response_parts(response: InferenceResponse, in_shared_memory: Collection[str
 
 
 def stream_message(response: InferenceResponse, final: bool, in_shared_memory: Collection[str] = ()) -> bytes:
-    """As `response_parts`, the ModelStreamInferResponse. Raises TritonError INTERNAL if it cannot be encoded."""
+    """Like `response_parts`, but returns a ModelStreamInferResponse. Raises TritonError INTERNAL if it cannot be
+    encoded."""
     try:
         names = response.model_name, response.model_version, response.request_id
         if response.parameters:
@@ -159,8 +160,8 @@ def model_version(text: str) -> int:
 
 
 def decode_request(request: OpenRequest, options: RequestOptions) -> InferenceRequest:
-    """options: from the parameters of `request`. Raises TritonError for an input without data or with two kinds of
-    it."""
+    """options: made of the parameters of `request`. Raises TritonError for an input without data, or with two kinds of
+    data."""
     message = request.message
     inputs, shared = _inputs(request)
     outputs = message.outputs

@@ -36,7 +36,7 @@ _VARINT, _FIXED_64, LENGTH, _FIXED_32 = 0, 1, 2, 5
 _WIDTHS: Final = {_FIXED_64: 8, _FIXED_32: 4}
 _MAX_VARINT_BYTES: Final = 10
 _CHUNK_BYTES: Final = 1 << 20
-"""Of packed varints that are decoded together: numpy's temporary arrays take 25 times as much."""
+"""Packed varints that are decoded together. numpy's temporary arrays take 25 times as much."""
 
 
 class Field(NamedTuple):
@@ -46,14 +46,14 @@ class Field(NamedTuple):
     kind: int
     """Wire type."""
     start: int
-    """Of its tag."""
+    """Where its tag begins."""
     value: int
-    """After tag and length."""
+    """Where its value begins, after tag and length."""
     end: int
 
 
 def fields(data: memoryview) -> Iterator[Field]:
-    """In order. Raises DecodeError."""
+    """The fields in order. Raises DecodeError."""
     offset = 0
     while offset < len(data):
         start = offset
@@ -148,7 +148,8 @@ _CONTENTS_FIELD: Final[Mapping[str, str]] = {
 _DATATYPE_OF_FIELD: Final = {name: datatype for datatype, name in _CONTENTS_FIELD.items()}
 """The widest one, which is the last."""
 MAX_FIELDS: Final = 20_000
-"""Of a message: inputs, outputs, raw contents, parameters, ids, not those of nested messages."""
+"""Limit of a message's fields: inputs, outputs, raw contents, parameters, ids. Fields of nested messages are not
+counted."""
 RAW_INPUT_CONTENTS: Final = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number
 _INPUTS: Final = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["inputs"].number
 _CONTENTS: Final = pb.ModelInferRequest.InferInputTensor.DESCRIPTOR.fields_by_name["contents"].number
@@ -159,7 +160,7 @@ UNPARSABLE: Final = "Unable to parse request"
 
 
 class Malformed:
-    """In place of a request that is no message."""
+    """Stands for a request that is not a valid message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +189,11 @@ def parse_or_keep(data: bytes) -> Any:
 
 
 async def opened(request: Any, gate: InferenceGate) -> OpenRequest:
-    """request: of `parse_or_keep`. In a large one raw tensors are neither copied nor parsed; if the rest is large, it
-    is parsed in a worker process, which returns small messages.
+    """request: from `parse_or_keep`. Raw tensors of a large request are neither copied nor parsed. If the rest is
+    large, it is parsed in a worker process, which returns small messages.
 
-    Raises MalformedError if it is no message, TritonError INVALID_ARG beyond a limit or for typed contents that are not
-    the datatype's.
+    Raises MalformedError if it is no message, TritonError INVALID_ARG for a request beyond a limit, or for typed
+    contents of another datatype.
     """
     if isinstance(request, Malformed):
         raise MalformedError(UNPARSABLE)
@@ -217,9 +218,11 @@ async def opened(request: Any, gate: InferenceGate) -> OpenRequest:
 
 
 def parse_contents(data: bytes, has_raws: bool) -> tuple[bytes, dict[int, PickleBuffer]] | None:
-    """For a worker process: the message without typed contents, and these as raw bytes. None: it is no message.
+    """Runs in a worker process: returns the message without its typed contents, and these as raw bytes; None if it is
+    no message.
 
-    has_raws: the contents are only removed: such a request is refused. Raises TritonError INVALID_ARG as `opened`.
+    has_raws: the contents are only removed, since such a request is refused. Raises TritonError INVALID_ARG like
+    `opened`.
     """
     try:
         small, parts = _split_contents(memoryview(data))
@@ -292,8 +295,8 @@ def raw_contents(tensor: Any, model_name: str) -> bytes:
 
 
 def _unpacked(tensor: Any, contents: bytes, model_name: str) -> Any:
-    """As `raw_contents`, of serialised contents; also raises DecodeError. numpy reads packed numbers; protocol buffers'
-    parser, which takes 30 bytes of memory per byte of empty strings, the rest."""
+    """Like `raw_contents`, for serialised contents; also raises DecodeError. numpy reads packed numbers. Everything
+    else goes to the protobuf parser, which takes 30 bytes of memory per byte of empty strings."""
     packed = _packed_numbers(memoryview(contents), _CONTENTS_FIELD.get(tensor.datatype, ""))
     if packed is None:
         tensor.contents.MergeFromString(contents)

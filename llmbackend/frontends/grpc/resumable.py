@@ -42,9 +42,9 @@ _decode_parameters = msgspec.msgpack.Decoder(dict[str, ParameterValue]).decode
 class Resuming:
     """The two parameters of a request."""
 
-    is_asked: bool = False
+    is_requested: bool = False
     place: str = ""
-    """Of the client's last response; "": a new request."""
+    """The id of the client's last response; "": a new request."""
 
 
 _NOT_ASKED: Final = Resuming()
@@ -83,7 +83,7 @@ async def begin(
     return await _opened(gate, streams, request, options, recording)
 
 
-async def make_again(gate: InferenceGate, streams: ResumableStreams, record: StreamRecord) -> None:
+async def regenerate(gate: InferenceGate, streams: ResumableStreams, record: StreamRecord) -> None:
     """A Maker of StreamCopies."""
     request = await opened(parse_or_keep(record.head.request), gate)
     take_resuming(request.message)
@@ -120,7 +120,7 @@ async def _opened(
 async def _messages(
     inference: Inference, given: InferenceRequest, empty_final: bool, recording: Recording | None
 ) -> AsyncGenerator[Sequence[bytes], None]:
-    """Of the responses to `given`."""
+    """The messages of the responses to `given`."""
     while (item := await inference.next()) is not None:
         response, flags = item
         final = is_final(flags)
@@ -179,7 +179,7 @@ class JournalAnswer:
         return self._messages.popleft()
 
     def end(self) -> None:
-        """Not called, as has_ended is False."""
+        """Never called, since has_ended is always False."""
 
     def close(self) -> None:
         """Stops reading."""

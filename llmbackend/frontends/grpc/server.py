@@ -21,14 +21,11 @@ from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.server_log import ServerLog
 
+from ..context import FrontendContext
 from ..http.request_body import MAX_CONTROL_BYTES, too_large
-from ..inference_gate import InferenceGate
-from ..journals.resumable_streams import ResumableStreams
 from ..limits import GrpcLimits
 from ..operations.probes import ReadinessProbes
-from ..protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 from .messages import UNPARSABLE, Malformed, parse_or_keep
 from .rpc import Context
 from .service import InferenceRpcs, InferenceServicer
@@ -38,7 +35,7 @@ _TARGET: Final = "_poll_wrapper"
 
 
 def yield_to_event_loop() -> None:
-    """Gives grpc.aio's polling thread the policy SCHED_BATCH. To be called after a grpc.aio server, which starts the
+    """Gives grpc.aio's polling thread the policy SCHED_BATCH. Call it after a grpc.aio server, which starts the
     thread, was made.
 
     Each finished write wakes it. With the default policy it takes the core from the event loop after each message; with
@@ -62,7 +59,7 @@ SERVICES: Final = frozenset({"", "inference.GRPCInferenceService"})
 _ASK_EVERY_S: Final = 1.0
 Status = health_pb2.HealthCheckResponse
 _CORE_THREADS: Final = min(max(os.cpu_count() or 1, 4), 16)
-"""Of gRPC's pool: one per core, within these bounds."""
+"""Threads of gRPC's pool: one per core, within these bounds."""
 _MORE_THREADS: Final = 6
 """gRPC's other threads (watcher, timers, poller), and the first ones of requests."""
 
@@ -88,29 +85,23 @@ def check_threads() -> None:
 
 
 async def create_grpc_server(
-    server: Host,
+    context: FrontendContext,
     *,
     address: str,
     options: Sequence[tuple[str, Any]] = (),
-    gate: InferenceGate | None = None,
     limits: GrpcLimits | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
-    credentials: grpc.ServerCredentials | None = None,
-    protocol: ProtocolOptions | None = None,
-    log: ServerLog | None = None,
-    streams: ResumableStreams | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """A bound server, not started, and its port. For a host in another process it has the RPCs of inference, metadata
-    and readiness. To be awaited on the event loop that will run it.
+    and readiness. Await it on the event loop that will run the server.
 
     address: "host:port", port 0: any
     options: gRPC channel arguments, after those of `limits`
-    gate, streams, log: shared with the other frontends of `server`; LogSettings changes `log`
-    credentials: None: no TLS
+    limits: instead of the context's
 
     Raises RuntimeError if the address cannot be bound.
     """
-    limits, protocol = limits or GrpcLimits(), protocol or DEFAULT_OPTIONS
+    limits, protocol, server = limits or context.limits.grpc, context.options, context.server
     arguments = [
         ("grpc.max_send_message_length", INT32_MAX),
         ("grpc.so_reuseport", int(protocol.grpc_reuse_port)),
@@ -118,12 +109,12 @@ async def create_grpc_server(
     ]
     grpc_server = grpc.aio.server(interceptors=list(interceptors), options=[*arguments, *options])
     yield_to_event_loop()
-    gate, streams = gate or InferenceGate(server), streams or ResumableStreams()
+    gate, timeout_s, credentials = context.gate, limits.write_timeout_s, context.access.grpc_credentials()
     servicer: InferenceRpcs
     if isinstance(server, InferenceServer):
-        servicer = InferenceServicer(server, gate, limits.write_timeout_s, protocol, log, streams)
+        servicer = InferenceServicer(server, gate, timeout_s, protocol, context.log, context.streams)
     else:
-        servicer = InferenceRpcs(server, gate, limits.write_timeout_s, protocol, None)
+        servicer = InferenceRpcs(server, gate, timeout_s, protocol, None)
     services = TolerantServices(grpc_server, _LARGE_MESSAGES)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, services)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), services)
@@ -138,7 +129,7 @@ async def create_grpc_server(
 
 
 class _Oversized:
-    """In place of a request that is too large."""
+    """Stands for a request that is too large."""
 
 
 class TolerantServices:
@@ -150,7 +141,7 @@ class TolerantServices:
     call (with 24 methods a seventh of a small RPC's time)."""
 
     def __init__(self, server: grpc.aio.Server, parsers: Mapping[str, Callable[[bytes], Any]]) -> None:
-        """parsers: of methods whose messages may be large; they raise DecodeError"""
+        """parsers: for methods whose messages may be large; they raise DecodeError."""
         self._server = server
         self._parsers = parsers
 

@@ -93,7 +93,7 @@ _COMPRESSION: Final = {
     "medium": grpc.Compression.Deflate,
     "high": grpc.Compression.Deflate,
 }
-"""What gRPC's core chooses by level for a client that accepts both; Python's API has no levels."""
+"""What gRPC's core chooses at each level for a client that accepts both. The Python API has no levels."""
 
 
 class InferenceRpcs(DescriptionRpcs):
@@ -105,7 +105,7 @@ class InferenceRpcs(DescriptionRpcs):
         protocol: ProtocolOptions,
         streams: ResumableStreams | None,
     ) -> None:
-        """streams: of resumable requests; None: another process has them"""
+        """streams: those of resumable requests; None if another process has them."""
         super().__init__(server)
         self._streams = streams
         self._gate = gate
@@ -162,12 +162,12 @@ class InferenceServicer(InferenceRpcs):
         gate: InferenceGate,
         write_timeout_s: float,
         protocol: ProtocolOptions,
-        log: ServerLog | None,
+        log: ServerLog,
         streams: ResumableStreams,
     ) -> None:
         super().__init__(server, gate, write_timeout_s, protocol, streams)
         self._server: InferenceServer = server
-        self._log = log or ServerLog()
+        self._log = log
 
     @rpc
     async def ModelConfig(self, request: Any, context: Context) -> Any:

@@ -59,7 +59,7 @@ class _Refusal:
 
 @dataclass(frozen=True, slots=True)
 class _StreamRequest:
-    """What the responses need of a request."""
+    """What the responses need to know about their request."""
 
     model_name: str
     id: str
@@ -92,7 +92,7 @@ class _Answer:
         self.has_ended = False
         """Whether FINAL was taken."""
         self.follower: _Answer | None = None
-        """Its messages come after all of these."""
+        """The answer whose messages are sent after all of these."""
 
     def listen(self) -> None:
         self._inference.listener = self._heard
@@ -136,7 +136,7 @@ class _Answer:
         return outcome_message(self._asked.model_name, self._asked.id, final, error.message)
 
     def end(self) -> None:
-        """Its last message was written."""
+        """Called when the last message was written."""
         self._leave(self)
         follower, self.follower = self.follower, None
         if follower is not None:
@@ -153,7 +153,7 @@ class _Answer:
 
 
 _Source = _Answer | _Refusal | JournalAnswer
-"""Of messages."""
+"""Anything that produces messages for the stream."""
 
 
 class StreamSession:
@@ -171,7 +171,7 @@ class StreamSession:
         forward: HeaderForward,
         streams: ResumableStreams | None,
     ) -> None:
-        """streams: of resumable requests; None: another process has them"""
+        """streams: those of resumable requests; None if another process has them."""
         self._gate = gate
         self._streams = streams
         self._context = context
@@ -244,7 +244,7 @@ class StreamSession:
             options = options_from_proto(request.parameters)
             if self._forward:
                 options = self._forward.into(options, self._metadata)
-            if resuming.is_asked:
+            if resuming.is_requested:
                 self._read(await begin(self._gate, self._resumable, opened_request, options, data_of(arrived)), -1)
                 return
             version = model_version(request.model_version)

@@ -148,7 +148,7 @@ class Acceptor:
 
 
 class Place:
-    """What one connection counts as: for the address `peer`, and as served ("") or refused, with the reason."""
+    """How one connection is counted: for the address `peer`, and as served ("") or as refused, with the reason."""
 
     __slots__ = ("_places", "has_websocket", "peer", "refusal")
 

@@ -18,29 +18,31 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 MAX_CHUNKS: Final = 65_536
-"""Of one body, without the empty last one. Source: Triton's HTTP frontend, as is the text below."""
+"""Limit for one body, without the empty last chunk. The limit and the text below are those of Triton's HTTP
+frontend."""
 TOO_MANY_CHUNKS: Final = (
     f"Chunked request body exceeds maximum of {MAX_CHUNKS} non-empty chunks. Send fewer or larger HTTP chunks."
 )
 _PARSED_AT_ONCE_BYTES: Final = 64 << 10
 _DENSE_PARSED_AT_ONCE_BYTES: Final = 8 << 10
-"""At the beginning of a request, and after many small chunks: the parser takes 0.2 ms for 1,400 chunks of one byte."""
+"""Used at the beginning of a request, and after many small chunks: the parser takes 0.2 ms for 1,400 chunks of one
+byte."""
 _DENSE_PIECES: Final = 64
 
 
 class BodyPieces:
-    """Of one connection."""
+    """The body pieces of one connection."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._heads = count()
         """Counts chunk headers. Reading it increments it."""
         self._heads_before = 0
-        """Before the first chunk of this request."""
+        """Chunk heads that were seen before this request's first chunk."""
         self.is_dense = False
         """Whether the last parsed data had many chunks: the rest of the read then waits for the next turn."""
         self.parsed_at_once_bytes = _DENSE_PARSED_AT_ONCE_BYTES
-        """Of a read."""
+        """How much of one read is parsed at once."""
 
     def parser(self, protocol: Any) -> httptools.HttpRequestParser:
         """A parser that calls `protocol` for everything except chunks of bodies."""
@@ -51,7 +53,7 @@ class BodyPieces:
         self.parsed_at_once_bytes = _DENSE_PARSED_AT_ONCE_BYTES
 
     def take(self) -> bytes:
-        """What has arrived since the last call."""
+        """Returns what has arrived since the last call."""
         pieces = self._pieces
         self.is_dense = len(pieces) > _DENSE_PIECES
         self.parsed_at_once_bytes = _DENSE_PARSED_AT_ONCE_BYTES if self.is_dense else _PARSED_AT_ONCE_BYTES
@@ -80,7 +82,7 @@ class _Callbacks:
 
 
 _NOT_JOINED_BYTES: Final = 64 << 10
-"""From this size on, copying the first part of a body costs more than a write of its own."""
+"""Above this size, copying the first part of a body costs more than writing it separately."""
 
 
 class HeadJoined(asyncio.Transport):
@@ -150,7 +152,7 @@ class DirectBody:
 
     @staticmethod
     def take_out_of(scope: Any) -> None:
-        """For an application whose messages do not go to the connection."""
+        """For an application that does not send its messages directly to the connection."""
         scope.pop(_DIRECT_BODY, None)
 
     @property

@@ -198,7 +198,7 @@ def refusing(status: int, message: str) -> ASGIApp:
 
 
 def refusal_bytes(path: str, status: int, message: str) -> bytes:
-    """The same refusal as bytes. path: "" if it is not known yet"""
+    """The same refusal as bytes. path: "" if it is not known yet."""
     body = _body(path, status, message)
     headers = {**_headers(status), "content-length": str(len(body))}
     lines = (f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {text}" for name, text in headers.items()))
@@ -215,7 +215,7 @@ def _body(path: str, status: int, message: str) -> bytes:
 
 
 def body_for(path: str, is_for_anthropic: bool, status: int, message: str, kind: str, code: str | None) -> bytes:
-    """In the form of the API of `path`. kind, code: OpenAI's"""
+    """The error body in the form of the API of `path`. kind, code: in OpenAI's terms."""
     if is_for_anthropic:
         return anthropic_error_body(status, message)
     return openai_error_body(message, kind, code) if is_openai(path) else error_body(message)

@@ -25,7 +25,7 @@ class EventSource(Protocol):
     """The events of one answer, for one reader."""
 
     quiet_s: float | None
-    """Without an event until `ping` is sent; None: never."""
+    """Silence after which `ping` is sent; None: never."""
     is_over: bool
     needs_task: bool
     """The next events need `awaited`; until then `ready` returns none."""

@@ -123,7 +123,7 @@ def string_member(value: Any, key: str) -> str:
 
 
 def array_member(value: Any, key: str) -> list[Any]:
-    """As `string_member`, for an array."""
+    """Like `string_member`, for an array."""
     found = value.get(key) if type(value) is dict else None
     if type(found) is list:
         return found

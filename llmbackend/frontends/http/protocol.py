@@ -33,11 +33,11 @@ _MAX_FRAMING_BYTES: Final = 1 << 20
 _MAX_DISCARDED_BYTES: Final = 64 << 20
 """Rest of a body whose request was answered already: it is read and dropped."""
 _MAX_DISCARDED_CHUNKS: Final = 1024
-"""Of such a rest; after them nothing is parsed, and the connection closes."""
+"""Limit of chunks that are discarded; after it nothing is parsed, and the connection closes."""
 _RESET: Final = struct.pack("ii", 1, 0)
 """A value of SO_LINGER: close at once, with a reset."""
 _CROWDED_HEADER_TIMEOUT_S: Final = 2.0
-"""For the header of a connection beyond the limit, whose path decides the form of the refusal."""
+"""Time for the header on a connection beyond the limit. The path in it decides the form of the refusal."""
 _INTERIM_RESPONSE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _RESET_LOOKED_FOR_AFTER_S: Final = 0.05
 _RESET_LOOKED_FOR_EACH_S: Final = 1.0
@@ -426,7 +426,7 @@ def _until_close(app: Any, cycle: RequestResponseCycle) -> Any:
 
 
 class _Clock:
-    """At most one timer."""
+    """Runs at most one timer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -437,7 +437,7 @@ class _Clock:
         self._timer = self._loop.call_later(seconds, self._run, callback)
 
     def start_once(self, seconds: float, callback: Callable[[], None]) -> None:
-        """As `start`, unless a timer is running."""
+        """Like `start`, unless a timer is running."""
         if self._timer is None:
             self.start(seconds, callback)
 
@@ -452,7 +452,7 @@ class _Clock:
 
 
 class CaseKeepingProtocol(GuardedProtocol):
-    """Also keeps header names as the client wrote them, as Triton forwards them (golden 60)."""
+    """Also keeps header names as the client wrote them, because Triton forwards them like this (golden 60)."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

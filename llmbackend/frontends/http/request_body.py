@@ -23,11 +23,12 @@ from ..workers import WorkThreads
 from .request_scope import header
 
 MAX_CONTROL_BYTES: Final = 1 << 20
-"""Of requests that control the server, except load requests with files."""
+"""Limit for requests that control the server, except for loads with files."""
 BODY_LEASE: Final = "llmbackend.body_lease"
 """Key of the scope for a BodyLease; absent under an application other than this package's."""
 _MIN_BODIES_HELD: Final = 4
-"""Of the largest size: a body that is being unpacked is held twice, and one client gets half of the budget."""
+"""How many bodies of the largest size fit: a body that is being unpacked is held twice, and one client gets half of the
+budget."""
 Encoding = Literal["gzip", "deflate"]
 ENCODINGS: Final[tuple[Encoding, ...]] = ("gzip", "deflate")
 IDENTITY: Final = "identity"
@@ -79,7 +80,7 @@ class BodyBudget:
 
 
 class BodyLease:
-    """What one request's body holds of the budget, at most until the request ends. Used by one thread at a time."""
+    """One request's share of the body budget, held at most until the request ends. Used by one thread at a time."""
 
     __slots__ = ("_budget", "_owner", "_size_bytes")
 
@@ -110,12 +111,13 @@ class BodyLease:
 
 
 def content_encoding(request: Request) -> str:
-    """In lower case, "identity" by default."""
+    """The encoding in lower case; "identity" by default."""
     return header(request, b"content-encoding").strip().lower() or IDENTITY
 
 
 async def read_content(request: Request, max_bytes: int, threads: WorkThreads) -> bytes:
-    """As `read_body`, unpacked on one of `threads`; the encoding must be one of ENCODINGS, or IDENTITY."""
+    """Like `read_body`, but unpacks the body on one of `threads`. The encoding must be one of ENCODINGS, or
+    IDENTITY."""
     body = await read_body(request, max_bytes)
     if content_encoding(request) == IDENTITY:
         return body
@@ -153,7 +155,7 @@ def too_large() -> TritonError:
 
 
 async def read_control(request: Request) -> bytes:
-    """As `read_body`, but TritonError INVALID_ARG beyond MAX_CONTROL_BYTES."""
+    """Like `read_body`, but raises TritonError INVALID_ARG beyond MAX_CONTROL_BYTES."""
     try:
         return await read_body(request, MAX_CONTROL_BYTES)
     except BodyTooLargeError:
@@ -161,7 +163,7 @@ async def read_control(request: Request) -> bytes:
 
 
 def release_body(request: Request) -> None:
-    """To be called when the body was decoded: its bytes are no longer held."""
+    """Call this once the body is decoded: its bytes are no longer counted."""
     BodyLease.of(request).release()
 
 

@@ -146,7 +146,7 @@ def sampled(server: Host, model_name: str, request: Request, start_ns: int = 0) 
 
 
 def received(trace: RequestTrace | None) -> None:
-    """To be called after the body was read."""
+    """Call this after the body was read."""
     if trace is not None:
         trace.mark("HTTP_RECV_END")
 

@@ -88,7 +88,7 @@ def _refusals(error: Any, statuses: Iterable[int], content_types: Iterable[str])
 
 
 class DescribedBy:
-    """In `Annotated`: a value that pydantic does not check, and documents as of the type `model`."""
+    """Annotation of a value that pydantic does not check, but documents as the type `model`."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -101,7 +101,7 @@ class DescribedBy:
 
 
 class JsonBody(DescribedBy):
-    """In `Annotated`: the argument of an endpoint that is made of the JSON body, optional if it has a default."""
+    """Annotation of an endpoint's argument that is made of the JSON body; optional if the argument has a default."""
 
     def __init__(self, model: Any, parse: Callable[..., Any] = as_object) -> None:
         """parse: JSON value → the argument"""
@@ -110,7 +110,7 @@ class JsonBody(DescribedBy):
 
 
 def route(method: str, *paths: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
-    """Declares a method of `Endpoints` as the endpoint of `paths`. options: of ApiRoute"""
+    """Declares a method of `Endpoints` as the endpoint of `paths`. options: passed to ApiRoute."""
 
     def declare(endpoint: Endpoint) -> Endpoint:
         declared = [(path, options | {"methods": [method]}) for path in paths]
@@ -129,14 +129,14 @@ class Endpoints:
     error: ClassVar[Any] = Error
     """Type of an error response's JSON."""
     statuses: ClassVar[tuple[int, ...]] = (400, 404, 500, 501, 503)
-    """Of error responses, besides those of every API."""
+    """Statuses of error responses, besides those that every API has."""
     error_types: ClassVar[tuple[str, ...]] = ("text/plain",)
     """Further content types of error responses."""
     answers_head: ClassVar[bool] = False
     """Whether GET implies HEAD."""
 
     def add_to(self, router: APIRouter) -> None:
-        """In the order of declaration, in which routes are tried."""
+        """Adds the routes in the order of their declaration, which is also the order of matching."""
         for name, method in vars(type(self)).items():
             for path, options in getattr(method, _DECLARED, ()):
                 route = ApiRoute(path, getattr(self, name), self, **options)

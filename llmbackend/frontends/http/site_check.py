@@ -25,9 +25,9 @@ Headers = Iterable[tuple[bytes, bytes]]
 @dataclass(frozen=True)
 class SiteCheck:
     origins: Collection[str] = ()
-    """Of pages of other sites that may use the server; "*": any."""
+    """Origins of other sites whose pages may use the server; "*": any."""
     hosts: Collection[str] = ()
-    """In lower case: names of this server besides IP addresses, localhost and the machine's name."""
+    """Names of this server in lower case, besides IP addresses, localhost and the machine's name."""
     checks_host: bool = True
     """Whether any other Host is refused. A request without a Host, as HTTP/1.0 allows, is served."""
 
@@ -57,7 +57,8 @@ class SiteCheck:
         )
 
     def host_refusal(self, headers: Headers) -> str:
-        """As `refusal`, for what is served by this server's names only: the Host is required, and always checked."""
+        """Like `refusal`, for pages that are served only under this server's names: the Host header is required and
+        always checked."""
         hosts = (value.decode("latin-1").lower() for name, value in headers if name == b"host")
         return self._host_refusal(next(hosts, ""))
 

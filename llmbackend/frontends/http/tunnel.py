@@ -14,7 +14,7 @@ P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 _CLOSE_TIMEOUT_S: Final = 5.0
 _MAX_EARLY_BYTES: Final = 64 << 10
-"""From a client before the other side is connected."""
+"""Limit of bytes that a client may send before the other side is connected."""
 
 
 class Tunnels(Protocol):

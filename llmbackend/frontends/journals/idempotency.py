@@ -35,7 +35,7 @@ REPLAYED: Final = (b"idempotent-replayed", b"true")
 _KEY: Final = b"idempotency-key"
 _MAX_KEY_CHARS: Final = 255
 _BODY_WAIT_S: Final = 1.0
-"""For the body of an earlier request with the same key."""
+"""How long a retry waits for the body of the earlier request with the same key."""
 _OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MODELS: Final = "/v2/models/"
 _MODEL_ENDPOINTS: Final = ("/infer", "/generate", "/generate_stream")
@@ -52,12 +52,12 @@ class _Answer(KeptAnswer):
     fingerprint: asyncio.Future[bytes | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """Of the request; None: its body was not read."""
+    """Fingerprint of the request; None if its body was not read."""
     head: asyncio.Future[Message | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Its first message; None if there is none."""
+    """The first message of the answer; None if there is no answer."""
     work: asyncio.Task[None] | None = None
     num_body_bytes: int = 0
-    """Of the request."""
+    """Size of the request's body."""
 
     @property
     def has_ended(self) -> bool:
@@ -269,7 +269,8 @@ class _BodyReader:
 
 
 async def _fingerprint(scope: Scope, receive: Receive, expected_bytes: int) -> bytes | None:
-    """Of a request whose body is read here; None if it is longer than expected or does not arrive."""
+    """Reads the body of a request and returns its fingerprint; None if the body is longer than expected or does not
+    arrive."""
     found = _begun_hash(scope)
     num_bytes = 0
     is_more = True
@@ -287,7 +288,7 @@ async def _fingerprint(scope: Scope, receive: Receive, expected_bytes: int) -> b
 
 
 def _begun_hash(scope: Scope) -> hashlib._Hash:
-    """Of all parts of the request except its body."""
+    """A hash that already contains everything of the request except its body."""
     headers = sorted((name, value) for name, value in scope["headers"] if name in _PART_OF_THE_REQUEST)
     return hashlib.sha256(repr((scope["path"], scope.get("query_string", b""), headers)).encode())
 

@@ -41,7 +41,7 @@ class Journal:
     """Used only on the event loop."""
 
     def __init__(self, max_bytes: int, next_number: int = 0, load: LoadEvents | None = None) -> None:
-        """next_number: of the first event that will be published. load: reads events that are not held."""
+        """next_number: number of the first event that will be published. load: reads events that are no longer held."""
         self._max_bytes = max_bytes
         self._load = load
         self._held: deque[bytes] = deque()
@@ -74,7 +74,7 @@ class Journal:
         return before - self.held_bytes
 
     def end(self, error: Exception | None = None) -> None:
-        """error: raised to readers in place of the end."""
+        """error: raised to readers instead of the end."""
         if not self.has_ended:
             self.has_ended, self._error = True, error
             self._wake()
@@ -109,7 +109,7 @@ class Journal:
             self._count_readers(-1)
 
     def _from(self, number: int) -> Events:
-        """From the right, since most readers need only the few newest of many."""
+        """Collects from the right, since most readers need only the newest few events."""
         newest = list(islice(reversed(self._held), self.next_number - number))
         return Events(number, tuple(reversed(newest)))
 
@@ -160,18 +160,18 @@ class StreamHead(msgspec.Struct, frozen=True, kw_only=True):
     """How a stream began."""
 
     key: str
-    """Its name."""
+    """The stream's name."""
     epoch: int = 0
     """How many times another host has taken it over."""
     owner: str = ""
-    """As of `current_owner`."""
+    """The owner, as `current_owner` names it."""
     path: str
-    """Of the requests that may resume it."""
+    """Path of the requests that may resume the stream."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
     request: bytes = b""
     """The body of the request that began it."""
     identity: bytes = b""
-    """Its ids and times, in a form of its endpoint."""
+    """Its ids and times, encoded by its endpoint."""
 
 
 class StreamRecord(msgspec.Struct, frozen=True):
@@ -193,7 +193,7 @@ class Recording:
     """
 
     def __init__(self, known: StreamRecord | None = None) -> None:
-        """known: of a stream that is regenerated."""
+        """known: the record so far, if the stream is being regenerated."""
         self.known = known
         self.identity = b"" if known is None else known.head.identity
         self.request = b""

@@ -17,7 +17,7 @@ from .journal import Journal
 
 MAX_BYTES: Final = 256 << 20
 _FULL: Final = 15 / 16
-"""Of the bytes: the rest is for answers that have begun."""
+"""Share of the bytes at which no new answer may begin; the rest is for answers that have begun."""
 A = TypeVar("A", bound="KeptAnswer")
 
 
@@ -26,12 +26,12 @@ class KeptAnswer:
     """Owner: the store that lists it."""
 
     owner: str
-    """As of `current_owner`."""
+    """The owner, as `current_owner` names it."""
     key: str
     """Unique for its kind and owner."""
     journal: Journal
     kept_s: float | None = None
-    """After its end; None: for the grace without readers, as before."""
+    """How long it is kept after its end; None: as long as before its end, for the grace without readers."""
     stop: Callable[[], None] = field(default=lambda: None)
     """Called when it is forgotten."""
     is_listed: bool = False
@@ -45,7 +45,7 @@ class KeptAnswers:
         self._grace_s = grace_s
         self._max_bytes = max_bytes
         self._answers: dict[tuple[type[KeptAnswer], str], dict[str, KeptAnswer]] = {}
-        """By kind and owner, then by key, the oldest first."""
+        """By kind and owner, then by key; the oldest first."""
         self._ended: dict[KeptAnswer, None] = {}
         self.held_bytes = 0
 
@@ -53,7 +53,7 @@ class KeptAnswers:
         return self.of(kind, owner).get(key)
 
     def of(self, kind: type[A], owner: str) -> Mapping[str, A]:
-        """By key, the oldest first."""
+        """The answers of one kind and owner by key, the oldest first."""
         return self._answers.get((kind, owner), {})  # type: ignore[return-value]
 
     def all(self, kind: type[A]) -> Iterator[A]:
@@ -66,7 +66,7 @@ class KeptAnswers:
         return self._make_room(int(self._max_bytes * _FULL))
 
     def refusal(self, kind: str) -> str:
-        """The error text when there is no room. kind: of answers"""
+        """The error text when there is no room. kind: what the answers are called."""
         return f"{kind} and other kept answers hold {self.held_bytes} bytes, the limit is {self._max_bytes}"
 
     def add(self, answer: KeptAnswer) -> None:

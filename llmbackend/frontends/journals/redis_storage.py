@@ -32,7 +32,8 @@ _KEPT_LONGER_S: Final = 3600
 _REMOVED_AT_ONCE: Final = 64
 _PREFIX: Final = "llmbackend:responses:"
 _VERSION: Final = 1
-"""Of the keys and values. It is in the key `version`; what had no version yet is version 1."""
+"""Version of the keys and values, stored under the key `version`. Data from before there were versions counts as
+version 1."""
 _FIELDS: Final = (
     *("owner", "kind", "id", "body", "created_s", "expires_s", "items", "parent", "is_live", "continuation"),
     "labels",
@@ -181,7 +182,7 @@ class RedisStorage:
                     self._delete(pipe, id, *held.pop(id))
 
     def _of_others(self, ids: set[str]) -> set[str]:
-        """Those that another server writes."""
+        """Those of the documents that another server writes."""
         ordered = sorted(ids)
         writers = self._redis.hmget(_key("live"), ordered) if ordered else []
         own = (None, self._instance.encode())
@@ -337,7 +338,7 @@ def _key(*parts: str) -> str:
 
 
 def _machine() -> str:
-    """Where process ids mean the same."""
+    """Identifies the machine and the namespace in which process ids are valid."""
     return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}".replace("|", "")
 
 

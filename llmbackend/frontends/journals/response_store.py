@@ -25,19 +25,19 @@ from .journal import Journal
 MAX_LINEAGE = 4096
 """Documents in the chain that one continues, at most."""
 HELD_EVENT_BYTES = 4 << 20
-"""Of a live document's events in memory; slower readers read them from the store."""
+"""How much of a live document's events is held in memory; slower readers read them from the store."""
 _WATCH_INTERVAL_S = 0.25
-"""Between two reads of events that another server writes."""
+"""Time between two reads of events that another server writes."""
 _EXPIRY_PAUSE_S = 10.0
-"""After the store has failed, before expired documents are removed again."""
+"""After a failure of the store: time until the next attempt to remove expired documents."""
 _LOADED_BYTES = 1 << 20
-"""Of events, per read."""
+"""Bytes of events that are read at once."""
 _MAX_UNCOMMITTED_BYTES = 1 << 20
-"""Of one log, before its producer waits."""
+"""Uncommitted bytes of one log at which its producer has to wait."""
 _LISTED_AT_ONCE = 256
 """Entries of a list that are looked at in one turn of the event loop."""
 _MAX_PAGE_BYTES = 8 << 20
-"""Of the documents of one page, unless it is one."""
+"""Limit for the documents of one page, unless the page is a single document."""
 
 
 class NotStoredError(Exception):
@@ -84,7 +84,7 @@ class ResponseStore:
         self.producer: Producer | None = None
         """Set before `start`."""
         self._expiry: asyncio.TimerHandle | None = None
-        """Of the document that expires first."""
+        """Timer for the document that expires first."""
         self._expiring: asyncio.Task[None] | None = None
         self._takes_over_each_s = storage.takes_over_each_s
         self._taking_over: asyncio.Task[None] | None = None
@@ -118,12 +118,12 @@ class ResponseStore:
                 log_bug("unexpected error while taking over responses", error)
 
     async def suspend(self) -> None:
-        """Before the server ends: leaves live documents of a persistent store to the next server."""
+        """Call it before the server ends: live documents of a persistent store are left to the next server."""
         if self.producer is not None and self.is_persistent:
             await self.producer.suspend()
 
     async def close(self) -> None:
-        """After the last request. Ends the journals that are still written."""
+        """Call it after the last request. Ends the journals that are still being written."""
         if self._expiry is not None:
             self._expiry.cancel()
         for task in (self._expiring, self._taking_over, *self._watching):

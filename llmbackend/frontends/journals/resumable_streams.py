@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -28,14 +28,15 @@ from ..errors import log_bug
 from ..http.errors import error_body, is_openai, openai_error_body
 from ..http.event_stream import EventStream
 from ..http.request_scope import PRESENCE, ClientPresence, header
-from .journal import RECORDING, EventsGoneError, Journal, Recording, StreamDelta, StreamHead, StreamRecord, settle
+from .journal import RECORDING, EventsGoneError, Journal, Recording, StreamHead, StreamRecord, settle
 from .kept_answers import KeptAnswer, KeptAnswers
 from .response_store import current_owner
+from .stream_copies import StreamCopies
 
 _PLACE: Final = re.compile(r"(?P<stream>[0-9a-f]{32})(:(?P<number>\d{1,9}))?")
 MAX_STREAM_BYTES: Final = 4 << 20
-"""Of the events of one stream, as many as may wait for a client of another stream; a client that is further behind
-cannot resume."""
+"""Limit for the events of one stream: as much as may wait for a client of any other stream. A client that falls further
+behind cannot resume."""
 
 
 class StreamGoneError(TritonError):
@@ -43,31 +44,6 @@ class StreamGoneError(TritonError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ErrorCode.NOT_FOUND)
-
-
-class Copies(Protocol):
-    """Copies of records on other hosts."""
-
-    @property
-    def are_made(self) -> bool: ...
-
-    def begin(self, record: StreamRecord, superseded: Callable[[], None]) -> asyncio.Future[None]:
-        """A new stream, or a regenerated one with its known deltas, which will be added again; done when it is copied,
-        or cannot be. superseded: called when another host has taken it over."""
-
-    def add(self, key: str, deltas: Sequence[StreamDelta], then: Callable[[], None]) -> None:
-        """`then` is called when they are copied, or cannot be; in the order of the calls."""
-
-    def end(self, key: str) -> None:
-        """It can no longer be resumed."""
-
-    async def take(self, key: str, owner: str, path: str) -> StreamRecord | None:
-        """Takes over the record of another host's stream; None if no host has it for this owner and path. Raises
-        TritonError UNAVAILABLE if a host that may have it cannot be asked."""
-
-    async def make_again(self, record: StreamRecord) -> None:
-        """Has the stream's endpoint regenerate it with the next epoch; returns when it is opened. Raises
-        TritonError."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -84,11 +60,11 @@ class ResumableStream(KeptAnswer):
 class ResumableStreams:
     """The resumable streams of one server. Used only on its event loop."""
 
-    def __init__(self, kept: KeptAnswers | None = None, copies: Copies | None = None) -> None:
+    def __init__(self, kept: KeptAnswers | None = None, copies: StreamCopies | None = None) -> None:
         """copies: None: streams end with this host."""
         self._kept = kept or KeptAnswers()
         self.copies = copies
-        self._taking_up: dict[str, asyncio.Future[None]] = {}
+        self._taking_over: dict[str, asyncio.Future[None]] = {}
 
     @property
     def num_streams(self) -> int:
@@ -138,15 +114,16 @@ class ResumableStreams:
         return stream
 
     async def find(self, path: str, place: str, what: str) -> tuple[ResumableStream, int]:
-        """A stream, and the number of the last event that the client has (-1: none). place: that event's id; what: the
-        client's name of it, for errors.
+        """Returns a stream, and the number of the last event that the client has (-1: none). place: the id of that
+        event. what: what the client calls it, for errors.
 
-        Raises TritonError INVALID_ARG, and StreamGoneError for a stream that is no longer kept or another key's.
+        Raises TritonError INVALID_ARG, and StreamGoneError for a stream that is no longer kept or belongs to another
+        key.
         """
         found = _PLACE.fullmatch(place)
         if found is None:
             raise invalid_argument(f"{what} is '{place[:80]}', expected the id of an event")
-        stream = self._own(found["stream"]) or await self._taken_up(found["stream"], path)
+        stream = self._own(found["stream"]) or await self._taken_over(found["stream"], path)
         if stream is None or stream.head.path != path:
             raise StreamGoneError(f"there is no stream '{found['stream']}', or it is no longer kept")
         after = -1 if found["number"] is None else int(found["number"])
@@ -158,7 +135,8 @@ class ResumableStreams:
         return stream, after
 
     def leave(self) -> None:
-        """Before the server ends: ends the streams that have copies, which their clients resume on other hosts."""
+        """Call it before the server ends: ends the streams that have copies, so that their clients resume on other
+        hosts."""
         copies, self.copies = self.copies, None
         if copies is not None and copies.are_made:
             for stream in self._kept.all(ResumableStream):
@@ -172,26 +150,26 @@ class ResumableStreams:
             self._kept.forget(stream)
         await asyncio.gather(*producers, return_exceptions=True)
 
-    async def _taken_up(self, key: str, path: str) -> ResumableStream | None:
+    async def _taken_over(self, key: str, path: str) -> ResumableStream | None:
         """Another host's stream, regenerated here."""
         if self.copies is None:
             return None
-        taking = self._taking_up.get(key)
+        taking = self._taking_over.get(key)
         if taking is None:
-            taking = self._taking_up[key] = asyncio.ensure_future(self._take_up(self.copies, key, path))
-            taking.add_done_callback(lambda _: self._taking_up.pop(key))
+            taking = self._taking_over[key] = asyncio.ensure_future(self._take_over_stream(self.copies, key, path))
+            taking.add_done_callback(lambda _: self._taking_over.pop(key))
         await asyncio.shield(taking)
         return self._own(key)
 
     def _own(self, key: str) -> ResumableStream | None:
         return self._kept.find(ResumableStream, current_owner(), key)
 
-    async def _take_up(self, copies: Copies, key: str, path: str) -> None:
+    async def _take_over_stream(self, copies: StreamCopies, key: str, path: str) -> None:
         record = await copies.take(key, current_owner(), path)
         if record is not None:
-            await copies.make_again(record)
+            await copies.regenerate(record)
 
-    def give_away(self, key: str, owner: str, path: str) -> bool:
+    def hand_over(self, key: str, owner: str, path: str) -> bool:
         """Ends a stream that another host continues; whether this owner and path had it."""
         stream = self._kept.find(ResumableStream, owner, key)
         if stream is None or stream.head.path != path:
@@ -262,7 +240,7 @@ _END_OF_EVENT: Final = b"\n\n"
 _COMMENT: Final = b":"
 _PING: Final = b": ping\n\n"
 _QUIET_S: Final = 15.0
-"""Without an event, before a comment is sent to keep the connection open."""
+"""Silence after which a comment is sent to keep the connection open."""
 
 
 def is_resumable(request: Request) -> bool:
@@ -279,14 +257,15 @@ def last_event_id(request: Request) -> str:
 
 
 def refuse_resuming(request: Request, instead: str = "") -> None:
-    """For endpoints without resumable streams. instead: what the endpoint offers. Raises TritonError."""
+    """For endpoints without resumable streams. instead: what the endpoint offers instead. Raises TritonError."""
     if is_resumable(request) or last_event_id(request):
         more = f"; {instead}" if instead else ""
         raise invalid_argument(f"a stream of {request.url.path} cannot be resumed with 'Last-Event-ID'{more}")
 
 
 def begin_recording(streams: ResumableStreams, request: Request, body: bytes) -> Recording | None:
-    """Of a resumable stream that is copied, before its inferences begin; else None."""
+    """Begins to record a resumable stream that will be copied, before its inferences start. Returns None for any other
+    stream."""
     if streams.copies is None or not is_resumable(request):
         return None
     recording = Recording.of(request)
@@ -316,7 +295,7 @@ async def open_stream(
     return _response(stream, -1)
 
 
-async def come_back(streams: ResumableStreams, request: Request) -> Response:
+async def resume_stream(streams: ResumableStreams, request: Request) -> Response:
     """The rest of a stream after the request's `Last-Event-ID`. Raises TritonError as ResumableStreams.find."""
     found = await streams.find(request.url.path, last_event_id(request), "the header 'Last-Event-ID'")
     return _response(*found)
@@ -355,7 +334,7 @@ def _too_slow(path: str) -> bytes:
 _SHOWN_BYTES = 400
 
 
-async def make_again(app: ASGIApp, record: StreamRecord) -> None:
+async def regenerate(app: ASGIApp, record: StreamRecord) -> None:
     """Returns when the stream is opened. Raises TritonError UNAVAILABLE if the request is refused."""
     recording = Recording(record)
     opened = asyncio.get_running_loop().create_future()
@@ -394,7 +373,7 @@ def _scope(recording: Recording) -> dict[str, Any]:
 
 
 class _Body:
-    """Of a request whose client does not disconnect."""
+    """The body of a request whose client never disconnects."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
@@ -407,7 +386,7 @@ class _Body:
 
 
 class _Refusal:
-    """The application's answer if it is no stream."""
+    """The application's answer if it is not a stream."""
 
     def __init__(self) -> None:
         self._status = 0

@@ -1,4 +1,4 @@
-"""Documents in one SQLite file, for `--response-store sqlite:PATH`.
+"""Documents in SQLite: in memory, or in the file of `--response-store sqlite:PATH`.
 
 Invariants: one process uses the file, which only its user can read; what was committed survives a kill of the process
 (WAL, synchronous=NORMAL: after a power failure the last transactions may be missing, but the file is consistent).
@@ -11,15 +11,17 @@ import sqlite3
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from .documents import Append, Capacity, Document, Entry, OwnStorage, StoreError, Write
+from .documents import Append, Capacity, Delete, Document, Entry, Put, StoreError, Write
 
 _VERSION: Final = 2
 _LOCK_WAIT_S: Final = 2.0
+_OLDEST: Final = "WHERE is_live = 0 ORDER BY created_s LIMIT 32"
 _SCHEMA: Final = """
 CREATE TABLE documents (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL, created_s REAL NOT NULL,
@@ -38,20 +40,33 @@ _SINCE_VERSION_2: Final = """
 ALTER TABLE documents ADD COLUMN labels BLOB NOT NULL DEFAULT x'';
 CREATE INDEX by_list ON documents (owner, created_s, id) WHERE labels <> x'';
 """
+_LOG_BYTES: Final = (
+    "(SELECT COALESCE(SUM(LENGTH(parts)), 0) FROM events WHERE id = ?1) + "
+    "(SELECT COALESCE(SUM(LENGTH(progress)), 0) FROM progress WHERE id = ?1)"
+)
+_HELD_BYTES: Final = (
+    "SELECT (SELECT COALESCE(SUM(size_bytes), 0) FROM documents) + (SELECT COALESCE(SUM(LENGTH(parts)), 0) FROM events)"
+    " + (SELECT COALESCE(SUM(LENGTH(progress)), 0) FROM progress)"
+)
 _FIELDS: Final = "owner, kind, id, body, created_s, expires_s, items, parent, is_live, continuation, labels"
 _NAMES: Final = _FIELDS.split(", ")
 _PARTS = msgspec.msgpack.Decoder(list[bytes])
 
 
-class SqliteStorage(OwnStorage):
+class SqliteStorage:
     """A Storage."""
 
-    is_persistent = True
+    takes_over_each_s: float | None = None
+    answers_within_s: float | None = None
 
-    def __init__(self, path: Path, capacity: Capacity) -> None:
-        """Opens or creates the file. Raises StoreError."""
-        super().__init__(capacity)
+    def __init__(self, path: Path | None, capacity: Capacity) -> None:
+        """Opens or creates the file; without a path, documents are kept in memory. Raises StoreError."""
         self._path = path
+        self._capacity = capacity
+        self.is_persistent = path is not None
+        self._count_of: Counter[str] = Counter()
+        """Documents by owner."""
+        self.held_bytes = 0
         self._connection = self._opened()
         self._file = _identity(path)
         try:
@@ -63,7 +78,11 @@ class SqliteStorage(OwnStorage):
 
     def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
         with self._errors(), self._transaction():
-            self._commit(writes, now_s)
+            for write in writes:
+                self._write(write)
+            for id in self._ids("WHERE expires_s <= ?", now_s):
+                self._remove(id)
+            self._evict({write.document.owner for write in writes if isinstance(write, Put)})
         return ()
 
     def get(self, id: str, now_s: float) -> Document | None:
@@ -118,7 +137,18 @@ class SqliteStorage(OwnStorage):
 
     # --- writes -----------------------------------------------------------------------------------------------------
 
+    def _write(self, write: Write) -> None:
+        match write:
+            case Put(document):
+                self._put(document)
+            case Append():
+                self._append(write)
+            case Delete(id):
+                self._remove(id)
+
     def _put(self, document: Document) -> None:
+        if not self.is_persistent:
+            document = replace(document, continuation=b"")  # no other process can continue it
         before = self._rows("SELECT size_bytes FROM documents WHERE id = ?", document.id)
         self.held_bytes += document.size_bytes - (before[0][0] if before else 0)
         self._count_of[document.owner] += not before
@@ -133,54 +163,57 @@ class SqliteStorage(OwnStorage):
             self._drop_progress(document.id)
 
     def _drop_progress(self, id: str) -> None:
-        size_bytes = self._rows("SELECT COALESCE(SUM(LENGTH(progress)), 0) FROM progress WHERE id = ?", id)[0][0]
+        self.held_bytes -= self._rows("SELECT COALESCE(SUM(LENGTH(progress)), 0) FROM progress WHERE id = ?", id)[0][0]
         self._connection.execute("DELETE FROM progress WHERE id = ?", (id,))
-        self._grow_log(id, -size_bytes)
 
     def _append(self, step: Append) -> None:
-        if not self._grow_log(step.id, step.size_bytes):
+        """Does not touch the document's row, which SQLite would write again as a whole."""
+        if not self._rows("SELECT 1 FROM documents WHERE id = ?", step.id):
             return  # it was deleted
         if step.events:
             parts = msgspec.msgpack.encode(step.events)
+            self.held_bytes += len(parts)
             self._connection.execute(
                 "INSERT INTO events (id, first, parts) VALUES (?, ?, ?)", (step.id, step.first, parts)
             )
-        if step.progress:
+        if step.progress and self.is_persistent:
+            self.held_bytes += len(step.progress)
             self._connection.execute("INSERT INTO progress (id, progress) VALUES (?, ?)", (step.id, step.progress))
 
-    def _grow_log(self, id: str, size_bytes: int) -> bool:
-        """Whether there is such a document."""
-        found = self._connection.execute(
-            "UPDATE documents SET log_bytes = log_bytes + ? WHERE id = ?", (size_bytes, id)
-        ).rowcount
-        self.held_bytes += size_bytes * found
-        return bool(found)
-
     def _remove(self, id: str) -> None:
-        found = self._rows("SELECT owner, size_bytes + log_bytes FROM documents WHERE id = ?", id)
+        found = self._rows(f"SELECT owner, size_bytes, {_LOG_BYTES} FROM documents WHERE id = ?1", id)
         if not found:
             return
-        owner, size_bytes = found[0]
-        self.held_bytes -= size_bytes
+        owner, size_bytes, log_bytes = found[0]
+        self.held_bytes -= size_bytes + log_bytes
         self._count_of[owner] -= 1
         for table in ("documents", "events", "progress"):
             self._connection.execute(f"DELETE FROM {table} WHERE id = ?", (id,))
 
-    def _expired(self, now_s: float) -> Sequence[str]:
-        return self._ids("WHERE expires_s <= ?", now_s)
+    def _evict(self, owners: Collection[str]) -> None:
+        """Removes the oldest documents beyond the capacity."""
+        for owner in owners:
+            excess = self._count_of[owner] - self._capacity.max_documents_per_owner
+            if excess > 0:
+                for id in self._ids("WHERE owner = ? AND is_live = 0 ORDER BY created_s LIMIT ?", owner, excess):
+                    self._remove(id)
+        while self._is_too_large and (oldest := self._ids(_OLDEST)):
+            for id in oldest:
+                if self._is_too_large:
+                    self._remove(id)
 
-    def _oldest(self, most: int, owner: str | None = None) -> Sequence[str]:
-        if most <= 0:
-            return ()
-        of_owner, values = ("", (most,)) if owner is None else ("owner = ? AND ", (owner, most))
-        return self._ids(f"WHERE {of_owner}NOT is_live ORDER BY created_s LIMIT ?", *values)
+    @property
+    def _is_too_large(self) -> bool:
+        return self.held_bytes > self._capacity.max_bytes
 
     # --- the file ---------------------------------------------------------------------------------------------------
 
     def _opened(self) -> sqlite3.Connection:
         try:
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            return sqlite3.connect(self._path, timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
+            if self._path is not None:
+                os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            name = self._path or ":memory:"
+            return sqlite3.connect(name, timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"the response store '{self._path}' cannot be opened: {error}") from None
 
@@ -200,7 +233,7 @@ class SqliteStorage(OwnStorage):
         self._count()
 
     def _count(self) -> None:
-        self.held_bytes = self._rows("SELECT COALESCE(SUM(size_bytes + log_bytes), 0) FROM documents")[0][0]
+        self.held_bytes = self._rows(_HELD_BYTES)[0][0]
         self._count_of = Counter(dict(self._rows("SELECT owner, COUNT(*) FROM documents GROUP BY owner")))
 
     def _ids(self, condition: str, *values: Any) -> list[str]:
@@ -236,8 +269,10 @@ class SqliteStorage(OwnStorage):
             raise StoreError(f"the response store '{self._path}' failed: {error}") from None
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(path: Path | None) -> tuple[int, int] | None:
     """None: there is no such file."""
+    if path is None:
+        return None
     try:
         status = os.stat(path)
     except OSError:

@@ -16,18 +16,18 @@ _REDIS: Final = ("redis://", "rediss://", "unix://")
 DAY_S: Final = 86_400.0
 _MEMORY_TTL_S: Final = 3_600.0
 _PERSISTENT_TTL_S: Final = 30 * DAY_S
-"""As long as OpenAI keeps responses."""
+"""OpenAI keeps responses for as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdempotencyLimits:
-    """What is kept for one API key, or for all clients without keys."""
+    """Limits for one API key, or for all clients without keys together."""
 
     ttl_s: float = 600.0
-    """From the first request on; 0: the header is ignored."""
+    """Time from the first request on; 0: the header is ignored."""
     max_answers: int = 1000
     max_bytes: int = 64 << 20
-    """Of answers; beyond it the oldest are removed."""
+    """Limit for the answers together; when it is exceeded, the oldest are removed."""
     max_answer_bytes: int = 8 << 20
     """A larger one is not kept."""
 
@@ -41,7 +41,7 @@ class StoreSettings:
     ttl_s: float | None = None
     """None: an hour in memory, 30 days elsewhere."""
     max_bytes: int = 256 << 20
-    """Of documents and events, about."""
+    """Approximate limit for documents and events."""
     max_responses_per_key: int = 10_000
     resume_grace_s: float = 30.0
     """How long a resumable stream, or a request with an Idempotency-Key, continues without a client."""
@@ -80,13 +80,9 @@ class StoreSettings:
             from .redis_storage import RedisStorage
 
             return RedisStorage(self.url, capacity)
-        if self._path:
-            from .sqlite_storage import SqliteStorage
+        from .sqlite_storage import SqliteStorage
 
-            return SqliteStorage(Path(self._path), capacity)
-        from .documents import MemoryStorage
-
-        return MemoryStorage(capacity)
+        return SqliteStorage(Path(self._path) if self._path else None, capacity)
 
 
 IN_MEMORY: Final = StoreSettings()

@@ -29,15 +29,15 @@ log = logging.getLogger(__name__)
 TOPIC: Final = "streams"
 _CALL_TIMEOUT_S: Final = 2.0
 _PAUSE_S: Final = 0.5
-"""Before a retry at a host that did not answer."""
+"""Pause before a retry at a host that did not answer."""
 _MESSAGE_BYTES: Final = 1 << 20
-"""Of records in one message, about."""
+"""Approximate size of the records in one message."""
 _MAX_BYTES: Final = 256 << 20
 """Held for other hosts; beyond it the records that have not grown for longest are dropped."""
 _KEPT_S: Final = 600.0
-"""Without news of a record."""
+"""How long a record is kept without news of it."""
 _TAKEN_KEPT_S: Final = 30.0
-"""After a record was taken."""
+"""How long a record is kept after it was taken."""
 _MAX_TAKEN: Final = 10_000
 """Streams whose epoch is remembered after they were taken over."""
 
@@ -61,12 +61,8 @@ class Peers(Protocol):
         """handler: (id of the calling host, payload) → answer."""
 
 
-class Streams(Protocol):
-    """The streams of this host."""
-
-    def give_away(self, key: str, owner: str, path: str) -> bool: ...
-
-
+HandOver = Callable[[str, str, str], bool]
+"""(key, owner, path): ends a stream of this host, which another host continues; returns whether there was one."""
 Maker = Callable[[StreamRecord], Awaitable[None]]
 """Has an endpoint regenerate a stream; returns when it is opened. Raises TritonError."""
 
@@ -99,7 +95,8 @@ class _Take(msgspec.Struct, frozen=True, tag="take"):
 
 
 class _Refused(msgspec.Struct, frozen=True):
-    """superseded: keys of streams with a higher epoch; unknown: of those whose record must be sent again"""
+    """superseded: keys of streams that now have a higher epoch. unknown: keys of streams whose record must be sent
+    again."""
 
     superseded: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -139,7 +136,7 @@ class _Growing:
         return added
 
     def without_replayed(self, deltas: Sequence[StreamDelta]) -> Sequence[StreamDelta]:
-        """Those that the record of a regenerated stream does not have."""
+        """The deltas that the record of a regenerated stream does not have yet."""
         num_known = min(self.num_replayed, len(deltas))
         self.num_replayed -= num_known
         return deltas[num_known:]
@@ -149,13 +146,13 @@ class _Growing:
 
 
 class StreamCopies:
-    """The Copies of a host's ResumableStreams, and what it holds for others. Used only on the event loop."""
+    """The copies of a host's ResumableStreams, and what it holds for others. Used only on the event loop."""
 
-    def __init__(self, peers: Peers, makers: Mapping[str, Maker], streams: Streams) -> None:
-        """makers: by prefix of a stream's path, the longest first."""
+    def __init__(self, peers: Peers, makers: Mapping[str, Maker], hand_over: HandOver) -> None:
+        """makers: by prefix of the stream's path, the longest prefix first."""
         self._peers = peers
         self._makers = makers
-        self._streams = streams
+        self._hand_over = hand_over
         self._own: dict[str, _Growing] = {}
         self._peer: str | None = None
         """The host with all records of `_own` that are not waiting."""
@@ -171,7 +168,7 @@ class StreamCopies:
 
     @property
     def are_made(self) -> bool:
-        """Any thread."""
+        """Thread-safe."""
         return self._peer is not None
 
     @property
@@ -186,6 +183,8 @@ class StreamCopies:
     # --- streams of this host -----------------------------------------------------------------------------------------
 
     def begin(self, record: StreamRecord, superseded: Callable[[], None]) -> asyncio.Future[None]:
+        """A new stream, or a regenerated one, whose known deltas will be added again. The future is done when the
+        record is copied, or cannot be. superseded: called when another host has taken the stream over."""
         done, key = asyncio.get_running_loop().create_future(), record.head.key
         self._held.drop(key)
         growing = self._own[key] = _Growing.of(record)
@@ -194,6 +193,7 @@ class StreamCopies:
         return done
 
     def add(self, key: str, deltas: Sequence[StreamDelta], then: Callable[[], None]) -> None:
+        """Calls `then` when the deltas are copied, or cannot be; in the order of the calls of `add`."""
         growing = self._own.get(key)
         deltas = () if growing is None else growing.without_replayed(deltas)
         if growing is None or not deltas:
@@ -204,6 +204,7 @@ class StreamCopies:
         self._add(_Step(key, growing.head.epoch, first, tuple(deltas)), then)
 
     def end(self, key: str) -> None:
+        """The stream can no longer be resumed."""
         if self._own.pop(key, None) is not None:
             self._add(_End(key), lambda: None)
 
@@ -227,7 +228,8 @@ class StreamCopies:
             self._flushing = None
 
     async def _copy(self, items: Sequence[_Begin | _Step | _End]) -> None:
-        """To the peer with the rest; else everything to the next one that answers."""
+        """Sends the items to the peer that has the other records; if that fails, sends everything to the next peer that
+        answers."""
         live = self._peers.live()
         if self._peer in live and await self._sent(self._peer, items):
             return
@@ -286,10 +288,11 @@ class StreamCopies:
     # --- streams of other hosts ---------------------------------------------------------------------------------------
 
     async def take(self, key: str, owner: str, path: str) -> StreamRecord | None:
-        """The newest record of all hosts."""
+        """Takes over another host's stream: the newest record of all hosts, or None if no host has one for this owner
+        and path. Raises TritonError UNAVAILABLE if a host that may have it cannot be asked."""
         asked = _encode(_Take(key, owner, path))
         is_all = self._peers.are_all_live()
-        answers = await asyncio.gather(*(self._asked(peer, asked) for peer in self._peers.live()))
+        answers = await asyncio.gather(*(self._record_of(peer, asked) for peer in self._peers.live()))
         found = [taken.record for taken in (_Taken(self._held.take(key, owner, path)), *answers) if taken is not None]
         records = (one for one in found if one is not None)
         newest = max(records, key=lambda one: (one.head.epoch, len(one.deltas)), default=None)
@@ -297,13 +300,15 @@ class StreamCopies:
             raise unavailable(f"the host that has the stream '{key}' cannot be reached; try again later")
         return newest
 
-    async def make_again(self, record: StreamRecord) -> None:
+    async def regenerate(self, record: StreamRecord) -> None:
+        """Has the stream's endpoint regenerate it with the next epoch; returns when it is opened. Raises
+        TritonError."""
         path = record.head.path
         maker = next(make for beginning, make in self._makers.items() if path.startswith(beginning))
         log.info("stream %s is resumed after %d responses", record.head.key, len(record.deltas))
         await maker(record)
 
-    async def _asked(self, peer: str, payload: bytes) -> _Taken | None:
+    async def _record_of(self, peer: str, payload: bytes) -> _Taken | None:
         with suppress(TritonError, msgspec.MsgspecError):
             return _Taken(_decode_taken(await self._call(peer, payload)))
         return None
@@ -312,15 +317,15 @@ class StreamCopies:
         call = _decode_call(payload)
         if isinstance(call, _Batch):
             return _encode(self._held.add(call.items))
-        return _encode(self._given_away(call))
+        return _encode(self._record_for_taker(call))
 
-    def _given_away(self, call: _Take) -> StreamRecord | None:
+    def _record_for_taker(self, call: _Take) -> StreamRecord | None:
         """The record stays: its taker may end before another host has a copy."""
         own = self._own.get(call.key)
         if own is not None and own.is_of(call.owner, call.path):
             del self._own[call.key]
             self._held.put(own.record)
-            self._streams.give_away(call.key, call.owner, call.path)
+            self._hand_over(call.key, call.owner, call.path)
         return self._held.take(call.key, call.owner, call.path)
 
 
@@ -401,7 +406,7 @@ class HeldRecords:
 
 
 class _Taken(NamedTuple):
-    """The answer of a host that was asked for a record; truthy also without one."""
+    """The answer of a host that was requested a record; truthy also without one."""
 
     record: StreamRecord | None
 

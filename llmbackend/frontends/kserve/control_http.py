@@ -100,7 +100,7 @@ class MetadataEndpoints(Endpoints):
 
 
 class DescriptionEndpoints(Endpoints):
-    """To be added before MetadataEndpoints: Triton's order."""
+    """Add it before MetadataEndpoints, as Triton does."""
 
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
@@ -162,7 +162,7 @@ class RepositoryEndpoints(Endpoints):
     """A path may name a repository, which only the index ignores."""
 
     def __init__(self, server: InferenceServer, gate: InferenceGate, max_body_bytes: int) -> None:
-        """max_body_bytes: of a load, which may have files"""
+        """max_body_bytes: limit for a load request, which may contain files."""
         self._server = server
         self._gate = gate
         self._probes = ReadinessProbes(server)
@@ -350,7 +350,7 @@ class StopEndpoint(Endpoints):
     request. The stopped request is answered with CANCELLED.
 
     Source: MindIE's stopInfer (body `{"id": "..."}`). The response is our own: the id, and the number of running
-    requests with it; 0 is no error, since a request may have just ended."""
+    requests with it; 0 is not an error, since a request may have just ended."""
 
     def __init__(self, server: InferenceServer) -> None:
         self._server = server

@@ -38,10 +38,10 @@ from ..journals.journal import Recording
 from ..journals.resumable_streams import (
     ResumableStreams,
     begin_recording,
-    come_back,
     is_resumable,
     last_event_id,
     open_stream,
+    resume_stream,
 )
 from ..operations.probes import load_headers
 from .http_types import GenerateRequest, GenerateResponse, model_name_of, model_of, model_paths
@@ -213,7 +213,8 @@ class ResponseEvents:
         first: InferenceResponse | None,
         recording: Recording | None = None,
     ) -> None:
-        """first: already popped; None: the model sends no response. recording: of the stream"""
+        """first: the first response, which was popped already; None if the model sends no response. recording: that of
+        the stream."""
         self._recording = recording
         if recording is not None and first is not None:
             recording.delta(0, first.delta)
@@ -223,7 +224,7 @@ class ResponseEvents:
         """Popped, not written yet."""
         self._error: Exception | None = None
         self._texts: TextEvents | None = None
-        """Of the latest response's layout."""
+        """Writes events with the layout of the latest response."""
         self.is_over = False
         self.needs_task = True
 
@@ -288,8 +289,9 @@ _NOT_ONE_RESPONSE: Final = (
 
 
 class GenerateEndpoints(Endpoints):
-    """As in Triton, /generate answers 200 with an error body unless the model sends exactly one response, and an error
-    as the first response is a 400. Different by design: UNAVAILABLE is a 503 with Retry-After, as for a full queue."""
+    """As in Triton, /generate answers 200 with an error body unless the model sends exactly one response, and 400 if
+    the first response is an error. By design different from Triton: UNAVAILABLE becomes 503 with Retry-After, as for a
+    full queue."""
 
     error_types = ("text/plain", "text/event-stream")
 
@@ -353,7 +355,7 @@ class GenerateEndpoints(Endpoints):
         """The rest of a stream. The body, which clients repeat, is ignored."""
         await read_body(request, self._max_body_bytes)
         release_body(request)
-        return await come_back(self._streams, request)
+        return await resume_stream(self._streams, request)
 
     def _headers(self, request: Request, content_type: str) -> dict[str, str]:
         load = load_headers(self._gate.server, request, model_name_of(request))

@@ -176,7 +176,7 @@ class OutputForm:
     binary: Mapping[str, bool] = field(default_factory=dict)
     """Whether each of these outputs is raw bytes."""
     in_shared_memory: frozenset[str] = frozenset()
-    """Not sent."""
+    """Outputs in shared memory, which are not sent."""
 
     def is_binary(self, name: str) -> bool:
         return self.binary.get(name, self.binary_by_default)
@@ -342,7 +342,8 @@ def _check_one_source(item: Any, parameters: Mapping[str, Any]) -> None:
 
 
 class RequestedOutputs:
-    """The outputs that the client requests, in its order; `binary`: as raw bytes, or as JSON."""
+    """The outputs that the client requests, in the client's order. `binary`: whether an output is sent as raw bytes or
+    as JSON."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

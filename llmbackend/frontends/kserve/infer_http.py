@@ -112,7 +112,7 @@ class InferEndpoint(Endpoints):
 
 
 def _json_length(request: Request, body_bytes: int) -> int:
-    """The length of the JSON part in bytes; as in Triton 2.51, 0 (one raw tensor) for a header that is no number.
+    """The length of the JSON part in bytes; as in Triton 2.51, 0 (one raw tensor) for a header that is not a number.
     Raises TritonError INVALID_ARG for a length beyond the body."""
     text = header(request, _JSON_LENGTH, str(body_bytes))
     length = int(text) if _INTEGER.fullmatch(text) else 0

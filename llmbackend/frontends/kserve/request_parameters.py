@@ -48,14 +48,14 @@ Headers = Iterable[tuple[str | bytes, str | bytes]] | Any
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     correlation_id: int | str = 0
-    """Of a sequence; 0: none."""
+    """Id of the sequence; 0: none."""
     flags: RequestFlag = _NO_FLAGS
     priority: int = 0
     """0: the model's default."""
     timeout_us: int = 0
-    """In the queue; 0: the model's default."""
+    """Timeout in the queue; 0: the model's default."""
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
-    """For the model."""
+    """Parameters that are passed to the model."""
     binary_data_output: bool = False
     """Whether outputs are raw bytes by default."""
     empty_final_response: bool = False
@@ -67,8 +67,8 @@ _EMPTY_FINAL_RESPONSE: Final = RequestOptions(empty_final_response=True)
 
 
 def options_from_json(parameters: Mapping[str, Any]) -> RequestOptions:
-    """parameters: of an /infer request. Raises TritonError INVALID_ARG for a reserved key or a value that is no scalar,
-    INTERNAL for a known key of the wrong type."""
+    """parameters: those of an /infer request. Raises TritonError INVALID_ARG for a reserved key or a value that is not
+    a scalar, INTERNAL for a known key of the wrong type."""
     if not parameters:
         return _NO_OPTIONS
     values: dict[str, ParameterValue] = {}
@@ -100,7 +100,7 @@ def json_parameter(key: str, value: Any) -> ParameterValue:
 
 
 def options_from_proto(parameters: Mapping[str, InferParameter]) -> RequestOptions:
-    """parameters: of a ModelInferRequest. Raises TritonError INVALID_ARG for a reserved key or a wrong type."""
+    """parameters: those of a ModelInferRequest. Raises TritonError INVALID_ARG for a reserved key or a wrong type."""
     if not parameters:
         return _NO_OPTIONS
     values: dict[str, ParameterValue] = {}
@@ -147,7 +147,7 @@ def _options(
 
 
 def shared_range_from_json(parameters: Mapping[str, Any]) -> SharedRange:
-    """Where a tensor is in shared memory. Raises TritonError for a value of the wrong type."""
+    """The place of a tensor in shared memory. Raises TritonError for a value of the wrong type."""
     with parsing(REGION):
         region = as_string(parameters[REGION])
     with parsing(OFFSET):
@@ -183,8 +183,8 @@ def _checked_classes(count: int) -> int:
 
 
 def shared_range_from_proto(tensor: Any) -> SharedRange | None:
-    """Where an input or output of a ModelInferRequest is in shared memory; None: elsewhere. Unlike JSON, the size is
-    required."""
+    """The place of an input or output of a ModelInferRequest in shared memory; None if it is not in shared memory.
+    Unlike in JSON, the size is required."""
     region = _parameter(tensor, REGION, "string_param")
     offset = _parameter(tensor, OFFSET, "int64_param")
     byte_size = _parameter(tensor, BYTE_SIZE, "int64_param")
@@ -214,7 +214,7 @@ def _parameter(tensor: Any, key: str, expected: str) -> Any:
 
 
 def classes_from_proto(output: Any) -> int:
-    """As `classes_from_json`, of a requested output of a ModelInferRequest."""
+    """Like `classes_from_json`, for a requested output of a ModelInferRequest."""
     if CLASSIFICATION not in output.parameters:
         return 0
     parameter = output.parameters[CLASSIFICATION]
@@ -269,7 +269,7 @@ class HeaderForward:
         return {**parameters, **found} if found else parameters
 
     def into(self, options: RequestOptions, headers: Headers) -> RequestOptions:
-        """As `added`, for gRPC."""
+        """Like `added`, for gRPC."""
         return replace(options, parameters=self.added(options.parameters, headers))
 
 

@@ -30,7 +30,7 @@ class _Choice:
     finish_reason: str = DEFAULT_FINISH_REASON
     stop_reason: int | str | None = None
     answer: Answer | None = None
-    """Of a chat."""
+    """Set for chats."""
 
     def add(self, delta: Delta) -> None:
         if self.answer is None:
@@ -72,7 +72,7 @@ class WholeAnswer:
             self._metrics = request_metrics(delta, self._usage.num_output_tokens)
 
     async def body(self, generation: Generation) -> bytes:
-        """Once every choice has ended."""
+        """Call it once every choice has ended."""
         for index, choice in enumerate(self._choices):
             if choice.answer is not None and choice.answer.reader.reports_reasoning:
                 self._usage.set_reasoning(index, choice.answer.reader.num_reasoning_tokens)
@@ -111,7 +111,7 @@ def _body(
 
 
 _NOTHING_OF_PROMPT: JsonObject = {"prompt_token_ids": None, "prompt_logprobs": None}
-"""vLLM's fields when nothing was asked for."""
+"""vLLM's fields if nothing was requested."""
 
 
 def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonObject:
@@ -129,13 +129,13 @@ def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonOb
 
 
 def _message(choice: _Choice, answer: Answer) -> JsonObject:
-    """With the echo before its text."""
+    """The message, with the echoed text before its own."""
     message, echo = answer.message(), "".join(choice.parts)
     return message | {"content": echo + (message["content"] or "")} if echo else message
 
 
 def _echo(request: GenerationRequest, prompt: PromptDetails, choices: Iterable[_Choice]) -> None:
-    """Adds the prompt's text and positions before those of its choices."""
+    """Adds the text and the positions of the prompt. Call it before its choices are added."""
     for choice in choices:
         choice.positions[:0] = request.prompt_form.positions(prompt)
         if request.prompt_form.has_text:
@@ -144,7 +144,7 @@ def _echo(request: GenerationRequest, prompt: PromptDetails, choices: Iterable[_
 
 _IMPOSSIBLE = -9999.0
 Render = Callable[[list[TokenEntries]], JsonObject]
-"""Positions that follow those of the last call → `choices[].logprobs`."""
+"""The positions that follow those of the last call, as `choices[].logprobs`."""
 
 
 def logprobs_renderer(form: LogprobForm, *, is_chat: bool) -> Render:
@@ -153,7 +153,7 @@ def logprobs_renderer(form: LogprobForm, *, is_chat: bool) -> Render:
 
 
 class ChatLogprobs:
-    """Of chats: the chosen token at each position, and the most likely ones, the best first."""
+    """Log probabilities in chats: the chosen token at each position, and the most likely tokens, best first."""
 
     def __init__(self, form: LogprobForm) -> None:
         self._form = form
@@ -171,7 +171,7 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Of completions: four lists. A token inside a character has the offset of the character."""
+    """Log probabilities in completions: four lists. A token within a character has the offset of that character."""
 
     def __init__(self, form: LogprobForm) -> None:
         self._form = form
@@ -199,6 +199,6 @@ def _bytes(entry: dict[str, Any]) -> bytes:
 
 
 def _logprob(entry: dict[str, Any]) -> float:
-    """For minus infinity, which JSON does not have, the interface has null and OpenAI this number."""
+    """JSON has no minus infinity: the interface sends null, OpenAI's API this number."""
     value: float | None = entry["logprob"]
     return _IMPOSSIBLE if value is None else value

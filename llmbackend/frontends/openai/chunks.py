@@ -64,20 +64,20 @@ class ChunkWriter:
         form, is_chat = request.logprobs, request.is_chat
         self._text_head = [self._head_of(index) + self._shape.text_open for index in range(request.num_choices)]
         self._text_tail = self._shape.text_close + b',"logprobs":null,"finish_reason":null}' + self._tail
-        """After the text of a chunk without further fields."""
+        """What follows the text in a chunk without further fields."""
         self._has_more = self._has_continuous_usage or request.logprobs is not None
         """Whether chunks have further fields."""
         self._logprobs = [None if form is None else logprobs_renderer(form, is_chat=is_chat) for _ in self._finished]
 
     def begin(self) -> bytes:
-        """For each choice a chunk with the role (chats), and one with the text of `echo`."""
+        """For each choice, a chunk with the role (chats only) and a chunk with the text of `echo`."""
         roles = [self._chunk(index, _ROLE) for index in range(len(self._finished))] if self._shape is _CHAT else []
         return b"".join(roles) + b"".join(
             self._chunk(index, self._text(text)) for index, text in enumerate(self._echo) if text
         )
 
     def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
-        """In place of `begin`, for a choice with details of its prompt."""
+        """Replaces `begin` for a choice with details of its prompt."""
         fields = orjson.dumps(self._prompt_form.fields(prompt))[1:-1]
         more = b"," + fields if fields else b""
         if self._shape is _CHAT:
@@ -90,7 +90,7 @@ class ChunkWriter:
         return self._chunk(index, self._text(self._echo[index] + prompt.text), logprobs, more=more)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """b"" while a stop string may have begun."""
+        """The text of a delta; b"" while it may be the beginning of a stop string."""
         if self._counts_tokens:
             self._count(index, delta)
         if (delta.finish_reason or delta.is_final) and not self._finished[index]:
@@ -116,7 +116,7 @@ class ChunkWriter:
         return self._chunk(index, self._text(delta.text), logprobs, more=more)
 
     def _of_tokens(self, index: int, delta: Delta) -> tuple[bytes, bytes]:
-        """Log probabilities, and the field of token ids."""
+        """The log probabilities, and the field with token ids."""
         render = self._logprobs[index]
         logprobs = b"null" if render is None or not delta.logprobs else orjson.dumps(render(delta.logprobs))
         return logprobs, b',"token_ids":' + orjson.dumps(delta.token_ids) if delta.token_ids else b""
@@ -158,7 +158,7 @@ class ChunkWriter:
 
 
 class AnswerChunkWriter(ChunkWriter):
-    """Parses the answer."""
+    """A chunk writer that also parses the answer."""
 
     def __init__(self, request: GenerationRequest, identity: Identity, options: StreamForm, plan: AnswerPlan) -> None:
         super().__init__(request, identity, options)
@@ -226,10 +226,10 @@ class _AroundWriter:
 
 
 class PromptFirst(_AroundWriter):
-    """Choices begin with the details of their prompt, for which earlier deltas wait."""
+    """Delays the deltas of a choice until the details of its prompt have been sent."""
 
     def __init__(self, writer: Writer, n: int) -> None:
-        """n: choices of each prompt"""
+        """n: number of choices of each prompt."""
         super().__init__(writer)
         self._n = n
         self._told: set[int] = set()
@@ -288,7 +288,7 @@ class IntervalWriter(_AroundWriter):
 
 
 class CollectingWriter(_AroundWriter):
-    """Collects the deltas in a WholeAnswer, too."""
+    """Also collects the deltas in a WholeAnswer."""
 
     def __init__(self, writer: Writer, answer: WholeAnswer) -> None:
         super().__init__(writer)

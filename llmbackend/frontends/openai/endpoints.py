@@ -1,9 +1,13 @@
-"""What all endpoints of OpenAI's API share: bodies are read within the server's bounds, large ones are parsed in a
-thread, and errors have OpenAI's form."""
+"""What all endpoints of the OpenAI and Anthropic APIs share: reading bodies, pages of lists, errors.
+
+Invariants: bodies are read within the server's bounds, and large ones are parsed in a thread; errors have the form of
+the API.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
 import orjson
@@ -12,17 +16,19 @@ from starlette.responses import Response
 
 from llmbackend.core.errors import TritonError, shown
 
+from ..context import FrontendContext
 from ..errors import BodyTooLargeError
-from ..http.errors import JsonObject, OpenAIError, OpenAIErrorBody
+from ..http.errors import JsonObject, OpenAIError, OpenAIErrorBody, refuse
 from ..http.json_reader import check_depth, check_objects
 from ..http.request_body import ENCODINGS, IDENTITY, content_encoding
 from ..http.routing import Endpoints
 from ..inference_gate import InferenceGate
+from ..journals.response_store import ResponseStore
 
 _OBJECT_BYTES = 128
 """Reading a small object, such as a message, takes about 8 µs, so at most 2,048 are read on the event loop."""
 MAX_OBJECTS = 1 << 16
-"""JSON objects and lists in a body."""
+"""Limit of JSON objects and lists in a body."""
 
 
 def check_content_type(request: Request) -> None:
@@ -88,10 +94,22 @@ class OpenAIEndpoints(Endpoints):
     statuses = (400, 404, 413, 415, 429, 503)
     error_types = ()
     answers_head = True
+    documents: ClassVar[str] = "responses"
+    """What these endpoints read from the store, for errors."""
 
-    def __init__(self, gate: InferenceGate, max_body_bytes: int = 0) -> None:
-        self._gate = gate
-        self._max_body_bytes = max_body_bytes
+    def __init__(self, context: FrontendContext) -> None:
+        self._context = context
+        self._gate = context.gate
+        self._catalog = context.catalog
+        self._key = context.sealing_key
+        self._max_body_bytes = context.max_body_bytes
+
+    @property
+    def _store(self) -> ResponseStore:
+        """Raises OpenAIError 404 if the server stores nothing."""
+        if self._context.store is None:
+            raise OpenAIError(f"this server stores no {self.documents}", status=404, code="unsupported")
+        return self._context.store
 
     def refusal(self, http: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
@@ -111,3 +129,70 @@ class OpenAIEndpoints(Endpoints):
 
 def json_answer(body: bytes) -> Response:
     return Response(body, media_type="application/json")
+
+
+_MAX_ITEMS = 100
+PAGE_PARAMETERS: tuple[JsonObject, ...] = (
+    {
+        "name": "after",
+        "in": "query",
+        "schema": {"type": "string"},
+        "description": "The item after which the page begins.",
+    },
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": _MAX_ITEMS}},
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PageQuery:
+    after: str | None = None
+    """The id of the item that the page begins behind."""
+    limit: int = 20
+    is_descending: bool = True
+    """The latest first."""
+
+
+def read_page_query(
+    parameters: Mapping[str, str], includable: Collection[str] = (), default_order: str = "desc"
+) -> PageQuery:
+    """The query of a URL. includable: what `include` may name, which every item has anyway. Raises OpenAIError."""
+    known = ("after", "limit", "order", *(("include", "include[]") if includable else ()))
+    for name in parameters:
+        if name not in known:
+            raise OpenAIError(f"unknown query parameter '{name[:80]}'", param=name[:80], code="unknown_parameter")
+    for name in ("include", "include[]"):
+        for value in parameters.get(name, "").split(","):
+            if value and value not in includable:
+                raise refuse("include", f"one of {', '.join(includable)}", value)
+    limit, order = parameters.get("limit", "20"), parameters.get("order", default_order)
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= _MAX_ITEMS):
+        raise refuse("limit", f"an integer from 1 to {_MAX_ITEMS}", limit)
+    if order not in ("asc", "desc"):
+        raise refuse("order", '"asc" or "desc"', order)
+    return PageQuery(parameters.get("after") or None, int(limit), order == "desc")
+
+
+def page(items: Sequence[JsonObject], query: PageQuery = PageQuery()) -> JsonObject:
+    """items: the whole list, oldest first. Raises OpenAIError if `after` is not the id of an item."""
+    ordered = items[::-1] if query.is_descending else items
+    begin = 0
+    if query.after is not None:
+        begin = next((index + 1 for index, item in enumerate(ordered) if item.get("id") == query.after), 0)
+        if not begin:
+            raise not_listed(query.after)
+    return item_list(ordered[begin : begin + query.limit], has_more=begin + query.limit < len(ordered))
+
+
+def not_listed(after: str) -> OpenAIError:
+    return refuse("after", "the id of an item of the list", after)
+
+
+def item_list(items: Sequence[JsonObject], *, has_more: bool = False) -> JsonObject:
+    return {
+        "object": "list",
+        "data": items,
+        "first_id": items[0].get("id") if items else None,
+        "last_id": items[-1].get("id") if items else None,
+        "has_more": has_more,
+    }

@@ -106,7 +106,7 @@ class ResponseFormat(ClosedObject):
     triggers: Annotated[list[NonEmpty], Items(1)] | None = None
 
     def constraint(self) -> JsonObject | None:
-        """As vLLM's `structured_outputs`. Raises OpenAIError for a field of another type."""
+        """The constraint in the form of vLLM's `structured_outputs`. Raises OpenAIError for a field of another type."""
         fields = {name: value for name, value in self.__dict__.items() if value is not None and name != "type"}
         for name in fields:
             if name not in _FIELDS_OF_TYPE[self.type]:
@@ -126,7 +126,7 @@ class ResponseFormat(ClosedObject):
 
 
 def constraint_of(schema: JsonObject, strict: bool | None = None) -> JsonObject:
-    """As vLLM's `structured_outputs`. strict: unsupported keywords are refused."""
+    """The constraint in the form of vLLM's `structured_outputs`. strict: unsupported keywords are refused."""
     return {"json": schema, "strict": True} if strict else {"json": schema}
 
 
@@ -139,7 +139,7 @@ _FIELDS_OF_TYPE: dict[str, tuple[str, ...]] = {
 
 
 class StructuredOutputFields(ClosedObject):
-    """Of chats and completions."""
+    """Fields of chats and completions."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: AnyObject | None = Field(
@@ -156,7 +156,7 @@ class StructuredOutputFields(ClosedObject):
     )
 
     def chosen_structure(self) -> JsonObject:
-        """Sampling parameters; empty without a constraint. Raises OpenAIError."""
+        """The sampling parameters of the constraint; empty if there is none. Raises OpenAIError."""
         sent = {name: self.__dict__[name] for name in (STRUCTURED_OUTPUTS, *FORMER_FIELDS)}
         chosen = {name: value for name, value in sent.items() if value is not None}
         constraint = self.response_format.constraint() if self.response_format else None
@@ -202,7 +202,7 @@ def _read_of_chat(value: object) -> ToolChoice:
 
 
 def _named_in_chat(value: object, param: str) -> ChosenTool:
-    """Of `{"type": "function", "function": {"name": …}}`."""
+    """Reads `{"type": "function", "function": {"name": …}}`."""
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
@@ -221,7 +221,7 @@ def _read_function_call(value: object) -> ToolChoice:
 
 
 def read_allowed(value: JsonObject, param: str, read: Callable[[object, str], ChosenTool]) -> ToolChoice:
-    """Of the object `param`: `{"mode": …, "tools": […]}`. read: reads a tool. Raises OpenAIError."""
+    """Reads the object `param`: `{"mode": …, "tools": […]}`. read: reads one tool. Raises OpenAIError."""
     mode, tools = value.get("mode"), value.get("tools")
     if mode not in ("auto", "required"):
         raise refuse(f"{param}.mode", '"auto" or "required"', mode)
@@ -231,7 +231,7 @@ def read_allowed(value: JsonObject, param: str, read: Callable[[object, str], Ch
 
 
 def closed(properties: JsonObject) -> JsonObject:
-    """JSON Schema of an object with exactly these properties."""
+    """The JSON Schema of an object with exactly these properties."""
     return {"type": "object", "required": [*properties], "properties": properties, "additionalProperties": False}
 
 

@@ -42,7 +42,7 @@ class Usage(TypedDict):
 
 
 class OfPrompt(TypedDict, total=False):
-    """Of the prompt, if the request asks for it: in a chat's answer, in each choice of a completion."""
+    """Details of the prompt, if the request asks for them: in a chat's answer, or in each choice of a completion."""
 
     prompt_token_ids: list[Count] | None
     prompt_logprobs: list[dict[str, Any] | None] | None
@@ -88,7 +88,7 @@ class CompletionChoice(_Choice, OfPrompt):
 
 
 class RequestMetrics(TypedDict):
-    """Times of an answer with `include_metrics`, in ms."""
+    """The times of an answer with `include_metrics`, in ms."""
 
     time_to_first_token_ms: float
     generation_time_ms: float

@@ -17,13 +17,12 @@ from starlette.responses import PlainTextResponse, Response
 
 from llmbackend.core.messages import InferenceRequest
 
-from ..generation.models import ModelCatalog
+from ..context import FrontendContext
 from ..generation.tensors import LORA_CHANGE
 from ..generation.validation import ClosedObject, Expected, Flag, NonEmpty, Only, read
 from ..http.errors import JsonObject, OpenAIError
 from ..http.request_body import release_body
 from ..http.routing import post
-from ..inference_gate import InferenceGate
 from .endpoints import OpenAIEndpoints, json_object
 
 LORA_NAME: Final = "^[!-+\\--~]{1,128}$"
@@ -51,13 +50,12 @@ class UnloadLoraAdapterRequest(ClosedObject):
 
 
 class LoraEndpoints(OpenAIEndpoints):
-    def __init__(self, gate: InferenceGate, catalog: ModelCatalog, folder: str) -> None:
-        """folder: of adapters; "": none can be loaded."""
-        super().__init__(gate, _MAX_BODY_BYTES)
-        self._catalog = catalog
-        self._folder = folder
+    def __init__(self, context: FrontendContext) -> None:
+        super().__init__(context)
+        self._max_body_bytes = _MAX_BODY_BYTES
+        self._folder = context.options.openai_lora_folder
         self._changing: set[str] = set()
-        """Names of adapters."""
+        """The names of adapters that are being changed."""
 
     @post("/v1/load_lora_adapter", body=LoadLoraAdapterRequest, response_class=PlainTextResponse)
     async def load(self, http: Request) -> Response:

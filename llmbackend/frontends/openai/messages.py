@@ -24,7 +24,7 @@ def _config(json_schema: JsonObject) -> ConfigDict:
 
 
 def _message_config(json_schema: JsonObject) -> ConfigDict:
-    """Further fields are accepted, but those of other roles only if they are null."""
+    """Further fields are accepted; fields of other roles only if they are null."""
 
     def describe(schema: JsonObject) -> None:
         others = _KNOWN_FIELDS - schema["properties"].keys()
@@ -94,7 +94,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class OtherMessage(_Message):
-    """With a role of the model's chat template."""
+    """A message with a role that only the model's chat template knows."""
 
     __pydantic_config__ = _message_config({})  # type: ignore[misc]
     role: Annotated[NonEmpty, Field(json_schema_extra={"not": {"enum": list(_ROLES)}})]
@@ -109,7 +109,8 @@ _TEXT: JsonObject = {"type": "string", "minLength": 1}
 
 
 class AssistantMessage(_Message):
-    """With content, or something in its place. Some servers name the reasoning `reasoning`, some send both."""
+    """A message with content, or with something instead of it. Some servers name the reasoning `reasoning`, some send
+    both names."""
 
     __pydantic_config__ = _message_config(  # type: ignore[misc]
         {
@@ -159,10 +160,10 @@ _FIELDS = {
 }
 _OTHER_FIELDS = frozenset(OtherMessage.__annotations__)
 _KNOWN_FIELDS = frozenset[str]().union(*_FIELDS.values())
-"""Of some role; others are passed to the template."""
+"""Fields that some role has; other fields are passed to the template."""
 _TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
 LEGACY_CALL_ID = "000000000"
-"""For calls in the older form; some templates require ids of nine letters or digits."""
+"""Id of calls in the older form, which have none; some templates require ids of nine letters or digits."""
 _PART_FIELDS = {"text": frozenset(("type", "text")), "refusal": frozenset(("type", "refusal"))}
 _CALL_FIELDS = frozenset(ToolCall.__annotations__)
 _FUNCTION_FIELDS = frozenset(CalledFunction.__annotations__)

@@ -20,7 +20,7 @@ from llmbackend.core.tensors import Tensor
 
 from ..generation.answer import Identity
 from ..generation.inferences import PromptDescription, check_fields_taken, describe_prompt, in_own_fields, sampling_of
-from ..generation.models import ModelCatalog, Target
+from ..generation.models import Target
 from ..generation.plan import AnswerPlan, plan_answer
 from ..generation.request import GenerationRequest
 from ..generation.tensors import (
@@ -40,7 +40,6 @@ from ..http.errors import JsonObject, OpenAIError
 from ..http.request_body import release_body
 from ..http.request_scope import unless_disconnected
 from ..http.routing import get, post
-from ..inference_gate import InferenceGate
 from .endpoints import OpenAIEndpoints, json_answer
 from .fields import Effort
 from .http_types import Rendered, Text, TokenizerInfo, Tokens
@@ -79,7 +78,7 @@ class PromptQuestion:
     model: str | None
     prompt: Tensor
     wanted: tuple[str, ...]
-    """Flags of the model's inputs."""
+    """The model's input flags for the requested outputs."""
     sampling: dict[str, Any] = field(default_factory=dict)
 
     def in_own_fields(self, error: OpenAIError) -> OpenAIError:
@@ -112,14 +111,10 @@ def parse_detokenize(body: JsonObject) -> PromptQuestion:
 
 
 _FEW_TOKENS: Final = 4096
-"""Written as JSON on the event loop, in about 0.1 ms."""
+"""Up to this number, tokens are written as JSON on the event loop, in about 0.1 ms."""
 
 
 class PromptEndpoints(OpenAIEndpoints):
-    def __init__(self, gate: InferenceGate, catalog: ModelCatalog, max_body_bytes: int) -> None:
-        super().__init__(gate, max_body_bytes)
-        self._catalog = catalog
-
     @post("/tokenize", body=TokenizeTextRequest | TokenizeChatRequest, answer=Tokens)
     async def tokenize(self, http: Request) -> Response:
         """The tokens of a text or of a conversation"""
@@ -205,10 +200,6 @@ class PromptEndpoints(OpenAIEndpoints):
 
 
 class TokenizerInfoEndpoints(OpenAIEndpoints):
-    def __init__(self, gate: InferenceGate, catalog: ModelCatalog) -> None:
-        super().__init__(gate, 0)
-        self._catalog = catalog
-
     @get("/tokenizer_info", answer=TokenizerInfo)
     async def tokenizer_info(self, http: Request) -> Response:
         """The tokenizer's configuration and the chat template of `?model=`, by default the only one"""

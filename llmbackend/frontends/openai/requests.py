@@ -44,7 +44,7 @@ _TEMPLATE_OPTIONS = (
 
 
 def with_defaults(body: JsonObject, defaults: RequestDefaults) -> JsonObject:
-    """`body` with the operator's defaults."""
+    """The body with the operator's defaults added."""
     if body.get("include_metrics") is True and not defaults.per_request_metrics:
         message = "'include_metrics' is not supported: the server was started without --enable-per-request-metrics"
         raise OpenAIError(message, param="include_metrics", code="unsupported_parameter")

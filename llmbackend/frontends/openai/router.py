@@ -18,35 +18,30 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
-from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
 
 from ..access.request_identity import REQUEST_IDENTITY
+from ..context import FrontendContext
 from ..generation.answer import Identity
 from ..generation.http_answers import Writer, streamed_answer, traced_answer, whole_answer
 from ..generation.inferences import Generation
-from ..generation.models import ModelCatalog, Target
+from ..generation.models import Target
 from ..generation.plan import AnswerPlan, plan_answer
 from ..generation.request import GenerationRequest, StreamForm
-from ..generation.sealed_reasoning import FIXED_KEY, SealingKey
 from ..http.errors import JsonObject, OpenAIError
 from ..http.event_stream import EventSource, pieces_of
 from ..http.request_body import release_body
 from ..http.request_scope import HANDED_OVER, HandedOver
 from ..http.routing import CatchAll, get, post
-from ..inference_gate import InferenceGate
 from ..journals.journal import Recording
-from ..journals.response_store import ResponseStore
 from ..journals.resumable_streams import (
-    ResumableStreams,
     begin_recording,
-    come_back,
     is_resumable,
     last_event_id,
     open_stream,
+    resume_stream,
 )
 from ..operations.probes import load_headers
-from ..protocol_options import NO_DEFAULTS, RequestDefaults
 from .bodies import WholeAnswer, whole_response
 from .chunks import CollectingWriter, IntervalWriter, PromptFirst, chunk_writer
 from .endpoints import OpenAIEndpoints, json_answer, read_body
@@ -54,16 +49,13 @@ from .http_types import ChatCompletion, Completion, Model, ModelList
 from .lora_endpoints import LoraEndpoints
 from .prompt_endpoints import PromptEndpoints, TokenizerInfoEndpoints
 from .requests import parse_chat, parse_completion, with_defaults
-from .responses_api.background import BackgroundResponses
 from .responses_api.compaction import CompactionEndpoints
-from .responses_api.conversations import ConversationEndpoints, Conversations
-from .responses_api.create import InputTokenEndpoints, ResponseCreation
+from .responses_api.conversations import ConversationEndpoints
+from .responses_api.create import ResponseCreation
 from .responses_api.stored_endpoints import StoredResponseEndpoints
 from .schema import REQUEST_ID, ChatCompletionRequest, CompletionRequest
 from .stored_chats import ChatKeeper, StoredChatEndpoints
 
-DEFAULT_MAX_BODY_BYTES = 4 << 20
-"""The text of a million tokens; parsing JSON of that size holds the interpreter's lock for about 50 ms."""
 _REQUEST_ID = re.compile(REQUEST_ID)
 _NO_POOLING: Final = "only models that generate text are served"
 _NOT_SERVED: Final[Mapping[str, str]] = {
@@ -72,45 +64,26 @@ _NOT_SERVED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), _NO_POOLING),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "models read and write text only"),
 }
-"""Paths of vLLM's server that are refused → the reason."""
+"""The paths of vLLM's server that are refused, and why."""
 
 
-def create_openai_router(
-    server: Host,
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
-    gate: InferenceGate | None = None,
-    lora_separator: str = "",
-    streams: ResumableStreams | None = None,
-    store: ResponseStore | None = None,
-    sealing_key: SealingKey = FIXED_KEY,
-    lora_folder: str = "",
-    fingerprint: str | None = None,
-    defaults: RequestDefaults = NO_DEFAULTS,
-    *,
-    shows_tokenizers: bool = False,
-) -> APIRouter:
-    """All of /v1, unknown paths included. gate, streams: shared with the server's other frontends. store: None: nothing
-    is stored. sealing_key: see sealed_reasoning.py. shows_tokenizers: whether /tokenizer_info is served."""
-    gate = gate or InferenceGate(server)
-    catalog, size = ModelCatalog(server, lora_separator, fingerprint), max_body_bytes
-    conversations = Conversations(store, gate, size) if store is not None else None
-    background = BackgroundResponses(gate, catalog, store, conversations, sealing_key) if store is not None else None
-    responses = ResponseCreation(gate, catalog, size, store, conversations, sealing_key, background)
+def create_openai_router(context: FrontendContext) -> APIRouter:
+    """All of /v1, including unknown paths."""
+    responses = ResponseCreation(context)
     router = APIRouter()
     for api in (
-        ModelEndpoints(gate, catalog, size, streams or ResumableStreams(), defaults, store),
-        ConversationEndpoints(gate, conversations, size),
-        PromptEndpoints(gate, catalog, size),
-        *((TokenizerInfoEndpoints(gate, catalog),) if shows_tokenizers else ()),
-        LoraEndpoints(gate, catalog, lora_folder),
+        ModelEndpoints(context),
+        ConversationEndpoints(context),
+        PromptEndpoints(context),
+        *((TokenizerInfoEndpoints(context),) if context.options.shows_tokenizers else ()),
+        LoraEndpoints(context),
         responses,
-        InputTokenEndpoints(gate, catalog, responses, size),
-        CompactionEndpoints(gate, catalog, responses, size, sealing_key),
-        StoredResponseEndpoints(gate, store, background, sealing_key),
-        StoredChatEndpoints(gate, store, size),
+        CompactionEndpoints(context, responses),
+        StoredResponseEndpoints(context, responses.background),
+        StoredChatEndpoints(context),
     ):
         api.add_to(router)
-    unknown = CatchAll(OpenAIEndpoints(gate), partial(_refuse, tuple(router.routes)))
+    unknown = CatchAll(OpenAIEndpoints(context), partial(_refuse, tuple(router.routes)))
     router.routes[:0] = [Route(path, unknown) for path in _NOT_SERVED]
     paths = ("/tokenize", "/detokenize", "/tokenizer_info", "/v1", "/v1/{path:path}")
     router.routes += [Route(path, unknown) for path in paths]
@@ -121,20 +94,10 @@ _CHUNKS: Final = "The whole answer, or with `stream` an event per chunk, then `d
 
 
 class ModelEndpoints(OpenAIEndpoints):
-    def __init__(
-        self,
-        gate: InferenceGate,
-        catalog: ModelCatalog,
-        max_body_bytes: int,
-        streams: ResumableStreams,
-        defaults: RequestDefaults,
-        store: ResponseStore | None,
-    ) -> None:
-        super().__init__(gate, max_body_bytes)
-        self._store = store
-        self._defaults = defaults
-        self._streams = streams
-        self._catalog = catalog
+    def __init__(self, context: FrontendContext) -> None:
+        super().__init__(context)
+        self._streams = context.streams
+        self._defaults = context.options.request_defaults
 
     @get("/v1/models", answer=ModelList)
     async def models(self, http: Request) -> Response:
@@ -159,14 +122,14 @@ class ModelEndpoints(OpenAIEndpoints):
     async def _generate(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> Response:
         start_ns = time.monotonic_ns()
         if last_event_id(http):
-            return await self._come_back(http)
+            return await self._resume(http)
         self._gate.check_room()
         body = await self.body_of(http)
         request = await self.parsed_body(body, lambda fields: parse(with_defaults(fields, self._defaults)))
         request = self._catalog.with_model(request)
         if is_resumable(http) and request.stream is None:
             raise OpenAIError("the header 'X-Resumable-Stream' requires 'stream': true")
-        if request.stored is not None and self._store is None:
+        if request.stored is not None and self._context.store is None:
             return _handed_over(http, body)
         answer = partial(self._answer, http, request, begin_recording(self._streams, http, body))
         return await traced_answer(self._gate, self._catalog, http, start_ns, request, answer)
@@ -200,24 +163,25 @@ class ModelEndpoints(OpenAIEndpoints):
         )
 
     def _keeper(self, request: GenerationRequest, identity: Identity, target: Target) -> ChatKeeper | None:
-        if self._store is None or request.stored is None:
+        store = self._context.store
+        if store is None or request.stored is None:
             return None
-        return ChatKeeper(self._store, request.stored, request, identity, target)
+        return ChatKeeper(store, request.stored, request, identity, target)
 
     async def _resumable(
         self, http: Request, events: EventSource, on_close: Callable[[], None], headers: Mapping[str, str]
     ) -> Response:
         return await open_stream(self._streams, http, pieces_of(events), on_close, headers)
 
-    async def _come_back(self, http: Request) -> Response:
+    async def _resume(self, http: Request) -> Response:
         """The rest of a stream. The body, which a client may send again, is ignored."""
         await read_body(self._gate, http, self._max_body_bytes)
         release_body(http)
-        return await come_back(self._streams, http)
+        return await resume_stream(self._streams, http)
 
 
 def _handed_over(http: Request, body: bytes) -> Response:
-    """In a frontend process, the host, which has the store, answers."""
+    """In a frontend process: has the host, which holds the store, answer instead."""
     if HANDED_OVER not in http.scope:
         message = "'store' is not supported: this server stores no chat completions"
         raise OpenAIError(message, param="store", code="unsupported_parameter")
@@ -270,7 +234,7 @@ def _writer(request: GenerationRequest, identity: Identity, form: StreamForm, pl
     writer: Writer = chunk_writer(request, identity, form, plan)
     if form.interval_tokens > 1:
         writer = IntervalWriter(writer, form.interval_tokens)
-    return PromptFirst(writer, request.n) if request.prompt_form.is_asked else writer
+    return PromptFirst(writer, request.n) if request.prompt_form.is_requested else writer
 
 
 def _request_id(http: Request) -> str:

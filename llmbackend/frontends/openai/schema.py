@@ -34,7 +34,7 @@ _NO_BEAMS = "beam search is not implemented; 'n' and 'best_of' sample several ch
 
 
 class UnservedEverywhere(ClosedObject):
-    """Of chats, completions and responses."""
+    """Unsupported fields of chats, completions and responses."""
 
     service_tier: Annotated[Any, Only("auto", "default", reason="this server has one service tier")] = None
     watermarking: Annotated[Any, Only(False, reason="this server has no watermarks")] = None
@@ -44,7 +44,7 @@ class UnservedEverywhere(ClosedObject):
 
 
 class UnservedFields(UnservedEverywhere):
-    """Of chats and completions."""
+    """Unsupported fields of chats and completions."""
 
     use_beam_search: Annotated[Any, Only(False, reason=_NO_BEAMS)] = None
     length_penalty: Annotated[Any, Only(1, 1.0, reason="it is part of beam search")] = None
@@ -55,14 +55,14 @@ class UnservedFields(UnservedEverywhere):
 
 
 class MediaFields(ClosedObject):
-    """Of everything with messages."""
+    """Unsupported fields of all requests with messages."""
 
     media_io_kwargs: Annotated[Any, Only({}, reason=TEXT_ONLY)] = None
     mm_processor_kwargs: Annotated[Any, Only({}, reason=TEXT_ONLY)] = None
 
 
 class UnservedInConversations(MediaFields):
-    """Of chats and responses."""
+    """Unsupported fields of chats and responses."""
 
     moderation: Annotated[Any, Only(reason="this server has no moderation model")] = None
     prompt_cache_options: Annotated[
@@ -71,7 +71,7 @@ class UnservedInConversations(MediaFields):
 
 
 class UnservedByChat(UnservedInConversations):
-    """Of chat completions."""
+    """Unsupported fields of chat completions."""
 
     modalities: Annotated[Any, Only(["text"], reason=TEXT_ONLY)] = None
     audio: Annotated[Any, Only(reason=TEXT_ONLY)] = None
@@ -81,7 +81,7 @@ class UnservedByChat(UnservedInConversations):
 
 
 class UnservedByCompletions(ClosedObject):
-    """Of completions."""
+    """Unsupported fields of completions."""
 
     store: Annotated[Any, Only(False, reason=_NOT_STORED)] = None
     thinking_token_budget: Annotated[Any, Only(-1, reason="completions have no reasoning; chats have")] = None
@@ -89,7 +89,7 @@ class UnservedByCompletions(ClosedObject):
 
 
 TEMPLATE_NAMES = frozenset(("messages", "self"))
-"""Names of a chat template that requests cannot set."""
+"""Variables of a chat template that requests cannot set."""
 
 
 def check_template_variables(variables: JsonObject | None) -> None:
@@ -100,9 +100,9 @@ def check_template_variables(variables: JsonObject | None) -> None:
 
 MAX_PROMPTS = 64
 REQUEST_ID = "^[!-~]{1,128}$"
-"""Pattern of a client's request id."""
+"""The pattern of a client's request id."""
 MAX_CHOICES = 128
-"""Of all prompts of a request."""
+"""Limit over all prompts of a request."""
 
 
 class StreamOptions(ClosedObject):
@@ -114,11 +114,12 @@ class StreamOptions(ClosedObject):
 
 
 _MAX_NAMED = 64
-"""Keys that are checked for an error that names all wrong ones."""
+"""Only so many keys are checked for an error that names every wrong one."""
 
 
 def _check_token_bias(value: object) -> object:
-    """In Python: a call in C would hold the interpreter's lock too long for hundreds of thousands of items."""
+    """Checked in Python, because a call into C would hold the interpreter's lock too long for hundreds of thousands of
+    items."""
     if not isinstance(value, dict):
         raise refuse("logit_bias", "an object", value)
     for token, bias in value.items():
@@ -145,7 +146,7 @@ _TokenBias = Annotated[
 
 
 class Sampling(ClosedObject):
-    """Sampling fields, which reach the model under the same names."""
+    """Sampling fields, which are passed to the model under the same names."""
 
     temperature: Annotated[float, Range(0, 2)] | None = None
     top_p: Annotated[float, Range(0, 1)] | None = Field(None, description="0: only the most likely token.")
@@ -275,7 +276,7 @@ def _check_tool_count(field: str) -> BeforeValidator:
 
 
 class ToolFields(ClosedObject):
-    """Of chats. A named tool must be one of `tools`."""
+    """Tool fields of chats. A named tool must be one of `tools`."""
 
     tools: Annotated[list[FunctionTool], Items(0, MAX_TOOLS), _check_tool_count("tools")] | None = None
     tool_choice: ChatToolChoice | None = None
@@ -299,7 +300,7 @@ class ToolFields(ClosedObject):
 
 
 class ChatPromptFields(ToolFields):
-    """What a chat's prompt is made of, except `reasoning_effort`."""
+    """The fields from which a chat's prompt is made, except `reasoning_effort`."""
 
     messages: Annotated[list[Message], Items(1)]
     add_generation_prompt: Flag | None = None

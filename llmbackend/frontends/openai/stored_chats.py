@@ -21,13 +21,11 @@ from ..generation.request import GenerationRequest, StoredParts
 from ..generation.validation import ClosedObject, read
 from ..http.errors import JsonObject, OpenAIError
 from ..http.routing import delete, get, post
-from ..inference_gate import InferenceGate
 from ..journals.documents import Document, Kind
 from ..journals.response_store import NotStoredError, ResponseStore, current_owner
-from .endpoints import OpenAIEndpoints, json_answer
+from .endpoints import PAGE_PARAMETERS, OpenAIEndpoints, json_answer, not_listed, page, read_page_query
 from .fields import Metadata
 from .http_types import ChatDeleted, ChatList, ChatMessageList, StoredChatCompletion
-from .paging import PAGE_PARAMETERS, not_listed, page, read_page_query
 from .responses_api.parsing import effective_sampling
 
 _KIND: Kind = "chat.completion"
@@ -35,7 +33,7 @@ _METADATA = re.compile(r"metadata\[([^\]]+)\]")
 
 
 class ChatKeeper:
-    """Stores the answer of one request. Made when the request begins."""
+    """Stores the answer of one request. Created when the request begins."""
 
     def __init__(
         self, store: ResponseStore, parts: StoredParts, request: GenerationRequest, identity: Identity, target: Target
@@ -50,7 +48,7 @@ class ChatKeeper:
         self._labels = _labels(identity.model, request.labels.get("metadata"))
 
     async def keep(self, body: bytes) -> None:
-        """body: the answer's JSON. Raises StoreError."""
+        """body: the answer as JSON. Raises StoreError."""
         document = Document(
             owner=self._owner,
             kind=_KIND,
@@ -89,10 +87,7 @@ _FILTERS: tuple[JsonObject, ...] = (
 
 
 class StoredChatEndpoints(OpenAIEndpoints):
-    def __init__(self, gate: InferenceGate, store: ResponseStore | None, max_body_bytes: int) -> None:
-        """store: None: the server keeps none"""
-        super().__init__(gate, max_body_bytes)
-        self._kept = store
+    documents = "chat completions"
 
     @get(_ALL, answer=ChatList, parameters=(*PAGE_PARAMETERS, *_FILTERS))
     async def list_completions(self, http: Request) -> Response:
@@ -160,12 +155,6 @@ class StoredChatEndpoints(OpenAIEndpoints):
 
         return json_answer(await self._gate.decode_in_thread(len(document.items), listed))
 
-    @property
-    def _store(self) -> ResponseStore:
-        if self._kept is None:
-            raise OpenAIError("this server stores no chat completions", status=404, code="unsupported")
-        return self._kept
-
     async def _document(self, http: Request) -> Document:
         try:
             return await self._store.get(current_owner(), _KIND, _id(http))
@@ -195,7 +184,7 @@ def _message(id: str, index: int, message: JsonObject) -> JsonObject:
 
 
 def _read_list_query(parameters: Mapping[str, str]) -> tuple[dict[str, str], str | None, dict[str, str]]:
-    """(parameters of the page, model, metadata)"""
+    """Returns (parameters of the page, model, metadata)."""
     paging, metadata, model = {}, {}, None
     for name, value in parameters.items():
         if name == "model":

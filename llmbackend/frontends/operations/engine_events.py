@@ -64,7 +64,7 @@ class _Collected:
 
     def __init__(self) -> None:
         self._received: list[tuple[Source, list[bytes]]] = []
-        """In order: a request may be received by one instance and taken by another."""
+        """In order of arrival: one instance may receive a request that another takes."""
         self._of: dict[Source, _OfInstance] = {}
 
     def add(self, entry: Entry, data: bytes) -> None:
@@ -102,7 +102,7 @@ class _Collected:
 
 
 class EventWriter:
-    """Of one viewer."""
+    """Writes the events for one viewer."""
 
     def __init__(self, kinds: frozenset[EventKind], models: frozenset[str], key_name: str | None) -> None:
         """models: empty: all. key_name: whose requests are shown; None: everyone's"""
@@ -110,7 +110,7 @@ class EventWriter:
         self._models = models
         self._key_name = key_name
         self._own: set[int] = set()
-        """With a key: its requests."""
+        """For viewers with a key: their own requests."""
 
     def snapshot(
         self, position: str, facts: dict[str, Any], instances: Iterable[tuple[Source, InstanceDescription]]
@@ -161,7 +161,8 @@ class EventWriter:
         return seen if seen is None or isinstance(seen, bytes) else to_json(seen)
 
     def _seen(self, event: Any) -> Any:
-        """What a key's holder may see. Also called for events that are not shown, which tell whose each request is."""
+        """What the holder of a key may see of an event. Also called for events that are not shown, because they tell
+        whose each request is."""
         own = self._own
         if isinstance(event, RequestsReceived):
             received = self._own_requests(event.received)
@@ -204,9 +205,9 @@ DEFAULT_KINDS: Final[frozenset[EventKind]] = EVENT_KINDS - {"log", "blocks"}
 DEFAULT_INTERVAL_MS: Final = 100
 MIN_INTERVAL_MS, MAX_INTERVAL_MS = 50, 5000
 QUIET_S: Final = 15.0
-"""Without an event until a comment is sent, so that proxies keep the connection."""
+"""Silence after which a comment is sent, so that proxies keep the connection."""
 MANY_ENTRIES: Final = 200
-"""From here on they are written on a thread: events for a key take about 20 µs each."""
+"""From this number on, entries are written on a thread: events for a key take about 20 µs each."""
 _PING: Final = b": ping\n\n"
 _HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -359,8 +360,8 @@ class _Feed:
         yield writer.events(viewer.position, entries)
 
     def _snapshot(self) -> bytes:
-        """With the log's lines so far after it. Events reported meanwhile follow, though the snapshot may count
-        them."""
+        """The snapshot, followed by the log's lines so far. Events that are reported meanwhile follow it, although the
+        snapshot may already count them."""
         position, server = self.viewer.position, self.server.server_metadata()
         facts: dict[str, Any] = {
             "time": time.time(),

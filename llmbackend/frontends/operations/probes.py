@@ -78,7 +78,7 @@ def _family_name(metric: Metric) -> str:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    """By name, with a bucket's bound or a quantile last."""
+    """Labels sorted by name, with a bucket's bound or a quantile last."""
     if not labels:
         return ""
     names = sorted(labels, key=lambda name: (name in ("le", "quantile"), name))
@@ -167,7 +167,8 @@ class ReadinessProbes:
         weakref.finalize(self, self._threads.close)
         self._under_way: dict[Hashable, asyncio.Future[Any]] = {}
         self._next: dict[Hashable, asyncio.Future[Any]] = {}
-        """For all that came while the same question ran: it runs once more for them."""
+        """For all callers that arrive while the same question is being answered: it is asked once more for all of
+        them."""
 
     async def server_is_ready(self) -> bool:
         return await self._answer("server", self._server.is_ready)

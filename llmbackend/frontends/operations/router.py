@@ -33,7 +33,7 @@ from .engine_events import EngineEventsEndpoint
 
 NO_FAULTS: Final = "this server does not kill engines: it was started without --allow-fault-injection"
 MAX_KEYS: Final = 1000
-"""In one report; a key file may have ten thousand."""
+"""Limit for one report; a key file may have ten thousand keys."""
 _MAX_DIGITS: Final = 18
 _Limit = Annotated[int, Field(ge=1)] | None
 _Use = Literal["accepted", "rate_limited", "forbidden", "restricted", "prompt_tokens", "generated_tokens"]

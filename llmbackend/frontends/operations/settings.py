@@ -27,11 +27,11 @@ _LOG_FIELDS: Final[Mapping[str, tuple[LogField, Callable[[Any], Any], str, str]]
     "log_verbose_level": ("verbose", as_unsigned, "uint32_param", "int32"),
     "log_format": ("format", as_string, "string_param", "string"),
 }
-"""Of the log: field, its value of JSON, its choice in gRPC, and the choice's name in errors."""
+"""Log setting → its field, how it is read from JSON, its choice in gRPC, and the name of that choice in errors."""
 _INT32_MAX: Final = (1 << 31) - 1
 _UINT32_MAX: Final = (1 << 32) - 1
 _NUMBER: Final = re.compile(r"\s*([+-]?\d+)")
-"""What std::stoi reads, ignoring the rest."""
+"""The part of a text that std::stoi reads; it ignores the rest."""
 _TRACE_NUMBERS: Final[Mapping[str, TraceField]] = {
     "trace_rate": "rate",
     "trace_count": "count",
@@ -55,7 +55,7 @@ def log_changes_from_json(document: Any) -> dict[str, Any]:
 
 
 def log_changes_from_proto(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """As `log_changes_from_json`, of a LogSettingsRequest."""
+    """Like `log_changes_from_json`, for a LogSettingsRequest."""
     if "log_file" in settings:
         raise _fixed_log_file()
     changes: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def _fixed_log_file() -> TritonError:
 
 
 def shown_log_settings(settings: LogSettings) -> dict[str, str | bool | int]:
-    """In Triton's order."""
+    """The settings in Triton's order."""
     return {
         "log_file": settings.file,
         "log_info": settings.info,
@@ -96,7 +96,8 @@ def trace_changes_from_json(document: Any) -> TraceChanges:
 
 
 def trace_changes_from_proto(settings: Mapping[str, Any]) -> TraceChanges:
-    """As `trace_changes_from_json`, of a TraceSettingRequest; a setting without a value removes a model's own."""
+    """Like `trace_changes_from_json`, for a TraceSettingRequest. A setting without a value removes the model's own
+    value."""
     _refuse_trace_file(settings)
     values = {key: list(setting.value) or None for key, setting in settings.items()}
     for key in _TRACE_NUMBERS:
@@ -151,7 +152,7 @@ def _number(key: str, text: str, got: str) -> int:
 
 
 def shown_trace_settings(settings: TraceSettings) -> dict[str, list[str]]:
-    """In Triton's order."""
+    """The settings in Triton's order."""
     shown = {
         "trace_level": settings.level.names,
         "trace_rate": [str(settings.rate)],

@@ -32,7 +32,7 @@ class Answer:
         self._content = [base.content]
         self._reasoning = [base.reasoning]
         self._calls: dict[int, list[str]] = {}
-        """By index: id, name, arguments."""
+        """By the call's index: id, name, arguments."""
         self._probabilities = list(base.probabilities)
         self._usage: dict[str, Any] = {}
         self._finish_reason = ""

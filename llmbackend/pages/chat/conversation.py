@@ -49,11 +49,11 @@ class Timing(msgspec.Struct, frozen=True):
 
     first_token_ms: float
     tokens_per_s: float
-    """After the first token; 0: the answer was too short to measure."""
+    """The rate after the first token; 0: the answer was too short to measure it."""
     output_tokens: int
     prompt_tokens: int
     cached_tokens: int = 0
-    """Of the prompt."""
+    """Tokens of the prompt that were cached."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):

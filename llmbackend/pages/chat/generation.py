@@ -30,7 +30,7 @@ _SHOW_EVERY_S: Final = 0.06
 _SHARE_OF_TIME: Final = 0.2
 """Largest share of the time for updates of the page."""
 _SILENCE_S: Final = 3.0
-"""After so long without a token, the page says that it waits."""
+"""Time without a token after which the page says that it is waiting."""
 _PATH: Final = "/v1/chat/completions"
 _ID_PREFIX: Final = "chatcmpl-"
 """The server's prefix to the client's request id in the id of a chat completion."""
@@ -164,7 +164,7 @@ class Generation:
         return self._fail(ApiError(0, "the server has closed the connection"))
 
     def _headers(self) -> dict[str, str]:
-        """For the rest of the known stream, else for a new stream or the one that has the same key."""
+        """Headers for the rest of the known stream; else for a new one, or one with the same key."""
         if self._event_id:
             return {"last-event-id": self._event_id}
         return {"x-resumable-stream": "true", "idempotency-key": self._unfinished.key}

@@ -42,7 +42,7 @@ class Highlighter:
         self._process: Popen[bytes] | None = None
         self._is_asked = asyncio.Lock()
         self._left_alone_until_s: dict[str, float] = {}
-        """By language, in the event loop's time."""
+        """For each language: until when it is not tried again, in the event loop's time."""
         self._kept: OrderedDict[Code, str | None] = OrderedDict()
 
     def known(self, code: Code) -> str | None:

@@ -95,7 +95,7 @@ class SettingsPanel:
         return field
 
     def _json(self, title: str, name: str, rows: int, example: str) -> ui.textarea:
-        """With the title above, because a label inside the field would cover scrolled text."""
+        """A field with its title above it, because a label inside would cover scrolled text."""
         ui.label(title).classes("settings__section")
         field = self._text("", name, rows).classes("mono")
         field.props(f"aria-label='{title}' placeholder='{example}'")

@@ -74,7 +74,7 @@ def show_tool_result(turn: Turn) -> None:
 
 
 class AnswerView:
-    """A model's answer. index: of the turn in its chat."""
+    """Shows an answer of a model. index: position of the turn in its chat."""
 
     def __init__(self, index: int, actions: TurnActions) -> None:
         self._index = index

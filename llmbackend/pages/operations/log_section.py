@@ -58,7 +58,7 @@ class LogSection:
         self._body.set_visibility(True)
 
     def clear(self) -> None:
-        """For a feed that restarts with the lines that the server keeps."""
+        """For a feed that starts again with the lines that the server keeps."""
         self._lines.clear()
         self._new.clear()
         self._log.clear()

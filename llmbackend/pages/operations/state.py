@@ -73,16 +73,16 @@ class LoadStage:
 
 @dataclass
 class ServerState:
-    """For one open page."""
+    """The state of the server for one open page."""
 
     models: list[ModelVersion] = field(default_factory=list)
     instances: dict[tuple[str, str, str], Instance] = field(default_factory=dict)
-    """By model, version and name."""
+    """By model, version and instance name."""
     loads: dict[str, LoadStage] = field(default_factory=dict)
     """By model, while one of its versions loads."""
     requests: dict[int, RequestInFlight] = field(default_factory=dict)
     scope: str = ""
-    """Of the feed: "all" or "own" requests; "" = no feed yet."""
+    """Whose requests the feed shows: "all" or "own"; "" = there is no feed yet."""
 
     def take_index(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The answer of /v2/repository/index."""

@@ -25,7 +25,7 @@ def state(text: str, tone: Tone) -> dict[str, str]:
 
 
 def progress(text: str, share: float | None = None, *, is_busy: bool = False) -> dict[str, Any]:
-    """The value of a cell of kind progress. share: of the bar; None = no bar, or a moving one if `is_busy`."""
+    """The value of a progress cell. share: of the bar that is filled; None = no bar, or a moving one if `is_busy`."""
     return {"text": text, "share": share, "busy": is_busy}
 
 

@@ -8,8 +8,9 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from llmbackend.frontends.journals import response_store
-from llmbackend.frontends.journals.documents import Capacity, Commits, MemoryStorage, Put, Storage, StoreError, Write
+from llmbackend.frontends.journals.documents import Capacity, Commits, Put, Storage, StoreError, Write
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
+from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 from tests.helpers.waiting import eventually_async
 
 from .test_response_store import NOW_S, TTL_S, Clock, document
@@ -17,11 +18,11 @@ from .test_response_store import NOW_S, TTL_S, Clock, document
 CAPACITY = Capacity(1 << 20, 100)
 
 
-class Failing(MemoryStorage):
+class Failing(SqliteStorage):
     """`errors` are raised by the next commits."""
 
     def __init__(self, *errors: Exception) -> None:
-        super().__init__(CAPACITY)
+        super().__init__(None, CAPACITY)
         self.errors = list(errors)
 
     def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:

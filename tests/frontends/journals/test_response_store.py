@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from llmbackend.frontends.journals.documents import Capacity, Delete, Document, Entry, MemoryStorage, Put, Storage
+from llmbackend.frontends.journals.documents import Capacity, Delete, Document, Entry, Put, Storage
 from llmbackend.frontends.journals.journal import EventsGoneError, Journal
 from llmbackend.frontends.journals.redis_storage import RedisStorage
 from llmbackend.frontends.journals.response_store import (
@@ -64,7 +64,9 @@ def make_storage(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStorage:
         capacity = Capacity(max_bytes, max_documents)
         if request.param == "redis":
             return RedisStorage(request.getfixturevalue("redis_url"), capacity)
-        return MemoryStorage(capacity) if request.param == "memory" else SqliteStorage(tmp_path / "store", capacity)
+        return (
+            SqliteStorage(None, capacity) if request.param == "memory" else SqliteStorage(tmp_path / "store", capacity)
+        )
 
     return make
 
@@ -102,7 +104,7 @@ def test_documents_are_for_their_owner_alone(make_storage: MakeStorage) -> None:
 
 def test_expiry_is_seen_at_once_and_frees_what_was_held() -> None:
     async def run() -> None:
-        clock, storage = Clock(), MemoryStorage(Capacity(1 << 20, 100))
+        clock, storage = Clock(), SqliteStorage(None, Capacity(1 << 20, 100))
         async with opened(storage, clock) as store:
             await store.put(document("a"))
             clock.now_s += TTL_S

@@ -203,7 +203,7 @@ def test_a_stream_outlives_the_host_that_was_about_to_take_it_up(hosts: Hosts, m
 
     with hosts.client("a") as first, hosts.client(holder) as other, hosts.client(another) as lost:
         begun = read_events(first, path, body, ASK, 4)
-        monkeypatch.setattr(hosts.copies(another), "make_again", end)
+        monkeypatch.setattr(hosts.copies(another), "regenerate", end)
         assert lost.post(path, json={}, headers={"Last-Event-ID": begun[-1][0]}).status_code == 503
         eventually(lambda: not hosts.all["a"].streams.num_streams)
         rest = read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]})
@@ -340,7 +340,7 @@ class NoPeers:
 
 def test_an_error_in_one_stream_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
-        copies = StreamCopies(NoPeers(), {}, ResumableStreams())
+        copies = StreamCopies(NoPeers(), {}, ResumableStreams().hand_over)
         shown = asyncio.Event()
         copies.add("a", (), lambda: [].pop())
         copies.add("b", (), shown.set)

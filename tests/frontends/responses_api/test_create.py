@@ -20,8 +20,9 @@ from pydantic import BaseModel, TypeAdapter
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings
-from llmbackend.frontends.journals.documents import Capacity, Document, MemoryStorage, Put, StoreError, Write
+from llmbackend.frontends.journals.documents import Capacity, Document, Put, StoreError, Write
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
+from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
 from llmbackend.frontends.openai.responses_api.schema import ResponseObject
 from llmbackend.frontends.openapi import PlainJsonSchema
@@ -270,7 +271,7 @@ def test_a_model_that_tells_counts_with_each_response(failing: openai.OpenAI) ->
         assert (usage["input_tokens"], usage["output_tokens"]) == (2, len("You said: hi"))
 
 
-class FullStorage(MemoryStorage):
+class FullStorage(SqliteStorage):
     """A disk without room."""
 
     def commit(self, writes: Sequence[Write], now_s: float) -> tuple[str, ...]:
@@ -280,7 +281,7 @@ class FullStorage(MemoryStorage):
 
 
 def test_a_response_that_can_not_be_stored_fails(scripted_host: InferenceServer) -> None:
-    store = ResponseStore(FullStorage(Capacity(1 << 20, 100)), StoreOptions(ttl_s=60))
+    store = ResponseStore(FullStorage(None, Capacity(1 << 20, 100)), StoreOptions(ttl_s=60))
     with (
         serve_openai(scripted_host, store=store) as base,
         openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,

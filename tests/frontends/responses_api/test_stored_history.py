@@ -16,9 +16,9 @@ from llmbackend.frontends.journals.documents import Document
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.store_settings import IN_MEMORY
 from llmbackend.frontends.openai.responses_api.conversations import Conversations
-from llmbackend.frontends.openai.responses_api.create import fetch_history
 from llmbackend.frontends.openai.responses_api.output_items import item_id, response_of
 from llmbackend.frontends.openai.responses_api.parsing import History, WantedHistory
+from llmbackend.frontends.openai.responses_api.preparation import fetch_history
 from tests.helpers.fake_llm_server import FakeLlmServer
 
 MANY_BYTES = 1 << 20

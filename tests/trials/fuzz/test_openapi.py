@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.anthropic.router import create_anthropic_router
+from llmbackend.frontends.context import FrontendContext
 from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.openai.requests import parse_chat, parse_completion
@@ -29,7 +30,8 @@ CATCH_ALL = {"/v1/{path:path}", "/v1/messages/{path:path}"}
 @pytest.fixture(scope="module")
 def app() -> Any:
     server = Mock(InferenceServer, metrics_registry=CollectorRegistry())
-    return create_http_app(server, routers=[create_anthropic_router(server), create_openai_router(server)])
+    context = FrontendContext.of(server)
+    return create_http_app(context, [create_anthropic_router(context), create_openai_router(context)])
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def test_a_malformed_message_among_running_requests_ends_the_stream_with_a_statu
     """Once the status was sent while a response was being written, which gRPC refuses with a traceback."""
 
     async def run() -> list[tuple[grpc.StatusCode, str | None]]:
-        server, port = await create_grpc_server(app.server, address="127.0.0.1:0")
+        server, port = await create_grpc_server(app.context, address="127.0.0.1:0")
         await server.start()
         ends: list[tuple[grpc.StatusCode, str | None]] = []
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from llmbackend.frontends.openai.router import DEFAULT_MAX_BODY_BYTES
+from llmbackend.frontends.context import DEFAULT_MAX_BODY_BYTES
 
 from ..served import AGENT, STEADY
 from .attack import Attack, HttpSent, Sent, numbered, repeated

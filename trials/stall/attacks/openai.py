@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from llmbackend.adapter.requests.prompts import MAX_DESCRIBED_TOKENS
-from llmbackend.frontends.openai.router import DEFAULT_MAX_BODY_BYTES
+from llmbackend.frontends.context import DEFAULT_MAX_BODY_BYTES
 
 from .attack import Attack, HttpSent, Sent, numbered, repeated
 

@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from llmbackend.frontends.context import DEFAULT_MAX_BODY_BYTES
 from llmbackend.frontends.conversation.tools import MAX_TOOLS
-from llmbackend.frontends.openai.router import DEFAULT_MAX_BODY_BYTES
 
 from ..served import AGENT, STEADY
 from .attack import Attack, HttpSent, Post, PreparedAttack, Sent, numbered, repeated

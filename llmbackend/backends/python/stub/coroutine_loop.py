@@ -10,7 +10,7 @@ from typing import Any
 
 
 class CoroutineLoop:
-    """Any thread may use it, up to `close`."""
+    """Thread-safe up to `close`."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

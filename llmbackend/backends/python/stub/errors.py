@@ -45,7 +45,7 @@ def integer(value: SupportsIndex, name: str, least: int, most: int) -> int:
 
 
 class TritonModelException(Exception):  # noqa: N818 - Triton's name
-    """What a model may raise, and what pb_utils raises when it refuses something."""
+    """A model may raise it; pb_utils raises it when it refuses something."""
 
 
 class WrongReturnError(Exception):

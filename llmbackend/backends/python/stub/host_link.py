@@ -30,7 +30,7 @@ AnswerCallback = Callable[[Any, Sequence[Any], bool], None]
 
 
 class Cancellations:
-    """Which requests are cancelled. Any thread; one thread calls `begin`, with growing numbers.
+    """Which requests are cancelled. Thread-safe; one thread calls `begin`, with growing numbers.
 
     A cancellation that overtakes its request, which comes through another socket, is kept; one that comes after the
     request's end is dropped. No locks: each step is one operation on a set, and `request` checks again after it has
@@ -67,7 +67,7 @@ class ForkedProcessError(OSError):
 
 
 class HostLink:
-    """Any thread may use it."""
+    """Thread-safe."""
 
     def __init__(self, events: socket.socket) -> None:
         self.cancellations = Cancellations()
@@ -97,7 +97,7 @@ class HostLink:
             packet.close()
 
     def disown(self) -> None:
-        """In a forked process: its parent owns the link, whose locks may be held."""
+        """Call it in a forked process: its parent owns the link, whose locks may be held."""
         self._is_foreign = True
         self._socket.close()
 
@@ -159,7 +159,7 @@ def set_link(link: HostLink) -> None:
 
 
 def replace_link(connect: Callable[[], HostLink]) -> None:
-    """In a forked process, before anything else: drops the parent's link; `connect` makes a new one at first use."""
+    """Call it first in a forked process: drops the parent's link; `connect` makes a new one at first use."""
     global _link, _connect, _connecting
     if _link is not None:
         _link.disown()
@@ -214,7 +214,7 @@ class _ForkRelay:
         self._connector: socket.socket | None = None  # forked processes send their connections through it
 
     def open(self) -> None:
-        """Before each fork."""
+        """Call it before each fork."""
         if self._connector is not None:  # also in a forked process that forks, where the lock may stay held
             return
         with self._lock:
@@ -223,7 +223,7 @@ class _ForkRelay:
                 threading.Thread(target=self._accept, args=(self._accepting,), name="fork-relay", daemon=True).start()
 
     def connect_fork(self) -> Callable[[], HostLink]:
-        """In a forked process: a function that makes its link."""
+        """Call it in a forked process: returns a function that makes its link."""
         assert self._accepting is not None and self._connector is not None
         self._accepting.close()
         return partial(_ForkedLink, self._connector)
@@ -296,7 +296,7 @@ class _Connection:
 
 
 class _ForkedLink(HostLink):
-    """In a forked process: the link to the host through its parent."""
+    """The link of a forked process to the host, through its parent."""
 
     def __init__(self, connector: socket.socket) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -17,7 +17,7 @@ _DONE, _RAISED = "done", "raised"
 
 
 def prepare() -> Callable[[bytes, int, int], None]:
-    """In the fork server, which has imported this module. Returns what a stub runs."""
+    """Called in the fork server, which has imported this module. Returns what a stub runs."""
     return _run
 
 

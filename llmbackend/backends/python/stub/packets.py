@@ -68,8 +68,8 @@ class Packet:
         self.close()
 
     def send_under_lock(self, to: socket.socket) -> None:
-        """As `send`, but keeps the interpreter's lock if the packet is small and there is room. A thread that releases
-        the lock must wait for it again while another one runs Python."""
+        """Like `send`, but keeps the interpreter's lock if the packet is small and there is room. A thread that
+        releases the lock must wait for it again while another one runs Python."""
         if len(self.chunks) == 1 and self.memory_fd < 0:
             data = self.chunks[0]
             if _libc.send(to.fileno(), data, len(data), _WITHOUT_WAITING) == len(data):

@@ -129,7 +129,7 @@ class Metric:
         self._change("observe", value)
 
     def value(self) -> float:
-        """Of a counter or gauge. Raises TritonModelException for a histogram."""
+        """The value of a counter or gauge. Raises TritonModelException for a histogram."""
         with _failing("Failed to get metric value"):
             self._check("value")
             return float(host("Metric.value").ask("metric_value", self._number))

@@ -44,7 +44,7 @@ _PHASES_WITHOUT_BLS = ("load", "auto_complete", "initialize", "finalize")
 
 @dataclass(frozen=True)
 class PreferredMemory:
-    """Where the outputs of another model should be. Without effect: outputs are always in CPU memory."""
+    """Where the outputs of another model should be. It has no effect: outputs are always in CPU memory."""
 
     preferred_memory_type: int = _MEMORY_DEFAULT
     preferred_device_id: int = 0
@@ -188,8 +188,8 @@ class InferenceRequest:
         return ResponseIterator(call) if decoupled else call.only_response()
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
-        """As `exec`, to be awaited; the request is sent before this returns. decoupled: the iterator is returned when
-        the first response has come, so that a `for` does not block other coroutines for that one."""
+        """Like `exec`, but awaitable; the request is sent before this returns. decoupled: the iterator is returned when
+        the first response has come, so that a `for` does not block other coroutines while it waits for that one."""
         import asyncio  # imported only by models that await
 
         loop = asyncio.get_running_loop()

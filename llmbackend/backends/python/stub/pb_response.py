@@ -83,7 +83,7 @@ class InferenceResponse:
         return response
 
     def _pack(self, wanted: Container[str], parts: list[Any]) -> PackedResponse:
-        """With the `wanted` outputs; without outputs when it has an error."""
+        """The response with the `wanted` outputs; without outputs if it has an error."""
         if self._error is not None:
             return [], self._parameters, (self._error.code(), self._error.message())
         outputs = [tensor._pack(parts) for tensor in self._output_tensors if tensor._name in wanted]
@@ -156,7 +156,7 @@ class Exchange:
                 self._link.post(("final", self.number))
 
     def check_response(self) -> None:
-        """For a response that execute returned. Raises TritonModelException when it may not be sent."""
+        """Checks a response that execute returned. Raises TritonModelException if it may not be sent."""
         with self._lock:
             self._check(has_response=True)
 

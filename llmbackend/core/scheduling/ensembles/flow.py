@@ -85,7 +85,7 @@ class OriginOrder:
     def __init__(self) -> None:
         self._complete: list[tuple[Origin, int, Mapping[str, Value]]] = []
         self._running: list[tuple[Origin, int, StepRequest]] = []
-        """By the last known next origin, which only grows."""
+        """Sorted by the last known next origin, which only grows."""
         self._ticks = itertools.count()
 
     def __len__(self) -> int:

@@ -125,8 +125,7 @@ def dims_agree(some: Sequence[int], others: Sequence[int]) -> bool:
 
 
 def passed_on(tensor: Tensor, name: str, batch_size: int, dims: Sequence[int], is_batching: bool) -> Tensor:
-    """`tensor` as the tensor `name`, with `dims`, of another model. batch_size: of the request that made it, 0 = its
-    model does not batch."""
+    """`tensor` as the input `name` of another model, with `dims`. batch_size: its request's; 0 = not batched."""
     shape = tensor.shape
     if is_batching and not batch_size and dims_agree(dims, shape):
         shape = (1, *shape)
@@ -139,11 +138,11 @@ def passed_on(tensor: Tensor, name: str, batch_size: int, dims: Sequence[int], i
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 300.0
-"""After this time a waiting backend continues, in case it waits for itself (Triton's kMutexTimeoutSeconds)."""
+"""A waiting backend continues after this time, in case it waits for itself (Triton's kMutexTimeoutSeconds)."""
 
 
 class StepOwner(Protocol):
-    """An EnsembleRun as its step requests see it. Any thread."""
+    """An EnsembleRun as its step requests see it. Thread-safe."""
 
     def send(self, step_request: StepRequest) -> InferenceHandle:
         """Sends it to its model. Raises TritonError when it is refused, or no longer wanted."""
@@ -322,7 +321,7 @@ class StepLauncher(ActionThread):
         self._is_stopped = False
 
     def submit(self, action: Callable[[], None]) -> None:
-        """Never blocks. Any thread. After `stop` no step is left, and the action is dropped."""
+        """Never blocks. Thread-safe. After `stop` no step is left, and the action is dropped."""
         with self._lock:
             if not self._is_stopped:
                 super().submit(action)

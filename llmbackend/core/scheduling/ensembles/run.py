@@ -73,7 +73,7 @@ class EnsembleRun:
         self._running: set[StepRequest] = set()
         """Requests of steps before their last response."""
         self._waiting_bytes: Counter[int] = Counter()
-        """By step: of inputs that wait for a slot."""
+        """For each step: bytes of inputs that wait for a slot."""
         self._num_open = 0
         """Requests of steps that have not ended."""
         self._compute_ns = [0, 0, 0]
@@ -141,7 +141,7 @@ class EnsembleRun:
         self._end_unsent(step_request, error)
 
     def make_room(self, step_request: StepRequest) -> None:
-        """Also delays a decoupled model for an outer ensemble, of which this one is a step."""
+        """Also delays a decoupled model on behalf of an outer ensemble, of which this one is a step."""
         if not step_request.is_decoupled:
             return
         for index in self._flow.all_behind(step_request.step) if self._limits else ():

@@ -45,7 +45,7 @@ TIMED_OUT = "timeout of the corresponding sequence has been expired"
 
 
 class SequenceBatcher:
-    """A Scheduler, SequenceBatchOwner and TurnOwner. Any thread.
+    """A Scheduler and a SequenceBatchOwner. Thread-safe.
 
     One lock guards the table, the queues and the sequence batches; clients, backends and instances' queues are called
     after it is released (`after_unlock`). After a dropped request the others are cancelled and the sequence ends. The
@@ -194,7 +194,7 @@ class SequenceBatcher:
         self.free_if_over(sequence)
 
     def _cancel(self, request: QueuedRequest) -> None:
-        """On the cancelling thread. A request that an instance has is cancelled by its backend."""
+        """Called on the cancelling thread. A request that an instance has is cancelled by its backend."""
         with self.locked():
             sequence = self._waiting.get(request)
             if sequence is not None:
@@ -209,7 +209,7 @@ class SequenceBatcher:
             self._timer.set(self._on_alarm, due_ns)
 
     def _on_alarm(self) -> None:
-        """On the timer's thread."""
+        """Called on the timer's thread."""
         with self.locked():
             self._alarm_ns = None
             now_ns = time.monotonic_ns()
@@ -276,7 +276,7 @@ class SequenceBatcher:
         self._model.statistics.add_pending(-1)
         self.after_unlock(partial(request.channel.set_dequeue, None))
 
-    # --- TurnOwner --------------------------------------------------------------------------------------------------
+    # --- turns ------------------------------------------------------------------------------------------------------
 
     def turn_done(self, turn: Turn) -> None:
         if not turn.is_tracked:

@@ -27,7 +27,7 @@ _LENGTH_BYTES = 4  # before the characters of a string
 
 
 INITIAL_STATE_DIRECTORY = "initial_state"
-"""In the model's directory; has the files that `data_file` names."""
+"""A directory in the model's directory, with the files that `data_file` names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class SequenceControls:
         return {**self._by_flags[int(flags) % _FLAG_VALUES], **self._id_input(correlation_id)}
 
     def not_ready(self) -> dict[str, Tensor]:
-        """Of a slot without a request: all are false, the id is 0 or empty."""
+        """The controls for a slot without a request: all are false, the id is 0 or empty."""
         return {**self._not_ready, **self._id_input("")}
 
     def _boolean(self, name: str, control: Any) -> _Boolean:
@@ -126,7 +126,7 @@ class SequenceStates:
         self._input_of_output = input_of_output
 
     def inputs(self) -> dict[str, Tensor]:
-        """By input name, for the next request."""
+        """The states by input name, for the next request."""
         return dict(self._inputs)
 
     def new_state(self, tensor: Tensor) -> SequenceState:
@@ -233,7 +233,7 @@ def _zeros(name: str, datatype: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _from_file(name: str, datatype: str, shape: tuple[int, ...], raw: bytes, file: str) -> Tensor:
-    """As in Triton, a file may be longer than the state. Strings are as on the wire."""
+    """As in Triton, a file may be longer than the state. Strings have the wire format."""
     if datatype == "BYTES":
         return from_wire(name, datatype, shape, raw)
     size = math.prod(shape) * NUMPY_DTYPE[datatype].itemsize

@@ -92,14 +92,6 @@ class Slots:
         return sorted(self._taken.items(), key=lambda item: item[0])
 
 
-class TurnOwner(Protocol):
-    def turn_done(self, turn: Turn) -> None:
-        """See SequenceTurn.done."""
-
-    def reschedule(self, turn: Turn, request: QueuedRequest) -> None:
-        """See SequenceTurn.reschedule."""
-
-
 class Turn:
     """SequenceTurn of a request after it left its queue.
 
@@ -107,7 +99,7 @@ class Turn:
     was_handed_out: whether an instance got the request
     """
 
-    def __init__(self, owner: TurnOwner, sequence: Sequence, is_tracked: bool) -> None:
+    def __init__(self, owner: SequenceBatchOwner, sequence: Sequence, is_tracked: bool) -> None:
         self.sequence = sequence
         self.is_tracked = is_tracked
         self.was_handed_out = False
@@ -126,7 +118,7 @@ def turn_of(request: QueuedRequest) -> Turn:
 
 
 class SequenceBatchOwner(Protocol):
-    """The sequence batcher as its SequenceBatches see it."""
+    """The sequence batcher as its SequenceBatches and Turns see it."""
 
     def locked(self) -> AbstractContextManager[None]:
         """The batcher's lock."""
@@ -150,6 +142,12 @@ class SequenceBatchOwner(Protocol):
     def retire(self, batch: SequenceBatch) -> bool:
         """Sequences get no more slots of the batch, which is stopped when its last one is over. Returns whether it has
         any."""
+
+    def turn_done(self, turn: Turn) -> None:
+        """See SequenceTurn.done."""
+
+    def reschedule(self, turn: Turn, request: QueuedRequest) -> None:
+        """See SequenceTurn.reschedule."""
 
 
 class SequenceBatch(ElasticSource, ABC):
@@ -233,7 +231,7 @@ class SequenceTable:
 
     @property
     def batches(self) -> list[SequenceBatch]:
-        """All that have or may get sequences."""
+        """All batches that have sequences or may get some."""
         return [*self._batches, *self._retired]
 
     def add_batch(self, batch: SequenceBatch, now_ns: int) -> list[Sequence]:

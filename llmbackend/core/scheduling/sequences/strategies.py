@@ -30,7 +30,7 @@ from .inputs import SequenceControls, StateRules
 from .sequence import Sequence, SequenceBatch, SequenceBatchOwner, turn_of
 
 Ready = dict[int, Sequence]
-"""By slot number, ascending: sequences with a waiting request."""
+"""Sequences with a waiting request by slot number, in ascending order."""
 
 
 class NullOwner:

@@ -22,7 +22,7 @@ class ReasoningDelta:
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
     index: int
-    """Of the call in the output, from 0."""
+    """Position of the call in the output, from 0."""
     name: str
     id: str | None = None
     """Only if the model wrote one."""
@@ -106,7 +106,7 @@ class Sink:
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Of the call that started last."""
+        """Adds text to the arguments of the latest call."""
         if text:
             self._events.append(ToolCallArguments(self.num_calls - 1, text))
 

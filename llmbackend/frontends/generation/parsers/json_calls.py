@@ -229,7 +229,7 @@ def read_header(reader: Reader, ends: Collection[str], pattern: re.Pattern[str])
 
 
 def read_headed_call(reader: Reader, sink: Sink, call: HeadedCall) -> Reading[None]:
-    """After `call.begin`."""
+    """Starts after `call.begin`."""
     name, id, _ = yield from read_header(reader, call.header_end, call.header)
     yield from read_arguments(reader, sink, name, id)
 
@@ -246,11 +246,11 @@ class JsonCallReader:
         self._name: str | None = None
         self._id: str | None = None
         self._arguments: str | None = None
-        """That came before the name."""
+        """Arguments that came before the name."""
         self._has_started = False
 
     def read(self) -> Reading[None]:
-        """After the object's first bracket."""
+        """Starts after the object's opening bracket."""
         reader = self._reader
         try:
             while (yield from self._read_field()):

@@ -35,7 +35,7 @@ class LiteralCallReader:
         self._names = names
 
     def read(self) -> Reading[None]:
-        """After `call.begin`."""
+        """Starts after `call.begin`."""
         reader, call = self._reader, self._call
         name, id, opened = yield from read_header(reader, (call.open,), ANY_NAME)
         if not opened:
@@ -68,7 +68,7 @@ class LiteralCallReader:
         return key
 
     def _read_next_key(self) -> Reading[str]:
-        """As `_read_key`, after an argument."""
+        """Like `_read_key`, but after an argument."""
         self._reader.hold()
         if (yield from self._expect((",", self._call.close))) != ",":
             return ""
@@ -155,12 +155,12 @@ class LiteralCallReader:
     # Strings.
 
     def _give_up(self) -> NoReturn:
-        """Of an unfinished string nothing is held."""
+        """Stops at an unfinished string, of which nothing is held."""
         self._reader.hold()
         raise NotACall
 
     def _read_string(self, quote: str) -> Reading[None]:
-        """After its first quote."""
+        """Starts after the opening quote."""
         reader, sink = self._reader, self._sink
         reader.drop()
         sink.arguments('"')
@@ -188,7 +188,7 @@ class LiteralCallReader:
         self._give_up()
 
     def _read_escape(self) -> Reading[None]:
-        """After a backslash. An unknown escape stands for itself, as in Python."""
+        """Starts after a backslash. An unknown escape stands for itself, as in Python."""
         reader, sink = self._reader, self._sink
         if not (yield from text_is_next(reader)):
             self._give_up()

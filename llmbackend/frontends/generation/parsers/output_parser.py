@@ -114,7 +114,7 @@ class MarkedCallsReader:
         return marker
 
     def _read_section(self, marker: str) -> Reading[bool]:
-        """After its marker, which is held. False if the held text is content."""
+        """Starts after the section's marker, which is still held. Returns False if the held text is content."""
         reader, table = self._reader, self._table
         option: str | None = marker
         options: tuple[str, ...] = self._first
@@ -180,8 +180,8 @@ def _value_ends(table: MarkedCalls) -> Iterator[str]:
 
 
 def read_reasoning(reader: Reader, sink: Sink, table: ReasoningFormat) -> Reading[str | None]:
-    """After the start marker, or where the prompt has opened the reasoning. Returns the marker that ended it, which is
-    held; None at the output's end."""
+    """Starts after the start marker, or at the beginning if the prompt has opened the reasoning. Returns the marker
+    that ended the reasoning, which is still held; None at the end of the output."""
     sink.is_reasoning = True
     ends = (table.end, *table.ended_by)
     marker = yield from _read_start(reader, sink, (table.start, *ends))
@@ -247,7 +247,7 @@ class MessagesReader:
         return (yield from self._read_text(self._content, is_new=False))
 
     def _read_message(self, header: str) -> Reading[str]:
-        """From the beginning of its header to the marker after its text."""
+        """Reads a message: from the beginning of its header to the marker after its text."""
         reader, table = self._reader, self._table
         reader.hold()
         while not header.endswith(table.message):
@@ -356,7 +356,7 @@ class OutputParser:
         self._sink.is_reasoning = reasoning_is_open and reasoning_format is not None
         self._num_tokens = 0
         self.num_reasoning_tokens = 0
-        """With those of the markers."""
+        """Includes the tokens of the markers."""
         self._reading = self._read()
         next(self._reading)
 
@@ -373,7 +373,7 @@ class OutputParser:
         return self._sink.take()
 
     def finish(self, finish_reason: str) -> list[Event]:
-        """What was held. An incomplete call gets no end."""
+        """Returns the held text as events. An incomplete call gets no end event."""
         self._reader.has_ended, self._reader.is_cut_off = True, finish_reason == "length"
         next(self._reading, None)
         return self._sink.take()

@@ -15,12 +15,12 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 """A part of the parser that returns T."""
 MAX_HELD_CHARS = 65536
-"""Of a call's beginning, before it is known to be one."""
+"""Longest beginning of a possible call that is held until it is clear whether it is one."""
 SPACE = " \n\r\t"
 
 
 class NotACall(Exception):  # noqa: N818 - control flow, not an error
-    """The text that was read is no call, but content."""
+    """The text that was read is content, not a call."""
 
 
 class Markers:
@@ -43,7 +43,7 @@ class Markers:
 
 @functools.lru_cache(maxsize=512)
 def markers(texts: frozenset[str], only_special: frozenset[str] = frozenset()) -> Markers:
-    """only_special: those that count only as special tokens, not as written characters"""
+    """only_special: texts that are markers only as special tokens, not as written characters."""
     return Markers(texts, only_special)
 
 
@@ -64,7 +64,7 @@ class Reader:
     def __init__(self, *, shows_special_tokens: bool) -> None:
         """shows_special_tokens: special tokens other than markers are visible text"""
         self.text = ""
-        """Of the token that is being read."""
+        """Text of the token that is being read."""
         self.at = 0
         """The position in it."""
         self.is_special = False

@@ -26,7 +26,7 @@ _KNOWN_ESCAPES = re.compile(r"(?:[^\\]|\\[\\'\"abfnrtvxuU])*+")
 _JOINED_WORD = re.compile(r"\d(?![eE][-+]?\d)[A-Za-z_]")
 """This and other escapes make Python warn."""
 _MAX_LITERAL_CHARS = 4096
-"""Of a Python literal, which a model wrote in place of JSON."""
+"""Longest Python literal that is accepted where the model should have written JSON."""
 
 
 def allowed_types(schema: Schema | None, parameter: str) -> frozenset[str]:
@@ -83,7 +83,7 @@ def _described(schema: Schema | None, parameter: str) -> object:
 
 
 def _resolved(description: object, schema: Schema) -> Schema:
-    """With references resolved."""
+    """The description with its references resolved."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(description, Mapping):
             return {}
@@ -97,7 +97,7 @@ def _resolved(description: object, schema: Schema) -> Schema:
 
 
 def _types(part: object, schema: Schema) -> Iterable[str]:
-    """Of a part and its alternatives, at most _MAX_PARTS."""
+    """The types of a part and of its alternatives; at most _MAX_PARTS."""
     parts = deque([part])
     for _ in range(_MAX_PARTS):
         if not parts:

@@ -19,7 +19,7 @@ class JsonCall:
     other_keys: tuple[str, ...] | None = None
     """Further fields that a call may have; None: any. Objects with others are content."""
     only_known_names: bool = False
-    """For calls without a marker: an object that names none of the request's functions is content."""
+    """For calls without a marker: an object is content unless it names a function of the request."""
     name_key: str = "name"
     """The field of the name; "": the first field's key is the name, its value the arguments."""
     id_key: str = "id"
@@ -35,7 +35,7 @@ class HeadedCall:
 
     begin: str = ""
     header_end: tuple[str, ...]
-    """What precedes the arguments; "{" is their own first character."""
+    """Texts between the name and the arguments; "{" is also the first character of the arguments."""
     header: re.Pattern[str] = ANY_NAME
     """The text up to there, with the groups `name` and, if the model writes ids, `id`."""
 
@@ -47,7 +47,7 @@ class TaggedCall:
 
     begin: str = ""
     header_end: tuple[str, ...] = ()
-    """What follows the name, other than `key_begin` and the call's end."""
+    """Texts that may follow the name, besides `key_begin` and the end of the call."""
     header: re.Pattern[str] = ANY_NAME
     key_begin: str
     key_end: str
@@ -55,10 +55,10 @@ class TaggedCall:
     """The text between `key_begin` and `key_end`, with the group `name`. If the model marks values that are text, the
     group `text` matches for them."""
     value_begin: str = ""
-    """After `key_end` and white space."""
+    """Text after `key_end` and white space."""
     value_end: str
     text_begin: str = ""
-    """From here to `text_end` a value has no markers; both are no part of the value."""
+    """Between this text and `text_end`, a value contains no markers. Neither text is part of the value."""
     text_end: str = ""
     may_omit_value_end: bool = False
     """A value also ends where the next key begins or the call ends."""
@@ -66,7 +66,7 @@ class TaggedCall:
     """Precedes a JSON object of all arguments, if the model writes one instead of tags; what follows it is among the
     section's `call_end`."""
     end: tuple[str, ...] = ()
-    """What ends the call, other than the end of its section."""
+    """Texts that end the call, besides the end of its section."""
     trims_newline: bool = False
     """One newline at each end of a value is layout."""
 
@@ -84,7 +84,7 @@ class LiteralCall:
     has_bare_keys: bool = False
     """Keys of mappings have no quotes."""
     only_known_names: bool = False
-    """For calls without a marker: a call of none of the request's functions is content."""
+    """For calls without a marker: a call is content unless it names a function of the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class MarkedCalls:
     call_end: tuple[str, ...] = ()
     """Texts after a call without a meaning."""
     end: tuple[str, ...] = ()
-    """What closes a section. Optional."""
+    """Texts that close a section; they are optional."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,12 +159,12 @@ class CallGrammar:
     key_begin: str = ""
     key_end: str = ""
     json_key_end: str = ""
-    """In place of `key_end` before a JSON value; "": the same."""
+    """Replaces `key_end` before a JSON value; "": it does not."""
     value_end: str = ""
     name_closes: str = ""
     """If not "", `value_end` is followed by the parameter's name and this."""
     text_excludes: tuple[str, ...] = ()
-    """What a string's text cannot contain, because it would end there."""
+    """Texts that a string cannot contain, because they would end it."""
     text_quote: str | None = ""
     """Quotes around a string's text; None: it is written as JSON."""
 
@@ -211,4 +211,4 @@ class ReasoningFormat:
     content_end: tuple[str, ...] = ()
     """Read anywhere in content."""
     messages: Messages | None = None
-    """For outputs of messages, of which reasoning is one kind."""
+    """For outputs that consist of messages, one kind of which is reasoning."""

@@ -112,7 +112,7 @@ class TaggedCallReader:
         self._value_ends = markers(breaks | texts, only_special=breaks - as_text)
 
     def read(self) -> Reading[str | None]:
-        """After `call.begin`. Returns the section's end if it was read with the call."""
+        """Starts after `call.begin`. Returns the end of the section if it was read together with the call."""
         reader, call = self._reader, self._call
         name, id, found = yield from read_header(reader, (*call.header_end, call.key_begin, *self._ends), call.header)
         option: str | None = found
@@ -140,7 +140,7 @@ class TaggedCallReader:
         return (yield from self._reader.one_of(self._options))
 
     def _read_parameter(self, function: str) -> Reading[str | None]:
-        """After `key_begin`. Returns what follows the parameter; None if it does not belong to a call."""
+        """Starts after `key_begin`. Returns the text after the parameter; None if this is not part of a call."""
         reader, call = self._reader, self._call
         key = yield from self._read_key()
         if key is None:
@@ -214,10 +214,10 @@ class NestedCallReader:
         self._strings_are_text = strings_are_text
         self._marks = markers(frozenset((call.mark,)))
         self._schema: Schema = {}
-        """Of the call's function."""
+        """The schema of the called function."""
 
     def read(self) -> Reading[None]:
-        """After `call.begin`."""
+        """Starts after `call.begin`."""
         reader, call = self._reader, self._call
         name, id, _ = yield from read_header(reader, call.header_end, call.header)
         start(reader, self._sink, name, id)
@@ -228,8 +228,8 @@ class NestedCallReader:
             cut_off(reader)
 
     def _read_members(self, description: object, *, is_list: bool, first: str = "", depth: int = 0) -> Reading[bool]:
-        """Of an object or a list, with its closing tag; False if it is incomplete. first: the name of the first tag, if
-        it was read."""
+        """Reads an object or a list with its closing tag; returns False if it is incomplete. first: the name of the
+        first tag, if that was read already."""
         sink, separator = self._sink, "[" if is_list else "{"
         name: str | None = first or (yield from self._next_member())
         while name:
@@ -258,7 +258,8 @@ class NestedCallReader:
         return (yield from self._read_tag())
 
     def _read_tag(self) -> Reading[str | None]:
-        """After its mark: the name of an opening tag, "" for a closing one, None if it is no tag."""
+        """Starts after the tag's first character. Returns the name of an opening tag, "" for a closing tag, None if it
+        is no tag."""
         reader, name = self._reader, ""
         yield from reader.skip_space()
         opening = yield from reader.one_of(("<", "</"))
@@ -269,7 +270,7 @@ class NestedCallReader:
         return None if not opening else "" if opening == "</" else name[:-1].strip() or None
 
     def _read_value(self, description: object, depth: int) -> Reading[bool]:
-        """After its tag, with the closing one; False if it is incomplete."""
+        """Starts after the opening tag and reads the closing one, too; returns False if the value is incomplete."""
         reader = self._reader
         reader.drop()
         types = types_of(description, self._schema)

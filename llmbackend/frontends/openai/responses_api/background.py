@@ -23,24 +23,24 @@ from starlette.responses import Response
 
 from llmbackend.core.tracing.trace import RequestTrace
 
+from ...context import FrontendContext
 from ...errors import LimitReachedError
 from ...generation.answer import Identity
 from ...generation.inferences import Generation
-from ...generation.models import ModelCatalog, Target
+from ...generation.models import Target
 from ...generation.plan import AnswerPlan, plan_answer
 from ...generation.request import WITH_USAGE, GenerationRequest
 from ...generation.sealed_reasoning import SealingKey
 from ...generation.tensors import Delta
 from ...http.errors import OpenAIError
 from ...http.request_body import release_body
-from ...inference_gate import InferenceGate
 from ...journals.documents import Document, StoreError
 from ...journals.response_store import LiveLog, ResponseStore, current_owner
 from ...operations.probes import load_headers
 from .conversations import Conversations
-from .create import PreparedResponse, prepare
 from .events import ResponseWriter, journal_stream
 from .parsing import History, read_responses
+from .preparation import PreparedResponse, prepare
 from .response_state import ResponseState
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class BackgroundRun:
     def __init__(
         self, log: LiveLog, state: ResponseState, writer: ResponseWriter, before_end: Callable[[], Awaitable[None]]
     ) -> None:
-        """before_end: awaited when the answer is complete, before its last event"""
+        """before_end: awaited when the answer is complete, before its last event is sent."""
         self.log = log
         self._before_end = before_end
         self.is_over = False
@@ -80,7 +80,7 @@ class BackgroundRun:
         return self._task
 
     async def cancel(self) -> None:
-        """No effect after the end. Raises StoreError."""
+        """Has no effect after the end. Raises StoreError."""
         if await self._stopped():
             self._state.cancel()
             await self._finish([])
@@ -90,14 +90,14 @@ class BackgroundRun:
         await self._finish(self._writer.fail_events(error))
 
     async def complete(self) -> None:
-        """After the last delta. Raises StoreError."""
+        """Call it after the last delta. Raises StoreError."""
         self._is_ending = True
         events = self._writer.end_events()
         await self._before_end()
         await self._finish(events)
 
     async def suspend(self) -> None:
-        """Ends the run without changing its log."""
+        """Ends the run but leaves its log as it is."""
         if await self._stopped():
             self.is_over = True
             self.log.abandon()
@@ -154,7 +154,7 @@ class BackgroundRun:
         await self.log.finish(replace(self.log.document, body=self._state.json()), events)
 
     def _store_failed(self, error: Exception) -> None:
-        """For the log's `on_failure`."""
+        """Set as the log's `on_failure`."""
         log.error("the background response %s cannot be stored: %s", self.log.id, error)
         self._failure = OpenAIError.of(error)
         if self._task is not None and not self._is_ending:
@@ -164,11 +164,11 @@ class BackgroundRun:
 
 _SEED_BITS: Final = 31
 _ROOM_INTERVAL_S: Final = 1.0
-"""Between two attempts to continue a response of another server while there is no room."""
+"""Time between two attempts to continue a response of another server while there is no room."""
 
 
 _FORMAT: Final = 1
-"""One more with each change of a _Continuation or a Delta, which servers of two releases may share."""
+"""Increase it with each change of a _Continuation or a Delta: servers of two releases may share a store."""
 
 
 class _Continuation(msgspec.Struct, frozen=True):
@@ -177,7 +177,7 @@ class _Continuation(msgspec.Struct, frozen=True):
     body: Any
     """The request's JSON."""
     history: tuple[Any, Any]
-    """Items, items by id."""
+    """(items, items by id)."""
     suffix: str
     created_s: int
     fingerprint: str
@@ -189,8 +189,8 @@ _CONTINUATION = msgspec.msgpack.Decoder(_Continuation)
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """All parts of a response's generation."""
+class _Response:
+    """Everything that generates one response."""
 
     prepared: PreparedResponse
     request: GenerationRequest
@@ -203,19 +203,12 @@ class _Made:
 class BackgroundResponses:
     """The Producer of its store. Used only on the event loop."""
 
-    def __init__(
-        self,
-        gate: InferenceGate,
-        catalog: ModelCatalog,
-        store: ResponseStore,
-        conversations: Conversations | None,
-        key: SealingKey,
-    ) -> None:
-        self._gate = gate
-        self._conversations = conversations
-        self._catalog = catalog
+    def __init__(self, context: FrontendContext, store: ResponseStore) -> None:
+        self._gate = context.gate
+        self._conversations = Conversations(store, context.gate, context.max_body_bytes)
+        self._catalog = context.catalog
         self._store = store
-        self._key = key
+        self._key = context.sealing_key
         self._runs: dict[str, BackgroundRun] = {}
         self._resuming: dict[str, asyncio.Task[None]] = {}
         store.producer = self
@@ -223,20 +216,20 @@ class BackgroundResponses:
     async def create(
         self, http: Request, prepared: PreparedResponse, target: Target, trace: RequestTrace | None
     ) -> Response:
-        """Begins it; answers the queued response, or the events."""
+        """Starts the response; returns the queued response, or its events."""
         seed = prepared.request.generation.sampling.get("seed")
         seed = secrets.randbits(_SEED_BITS) if seed is None else seed
         identity = Identity.of(prepared.request.generation, target.model.fingerprint, prepared.identity_suffix)
-        made = self._made(prepared, identity, target, seed)
+        response = self._response(prepared, identity, target, seed)
         continuation = await self._gate.decode_in_thread(
             len(prepared.items), partial(_continuation, prepared, identity, seed)
         )
-        generation = Generation(self._gate, made.request, target, identity.id, plan=made.plan, trace=trace)
+        generation = Generation(self._gate, response.request, target, identity.id, plan=response.plan, trace=trace)
         release_body(http)
         try:
-            document = prepared.document(current_owner(), identity, made.state, self._store, continuation)
-            events = made.writer.begin_events()
-            run = self._run(self._store.begin(document), made)
+            document = prepared.document(current_owner(), identity, response.state, self._store, continuation)
+            events = response.writer.begin_events()
+            run = self._run(self._store.begin(document), response)
             run.log.append(events, b"")
             self._begin(run, generation)
         except BaseException:
@@ -254,7 +247,7 @@ class BackgroundResponses:
         return Response(document.body, headers=headers, media_type="application/json")
 
     async def cancel(self, id: str) -> None:
-        """No effect on a response that is not in progress. Raises StoreError."""
+        """Has no effect on a response that is not in progress. Raises StoreError."""
         if (resuming := self._resuming.get(id)) is not None:
             await asyncio.wait((resuming,))
         if (run := self._runs.get(id)) is not None:
@@ -263,7 +256,7 @@ class BackgroundResponses:
     # --- a Producer of the store ------------------------------------------------------------------------------------
 
     async def take_over(self, document: Document) -> None:
-        """Readers find its log at once; the generation is continued in a task."""
+        """Readers find its log at once; a task continues the generation."""
         log, progress = await self._store.resume(document)
         task = asyncio.get_running_loop().create_task(self._resume(document, log, progress))
         self._resuming[document.id] = task
@@ -276,23 +269,25 @@ class BackgroundResponses:
 
     async def _resume(self, document: Document, log: LiveLog, progress: list[bytes]) -> None:
         try:
-            made, target, is_complete = await self._replayed(document, log, progress)
+            response, target, is_complete = await self._replayed(document, log, progress)
         except Exception as error:
             await _fail(document, log, OpenAIError.of(error))
             return
-        run = self._run(log, made)
+        run = self._run(log, response)
         try:
             if is_complete:
                 await run.complete()
             else:
-                self._begin(run, await self._generation(made, target))
+                self._begin(run, await self._generation(response, target))
         except Exception as error:
             await run.fail(OpenAIError.of(error))
         finally:
             if run.is_over:
                 self._runs.pop(document.id, None)
 
-    async def _replayed(self, document: Document, log: LiveLog, progress: list[bytes]) -> tuple[_Made, Target, bool]:
+    async def _replayed(
+        self, document: Document, log: LiveLog, progress: list[bytes]
+    ) -> tuple[_Response, Target, bool]:
         """The response at the end of its log, and whether its tokens are complete."""
         if not document.continuation:
             raise OpenAIError("the server exited while generating the response", status=503)
@@ -301,25 +296,25 @@ class BackgroundResponses:
         asked = prepared.request.generation
         target = self._catalog.require(asked.model, asked.prompts[0].name)
         identity = Identity(document.id, going_on.created_s, asked.model, going_on.fingerprint)
-        made = self._made(prepared, identity, target, going_on.seed)
-        await self._gate.run_in_thread(partial(_replay, made.writer, deltas))
-        if made.writer.next_sequence_number != log.journal.next_number:
+        response = self._response(prepared, identity, target, going_on.seed)
+        await self._gate.run_in_thread(partial(_replay, response.writer, deltas))
+        if response.writer.next_sequence_number != log.journal.next_number:
             raise OpenAIError("the server that started the response produced other events for its tokens", status=503)
         sent = tuple(id for delta in deltas for id in delta.token_ids)
-        made = replace(made, request=replace(made.request, prior_output_ids=sent))
-        return made, target, any(delta.is_final for delta in deltas)
+        response = replace(response, request=replace(response.request, prior_output_ids=sent))
+        return response, target, any(delta.is_final for delta in deltas)
 
-    async def _generation(self, made: _Made, target: Target) -> Generation:
+    async def _generation(self, response: _Response, target: Target) -> Generation:
         """Waits while the server is at its limit."""
         while True:
             try:
-                return Generation(self._gate, made.request, target, made.identity.id, plan=made.plan)
+                return Generation(self._gate, response.request, target, response.identity.id, plan=response.plan)
             except LimitReachedError:
                 await asyncio.sleep(_ROOM_INTERVAL_S)
 
     # --- both -------------------------------------------------------------------------------------------------------
 
-    def _made(self, prepared: PreparedResponse, identity: Identity, target: Target, seed: int) -> _Made:
+    def _response(self, prepared: PreparedResponse, identity: Identity, target: Target, seed: int) -> _Response:
         """Raises OpenAIError."""
         asked = prepared.request.generation
         plan = replace(plan_answer(asked, target), reads_tokens=True)  # token by token, text included
@@ -330,15 +325,15 @@ class BackgroundResponses:
             return_token_ids=True,
         )
         state = prepared.state(identity, plan, self._key, target)
-        return _Made(prepared, request, plan, identity, state, ResponseWriter(state, cuts_at_tokens=True))
+        return _Response(prepared, request, plan, identity, state, ResponseWriter(state, cuts_at_tokens=True))
 
-    def _run(self, log: LiveLog, made: _Made) -> BackgroundRun:
-        tell = partial(made.prepared.tell_conversation, self._conversations, log.document.owner, made.state)
-        run = self._runs[log.id] = BackgroundRun(log, made.state, made.writer, tell)
+    def _run(self, log: LiveLog, response: _Response) -> BackgroundRun:
+        tell = partial(response.prepared.add_to_conversation, self._conversations, log.document.owner, response.state)
+        run = self._runs[log.id] = BackgroundRun(log, response.state, response.writer, tell)
         return run
 
     def _begin(self, run: BackgroundRun, generation: Generation) -> None:
-        """It ends at its document's expiry at the latest."""
+        """Ends the run when its document expires, at the latest."""
         left_s = run.log.document.expires_s - self._store.clock_s()
         alarm = asyncio.get_running_loop().call_later(max(left_s, 0.0), run.expire)
         task = run.begin(generation)
@@ -377,14 +372,14 @@ def _read(going_on: _Continuation, progress: list[bytes], key: SealingKey) -> tu
 
 
 def _replay(writer: ResponseWriter, deltas: list[Delta]) -> None:
-    """Brings a new writer to the state of the former one, without writing its events again."""
+    """Brings a new writer to the state of the former one. The events are not sent again."""
     writer.begin_events()
     for delta in deltas:
         writer.delta_events(delta)
 
 
 async def _fail(document: Document, live_log: LiveLog, error: OpenAIError) -> None:
-    """Of a response that cannot be continued."""
+    """Ends a response that cannot be continued."""
     log.warning("the response %s cannot be continued: %s", document.id, error.message)
     told = {"code": error.code or "server_error", "message": error.message}
     body = orjson.dumps(orjson.loads(document.body) | {"status": "failed", "error": told})

@@ -17,19 +17,20 @@ from starlette.responses import Response
 
 from llmbackend.core.tracing.trace import RequestTrace
 
+from ...context import FrontendContext
 from ...generation.answer import Identity
 from ...generation.http_answers import traced_answer, whole_answer
-from ...generation.models import ModelCatalog, Target
+from ...generation.models import Target
 from ...generation.sealed_reasoning import SealingKey
 from ...http.errors import JsonObject, OpenAIError, missing
 from ...http.request_body import release_body
 from ...http.routing import post
-from ...inference_gate import InferenceGate
 from ...operations.probes import load_headers
 from ..endpoints import OpenAIEndpoints
-from .create import PreparedResponse, ResponseCreation, check_names, collect, with_ids
+from .create import ResponseCreation, check_names, collect
 from .output_items import item_id
 from .parsing import ReadBody, read_responses
+from .preparation import PreparedResponse, with_ids
 from .response_state import ResponseState
 from .schema import CompactedResponse, ResponsesBody
 
@@ -63,18 +64,9 @@ class CompactBody(ResponsesBody):
 
 
 class CompactionEndpoints(OpenAIEndpoints):
-    def __init__(
-        self,
-        gate: InferenceGate,
-        catalog: ModelCatalog,
-        creation: ResponseCreation,
-        max_body_bytes: int,
-        key: SealingKey,
-    ) -> None:
-        super().__init__(gate, max_body_bytes)
-        self._catalog = catalog
+    def __init__(self, context: FrontendContext, creation: ResponseCreation) -> None:
+        super().__init__(context)
         self._creation = creation
-        self._key = key
 
     @post("/v1/responses/compact", body=CompactBody, answer=CompactedResponse)
     async def compact(self, http: Request) -> Response:
@@ -100,7 +92,7 @@ class CompactionEndpoints(OpenAIEndpoints):
 
 
 def _read(body: JsonObject) -> ReadBody:
-    """As the body of a response whose last message asks for the summary."""
+    """Reads the body like that of a response whose last message asks for the summary."""
     check_names(body, _FIELDS)
     if body.get("model") is None:
         raise missing("model")

@@ -24,16 +24,15 @@ from ...http.routing import delete, get, post
 from ...inference_gate import InferenceGate
 from ...journals.documents import Document
 from ...journals.response_store import NotStoredError, ResponseStore, current_owner
-from ..endpoints import OpenAIEndpoints, json_answer
+from ..endpoints import PAGE_PARAMETERS, OpenAIEndpoints, item_list, json_answer, page, read_page_query
 from ..fields import Metadata
-from ..paging import PAGE_PARAMETERS, item_list, page, read_page_query
 from .items import Item, check_fields, full_item, item_type
 from .output_items import item_id
 from .schema import INCLUDABLE, ConversationDeleted, ConversationObject, ItemList, StoredItem
 
 ID_PREFIX = "conv_"
 MAX_ITEMS_AT_ONCE = 20
-"""Of one call; OpenAI's limit."""
+"""Limit for one call; OpenAI has the same."""
 Items = list[JsonObject]
 
 
@@ -41,7 +40,7 @@ class Conversations:
     """Used on one event loop."""
 
     def __init__(self, store: ResponseStore, gate: InferenceGate, max_bytes: int) -> None:
-        """max_bytes: of a conversation's items as JSON"""
+        """max_bytes: limit for the items of a conversation as JSON."""
         self._store = store
         self._gate = gate
         self._max_bytes = max_bytes
@@ -84,7 +83,7 @@ class Conversations:
                 raise _not_found(id) from None
 
     async def add(self, id: str, items: Sequence[JsonObject]) -> Items:
-        """Returns those that were added, with their ids."""
+        """Returns the added items with their ids."""
         added = with_new_ids(items)
         await self._change(current_owner(), id, lambda before: [*before, *added], self._check_size)
         return added
@@ -121,7 +120,7 @@ class Conversations:
         check: Callable[[bytes], None] | None = None,
         more_bytes: int = 0,
     ) -> Document:
-        """more_bytes: that `change` reads"""
+        """more_bytes: how much JSON `change` reads in addition to the items."""
         async with self._store.changing(id):
             document = await self._get(owner, id)
             text = await self._gate.decode_in_thread(
@@ -132,7 +131,7 @@ class Conversations:
             return await self._put(replace(document, items=text))
 
     async def _put(self, document: Document) -> Document:
-        """Renews its time to live."""
+        """Also extends its time to live."""
         kept = replace(document, expires_s=self._store.expires_s(self._store.clock_s()))
         await self._store.put(kept)
         return kept
@@ -155,7 +154,7 @@ class Conversations:
 
 
 def with_new_ids(items: Sequence[JsonObject]) -> Items:
-    """Full items with new ids, because a client's id may belong to another item."""
+    """Complete items with new ids, because a client's id may belong to another item."""
     seed = uuid.uuid4().hex
     return [item | {"id": item_id(str(item["type"]), seed, "i", index)} for index, item in enumerate(items)]
 
@@ -194,10 +193,7 @@ _ITEM = _ITEMS + "/{item_id}"
 
 
 class ConversationEndpoints(OpenAIEndpoints):
-    def __init__(self, gate: InferenceGate, conversations: Conversations | None, max_body_bytes: int) -> None:
-        """conversations: None: none are stored"""
-        super().__init__(gate, max_body_bytes)
-        self._kept = conversations
+    documents = "conversations"
 
     @post("/v1/conversations", body=ConversationBody, answer=ConversationObject)
     async def create(self, http: Request) -> Response:
@@ -274,10 +270,7 @@ class ConversationEndpoints(OpenAIEndpoints):
 
     @property
     def _conversations(self) -> Conversations:
-        if self._kept is None:
-            message = "this server stores no conversations"
-            raise OpenAIError(message, status=404, code="unsupported")
-        return self._kept
+        return Conversations(self._store, self._gate, self._max_body_bytes)
 
     async def _json(self, make: Callable[[], JsonObject]) -> Response:
         """Makes and writes JSON in a thread."""

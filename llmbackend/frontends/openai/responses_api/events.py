@@ -19,21 +19,22 @@ from ...journals.documents import StoreError
 from ...journals.journal import EventsGoneError, Journal
 from ..chunks import PING
 from .output_items import MESSAGE, OutputItem
-from .response_state import Happening, ItemAdded, ResponseState, TextAdded, by_token
+from .response_state import Change, ItemAdded, ResponseState, TextAdded, by_token
 
 
 class ResponseWriter:
-    """`begin`, `delta` for each delta, then `end` or `fail`; or the same as lists of events."""
+    """Call `begin`, then `delta` for each delta, then `end` or `fail`. The methods named `…_events` return the same as
+    lists of events."""
 
     def __init__(self, state: ResponseState, *, cuts_at_tokens: bool = False) -> None:
-        """cuts_at_tokens: each token is a piece, so that events do not depend on how tokens arrive together; requires
-        deltas with text tokens"""
+        """cuts_at_tokens: each token becomes an event of its own, so that events do not depend on how tokens arrive
+        together; requires deltas with text tokens."""
         self._state = state
         self._cuts_at_tokens = cuts_at_tokens
         self._next_number = 0
         self._end_number: int | None = None
         self._delta_head = self._delta_middle = self._delta_tail = b""
-        """Of the open item's text events; between them are the number and the text."""
+        """Parts of the open item's text events; the number and the text go between them."""
 
     @property
     def next_sequence_number(self) -> int:
@@ -61,7 +62,7 @@ class ResponseWriter:
 
     def delta_events(self, delta: Delta) -> list[bytes]:
         deltas: Iterable[Delta] = by_token(delta) if self._cuts_at_tokens else (delta,)
-        return [event for part in deltas for one in self._state.add(part) for event in self._happened(one)]
+        return [event for part in deltas for one in self._state.add(part) for event in self._as_events(one)]
 
     def ping(self) -> bytes:
         return PING
@@ -76,7 +77,7 @@ class ResponseWriter:
 
     def fail_events(self, error: OpenAIError) -> list[bytes]:
         if self._end_number is not None:
-            self._next_number = self._end_number  # in place of the end, which was not sent
+            self._next_number = self._end_number  # instead of the end, which was not sent
         self._end_number = self._next_number
         self._state.fail(error)
         told = {"code": error.code or error.kind, "message": error.message, "param": error.param}
@@ -85,18 +86,18 @@ class ResponseWriter:
     def _of_response(self, kind: str) -> bytes:
         return self._numbered(kind, b'"response":' + self._state.json())
 
-    def _happened(self, happening: Happening) -> list[bytes]:
-        if type(happening) is TextAdded:
-            return [self._text_added(happening)] if happening.item.kind.delta_event else []
-        if type(happening) is ItemAdded:
-            return self._item_added(happening.item)
-        return self._item_done(happening.item)
+    def _as_events(self, change: Change) -> list[bytes]:
+        if type(change) is TextAdded:
+            return [self._text_added(change)] if change.item.kind.delta_event else []
+        if type(change) is ItemAdded:
+            return self._item_added(change.item)
+        return self._item_done(change.item)
 
-    def _text_added(self, happening: TextAdded) -> bytes:
+    def _text_added(self, change: TextAdded) -> bytes:
         number, self._next_number = self._next_number, self._next_number + 1
-        text = orjson.dumps(happening.text)
-        if happening.logprobs:
-            text += b',"logprobs":[%b]}\n\n' % happening.logprobs
+        text = orjson.dumps(change.text)
+        if change.logprobs:
+            text += b',"logprobs":[%b]}\n\n' % change.logprobs
             return b"%b%d%b%b" % (self._delta_head, number, self._delta_middle, text)
         return b"%b%d%b%b%b" % (self._delta_head, number, self._delta_middle, text, self._delta_tail)
 

@@ -121,7 +121,7 @@ ToolOutput = Annotated[
 
 
 class MessageItem(_Closed):
-    """Short or full, of the client or a model."""
+    """A message of the client or of a model, in short or full form."""
 
     type: NotRequired[Literal["message"] | None]
     id: NotRequired[str | None]
@@ -137,7 +137,7 @@ class MessageItem(_Closed):
 
 
 class ReasoningItem(_Closed):
-    """Its text is in `content`, sealed in `encrypted_content`, or another server's `summary`."""
+    """The text is in `content`, or sealed in `encrypted_content`, or is another server's `summary`."""
 
     type: Literal["reasoning"]
     id: NotRequired[str | None]
@@ -195,7 +195,7 @@ class ToolSearchCallItem(_Closed):
 
 
 class ToolSearchOutputItem(_Closed):
-    """Its tools become callable."""
+    """The tools in it become callable."""
 
     type: Literal["tool_search_output"]
     id: NotRequired[str | None]
@@ -222,7 +222,7 @@ class CompactionItem(_Closed):
 
 
 class ItemReference(_Closed):
-    """To a stored item."""
+    """Refers to a stored item."""
 
     type: NotRequired[Literal["item_reference"] | None]
     id: str

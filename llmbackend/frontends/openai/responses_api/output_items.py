@@ -18,9 +18,9 @@ from ...http.errors import JsonObject
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ID_PREFIX = "resp_"
-"""Of responses."""
+"""Prefix of the ids of responses."""
 Side = Literal["i", "o"]
-"""Input or output."""
+"""i: input, o: output."""
 _ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io]\d+")
 _PREFIXES = {
     "message": "msg",
@@ -37,14 +37,14 @@ _PREFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class ItemKind:
-    """OpenAI's names of an item, its text and its events."""
+    """OpenAI's names for a kind of item, its text and its events."""
 
     type: str
     delta_event: str
-    """This and `done_event` are "" for a kind without events of its text."""
+    """This and `done_event` are "" if the kind has no events for its text."""
     done_event: str
     text_field: str
-    """Of the item, or of its content part."""
+    """The field with the text, in the item or in its content part."""
     part_type: str | None = None
     """None: the item has no content part."""
 
@@ -81,21 +81,21 @@ CALLS: Mapping[ToolKind, ItemKind] = {
 
 @dataclass(slots=True)
 class OutputItem:
-    """Changed by the builder of its output."""
+    """Changed only by the builder of its output."""
 
     kind: ItemKind
     id: str
     index: int
-    """In the output."""
+    """Position in the output."""
     tool: NamedTool | None = None
-    """Of a call."""
+    """The tool, if the item is a call."""
     call_id: str = ""
     seal: Callable[[str], str] | None = None
-    """Seals reasoning; None: not asked for."""
+    """Seals reasoning; None: not requested."""
     status: ItemStatus = "in_progress"
     pieces: list[str] = field(default_factory=list)
     logprobs: list[bytes] = field(default_factory=list)
-    """JSON of a message's tokens, encoded once for several events."""
+    """Tokens of a message as JSON, encoded once for several events."""
 
     @property
     def text(self) -> str:
@@ -119,11 +119,11 @@ class OutputItem:
         return {"type": self.kind.part_type, "text": text}
 
     def as_added(self) -> JsonObject:
-        """Before its text."""
+        """The item as JSON before it has any text."""
         return self._json("in_progress", [] if self.kind.part_type else "")
 
     def as_json(self) -> JsonObject:
-        """For orjson."""
+        """The item in its current state, for orjson."""
         has_part = self.status != "in_progress" or bool(self.pieces)
         parts = [self.part()] if self.kind.part_type and has_part else []
         return self._json(self.status, parts if self.kind.part_type else self.text)
@@ -151,7 +151,7 @@ class OutputItem:
 
 
 def _as_value(text: str) -> Any:
-    """Arguments as an object; text that is no JSON unchanged."""
+    """The arguments as an object; a text that is not JSON is returned unchanged."""
     try:
         return orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
@@ -159,7 +159,7 @@ def _as_value(text: str) -> Any:
 
 
 def item_id(kind: str, response_id: str, side: Side, index: int) -> str:
-    """kind: the item's `type`"""
+    """kind: the item's `type`."""
     return f"{_PREFIXES.get(kind, 'item')}_{response_id.removeprefix(ID_PREFIX)}{side}{index}"
 
 
@@ -170,7 +170,7 @@ def response_of(id: str) -> str | None:
 
 
 _OPENING = ("{", f'"{INPUT}"', ":", '"')
-"""Tokens before the string's characters, with optional white space between them."""
+"""The tokens before the string's characters; there may be white space between them."""
 _SPACE = " \t\r\n"
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _UNIT = re.compile(rf'[^"\\]+|{_PAIR}|\\u[0-9a-fA-F]{{4}}|\\[^u]|"', re.DOTALL)
@@ -188,7 +188,7 @@ class CustomInput:
 
     def __init__(self) -> None:
         self._arguments: list[str] = []
-        """While they may have another form."""
+        """Kept while they may turn out to have another form."""
         self._token, self._matched_chars = 0, 0
         self._is_other_form = False
         self._held = ""
@@ -208,7 +208,7 @@ class CustomInput:
         return _of_other_form("".join(self._arguments))
 
     def _open(self, text: str) -> str:
-        """Reads the opening; returns the text after it."""
+        """Reads the opening, and returns the text after it."""
         for index, char in enumerate(text):
             if self._is_other_form:
                 return ""
@@ -234,7 +234,7 @@ class CustomInput:
             if _MAY_GO_ON.fullmatch(text, at):
                 break
             unit = _UNIT.match(text, at)
-            if unit is None:  # \u without four digits is no JSON, and shown unchanged
+            if unit is None:  # \u without four digits is not JSON, and shown unchanged
                 pieces.append(text[at])
                 at += 1
                 continue

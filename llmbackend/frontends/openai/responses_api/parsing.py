@@ -35,13 +35,13 @@ from .tools import TOOL_SEARCH, OfferedTools, Tools, called_name, shown_tools
 
 @dataclass(frozen=True, slots=True)
 class WantedHistory:
-    """What a body refers to in the store."""
+    """What a body needs from the store."""
 
     previous_response_id: str | None = None
     conversation: str | None = None
-    """Its id."""
+    """The id of the conversation."""
     item_ids: tuple[str, ...] = ()
-    """Of `item_reference` items."""
+    """The ids in `item_reference` items."""
 
     @property
     def is_empty(self) -> bool:
@@ -51,11 +51,11 @@ class WantedHistory:
 @dataclass(frozen=True, slots=True)
 class History:
     items: tuple[JsonObject, ...] = ()
-    """Input and output of the previous responses, or the conversation; the oldest first."""
+    """Input and output of the previous responses, or the conversation; oldest first."""
     by_id: Mapping[str, JsonObject] = field(default_factory=dict)
     """The items that the body refers to."""
     size_bytes: int = 0
-    """Of its JSON."""
+    """Size of its JSON."""
 
 
 NO_HISTORY = History()
@@ -71,13 +71,13 @@ class ResponsesRequest:
     input_items: tuple[JsonObject, ...]
     """The body's own items in their stored form, with the ids that were sent."""
     tools: Mapping[str, NamedTool]
-    """By the model's name of each."""
+    """By the names that the model uses."""
     store: bool
     background: bool
     include: frozenset[str]
     previous_response_id: str | None
     conversation: str | None
-    """Its id."""
+    """The id of the conversation."""
     max_tool_calls: int | None
 
 
@@ -87,7 +87,7 @@ _FIELD_NAMES = {
     "messages": "input",
     **dict.fromkeys(("return_prompt_text", "return_token_ids"), "enable_response_messages"),
 }
-"""Names of the model and of chats → the names here."""
+"""Names used by the model and by chats → the names of this API."""
 _TOOLS: TypeAdapter[Any] = TypeAdapter(Tools)
 _WITH_PROMPT = PromptForm(has_rendered_text=True, has_token_ids=True)
 _LOGGED_CLIENT_METADATA_BYTES = 256
@@ -134,7 +134,7 @@ def parse_responses(read: ReadBody, history: History = NO_HISTORY, key: SealingK
 
 
 def _items(body: JsonObject) -> list[JsonObject]:
-    """Of `input`, where it is a list."""
+    """The items of `input`, if that is a list."""
     items = body.get("input")
     return items if isinstance(items, list) else []
 
@@ -292,7 +292,7 @@ def _echo(fields: ResponsesBody, body: JsonObject) -> JsonObject:
 
 
 def effective_sampling(asked: Mapping[str, Any], defaults: Mapping[str, float]) -> JsonObject:
-    """asked: the request's; defaults: the model's"""
+    """asked: the request's values. defaults: the model's."""
     return {name: asked.get(name, defaults.get(name, 1.0)) for name in ("temperature", "top_p")}
 
 
@@ -312,7 +312,7 @@ class _Conversation(Turns):
         self._key = key
 
     def add_system(self, text: str) -> None:
-        """System messages at the beginning become one, because many templates accept only one."""
+        """System messages at the beginning are joined into one, because many templates accept only one."""
         is_first = not self.all or (len(self.all) == 1 and self.all[0].role == "system")
         turn = self.of("system") if is_first else self.add(Turn("system"))
         turn.joint = _SYSTEM_JOINT
@@ -357,8 +357,8 @@ class _Conversation(Turns):
         self.add(Turn("tool", [text], fields={"tool_call_id": item["call_id"]}))
 
     def _add_summary(self, text: str) -> None:
-        """As the assistant's. The user's messages before it have lost their answers and become one: many templates
-        want roles to alternate."""
+        """Adds the summary as a message of the assistant. The user's messages before it, whose answers are gone, become
+        one message, because many templates require alternating roles."""
         while len(self.all) > 1 and self.all[-1].role == self.all[-2].role == "user":
             last = self.all.pop()
             self.all[-1].texts += last.texts
@@ -371,7 +371,7 @@ class _Conversation(Turns):
 
 
 def _without_former_reasoning(turns: Sequence[Turn]) -> None:
-    """Drops reasoning before the user's last message."""
+    """Drops the reasoning before the user's last message."""
     last = max((index for index, turn in enumerate(turns) if turn.role == "user"), default=0)
     for turn in turns[:last]:
         turn.reasoning = []

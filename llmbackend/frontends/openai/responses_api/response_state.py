@@ -34,7 +34,7 @@ class TextAdded(msgspec.Struct, frozen=True):
     item: OutputItem
     text: str
     logprobs: bytes
-    """JSON of a list's items; b"" for none."""
+    """Items of a JSON list; b"" for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ItemDone:
     item: OutputItem
 
 
-Happening = ItemAdded | TextAdded | ItemDone
+Change = ItemAdded | TextAdded | ItemDone
 LENGTH = "length"
 
 
@@ -58,7 +58,7 @@ class OutputBuilder:
         logprobs: LogprobForm | None = None,
         seal: Callable[[str], str] | None = None,
     ) -> None:
-        """tools: by the model's names. seal: for reasoning; None: not asked for."""
+        """tools: by the names that the model uses. seal: seals the reasoning; None: not requested."""
         self.items: list[OutputItem] = []
         self.finish_reason: str | None = None
         """None before the answer's end."""
@@ -69,17 +69,17 @@ class OutputBuilder:
         self._is_text = not plan.reads_tokens
         self._logprobs = None if logprobs is None else ChatLogprobs(logprobs)
         self._pending: list[TokenEntries] = []
-        """Of tokens whose text was held back."""
+        """Log probabilities of tokens whose text is still held back."""
         self._open: OutputItem | None = None
         self._input: CustomInput | None = None
-        """Of an open call of a custom tool."""
-        self._happenings: list[Happening] = []
+        """Set during a call of a custom tool."""
+        self._changes: list[Change] = []
 
     @property
     def num_reasoning_tokens(self) -> int:
         return self._reader.num_reasoning_tokens
 
-    def add(self, delta: Delta) -> list[Happening]:
+    def add(self, delta: Delta) -> list[Change]:
         if self._is_text:
             if delta.text or delta.logprobs:
                 self._add_text(MESSAGE, delta.text, delta.logprobs)
@@ -91,11 +91,11 @@ class OutputBuilder:
                 self._add_token(token)
         if (delta.finish_reason or delta.is_final) and self.finish_reason is None:
             self._finish(delta.finish_reason or DEFAULT_FINISH_REASON)
-        happenings, self._happenings = self._happenings, []
-        return happenings
+        changes, self._changes = self._changes, []
+        return changes
 
     def stop(self) -> None:
-        """Ends the open item: the request failed or was cancelled."""
+        """Ends the open item because the request failed or was cancelled."""
         if self._open is not None:
             self._open.status = "incomplete"
             self._open = None
@@ -143,7 +143,7 @@ class OutputBuilder:
         item = OutputItem(kind, item_id(kind.type, self._response_id, "o", index), index, tool, call_id, self._seal)
         self._open = item
         self.items.append(item)
-        self._happenings.append(ItemAdded(item))
+        self._changes.append(ItemAdded(item))
 
     def _add_piece(self, text: str, logprobs: bytes = b"") -> None:
         item = self._open
@@ -151,10 +151,10 @@ class OutputBuilder:
             item.pieces.append(text)
             if logprobs:
                 item.logprobs.append(logprobs)
-            self._happenings.append(TextAdded(item, text, logprobs))
+            self._changes.append(TextAdded(item, text, logprobs))
 
     def _end(self, *, is_complete: bool | None = None) -> None:
-        """Ends the open item. is_complete: None: if it is no call."""
+        """Ends the open item. is_complete: None: if it is not a call."""
         if self._open is None:
             return
         if self._input is not None:
@@ -162,7 +162,7 @@ class OutputBuilder:
             self._input = None
         is_text = self._open.tool is None
         self._open.status = "completed" if (is_text if is_complete is None else is_complete) else "incomplete"
-        self._happenings.append(ItemDone(self._open))
+        self._changes.append(ItemDone(self._open))
         self._open = None
 
     def _finish(self, reason: str) -> None:
@@ -218,7 +218,7 @@ class RawMessages:
         self._token_ids += delta.token_ids
 
     def fields(self) -> JsonObject:
-        """Of the response, for orjson."""
+        """Fields of the response, for orjson."""
         answer = [_raw_message("".join(self._texts), self._token_ids)] if self._token_ids else None
         return {"input_messages": orjson.Fragment(self._prompt), "output_messages": answer}
 
@@ -229,7 +229,7 @@ def _raw_message(text: str, token_ids: Sequence[int]) -> JsonObject:
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
-"""By HTTP status; others: server_error."""
+"""By HTTP status; for other statuses: server_error."""
 
 
 class ResponseState:
@@ -246,11 +246,8 @@ class ResponseState:
         has_messages: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """echo: JSON object of the request's fields in the response
-        tools, seal: as of OutputBuilder
-        is_queued: it begins in the background
-        has_messages: it has prompt and answer as text and tokens, too
-        """
+        """echo: the request's fields in the response, as a JSON object. tools, seal: see OutputBuilder. is_queued:
+        whether it starts in the background. has_messages: whether it includes prompt and answer as text and tokens."""
         self.builder = OutputBuilder(plan, identity.id, tools=tools, logprobs=logprobs, seal=seal)
         self.id = identity.id
         self.status: Status = "queued" if is_queued else "in_progress"
@@ -263,13 +260,13 @@ class ResponseState:
         self._head = orjson.dumps(head)[:-1]
         self._echo = b"," + echo[1:-1] if echo != b"{}" else b""
 
-    def add(self, delta: Delta) -> list[Happening]:
-        happenings = self.builder.add(delta)
+    def add(self, delta: Delta) -> list[Change]:
+        changes = self.builder.add(delta)
         if self._messages is not None:
             self._messages.add(delta)
         self._usage.add(0, delta)
         self._usage.set_reasoning(0, self.builder.num_reasoning_tokens)
-        return happenings
+        return changes
 
     def end(self) -> None:
         self.status = "incomplete" if self.builder.finish_reason == LENGTH else "completed"

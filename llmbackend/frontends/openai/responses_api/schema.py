@@ -60,7 +60,7 @@ class TextFormat(ClosedObject):
     strict: Flag | None = None
 
     def constraint(self) -> JsonObject | None:
-        """As vLLM's `structured_outputs`. Raises OpenAIError for a field of another type."""
+        """The constraint in the form of vLLM's `structured_outputs`. Raises OpenAIError for a field of another type."""
         if self.type == "json_schema":
             for field, value in (("name", self.name), ("schema", self.schema_)):
                 if value is None:
@@ -104,7 +104,7 @@ def _conversation(value: object) -> object:
 
 
 class UnservedByResponses(UnservedEverywhere, UnservedInConversations):
-    """Refused by name, except for values that ask for nothing."""
+    """Refused by name, except for values that request nothing."""
 
     prompt: Annotated[Any, Only(reason="this server stores no prompts")] = None
     context_management: Annotated[Any, Only([], reason="compact with POST /v1/responses/compact")] = None
@@ -204,7 +204,7 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
         check_template_variables(self.chat_template_kwargs)
 
     def chosen_structure(self) -> tuple[JsonObject, str]:
-        """Sampling parameters of the constraint, and its field."""
+        """The sampling parameters of the constraint, and the field that it comes from."""
         format = self.text.format if self.text is not None else None
         constraint = format.constraint() if format is not None else None
         if self.structured_outputs is None:

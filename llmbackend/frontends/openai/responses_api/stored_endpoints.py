@@ -11,14 +11,13 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...context import FrontendContext
 from ...generation.sealed_reasoning import SealingKey
 from ...http.errors import JsonObject, OpenAIError, refuse, requires
 from ...http.routing import delete, get, post
-from ...inference_gate import InferenceGate
 from ...journals.documents import Document
-from ...journals.response_store import NotStoredError, ResponseStore, current_owner
-from ..endpoints import OpenAIEndpoints, json_answer
-from ..paging import PAGE_PARAMETERS, page, read_page_query
+from ...journals.response_store import NotStoredError, current_owner
+from ..endpoints import PAGE_PARAMETERS, OpenAIEndpoints, json_answer, page, read_page_query
 from .background import BackgroundResponses
 from .events import journal_stream
 from .schema import ENCRYPTED_REASONING, INCLUDABLE, ItemList, ResponseDeleted, ResponseObject
@@ -35,18 +34,9 @@ _CURSOR: tuple[JsonObject, ...] = (
 
 
 class StoredResponseEndpoints(OpenAIEndpoints):
-    def __init__(
-        self,
-        gate: InferenceGate,
-        store: ResponseStore | None,
-        background: BackgroundResponses | None,
-        key: SealingKey,
-    ) -> None:
-        """store: None: nothing is stored"""
-        super().__init__(gate)
-        self._kept = store
+    def __init__(self, context: FrontendContext, background: BackgroundResponses | None) -> None:
+        super().__init__(context)
         self._background = background
-        self._key = key
 
     @get(_ONE, answer=ResponseObject, parameters=_CURSOR, streams="The response, or its events with `stream`.")
     async def retrieve(self, http: Request) -> Response:
@@ -94,12 +84,6 @@ class StoredResponseEndpoints(OpenAIEndpoints):
         document = await self._document(http)
         return await self._json(len(document.items), lambda: page(orjson.loads(document.items), query))
 
-    @property
-    def _store(self) -> ResponseStore:
-        if self._kept is None:
-            raise OpenAIError("this server stores no responses", status=404, code="unsupported")
-        return self._kept
-
     async def _document(self, http: Request) -> Document:
         id = http.path_params["response_id"]
         try:
@@ -137,7 +121,7 @@ def _included(query: Mapping[str, str]) -> set[str]:
 
 
 def _cursor(query: Mapping[str, str]) -> tuple[bool, int]:
-    """Whether events are asked for, and after which number."""
+    """Whether events are requested, and after which number."""
     stream, after = query.get("stream", "false"), query.get("starting_after")
     if stream not in ("true", "false"):
         raise refuse("stream", "true or false", stream)

@@ -115,7 +115,7 @@ class ToolSearchFields(ClosedObject):
 
 
 class WebSearchFields(TypedDict):
-    """Ignored, with all its fields."""
+    """Ignored, including all of its fields."""
 
     type: Literal["web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"]
 
@@ -174,7 +174,7 @@ def _read_named(value: object, param: str) -> ChosenTool:
 
 _CHOICE = "tool_choice"
 _KINDS: Mapping[str, ToolKind] = {"function": "function", "custom": "custom"}
-"""By the type in a choice."""
+"""The kind of a tool by the type in a choice."""
 _NAMED = [closed({"type": {"const": kind}, "name": {"type": "string"}}) for kind in _KINDS]
 _ALLOWED = {
     "type": {"const": "allowed_tools"},
@@ -197,19 +197,19 @@ _ANY_SEARCH: JsonObject = {
 
 
 class OfferedTools:
-    """All tools of a request, in the order of the template."""
+    """All tools of a request, in the order in which the template shows them."""
 
     def __init__(self) -> None:
         self._offered: dict[str, OfferedTool] = {}
-        """By the model's names."""
+        """By the names that the model uses."""
 
     @property
     def named(self) -> dict[str, NamedTool]:
-        """By the model's names."""
+        """The tools by the names that the model uses."""
         return {name: tool.named for name, tool in self._offered.items()}
 
     def add_own(self, tools: Sequence[Any], param: str = "tools") -> None:
-        """Of the field `tools`. Raises OpenAIError for a duplicate, and for a deferred tool."""
+        """Adds the tools of the field `tools`. Raises OpenAIError for a duplicate and for a deferred tool."""
         for offered, is_deferred in _flat(tools, param):
             if is_deferred:
                 reason = f"this server has no tool search; a client's own search is a tool '{TOOL_SEARCH}'"
@@ -220,7 +220,7 @@ class OfferedTools:
             self._add(offered)
 
     def add_found(self, tools: Sequence[Any], param: str) -> None:
-        """Of an item; known ones are ignored."""
+        """Adds the tools of an item; known ones are ignored."""
         for offered, _ in _flat(tools, param):
             if offered.function.name not in self._offered:
                 self._add(offered)
@@ -257,7 +257,7 @@ def _shown(tool: Mapping[str, Any]) -> JsonObject:
 
 
 _Flat = tuple[OfferedTool, bool]
-"""(tool, whether it is deferred to a search)"""
+"""(tool, whether it is deferred until a search finds it)"""
 
 
 def _flat(tools: Sequence[Any], param: str) -> Iterator[_Flat]:
