@@ -86,6 +86,13 @@ def test_a_child_gets_its_order_and_its_end_is_seen(
     child.close()
 
 
+def test_the_kernel_ends_a_child_before_its_host_when_memory_runs_out(make_server: Callable[..., ForkServer]) -> None:
+    child = Child(make_server(), "end")
+    ours, its = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (os.getpid(), child.process.pid))
+    assert its == min(ours + 300, 1000)
+    child.close()
+
+
 def test_children_of_one_server_end_one_by_one(make_server: Callable[..., ForkServer]) -> None:
     server = make_server()
     children = [Child(server, order) for order in ("end", "fail", "end")]

@@ -25,10 +25,12 @@ _NO_THREAD: Final = "can't start new thread"
 LOST_RANK_EXIT_CODE: Final = 70
 """The exit code of an engine's process that lost another rank. The last line of its output says which."""
 
-DeathKind = Literal["exit", "signal", "killed", "hang", "message", "load", "thread", "loop", "shortage", "disconnect"]
-"""How an engine was lost; a label of the restart metric. killed: SIGKILL; signal: any other signal; shortage: it could
-not be started because the machine lacked descriptors, memory or processes; disconnect: the link to an engine elsewhere
-has ended, or could not be made."""
+DeathKind = Literal[
+    "exit", "signal", "killed", "memory", "hang", "message", "load", "thread", "loop", "shortage", "disconnect"
+]
+"""How an engine was lost; a label of the restart metric. killed: SIGKILL; memory: SIGKILL, by the kernel, when memory
+ran out; signal: any other signal; shortage: it could not be started because the machine lacked descriptors, memory or
+processes; disconnect: the link to an engine elsewhere has ended, or could not be made."""
 
 
 class EngineDeadError(RuntimeError):

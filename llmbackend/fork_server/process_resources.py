@@ -1,4 +1,4 @@
-"""Resources of any process: temporary folders that end with it, its age, freed memory."""
+"""Resources of any process: temporary folders that end with it, its age, freed memory, lack of memory."""
 
 from __future__ import annotations
 
@@ -73,6 +73,14 @@ def process_age_s() -> float:
     if ticks := started_ticks(os.getpid()):
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.perf_counter() - _IMPORTED_S
+
+
+def num_ended_for_memory() -> int:
+    """Processes that the kernel has ended since boot because memory ran out; 0 where it does not count them."""
+    try:
+        return int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split(maxsplit=1)[0])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 # From glibc's malloc.h.

@@ -37,6 +37,9 @@ MAX_DESCRIPTORS = 8
 ENDS_WITH_SERVER = "ends-with-server"
 _HOST_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
+_OOM_SCORE = 300
+"""Thousandths of all memory that the kernel takes as used by this process in addition."""
+_MAX_OOM_SCORE = 1000
 
 
 class _Child(NamedTuple):
@@ -66,6 +69,7 @@ def main(
 ) -> None:
     """end: ENDS_WITH_SERVER = the kernel kills the children when the server ends. release: of the host."""
     end_with(int(host_pid))
+    end_before_host()
     for number in _HOST_SIGNALS:
         signal.signal(number, lambda *_: None)
     control = socket.socket(fileno=int(control_fd))
@@ -101,6 +105,15 @@ def end_with(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent has ended already
         os._exit(1)
+
+
+def end_before_host() -> None:
+    """When memory runs out, the kernel ends this process or a child rather than the host: what they do can be done
+    again, and the host's clients stay."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/oom_score_adj", "r+") as file:
+        raised = min(int(file.read()) + _OOM_SCORE, _MAX_OOM_SCORE)
+        file.seek(0)
+        file.write(str(raised))
 
 
 def _preparation(run: Any) -> Callable[[bytes], None]:

@@ -34,6 +34,8 @@ class InferenceLimits:
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
     max_connections: int = 4096
+    max_refused_connections: int = 64
+    """Beyond max_connections, open at the same time to be refused with a response."""
     max_connections_per_peer: int = 1024
     """Limit for one address (IPv6: one /64); 0: no limit."""
     max_websockets_per_peer: int = 32

@@ -207,7 +207,7 @@ def raise_limit(connections: int) -> None:
 
 def fitted(limits: FrontendLimits, room: DescriptorRoom) -> FrontendLimits:
     """`limits` with the numbers of connections reduced in proportion to fit the descriptors; logs a warning if they
-    are."""
+    are. Then no other stays open to be refused with a response: it could take those of an engine that died."""
     permitted = limits.connections
     if room.connections >= permitted:
         return limits
@@ -224,7 +224,7 @@ def fitted(limits: FrontendLimits, room: DescriptorRoom) -> FrontendLimits:
     )
     return replace(
         limits,
-        http=replace(limits.http, max_connections=http),
+        http=replace(limits.http, max_connections=http, max_refused_connections=0),
         grpc=replace(limits.grpc, max_connections=grpc),
         metrics_max_connections=share(limits.metrics_max_connections),
     )

@@ -21,6 +21,11 @@ def engine_pids(server: ServerProcess) -> list[int]:
     return [engine.pid for fork_server in fork_servers for engine in fork_server.children()]
 
 
+def has_clients(server: ServerProcess) -> bool:
+    """A connection that its client has closed is one until the server has noticed it."""
+    return any(one.raddr for one in psutil.Process(server.process.pid).net_connections("tcp"))
+
+
 def hold(address: str, count: int) -> contextlib.ExitStack:
     """Connections that say nothing."""
     host, port = address.split(":")
@@ -33,14 +38,15 @@ def hold(address: str, count: int) -> contextlib.ExitStack:
 def test_idle_clients_leave_descriptors_for_an_engine(tmp_path: Path) -> None:
     write_mock_model(tmp_path / "models", max_engine_failures=2)
     with (tmp_path / "log").open("w") as log:
-        server = start_server("--model-repository", str(tmp_path / "models"), log=log, open_files=64)
+        server = start_server("--model-repository", str(tmp_path / "models"), log=log, setup="ulimit -n 64")
     before = post(server, "/v2/models/mock/generate", BODY)
     (engine,) = engine_pids(server)
     with hold(server.grpc, 50), hold(server.http, 200):
         os.kill(engine, signal.SIGKILL)
         eventually(lambda: engine_pids(server) not in ([], [engine]))
+    eventually(lambda: not has_clients(server))
     assert post(server, "/v2/models/mock/generate", BODY) == before
     assert stop_server(server) == 0
     text = (tmp_path / "log").read_text()
-    assert "the limit of 64 open files" in text and "reserved for engines and files" in text
+    assert "the limit of 64 open files" in text and "connections are refused: the server is at its limit" in text
     assert "Too many open files" not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ import pytest
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.llm_manager import Operation
 from llmbackend.engine.messages import InferRequest, StepOutput
+from llmbackend.engine.process import transport
 from llmbackend.engine.process.supervisor import ForkedEngines
 from llmbackend.engine.process.transport import ProcessTransport
 from tests.helpers.manager_owner import Owner
@@ -385,6 +387,20 @@ def test_a_lack_of_descriptors_is_no_failure_of_the_engine(owner: Owner, caplog:
     owner.submit(request)
     owner.wait_for_end("r")
     expect_oracle(owner.outcomes["r"], request)
+
+
+def test_an_end_for_want_of_memory_is_no_failure_of_the_engine(
+    owner: Owner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "num_ended_for_memory", itertools.count().__next__)  # each time there was one more
+    owner.start(transport="process", max_engine_failures=2)
+    for number in range(1, 4):
+        eventually(lambda: owner.manager._supervisor.info is not None)
+        kill_engine(owner)
+        owner.wait_for(lambda number=number: len(owner.deaths) == number)  # type: ignore[misc]
+    assert [error.kind for _, error in owner.deaths] == ["memory"] * 3
+    assert not owner.manager.is_given_up
+    assert "memory ran out" in caplog.text and "the machine lacks resources, 3 times in a row" in caplog.text
 
 
 def test_a_fork_server_that_ends_is_noticed_and_replaced_at_once(

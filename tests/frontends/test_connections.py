@@ -78,6 +78,7 @@ def test_connections_share_what_descriptors_there_are(caplog: pytest.LogCaptureF
     less = fitted(limits, room)
     assert (less.http.max_connections, less.grpc.max_connections, less.metrics_max_connections) == (396, 396, 6)
     assert less.connections <= room.connections == 1024 - 128 - 96
+    assert less.http.max_refused_connections == 0
     assert "1024 open files (ulimit -n), of which 96 are in use" in caplog.text
     assert "396 instead of 4096 HTTP and 396 instead of 4096 gRPC connections" in caplog.text
     assert fitted(limits, DescriptorRoom(limit=40, in_use=60)).http.max_connections == 1

@@ -49,7 +49,7 @@ class ServerProcess:
 def start_server(
     *arguments: str,
     log: IO[str] | None = None,
-    open_files: int | None = None,
+    setup: str = "",
     http_port: int = 0,
     metrics_port: int = 0,
     folder: Path | None = None,
@@ -58,15 +58,15 @@ def start_server(
 ) -> ServerProcess:
     """Starts `llmbackend serve` on free loopback ports and waits until it says where it listens.
 
-    log: where its standard error goes; to ours by default. open_files: its `ulimit -n`. http_port, metrics_port: 0 = a
-    free one. folder: that it works in; ours by default. variables: of its environment, beside ours. program: a
-    module.
+    log: where its standard error goes; to ours by default. setup: what a shell does before it becomes the server.
+    http_port, metrics_port: 0 = a free one. folder: that it works in; ours by default. variables: of its environment,
+    beside ours. program: a module.
     """
     command = [sys.executable, "-m", program, "serve", *arguments]
     for protocol, port in {"http": http_port, "grpc": 0, "metrics": metrics_port}.items():
         command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", str(port)]
-    if open_files is not None:
-        command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
+    if setup:
+        command = ["sh", "-c", f'{setup} && exec "$@"', "sh", *command]
     environment = os.environ | {"NO_COLOR": "1"} | dict(variables or {})
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, cwd=folder)
     assert process.stdout is not None

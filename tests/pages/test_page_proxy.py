@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
@@ -36,8 +36,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def page_processes(server: ServerProcess) -> list[psutil.Process]:
-    children = psutil.Process(server.process.pid).children()
-    return [child for child in children if "llmbackend.pages.main" in child.cmdline()]
+    """Those that the server has not yet waited for have no command line."""
+    found = []
+    for child in psutil.Process(server.process.pid).children():
+        with suppress(psutil.Error):
+            found += [child] * ("llmbackend.pages.main" in child.cmdline())
+    return found
 
 
 def get(server: ServerProcess, path: str, headers: dict[str, str]) -> tuple[HTTPResponse, str]:

@@ -40,23 +40,28 @@ from .faults import (
 )
 from .host_deaths import host_deaths
 from .host_rounds import disconnects, reload, sigterm
+from .memory_limit import can_be_limited
 from .server import ModelSetup, demo, mock
 from .slow_readers import slow_readers
 from .specs import Lengths, StreamSpec, make_specs, resumed
 from .stage import Stage, open_stage
-from .system_rounds import clock_jumps, failing_syncs, slow_syncs
+from .system_rounds import clock_jumps, failing_syncs, memory_runs_out, slow_syncs
 from .table import Row, print_report, print_row
 
 RoundFunction = Callable[[Stage], Awaitable[Row]]
 MOCK_LENGTHS = Lengths(prompt_words=(1, 24), output_tokens=(40, 220))
 DEMO_LENGTHS = Lengths(prompt_words=(1, 24), output_tokens=(30, 120))
+MEMORY_MIB = 1536
 QUICK_LENGTHS = Lengths(prompt_words=(1, 12), output_tokens=(15, 60))
 
 
 @dataclass(frozen=True)
 class Round:
+    """model: that it breaks; "" = more than one."""
+
     name: str
     run: RoundFunction
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,12 @@ class Act:
     rounds: Sequence[Round]
     arguments: Sequence[str] = ()
     has_system_faults: bool = False
+    memory_mib: int = 0
 
 
 def hurt(model: str, fault: Fault, times: int, seed: int, **more: bool | int | str | tuple[float, float]) -> Round:
     round_ = EngineRound(model, fault, times, seed, **more)  # type: ignore[arg-type]
-    return Round(f"{fault.name}{round_.beside} {model}", lambda stage: break_engine(stage, round_))
+    return Round(f"{fault.name}{round_.beside} {model}", lambda stage: break_engine(stage, round_), model)
 
 
 def acts() -> list[Act]:
@@ -85,6 +91,7 @@ def acts() -> list[Act]:
         _resumed_act(),
         _host_deaths_act(),
         _system_act(),
+        *([_memory_act()] if can_be_limited() else []),
         *(_sigterm_act(kill) for kill in (False, True)),
     ]
 
@@ -156,14 +163,17 @@ def mixed_agent_specs(seed: int, model: str) -> list[StreamSpec]:
     return [spec for both in itertools.zip_longest(chats, others) for spec in both if spec is not None]
 
 
-def _hybrid_act() -> Act:
+def hybrid(name: str) -> ModelSetup:
     """Delta nets and attention. A slot of states for fewer sequences than there are streams, few blocks, and drafts:
     sequences wait, are preempted, and go back to a state before guesses."""
     from tests.helpers.recurrent_models import make_recurrent  # imports torch
 
     drafts = {"num_speculative_tokens": 4}
     sizes = {"max_num_seqs": 24, "num_kv_blocks": 72, "max_num_batched_tokens": 64}
-    models = [demo("hybrid", make_recurrent, step_timeout_s=10.0, speculative_config=drafts, **sizes)]
+    return demo(name, make_recurrent, step_timeout_s=10.0, speculative_config=drafts, **sizes)
+
+
+def _hybrid_act() -> Act:
     rounds = [
         hurt("hybrid", KILL, 12, seed=81, concurrency=36),
         hurt("hybrid", KILL_WITH_FORK_SERVER, 1, seed=82, concurrency=36),
@@ -174,7 +184,7 @@ def _hybrid_act() -> Act:
         Round("disconnects hybrid", lambda stage: disconnects(stage, "hybrid", seed=87)),
         Round("preempted hybrid", lambda stage: was_preempted(stage, "hybrid")),
     ]
-    return Act(models, make_specs(10, 48, "hybrid", DEMO_LENGTHS), rounds)
+    return Act([hybrid("hybrid")], make_specs(10, 48, "hybrid", DEMO_LENGTHS), rounds)
 
 
 def _experts_act() -> Act:
@@ -222,6 +232,16 @@ def _system_act() -> Act:
     return Act([agents_model("agents")], specs, rounds, store, has_system_faults=True)
 
 
+def _memory_act() -> Act:
+    rounds = [
+        Round("memory runs out mock", lambda stage: memory_runs_out(stage, "mock", seed=91)),
+        Round("memory runs out agents", lambda stage: memory_runs_out(stage, "agents", seed=92)),
+    ]
+    models = [mock("mock", mock_step_ms=15, block_size=8, num_kv_blocks=900), agents_model("agents")]
+    specs = [*make_specs(12, 48, "mock", MOCK_LENGTHS), *make_agent_specs(13, 28, "agents", ())]
+    return Act(models, specs, rounds, memory_mib=MEMORY_MIB)
+
+
 def _sigterm_act(kill: bool) -> Act:
     models = [mock("mock", mock_step_ms=15)]
     round_ = Round(f"SIGTERM{' kill' * kill} mock", lambda stage: sigterm(stage, "mock", seed=41, kill=kill))
@@ -252,7 +272,7 @@ async def run_chaos(*, quick: bool, only: str = "") -> int:
 
 async def play(act: Act, rounds: Sequence[Round], rows: list[Row]) -> None:
     began_s = time.monotonic()
-    async with open_stage(act.models, act.specs, act.arguments, act.has_system_faults) as stage:
+    async with open_stage(act.models, act.specs, act.arguments, act.has_system_faults, act.memory_mib) as stage:
         print(f"-- {len(act.specs)} requests run undisturbed in {time.monotonic() - began_s:.0f} s", flush=True)
         for one in rounds:
             began_s = time.monotonic()

@@ -7,6 +7,8 @@ more than that pass.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -16,13 +18,14 @@ from typing import Any
 
 from .agents.model import LORA_SEPARATOR, agents_model
 from .agents.requests import make_agent_specs
-from .chaos import DEMO_LENGTHS, MOCK_LENGTHS, Act, hurt, mixed_agent_specs, play
+from .chaos import DEMO_LENGTHS, MOCK_LENGTHS, Act, Round, hurt, hybrid, mixed_agent_specs
 from .faults import KILL, KILL_WITH_FORK_SERVER
 from .server import demo, mock
 from .specs import make_specs, resumed
-from .table import Row
+from .stage import Stage, open_stage
+from .table import Row, print_row
 
-PAUSE_S = (0.02, 0.4)
+PAUSE_S = (0.02, 0.3)
 _MOCK: dict[str, Any] = {"mock_step_ms": 15, "block_size": 8, "num_kv_blocks": 900}
 
 
@@ -38,10 +41,12 @@ class Seen:
     changed: int = 0
     kills_by_round: dict[str, int] = field(default_factory=dict)
     slowest_recovery_s: float = 0.0
+    seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[Row], seconds: float) -> None:
         self.passes += 1
+        self.seconds += seconds
         for row in rows:
             self.kills += row.injected
             self.kills_by_round[row.fault] = self.kills_by_round.get(row.fault, 0) + row.injected
@@ -71,25 +76,41 @@ async def run_kills(target: int, path: Path, minutes: float) -> int:
     """Until `target` kills, or for as long; the exit code."""
     seen, until_s = read(path), time.monotonic() + 60 * minutes
     while seen.kills < target and time.monotonic() < until_s:
-        played, rows = act(seen.passes), list[Row]()
-        await play(played, played.rounds, rows)
-        seen.add(rows)
+        began_s = time.monotonic()
+        rows = await play(act(seen.passes))
+        seen.add(rows, time.monotonic() - began_s)
         write(path, seen)
         print(seen, flush=True)
     return 1 if seen.problems else 0
 
 
+async def play(act: Act) -> list[Row]:
+    """Engines of different models die at the same time; the rounds of one model follow one another."""
+    by_model = [list(rounds) for _, rounds in itertools.groupby(act.rounds, key=lambda one: one.model)]
+    async with open_stage(act.models, act.specs, act.arguments) as stage:
+        return list(itertools.chain(*await asyncio.gather(*(_play(stage, rounds) for rounds in by_model))))
+
+
+async def _play(stage: Stage, rounds: Sequence[Round]) -> list[Row]:
+    rows = []
+    for one in rounds:
+        began_s = time.monotonic()
+        rows.append(await one.run(stage))
+        print_row(rows[-1], time.monotonic() - began_s)
+    return rows
+
+
 def act(number: int) -> Act:
-    makers = (_plain, _agents, _resumed, _small)
+    makers = (_plain, _agents, _resumed, _small, _recurrent)
     return makers[number % len(makers)](1000 * (number + 1))
 
 
 def _plain(seed: int) -> Act:
     """One engine, and a pair; fewer blocks than the streams need."""
     rounds = [
-        hurt("mock", KILL, 60, seed, pause_s=PAUSE_S),
-        hurt("mock", KILL_WITH_FORK_SERVER, 6, seed + 1, pause_s=PAUSE_S),
-        hurt("pair", KILL, 40, seed + 2, pause_s=PAUSE_S),
+        hurt("mock", KILL, 120, seed, pause_s=PAUSE_S),
+        hurt("mock", KILL_WITH_FORK_SERVER, 12, seed + 1, pause_s=PAUSE_S),
+        hurt("pair", KILL, 120, seed + 2, pause_s=PAUSE_S),
     ]
     specs = [*make_specs(seed, 48, "mock", MOCK_LENGTHS), *make_specs(seed + 1, 48, "pair", MOCK_LENGTHS)]
     return Act([mock("mock", **_MOCK), mock("pair", instances=2, **_MOCK)], specs, rounds)
@@ -97,7 +118,7 @@ def _plain(seed: int) -> Act:
 
 def _agents(seed: int) -> Act:
     """Four APIs, tools, schemas, reasoning, adapters, drafts."""
-    rounds = [hurt("agents", KILL, 30, seed, pause_s=PAUSE_S, concurrency=36)]
+    rounds = [hurt("agents", KILL, 100, seed, pause_s=PAUSE_S, concurrency=36)]
     model = agents_model("agents", num_kv_blocks=400)
     return Act([model], mixed_agent_specs(seed, "agents"), rounds, ("--lora-separator", LORA_SEPARATOR))
 
@@ -106,13 +127,19 @@ def _resumed(seed: int) -> Act:
     """Every connection breaks every few events, and its client comes back."""
     specs = resumed([*make_specs(seed, 96, "mock", MOCK_LENGTHS), *make_agent_specs(seed + 1, 28, "agents", ())])
     rounds = [
-        hurt("mock", KILL, 40, seed, pause_s=PAUSE_S, beside=", connections cut"),
-        hurt("agents", KILL, 10, seed + 1, pause_s=PAUSE_S, concurrency=36, beside=", connections cut"),
+        hurt("mock", KILL, 120, seed, pause_s=PAUSE_S, beside=", connections cut"),
+        hurt("agents", KILL, 60, seed + 1, pause_s=PAUSE_S, concurrency=36, beside=", connections cut"),
     ]
     return Act([mock("mock", **_MOCK), agents_model("agents")], specs, rounds)
 
 
 def _small(seed: int) -> Act:
     """Real weights."""
-    rounds = [hurt("demo", KILL, 40, seed, pause_s=PAUSE_S, concurrency=36)]
+    rounds = [hurt("demo", KILL, 120, seed, pause_s=PAUSE_S, concurrency=36)]
     return Act([demo("demo")], make_specs(seed, 40, "demo", DEMO_LENGTHS), rounds)
+
+
+def _recurrent(seed: int) -> Act:
+    """Slots of states for fewer sequences than there are streams, and drafts."""
+    rounds = [hurt("hybrid", KILL, 100, seed, pause_s=PAUSE_S, concurrency=36)]
+    return Act([hybrid("hybrid")], make_specs(seed, 48, "hybrid", DEMO_LENGTHS), rounds)

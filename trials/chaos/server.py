@@ -26,6 +26,7 @@ import psutil
 
 from tests.helpers.server_process import ROOT, ServerProcess, start_server, write_mock_model
 
+from .memory_limit import MemoryLimit
 from .system_faults import SystemFaults
 
 EXIT_TIMEOUT_S = 45.0
@@ -54,9 +55,16 @@ def demo(name: str, prepare: Callable[[Path], None] | None = None, **arguments: 
 
 
 class ServerUnderTest:
-    def __init__(self, directory: Path, process: ServerProcess, system_faults: SystemFaults | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        process: ServerProcess,
+        system_faults: SystemFaults | None = None,
+        memory: MemoryLimit | None = None,
+    ) -> None:
         self.directory = directory
         self.system_faults = system_faults
+        self.memory = memory
         self.address = process
         self._process = process.process
         self._seen: set[psutil.Process] = set()
@@ -168,10 +176,10 @@ class ServerUnderTest:
 
 @contextlib.asynccontextmanager
 async def running(
-    *models: ModelSetup, arguments: Sequence[str] = (), has_system_faults: bool = False
+    *models: ModelSetup, arguments: Sequence[str] = (), has_system_faults: bool = False, memory_mib: int = 0
 ) -> AsyncIterator[ServerUnderTest]:
     """A server with `models` on free ports. Its directory (with the log) is kept when the round raises, and may be in
-    `arguments` as {directory}."""
+    `arguments` as {directory}. memory_mib: its limit; 0 = none."""
     directory = Path(tempfile.mkdtemp(prefix="llmbackend-chaos-"))
     for model in models:
         write_model(directory, model)
@@ -185,11 +193,13 @@ async def running(
     command += tuple(argument.replace("{directory}", str(directory)) for argument in arguments)
     faults = SystemFaults(directory) if has_system_faults else None
     variables = faults.variables if faults is not None else {}
+    memory = MemoryLimit(memory_mib) if memory_mib else None
     server: ServerUnderTest | None = None
     try:
         with (directory / "server.log").open("w") as log:
-            process = await asyncio.to_thread(start_server, *command, log=log, variables=variables)
-        server = ServerUnderTest(directory, process, faults)
+            setup = memory.setup if memory is not None else ""
+            process = await asyncio.to_thread(start_server, *command, log=log, variables=variables, setup=setup)
+        server = ServerUnderTest(directory, process, faults, memory)
         yield server
     except BaseException:
         print(f"the server's log: {directory / 'server.log'}")
@@ -197,6 +207,8 @@ async def running(
     finally:
         if server is not None:
             server.kill()
+        if memory is not None:
+            memory.remove()
     shutil.rmtree(directory)
 
 

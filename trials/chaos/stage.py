@@ -90,9 +90,11 @@ async def open_stage(
     specs: Sequence[StreamSpec],
     arguments: Sequence[str] = (),
     has_system_faults: bool = False,
+    memory_mib: int = 0,
 ) -> AsyncIterator[Stage]:
+    """memory_mib, has_system_faults: as those of `running`."""
     async with (
-        running(*models, arguments=arguments, has_system_faults=has_system_faults) as server,
+        running(*models, arguments=arguments, has_system_faults=has_system_faults, memory_mib=memory_mib) as server,
         Clients(server.address.http, server.address.grpc) as clients,
     ):
         yield Stage(server, clients, await undisturbed(clients, specs))

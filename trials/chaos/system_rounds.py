@@ -1,4 +1,4 @@
-"""Rounds in which the system under the server fails: clock and disk.
+"""Rounds in which the system under the server fails: clock, disk and memory.
 
 For: the runner. Does not know: how the faults are made. Invariant: no stream may be other than undisturbed.
 """
@@ -40,6 +40,25 @@ async def slow_syncs(stage: Stage, model: str, seed: int, times: int = 10) -> Ro
     """Each fsync takes 0.4 s."""
     row = Row(f"slow disk ({model})")
     return await _disturbed(stage, row, model, seed, times, lambda faults, _: faults.set(sync=SLOW_SYNC_US))
+
+
+async def memory_runs_out(stage: Stage, model: str, seed: int, times: int = 10) -> Row:
+    """Something else in the server's container takes all memory that is left. What the kernel ends may be engines and
+    the processes that they come from, never the host."""
+    row, rng, memory = Row(f"memory runs out ({model})"), random.Random(seed), stage.server.memory
+    assert memory is not None
+    async with stage.load(model, LIVE) as load:
+        for _ in range(times):
+            await load.until_live(LIVE)
+            await asyncio.sleep(rng.uniform(0.1, 0.5))
+            async with memory.eaten():
+                row.injected += 1
+                await asyncio.sleep(rng.uniform(0.0, 2.0))
+    stage.judge(row, load.runs)
+    log = (stage.server.directory / "server.log").read_text()
+    row.check("memory ran out; give the server more" in log, "the log does not say that memory ran out")
+    await stage.check_idle(row, model)
+    return row
 
 
 async def _disturbed(

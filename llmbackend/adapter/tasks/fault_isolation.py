@@ -14,7 +14,7 @@ BLAME_THRESHOLD = 2.0
 KILLED_WEIGHT = 0.4
 """Of a death whose cause may be external: SIGKILL from a person, or from a kernel short of memory (which a request may
 have caused), or a remote engine that cannot be reached. Every other death weighs 1."""
-_FROM_OUTSIDE: Final[tuple[DeathKind, ...]] = ("killed", "disconnect")
+_FROM_OUTSIDE: Final[tuple[DeathKind, ...]] = ("killed", "memory", "disconnect")
 
 
 class FaultIsolation:

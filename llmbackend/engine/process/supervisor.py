@@ -5,8 +5,8 @@ gives them to the next engine. Invariants: at most one engine exists at a time, 
 is launched; a call blocks only until there is something to do; each engine in a row that finished no step is followed
 by a longer pause, and after `max_engine_failures` of them requests should not wait for this engine, which is still
 tried again at intervals. A start that fails because the machine lacks descriptors, memory or processes is tried again
-at growing intervals, and does not count as a failure. A process that prepares the model for the next one ends without a
-failure; both together have the time limit of one load.
+at growing intervals, and does not count as a failure; nor does the end of an engine when memory runs out. A process
+that prepares the model for the next one ends without a failure; both together have the time limit of one load.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Supervisor:
             self._relaunch(transport, started)
         elif started is not None:
             self._info = self._with_whole_start(started)
-            self._num_shortages = self._num_preparations = 0
+            self._num_preparations = 0
             self._used_at_s = time.monotonic()
         self.idle()
 
@@ -267,7 +267,7 @@ class Supervisor:
         results = transport.receive(None if due_s is None else max(due_s - time.monotonic(), 0.0))
         if results:
             self._progress_at_s = self._used_at_s = time.monotonic()
-            self._num_failures = 0
+            self._num_failures = self._num_shortages = 0
             self._can_reset_failures = True
         elif is_busy and time.monotonic() >= self._progress_at_s + limit_s:
             raise EngineDeadError(f"the engine finished no step within {limit_s:g} s", "hang")
@@ -282,7 +282,7 @@ class Supervisor:
         self._is_load_due = False
         self._prepared = ModelPrepared()
         self._cause = str(error)
-        if error.kind == "shortage":
+        if error.kind in ("shortage", "memory"):
             self._num_shortages += 1
             pause_s = min(restart_pause_s(self._num_shortages), MAX_SHORTAGE_PAUSE_S)
             count = f"the machine lacks resources, {self._num_shortages} times in a row"

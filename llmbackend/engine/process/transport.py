@@ -31,6 +31,7 @@ import zmq
 
 from llmbackend.fork_server.client import ForkedProcess, ForkServer, OutputReader, Program, environment, how_it_ended
 from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
+from llmbackend.fork_server.process_resources import num_ended_for_memory
 
 from ..config import EngineConfig
 from ..errors import LOST_RANK_EXIT_CODE, DeathKind, EngineDeadError, is_shortage
@@ -48,6 +49,7 @@ KILLED_TIMEOUT_S = 5.0
 """How long a process may take to end after SIGKILL; only one in an uninterruptible system call takes longer."""
 CLOSE_TIMEOUT_BEFORE_LOADED_S = 1.0
 LAST_MESSAGE_TIMEOUT_MS = 1000
+_MEMORY_RAN_OUT: Final = "memory ran out; give the server more, or the model a smaller 'num_kv_blocks'"
 _FORKS_WELL = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Neither BLAS threads nor an initialised CUDA driver would survive a fork: the server's imports must make neither."""
 
@@ -240,6 +242,7 @@ class ProcessTransport(PairTransport):
         super().__init__(fork_server, wake_fd, progress)
         self._policy = policy
         self._process: ForkedProcess | None = None
+        self._ended_for_memory = num_ended_for_memory()
         self._directory = ""
         self._output: OutputReader | None = None
 
@@ -327,6 +330,8 @@ class ProcessTransport(PairTransport):
         if code == LOST_RANK_EXIT_CODE:
             reason = details.rpartition(" ERROR ")[2].strip()
             return EngineDeadError(f"the engine process {how_it_ended(code)}: {reason}", "exit", details)
+        if code == -signal.SIGKILL and num_ended_for_memory() > self._ended_for_memory:
+            return EngineDeadError(f"the engine process {how_it_ended(code)}: {_MEMORY_RAN_OUT}", "memory", details)
         kind: DeathKind = "exit" if code >= 0 else "killed" if code == -signal.SIGKILL else "signal"
         return EngineDeadError(f"the engine process {how_it_ended(code)}", kind, details)
 

@@ -28,8 +28,6 @@ _PAUSE_S: Final = 0.5
 _WARN_EVERY_S: Final = 60.0
 _SHUTDOWN_TIMEOUT_S: Final = 5.0
 _REFUSAL: Final = refusal_bytes("", 503, "the server cannot accept another connection")
-_MAX_REFUSED: Final = 64
-"""Connections beyond the limit that may be open at the same time, to be refused with a response."""
 _SERVED: Final = "connections"
 _SERVED_TO: Final = "connections of "
 _WEBSOCKETS_OF: Final = "websockets of "
@@ -191,8 +189,10 @@ class Places:
         trusted: Sequence[Network] = (),
         counts: Counts | None = None,
         websockets_per_peer: int = 0,
+        max_refused: int = 64,
     ) -> None:
         """limit_per_peer, websockets_per_peer: 0 = no limit
+        max_refused: beyond the limit, to be refused with a response
         trusted: addresses of many clients, without limits per peer
         counts: shared with other processes that have connections of the endpoint
         """
@@ -201,6 +201,7 @@ class Places:
         self._websockets_per_peer = websockets_per_peer
         self._trusted = trusted
         self._counts = counts or LocalCounts()
+        self._max_refused = max_refused
         self._refused = 0
 
     @property
@@ -212,7 +213,7 @@ class Places:
         response."""
         peer = self._peer_of(address) if address else ""
         refusal = self.refusal_of(peer)
-        if refusal and self._refused >= _MAX_REFUSED:
+        if refusal and self._refused >= self._max_refused:
             return None
         place = Place(self, peer, refusal)
         self.count_in(place, 1)

@@ -79,6 +79,7 @@ class HttpEndpoint:
                 limits.trusted_proxies,
                 counts,
                 limits.max_websockets_per_peer,
+                limits.max_refused_connections,
             ),
             make_protocol,
             self._tls,

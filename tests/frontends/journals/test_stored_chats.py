@@ -19,6 +19,7 @@ from openai.types.chat import ChatCompletion
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings
 from llmbackend.frontends.journals import response_store
+from llmbackend.frontends.journals.redis_storage import RedisStorage
 from llmbackend.frontends.journals.store_settings import StoreSettings
 from tests.helpers.fake_llm_server import MODEL, FakeLlmServer
 from tests.helpers.openai_live_server import serve_openai
@@ -53,11 +54,14 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
 
 
 @pytest.fixture(scope="module", params=["memory", "sqlite", "redis"])
-def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StoreSettings:
+def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
     if request.param == "redis":
-        return StoreSettings(url=f"redis://127.0.0.1:{request.getfixturevalue('redis_port')}/0")
-    folder = tmp_path_factory.mktemp("store")
-    return StoreSettings(url="memory" if request.param == "memory" else f"sqlite:{folder / 'store'}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RedisStorage, "answers_within_s", 30.0)  # on a busy machine, a second is not enough
+            yield StoreSettings(url=f"redis://127.0.0.1:{request.getfixturevalue('redis_port')}/0")
+    else:
+        folder = tmp_path_factory.mktemp("store")
+        yield StoreSettings(url="memory" if request.param == "memory" else f"sqlite:{folder / 'store'}")
 
 
 @pytest.fixture(scope="module")
