@@ -35,7 +35,8 @@ class Route:
     @staticmethod
     def of(
         kernels: NativeKernels, logits: Array, top_k: int, scores: int = SOFTMAX, renormalises: bool = True,
-        factor: float = 1.0, correction: Array | None = None, groups: int = 0, top_groups: int = 0, epsilon: float = 0,
+        factor: float = 1.0, correction: Array | None = None, groups: int = 0, top_groups: int = 0, of_group: int = 2,
+        epsilon: float = 0,
     ) -> Route:  # fmt: skip
         tokens, count = logits.shape
         padded = np.full((tokens, count + 3), np.nan, np.float32)
@@ -46,7 +47,8 @@ class Route:
             kind=Kind.ROUTE, scores=scores, logits=padded.ctypes.data, chosen=chosen.ctypes.data,
             shares=shares.ctypes.data, places=places.ctypes.data, first=first.ctypes.data, stride=count + 3,
             num_experts=count, top_k=top_k, groups=groups, top_groups=top_groups, renormalises=renormalises,
-            factor=factor, epsilon=epsilon, correction=None if correction is None else correction.ctypes.data,
+            factor=factor, epsilon=epsilon, of_group=of_group,
+            correction=None if correction is None else correction.ctypes.data,
         )  # fmt: skip
         kernels.run(op_pointers([op]), 1, Step(num_tokens=tokens))
         return Route(chosen, shares, places, first)
@@ -78,15 +80,18 @@ def test_equal_scores_are_taken_in_the_order_of_experts() -> None:
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
-def test_a_correction_and_groups_choose_and_do_not_weigh(variant: str) -> None:
-    """As of DeepSeek V3 and GLM-4: groups by their two largest scores."""
+@pytest.mark.parametrize("of_group", [1, 2])
+def test_a_correction_and_groups_choose_and_do_not_weigh(variant: str, of_group: int) -> None:
+    """As of DeepSeek V3 and GLM-4: groups by their two largest scores; of DeepSeek V2 by the largest."""
     given = logits(40, 32)
     correction = np.random.default_rng(3).standard_normal(32).astype(np.float32)
     kernels = engine(variant, 2)
-    route = Route.of(kernels, given, 5, SIGMOID, correction=correction, groups=4, top_groups=2, epsilon=0.1)
+    route = Route.of(
+        kernels, given, 5, SIGMOID, correction=correction, groups=4, top_groups=2, of_group=of_group, epsilon=0.1
+    )
     scores = 1 / (1 + np.exp(-given.astype(np.float64)))
     corrected = scores + correction
-    groups = np.sort(corrected.reshape(40, 4, 8), axis=2)[:, :, -2:].sum(2)
+    groups = np.sort(corrected.reshape(40, 4, 8), axis=2)[:, :, -of_group:].sum(2)
     left = np.argsort(-groups, axis=1)[:, 2:]
     for token in range(40):
         corrected.reshape(40, 4, 8)[token, left[token]] = -np.inf

@@ -15,10 +15,12 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="no native kerne
 BLOCKS, BLOCK_SIZE = 7, 32
 ALIKE = [LayerKV(2, 64)] * 5
 UNLIKE = [LayerKV(2, 64), LayerKV(4, 32), LayerKV(1, 96)]
+LATENT = LayerKV(1, 96, has_values=False)
 
 
 def ranges(memory: NativeKVMemory, block: int) -> list[tuple[int, int]]:
-    """First and last address, of the keys and the values of each layer, as the kernels compute them."""
+    """First and last address, of the keys and, where there are some, the values of each layer, as the kernels compute
+    them."""
     kernels_block = int(memory.kernels_blocks(np.array([block], np.int32))[0])
     found = []
     for layer in memory.layers:
@@ -26,6 +28,7 @@ def ranges(memory: NativeKVMemory, block: int) -> list[tuple[int, int]]:
         found += [
             (base + kernels_block * half_bytes, base + (kernels_block + 1) * half_bytes)
             for base in (layer.keys, layer.values)
+            if base is not None
         ]
     return found
 
@@ -36,7 +39,7 @@ def make(shapes: list[LayerKV]) -> NativeKVMemory:
     return NativeKVMemory(kernels, shapes, BLOCKS, BLOCK_SIZE, Type.BFLOAT16)
 
 
-@pytest.mark.parametrize("shapes", [ALIKE, UNLIKE, ALIKE[:1]])
+@pytest.mark.parametrize("shapes", [ALIKE, UNLIKE, ALIKE[:1], [LATENT] * 4, [*UNLIKE, LATENT]])
 def test_no_two_blocks_share_memory(shapes: list[LayerKV]) -> None:
     memory = make(shapes)
     every = sorted(each for block in range(BLOCKS) for each in ranges(memory, block))

@@ -37,11 +37,17 @@ class Shape:
     softcap: float = 0.0
     sinks: bool = False
     out_type: Type = Type.FLOAT32
+    latent_dim: int = 0
+    """Values are the last ones of keys; 0: they are numbers of their own."""
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent_dim or self.dim
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] of a whole sequence."""
+    """q [tokens, heads, dim], k [tokens, kv_heads, dim] and v [tokens, kv_heads, value_dim] of a whole sequence."""
 
     q: Array
     k: Array
@@ -54,7 +60,7 @@ class Tokens:
             rng.standard_normal((length, heads, shape.dim)).astype(np.float32)
             for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
         )
-        return Tokens(q * 2, k, v)
+        return Tokens(q * 2, k, k[..., -shape.latent_dim :] if shape.latent_dim else v)
 
     def __len__(self) -> int:
         return len(self.q)
@@ -125,10 +131,10 @@ def run(team: NativeKernels, ops: Sequence[ctypes.Structure], step: Step) -> Non
 def attend(
     team: NativeKernels, pages: Pages, sequences: Sequence[Tokens], parts: Sequence[tuple[int, int, int]]
 ) -> list[Array]:
-    """Writes the parts' keys and values and attends: bits [tokens, heads * dim] per part."""
+    """Writes the parts' keys and values and attends: bits [tokens, heads * value_dim] per part."""
     shape, batch = pages.shape, Batch(pages, parts)
-    width = shape.heads * shape.dim
-    stride, out_stride = width + 16, width + 7
+    width = shape.heads * shape.value_dim
+    stride, out_stride = shape.heads * shape.dim + 16, width + 7
     q, k, v = (gather(sequences, parts, name, stride) for name in "qkv")
     out = np.full((len(q), out_stride), np.nan, np.float32)
     if shape.out_type is Type.BFLOAT16:
@@ -136,11 +142,13 @@ def attend(
     before = out.copy()
     common = {"head_dim": shape.dim, "block_size": shape.block_size, "kv_type": shape.kv_type,
               "num_heads": shape.heads, "num_kv_heads": shape.kv_heads,
-              "keys": pages.keys.ctypes.data, "values": pages.values.ctypes.data}  # fmt: skip
+              "keys": pages.keys.ctypes.data,
+              "values": None if shape.latent_dim else pages.values.ctypes.data}  # fmt: skip
     write = RotaryOp(kind=Kind.ROTARY, q=q.ctypes.data, k=k.ctypes.data, v=v.ctypes.data, stride=stride, **common)
     op = AttentionOp(kind=Kind.ATTENTION, q=q.ctypes.data, out=out.ctypes.data, q_stride=stride, out_stride=out_stride,
                      window=shape.window, softcap=shape.softcap, scaling=shape.dim**-0.5, out_type=shape.out_type,
-                     sinks=SINKS.ctypes.data if shape.sinks else None, **common)  # fmt: skip
+                     sinks=SINKS.ctypes.data if shape.sinks else None, value_dim=shape.latent_dim,
+                     **common)  # fmt: skip
     run(team, [write, op], batch.step)
     border = (slice(None), slice(width, None))
     assert out[border].tobytes() == before[border].tobytes()

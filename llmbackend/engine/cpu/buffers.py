@@ -5,6 +5,7 @@ For: programs. Does not know: operations. Invariant: memory is zeros at first, a
 
 from __future__ import annotations
 
+import copy
 from typing import Final
 
 import numpy as np
@@ -32,6 +33,12 @@ class Buffer:
         self.type = kind
         self._memory = library.memory(rows * self.stride * (4 if kind is Type.FLOAT32 else 2))
         self.address = int(self._memory.ctypes.data)
+
+    def from_column(self, column: int) -> Buffer:
+        """The columns from this one on, of float32."""
+        part = copy.copy(self)
+        part.address += 4 * column
+        return part
 
     def floats(self, rows: int, width: int) -> Float32Array:
         """The first rows of a float32 buffer."""

@@ -20,28 +20,29 @@ from ..kernels.expert_layout import GATES, ExpertMatrix, experts_op, gated_exper
 from ..kernels.library import PANEL, NativeKernels, op_pointers
 from ..kernels.operations import (
     Activation,
-    AttentionOp,
     EmbedOp,
     Epilogue,
     Kind,
     LinearOp,
     LoraOp,
     NormOp,
-    RotaryOp,
     Rows,
     Step,
     Type,
 )
 from ..step import FlatStep, Int32Array
+from .attention_operations import attention_gate, attention_op, rotary_op
 from .buffers import Buffer
+from .latent_room import LatentRoom
 from .lora_ops import Input, LoraOps, ProgramAdapters, adapt
 from .mixture_room import MixtureRoom
-from .native_memory import LayerKV, NativeKVMemory, NativeLayerCache
+from .native_memory import NativeKVMemory, NativeLayerCache
 from .operations import ROLE_OF, Operation, Role
 from .packed_decoder import PackedAttention, PackedExpertMatrix, PackedExperts, PackedLayer, PackedMlp, PackedModel
+from .packed_latent import PackedLatent
 from .packed_parts import TYPE_OF, ArrayAt, PackedNorm, PackedProjection
 from .packed_recurrent import PackedScan, PackedShortConv, inputs_of
-from .recurrent_operations import StateMemory, StepStates, attention_gate, mixer_operations, rows_of
+from .recurrent_operations import StateMemory, StepStates, mixer_operations
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -82,7 +83,7 @@ class DecoderProgram:
         self._activation = kernels.library.activation_type(TYPE_OF[decoder.dtype])
         self._layer_groups = decoder.layer_groups
         of_first_group = zip(decoder.attentions, self._layer_groups.group_of, strict=True)
-        shapes = [LayerKV(each.num_kv_heads, each.head_dim) for each, group in of_first_group if group == 0]
+        shapes = [each.kv for each, group in of_first_group if group == 0]
         self._kv = NativeKVMemory(kernels.library, shapes, num_blocks, block_size, TYPE_OF[decoder.dtype])
         self._states = StateMemory(kernels.library, decoder, num_state_slots) if decoder.state_bytes else None
         self._max_tokens, self._max_samples = max_tokens, max_samples
@@ -191,7 +192,7 @@ class DecoderProgram:
         layers, attentions = self._decoder.layers, self._decoder.attentions
         self._width = self._decoder.width
         mixers = [layer.mixer for layer in layers if layer.mixer is not None]
-        qkv = [sum(part.weight.n for part in each.qkv) for each in attentions] + [each.projected for each in mixers]
+        qkv = [each.projected for each in (*attentions, *mixers)]
         attended = max(part.out.weight.k for part in (*attentions, *mixers))
         gated = max((layer.mlp.up.weight.n for layer in layers if layer.mlp is not None), default=0)
         self._hidden = Buffer(self._kernels.library, tokens, self._width, Type.FLOAT32)
@@ -207,6 +208,8 @@ class DecoderProgram:
         self._sampled = Buffer(self._kernels.library, samples, self._width, self._activation)
         self._logits = Buffer(self._kernels.library, samples, self._vocab_size, Type.FLOAT32)
         mixtures = [layer.experts for layer in layers if layer.experts is not None]
+        latents = [each for each in attentions if each.latent is not None]
+        self._latents = LatentRoom(self._kernels.library, tokens, latents, self._activation) if latents else None
         self._mixtures = MixtureRoom(self._kernels.library, tokens, mixtures) if mixtures else None
 
     def _add_operations(self) -> None:
@@ -247,17 +250,56 @@ class DecoderProgram:
 
     def _add_attention(self, layer: PackedLayer, attention: PackedAttention, cache: NativeLayerCache) -> None:
         x = self._input(layer.attention_norm)
-        column = 0
-        lora = self._add_lora(x, *attention.qkv)
-        for part in attention.qkv:
-            self._add_linear(Role.QKV, part, x, self._qkv, column=column, lora=lora, lora_panel=column // PANEL)
-            column += part.weight.n
-        self._add_rotary(attention, cache)
+        if attention.latent is None:
+            self._add_qkv(attention, x)
+        else:
+            self._add_latent_qkv(attention, attention.latent, x)
         self._add_attend(attention, cache)
         if layer.is_parallel and layer.mlp is not None:
             self._add_gate(layer.mlp, x)
         out_norm, factor = layer.attention_out_norm, layer.residual_factor
         self._add_to_hidden(Role.ATTENTION_OUT, attention.out, self._attended, out_norm, factor)
+
+    def _add_qkv(self, attention: PackedAttention, x: Buffer) -> None:
+        column = 0
+        lora = self._add_lora(x, *attention.qkv)
+        for part in attention.qkv:
+            place = self._qkv.from_column(column)
+            self._add_linear(Role.QKV, part, x, place, lora=lora, lora_panel=column // PANEL)
+            column += part.weight.n
+
+    def _add_latent_qkv(self, attention: PackedAttention, latent: PackedLatent, x: Buffer) -> None:
+        """Queries, of which the rotary parts are elsewhere, and behind them the key."""
+        room, of_value, rotary = self._latents, *attention.qkv
+        assert room is not None, "there is room for latent attention"
+        key = self._qkv.from_column(attention.num_heads * attention.head_dim)
+        value = key.from_column(rotary.weight.n)
+        lora = self._add_lora(x, *attention.inputs[0])
+        self._add_linear(Role.QKV, of_value, x, value, lora=lora)
+        panel = of_value.weight.n // PANEL
+        self._add_linear(Role.QKV, rotary, x, key, lora=lora, lora_panel=panel)
+        self._add_norm(latent.norm, value, value, Rows.TOKENS, width=latent.rank)
+        panel += rotary.weight.n // PANEL
+        if latent.q_down is not None and latent.q_norm is not None:
+            self._add_linear(Role.QKV, latent.q_down, x, room.compressed, lora=lora, lora_panel=panel)
+            self._add_norm(latent.q_norm, room.compressed, room.normed, Rows.TOKENS, width=latent.q_down.weight.n)
+            x, lora, panel = room.normed, self._add_lora(room.normed, latent.q), 0
+        self._add_linear(Role.QKV, latent.q, x, room.queries, lora=lora, lora_panel=panel)
+        self._add(Role.LATENT, room.up_op(attention, latent, self._memories, self._qkv))
+
+    def _add_attend(self, attention: PackedAttention, cache: NativeLayerCache) -> None:
+        latent, room, qkv, out = attention.latent, self._latents, self._qkv, self._attended
+        if latent is None or room is None:
+            self._add(Role.ROTARY, rotary_op(attention, cache, qkv, self._memories))
+            attended = self._ungated if attention.is_gated else out
+            self._add(Role.ATTENTION, attention_op(attention, cache, qkv, attended, self._memories))
+            if attention.is_gated:
+                self._add(Role.GATE, attention_gate(attention, attended, qkv, out))
+            return
+        turned = room.queries.from_column(latent.up.k), latent.up.k + attention.head_dim - latent.rank
+        self._add(Role.ROTARY, rotary_op(attention, cache, qkv, self._memories, *turned))
+        self._add(Role.ATTENTION, attention_op(attention, cache, qkv, room.weighted, self._memories))
+        self._add(Role.LATENT, room.down_op(attention, latent, self._memories, out))
 
     def _add_mixer(self, layer: PackedLayer, mixer: PackedShortConv | PackedScan, index: int) -> None:
         states = self._states
@@ -265,9 +307,8 @@ class DecoderProgram:
         # Beside attention it reads what attention read.
         x = self._input(layer.attention_norm) if layer.attention is None else self._normed
         self._add_projects(mixer, x)
-        projected, arranged, out = (rows_of(each) for each in (self._qkv, self._arranged, self._attended))
-        place = states.address(index), states.slot_floats
-        for op in mixer_operations(mixer, self._memories, projected, arranged, out, *place):
+        buffers, place = (self._qkv, self._arranged, self._attended), (states.address(index), states.slot_floats)
+        for op in mixer_operations(mixer, self._memories, *buffers, *place):
             self._add(ROLE_OF[type(op)], op)
         out_norm, factor = layer.attention_out_norm, layer.mixer_factor
         self._add_to_hidden(Role.MIXER_OUT, mixer.out, self._attended, out_norm, factor)
@@ -277,7 +318,8 @@ class DecoderProgram:
         for together in inputs_of(mixer)[:-1]:
             lora, panel = self._add_lora(x, *together), 0
             for project in together:
-                self._add_linear(Role.MIXER, project, x, self._qkv, column=column, lora=lora, lora_panel=panel)
+                place = self._qkv.from_column(column)
+                self._add_linear(Role.MIXER, project, x, place, lora=lora, lora_panel=panel)
                 column += project.weight.n
                 panel += -(-project.weight.n // PANEL)
 
@@ -344,7 +386,10 @@ class DecoderProgram:
         self._add_linear(role, projection, x, self._block, lora=lora)
         self._add_norm(norm, self._block, self._hidden, Rows.TOKENS, accumulate=True)
 
-    def _add_norm(self, norm: PackedNorm, x: Buffer, out: Buffer, rows: Rows, accumulate: bool = False) -> None:
+    def _add_norm(
+        self, norm: PackedNorm, x: Buffer, out: Buffer, rows: Rows, accumulate: bool = False, width: int = 0
+    ) -> None:
+        """width: 0: the model's."""
         self._add(
             Role.NORM,
             NormOp(
@@ -356,7 +401,7 @@ class DecoderProgram:
                 out=out.address,
                 x_stride=x.stride,
                 out_stride=out.stride,
-                width=self._width,
+                width=width or self._width,
                 out_type=out.type,
                 eps=norm.eps,
                 accumulate=accumulate,
@@ -366,14 +411,12 @@ class DecoderProgram:
 
     def _add_linear(
         self, role: Role, projection: PackedProjection, x: Buffer, y: Buffer, rows: Rows = Rows.TOKENS,
-        epilogue: Epilogue = Epilogue.STORE, factor: float = 1.0, column: int = 0, lora: LoraOp | None = None,
+        epilogue: Epilogue = Epilogue.STORE, factor: float = 1.0, lora: LoraOp | None = None,
         activation: Activation = Activation.NONE, lora_panel: int = 0,
     ) -> None:  # fmt: skip
-        """column: of y, float32 where it is not 0, that the first output goes to. lora: of this input, of which
-        lora_panel is the first output's panel."""
+        """lora: of this input, of which lora_panel is the first output's panel."""
         op = self._linear(projection, x, y)
         adapt(op, lora, lora_panel)
-        op.y += 4 * column
         op.rows, op.epilogue, op.factor, op.activation = rows, epilogue, factor, activation
         self._add(role, op)
 
@@ -419,69 +462,6 @@ class DecoderProgram:
             y_type=y.type,
             factor=1.0,
         )
-
-    def _add_rotary(self, attention: PackedAttention, cache: NativeLayerCache) -> None:
-        q_bytes = 4 * attention.out.weight.k * (1 + attention.is_gated)
-        kv_bytes = 4 * cache.num_kv_heads * cache.head_dim
-        q_norm, k_norm = attention.q_norm, attention.k_norm
-        self._add(
-            Role.ROTARY,
-            RotaryOp(
-                kind=Kind.ROTARY,
-                kv_type=cache.type,
-                q=self._qkv.address,
-                k=self._qkv.address + q_bytes,
-                v=self._qkv.address + q_bytes + kv_bytes,
-                keys=cache.keys,
-                values=cache.values,
-                cos_sin=self._pointer(attention.cos_sin),
-                q_cos_sin=self._pointer(attention.q_cos_sin),
-                q_norm=self._pointer(q_norm.weight if q_norm else None),
-                k_norm=self._pointer(k_norm.weight if k_norm else None),
-                stride=self._qkv.stride,
-                num_heads=attention.num_heads,
-                num_kv_heads=cache.num_kv_heads,
-                head_dim=cache.head_dim,
-                rotary_dim=0 if attention.cos_sin is None else attention.cos_sin.shape[1],
-                block_size=cache.block_size,
-                norm_whole=attention.norm_whole,
-                eps=q_norm.eps if q_norm else 0.0,
-                pairs=attention.pairs,
-                norm_last=attention.norm_last,
-                q_gap=cache.head_dim * attention.is_gated,
-            ),
-        )
-
-    def _add_attend(self, attention: PackedAttention, cache: NativeLayerCache) -> None:
-        out = self._ungated if attention.is_gated else self._attended
-        self._add(
-            Role.ATTENTION,
-            AttentionOp(
-                kind=Kind.ATTENTION,
-                kv_type=cache.type,
-                q=self._qkv.address,
-                keys=cache.keys,
-                values=cache.values,
-                sinks=self._pointer(attention.sinks),
-                out=out.address,
-                q_stride=self._qkv.stride,
-                out_stride=out.stride,
-                num_heads=attention.num_heads,
-                num_kv_heads=cache.num_kv_heads,
-                head_dim=cache.head_dim,
-                block_size=cache.block_size,
-                window=attention.sliding_window,
-                out_type=out.type,
-                scaling=attention.scaling,
-                softcap=attention.softcap,
-                q_gap=cache.head_dim * attention.is_gated,
-            ),
-        )
-        if attention.is_gated:
-            heads = attention.num_heads, cache.head_dim
-            self._add(
-                Role.GATE, attention_gate(*heads, rows_of(self._ungated), rows_of(self._qkv), rows_of(self._attended))
-            )
 
     def _pointer(self, array: ArrayAt | None) -> int | None:
         return None if array is None else self._memories.address(array)

@@ -12,7 +12,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from ..load_progress import counted
 from .native_memory import release_pages
 
 logger = logging.getLogger(__name__)
+
+_ROUNDED: Final = (Type.FLOAT32, Type.BFLOAT16, Type.INT8, Type.INT4_MIN)
+"""Types that matrices of plain numbers are packed in."""
 
 
 class NativeLinear(nn.Module):
@@ -67,6 +70,24 @@ class NativeLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
+class HeadRows(NamedTuple):
+    """How the outputs of a linear layer are heads, one after the other."""
+
+    rest: int
+    """The first outputs of a head, by which a program also multiplies the other way round."""
+    value: int
+    """The others."""
+
+
+class HeadedLinear(NativeLinear):
+    """One whose outputs are heads. Of each head there is a second matrix: its `rest` rows, turned over."""
+
+    def __init__(self, plain: NativeLinear, heads: HeadRows, ups: list[PackedWeight]) -> None:
+        """ups: [k, rest] of each head, in equal steps"""
+        super().__init__(plain._kernels, plain.packed, plain.float_bias, plain.weight.dtype)
+        self.heads, self.up = heads, ups[0]
+
+
 def swap_linears(
     model: Any,
     kernels: NativeKernels,
@@ -74,13 +95,15 @@ def swap_linears(
     new_memory: NewMemory | None = None,
     stored: StoredMatrices | None = None,
     experts: PackableExperts | None = None,
+    headed: Mapping[str, HeadRows] | None = None,
 ) -> WeightStore:
     """Packs and replaces every plain linear layer of a float32 or bfloat16 model in place. Returns the memory of the
     packed weights, which has room for the model's norms and biases.
 
     quantization "int8": all of these weights become int8, the output head's among them; "int4": the head's become int8,
     the others 4 bits (benchmarks/perplexity.py: what it costs). stored: matrices that int4 keeps as the checkpoint has
-    them, the head's among them; the others then become int8. experts: are packed behind the linear layers.
+    them, the head's among them; the others then become int8. experts: are packed behind the linear layers. headed:
+    the layers, by name, that become a HeadedLinear; beside matrices that are kept, its second ones become int8.
     """
     found = dict(_plain_linears(model))
     matrices = {path: _matrix(linear) for path, linear in found.items()}
@@ -92,6 +115,9 @@ def swap_linears(
         counts = Counter("int8" if kind is Type.INT8 else f"kept {kind.name}" for kind in types.values())
         logger.info("linear layers: %s", ", ".join(f"{count} {name}" for name, count in counts.most_common()))
     shapes = [(*matrix.shape, types[path]) for path, matrix in matrices.items()]
+    for path, heads in (headed or {}).items():
+        n, k = matrices[path].shape
+        shapes += [(k, heads.rest, _up_type(types[path]))] * (n // sum(heads))
     extra_bytes = _vector_bytes(model) + _order_bytes(found, stored)
     if experts is not None:
         shapes, extra_bytes = shapes + experts.shapes, extra_bytes + experts.vector_bytes
@@ -102,12 +128,24 @@ def swap_linears(
             packed = pack_stored(store, stored.read(path), types[path])
         else:
             packed = store.pack(matrices[path], types[path])
-        _replace(model, path, NativeLinear(kernels, packed, linear.bias, matrices[path].dtype))
+        layer = NativeLinear(kernels, packed, linear.bias, matrices[path].dtype)
+        if headed is not None and path in headed:
+            layer = HeadedLinear(layer, headed[path], _pack_ups(store, matrices[path], headed[path], types[path]))
+        _replace(model, path, layer)
         if not linear.weight.is_meta and linear.weight.data_ptr() not in shared:
             release_pages(linear.weight.data_ptr(), linear.weight.nbytes)
     if experts is not None:
         experts.pack(store, kernels)
     return store
+
+
+def _up_type(kind: Type) -> Type:
+    return kind if kind in _ROUNDED else Type.INT8
+
+
+def _pack_ups(store: WeightStore, matrix: torch.Tensor, heads: HeadRows, kind: Type) -> list[PackedWeight]:
+    by_head = matrix.view(-1, sum(heads), matrix.shape[1])[:, : heads.rest]
+    return [store.pack(head.t(), _up_type(kind)) for head in by_head]
 
 
 def pack_stored(store: WeightStore, matrix: FourBits | StoredBlocks, kind: Type) -> PackedWeight:

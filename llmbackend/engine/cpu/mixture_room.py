@@ -48,7 +48,7 @@ class MixtureRoom:
             shares=self._shares, chosen=self._chosen, places=self._places, first=self._first,
             stride=self.logits.stride, num_experts=experts.count, top_k=experts.top_k, groups=experts.groups,
             top_groups=experts.top_groups, renormalises=experts.renormalises, factor=experts.factor,
-            epsilon=experts.epsilon,
+            epsilon=experts.epsilon, of_group=experts.of_group,
         )  # fmt: skip
 
     def mix_op(self, experts: PackedExperts, has_shared: bool, width: int) -> MixOp:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -82,8 +83,8 @@ _ITEM_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.FIXED16: 2}
 
 
 def can_hold(key_dim: int, value_dim: int, block_size: int) -> bool:
-    """Whether heads of these sizes fit the native layout."""
-    return key_dim == value_dim and key_dim % HEAD_MULTIPLE == 0 and block_size % BLOCK_MULTIPLE == 0
+    """Whether heads of these sizes fit the native layout. value_dim: 0: values are part of the keys."""
+    return value_dim in (0, key_dim) and key_dim % HEAD_MULTIPLE == 0 and block_size % BLOCK_MULTIPLE == 0
 
 
 class LayerKV(NamedTuple):
@@ -91,25 +92,36 @@ class LayerKV(NamedTuple):
 
     num_kv_heads: int
     head_dim: int
+    has_values: bool = True
+    """Else they are part of the keys."""
+
+    @property
+    def parts(self) -> int:
+        return 1 + self.has_values
+
+    def type(self, library: KernelLibrary, model_type: Type) -> Type:
+        """One unit for all of a key leaves too few bits to the part of it that is a value."""
+        return library.kv_type(model_type) if self.has_values else model_type
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLayerCache:
-    """One layer's keys and values; `keys` and `values` are addresses (layouts: native/step.h, RotaryOp)."""
+    """One layer's keys and values; `keys` and `values` are addresses (layouts: native/step.h, RotaryOp), or values are
+    None: part of the keys."""
 
     num_kv_heads: int
     head_dim: int
     block_size: int
     type: Type
     keys: int
-    values: int
+    values: int | None
 
 
 class NativeKVMemory:
     """KV memory of the layers that a block has room for; those at one place in blocks of different groups share it.
 
     Where layers are alike, a block's keys and values of all layers lie side by side, and the kernels get block ids that
-    count in single halves of layers: an engine with few blocks in use then has few pages in use, also where these are
+    count in single parts of layers: an engine with few blocks in use then has few pages in use, also where these are
     huge. Else each layer has a memory of its own.
     """
 
@@ -118,24 +130,27 @@ class NativeKVMemory:
     ) -> None:
         """model_type: float32 or bfloat16. Raises MemoryError."""
         self.block_size = block_size
-        kv_type = library.kv_type(model_type)
         self._scale = 1
         """Ids of the kernels' blocks per block."""
-        halves = [heads * dim * block_size * _ITEM_BYTES[kv_type] for heads, dim in shapes]
-        # An odd number of halves, so that a layer's blocks do not fall into the same few sets of a cache.
-        interleaved = 2 * len(shapes) + 1
+        types = [shape.type(library, model_type) for shape in shapes]
+        sizes = [
+            shape.num_kv_heads * shape.head_dim * block_size * _ITEM_BYTES[kind]
+            for shape, kind in zip(shapes, types, strict=True)
+        ]
+        """Of a block's keys of each layer, and of its values."""
+        parts = [shape.parts for shape in shapes]
+        # An odd number of parts, so that a layer's blocks do not fall into the same few sets of a cache.
+        interleaved = sum(parts) + 1 - sum(parts) % 2
         if len(set(shapes)) == 1 and num_blocks * interleaved * block_size < 2**31:
             self._scale = interleaved
-            self.memory = library.memory(num_blocks * interleaved * halves[0])
-            places = [(2 * i * half, (2 * i + 1) * half) for i, half in enumerate(halves)]
+            self.memory = library.memory(num_blocks * interleaved * sizes[0])
         else:
-            self.memory = library.memory(2 * num_blocks * sum(halves))
-            ends = list(accumulate((2 * num_blocks * half for half in halves), initial=0))
-            places = [(begin, begin + num_blocks * half) for begin, half in zip(ends, halves, strict=False)]
-        base = int(self.memory.ctypes.data)
+            sizes = [num_blocks * size for size in sizes]
+            self.memory = library.memory(sum(count * size for count, size in zip(parts, sizes, strict=True)))
+        ends = accumulate(map(operator.mul, parts, sizes), initial=int(self.memory.ctypes.data))
         self.layers = tuple(
-            NativeLayerCache(heads, dim, block_size, kv_type, base + keys, base + values)
-            for (heads, dim), (keys, values) in zip(shapes, places, strict=True)
+            NativeLayerCache(*shape[:2], block_size, kind, begin, begin + size if shape.has_values else None)
+            for shape, kind, size, begin in zip(shapes, types, sizes, ends, strict=False)
         )
 
     def kernels_blocks(self, block_table: Int32Array) -> Int32Array:

@@ -21,6 +21,7 @@ class Role(StrEnum):
     QKV = "qkv"
     ROTARY = "rotary, KV write"
     ATTENTION = "attention"
+    LATENT = "latents, head by head"
     ATTENTION_OUT = "attention out"
     MIXER = "mixer in"
     ARRANGE = "mixer in, order"

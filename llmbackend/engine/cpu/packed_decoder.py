@@ -17,6 +17,8 @@ import numpy as np
 
 from ..kernels.expert_layout import MOST_EXPERTS, steps_of
 from ..kv_groups import LayerGroups, layer_groups
+from .native_memory import LayerKV
+from .packed_latent import PackedLatent, check_latent
 from .packed_parts import (
     ALIGN_BYTES,
     ITEM_BYTES,
@@ -38,7 +40,8 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """One layer's attention, and the shape of its keys and values."""
 
     qkv: tuple[PackedProjection, ...]
-    """Query, key and value as one matrix, or the rows of each type as one of their own."""
+    """Query, key and value as one matrix, or the rows of each type as one of their own; of latent attention the latent
+    and the rotary part of keys."""
     out: PackedProjection
     q_norm: PackedNorm | None
     """Over each head, or with norm_whole over all heads together."""
@@ -64,10 +67,30 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [num_heads]: an extra score per head without a value."""
     is_gated: bool = False
     """Each head of queries is followed by as many gates in qkv: the head's result is multiplied by their sigmoid."""
+    latent: PackedLatent | None = None
 
     @property
     def num_heads(self) -> int:
-        return self.out.weight.k // self.head_dim
+        return self.out.weight.k // (self.head_dim if self.latent is None else self.latent.down.n)
+
+    @property
+    def projected(self) -> int:
+        """Numbers of queries, gates, keys and values of a token."""
+        if self.latent is not None:
+            return (self.num_heads + 1) * self.head_dim
+        return sum(part.weight.n for part in self.qkv)
+
+    @property
+    def kv(self) -> LayerKV:
+        return LayerKV(self.num_kv_heads, self.head_dim, self.latent is None)
+
+    @property
+    def inputs(self) -> tuple[tuple[PackedProjection, ...], ...]:
+        """The projections before attention by their inputs, in the order of the program."""
+        if self.latent is None:
+            return (self.qkv,)
+        of_both, *others = self.latent.inputs
+        return ((*self.qkv, *of_both), *others)
 
 
 class PackedMlp(msgspec.Struct, frozen=True):
@@ -90,12 +113,7 @@ class PackedExpertMatrix(msgspec.Struct, frozen=True):
 
     def of_expert(self, expert: int) -> MatrixAt:
         first = self.first
-        steps = steps_of(first.n, first.k, TYPE_OF[first.dtype])
-        offsets = (first.offset_bytes, first.scale_offset_bytes, first.sums_offset_bytes)
-        panels, scale, sums = (
-            None if offset is None else offset + expert * step for offset, step in zip(offsets, steps, strict=True)
-        )
-        return msgspec.structs.replace(first, offset_bytes=panels, scale_offset_bytes=scale, sums_offset_bytes=sums)
+        return first.moved(steps_of(first.n, first.k, TYPE_OF[first.dtype]), expert)
 
 
 class PackedExperts(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +131,8 @@ class PackedExperts(msgspec.Struct, frozen=True, kw_only=True):
     groups: int
     """0: none."""
     top_groups: int
+    of_group: int = 2
+    """A group counts as much as so many of its experts, the best."""
     gate: PackedExpertMatrix | None
     up: PackedExpertMatrix
     down: PackedExpertMatrix
@@ -151,7 +171,7 @@ class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
     def inputs(self) -> tuple[tuple[PackedProjection, ...], ...]:
         """The projections that adapters may change by their inputs, in the order of the program."""
         attention, mlp = self.attention, self.mlp
-        qkv, out = ((), ()) if attention is None else ((attention.qkv,), ((attention.out,),))
+        qkv, out = ((), ()) if attention is None else (attention.inputs, ((attention.out,),))
         mixer = () if self.mixer is None else inputs_of(self.mixer)
         if mlp is None:
             return (*qkv, *out, *mixer)
@@ -212,8 +232,8 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_bytes_per_token(self) -> int:
         """Of all layers."""
-        shapes = ((each.num_kv_heads, each.head_dim) for each in self.attentions)
-        return sum(2 * heads * dim for heads, dim in shapes) * ITEM_BYTES[self.dtype]
+        shapes = [each.kv for each in self.attentions]
+        return sum(each.parts * each.num_kv_heads * each.head_dim for each in shapes) * ITEM_BYTES[self.dtype]
 
     @property
     def attentions(self) -> list[PackedAttention]:
@@ -229,7 +249,7 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
     def layer_groups(self) -> LayerGroups:
         """Which layers with attention share KV blocks."""
         attentions = self.attentions
-        are_alike = len({(each.num_kv_heads, each.head_dim) for each in attentions}) == 1
+        are_alike = len({each.kv for each in attentions}) == 1
         return layer_groups([each.sliding_window for each in attentions], self.max_model_len, are_alike)
 
     def check(self, memories: Memories) -> None:
@@ -254,7 +274,7 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
             if layer.attention is not None and layer.mixer is not None:
                 expect(layer.attention_norm is not None and not layer.is_parallel, "layer")
             if layer.attention is not None:
-                _check_attention(layer.attention, width, self.max_model_len)
+                _check_attention(layer.attention, width, self.max_model_len, memories)
             if layer.mixer is not None:
                 check_mixer(layer.mixer, width)
             expect(layer.experts is None or layer.mlp is not None or layer.experts.shared_gate is None, "layer")
@@ -285,17 +305,20 @@ def _check_parts(parts: Iterable[tuple[PackedPart, int]]) -> None:
         ends[part.layer] = part.first + part.n, k
 
 
-def _check_attention(attention: PackedAttention, width: int, max_model_len: int) -> None:
+def _check_attention(attention: PackedAttention, width: int, max_model_len: int, memories: Memories) -> None:
     kv_heads, dim = attention.num_kv_heads, attention.head_dim
     expect(dim > 0 and dim % 32 == 0 and kv_heads > 0, "attention")
     heads = attention.num_heads
     expect(heads > 0 and heads % kv_heads == 0, "attention")
-    of_queries = heads * (1 + attention.is_gated)
-    expect(sum(part.weight.n for part in attention.qkv) == (of_queries + 2 * kv_heads) * dim, "attention")
+    if attention.latent is not None:
+        _check_latent(attention, attention.latent, width, memories)
+    else:
+        of_queries = heads * (1 + attention.is_gated)
+        expect(sum(part.weight.n for part in attention.qkv) == (of_queries + 2 * kv_heads) * dim, "attention")
+        check_projection(attention.out, width, heads * dim)
     expect(not (attention.is_gated and attention.norm_whole), "attention")
     for part in attention.qkv:
         check_projection(part, part.weight.n, width)
-    check_projection(attention.out, width, heads * dim)
     check_norm(attention.q_norm, (heads * dim if attention.norm_whole else dim,))
     check_norm(attention.k_norm, (kv_heads * dim if attention.norm_whole else dim,))
     expect(attention.sliding_window >= 0, "window")
@@ -305,6 +328,19 @@ def _check_attention(attention: PackedAttention, width: int, max_model_len: int)
         expect(attention.cos_sin is not None and table.shape == attention.cos_sin.shape, "rotary table")
     if (sinks := attention.sinks) is not None:
         expect(sinks.shape == (heads,) and sinks.dtype == "float32", "sinks")
+
+
+def _check_latent(attention: PackedAttention, latent: PackedLatent, width: int, memories: Memories) -> None:
+    heads, rank = attention.num_heads, latent.rank
+    check_latent(latent, attention.head_dim, heads, width)
+    check_projection(attention.out, width, heads * latent.down.n)
+    rotary_dim = attention.head_dim - rank
+    expect([part.weight.n for part in attention.qkv] == [rank, rotary_dim], "attention")
+    expect(attention.cos_sin is not None and attention.cos_sin.shape[1] == rotary_dim, "rotary table")
+    norms = (attention.q_norm, attention.k_norm, attention.q_cos_sin)
+    expect(attention.num_kv_heads == 1 and norms == (None, None, None) and not attention.is_gated, "attention")
+    for matrix in (latent.up.moved(latent.up_steps, heads - 1), latent.down.moved(latent.down_steps, heads - 1)):
+        list(memories.matrix_addresses(matrix))
 
 
 def _check_mlp(mlp: PackedMlp, width: int) -> None:
@@ -337,6 +373,7 @@ def _check_experts(experts: PackedExperts, is_shared: bool, width: int, memories
     if groups:
         size, rest = divmod(count, groups)
         expect(groups > 0 and rest == 0 and size > 1 and 0 < experts.top_groups <= groups, "groups")
+        expect(experts.of_group in (1, 2), "groups")
         expect(experts.top_k <= experts.top_groups * size, "groups")
     if experts.shared_gate is not None:
         expect(is_shared, "shared expert")

@@ -7,6 +7,7 @@ that do not fit each other raise ValueError in the checks here.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final, Literal, get_args
 
 import msgspec
@@ -69,6 +70,14 @@ class MatrixAt(msgspec.Struct, frozen=True, array_like=True):
             (self.scale_offset_bytes, scale_bytes(*shape)),
             (self.sums_offset_bytes, sums_bytes(*shape)),
         )
+
+    def moved(self, steps: Sequence[int], count: int) -> MatrixAt:
+        """The matrix that follows after so many steps. steps: bytes of panels, scales and sums."""
+        offsets = (self.offset_bytes, self.scale_offset_bytes, self.sums_offset_bytes)
+        panels, scale, sums = (
+            None if offset is None else offset + count * step for offset, step in zip(offsets, steps, strict=True)
+        )
+        return msgspec.structs.replace(self, offset_bytes=panels, scale_offset_bytes=scale, sums_offset_bytes=sums)
 
 
 class PackedNorm(msgspec.Struct, frozen=True):

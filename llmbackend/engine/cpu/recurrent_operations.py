@@ -39,22 +39,6 @@ class StepStates(NamedTuple):
     copies: Int32Array
 
 
-class Rows(NamedTuple):
-    """Rows of a buffer, from a column on; stride in elements."""
-
-    address: int
-    stride: int
-    type: Type = Type.FLOAT32
-
-    def from_column(self, column: int) -> Rows:
-        """Of float32."""
-        return self._replace(address=self.address + 4 * column)
-
-
-def rows_of(buffer: Buffer) -> Rows:
-    return Rows(buffer.address, buffer.stride, buffer.type)
-
-
 class StateMemory:
     """Slots 0..num_slots-1."""
 
@@ -76,8 +60,8 @@ def slot_floats(floats: int) -> int:
 
 
 def mixer_operations(
-    mixer: PackedShortConv | PackedScan, memories: Memories, projected: Rows, arranged: Rows, out: Rows, state: int,
-    slot_stride: int,
+    mixer: PackedShortConv | PackedScan, memories: Memories, projected: Buffer, arranged: Buffer, out: Buffer,
+    state: int, slot_stride: int,
 ) -> Sequence[ArrangeOp | ConvOp | ScanOp | GateOp]:  # fmt: skip
     """What is done to what the projections gave, up to the input of the last one. arranged: rows for what they give by
     key head."""
@@ -89,7 +73,7 @@ def mixer_operations(
     return [_arrange(mixer, memories, projected, given), *_scan(mixer, memories, given, out, state, slot_stride)]
 
 
-def _arrange(mixer: PackedScan, memories: Memories, x: Rows, out: Rows) -> ArrangeOp:
+def _arrange(mixer: PackedScan, memories: Memories, x: Buffer, out: Buffer) -> ArrangeOp:
     heads = mixer.num_key_heads, mixer.num_heads, mixer.key_dim, mixer.value_dim
     return ArrangeOp(
         kind=Kind.ARRANGE,
@@ -113,7 +97,9 @@ def _order_of(num_key_heads: int, num_heads: int, key_dim: int, value_dim: int) 
     return np.concatenate([part.ravel() for part in parts])
 
 
-def _short_conv(conv: PackedShortConv, memories: Memories, x: Rows, out: Rows, state: int, slot_stride: int) -> ConvOp:
+def _short_conv(
+    conv: PackedShortConv, memories: Memories, x: Buffer, out: Buffer, state: int, slot_stride: int
+) -> ConvOp:
     return ConvOp(
         kind=Kind.CONV,
         gated=1,
@@ -132,7 +118,7 @@ def _short_conv(conv: PackedShortConv, memories: Memories, x: Rows, out: Rows, s
 
 
 def _scan(
-    mixer: PackedScan, memories: Memories, projected: Rows, out: Rows, state: int, slot_stride: int
+    mixer: PackedScan, memories: Memories, projected: Buffer, out: Buffer, state: int, slot_stride: int
 ) -> Sequence[ConvOp | ScanOp | GateOp]:
     """Convolution, recurrence and gate of what the projections gave, in its place."""
     num_taps, channels = mixer.taps.shape
@@ -154,26 +140,7 @@ def _scan(
     return conv, _recurrence(mixer, memories, projected, matrices, slot_stride), _gate(mixer, memories, projected, out)
 
 
-def attention_gate(num_heads: int, head_dim: int, x: Rows, qkv: Rows, out: Rows) -> GateOp:
-    """x times the sigmoid of the gates that follow each head's queries."""
-    return GateOp(
-        kind=Kind.GATE,
-        norm=GateNorm.NONE,
-        x=x.address,
-        z=qkv.from_column(head_dim).address,
-        out=out.address,
-        x_stride=x.stride,
-        z_stride=qkv.stride,
-        z_group_stride=2 * head_dim,
-        out_stride=out.stride,
-        group=head_dim,
-        num_groups=num_heads,
-        out_type=out.type,
-        is_sigmoid=1,
-    )
-
-
-def _recurrence(mixer: PackedScan, memories: Memories, projected: Rows, state: int, slot_stride: int) -> ScanOp:
+def _recurrence(mixer: PackedScan, memories: Memories, projected: Buffer, state: int, slot_stride: int) -> ScanOp:
     return ScanOp(
         kind=Kind.SCAN,
         delta=mixer.is_delta,
@@ -200,7 +167,7 @@ def _recurrence(mixer: PackedScan, memories: Memories, projected: Rows, state: i
     )
 
 
-def _gate(mixer: PackedScan, memories: Memories, projected: Rows, out: Rows) -> GateOp:
+def _gate(mixer: PackedScan, memories: Memories, projected: Buffer, out: Buffer) -> GateOp:
     order = GateNorm.AFTER if mixer.norm_is_last else GateNorm.BEFORE
     group = mixer.inner // mixer.norm_groups
     return GateOp(

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ..kernels.library import packed_bytes
-from ..kernels.operations import AttentionOp, EmbedOp, ExpertsOp, LinearOp, Rows, Type
+from ..kernels.operations import AttentionOp, EmbedOp, ExpertsOp, HeadsOp, LinearOp, Rows, Type
 from ..messages import ModelInfo
 from ..step import FlatStep, Int32Array, RowTable, StepPlan, flatten
 from .decoder_program import DecoderProgram, Float64Array
@@ -160,14 +160,19 @@ def count(op: ctypes.Structure, step: FlatStep) -> Counts:
         numbers = linear.n * linear.k * (2 if linear.weight2 else 1)
         read = min(pairs, op.num_experts)  # if tokens choose as many as they can
         return Counts(2 * pairs * numbers, read * (2 if linear.weight2 else 1) * op.weight_bytes)
+    if isinstance(op, HeadsOp):
+        linear = op.linear
+        size_bytes = op.num_heads * packed_bytes(linear.n, linear.k, Type(linear.weight_type))
+        return Counts(2 * len(step.token_ids) * op.num_heads * linear.n * linear.k, size_bytes)
     if isinstance(op, EmbedOp):
         return Counts(weight_bytes=len(step.token_ids) * op.width * _BYTES[Type(op.weight_type)])
     if isinstance(op, AttentionOp):
         window = op.window or int(step.seq_lens.max())
         seen_by_queries = int(np.minimum(step.positions + 1, window).sum(dtype=np.int64))
         seen_by_rows = int(np.minimum(step.seq_lens, step.query_lens + (window - 1)).sum(dtype=np.int64))
-        of_position = 2 * op.num_kv_heads * op.head_dim * _BYTES[Type(op.kv_type)]
-        return Counts(4 * op.num_heads * op.head_dim * seen_by_queries, kv_bytes=seen_by_rows * of_position)
+        of_position = op.num_kv_heads * (op.head_dim + (op.value_dim if op.values else 0)) * _BYTES[Type(op.kv_type)]
+        of_pair = 2 * op.num_heads * (op.head_dim + op.value_dim)
+        return Counts(of_pair * seen_by_queries, kv_bytes=seen_by_rows * of_position)
     return Counts()
 
 

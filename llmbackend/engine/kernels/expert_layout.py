@@ -1,4 +1,5 @@
-"""The matrices of a layer's experts, one after the other in native memory, and the operation that multiplies by them.
+"""The matrices of a layer's experts, or heads, in equal steps of native memory, and the operations that multiply by
+them.
 
 For: the program and the modules of mixtures of experts. Does not know: torch, how experts are chosen. Invariant: from
 an expert to the next, panels, scales and sums go in equal steps, as a WeightStore places matrices of one shape.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from .library import packed_bytes, scale_bytes, sums_bytes
-from .operations import Activation, Epilogue, ExpertsOp, Kind, LinearOp, Rows, Type
+from .operations import Activation, Epilogue, ExpertsOp, HeadsOp, Kind, LinearOp, Rows, Type
 
 MOST_EXPERTS: Final = 1024
 """Of a layer (native/route.h)."""
@@ -45,6 +46,11 @@ def steps_of(n: int, k: int, kind: Type) -> Steps:
     return Steps(packed_bytes(n, k, kind), *(_aligned(size(n, k, kind)) for size in (scale_bytes, sums_bytes)))
 
 
+def steps_of_rows(rows: int, k: int, kind: Type) -> Steps:
+    """From rows of a matrix to those that come so many rows, whole panels, later."""
+    return Steps(*(size(rows, k, kind) for size in (packed_bytes, scale_bytes, sums_bytes)))
+
+
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
@@ -56,6 +62,21 @@ class Pairs(NamedTuple):
     top_k: int
     first: int
     places: int
+
+
+def heads_op(
+    num_heads: int, matrix: ExpertMatrix, steps: Steps, x: tuple[int, int, int], y: tuple[int, int, int], y_type: Type
+) -> HeadsOp:
+    """matrix: of head 0. x, y: address, stride of rows, and step from head to head; x is float32."""
+    linear = LinearOp(
+        kind=Kind.LINEAR, rows=Rows.TOKENS, weight=matrix.panels, scale=matrix.scale, sums=matrix.sums,
+        x=x[0], y=y[0], n=matrix.n, k=matrix.k, x_stride=x[1], y_stride=y[1],
+        weight_type=matrix.type, x_type=Type.FLOAT32, y_type=y_type, epilogue=Epilogue.STORE, factor=1.0,
+    )  # fmt: skip
+    return HeadsOp(
+        kind=Kind.HEADS, num_heads=num_heads, linear=linear, weight_bytes=steps.panels, scale_bytes=steps.scale,
+        sums_bytes=steps.sums, x_step=x[2], y_step=y[2],
+    )  # fmt: skip
 
 
 def experts_op(

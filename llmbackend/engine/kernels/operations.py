@@ -52,6 +52,7 @@ class Kind(IntEnum):
     LINEAR = 2
     ROTARY = 3
     ATTENTION = 4
+    HEADS = 5
     LORA = 8
     ROUTE = 16
     EXPERTS = 17
@@ -131,9 +132,9 @@ class LinearOp(ctypes.Structure):
 class RotaryOp(ctypes.Structure):
     _fields_ = [
         *_fields(numbers="kind kv_type"),
-        *_fields("q k v keys values cos_sin q_cos_sin q_norm k_norm"),
+        *_fields("q k v keys values cos_sin q_cos_sin q_norm k_norm turned"),
         *_fields("", "stride num_heads num_kv_heads head_dim rotary_dim block_size norm_whole", "eps"),
-        *_fields(numbers="q_gap pairs norm_last padding"),
+        *_fields(numbers="q_gap pairs norm_last turned_stride turned_step padding"),
     ]
 
 
@@ -143,7 +144,7 @@ class AttentionOp(ctypes.Structure):
         *_fields("q keys values sinks out"),
         *_fields("", "q_stride out_stride num_heads num_kv_heads head_dim block_size window out_type"),
         *_fields(floats="scaling softcap"),
-        *_fields(numbers="q_gap padding"),
+        *_fields(numbers="q_gap value_dim"),
     ]
 
 
@@ -172,6 +173,7 @@ class RouteOp(ctypes.Structure):
         *_fields(numbers="kind scores"),
         *_fields("logits correction shares chosen places first"),
         *_fields("", "stride num_experts top_k groups top_groups renormalises", "factor epsilon"),
+        *_fields(numbers="of_group padding"),
     ]
 
 
@@ -236,8 +238,17 @@ class ArrangeOp(ctypes.Structure):
     ]
 
 
+class HeadsOp(ctypes.Structure):
+    _fields_ = [
+        *_fields(numbers="kind num_heads"),
+        ("linear", LinearOp),
+        *_named("weight_bytes scale_bytes sums_bytes", c_int64),
+        *_fields(numbers="x_step y_step"),
+    ]
+
+
 STRUCTURES: Final = (
     Step, EmbedOp, NormOp, LinearOp, RotaryOp, AttentionOp, LoraMatrices, LoraStep, LoraOp, RouteOp, ExpertsOp, MixOp,
-    ConvOp, ScanOp, GateOp, ArrangeOp,
+    ConvOp, ScanOp, GateOp, ArrangeOp, HeadsOp,
 )  # fmt: skip
 """In the order in which the library lists their sizes."""

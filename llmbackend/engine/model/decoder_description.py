@@ -15,12 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..attention.interface import AttentionOptions
+from ..attention.interface import AttentionOptions, LayerShape
 from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import Activation, Norm
 from ..gpu.weights.dense import DenseWeight
 from ..gpu.weights.experts import DenseExperts, ExpertProjection, QuantizedExperts
-from .mixture_description import Mixture, describe_mixture
+from .latent_attention import Latent, is_latent, latent_parts
+from .mixture_description import OUT_NORM, Mixture, describe_mixture
 from .native_experts import NativeExperts, activation_of
 from .projections import (
     Mlp,
@@ -49,7 +50,7 @@ class Attention:
     """One layer's attention: projections, norms, rotation, options."""
 
     qkv: Projection
-    """Query, key and value as one matrix, on a CPU also as a StackedWeight."""
+    """Query, key and value as one matrix, on a CPU also as a StackedWeight; of latent attention what a token keeps."""
     out: Projection
     q_norm: Norm | None
     """Over each head, or with norm_whole over all heads together."""
@@ -59,6 +60,7 @@ class Attention:
     options: AttentionOptions
     is_gated: bool = False
     """Each head of queries is followed by as many gates in qkv: the head's result is multiplied by their sigmoid."""
+    latent: Latent | None = None
 
     @property
     def cos_sin(self) -> torch.Tensor | None:
@@ -135,6 +137,12 @@ class Decoder:
     logit_factor: float
     logit_softcap: float
     """0: off."""
+
+    def shapes(self, of_modules: Mapping[nn.Module, LayerShape]) -> dict[nn.Module, LayerShape]:
+        """What a program keeps of a token in each layer with attention."""
+        latents = {each.module: each.attention.latent for each in self.layers if each.attention is not None}
+        found = ((module, latents.get(module)) for module in of_modules)
+        return {module: of_modules[module] if latent is None else latent.shape for module, latent in found}
 
     @property
     def state_bytes(self) -> int:
@@ -217,13 +225,18 @@ def _layer(
         attention_out_norm=norms[1],
         mlp_norm=norms[2],
         mlp=experts_of(mlp) if hasattr(mlp, "experts") else plain_mlp_of(mlp) or mlp_of(mlp),
-        mlp_out_norm=norms[3],
-        residual_factor=float(getattr(config, "residual_multiplier", None) or 1.0),
+        mlp_out_norm=norm_of(getattr(mlp, OUT_NORM)) if hasattr(mlp, OUT_NORM) else norms[3],
+        residual_factor=float(
+            getattr(config, "residual_multiplier", None) or getattr(layer, "residual_scale", None) or 1
+        ),
         is_parallel=names == NORMS_OF_PARALLEL,
     )
 
 
 def _attention(index: int, module: Any, options: AttentionOptions, rotations: Rotations) -> Attention:
+    if is_latent(module):
+        parts = latent_parts(index, module, rotations)
+        return Attention(parts.kept, parts.out, None, None, False, parts.rotation, options, latent=parts.latent)
     out_name = "dense" if hasattr(module, "dense") else "o_proj"
     names = ["qkv_proj"] if hasattr(module, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
     norm_names = ("query_layernorm", "key_layernorm") if hasattr(module, "query_layernorm") else ("q_norm", "k_norm")

@@ -54,6 +54,7 @@ from .hybrid_description import check_layers, describe_any
 from .int4_formats import METHODS, PackedFormat, packed_format
 from .int4_model import Int4Placement, fill
 from .kept_matrices import kept_matrices
+from .latent_attention import headed_linears
 from .located_files import files_of, hub_files
 from .lora import LoraBatch, ModuleAdapters, load_adapters, wrap_linears
 from .native_experts import ExpertsToPack, kept_names
@@ -333,7 +334,7 @@ def _swap_linears(
         return None, pack_linears(model, dtype)
     kind = config.quantization or str(dtype).removeprefix("torch.")
     experts = ExpertsToPack(model, config.quantization, stored)
-    store = swap_linears(model, kernels, config.quantization, new_memory, stored, experts)
+    store = swap_linears(model, kernels, config.quantization, new_memory, stored, experts, headed_linears(model))
     return store, f"{kernels.library.variant} {kind}"
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from ..adapter_files import AdapterFiles, Float32Array
 from ..adapter_loads import first_adapters, number_of_adapter
 from ..config import EngineConfig
-from ..cpu.linear import NativeLinear, PackedLinear
+from ..cpu.linear import HeadedLinear, NativeLinear, PackedLinear
 from ..gpu.weights.dense import QuantizedLinear
 from ..step import FlatStep, Int32Array
 
@@ -62,7 +62,7 @@ _RANK_MULTIPLE = 32
 """Ranks are padded with zeros, which change no sum, to a size that the linear kernels compute fast."""
 
 
-_ADAPTABLE = nn.Linear, QuantizedLinear, NativeLinear, PackedLinear
+_ADAPTABLE = nn.Linear, QuantizedLinear, NativeLinear, HeadedLinear, PackedLinear
 AdaptableLinear = nn.Linear | QuantizedLinear | NativeLinear | PackedLinear
 """Quantised: of a checkpoint in 4 bits, on a GPU."""
 

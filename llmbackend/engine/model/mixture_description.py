@@ -21,7 +21,12 @@ Scores = Literal["softmax", "sigmoid"]
 _SCORES: Final[tuple[Scores, ...]] = ("softmax", "sigmoid")
 _SHARED: Final = ("shared_expert", "shared_experts")
 _SHARED_GATE: Final = "shared_expert_gate"
+OUT_NORM: Final = "post_mlp_layernorm"
+"""Behind the sum, of modules that have it: the layer's."""
 _EPSILONS: Final = {"softmax": (0.0,), "sigmoid": (1e-20, 1e-6)}
+_OF_GROUP: Final = (2, 1, 0)
+_TRIED_ROWS: Final = 64
+"""So many that ways of choosing by groups differ in some."""
 _LOW: Final = -12.0
 """Logits of experts, so low that an epsilon shows in the shares of their sigmoids."""
 _CORRECTION: Final = "e_score_correction_bias"
@@ -42,6 +47,8 @@ class Route:
     groups: int
     """0: none."""
     top_groups: int
+    of_group: int
+    """A group counts as much as so many of its experts, the best."""
     epsilon: float
 
     def of(self, logits: torch.Tensor) -> torch.Tensor:
@@ -50,7 +57,7 @@ class Route:
         values = scores if self.correction is None else scores + self.correction
         if self.groups:
             by_group = values.view(len(values), self.groups, -1)
-            best = by_group.topk(2, dim=-1)[0].sum(-1).topk(self.top_groups, dim=-1)[1]
+            best = by_group.topk(self.of_group, dim=-1)[0].sum(-1).topk(self.top_groups, dim=-1)[1]
             kept = torch.zeros(by_group.shape[:2], dtype=torch.bool).scatter_(1, best, True)
             values = by_group.masked_fill(~kept[:, :, None], -torch.inf).flatten(1)
         chosen = values.topk(self.top_k, dim=-1)[1]
@@ -73,7 +80,7 @@ class Mixture:
 def describe_mixture(module: Any) -> Mixture:
     """Raises ProgramUnsupportedError."""
     own = router_of(module)
-    known = {"experts", "router", "gate", _SHARED_GATE, *_SHARED}
+    known = {"experts", "router", "gate", _SHARED_GATE, OUT_NORM, *_SHARED}
     if unknown := {name for name, child in module.named_children() if not isinstance(child, nn.Identity)} - known:
         raise ProgramUnsupportedError(f"{type(module).__name__} has {', '.join(sorted(unknown))} beside experts")
     shared = next((getattr(module, name) for name in _SHARED if hasattr(module, name)), None)
@@ -100,9 +107,9 @@ def _route(router: Any, *given: torch.Tensor) -> Route:
         raise ProgramUnsupportedError(f"{type(router).__name__} has {', '.join(sorted(unknown))} beside its weight")
     correction = _float(given[0] if given else getattr(router, _CORRECTION, None))
     logits, expected = _tried(router, *given)
-    for scores, renormalises in product(_SCORES, (False, True)):
+    for scores, renormalises, of_group in product(_SCORES, (False, True), _OF_GROUP):
         for epsilon in _EPSILONS[scores]:
-            route = _candidate(router, scores, renormalises, correction, epsilon)
+            route = _candidate(router, scores, renormalises, correction, of_group, epsilon)
             if torch.allclose(route.of(logits), expected, rtol=1e-2, atol=1e-5):
                 return route
     raise ProgramUnsupportedError(f"{type(router).__name__} chooses experts in a way of its own")
@@ -112,7 +119,7 @@ def _tried(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     """Logits of some rows, and a share for each expert. Computed in float32, so that no rounding chooses other experts,
     and with logits so small that several experts have shares that count, or all of them low."""
     weight, bias = router.weight, getattr(router, "bias", None)
-    x = torch.arange(1.0, 8.0 * weight.shape[1] + 1).sin().view(8, -1)
+    x = torch.arange(1.0, _TRIED_ROWS * weight.shape[1] + 1).sin().view(_TRIED_ROWS, -1)
     x /= nn.functional.linear(x, weight.float()).std().clamp(min=1e-6)
     low = ((_LOW - 0.01 * torch.arange(len(weight))) / weight.shape[1])[:, None].expand(weight.shape)
     logits, shares_of = [], []
@@ -134,8 +141,9 @@ def _tried(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _candidate(
-    router: Any, scores: Scores, renormalises: bool, correction: torch.Tensor | None, epsilon: float
+    router: Any, scores: Scores, renormalises: bool, correction: torch.Tensor | None, of_group: int, epsilon: float
 ) -> Route:
+    """of_group: 0: the groups that are stated are not used."""
     groups = int(getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1)
     return Route(
         top_k=int(router.top_k),
@@ -143,8 +151,9 @@ def _candidate(
         renormalises=renormalises,
         factor=next((float(value) for name in _FACTORS if (value := getattr(router, name, None))), 1.0),
         correction=correction,
-        groups=groups if groups > 1 else 0,
-        top_groups=int(getattr(router, "topk_group", None) or 1) if groups > 1 else 0,
+        groups=groups if groups > 1 and of_group else 0,
+        top_groups=int(getattr(router, "topk_group", None) or 1) if groups > 1 and of_group else 0,
+        of_group=of_group or 2,
         epsilon=epsilon,
     )
 

@@ -17,6 +17,7 @@ from torch import nn
 from ..attention.interface import LayerShape
 from ..config import EngineConfig
 from ..cpu.decoder_program import DecoderProgram
+from ..cpu.linear import HeadedLinear
 from ..cpu.native_memory import can_hold
 from ..cpu.native_runner import why_modules, why_no_adapters
 from ..cpu.packed_decoder import (
@@ -30,6 +31,7 @@ from ..cpu.packed_decoder import (
     PackedModel,
     PackingPlace,
 )
+from ..cpu.packed_latent import PackedLatent
 from ..cpu.packed_parts import (
     ALIGN_BYTES,
     TYPE_OF,
@@ -52,6 +54,7 @@ from ..step import FlatStep, Int32Array
 from . import native_experts
 from .compatibility import MAX_PROBE_TOKENS
 from .decoder_description import Attention, Experts, Layer, Mixer
+from .latent_attention import Latent, split_kept
 from .loader import LoadedModel, library_choice
 from .lora import adaptable_linears
 from .mixture_description import Mixture
@@ -68,11 +71,12 @@ def pack_model(config: EngineConfig, loaded: LoadedModel, place: PackingPlace | 
         raise ProgramUnsupportedError(loaded.why_modules)
     if reason := why_modules(config):
         raise ProgramUnsupportedError(reason)
-    if not all(can_hold(each.key_dim, each.value_dim, config.block_size) for each in loaded.layer_shapes.values()):
+    shapes = loaded.decoder.shapes(loaded.layer_shapes)
+    if not all(can_hold(each.key_dim, each.value_dim, config.block_size) for each in shapes.values()):
         raise ProgramUnsupportedError("its heads do not fit the native layout")
     packer = _Packer(loaded.store)
     choice = library_choice(config, loaded.dtype)
-    decoder = _packed_decoder(loaded, packer, "" if choice is None else choice.report)
+    decoder = _packed_decoder(loaded, shapes, packer, "" if choice is None else choice.report)
     if reason := why_no_adapters(config, decoder):
         raise ProgramUnsupportedError(reason)
     packed = PackedModel(decoder, Memories(loaded.store.used, packer.mapped(place)))
@@ -172,11 +176,13 @@ def _bytes(tensor: torch.Tensor) -> Bytes:
     return data
 
 
-def _packed_decoder(loaded: LoadedModel, packer: _Packer, kernel_report: str) -> PackedDecoder:
+def _packed_decoder(
+    loaded: LoadedModel, shapes: Mapping[nn.Module, LayerShape], packer: _Packer, kernel_report: str
+) -> PackedDecoder:
     decoder, library = loaded.decoder, loaded.kernels
     assert decoder is not None and library is not None
     names = {module: name for name, module in loaded.model.named_modules()}
-    layers = tuple(_layer(layer, loaded.layer_shapes.get(layer.module), packer, names) for layer in decoder.layers)
+    layers = tuple(_layer(layer, shapes.get(layer.module), packer, names) for layer in decoder.layers)
     made = PackedDecoder(
         model_type=loaded.model_type,
         vocab_size=loaded.vocab_size,
@@ -195,7 +201,8 @@ def _packed_decoder(loaded: LoadedModel, packer: _Packer, kernel_report: str) ->
         logit_softcap=decoder.logit_softcap,
     )
     adapted = {part.layer for part, _ in made.parts}
-    others = (name for name, _ in adaptable_linears(loaded.model) if name not in adapted)
+    adaptable = (name for name, each in adaptable_linears(loaded.model) if not isinstance(each, HeadedLinear))
+    others = (name for name in adaptable if name not in adapted)
     return msgspec.structs.replace(made, unadapted=next(others, ""))
 
 
@@ -267,9 +274,9 @@ def _optional(tensor: torch.Tensor | None, packer: _Packer) -> ArrayAt | None:
 
 def _attention(attention: Attention, shape: LayerShape, packer: _Packer, names: _Names) -> PackedAttention:
     options = attention.options
-    layers = _named_parts(attention.qkv, names)
     return PackedAttention(
-        qkv=tuple(_projection(part, packer, _first_of(layers, part.weight.n)) for part in parts_of(attention.qkv)),
+        qkv=_qkv(attention, packer, names),
+        latent=None if attention.latent is None else _latent(attention.latent, packer, names),
         out=_projection(attention.out, packer, _named_parts(attention.out, names)),
         q_norm=_norm(attention.q_norm, packer),
         k_norm=_norm(attention.k_norm, packer),
@@ -285,6 +292,31 @@ def _attention(attention: Attention, shape: LayerShape, packer: _Packer, names: 
         softcap=options.softcap or 0.0,
         sinks=None if options.sinks is None else packer.array(options.sinks.detach().float()),
         is_gated=attention.is_gated,
+    )
+
+
+def _qkv(attention: Attention, packer: _Packer, names: _Names) -> tuple[PackedProjection, ...]:
+    layers = _named_parts(attention.qkv, names)
+    if attention.latent is None:
+        parts = list(parts_of(attention.qkv))
+        return tuple(_projection(part, packer, _first_of(layers, part.weight.n)) for part in parts)
+    split = split_kept(attention.latent, attention.qkv)
+    firsts = (0, split[0].weight.n)
+    return tuple(
+        _projection(part, packer, [PackedPart(layers[0].layer, first, part.weight.n)])
+        for part, first in zip(split, firsts, strict=True)
+    )
+
+
+def _latent(latent: Latent, packer: _Packer, names: _Names) -> PackedLatent:
+    down, q = latent.q_down, latent.q
+    return PackedLatent(
+        q_down=None if down is None else _projection(down, packer, _named_parts(down, names)),
+        q_norm=_norm(latent.q_norm, packer),
+        q=_projection(q, packer, _named_parts(q, names)),
+        norm=_packed_norm(latent.norm, packer),
+        up=packer.matrix(latent.up),
+        down=packer.matrix(latent.down),
     )
 
 
@@ -318,6 +350,7 @@ def _experts(mixture: Mixture, packer: _Packer, names: _Names) -> PackedExperts:
         correction=None if route.correction is None else packer.array(route.correction),
         groups=route.groups,
         top_groups=route.top_groups,
+        of_group=route.of_group,
         gate=gate,
         up=_expert_matrix(experts.up, packer),
         down=_expert_matrix(experts.down, packer),

@@ -28,6 +28,8 @@ _LARGE: Final = 100.0
 """So large that a bound on queries and keys would show."""
 
 
+Embeddings = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
+"""Cosines and sines, or both as complex numbers."""
 QueryScale = Callable[[torch.Tensor], torch.Tensor]
 """Factors on queries at positions."""
 
@@ -83,14 +85,34 @@ class Rotations:
     def of(self, layer: int, attention: nn.Module, heads: Heads) -> Rotation:
         """Raises ProgramUnsupportedError."""
         kind = None if self._kinds is None else self._kinds[layer]
-        tried = {*_TRIED_POSITIONS, self._length // 2, self._length - 1}
-        positions = torch.tensor(sorted(each for each in tried if each < self._length))
-        embeddings = self._embeddings(positions, kind)
+        positions = self._tried_positions()
         rows = positions.to(self._device)
-        given = _try(attention, heads, rows, tuple(each.to(self._device) for each in embeddings))
+        given = _try(attention, heads, rows, self._given(positions, kind))
         for rotation in self._known(kind, heads):
             if all(_is_near(*each) for each in zip(given, _expected(heads, rotation, rows), strict=True)):
                 return rotation
+        raise ProgramUnsupportedError(f"{type(attention).__name__} turns its heads in a way of its own")
+
+    def of_latent(
+        self, layer: int, attention: nn.Module, outputs: Mapping[str, int], q: str, kept: str, rotary_dim: int
+    ) -> Rotation:
+        """Of latent attention, where the last `rotary_dim` numbers of each head and of what the projection `kept` gives
+        are turned: compared by the products of queries and keys, which may be in an order of their own. outputs: as of
+        `Heads`; q: the projection of queries. Raises ProgramUnsupportedError."""
+        kind = None if self._kinds is None else self._kinds[layer]
+        positions = self._tried_positions()
+        rows = positions.to(self._device)
+        heads = Heads(outputs, rotary_dim, 1, None, None, False)
+        queries, keys = (each[..., -rotary_dim:] for each in _try(attention, heads, rows, self._given(positions, kind)))
+        names, raw = list(outputs)[:-1], _raw(heads, rows.device)
+        numbers = dict(zip(names, torch.split(raw, [outputs[name] for name in names]), strict=True))
+        raw_q = numbers[q].view(queries.shape[1], -1)[:, -rotary_dim:].expand(len(rows), -1, -1)
+        raw_k = numbers[kept][-rotary_dim:].expand(len(rows), 1, -1)
+        table = self.table(kind, rotary_dim)
+        for pairs in (False, True):
+            turned_q, turned_k = (_rotated(each, table[rows], pairs) for each in (raw_q, raw_k))
+            if table.shape[1] == rotary_dim and _is_near(_products(queries, keys), _products(turned_q, turned_k)):
+                return Rotation(table, None, pairs)
         raise ProgramUnsupportedError(f"{type(attention).__name__} turns its heads in a way of its own")
 
     def table(self, kind: str | None, head_dim: int) -> torch.Tensor:
@@ -115,13 +137,25 @@ class Rotations:
             self._scaled_tables[kind] = table * self._query_scale(positions)[:, None]
         return self._scaled_tables[kind]
 
-    def _embeddings(self, positions: torch.Tensor, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self._rotary(torch.empty(1, 1), positions[None], *([] if kind is None else [kind]))
-        return cos, sin
+    def _tried_positions(self) -> torch.Tensor:
+        tried = {*_TRIED_POSITIONS, self._length // 2, self._length - 1}
+        return torch.tensor(sorted(each for each in tried if each < self._length))
+
+    def _embeddings(self, positions: torch.Tensor, kind: str | None) -> Embeddings:
+        given: Embeddings = self._rotary(torch.empty(1, 1), positions[None], *([] if kind is None else [kind]))
+        return given
+
+    def _given(self, positions: torch.Tensor, kind: str | None) -> Embeddings:
+        """What attention modules get."""
+        given = self._embeddings(positions, kind)
+        if isinstance(given, torch.Tensor):
+            return given.to(self._device)
+        return given[0].to(self._device), given[1].to(self._device)
 
     def _table(self, head_dim: int, kind: str | None) -> torch.Tensor:
         """Modules state an angle twice, for halves or for neighbours, or, where they rotate whole heads, once."""
-        cos, sin = (each[0] for each in self._embeddings(torch.arange(self._length), kind))
+        given = self._embeddings(torch.arange(self._length), kind)
+        cos, sin = (each[0] for each in ((given.real, given.imag) if isinstance(given, torch.Tensor) else given))
         half = cos.shape[-1] // 2
         if torch.equal(cos[:, :half], cos[:, half:]):
             cos, sin = cos[:, :half], sin[:, :half]
@@ -146,7 +180,7 @@ class _Given:
 
 
 def _try(
-    attention: nn.Module, heads: Heads, positions: torch.Tensor, embeddings: tuple[torch.Tensor, ...]
+    attention: nn.Module, heads: Heads, positions: torch.Tensor, embeddings: Embeddings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys [positions, heads, dim]."""
     given, hidden = _Given(), torch.zeros(1, len(positions), 1, device=positions.device)
@@ -220,6 +254,11 @@ def _rotated(x: torch.Tensor, rows: torch.Tensor, pairs: bool) -> torch.Tensor:
     a, b = a * cos - b * sin, b * cos + a * sin
     both = torch.stack((a, b), dim=-1).flatten(-2) if pairs else torch.cat((a, b), dim=-1)
     return torch.cat((both, rest), dim=-1)
+
+
+def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Of each with each: queries [positions, heads, dim], keys [positions, heads or 1, dim]."""
+    return torch.einsum("phd,qhd->hpq", queries, keys.expand(-1, queries.shape[1], -1))
 
 
 def query_scale_of(config: Any) -> QueryScale | None:

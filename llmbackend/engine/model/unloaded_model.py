@@ -33,6 +33,7 @@ from .compatibility import architecture_name, check_calls, is_recurrent, needs_p
 from .decoder_description import Decoder
 from .hybrid_description import describe_any
 from .int4_formats import Mxfp4Format, PackedFormat
+from .latent_attention import headed_linears
 from .loader import (
     OpenedCheckpoint,
     check_stored_tensors,
@@ -100,6 +101,8 @@ def unloaded_model(config: EngineConfig) -> UnloadedModel:
     embedding = model.get_input_embeddings().weight
     weight_bytes = _weight_bytes(config, opened, model, choice)
     reason, decoder = ("", None) if opened.dense else _why_modules(config, model, attention, choice, dtype)
+    if decoder is not None:
+        shapes = decoder.shapes(shapes)
     if reason and is_recurrent(opened.hf_config):
         raise needs_program(opened.hf_config, reason)
     return UnloadedModel(
@@ -178,7 +181,8 @@ def _weight_bytes(config: EngineConfig, opened: OpenedCheckpoint, model: Any, ch
 
     kernels = _Layout(choice.library, 1)
     try:
-        swap_linears(model, kernels, config.quantization, new_memory, experts=ExpertsToPack(model, config.quantization))
+        experts = ExpertsToPack(model, config.quantization)
+        swap_linears(model, kernels, config.quantization, new_memory, None, experts, headed_linears(model))
     finally:
         kernels.close()
     elsewhere = [model.get_input_embeddings(), *(router for router, _ in packed_routers(model))]
@@ -220,7 +224,8 @@ def _why_modules(
         decoder = describe_any(model, options, _PROBED_TOKENS)
     except ProgramUnsupportedError as error:
         return str(error), None
-    if not all(can_hold(each.key_dim, each.value_dim, config.block_size) for each in shapes.values()):
+    kept = decoder.shapes(shapes).values()
+    if not all(can_hold(each.key_dim, each.value_dim, config.block_size) for each in kept):
         return "its heads do not fit the native layout", None
     return "", decoder
 

@@ -25,7 +25,7 @@ namespace llmb {
 template <class Kernel>
 inline SoftmaxState take_state(const AttentionOp& op, int num_tasks, Carver& memory) {
     const size_t rows = static_cast<size_t>(Kernel::padded_rows(task_rows(op))) * num_tasks;
-    const int width = Kernel::padded_dim(op);
+    const int width = Kernel::value_width(op);
     return {memory.take<float>(rows * kLanes), memory.take<float>(rows), memory.take<float>(rows * width), width};
 }
 
@@ -116,10 +116,12 @@ class TaskRunner {
             const int position = start + sub * kSubBlock, offset = position % op_.block_size;
             const size_t slab = places_.slab(task, position);
             chunk.keys[sub] = static_cast<const T*>(op_.keys) + slab + kColumnStep<T> * offset;
-            chunk.values[sub] = static_cast<const T*>(op_.values) + slab + static_cast<size_t>(offset) * op_.head_dim;
+            if (op_.values)
+                chunk.values[sub] = static_cast<const T*>(op_.values) + slab + static_cast<size_t>(offset) * op_.head_dim;
         }
         for (int sub = subs.begin; sub < subs.end; sub++) chunk.ahead_of_keys[sub] = ahead_.next();
-        for (int sub = subs.begin; sub < subs.end; sub++) chunk.ahead_of_values[sub] = ahead_.next();
+        for (int sub = subs.begin; sub < subs.end; sub++)
+            chunk.ahead_of_values[sub] = op_.values ? ahead_.next() : chunk.ahead_of_keys[sub];
         return chunk;
     }
 
@@ -139,7 +141,7 @@ class TaskRunner {
         for (int r = 0; r < num_rows_; r++) {
             const int head = task.kv_head * group_ + r % group_;
             const int token = step_.query_start[task.row] + task.first_query + r / group_;
-            const int column = head * op_.head_dim;
+            const int column = head * value_dim(op_);
             const size_t at = static_cast<size_t>(token) * op_.out_stride + column;
             const float factor = normaliser(state, r, op_.sinks ? op_.sinks + head : nullptr);
             const float* weighted = state.weighted + static_cast<size_t>(r) * state.width;
@@ -154,10 +156,11 @@ class TaskRunner {
     // be either.
     template <class Row>
     void write_row(Row row, int column, const float* weighted, float factor) const {
+        const int dim = value_dim(op_);
         int d = 0;
-        if (op_.head_dim % kLanes == 0)  // then no vector crosses the border of a tile
-            for (; d < op_.head_dim; d += kLanes) store(row + (column + d), load(weighted + d) * factor + 0.0f);
-        for (; d < op_.head_dim; d++) set(row[column + d], weighted[d] * factor + 0.0f);
+        if (dim % kLanes == 0)  // then no vector crosses the border of a tile
+            for (; d < dim; d += kLanes) store(row + (column + d), load(weighted + d) * factor + 0.0f);
+        for (; d < dim; d++) set(row[column + d], weighted[d] * factor + 0.0f);
     }
 
     const AttentionOp& op_;
@@ -172,7 +175,8 @@ class TaskRunner {
 };
 
 template <class Kernel>
-inline void attend(Worker& worker, const AttentionOp& op, const Step& step, char* scratch) {
+inline void attend(Worker& worker, const AttentionOp& given, const Step& step, char* scratch) {
+    const AttentionOp op = with_heads_shared(given, step, worker.size);
     const Places places(op, step);
     const Plan plan = plan_tasks(places, worker.size);
     Carver shared(scratch);
@@ -212,7 +216,8 @@ inline auto with_kernel(const AttentionOp& op, F&& f) {
     return f(std::type_identity<VectorKernel<float>>{});
 }
 
-inline size_t attention_scratch_bytes(const AttentionOp& op, const Step& step, int num_threads) {
+inline size_t attention_scratch_bytes(const AttentionOp& given, const Step& step, int num_threads) {
+    const AttentionOp op = with_heads_shared(given, step, num_threads);
     const Plan plan = plan_tasks(Places(op, step), num_threads);
     return with_kernel(op, [&]<class Kernel>(std::type_identity<Kernel>) {
         Carver shared(nullptr);

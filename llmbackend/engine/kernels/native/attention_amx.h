@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "amx.h"
+#include "attention_latent.h"
 #include "attention_plan.h"
 #include "attention_softmax.h"
 #include "memory.h"
@@ -97,17 +98,19 @@ inline void copy_row(const bf16* from, int count, bf16* to) {
 class TileKernel {
   public:
     using Element = bf16;
-    static int padded_dim(const AttentionOp& op) { return (op.head_dim + kDepth - 1) / kDepth * kDepth; }
+    static int padded(int dim) { return (dim + kDepth - 1) / kDepth * kDepth; }
+    static int value_width(const AttentionOp& op) { return padded(value_dim(op)); }
     static int padded_rows(int num_rows) { return (num_rows + amx::kTileRows - 1) / amx::kTileRows * amx::kTileRows; }
 
     TileKernel(const AttentionOp& op, int max_rows, Carver& memory)
-        : dim_(op.head_dim), whole_(dim_ / kDepth * kDepth), padded_dim_(padded_dim(op)), pads_(dim_ != padded_dim_),
+        : dim_(op.head_dim), whole_(dim_ / kDepth * kDepth), padded_dim_(padded(dim_)), value_dim_(value_dim(op)),
+          value_width_(value_width(op)), pads_(dim_ != padded_dim_),
           block_size_(op.block_size), softcap_(op.softcap), scaling_(op.scaling),
           q_(memory.take<bf16>(static_cast<size_t>(padded_rows(max_rows)) * padded_dim_)),
           weights_(memory.take<bf16>(static_cast<size_t>(padded_rows(max_rows)) * kChunk)),
           scores_(memory.take<float>(static_cast<size_t>(padded_rows(max_rows)) * kChunk)),
           rest_of_keys_(memory.take<bf16>(pads_ ? kChunkBlocks * kRestSize : 0)),
-          rest_of_values_(memory.take<bf16>(pads_ ? kChunkBlocks * kRestSize : 0)) {}
+          rest_of_values_(memory.take<bf16>(pads_ ? kChunkBlocks * kRestSize : 0)), latent_(op, memory) {}
 
     void begin(int num_rows) {
         num_blocks_ = padded_rows(num_rows) / amx::kTileRows;
@@ -129,8 +132,9 @@ class TileKernel {
 
     // The scores of all blocks, then their softmax, then their weighted values: vectors run at half their rate beside
     // products of tiles and some 100 ns after them, and products wait some 250 ns after a pause of more than 400.
-    void visit(const Chunk<bf16>& chunk, const TaskRows& rows) {
+    void visit(Chunk<bf16> chunk, const TaskRows& rows) {
         if (pads_) copy_rest(chunk);
+        latent_.fill(chunk);
         for (int i = 0; i < num_blocks_; i++) score(chunk, block_at(i, chunk, rows));
         for (int i = 0; i < num_blocks_; i++) soften(chunk, block_at(i, chunk, rows));
         for (int i = 0; i < num_blocks_; i++) weigh(chunk, block_at(i, chunk, rows));
@@ -195,18 +199,18 @@ class TileKernel {
     void weigh(const Chunk<bf16>& chunk, const Block& block) {
         if (block.subs.end <= block.subs.begin) return;
         float* weighted = block.rows.state.weighted;
-        in_turns({0, padded_dim_ / kSumColumns}, [&](int column, auto c) { sum_values<c>(chunk, block, column); },
-                 [&](int column, auto c) { store_sums<c>(weighted + column * kSumColumns, padded_dim_); });
+        in_turns({0, value_width_ / kSumColumns}, [&](int column, auto c) { sum_values<c>(chunk, block, column); },
+                 [&](int column, auto c) { store_sums<c>(weighted + column * kSumColumns, value_width_); });
     }
 
     template <int kC>
     void sum_values(const Chunk<bf16>& chunk, const Block& block, int column) {
         const int d = column * kSumColumns;
-        load_sums<kC>(block.rows.state.weighted + d, padded_dim_);
+        load_sums<kC>(block.rows.state.weighted + d, value_width_);
         for (int sub = block.subs.begin; sub < block.subs.end; sub++) {
             ahead(chunk.ahead_of_values[sub], block, column).fetch();
             const bf16* a = weights(block) + sub * TileRow<bf16>::kSize;
-            if (d < whole_) add_product<kC>(a, chunk.values[sub] + 2 * d, 2 * sizeof(bf16) * dim_);
+            if (d < whole_) add_product<kC>(a, chunk.values[sub] + 2 * d, 2 * sizeof(bf16) * value_dim_);
             else add_product<kC>(a, rest_of_values_ + sub * kRestSize, kRestStride);
         }
     }
@@ -232,6 +236,8 @@ class TileKernel {
     const int dim_;
     const int whole_;       // dimensions in whole steps
     const int padded_dim_;  // in all
+    const int value_dim_;
+    const int value_width_;
     const bool pads_;       // there is a rest
     const int block_size_;
     const float softcap_;
@@ -241,6 +247,7 @@ class TileKernel {
     float* const scores_;         // [rows][kChunk]
     bf16* const rest_of_keys_;    // [sub-block][16][kSubBlock][2]
     bf16* const rest_of_values_;  // [sub-block][kSubBlock / 2][32][2]
+    const LatentValues<bf16> latent_;
     int tile_rows_ = amx::kTileRows;  // as tiles are configured when a worker begins
     int num_blocks_ = 0;
     int ahead_bytes_ = 0;  // see ahead()

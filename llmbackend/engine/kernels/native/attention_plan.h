@@ -64,6 +64,9 @@ struct Ahead {
 
 inline int group_size(const AttentionOp& op) { return op.num_heads / op.num_kv_heads; }
 
+// Of a head's result.
+inline int value_dim(const AttentionOp& op) { return op.values ? op.head_dim : op.value_dim; }
+
 inline int task_queries(const AttentionOp& op) { return std::clamp(kTaskRows / group_size(op), 1, kMaxTaskQueries); }
 
 // At most.
@@ -100,7 +103,8 @@ class Places {
     size_t slab(const Task& task, int position) const {
         const size_t block =
             step_.block_table[static_cast<size_t>(task.row) * step_.block_table_stride + position / op_.block_size];
-        return (block * op_.num_kv_heads + task.kv_head) * op_.head_dim * op_.block_size;
+        const size_t slab = op_.values ? block * op_.num_kv_heads + task.kv_head : block;
+        return slab * op_.head_dim * op_.block_size;
     }
 
   private:
@@ -154,6 +158,19 @@ inline Task* cut_task(const Task& task, int first_part, Task* end) {
         begin = stop;
     }
     return end;
+}
+
+// Where values are parts of keys, all heads read one KV head: where there are few tasks, it counts as several, so that each
+// worker has a task. Fewer heads would take longer to make rows of values than to multiply them.
+inline AttentionOp with_heads_shared(AttentionOp op, const Step& step, int num_threads) {
+    constexpr int kLeastHeads = 4;
+    const auto count = [&] {
+        int tasks = 0;
+        Places(op, step).each_task([&](const Task&) { tasks++; });
+        return tasks;
+    };
+    while (!op.values && group_size(op) % 2 == 0 && group_size(op) > kLeastHeads && count() < num_threads) op.num_kv_heads *= 2;
+    return op;
 }
 
 // Fills in the plan; long tasks come first, so that all workers finish at about the same time.
@@ -218,7 +235,7 @@ class LookAhead {
     void advance() {
         if (++sub_ < subs_.end) return;
         sub_ = subs_.begin;
-        if (!values_) values_ = true;
+        if (!values_ && op_.values) values_ = true;
         else if (start_ + kChunk < task_->key_end) enter_chunk(start_ + kChunk);
         else enter(std::exchange(following_, nullptr));
     }

@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "attention_latent.h"
 #include "attention_plan.h"
 #include "attention_softmax.h"
 #include "fixed16.h"
@@ -117,7 +118,7 @@ struct RowBlock {
 
 struct HeadShape {
     int dim;
-    int padded_dim;  // a multiple of kLanes: the width of values
+    int value_width;  // of rows of values: a multiple of kLanes
     int block_size;
     float softcap;
 };
@@ -195,7 +196,7 @@ inline void weigh_columns(const HeadShape& shape, const Chunk<T>& chunk, const S
         const int num_pairs = (end - at < kSubBlock ? end - at + 1 : kSubBlock) / 2;
         Ahead ahead{chunk.ahead_of_values[sub] + (d / (kVectors * kLanes)) * (kSubBlock / 2) * ahead_bytes, ahead_bytes};
         const T* values = chunk.values[sub] + kColumnStep<T> * d;
-        multiply<kChunk, 1>(weights + at, values, shape.padded_dim, num_pairs, ahead, c);
+        multiply<kChunk, 1>(weights + at, values, shape.value_width, num_pairs, ahead, c);
     }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) end_sums(state.weighted + r * state.width + d + v * kLanes, units[r], c[r][v]);
@@ -231,9 +232,9 @@ void visit_chunk(const HeadShape& shape, const Chunk<T>& chunk, const RowBlock<T
     }
     const int end = std::min(stop, rows.last[R - 1] + 1 - chunk.start);
     int d = 0;
-    for (; d + kVectors * kLanes <= shape.padded_dim; d += kVectors * kLanes)
+    for (; d + kVectors * kLanes <= shape.value_width; d += kVectors * kLanes)
         weigh_columns<kVectors, T, R>(shape, chunk, rows.state, weights, units, begin, end, ahead_bytes, d);
-    if (d < shape.padded_dim)
+    if (d < shape.value_width)
         weigh_columns<1, T, R>(shape, chunk, rows.state, weights, units, begin, end, ahead_bytes, d);
 }
 
@@ -256,14 +257,15 @@ template <class T>
 class VectorKernel {
   public:
     using Element = T;
-    static int padded_dim(const AttentionOp& op) { return (op.head_dim + kLanes - 1) / kLanes * kLanes; }
+    static int value_width(const AttentionOp& op) { return (value_dim(op) + kLanes - 1) / kLanes * kLanes; }
     static int padded_rows(int num_rows) { return num_rows; }
 
     VectorKernel(const AttentionOp& op, int max_rows, Carver& memory)
-        : shape_{op.head_dim, padded_dim(op), op.block_size, op.softcap}, scaling_(op.scaling),
+        : shape_{op.head_dim, value_width(op), op.block_size, op.softcap}, scaling_(op.scaling),
           q_(memory.take<Factor<T>>(static_cast<size_t>(max_rows) * shape_.dim)), q_units_(memory.take<float>(max_rows)),
           units_(memory.take<float>(kIsFixed<T> ? 2 * kChunk : 0)),
-          padded_values_(memory.take<T>(shape_.padded_dim == shape_.dim ? 0 : kChunk * shape_.padded_dim)) {}
+          pads_(value_dim(op) != shape_.value_width), padded_values_(memory.take<T>(pads_ ? kChunk * shape_.value_width : 0)),
+          latent_(op, memory) {}
 
     void begin(int num_rows) {
         num_rows_ = num_rows;
@@ -278,7 +280,8 @@ class VectorKernel {
     }
 
     void visit(Chunk<T> chunk, const TaskRows& rows) {
-        if (shape_.padded_dim != shape_.dim) pad_values(chunk);
+        if (pads_) pad_values(chunk);
+        latent_.fill(chunk);
         if constexpr (kIsFixed<T>) read_units(chunk);
         for (int r = 0; r < num_rows_; r += rows_per_block_) {
             const int size = std::min(rows_per_block_, num_rows_ - r);
@@ -323,13 +326,13 @@ class VectorKernel {
         }
     }
 
-    // Copies the values of a chunk to rows of padded_dim, where head_dim is no multiple of a vector.
+    // Copies the values of a chunk to rows of value_width, where head_dim is no multiple of a vector.
     void pad_values(Chunk<T>& chunk) const {
         constexpr int kStep = kColumnStep<T>;
-        const int width = kStep * shape_.padded_dim, used = kStep * shape_.dim;
+        const int width = kStep * shape_.value_width, used = kStep * shape_.dim;
         for (int sub = 0; sub < kChunkBlocks; sub++) {
             if (chunk.values[sub] == nullptr) continue;
-            T* to = padded_values_ + sub * kSubBlock * shape_.padded_dim;
+            T* to = padded_values_ + sub * kSubBlock * shape_.value_width;
             for (int i = 0; i < kSubBlock / kStep; i++) {
                 std::memcpy(to + i * width, chunk.values[sub] + i * used, used * sizeof(T));
                 std::memset(to + i * width + used, 0, (width - used) * sizeof(T));
@@ -343,7 +346,9 @@ class VectorKernel {
     Factor<T>* const q_;
     float* const q_units_;  // see RowBlock
     float* const units_;    // fixed16: of a chunk's keys, then of its values
+    const bool pads_;
     T* const padded_values_;
+    const LatentValues<T> latent_;
     int num_rows_ = 0;
     int rows_per_block_ = 0;
 };

@@ -22,8 +22,9 @@ namespace llmb {
 
 namespace experts {
 
-// The linear layer of one expert, whose y and quantised x begin at place 0.
-inline LinearOp linear_of(const ExpertsOp& op, int expert) {
+// The linear layer of one expert, or head, whose y and quantised x begin at place 0.
+template <class Op>
+LinearOp linear_of(const Op& op, int expert) {
     LinearOp linear = op.linear;
     const auto move = [&](auto& pointer, int64_t bytes) {
         using Pointer = std::remove_reference_t<decltype(pointer)>;
@@ -65,10 +66,10 @@ struct Int8Kind {
     int chunk_rows, sums_rows;
     int32_t* sums;  // this thread's
 
-    Int8Kind(const ExpertsOp& op, int places, Carver& memory, int rank, int num_threads)
-        : x(memory, places, op.linear.k) {
-        chunk_rows = int8::Plan::most_rows(op.linear.k);
-        sums_rows = int8::Plan::rows_of_sums(op.linear.k, chunk_rows);
+    Int8Kind(const LinearOp& op, int places, Carver& memory, int rank, int num_threads)
+        : x(memory, places, op.k) {
+        chunk_rows = int8::Plan::most_rows(op.k);
+        sums_rows = int8::Plan::rows_of_sums(op.k, chunk_rows);
         const size_t own = static_cast<size_t>(2) * sums_rows * kPanel;
         sums = memory.take<int32_t>(own * num_threads) + own * rank;
     }
@@ -84,8 +85,8 @@ struct Int4Kind {
     int4::GroupedRows x;
     int chunk_rows;
 
-    Int4Kind(const ExpertsOp& op, int places, Carver& memory, int, int) : x(memory, places, op.linear.k) {
-        chunk_rows = int4::most_rows(op.linear.k);
+    Int4Kind(const LinearOp& op, int places, Carver& memory, int, int) : x(memory, places, op.k) {
+        chunk_rows = int4::most_rows(op.k);
     }
     void fill(const LinearOp& row, int place) { x.fill(row, place); }
     void copy(int from, int to) {
@@ -102,8 +103,8 @@ struct GgmlKind {
     ggml::Rows x;
     int chunk_rows;
 
-    GgmlKind(const ExpertsOp& op, int places, Carver& memory, int, int) : x(memory, places, op.linear) {
-        chunk_rows = ggml::most_rows(op.linear.k);
+    GgmlKind(const LinearOp& op, int places, Carver& memory, int, int) : x(memory, places, op) {
+        chunk_rows = ggml::most_rows(op.k);
     }
     void fill(const LinearOp& row, int place) { x.fill(row, place); }
     void copy(int from, int to) {
@@ -124,7 +125,7 @@ struct FloatKind {
     float* sums;  // this thread's
     int chunk_rows = panels::kChunkRows;
 
-    FloatKind(const ExpertsOp& op, int places, Carver& memory, int rank, int num_threads) : stride(panels::widened_stride(op.linear.k)) {
+    FloatKind(const LinearOp& op, int places, Carver& memory, int rank, int num_threads) : stride(panels::widened_stride(op.k)) {
         const size_t own = panels::sums_bytes(std::min(places, chunk_rows)) / sizeof(float);
         sums = memory.take<float>(own * num_threads) + own * rank;
         data = memory.take<X>(static_cast<size_t>(places) * stride);
@@ -183,6 +184,12 @@ class Cursor {
 constexpr int kPieceBytes = 256 << 10;  // of weights, about, that a thread takes at a time
 constexpr int kMostPanels = panels::kPiecePanels;
 
+// Panels of a piece.
+template <class Op>
+int grain_of(const Op& op) {
+    return std::clamp(static_cast<int>(kPieceBytes / (op.weight_bytes / num_panels(op.linear.n))), 1, kMostPanels);
+}
+
 template <class Kind>
 void fill_rows(Worker& worker, const ExpertsOp& op, const Step& step, Kind& kind) {
     const int rows = step.num_tokens * (op.places ? 1 : op.top_k);
@@ -203,12 +210,10 @@ void fill_rows(Worker& worker, const ExpertsOp& op, const Step& step, Kind& kind
 template <class Kind>
 void run(Worker& worker, const ExpertsOp& op, const Step& step, char* scratch) {
     Carver memory(scratch);
-    Kind kind(op, step.num_tokens * op.top_k, memory, worker.rank, worker.size);
+    Kind kind(op.linear, step.num_tokens * op.top_k, memory, worker.rank, worker.size);
     fill_rows(worker, op, step, kind);
     Cursor cursor(op, kind.chunk_rows);
-    const int64_t panel_bytes = op.weight_bytes / num_panels(op.linear.n);
-    const int grain = std::clamp(static_cast<int>(kPieceBytes / panel_bytes), 1, kMostPanels);
-    worker.share(cursor.count(), grain, [&](int begin, int end) {
+    worker.share(cursor.count(), grain_of(op), [&](int begin, int end) {
         cursor.tasks(begin, end, [&](int expert, int first, int last, int panel, int panel_end) {
             kind.run(linear_of(op, expert), first, last, panel, panel_end);
         });
@@ -218,14 +223,13 @@ void run(Worker& worker, const ExpertsOp& op, const Step& step, char* scratch) {
 template <class Kind>
 size_t scratch_bytes(const ExpertsOp& op, const Step& step, int num_threads) {
     Carver counted(nullptr);
-    const Kind kind(op, step.num_tokens * op.top_k, counted, 0, num_threads);
+    const Kind kind(op.linear, step.num_tokens * op.top_k, counted, 0, num_threads);
     return counted.used();
 }
 
 // Calls f with a value of the kind of these weights.
 template <class F>
-auto with_kind(const ExpertsOp& op, F&& f) {
-    const Type type = op.linear.weight_type;
+auto with_kind(Type type, F&& f) {
     if (is_ggml(type)) return f.template operator()<GgmlKind>();
     if (is_int4(type)) return f.template operator()<Int4Kind>();
     if (type == Type::kInt8) return f.template operator()<Int8Kind>();
@@ -240,11 +244,11 @@ auto with_kind(const ExpertsOp& op, F&& f) {
 }  // namespace experts
 
 inline size_t experts_scratch_bytes(const ExpertsOp& op, const Step& step, int num_threads) {
-    return experts::with_kind(op, [&]<class Kind>() { return experts::scratch_bytes<Kind>(op, step, num_threads); });
+    return experts::with_kind(op.linear.weight_type, [&]<class Kind>() { return experts::scratch_bytes<Kind>(op, step, num_threads); });
 }
 
 inline void multiply_experts(Worker& worker, const ExpertsOp& op, const Step& step, char* scratch) {
-    experts::with_kind(op, [&]<class Kind>() { experts::run<Kind>(worker, op, step, scratch); });
+    experts::with_kind(op.linear.weight_type, [&]<class Kind>() { experts::run<Kind>(worker, op, step, scratch); });
 }
 
 }  // namespace llmb

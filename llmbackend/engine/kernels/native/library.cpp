@@ -13,6 +13,7 @@
 #include "experts.h"
 #include "gate.h"
 #include "glibc.h"
+#include "heads.h"
 #include "linear.h"
 #include "lora.h"
 #include "memory.h"
@@ -60,6 +61,7 @@ inline size_t scratch_bytes(const void* op, const Step& step, int num_threads) {
         case Kind::kLora: return lora_scratch_bytes(*static_cast<const LoraOp*>(op), num_threads);
         case Kind::kAttention: return attention_scratch_bytes(*static_cast<const AttentionOp*>(op), step, num_threads);
         case Kind::kExperts: return experts_scratch_bytes(*static_cast<const ExpertsOp*>(op), step, num_threads);
+        case Kind::kHeads: return heads_scratch_bytes(*static_cast<const HeadsOp*>(op), step, num_threads);
         default: return 0;
     }
 }
@@ -72,6 +74,7 @@ inline void run_op(Worker& worker, const void* op, const Step& step, char* scrat
         case Kind::kRotary: return rotary(worker, *static_cast<const RotaryOp*>(op), step);
         case Kind::kLora: return multiply_loras(worker, *static_cast<const LoraOp*>(op), scratch);
         case Kind::kAttention: return attention(worker, *static_cast<const AttentionOp*>(op), step, scratch);
+        case Kind::kHeads: return multiply_heads(worker, *static_cast<const HeadsOp*>(op), step, scratch);
         case Kind::kRoute: return route_tokens(worker, *static_cast<const RouteOp*>(op), step);
         case Kind::kExperts: return multiply_experts(worker, *static_cast<const ExpertsOp*>(op), step, scratch);
         case Kind::kMix: return mix(worker, *static_cast<const MixOp*>(op), step);
@@ -130,7 +133,7 @@ LLMB_EXPORT void llmb_sizes(int32_t* sizes) {
                           sizeof(llmb::LoraMatrices), sizeof(llmb::LoraStep), sizeof(llmb::LoraOp),
                           sizeof(llmb::RouteOp),  sizeof(llmb::ExpertsOp), sizeof(llmb::MixOp),
                           sizeof(llmb::ConvOp),   sizeof(llmb::ScanOp),   sizeof(llmb::GateOp),
-                          sizeof(llmb::ArrangeOp)};
+                          sizeof(llmb::ArrangeOp), sizeof(llmb::HeadsOp)};
     for (size_t i = 0; i < std::size(all); i++) sizes[i] = static_cast<int32_t>(all[i]);
 }
 

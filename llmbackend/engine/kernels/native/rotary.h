@@ -97,7 +97,7 @@ inline void store_half(bf16* to, int odd, Ints pairs, int count) {
 #endif
 }
 
-// KV memory of one head in one block. Position `offset` is a column of keys [dim][block_size] and a row of values
+// KV memory of one head in one block; values may be null. Position `offset` is a column of keys [dim][block_size] and a row of values
 // [block_size][dim], or, in 16 bits, of [dim/2][block_size][2] and [block_size/2][dim][2].
 template <class T>
 struct Slab {
@@ -108,11 +108,10 @@ struct Slab {
 };
 
 inline void write_position(const Slab<float>& slab, int offset, const float* k, const float* v) {
+    for (int d = 0; d < slab.dim; d++) slab.keys[static_cast<size_t>(d) * slab.block_size + offset] = finite(k[d]);
+    if (slab.values == nullptr) return;
     float* value = slab.values + static_cast<size_t>(offset) * slab.dim;
-    for (int d = 0; d < slab.dim; d++) {
-        slab.keys[static_cast<size_t>(d) * slab.block_size + offset] = finite(k[d]);
-        value[d] = finite(v[d]);
-    }
+    for (int d = 0; d < slab.dim; d++) value[d] = finite(v[d]);
 }
 
 inline void write_position(const Slab<fixed16>& slab, int offset, const float* k, const float* v) {
@@ -135,12 +134,14 @@ inline void write_positions(const Slab<bf16>& slab, int offset, const float* k, 
             const Ints keys = finite_bf16(load_some(k + i * stride + d, count));
             std::memcpy(lanes[i], &keys, sizeof keys);
             for (int j = 0; j < kLanes / 2; j++) pairs[j][i] = lanes[i][2 * j] >> 16 | lanes[i][2 * j + 1];
+            if (slab.values == nullptr) continue;
             const Ints upper = finite_bf16(load_some(v + i * stride + d, count));
             values |= (offset + i) % 2 ? upper : upper >> 16 & 0xffff;
         }
         bf16* key = slab.keys + static_cast<size_t>(d) * slab.block_size + 2 * offset;
         for (int j = 0; 2 * j < count; j++)
             std::memcpy(key + static_cast<size_t>(2 * j) * slab.block_size, pairs[j], sizeof pairs[j]);
+        if (slab.values == nullptr) continue;
         bf16* value = slab.values + static_cast<size_t>(offset / 2 * slab.dim + d) * 2;
         if constexpr (N == 2) std::memcpy(value, &values, count * sizeof(int32_t));
         else store_half(value, offset % 2, values, count);
@@ -156,7 +157,8 @@ inline void write_heads(const RotaryOp& op, const Step& step, int begin, int end
         count = std::is_same_v<T, bf16> && two ? 2 : 1;
         for (int head = first; head < last; head++) {
             const size_t at = (static_cast<size_t>(block) * op.num_kv_heads + head) * op.head_dim * op.block_size;
-            const Slab<T> slab{static_cast<T*>(op.keys) + at, static_cast<T*>(op.values) + at, op.head_dim, op.block_size};
+            T* const values = op.values ? static_cast<T*>(op.values) + at : nullptr;
+            const Slab<T> slab{static_cast<T*>(op.keys) + at, values, op.head_dim, op.block_size};
             const size_t from = static_cast<size_t>(token) * op.stride + head * op.head_dim;
             if constexpr (!std::is_same_v<T, bf16>) write_position(slab, offset, op.k + from, op.v + from);
             else if (two) write_positions<2>(slab, offset, op.k + from, op.v + from, op.stride);
@@ -171,12 +173,20 @@ inline void write_kv(const RotaryOp& op, const Step& step, int begin, int end, i
     else write_heads<float>(op, step, begin, end, first, last);
 }
 
+// Query heads first..last-1 get what is rotated of them.
+inline void place_turned(const RotaryOp& op, float* q, int token, int first, int last) {
+    const float* from = op.turned + static_cast<size_t>(token) * op.turned_stride;
+    for (int head = first; head < last; head++)
+        std::memcpy(q + head * (op.head_dim + op.q_gap), from + head * op.turned_step, op.rotary_dim * sizeof(float));
+}
+
 // KV heads first..last-1 of a token and the query heads that attend to them.
 inline void rotate_token(const RotaryOp& op, const Step& step, int token, int first, int last) {
     const size_t row = static_cast<size_t>(token) * op.stride;
     const int group = op.num_heads / op.num_kv_heads;
     float* q = op.q + row;
     float* k = op.k + row;
+    if (op.turned) place_turned(op, q, token, first * group, last * group);
     const auto normalise = [&] {
         if (op.q_norm) normalise_heads(op, q, op.q_norm, first * group, last * group, op.q_gap);
         if (op.k_norm) normalise_heads(op, k, op.k_norm, first, last, 0);

@@ -82,7 +82,7 @@ class Choice {
             bool seen[kMostExperts] = {};
             const int first = largest(own, seen, size);
             seen[first] = true;
-            sums[group] = own[first] + own[largest(own, seen, size)];
+            sums[group] = own[first] + (op_.of_group > 1 ? own[largest(own, seen, size)] : 0.0f);
         }
         for (int i = 0; i < op_.top_groups; i++) group_taken[largest(sums, group_taken, op_.groups)] = true;
         for (int i = 0; i < op_.num_experts; i++) taken_[i] = !group_taken[i / size];

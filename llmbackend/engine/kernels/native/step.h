@@ -65,6 +65,7 @@ enum class Kind : int32_t {
     kLinear = 2,
     kRotary = 3,
     kAttention = 4,
+    kHeads = 5,     // step_heads.h
     kLora = 8,
     kRoute = 16,    // these: step_experts.h
     kExperts = 17,
@@ -210,6 +211,7 @@ struct LinearOp {
 // their slot. KV memory of one layer, bfloat16: keys [block][kv_head][dim/2][block_size][2],
 // values [block][kv_head][block_size/2][dim][2]; fixed16 (fixed16.h) alike; float32: keys [block][kv_head][dim][block_size],
 // values [block][kv_head][block_size][dim]. What is written is finite (a NaN becomes 0, an infinity the largest number).
+// Without `values` keys alone are written.
 struct RotaryOp {
     Kind kind;
     Type kv_type;
@@ -222,6 +224,7 @@ struct RotaryOp {
     const float* q_cos_sin; // of queries; null: as of keys
     const float* q_norm;    // [head_dim] (or [num_heads * head_dim] with norm_whole), or null
     const float* k_norm;
+    const float* turned;    // [tokens, turned_stride]: what is rotated of each head of q is copied from here; null: it is there
     int32_t stride;         // of q, k and v, in elements
     int32_t num_heads;
     int32_t num_kv_heads;
@@ -233,6 +236,8 @@ struct RotaryOp {
     int32_t q_gap;          // elements between a head of q and the next
     int32_t pairs;          // 1: neighbours (2i, 2i + 1) are rotated together; 0: (i, i + rotary_dim / 2)
     int32_t norm_last;      // 1: heads are normalised after they are rotated
+    int32_t turned_stride;
+    int32_t turned_step;    // elements from head to head
     int32_t padding;
 };
 
@@ -242,9 +247,9 @@ struct AttentionOp {
     Type kv_type;
     const float* q;         // [tokens, q_stride]: num_heads * (head_dim + q_gap)
     const void* keys;       // as RotaryOp writes them
-    const void* values;
+    const void* values;     // null: the last value_dim dimensions of a key are the value, of one KV head and not in fixed16
     const float* sinks;     // [num_heads] or null: one extra score without a value
-    void* out;              // [tokens, out_stride]: num_heads * head_dim
+    void* out;              // [tokens, out_stride]: num_heads * head_dim, or without `values` num_heads * value_dim
     int32_t q_stride;
     int32_t out_stride;
     int32_t num_heads;
@@ -256,7 +261,7 @@ struct AttentionOp {
     float scaling;
     float softcap;          // 0: off
     int32_t q_gap;
-    int32_t padding;
+    int32_t value_dim;      // without `values`: a multiple of 32
 };
 
 }  // namespace llmb

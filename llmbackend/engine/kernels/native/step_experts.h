@@ -16,8 +16,8 @@ enum class Scores : int32_t {
 };
 
 // Which experts each token has, their shares, and the places of all pairs. Chosen are the largest of scores + correction,
-// of equal ones the lowest number; with groups, among the experts of the top_groups groups whose two largest of these have
-// the largest sum. A share is the expert's score, divided by epsilon + the sum of the chosen scores if `renormalises`, times
+// of equal ones the lowest number; with groups, among the experts of the top_groups groups whose largest of these, one or
+// two, have the largest sum. A share is the expert's score, divided by epsilon + the sum of the chosen scores if `renormalises`, times
 // factor.
 struct RouteOp {
     Kind kind;
@@ -36,6 +36,8 @@ struct RouteOp {
     int32_t renormalises;
     float factor;
     float epsilon;
+    int32_t of_group;         // how many of a group's largest count: 1 or 2
+    int32_t padding;
 };
 
 // The linear layer of every expert on the rows of its pairs. `linear` is that of expert 0; the others' panels, scales and

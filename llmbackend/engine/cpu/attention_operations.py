@@ -1,0 +1,99 @@
+"""The operations between a layer's projections: rotation, the write of keys and values, attention and its gate.
+
+For: cpu/decoder_program.py. Does not know: layers, their order.
+"""
+
+from __future__ import annotations
+
+from ..kernels.operations import AttentionOp, GateNorm, GateOp, Kind, RotaryOp
+from .buffers import Buffer
+from .native_memory import NativeLayerCache
+from .packed_decoder import Memories, PackedAttention
+from .packed_parts import ArrayAt
+
+
+def rotary_op(
+    attention: PackedAttention, cache: NativeLayerCache, qkv: Buffer, memories: Memories, turned: Buffer | None = None,
+    turned_step: int = 0,
+) -> RotaryOp:  # fmt: skip
+    """qkv: queries, keys and values, side by side. turned: what is rotated of queries, turned_step columns from head to
+    head; None: it is in qkv."""
+    keys = qkv.from_column(attention.num_heads * cache.head_dim * (1 + attention.is_gated))
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    return RotaryOp(
+        kind=Kind.ROTARY,
+        kv_type=cache.type,
+        q=qkv.address,
+        k=keys.address,
+        v=keys.from_column(cache.num_kv_heads * cache.head_dim).address,
+        keys=cache.keys,
+        values=cache.values,
+        cos_sin=_address(attention.cos_sin, memories),
+        q_cos_sin=_address(attention.q_cos_sin, memories),
+        q_norm=_address(q_norm.weight if q_norm else None, memories),
+        k_norm=_address(k_norm.weight if k_norm else None, memories),
+        stride=qkv.stride,
+        num_heads=attention.num_heads,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        rotary_dim=0 if attention.cos_sin is None else attention.cos_sin.shape[1],
+        block_size=cache.block_size,
+        norm_whole=attention.norm_whole,
+        eps=q_norm.eps if q_norm else 0.0,
+        pairs=attention.pairs,
+        norm_last=attention.norm_last,
+        q_gap=cache.head_dim * attention.is_gated,
+        turned=None if turned is None else turned.address,
+        turned_stride=0 if turned is None else turned.stride,
+        turned_step=turned_step,
+    )
+
+
+def attention_op(
+    attention: PackedAttention, cache: NativeLayerCache, qkv: Buffer, out: Buffer, memories: Memories
+) -> AttentionOp:
+    return AttentionOp(
+        kind=Kind.ATTENTION,
+        kv_type=cache.type,
+        q=qkv.address,
+        keys=cache.keys,
+        values=cache.values,
+        sinks=_address(attention.sinks, memories),
+        out=out.address,
+        q_stride=qkv.stride,
+        out_stride=out.stride,
+        num_heads=attention.num_heads,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        block_size=cache.block_size,
+        window=attention.sliding_window,
+        out_type=out.type,
+        scaling=attention.scaling,
+        softcap=attention.softcap,
+        q_gap=cache.head_dim * attention.is_gated,
+        value_dim=cache.head_dim if attention.latent is None else attention.latent.rank,
+    )
+
+
+def attention_gate(attention: PackedAttention, x: Buffer, qkv: Buffer, out: Buffer) -> GateOp:
+    """x times the sigmoid of the gates that follow each head's queries."""
+    head_dim = attention.head_dim
+    return GateOp(
+        kind=Kind.GATE,
+        norm=GateNorm.NONE,
+        x=x.address,
+        z=qkv.from_column(head_dim).address,
+        out=out.address,
+        x_stride=x.stride,
+        z_stride=qkv.stride,
+        z_group_stride=2 * head_dim,
+        out_stride=out.stride,
+        group=head_dim,
+        num_groups=attention.num_heads,
+        out_type=out.type,
+        is_sigmoid=1,
+    )
+
+
+def _address(array: ArrayAt | None, memories: Memories) -> int | None:
+    return None if array is None else memories.address(array)
