@@ -3,15 +3,16 @@
 Does not know: types, values. Invariant: a tensor of the file that no rule names keeps its name, by which the check of
 the checkpoint refuses it. Source: llama.cpp's conversion, which this undoes: it orders rows and columns (orders.py),
 adds 1 to norms of Gemma and Qwen3.5, keeps a recurrence's decay itself instead of its logarithm, and may join queries,
-keys and values.
+keys and values, or divide a gate and its up.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -89,7 +90,41 @@ _SHARED_EXPERT: Final = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+
+
+def _mamba(outer: str) -> dict[str, str]:
+    inner = {"in": "in_proj", "conv1d": "conv1d", "norm": "norm", "out": "out_proj"}
+    inner |= {"a": "A_log", "d": "D", "dt.bias": "dt_bias"}
+    return {f"ssm_{part}": f"{outer}.{name}" for part, name in inner.items()}
+
+
+_SEPARATE: Final = {
+    "ffn_norm": "pre_ff_layernorm.weight",  # of Falcon-H1, without a kind
+    "ffn_norm.weight": "pre_ff_layernorm.weight",
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+    "output_norm": "model.final_layernorm",
+}
+_GRANITE_HYBRID: Final = {
+    "ffn_gate_inp": "block_sparse_moe.router",
+    **{f"ffn_{part}{ending}": "shared_mlp.input_linear" for part in ("gate", "up") for ending in ("", "_shexp")},
+    **{f"ffn_down{ending}": "shared_mlp.output_linear" for ending in ("", "_shexp")},
+}
+_NEMOTRON_H: Final = {
+    "attn_norm": "norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "token_embd": "model.embeddings",
+    "output_norm": "model.norm_f",
+}
 _CONVOLUTIONS: Final = ("shortconv.conv", "ssm_conv1d")
+_FLAT: Final = ("ssm_a", "ssm_d", "ssm_norm")
+"""Vectors, which files may have as matrices."""
 _TOP: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _NAME: Final = re.compile(r"(?:blk\.(\d{1,4})\.)?([\w.]+?)(?:\.(weight|bias))?")
 _IN_THE_CONFIG: Final = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight")
@@ -109,11 +144,16 @@ class Family:
     """Whether the rows of queries and keys are ordered by pairs."""
     adds_one: bool = False
     """Whether norms have 1 added, except those of recurrences."""
-    has_experts: bool = False
+    experts: str = ""
+    """The module that has them, within a layer; "": there are none."""
     transposes_experts: bool = False
     """Whether transformers has their matrices as [inputs, outputs]."""
     takes_turns: bool = False
     """Whether a recurrence's heads of values are ordered by turns."""
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(self.experts)
 
     def name(self, part: str, kind: str | None, of_layer: bool) -> str | None:
         """Of the model's tensor, within its layer."""
@@ -130,25 +170,33 @@ FAMILIES: Final = {
         Family("llama", "llama", "LlamaForCausalLM", by_pairs=True),
         Family("qwen2", "qwen2", "Qwen2ForCausalLM"),
         Family("qwen3", "qwen3", "Qwen3ForCausalLM"),
-        Family("qwen2moe", "qwen2_moe", "Qwen2MoeForCausalLM", _MOE | _SHARED_EXPERT, has_experts=True),
-        Family("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", _MOE, has_experts=True),
-        Family("olmoe", "olmoe", "OlmoeForCausalLM", _MOE, has_experts=True),
-        Family("gpt-oss", "gpt_oss", "GptOssForCausalLM", _GPT_OSS, has_experts=True, transposes_experts=True),
+        Family("qwen2moe", "qwen2_moe", "Qwen2MoeForCausalLM", _MOE | _SHARED_EXPERT, experts="mlp.experts"),
+        Family("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", _MOE, experts="mlp.experts"),
+        Family("olmoe", "olmoe", "OlmoeForCausalLM", _MOE, experts="mlp.experts"),
+        Family("gpt-oss", "gpt_oss", "GptOssForCausalLM", _GPT_OSS, experts="mlp.experts", transposes_experts=True),
         Family("gemma2", "gemma2", "Gemma2ForCausalLM", _GEMMA, adds_one=True),
         Family("gemma3", "gemma3_text", "Gemma3ForCausalLM", _GEMMA, adds_one=True),
         Family("phi3", "phi3", "Phi3ForCausalLM", _PHI),
         Family("granite", "granite", "GraniteForCausalLM", by_pairs=True),
         Family("smollm3", "smollm3", "SmolLM3ForCausalLM", by_pairs=True),
         Family("lfm2", "lfm2", "Lfm2ForCausalLM", _LFM2),
+        Family(
+            "granitehybrid", "granitemoehybrid", "GraniteMoeHybridForCausalLM", _mamba("mamba") | _GRANITE_HYBRID,
+            by_pairs=True, experts="block_sparse_moe.experts",
+        ),
+        Family("falcon-h1", "falcon_h1", "FalconH1ForCausalLM", _mamba("mamba") | _SEPARATE),
+        Family("nemotron_h", "nemotron_h", "NemotronHForCausalLM", _mamba("mixer") | _NEMOTRON_H, by_pairs=True),
         Family("qwen35", "qwen3_5_text", "Qwen3_5ForCausalLM", _QWEN35, adds_one=True, takes_turns=True),
         Family(
             "qwen35moe", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _QWEN35 | _MOE | _SHARED_EXPERT,
-            adds_one=True, has_experts=True, takes_turns=True,
+            adds_one=True, experts="mlp.experts", takes_turns=True,
         ),
     )
 }  # fmt: skip
-_MIXTRAL: Final = Family("llama", "mixtral", "MixtralForCausalLM", _MOE, by_pairs=True, has_experts=True)
+_MIXTRAL: Final = Family("llama", "mixtral", "MixtralForCausalLM", _MOE, by_pairs=True, experts="mlp.experts")
 """A Llama with experts."""
+_BAMBA: Final = Family("granitehybrid", "bamba", "BambaForCausalLM", _mamba("mamba") | _SEPARATE, by_pairs=True)
+"""A Granite hybrid whose attention knows positions."""
 
 
 def family_of(header: Header) -> Family:
@@ -156,8 +204,12 @@ def family_of(header: Header) -> Family:
     name = Fields(header.fields).text("general.architecture")
     if name not in FAMILIES:
         raise GgufError(f"its architecture is '{short(name)}', expected one of: {', '.join(FAMILIES)}")
-    is_mixtral = name == _MIXTRAL.architecture and Fields(header.fields, name).integer("expert_count", 0, least=0)
-    return _MIXTRAL if is_mixtral else FAMILIES[name]
+    fields = Fields(header.fields, name)
+    if name == _MIXTRAL.architecture and fields.integer("expert_count", 0, least=0):
+        return _MIXTRAL
+    if name == _BAMBA.architecture and fields.boolean("rope.scaling.finetuned", True):
+        return _BAMBA
+    return FAMILIES[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +228,16 @@ class ModelTensor:
     columns: Order | None = None
     undo: Callable[[Floats], Floats] | None = None
     """What makes the model's values of the file's."""
+    below: ModelTensor | None = None
+    """Whose rows follow, where the file divides the model's tensor."""
+
+    @property
+    def pieces(self) -> list[ModelTensor]:
+        return [self] if self.below is None else [self, *self.below.pieces]
+
+    @property
+    def whole_shape(self) -> Shape:
+        return sum(piece.shape[0] for piece in self.pieces), *self.shape[1:]
 
 
 def num_layers(fields: Fields) -> int:
@@ -204,7 +266,7 @@ def shapes_of(files: Sequence[Path]) -> dict[str, Shape]:
                 k = tensor.shape[1]
                 shapes[whole] = (int(expert) + 1, *((k, n) if family.transposes_experts else (n, k)))
         else:
-            shapes[name] = tensor.shape
+            shapes[name] = tensor.whole_shape
     return shapes
 
 
@@ -225,10 +287,18 @@ def model_tensors(header: Header) -> dict[str, ModelTensor]:
     for name, info in header.tensors.items():
         for model_name, tensor in file.pieces(name, info):
             if model_name in found:
-                first, second = short(found[model_name].name), short(name)
-                raise GgufError(f"its tensors '{first}' and '{second}' are both '{model_name}'")
+                tensor = _stacked(model_name, found[model_name], tensor)
             found[model_name] = tensor
     return found
+
+
+def _stacked(model_name: str, first: ModelTensor, second: ModelTensor) -> ModelTensor:
+    """A gate and its up, in whichever order the file has them."""
+    gate, up = sorted((first, second), key=lambda tensor: tensor.name)
+    is_a_pair = first.below is None and "ffn_gate" in gate.name and up.name == gate.name.replace("gate", "up")
+    if not (is_a_pair and gate.shape == up.shape):
+        raise GgufError(f"its tensors '{short(first.name)}' and '{short(second.name)}' are both '{model_name}'")
+    return replace(gate, below=up)
 
 
 class _File:
@@ -268,7 +338,7 @@ class _File:
         if layer is not None and part == _JOINED and inner is None:
             yield from self._joined(name, info, f"{outer}self_attn", kind)
         elif layer is not None and self.family.has_experts and part in _EXPERTS:
-            yield from _of_experts(name, info, f"{outer}mlp.experts", _EXPERTS[part], kind)
+            yield from _of_experts(name, info, outer + self.family.experts, _EXPERTS[part], kind)
         elif inner is None:
             yield name, ModelTensor(name, info, 0, info.shape[0], info.shape)
         else:
@@ -319,6 +389,8 @@ def _of_experts(
 def _model_shape(part: str, shape: Shape) -> Shape:
     if part in _CONVOLUTIONS and len(shape) == 2:
         return shape[0], 1, shape[1]
+    if part in _FLAT:
+        return (math.prod(shape),)
     return (1, *shape) if part == "ffn_gate_inp_shexp" and len(shape) == 1 else shape
 
 

@@ -39,6 +39,12 @@ class Fields:
             raise self._wrong(name, value, f"a number from {least} to {most}")
         return value
 
+    def multiple(self, name: str, divisor: int) -> int:
+        value = self.integer(name)
+        if value % divisor:
+            raise self._wrong(name, value, f"a multiple of {divisor}")
+        return value
+
     def number(self, name: str, default: float | None = None) -> float:
         value = self._required(name, default, "a number")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -33,7 +33,7 @@ def model_config(header: Header, token_ids: Mapping[str, Any]) -> Config:
     if fields.integer("expert_count", 0, least=0) and not family.has_experts:
         raise GgufError(f"its architecture is '{family.architecture}' with experts, which is not supported")
     config = _common(header, family, fields)
-    config |= _FAMILIES[family.architecture](header, fields, config)
+    config |= _FAMILIES[family.model_type](header, fields, config)
     return {**config, **token_ids, "dtype": _dtype(header), "architectures": [family.class_name]}
 
 
@@ -61,7 +61,7 @@ def _common(header: Header, family: Family, fields: Fields) -> Config:
         "model_type": family.model_type,
         "vocab_size": _embedding(header).shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": fields.integer("feed_forward_length", width_of_experts),
+        "intermediate_size": fields.common("feed_forward_length", width_of_experts),
         "num_hidden_layers": num_layers(fields),
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
@@ -169,23 +169,118 @@ def _vector(name: str, info: TensorInfo) -> list[float]:
 # --- families ---------------------------------------------------------------------------------------------------------
 
 
+def _mixtral(header: Header, fields: Fields, config: Config) -> Config:
+    _check_whole_rotary(fields, config)
+    return {**_expert_counts(fields, "num_local_experts"), "sliding_window": None}
+
+
 def _llama(header: Header, fields: Fields, config: Config) -> Config:
     _check_whole_rotary(fields, config)
-    if config["model_type"] == "mixtral":
-        return {**_expert_counts(fields, "num_local_experts"), "sliding_window": None}
     return {"attention_bias": _has(header, "attn_q.bias"), "mlp_bias": _has(header, "ffn_gate.bias")}
 
 
 def _granite(header: Header, fields: Fields, config: Config) -> Config:
-    scales = {
-        "logits_scaling": fields.number("logit_scale"),
+    if not fields.boolean("rope.scaling.finetuned", True):
+        raise GgufError("its field 'granite.rope.scaling.finetuned' is false: models without positions are not read")
+    return _llama(header, fields, config) | _scales_of_granite(fields, config)
+
+
+def _scales_of_granite(fields: Fields, config: Config) -> Config:
+    return {
+        "logits_scaling": fields.number("logit_scale", 1.0),
         "attention_multiplier": fields.number("attention.scale", config["head_dim"] ** -0.5),
         "embedding_multiplier": fields.number("embedding_scale", 1.0),
         "residual_multiplier": fields.number("residual_scale", 1.0),
     }
-    if not fields.boolean("rope.scaling.finetuned", True):
-        raise GgufError("its field 'granite.rope.scaling.finetuned' is false: models without positions are not read")
-    return _llama(header, fields, config) | scales
+
+
+def _granite_hybrid(header: Header, fields: Fields, config: Config) -> Config:
+    """Without experts, a layer's MLP is what with them is the shared one."""
+    experts = {"num_local_experts": 0}
+    if fields.integer("expert_count", 0, least=0):
+        experts = _expert_counts(fields, "num_local_experts")
+    kinds = _attention_layers(fields, config)
+    return {
+        **_mamba(header, fields),
+        "mamba_expand": _expansion(fields, config),
+        **_scales_of_granite(fields, config),
+        **experts,
+        "shared_intermediate_size": fields.integer("expert_shared_feed_forward_length", config["intermediate_size"]),
+        "layer_types": ["full_attention" if attends else "linear_attention" for attends in kinds],
+        "position_embedding_type": None,
+    }
+
+
+def _bamba(header: Header, fields: Fields, config: Config) -> Config:
+    """Half of each head is rotated, in every Bamba of transformers."""
+    rotary = fields.integer("rope.dimension_count", config["head_dim"])
+    if 2 * rotary != config["head_dim"]:
+        raise GgufError(
+            f"its field 'granitehybrid.rope.dimension_count' is {rotary}, expected {config['head_dim'] // 2}, half the "
+            "width of a head"
+        )
+    kinds = enumerate(_attention_layers(fields, config))
+    return {
+        **_mamba(header, fields),
+        "mamba_expand": _expansion(fields, config),
+        "attn_layer_indices": [layer for layer, attends in kinds if attends],
+    }
+
+
+def _falcon_h1(header: Header, fields: Fields, config: Config) -> Config:
+    """The file's weights contain all multipliers."""
+    _check_whole_rotary(fields, config)
+    return {
+        **_mamba(header, fields),
+        "mamba_d_ssm": fields.integer("ssm.inner_size"),
+        "mamba_rms_norm": _has(header, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "attention_bias": _has(header, "attn_q.bias"),
+        "mlp_bias": _has(header, "ffn_gate.bias"),
+    }
+
+
+def _nemotron_h(header: Header, fields: Fields, config: Config) -> Config:
+    """A layer is one thing: a recurrence, attention, or an MLP."""
+    widths = fields.numbers("feed_forward_length", config["num_hidden_layers"])
+    attends = _attention_layers(fields, config)
+    kinds = zip(attends, widths, strict=True)
+    mamba = _mamba(header, fields)
+    return {
+        "layers_block_type": [
+            "full_attention" if attention else "mlp" if width else "linear_attention" for attention, width in kinds
+        ],
+        "mamba_num_heads": mamba["mamba_n_heads"],
+        "mamba_head_dim": mamba["mamba_d_head"],
+        "n_groups": mamba["mamba_n_groups"],
+        "ssm_state_size": mamba["mamba_d_state"],
+        "conv_kernel": mamba["mamba_d_conv"],
+        "use_conv_bias": mamba["mamba_conv_bias"],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+    }
+
+
+def _mamba(header: Header, fields: Fields) -> Config:
+    """By the names of most families with Mamba2."""
+    heads = fields.integer("ssm.time_step_rank")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": fields.multiple("ssm.inner_size", heads) // heads,
+        "mamba_n_groups": fields.integer("ssm.group_count"),
+        "mamba_d_state": fields.integer("ssm.state_size"),
+        "mamba_d_conv": fields.integer("ssm.conv_kernel", most=MAX_TAPS),
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in header.tensors),
+    }
+
+
+def _expansion(fields: Fields, config: Config) -> int:
+    width: int = config["hidden_size"]
+    return fields.multiple("ssm.inner_size", width) // width
+
+
+def _attention_layers(fields: Fields, config: Config) -> list[bool]:
+    """Of each layer, whether it has key heads."""
+    return [int(heads) > 0 for heads in fields.numbers("attention.head_count_kv", config["num_hidden_layers"])]
 
 
 def _smollm3(header: Header, fields: Fields, config: Config) -> Config:
@@ -279,10 +374,8 @@ def _phi3(header: Header, fields: Fields, config: Config) -> Config:
 def _lfm2(header: Header, fields: Fields, config: Config) -> Config:
     """A layer without key heads is a convolution."""
     _check_whole_rotary(fields, config)
-    count = config["num_hidden_layers"]
-    attends = [int(heads) > 0 for heads in fields.numbers("attention.head_count_kv", count)]
     return {
-        "layer_types": ["full_attention" if each else "conv" for each in attends],
+        "layer_types": ["full_attention" if attends else "conv" for attends in _attention_layers(fields, config)],
         "norm_eps": config["rms_norm_eps"],
         "conv_L_cache": fields.integer("shortconv.l_cache", most=MAX_TAPS),
         "conv_bias": any(name.endswith("shortconv.conv.bias") for name in header.tensors),
@@ -291,19 +384,14 @@ def _lfm2(header: Header, fields: Fields, config: Config) -> Config:
 
 
 def _qwen35(header: Header, fields: Fields, config: Config) -> Config:
-    heads, inner = fields.integer("ssm.time_step_rank"), fields.integer("ssm.inner_size")
     key_heads = fields.integer("ssm.group_count")
-    for name, value, divisor in (("time_step_rank", heads, key_heads), ("inner_size", inner, heads)):
-        if value % divisor:
-            raise GgufError(
-                f"its field '{family_of(header).architecture}.ssm.{name}' is {value}, expected a multiple of {divisor}"
-            )
+    heads = fields.multiple("ssm.time_step_rank", key_heads)
     rotary = fields.integer("rope.dimension_count", config["head_dim"])
     return {
         "layer_types": _recurrent_layers(fields, config["num_hidden_layers"]),
         "linear_num_value_heads": heads,
         "linear_num_key_heads": key_heads,
-        "linear_value_head_dim": inner // heads,
+        "linear_value_head_dim": fields.multiple("ssm.inner_size", heads) // heads,
         "linear_key_head_dim": fields.integer("ssm.state_size"),
         "linear_conv_kernel_dim": fields.integer("ssm.conv_kernel", most=MAX_TAPS),
         "rope_parameters": {**config["rope_parameters"], "partial_rotary_factor": rotary / config["head_dim"]},
@@ -366,18 +454,24 @@ def _has(header: Header, name: str) -> bool:
 
 _FAMILIES: Final[Mapping[str, Callable[[Header, Fields, Config], Config]]] = {
     "llama": _llama,
+    "mixtral": _mixtral,
     "granite": _granite,
     "smollm3": _smollm3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
-    "qwen2moe": _qwen2moe,
-    "qwen3moe": _qwen3moe,
+    "qwen2_moe": _qwen2moe,
+    "qwen3_moe": _qwen3moe,
     "olmoe": _olmoe,
-    "gpt-oss": _gpt_oss,
+    "gpt_oss": _gpt_oss,
     "gemma2": _gemma2,
-    "gemma3": _gemma3,
+    "gemma3_text": _gemma3,
     "phi3": _phi3,
     "lfm2": _lfm2,
-    "qwen35": _qwen35,
-    "qwen35moe": _qwen35moe,
+    "qwen3_5_text": _qwen35,
+    "qwen3_5_moe_text": _qwen35moe,
+    "granitemoehybrid": _granite_hybrid,
+    "bamba": _bamba,
+    "falcon_h1": _falcon_h1,
+    "nemotron_h": _nemotron_h,
 }
+"""By transformers' model type."""

@@ -69,7 +69,7 @@ _DEEPSEEK_CODER = (
 
 _KINDS: Final = (
     (
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2"),
         PreTokenizer(_LLAMA3, ignore_merges=True, adds_bos=True),
     ),
     (("dbrx", "smaug-bpe"), PreTokenizer(_LLAMA3)),

@@ -21,7 +21,8 @@ from .rows import Bytes, blocks_fit, ordered_rows
 GROUP: Final = 32
 _HEAD_BYTES: Final = {"Q4_0": 2, "Q4_1": 4}
 """Of a block's scale, and minimum."""
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD, _EMBEDDING = "lm_head.weight", "token_embd.weight"
+"""The model's name of one, the file's of the other."""
 
 
 class FourBitMatrix(NamedTuple):
@@ -41,24 +42,28 @@ class FileMatrices:
     def __init__(self, files: Sequence[Path]) -> None:
         """Raises GgufError or OSError."""
         self._tensors = tensors_of(files)
-        if _HEAD not in self._tensors and _EMBEDDING in self._tensors:
-            self._tensors[_HEAD] = self._tensors[_EMBEDDING]
+        embedding = (tensor for tensor in self._tensors.values() if tensor.name == _EMBEDDING)
+        if _HEAD not in self._tensors and (found := next(embedding, None)) is not None:
+            self._tensors[_HEAD] = found
 
     @property
     def count(self) -> int:
         """Of the layers' matrices."""
-        return sum(self.type_of(name) is not None for name in self._tensors if name not in (_HEAD, _EMBEDDING))
+        layers = (name for name, tensor in self._tensors.items() if name != _HEAD and tensor.name != _EMBEDDING)
+        return sum(self.type_of(name) is not None for name in layers)
 
     def type_of(self, name: str) -> str | None:
         """None: the tensor of this name is no matrix in a type of few bits."""
         tensor = self._tensors.get(name)
         if tensor is None or tensor.info.type.is_plain or len(tensor.info.shape) < 2:
             return None
-        return tensor.info.type.name if blocks_fit(tensor) else None
+        types = {piece.info.type.name if blocks_fit(piece) else None for piece in tensor.pieces}
+        return types.pop() if len(types) == 1 else None
 
     def blocks(self, name: str) -> Bytes:
         """The bytes of each row."""
-        return ordered_rows(self._tensors[name])
+        pieces = [ordered_rows(piece) for piece in self._tensors[name].pieces]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def four_bits(self, name: str) -> FourBitMatrix:
         """Of Q4_0 or Q4_1."""
@@ -67,8 +72,8 @@ class FileMatrices:
 
 def _four_bits(tensor: ModelTensor, rows: npt.NDArray[np.uint8]) -> FourBitMatrix:
     head = _HEAD_BYTES[tensor.info.type.name]
-    blocks = rows.reshape(tensor.num_rows, -1, head + GROUP // 2)
+    blocks = rows.reshape(len(rows), -1, head + GROUP // 2)
     heads = np.ascontiguousarray(blocks[:, :, :head]).view("<f2")
     halves = blocks[:, :, head:]
-    numbers = np.concatenate((halves & 15, halves >> 4), axis=2).reshape(tensor.num_rows, -1)
+    numbers = np.concatenate((halves & 15, halves >> 4), axis=2).reshape(len(rows), -1)
     return FourBitMatrix(numbers, heads[:, :, 0], heads[:, :, 1] if head > 2 else None)

@@ -46,13 +46,14 @@ class GgufTensors(Mapping[str, torch.Tensor]):
         return name in self._tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return _read(self._tensors[name], self._dtype, self._unpack)
+        pieces = [_read(piece, self._dtype, self._unpack) for piece in self._tensors[name].pieces]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     @property
     def description(self) -> str:
         """Which types the files have and what they are read as, for the log."""
         read_as = str(self._dtype).removeprefix("torch.")
-        infos = {tensor.name: tensor.info for tensor in self._tensors.values()}
+        infos = {piece.name: piece.info for tensor in self._tensors.values() for piece in tensor.pieces}
         counts = Counter(info.type.name for info in infos.values())
         parts = [f"{count} {name}" for name, count in counts.most_common()]
         return f"{len(infos)} tensors ({', '.join(parts)}) read as {read_as}"

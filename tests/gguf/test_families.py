@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from pathlib import Path
@@ -38,6 +39,14 @@ GEMMA_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+
+
+def copy_of(family: str, **changes: Any) -> Any:
+    config = copy.deepcopy(RECURRENT[family])
+    config.update(changes)
+    return config
+
+
 CONFIGS: dict[str, Any] = {
     "llama": FAMILIES["llama"],
     "llama, tied": tf.LlamaConfig(**BASE, tie_word_embeddings=True),
@@ -73,6 +82,12 @@ CONFIGS: dict[str, Any] = {
         linear_num_key_heads=2, linear_num_value_heads=2, tie_word_embeddings=True,
     ),
     "qwen3.5, experts": RECURRENT["qwen3_5_moe"],
+    "granite hybrid": RECURRENT["granitemoehybrid"],
+    "granite hybrid, experts": RECURRENT["granitemoehybrid with experts"],
+    "bamba": RECURRENT["bamba"],
+    "falcon-h1": copy_of("falcon_h1", attention_bias=False, mamba_proj_bias=False, projectors_bias=False),
+    "falcon-h1, norms": RECURRENT["falcon_h1 with norms"],
+    "nemotron-h": copy_of("nemotron_h", layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"]),
 }  # fmt: skip
 
 
@@ -97,7 +112,10 @@ def test_a_family_computes_as_before_its_conversion(family: str, tmp_path: Path)
     assert tokens == expected(CONFIGS[family], model.state_dict())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "granite", "smollm3", "qwen3", "lfm2", "qwen3.5"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gemma3", "phi3", "granite", "smollm3", "qwen3", "lfm2", "qwen3.5", "granite hybrid", "nemotron-h"],
+)
 def test_quantised_weights_are_those_of_the_file(family: str, tmp_path: Path) -> None:
     weights = write_model(tmp_path / "tiny.gguf", tiny_model(CONFIGS[family]), "Q8_0")
     tokens, _ = engine_tokens(directory_of(tmp_path / "tiny.gguf"), dtype="float32")
@@ -120,6 +138,17 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
         ("qwen3.5", {"qwen35.ssm.time_step_rank": 5}, "'qwen35.ssm.time_step_rank' is 5, expected a multiple of 2"),
         ("qwen3.5", {"qwen35.ssm.inner_size": 190}, "'qwen35.ssm.inner_size' is 190, expected a multiple of 4"),
         ("qwen3.5", {"qwen35.attention.recurrent_layers": [True]}, "is a list of 1, expected a list of 4 numbers"),
+        (
+            "bamba",
+            {"granitehybrid.rope.dimension_count": 64},
+            "'granitehybrid.rope.dimension_count' is 64, expected 32",
+        ),
+        (
+            "nemotron-h",
+            {"nemotron_h.ssm.inner_size": 190},
+            "'nemotron_h.ssm.inner_size' is 190, expected a multiple of 6",
+        ),
+        ("granite hybrid", {"granitehybrid.ssm.inner_size": 320}, "is 320, expected a multiple of 128"),
         ("lfm2", {"lfm2.attention.head_count_kv": [0, 0, 0, 0]}, "is a list of 4, expected a number from 1 to"),
         ("lfm2", {"lfm2.attention.head_count_kv": 1}, "'lfm2.attention.head_count_kv' is 1, expected a list of 4"),
         ("lfm2", {"lfm2.shortconv.l_cache": 0}, "'lfm2.shortconv.l_cache' is 0, expected a number from 1 to 64"),

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector
 
 Array = npt.NDArray[Any]
-BY_PAIRS = ("llama", "mistral", "mixtral", "granite", "smollm3")
+BY_PAIRS = ("llama", "mistral", "mixtral", "granite", "smollm3", "granitemoehybrid", "bamba", "nemotron_h")
 
 
 def _same(values: Array) -> Array:
@@ -35,16 +36,52 @@ def conversion_of(config: Any, name: str) -> Conversion:
         return Conversion(partial(by_pairs, num_heads=heads), partial(by_halves, num_heads=heads))
     if is_qwen and "linear_attn" in name:
         return _of_recurrence(config, part, kind)
+    if (
+        config.model_type == "falcon_h1"
+        and kind == "weight"
+        and (factor := _factors_of_falcon(config).get(part)) is not None
+    ):
+        return Conversion(lambda values: values * factor, lambda values: values / factor)
+    if part in ("mamba", "mixer"):
+        return _of_heads(kind)
+    if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        groups = config.n_groups if part == "mixer" else getattr(config, "mamba_n_groups", None) or config.n_groups
+        return Conversion(lambda values: values.reshape(groups, -1), lambda values: values.reshape(-1))
     return Conversion(np.squeeze) if part in ("conv", "shared_expert_gate") else Conversion()
 
 
 def file_stem(name: str, names: Any) -> str:
     """The tensor's name in the file. names: the gguf package's."""
-    if name.endswith(".A_log"):
-        return str(names.get_name(name))
+    if ".mixer." in name:
+        name = name.replace("model.", "backbone.")
     renamed = name.replace(".dt_bias", ".dt_proj.bias").replace(".sinks", ".sinks.weight")
+    renamed = renamed.replace("moe.router", "moe.router.layer")
     stem, ending = renamed.rsplit(".", 1)
-    return f"{names.get_name(stem)}.{ending}"
+    found = names.get_name(stem)
+    return str(names.get_name(renamed)) if found is None else f"{found}.{ending}"
+
+
+def _of_heads(kind: str) -> Conversion:
+    """Of Mamba2: a number for each head."""
+    if kind == "A_log":
+        return Conversion(lambda values: -np.exp(values)[:, None], lambda values: np.log(-values[:, 0]))
+    return Conversion(lambda values: values[:, None], lambda values: values[:, 0]) if kind == "D" else Conversion()
+
+
+def _factors_of_falcon(config: Any) -> dict[str, Any]:
+    attention, gate_and_down = config.attention_in_multiplier, config.mlp_multipliers
+    return {
+        "q_proj": attention,
+        "k_proj": attention * config.key_multiplier,
+        "v_proj": attention,
+        "o_proj": config.attention_out_multiplier,
+        "gate_proj": gate_and_down[0],
+        "down_proj": gate_and_down[1],
+        "in_proj": config.ssm_in_multiplier * compute_mup_vector(config).numpy().reshape(-1, 1),
+        "out_proj": config.ssm_out_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+        "lm_head": config.lm_head_multiplier,
+    }
 
 
 def _of_recurrence(config: Any, part: str, kind: str) -> Conversion:

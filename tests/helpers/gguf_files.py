@@ -20,6 +20,7 @@ from .gguf_conversions import BY_PAIRS, Array, conversion_of, file_stem
 ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "granitemoehybrid": "granitehybrid", "bamba": "granitehybrid", "falcon_h1": "falcon-h1",
 }  # fmt: skip
 """By transformers' model type, where it has another name."""
 VOCABULARY = ("a", "b", "ab")
@@ -118,18 +119,23 @@ def _finish(writer: Any) -> None:
 
 def _add_fields(writer: Any, config: Any) -> None:
     heads = config.num_attention_heads
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
     sliding = rope.get("sliding_attention")
-    attends = [kind == "full_attention" for kind in getattr(config, "layer_types", None) or ()]
+    kinds = getattr(config, "layer_types", None) or ()
+    attends = [kind == "full_attention" for kind in kinds]
     rope = rope.get("full_attention", rope)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    is_nemotron = config.model_type == "nemotron_h"
+    widths = [config.intermediate_size * (kind == "mlp") for kind in kinds]
+    writer.add_feed_forward_length(widths if is_nemotron else config.intermediate_size)
     writer.add_head_count(heads)
     kv_heads = config.num_key_value_heads
-    writer.add_head_count_kv([kv_heads * each for each in attends] if config.model_type == "lfm2" else kv_heads)
-    writer.add_layer_norm_rms_eps(config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps)
+    is_by_layer = config.model_type in ("lfm2", "granitemoehybrid", "bamba", "nemotron_h")
+    writer.add_head_count_kv([kv_heads * each for each in attends] if is_by_layer else kv_heads)
+    epsilons = {"lfm2": "norm_eps", "nemotron_h": "layer_norm_epsilon"}
+    writer.add_layer_norm_rms_eps(getattr(config, epsilons.get(config.model_type, "rms_norm_eps")))
     writer.add_rope_freq_base(rope["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
@@ -143,7 +149,7 @@ def _add_fields(writer: Any, config: Any) -> None:
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type == "granite":
+    if config.model_type in ("granite", "granitemoehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -152,9 +158,11 @@ def _add_fields(writer: Any, config: Any) -> None:
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if config.model_type.startswith("qwen3_5"):
         _add_recurrence(writer, config, rope, attends)
+    if config.model_type in ("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h"):
+        _add_mamba(writer, config)
     if config.model_type == "gpt_oss":
         writer.add_sliding_window(config.sliding_window)
-    if count := getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
+    if count := 0 if is_nemotron else getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
         writer.add_expert_count(count)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
@@ -165,8 +173,25 @@ def _add_fields(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         width = config.hidden_size // heads
         writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1.0)))
-    if config.model_type in BY_PAIRS:
+    if config.model_type == "bamba":
+        writer.add_rope_dimension_count(config.hidden_size // heads // 2)
+    elif config.model_type in BY_PAIRS:
         writer.add_rope_dimension_count(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def _add_mamba(writer: Any, config: Any) -> None:
+    is_nemotron = config.model_type == "nemotron_h"
+    heads = config.mamba_num_heads if is_nemotron else config.mamba_n_heads
+    width = config.mamba_head_dim if is_nemotron else config.mamba_d_head
+    writer.add_ssm_conv_kernel(config.conv_kernel if is_nemotron else config.mamba_d_conv)
+    writer.add_ssm_state_size(config.ssm_state_size if is_nemotron else config.mamba_d_state)
+    writer.add_ssm_group_count(config.n_groups if is_nemotron else config.mamba_n_groups)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * width)
+    if config.model_type in ("granitemoehybrid", "bamba"):
+        writer.add_rope_scaling_finetuned(config.model_type == "bamba")
+    if shared := getattr(config, "shared_intermediate_size", 0):
+        writer.add_expert_shared_feed_forward_length(shared)
 
 
 def _add_recurrence(writer: Any, config: Any, rope: Mapping[str, Any], attends: list[bool]) -> None:
@@ -226,12 +251,25 @@ def _add_tensors(writer: Any, model: Any, kind: str | Callable[[str], str], name
             experts = model.get_submodule(name.rpartition(".")[0])
             held[name] = write_experts(writer, experts, name, values, own_kind)
             continue
+        if name.endswith("shared_mlp.input_linear.weight"):
+            held[name] = _write_halves(writer, config, name, values, own_kind)
+            continue
         conversion = conversion_of(config, name)
         converted = conversion.there(values)
-        raw = quantized(converted, own_kind if converted.ndim > 1 and "conv" not in name.split(".")[-2] else "F32")
+        is_plain = min(values.ndim, converted.ndim) < 2 or "conv" in name.split(".")[-2]
+        raw = quantized(converted, "F32" if is_plain else own_kind)
         writer.add_tensor(file_stem(name, names), raw[0], raw_dtype=raw[1])
         held[name] = torch.from_numpy(conversion.back(dequantized(*raw)).reshape(values.shape).copy())
     return held
+
+
+def _write_halves(writer: Any, config: Any, name: str, values: Array, kind: str) -> torch.Tensor:
+    """A gate above its up, which files have apart."""
+    raw, number = quantized(values, kind)
+    ending = "_shexp" if config.num_local_experts else ""
+    for part, rows in _expert_parts("gate_up_proj", len(values), True).items():
+        writer.add_tensor(f"blk.{name.split('.')[2]}.ffn_{part}{ending}.weight", raw[rows], raw_dtype=number)
+    return torch.from_numpy(dequantized(raw, number).reshape(values.shape).copy())
 
 
 def write_experts(writer: Any, module: Any, name: str, values: Array, kind: str) -> torch.Tensor:

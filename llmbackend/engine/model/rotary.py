@@ -122,8 +122,13 @@ def _rope_parameters(text_config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def restore_buffers(model: Any) -> None:
-    """Gives a model without memory what its files do not hold: rotary frequencies, and the embedding's factor."""
+    """Gives a model without memory what its files do not hold: rotary frequencies, the embedding's factor, and the
+    factors of a recurrence's inputs (Falcon-H1)."""
     for module in list(model.modules()):
+        if hasattr(module, "mup_vector"):
+            from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector
+
+            module.mup_vector = compute_mup_vector(model.config)
         for name, child in list(module.named_children()):
             if "rotary" in name and hasattr(child, "config"):
                 setattr(module, name, type(child)(config=child.config))
