@@ -33,7 +33,7 @@ class WindowedRunner(MockRunner):
         for row, begin, _ in spans:
             self._write(table, row, begin, texts[row])
         for row, begin, _ in spans:
-            self._read(table, row, begin, texts[row])
+            self._read(table, row, begin, texts[row], self.info.kv_groups)
         token_ids: list[int] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for row, position in zip(*(array.tolist() for array in plan.samples(table)), strict=True):
@@ -50,8 +50,7 @@ class WindowedRunner(MockRunner):
         for one in slots:
             self._texts[one] = texts[begin:]
 
-    def _read(self, table: RowTable, row: int, begin: int, texts: np.ndarray) -> None:
-        groups = self.info.kv_groups
+    def _read(self, table: RowTable, row: int, begin: int, texts: np.ndarray, groups: KVGroups) -> None:
         for group in range(groups.count):
             first = 0 if group < groups.num_full else max(begin - groups.window + 1, 0)
             positions = np.arange(first, len(texts), dtype=np.int32)

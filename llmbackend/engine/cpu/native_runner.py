@@ -26,7 +26,7 @@ from .lora_ops import ProgramAdapters
 from .native_memory import BLOCK_MULTIPLE, FilePages, num_kv_blocks
 from .packed_decoder import PackedDecoder, PackedModel
 from .recurrent_operations import StepStates
-from .recurrent_states import SlotContents, flatten_from, num_state_slots, part_of_row
+from .recurrent_states import SlotContents, flatten_from, groups_beside_states, num_state_slots, part_of_row
 
 
 def why_modules(config: EngineConfig) -> str:
@@ -100,7 +100,7 @@ class NativeRunner:
             kv_bytes_per_token=decoder.kv_bytes_per_token,
             held_weight_bytes=packed.memories.resident.nbytes + packed.memories.mapped.nbytes,
             kv_bytes=num_blocks * config.block_size * bytes_per_token,
-            kv_groups=layers.groups,
+            kv_groups=groups_beside_states(layers.groups, config) if num_slots else layers.groups,
             state_bytes=decoder.state_bytes,
             num_state_slots=num_slots,
             path="native",

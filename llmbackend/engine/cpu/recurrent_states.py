@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from ..config import EngineConfig
+from ..kv_groups import KVGroups
 from ..step import FlatStep, Int32Array, RowTable, StepPlan, flatten
 from .native_memory import DEFAULT_KV_BYTES
 from .recurrent_operations import StepStates
@@ -32,6 +34,13 @@ def num_state_slots(config: EngineConfig, state_bytes: int, num_blocks: int) -> 
         )
     kept = min(memory_bytes // 2 // state_bytes, num_blocks)
     return min(config.max_num_seqs, memory_bytes // state_bytes) + kept
+
+
+def groups_beside_states(groups: KVGroups, config: EngineConfig) -> KVGroups:
+    """Windows also keep the positions that a row sees which computes accepted drafts once more."""
+    if config.speculative_config is None or not groups.num_windowed:
+        return groups
+    return msgspec.structs.replace(groups, window=groups.window + config.speculative_config.num_speculative_tokens)
 
 
 class SlotContents:

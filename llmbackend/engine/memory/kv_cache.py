@@ -178,11 +178,14 @@ class KVCacheManager:
         num_full = (len(token_ids) - 1) // self.block_size
         data = token_ids[: num_full * self.block_size].tobytes()
         prefix = self._prefixes.find(salt, data, self._bytes_per_block)
+        if self.states is None and self._parts is None:
+            return prefix
+        ends = np.arange(1, len(prefix.blocks) + 1, dtype=np.int32)
+        if self._parts is not None:
+            ends = self._usable(prefix, self._parts)
         if self.states is not None:
-            return self._up_to_a_state(prefix, salt, self.states)
-        return (
-            prefix if self._parts is None else self._prefixes.shortened(prefix, self._num_usable(prefix, self._parts))
-        )
+            return self._up_to_a_state(prefix, salt, self.states, ends)
+        return self._prefixes.shortened(prefix, int(ends[-1]) if len(ends) else 0)
 
     def take(self, row: int, prefix: Prefix) -> int:
         """Gives a row without blocks the prefix that was found; returns its tokens."""
@@ -328,20 +331,20 @@ class KVCacheManager:
             self._prefixes.move(known, block)
             self._discard(known)
 
-    def _up_to_a_state(self, prefix: Prefix, salt: Salt, states: StateSlots) -> Prefix:
-        """The most of a prefix after which a state is kept. What it misses is still what the whole one does: a row that
-        computes that will keep a state."""
+    def _up_to_a_state(self, prefix: Prefix, salt: Salt, states: StateSlots, ends: Int32Array) -> Prefix:
+        """The most of a prefix after which a state is kept, one of `ends`. What it misses is still what the whole one
+        does: a row that computes that will keep a state."""
         identities = self._prefixes.identities(prefix.blocks)
-        count = next((i + 1 for i in reversed(range(len(identities))) if states.keeps(identities[i])), 0)
+        count = next((end for end in reversed(ends.tolist()) if states.keeps(identities[end - 1])), 0)
         return Prefix(prefix.blocks[:count], identities[count - 1] if count else salt, prefix.missing)
 
-    def _num_usable(self, prefix: Prefix, parts: WindowParts) -> int:
-        """The most of a prefix's blocks with which a row could begin: queries behind them see no part that is lost."""
+    def _usable(self, prefix: Prefix, parts: WindowParts) -> Int32Array:
+        """How many of a prefix's blocks a row could begin with: queries behind them see no part that is lost."""
         places = np.arange(len(prefix.blocks), dtype=np.int32)
         lost_before = np.maximum.accumulate(np.where(parts.present(prefix.blocks), -1, places))
         first_seen = np.maximum((places + 1) * self.block_size - self._window + 1, 0) // self.block_size
-        usable = (lost_before < first_seen).nonzero()[0]
-        return int(usable[-1]) + 1 if len(usable) else 0
+        usable: Int32Array = places[lost_before < first_seen] + 1
+        return usable
 
     def _first_held(self, row: int) -> int:
         return 0 if self._groups.num_full else int(self._num_freed[row])
