@@ -20,8 +20,7 @@ namespace llmb {
 // for few rows vectors keep pace with the memory, while tiles would be mostly empty.
 inline bool runs_on_tiles([[maybe_unused]] const LinearOp& op, [[maybe_unused]] const Step& step) {
 #if defined(LLMB_HAS_TILES)
-    constexpr int kFewRows = 4;
-    if (op.weight_type == Type::kInt8) return num_rows(op.rows, step) > kFewRows;
+    if (op.weight_type == Type::kInt8) return num_rows(op.rows, step) > panels::kFewRows;
     return op.weight_type == Type::kBfloat16 && op.x_type != Type::kFloat32;
 #else
     return false;

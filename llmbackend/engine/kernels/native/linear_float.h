@@ -62,7 +62,9 @@ void multiply_panel(const Chunk<X, W>& chunk, int k_begin, int k_end, const W* w
 template <class W, class X>
 void linear_rows(Worker& worker, const LinearOp& op, RowsOf<X> x, int rows, float* sums) {
     const int chunks = (rows + kChunkRows - 1) / kChunkRows;
-    share_panels(worker, op, panel_size(static_cast<const W*>(nullptr), op.k) * sizeof(W), [&](int begin, int end) {
+    const int count = num_panels(op.n);
+    const size_t panel_bytes = panel_size(static_cast<const W*>(nullptr), op.k) * sizeof(W);
+    worker.share(count, piece_panels(worker, count, panel_bytes), [&](int begin, int end) {
         for (int chunk = 0; chunk < chunks; chunk++) {
             const int first = static_cast<int>(static_cast<int64_t>(rows) * chunk / chunks);
             const int last = static_cast<int>(static_cast<int64_t>(rows) * (chunk + 1) / chunks);

@@ -361,8 +361,10 @@ struct Product {
 
     const uint8_t* panel_of(bool second, int panel) const {
         const void* weight = second ? op.weight2 : op.weight;
-        return static_cast<const uint8_t*>(weight) + static_cast<size_t>(panel) * x.blocks * kernel.block_bytes;
+        return static_cast<const uint8_t*>(weight) + panel * panel_bytes();
     }
+
+    size_t panel_bytes() const { return x.blocks * kernel.block_bytes; }
 
     void multiply_block(int row, int rows, const uint8_t* panel, float (*sums)[kPanel]) const {
         kernel.by_rows[rows - 1](x, row, panel, sums);
@@ -386,7 +388,7 @@ inline void linear_ggml(Worker& worker, const LinearOp& op, const Step& step, ch
     ggml::Rows x(copy, plan.rows, op);
     int8::quantise(worker, op, plan, x);
     const ggml::Product product{op, x, ggml::Kernel::of(op.weight_type)};
-    share_panels(worker, op, plan, [&](int first, int last, int panel) { product.run(first, last, panel); });
+    share_panels(worker, op, plan, product.panel_bytes(), [&](int first, int last, int panel) { product.run(first, last, panel); });
 }
 
 }  // namespace llmb

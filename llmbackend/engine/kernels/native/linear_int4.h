@@ -342,7 +342,8 @@ inline void linear_int4(Worker& worker, const LinearOp& op, const Step& step, ch
     int4::GroupedRows x(copy, plan.rows, op.k, plan.ordered(scratch, worker.rank));
     int8::quantise(worker, op, plan, x);
     const int4::Product product{op, x};
-    share_panels(worker, op, plan, [&](int first, int last, int panel) { product.run(first, last, panel); });
+    const size_t panel_bytes = x.groups * int4::kGroupBytes;
+    share_panels(worker, op, plan, panel_bytes, [&](int first, int last, int panel) { product.run(first, last, panel); });
 }
 
 }  // namespace llmb

@@ -14,6 +14,7 @@
 
 #include "epilogue.h"
 #include "epilogue_int8.h"
+#include "linear_piece.h"
 #include "memory.h"
 #include "numbers.h"
 #include "quantise_int8.h"
@@ -347,15 +348,17 @@ inline void linear_int8(Worker& worker, const LinearOp& op, const Step& step, ch
     int8::quantise(worker, op, plan, x);
     const int8::Product product{op, x, reinterpret_cast<int32_t*>(plan.sums(scratch, worker.rank)), plan.sums_rows,
                                 plan.num_factors};
-    const int panels = num_panels(op.n);
+    const int count = num_panels(op.n);
     auto run = [&](int i, int next) {
-        const int first = i / panels * plan.chunk_rows;
-        product.run(first, std::min(first + plan.chunk_rows, plan.rows), i % panels, next % panels);
+        const int first = i / count * plan.chunk_rows;
+        product.run(first, std::min(first + plan.chunk_rows, plan.rows), i % count, next % count);
     };
     int mine = -1;  // taken, but not begun: one task late, a thread knows what it will need next
-    worker.share(panels * plan.chunks, 1, [&](int i, int) {
-        if (mine >= 0) run(mine, i);
-        mine = i;
+    const size_t panel_bytes = static_cast<size_t>(int8::padded_k(op.k)) * kPanel;
+    const int grain = plan.rows <= panels::kFewRows ? panels::piece_panels(worker, count, panel_bytes) : 1;
+    worker.share(count * plan.chunks, grain, [&](int begin, int end) {
+        for (int i = begin; i < end; mine = i++)
+            if (mine >= 0) run(mine, i);
     });
     if (mine >= 0) run(mine, mine);
 }

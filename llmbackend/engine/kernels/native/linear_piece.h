@@ -1,7 +1,7 @@
 // How the work of a linear layer is cut: over threads by panels of weights, then by k, so that reused data stay in cache.
 //
-// For: linear_float.h; `Ahead` also for tile_block.h. Does not know: how a panel is multiplied. Invariant: sums are cut by the shape of
-// the weights alone and resumed exactly where they were left.
+// For: linear_float.h; `piece_panels` for all products on vectors, `Ahead` for tile_block.h. Does not know: how a panel is
+// multiplied. Invariant: sums are cut by the shape of the weights alone and resumed exactly where they were left.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +17,7 @@ namespace llmb::panels {
 
 constexpr int kOuterK = 1024;      // of x at a time, for as many panels as a piece has: it stays in the L2 cache
 constexpr int kPiecePanels = 16;   // at most in one piece of work
+constexpr int kFewRows = 4;        // up to so many wait for the memory, and not for products
 constexpr int kPieceBytes = 512 << 10;  // about this much of the weights, unless that leaves too few pieces
 
 // Weights that will be needed next, fetched into the L2 cache in small steps while others are multiplied.
@@ -68,15 +69,12 @@ void linear_piece(const LinearOp& op, const X& x, int first_row, int begin, int 
 // Bytes of a thread's sums for chunks of this many rows.
 inline size_t sums_bytes(int rows) { return sizeof(float) * kPiecePanels * 2 * rows * kPanel; }
 
-// Calls f(begin, end) for ranges of panels until all are shared out. Pieces are long, because memory streams best
-// in one direction, but there are some for each thread, so that all end at about the same time.
-template <class F>
-void share_panels(Worker& worker, const LinearOp& op, size_t panel_bytes, F&& f) {
-    const int panels = num_panels(op.n);
+// How many panels a thread takes at a time, at most. Pieces are long, because memory streams best in one direction, but
+// there are some for each thread, so that all end at about the same time.
+inline int piece_panels(const Worker& worker, int panels, size_t panel_bytes) {
     const int by_bytes = static_cast<int>(kPieceBytes / panel_bytes);
     const int by_threads = panels / (worker.size * 4);
-    const int grain = worker.size == 1 ? kPiecePanels : std::clamp(std::min(by_bytes, by_threads), 1, kPiecePanels);
-    worker.share(panels, grain, f);
+    return worker.size == 1 ? kPiecePanels : std::clamp(std::min(by_bytes, by_threads), 1, kPiecePanels);
 }
 
 }  // namespace llmb::panels

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "epilogue.h"
+#include "linear_piece.h"
 #include "numbers.h"
 #include "pack.h"
 #include "step.h"
@@ -60,12 +61,13 @@ void multiply_rows(const LinearOp& op, int first, int last, int panel, const flo
 
 // Calls run(first row, last row, panel) for all chunks of rows and all panels, in tasks that threads share.
 template <class Plan, class Run>
-void share_panels(Worker& worker, const LinearOp& op, const Plan& plan, Run&& run) {
-    const int panels = num_panels(op.n);
-    worker.share(panels * plan.chunks, 1, [&](int begin, int end) {
+void share_panels(Worker& worker, const LinearOp& op, const Plan& plan, size_t panel_bytes, Run&& run) {
+    const int count = num_panels(op.n);
+    const int grain = plan.rows <= panels::kFewRows ? panels::piece_panels(worker, count, panel_bytes) : 1;
+    worker.share(count * plan.chunks, grain, [&](int begin, int end) {
         for (int i = begin; i < end; i++) {
-            const int first = i / panels * plan.chunk_rows;
-            run(first, std::min(first + plan.chunk_rows, plan.rows), i % panels);
+            const int first = i / count * plan.chunk_rows;
+            run(first, std::min(first + plan.chunk_rows, plan.rows), i % count);
         }
     });
 }
