@@ -30,6 +30,7 @@ from llmbackend.engine.model.unloaded_model import unloaded_model
 from tests.engine.test_decoder_program import greedy
 from tests.helpers.gpu.int4_checkpoints import save_int4, write_config
 from tests.helpers.gpu.tiny_models import SIZES
+from tests.helpers.small_configs import VOCAB, small_config
 
 LLAMA = tf.LlamaConfig(**SIZES | {"hidden_size": 128})
 """Heads of 32 have a native program."""
@@ -90,14 +91,9 @@ def test_matrices_are_those_of_the_file(form: str, tmp_path: Path) -> None:
     for name in names:
         assert stored.type_of(name) is (Type.INT4 if "symmetric" in FORMS[form][2] else Type.INT4_ZERO)
         matrix, expected = stored.read(name), plain[f"{name}.weight"].numpy()
-        k = expected.shape[1]
-        offsets = matrix.offsets(Type.INT4_ZERO)
-        assert offsets is not None
-        scales, zeros = (np.repeat(each.astype(np.float32), 32, axis=1)[:, :k] for each in (matrix.scales, offsets))
-        order = np.arange(k) if matrix.order is None else matrix.order
         assert (matrix.order is not None) == FORMS[form][2].get("desc_act", False)
-        assert stored.order_of(name) == (b"" if matrix.order is None else order.tobytes())
-        assert np.array_equal((matrix.numbers - zeros) * scales, expected[:, order])
+        assert stored.order_of(name) == (b"" if matrix.order is None else matrix.order.tobytes())
+        assert np.array_equal(matrix.values(), expected)
     assert stored.type_of("model.norm") is None and stored.order_of("nothing") == b""
 
 
@@ -113,6 +109,20 @@ def test_programs_compute_what_those_of_plain_weights_do(form: str, tmp_path: Pa
     kept = greedy(path, PROMPT, 1, dtype="float32", quantization="int4")[1][0]
     exact = greedy(tmp_path / "plain", PROMPT, 1, dtype="float32")[1][0]
     assert kept == pytest.approx(exact, abs=0.25)
+
+
+@pytest.mark.parametrize(("form", "how"), [("AWQ", "native"), ("GPTQ", "native"), ("GPTQ, desc_act", "modules")])
+def test_latent_attention_multiplies_by_what_the_numbers_stand_for(form: str, how: str, tmp_path: Path) -> None:
+    """Queries, by the matrix of keys turned over, which is rounded to 8 bits; not by one with an order of inputs."""
+    path = saved(tmp_path, form, small_config("minicpm3", {"q_lora_rank": 64, "kv_lora_rank": 64}, 64))
+    settings = EngineConfig(model=str(path), transport="inline", dtype="float32", quantization="int4")
+    assert make_runner(settings).info.path == how
+    prompt = tuple(token % VOCAB for token in PROMPT)
+    program, modules = (
+        greedy(path, prompt, 1, dtype="float32", quantization="int4", enforce_eager=eager)[1][0]
+        for eager in (False, True)
+    )
+    assert program == pytest.approx(modules, abs=0.25)
 
 
 def test_with_a_dtype_its_weights_become_plain(tmp_path: Path) -> None:

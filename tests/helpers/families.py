@@ -112,6 +112,12 @@ FAMILIES: Final = (
     Family("phimoe", "Phi 3.5 MoE", {"sliding_window": None}, "experts chosen in a way of its own"),
     Family("hunyuan_v1_moe", "Hunyuan A13B", note="experts chosen in a way of its own"),
     Family("flex_olmo", "FlexOlmo"),
+    Family("deepseek_v2", "DeepSeek V2, V2 Lite, Coder V2"),
+    Family("deepseek_v3", "DeepSeek V3, V3.1, R1, Kimi K2"),
+    Family("glm4_moe_lite", "GLM-4.7 Flash"),
+    Family("youtu", "Youtu-LLM"),
+    Family("minicpm3", "MiniCPM 3"),
+    Family("axk1", "A.X K1"),
 )
 """Those that are tried daily."""
 _KNOWN: Final = {family.model_type: family for family in FAMILIES}

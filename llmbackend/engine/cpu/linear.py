@@ -124,13 +124,17 @@ def swap_linears(
     store = WeightStore(kernels, shapes, extra_bytes, new_memory)
     shared = _shared_addresses(model)
     for path, linear in counted("packing weights", list(found.items())):
+        matrix = matrices[path]
         if stored is not None and types[path] is not Type.INT8:
-            packed = pack_stored(store, stored.read(path), types[path])
+            kept = stored.read(path)
+            packed = pack_stored(store, kept, types[path])
+            if headed is not None and path in headed:
+                matrix = _values(kept, kernels)
         else:
-            packed = store.pack(matrices[path], types[path])
+            packed = store.pack(matrix, types[path])
         layer = NativeLinear(kernels, packed, linear.bias, matrices[path].dtype)
         if headed is not None and path in headed:
-            layer = HeadedLinear(layer, headed[path], _pack_ups(store, matrices[path], headed[path], types[path]))
+            layer = HeadedLinear(layer, headed[path], _pack_ups(store, matrix, headed[path], types[path]))
         _replace(model, path, layer)
         if not linear.weight.is_meta and linear.weight.data_ptr() not in shared:
             release_pages(linear.weight.data_ptr(), linear.weight.nbytes)
@@ -146,6 +150,12 @@ def _up_type(kind: Type) -> Type:
 def _pack_ups(store: WeightStore, matrix: torch.Tensor, heads: HeadRows, kind: Type) -> list[PackedWeight]:
     by_head = matrix.view(-1, sum(heads), matrix.shape[1])[:, : heads.rest]
     return [store.pack(head.t(), _up_type(kind)) for head in by_head]
+
+
+def _values(matrix: FourBits | StoredBlocks, kernels: NativeKernels) -> torch.Tensor:
+    if isinstance(matrix, FourBits):
+        return torch.from_numpy(matrix.values())
+    return torch.from_numpy(kernels.library.unpack_blocks(matrix.type, matrix.blocks))
 
 
 def pack_stored(store: WeightStore, matrix: FourBits | StoredBlocks, kind: Type) -> PackedWeight:

@@ -89,6 +89,20 @@ class FourBits:
     order: npt.NDArray[np.int32] | None = None
     """[k]: column i is of input order[i]; None: of input i."""
 
+    def values(self) -> npt.NDArray[np.float32]:
+        """What the numbers stand for, [n, k]."""
+        groups = np.arange(self.numbers.shape[1]) // GROUP
+        numbers, scales = self.numbers.astype(np.float32), self.scales.astype(np.float32)[:, groups]
+        if self.mins is not None:
+            in_order = numbers * scales + self.mins.astype(np.float32)[:, groups]
+        else:
+            in_order = (numbers - (_ZERO if self.zeros is None else self.zeros[:, groups])) * scales
+        if self.order is None:
+            return in_order
+        values = np.empty_like(in_order)
+        values[:, self.order] = in_order
+        return values
+
     def offsets(self, kind: Type) -> npt.NDArray[Any] | None:
         """Minima or zeros, as a matrix of this type has them, which may have zeros though this one has none."""
         if kind is Type.INT4_ZERO and self.zeros is None:

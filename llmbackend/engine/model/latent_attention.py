@@ -79,8 +79,10 @@ def latent_parts(index: int, module: Any, rotations: Rotations) -> LatentParts:
     of_queries = ("q_a_proj", "q_a_layernorm", "q_b_proj") if is_low_rank else ("q_proj",)
     expect_children(module, {_KEPT, "kv_a_layernorm", _EXPANDED, "o_proj", *of_queries})
     expanded = getattr(module, _EXPANDED)
-    if not isinstance(expanded, HeadedLinear) or expanded.float_bias is not None:
+    if not isinstance(expanded, HeadedLinear):
         raise ProgramUnsupportedError("its latent attention: computed by the CPU's program alone")
+    if expanded.float_bias is not None or expanded.packed.order:
+        raise ProgramUnsupportedError(f"its {_EXPANDED} has a bias, or an order of its inputs")
     if any(size % _MULTIPLE for size in (rank, rest, rotary_dim, value_dim)):
         raise ProgramUnsupportedError("its heads do not fit the native layout")
     kept, q, out = (projection_of(getattr(module, name)) for name in (_KEPT, of_queries[-1], "o_proj"))

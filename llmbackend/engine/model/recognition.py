@@ -170,11 +170,10 @@ class _Hidden(tuple[torch.Tensor]):
 
 
 def _finished(model: Any, logits: torch.Tensor) -> torch.Tensor:
-    """What the model makes of these logits of its head."""
+    """What the model makes of these logits of its head, before it or behind it."""
     base, head = model.base_model, model.get_output_embeddings()
-    hidden = torch.zeros(1, 1, 1, device=logits.device)
-    base.forward = lambda *_args, **_kwargs: _Hidden(hidden)
-    head.forward = lambda _hidden: logits[None, None]
+    base.forward = lambda *_args, **_kwargs: _Hidden(torch.ones(1, 1, 1, device=logits.device))
+    head.forward = lambda hidden: logits * hidden
     try:
         output = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=logits.device), use_cache=False)
     finally:
