@@ -91,7 +91,7 @@ def acts() -> list[Act]:
         _resumed_act(),
         _host_deaths_act(),
         _system_act(),
-        *([_memory_act()] if can_be_limited() else []),
+        *_memory_acts(),
         *(_sigterm_act(kill) for kill in (False, True)),
     ]
 
@@ -232,14 +232,17 @@ def _system_act() -> Act:
     return Act([agents_model("agents")], specs, rounds, store, has_system_faults=True)
 
 
-def _memory_act() -> Act:
+def _memory_acts() -> list[Act]:
+    if not can_be_limited():
+        print("-- no control group can be made: no rounds in which memory runs out", flush=True)
+        return []
     rounds = [
         Round("memory runs out mock", lambda stage: memory_runs_out(stage, "mock", seed=91)),
         Round("memory runs out agents", lambda stage: memory_runs_out(stage, "agents", seed=92)),
     ]
     models = [mock("mock", mock_step_ms=15, block_size=8, num_kv_blocks=900), agents_model("agents")]
     specs = [*make_specs(12, 48, "mock", MOCK_LENGTHS), *make_agent_specs(13, 28, "agents", ())]
-    return Act(models, specs, rounds, memory_mib=MEMORY_MIB)
+    return [Act(models, specs, rounds, memory_mib=MEMORY_MIB)]
 
 
 def _sigterm_act(kill: bool) -> Act:

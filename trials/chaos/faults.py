@@ -70,8 +70,8 @@ class KillWithForkServer:
     async def inject(self, server: ServerUnderTest, model: str, rng: random.Random) -> Injected:
         await server.engine_pid(model)
         engines = server.engine_pids(model)
-        both = [engines[-1], server.fork_server_pids(model)[-1]]
-        for pid in rng.sample(both, 2):
+        both = [engines[-1], *server.fork_server_pids(model)[-1:]]
+        for pid in rng.sample(both, len(both)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return Injected(engines, time.monotonic())

@@ -1,7 +1,7 @@
 """A limit of memory for a whole server, as a container has it, and something beside it that eats what is left.
 
-For: servers and rounds. Does not know: whom the kernel ends. Invariants: leaving `eaten` gives its memory back;
-`remove` needs an empty group. Control groups, version 1 or 2, and the right to make one.
+For: servers and rounds. Does not know: whom the kernel ends. Invariant: leaving `eaten` gives its memory back.
+Control groups, version 1 or 2, and the right to make one.
 """
 
 from __future__ import annotations
@@ -62,4 +62,6 @@ class MemoryLimit:
             await eater.wait()
 
     def remove(self) -> None:
-        self._folder.rmdir()
+        """After the processes have ended; else the empty group is left behind."""
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()

@@ -82,7 +82,7 @@ class ServerUnderTest:
     # --- processes ----------------------------------------------------------------------------------------------------
 
     def engine_pids(self, model: str) -> list[int]:
-        """Of the engine processes of a model that run now, oldest first. They are children of its fork server."""
+        """Of the engine processes of a model that run now, oldest first."""
         return [process.pid for process, parent in self._processes_of(model) if parent != self.pid]
 
     def fork_server_pids(self, model: str) -> list[int]:
@@ -90,14 +90,15 @@ class ServerUnderTest:
         return [process.pid for process, parent in self._processes_of(model) if parent == self.pid]
 
     def _processes_of(self, model: str) -> list[tuple[psutil.Process, int]]:
-        """With their parents' ids. Their command line holds the engine's arguments."""
+        """With their parents' ids. Their command line holds the engine's arguments. An engine whose fork server was
+        killed is no descendant of the server."""
         mark = str(self.fault_directory(model)) + '"'
         found = []
-        for child in psutil.Process(self.pid).children(recursive=True):
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if mark in " ".join(child.cmdline()) and _is_alive(child):
-                    found.append((child, child.ppid()))
-                    self._seen.add(child)
+                if mark in " ".join(process.cmdline()) and _is_alive(process):
+                    found.append((process, process.ppid()))
+                    self._seen.add(process)
         return sorted(found, key=lambda one: (one[0].create_time(), one[0].pid))
 
     async def engine_pid(self, model: str, timeout_s: float = 60.0) -> int:

@@ -179,6 +179,8 @@ class StreamRecord(msgspec.Struct, frozen=True):
 
     head: StreamHead
     deltas: tuple[StreamDelta, ...] = ()
+    num_events: int = 0
+    """Made of the deltas."""
 
     @property
     def size_bytes(self) -> int:

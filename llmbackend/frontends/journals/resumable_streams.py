@@ -54,6 +54,8 @@ class ResumableStream(KeptAnswer):
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     recording: Recording | None = None
+    num_events: int = 0
+    """Made so far, those among them that are not shown yet."""
     producer: asyncio.Task[None] | None = None
 
 
@@ -123,10 +125,10 @@ class ResumableStreams:
         found = _PLACE.fullmatch(place)
         if found is None:
             raise invalid_argument(f"{what} is '{place[:80]}', expected the id of an event")
-        stream = self._own(found["stream"]) or await self._taken_over(found["stream"], path)
+        after = -1 if found["number"] is None else int(found["number"])
+        stream = self._own(found["stream"]) or await self._taken_over(found["stream"], path, after)
         if stream is None or stream.head.path != path:
             raise StreamGoneError(f"there is no stream '{found['stream']}', or it is no longer kept")
-        after = -1 if found["number"] is None else int(found["number"])
         if after + 1 < stream.journal.first_held:
             raise StreamGoneError(f"the events after '{place}' are no longer kept")
         is_made_again = stream.recording is not None and stream.head.epoch > 0
@@ -150,13 +152,14 @@ class ResumableStreams:
             self._kept.forget(stream)
         await asyncio.gather(*producers, return_exceptions=True)
 
-    async def _taken_over(self, key: str, path: str) -> ResumableStream | None:
+    async def _taken_over(self, key: str, path: str, after: int) -> ResumableStream | None:
         """Another host's stream, regenerated here."""
         if self.copies is None:
             return None
         taking = self._taking_over.get(key)
         if taking is None:
-            taking = self._taking_over[key] = asyncio.ensure_future(self._take_over_stream(self.copies, key, path))
+            over = self._take_over_stream(self.copies, key, path, after)
+            taking = self._taking_over[key] = asyncio.ensure_future(over)
             taking.add_done_callback(lambda _: self._taking_over.pop(key))
         await asyncio.shield(taking)
         return self._own(key)
@@ -164,8 +167,8 @@ class ResumableStreams:
     def _own(self, key: str) -> ResumableStream | None:
         return self._kept.find(ResumableStream, current_owner(), key)
 
-    async def _take_over_stream(self, copies: StreamCopies, key: str, path: str) -> None:
-        record = await copies.take(key, current_owner(), path)
+    async def _take_over_stream(self, copies: StreamCopies, key: str, path: str, after: int) -> None:
+        record = await copies.take(key, current_owner(), path, after)
         if record is not None:
             await copies.regenerate(record)
 
@@ -187,6 +190,7 @@ class ResumableStreams:
     ) -> None:
         try:
             async for some in events:
+                stream.num_events += len(some)
                 self._then(stream, partial(self._kept.publish, stream, some))
             self._then(stream, partial(self._kept.end, stream))
         except Exception as error:
@@ -204,7 +208,7 @@ class ResumableStreams:
         if stream.recording is None or self.copies is None:
             show()
         else:
-            self.copies.add(stream.key, stream.recording.take_new(), show)
+            self.copies.add(stream.key, stream.recording.take_new(), stream.num_events, show)
 
     def _stopped(self, stream: ResumableStream) -> None:
         """Called when it is forgotten."""

@@ -2,8 +2,9 @@
 
 Invariants: each stream is copied to one other host, if there is one, as it grows; when that host is lost, all streams
 are copied to another one at once; events are sent after they were copied, unless no other host answers; a stream that
-was taken over has a higher epoch, and its former host is refused with its next message and ends it; a stream counts as
-unknown only when every host was asked; what is held for others is bounded.
+was taken over has a higher epoch, and its former host is refused with its next message and ends it; a record that lacks
+an event of the client is not taken; a stream counts as unknown only when every host was asked; what is held for others
+is bounded.
 """
 
 from __future__ import annotations
@@ -72,12 +73,13 @@ class _Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class _Step(msgspec.Struct, frozen=True, tag="step"):
-    """first: position of `deltas` in the stream; some may be known already"""
+    """first: position of `deltas` in the stream; some may be known already. num_events: made of all up to the last"""
 
     key: str
     epoch: int
     first: int
     deltas: tuple[StreamDelta, ...]
+    num_events: int
 
 
 class _End(msgspec.Struct, frozen=True, tag="end"):
@@ -89,9 +91,12 @@ class _Batch(msgspec.Struct, frozen=True, tag="batch"):
 
 
 class _Take(msgspec.Struct, frozen=True, tag="take"):
+    """after: the last event that the client has; -1 = none"""
+
     key: str
     owner: str
     path: str
+    after: int
 
 
 class _Refused(msgspec.Struct, frozen=True):
@@ -115,6 +120,7 @@ class _Growing:
     head: StreamHead
     deltas: list[StreamDelta]
     size_bytes: int
+    num_events: int
     num_replayed: int = 0
     """How many of `deltas` the endpoint will add again."""
     superseded: Callable[[], None] = field(default=lambda: None)
@@ -122,15 +128,16 @@ class _Growing:
 
     @classmethod
     def of(cls, record: StreamRecord) -> _Growing:
-        return cls(record.head, list(record.deltas), record.size_bytes)
+        return cls(record.head, list(record.deltas), record.size_bytes, record.num_events)
 
     @property
     def record(self) -> StreamRecord:
-        return StreamRecord(self.head, tuple(self.deltas))
+        return StreamRecord(self.head, tuple(self.deltas), self.num_events)
 
-    def grow(self, deltas: Sequence[StreamDelta]) -> int:
+    def grow(self, deltas: Sequence[StreamDelta], num_events: int) -> int:
         """Returns the bytes added."""
         self.deltas.extend(deltas)
+        self.num_events = max(self.num_events, num_events)
         added = sum(len(delta) for _, delta in deltas)
         self.size_bytes += added
         return added
@@ -141,8 +148,8 @@ class _Growing:
         self.num_replayed -= num_known
         return deltas[num_known:]
 
-    def is_of(self, owner: str, path: str) -> bool:
-        return (self.head.owner, self.head.path) == (owner, path)
+    def is_for(self, owner: str, path: str, after: int) -> bool:
+        return (self.head.owner, self.head.path) == (owner, path) and after < self.num_events
 
 
 class StreamCopies:
@@ -192,16 +199,17 @@ class StreamCopies:
         self._add(_Begin(growing.record), partial(settle, done))
         return done
 
-    def add(self, key: str, deltas: Sequence[StreamDelta], then: Callable[[], None]) -> None:
-        """Calls `then` when the deltas are copied, or cannot be; in the order of the calls of `add`."""
+    def add(self, key: str, deltas: Sequence[StreamDelta], num_events: int, then: Callable[[], None]) -> None:
+        """Calls `then` when the deltas are copied, or cannot be; in the order of the calls of `add`. num_events: of the
+        stream, with those that `then` shows."""
         growing = self._own.get(key)
         deltas = () if growing is None else growing.without_replayed(deltas)
-        if growing is None or not deltas:
+        if growing is None or not (deltas or num_events > growing.num_events):
             self._add(None, then)
             return
         first = len(growing.deltas)
-        growing.grow(deltas)
-        self._add(_Step(key, growing.head.epoch, first, tuple(deltas)), then)
+        growing.grow(deltas, num_events)
+        self._add(_Step(key, growing.head.epoch, first, tuple(deltas), num_events), then)
 
     def end(self, key: str) -> None:
         """The stream can no longer be resumed."""
@@ -287,13 +295,16 @@ class StreamCopies:
 
     # --- streams of other hosts ---------------------------------------------------------------------------------------
 
-    async def take(self, key: str, owner: str, path: str) -> StreamRecord | None:
+    async def take(self, key: str, owner: str, path: str, after: int) -> StreamRecord | None:
         """Takes over another host's stream: the newest record of all hosts, or None if no host has one for this owner
-        and path. Raises TritonError UNAVAILABLE if a host that may have it cannot be asked."""
-        asked = _encode(_Take(key, owner, path))
+        and path with the event `after`, which the client has. Raises TritonError UNAVAILABLE if a host that may have it
+        cannot be asked."""
+        asked = _encode(_Take(key, owner, path, after))
         is_all = self._peers.are_all_live()
         answers = await asyncio.gather(*(self._record_of(peer, asked) for peer in self._peers.live()))
-        found = [taken.record for taken in (_Taken(self._held.take(key, owner, path)), *answers) if taken is not None]
+        found = [
+            taken.record for taken in (_Taken(self._held.take(key, owner, path, after)), *answers) if taken is not None
+        ]
         records = (one for one in found if one is not None)
         newest = max(records, key=lambda one: (one.head.epoch, len(one.deltas)), default=None)
         if newest is None and not (is_all and all(answers)):
@@ -322,11 +333,11 @@ class StreamCopies:
     def _record_for_taker(self, call: _Take) -> StreamRecord | None:
         """The record stays: its taker may end before another host has a copy."""
         own = self._own.get(call.key)
-        if own is not None and own.is_of(call.owner, call.path):
+        if own is not None and own.is_for(call.owner, call.path, call.after):
             del self._own[call.key]
             self._held.put(own.record)
             self._hand_over(call.key, call.owner, call.path)
-        return self._held.take(call.key, call.owner, call.path)
+        return self._held.take(call.key, call.owner, call.path, call.after)
 
 
 class HeldRecords:
@@ -353,12 +364,12 @@ class HeldRecords:
                     self.drop(key)
                 case _Begin(record) if self._is_newest(record.head.key, record.head.epoch):
                     self.put(record)
-                case _Step(key, epoch, first, deltas) if self._is_newest(key, epoch):
+                case _Step(key, epoch, first, deltas, num_events) if self._is_newest(key, epoch):
                     growing = self._records.get(key)
                     if growing is None or growing.head.epoch != epoch or first > len(growing.deltas):
                         unknown[key] = None
                         continue
-                    self._bytes += growing.grow(deltas[len(growing.deltas) - first :])
+                    self._bytes += growing.grow(deltas[len(growing.deltas) - first :], num_events)
                     growing.news_s = self._clock_s()
                     self._records.move_to_end(key)
                 case _Begin(record):
@@ -368,11 +379,11 @@ class HeldRecords:
         self._forget_oldest()
         return _Refused(tuple(superseded), tuple(unknown))
 
-    def take(self, key: str, owner: str, path: str) -> StreamRecord | None:
+    def take(self, key: str, owner: str, path: str, after: int) -> StreamRecord | None:
         """Older epochs than the taker's are refused from now on. The record is held for a while, because its taker may
         end before another host has a copy."""
         growing = self._records.get(key)
-        if growing is None or not growing.is_of(owner, path):
+        if growing is None or not growing.is_for(owner, path, after):
             return None
         record = growing.record
         self._taken[key] = record.head.epoch + 1

@@ -173,6 +173,22 @@ def test_a_host_that_was_cut_off_is_refused_and_ends_its_stream(hosts: Hosts) ->
         eventually(lambda: not hosts.all["a"].gate.open_inferences)
 
 
+def test_a_record_that_lacks_events_of_the_client_is_not_continued(hosts: Hosts) -> None:
+    """A host that is cut off goes on without copies. Another host, which has an older record, makes no other events in
+    place of those that the client has."""
+    path, body = REQUESTS["choices"]
+    holders_of_a(hosts)
+    with hosts.client("a") as first, hosts.client("b") as other:
+        begun = read_events(first, path, body, ASK, 2)
+        hosts.network.down.add("a")
+        begun += read_events(first, path, {}, {"Last-Event-ID": begun[-1][0]}, 20)
+        assert other.post(path, json={}, headers={"Last-Event-ID": begun[-1][0]}).status_code == 503
+        hosts.network.down.clear()
+        rest = read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]})
+        whole = read_events(other, path, {}, {"Last-Event-ID": begun[0][0].partition(":")[0]})
+    assert whole == begun + rest
+
+
 def test_when_the_host_with_the_copies_ends_another_one_gets_them(hosts: Hosts) -> None:
     path, body = (
         GENERATE,
@@ -293,17 +309,18 @@ def test_what_is_held_for_others() -> None:
     now_s = 0.0
     held = HeldRecords(max_bytes=10, clock_s=lambda: now_s)
     assert not held.add([_Begin(record("k", 0, b"a"))]).unknown
-    assert held.add([_Step("k", 0, 1, ((0, b"b"),)), _Step("k", 0, 1, ((0, b"b"), (0, b"c")))]) == held.add([])
-    assert held.add([_Step("k", 0, 7, ((0, b"x"),)), _Step("z", 0, 0, ())]).unknown == ("k", "z")
-    assert held.take("k", "another", "/p") is None is held.take("k", "o", "/q")
-    taken = held.take("k", "o", "/p")
+    assert held.add([_Step("k", 0, 1, ((0, b"b"),), 2), _Step("k", 0, 1, ((0, b"b"), (0, b"c")), 3)]) == held.add([])
+    assert held.add([_Step("k", 0, 7, ((0, b"x"),), 8), _Step("z", 0, 0, (), 0)]).unknown == ("k", "z")
+    assert held.take("k", "another", "/p", -1) is None is held.take("k", "o", "/q", -1)
+    assert held.take("k", "o", "/p", 3) is None, "its client has an event that the record lacks"
+    taken = held.take("k", "o", "/p", -1)
     assert taken is not None and taken.deltas == ((0, b"a"), (0, b"b"), (0, b"c"))
-    assert held.add([_Step("k", 0, 3, ((0, b"d"),)), _Begin(record("k"))]).superseded == ("k",)
+    assert held.add([_Step("k", 0, 3, ((0, b"d"),), 4), _Begin(record("k"))]).superseded == ("k",)
     assert held.add([_Begin(record("k", 1))]) == held.add([]) and len(held) == 1
     held.add([_End("k")])
     assert not len(held)
     held.add([_Begin(record("1", 0, b"123456")), _Begin(record("2", 0, b"123456"))])
-    assert held.take("1", "o", "/p") is None and len(held) == 1
+    assert held.take("1", "o", "/p", -1) is None and len(held) == 1
     now_s = 1000.0
     held.add([])
     assert not len(held)
@@ -313,12 +330,12 @@ def test_a_record_can_be_taken_again_while_its_taker_may_have_ended() -> None:
     now_s = 0.0
     held = HeldRecords(clock_s=lambda: now_s)
     held.add([_Begin(record("k", 3, b"a"))])
-    taken = [held.take("k", "o", "/p") for _ in range(2)]
+    taken = [held.take("k", "o", "/p", -1) for _ in range(2)]
     assert [(one.head.epoch, one.deltas) for one in taken if one is not None] == [(3, ((0, b"a"),)), (4, ((0, b"a"),))]
     assert held.add([_Begin(record("k", 4))]).superseded == ("k",), "the first taker is older than the second"
     now_s = 31.0
     held.add([])
-    assert held.take("k", "o", "/p") is None
+    assert held.take("k", "o", "/p", -1) is None
 
 
 class NoPeers:
@@ -342,8 +359,8 @@ def test_an_error_in_one_stream_does_not_stop_the_others(caplog: pytest.LogCaptu
     async def run() -> None:
         copies = StreamCopies(NoPeers(), {}, ResumableStreams().hand_over)
         shown = asyncio.Event()
-        copies.add("a", (), lambda: [].pop())
-        copies.add("b", (), shown.set)
+        copies.add("a", (), 0, lambda: [].pop())
+        copies.add("b", (), 0, shown.set)
         await asyncio.wait_for(shown.wait(), 10)
 
     asyncio.run(run())

@@ -35,6 +35,7 @@ from .shared_store import shared_store
 from .stand_in_agent import Engines
 
 CUT_S = (0.5, 2 * ENGINE_HEARTBEAT_TIMEOUT_S)
+PARTITION_S = (4.0, 12.0)
 KEEPER_SHARE = 0.2
 """Of kills of engines, those of the process that keeps one, which ends with it."""
 BUSY_TIMEOUT_S = 30.0
@@ -63,7 +64,11 @@ class HostsCluster:
 
     async def strike(self, kind: Kind, rng: random.Random) -> Kill:
         if kind is Kind.CUT:
-            return await self._cut(rng)
+            link = rng.choice(self._engines.link_names())
+            return await self._cut(kind, link, [link], rng.uniform(*CUT_S))
+        if kind is Kind.PARTITION:
+            host = rng.choice(self.machines).name
+            return await self._cut(kind, host, self._engines.links_of(host), rng.uniform(*PARTITION_S))
         if kind is Kind.HOST:
             await until(lambda: sum(machine.has_host for machine in self.machines) > 1, "another host serves")
             machine = rng.choice([machine for machine in self.machines if machine.has_host])
@@ -81,18 +86,20 @@ class HostsCluster:
     def _listening(self) -> list[int]:
         return [pid for machine in self.machines for pid in machine.listening()]
 
-    async def _cut(self, rng: random.Random) -> Kill:
-        link, seconds = rng.choice(self._engines.link_names()), rng.uniform(*CUT_S)
-        await self._engines.links.cut(link)
-        task = asyncio.create_task(self._heal(link, seconds))
+    async def _cut(self, kind: Kind, victim: str, links: Sequence[str], seconds: float) -> Kill:
+        """Streams of a host that is cut off can be resumed elsewhere once it is back."""
+        for link in links:
+            await self._engines.links.cut(link)
+        task = asyncio.create_task(self._heal(links, seconds))
         self._healing.add(task)
         task.add_done_callback(self._healing.discard)
         now_s = time.monotonic()
-        return Kill(Kind.CUT, now_s, now_s + seconds, link)
+        return Kill(kind, now_s, now_s + seconds, victim, Ends.ALL if kind is Kind.PARTITION else Ends.NONE)
 
-    async def _heal(self, link: str, seconds: float) -> None:
+    async def _heal(self, links: Sequence[str], seconds: float) -> None:
         await asyncio.sleep(seconds)
-        await self._engines.links.heal(link)
+        for link in links:
+            await self._engines.links.heal(link)
 
     async def still_busy(self) -> str:
         deadline_s = time.monotonic() + BUSY_TIMEOUT_S

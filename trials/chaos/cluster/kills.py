@@ -24,6 +24,7 @@ class Kind(StrEnum):
     HEAD = "SIGKILL Ray head"
     ACTOR = "SIGKILL engine's actor"
     CUT = "network cut"
+    PARTITION = "host cut off"
 
 
 class Ends(StrEnum):

@@ -103,6 +103,7 @@ def acts(choice: Choice) -> list[Act]:
     hosts = [
         KillRound("three hosts: engines", [Kind.ENGINE], 200, choice.seed + 20, limit_s),
         KillRound("three hosts: cuts", [Kind.CUT], 40, choice.seed + 21, cut_limit_s),
+        KillRound("three hosts: hosts cut off", [Kind.PARTITION], 10, choice.seed + 25),
         KillRound("three hosts: hosts", [Kind.HOST], 40, choice.seed + 22, limit_s),
         KillRound("three hosts: frontends", [Kind.FRONTEND], 40, choice.seed + 23, limit_s),
         KillRound("three hosts: all at once", ALL_KINDS, 60, choice.seed + 24, one_at_a_time=False),

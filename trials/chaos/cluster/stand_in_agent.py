@@ -137,6 +137,12 @@ class Engines:
         of_hosts = [_between(host, other) for host in self._endpoints for other in self._endpoints if host != other]
         return of_engines + of_hosts
 
+    def links_of(self, host: str) -> list[str]:
+        """All that it has to engines and to other hosts."""
+        of_engines = [engine.link_of(host) for engine in self.all.values() if host in self.hosts_of(engine)]
+        others = [other for other in self._endpoints if other != host]
+        return of_engines + [name for other in others for name in (_between(host, other), _between(other, host))]
+
     def hosts_of(self, engine: Engine) -> list[str]:
         return [host for host, wanted in self._wanted.items() if engine.key in wanted]  # a copy: it changes meanwhile
 
