@@ -36,8 +36,8 @@ FLOATS = {
 }
 """The float16 numbers of a block, by their byte; all other bytes may have any value, but for MXFP4's first."""
 MXFP4_EXPONENT = 127 - 9
-"""Of the scale, a power of two; the numbers' deviation is 2.6. With larger weights a rounding that chooses another expert
-changes a random model's logits by half, and its self-check fails."""
+"""Of the scale, a power of two; the numbers' deviation is 2.6. With larger weights a rounding that chooses another
+expert changes a random model's logits by half, and its self-check fails."""
 
 
 @dataclass(frozen=True)
