@@ -151,7 +151,11 @@ WRONG: dict[str, tuple[dict[str, Any], Tensors, str]] = {
     "no layer": ({"llama.block_count": 0}, {}, "'llama.block_count' is 0, expected a number from 1 to 1024"),
     "many layers": ({"llama.block_count": 1 << 30}, {}, "'llama.block_count' is 1073741824, expected a number from"),
     "a width that is a text": ({"llama.embedding_length": "8"}, {}, "'llama.embedding_length' is '8', expected a"),
-    "a width for each layer": ({"llama.feed_forward_length": [8, 8]}, {}, "'llama.feed_forward_length' is a list of 2"),
+    "widths that differ by layer": (
+        {"llama.feed_forward_length": [8, 16]},
+        {},
+        "'llama.feed_forward_length' is a list of 2",
+    ),
     "heads that do not divide": ({"llama.attention.head_count": 3}, {}, "'llama.attention.head_count' is 3, expected"),
     "key heads that do not divide": ({"llama.attention.head_count_kv": 3}, {}, "head_count_kv' is 3, expected a divi"),
     "values of another width": ({"llama.attention.value_length": 5}, {}, "value_length' is 5, expected 4, as of keys"),
