@@ -135,7 +135,7 @@ def test_an_ordinary_template_passes(source: str) -> None:
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "does not compile"),
         (
             "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-            "2048 MiB",
+            "2048 MiB|too much memory",  # or the time ends first, on a busy machine
         ),
     ],
 )
