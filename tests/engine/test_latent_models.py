@@ -17,15 +17,23 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.native_runner import NativeRunner
 from llmbackend.engine.cpu.operations import Role
 from llmbackend.engine.cpu.step_profile import profile_runner
-from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.kernels import library
 from llmbackend.engine.load_forecast import forecast
-from llmbackend.engine.messages import InferRequest, SamplingParams, TokenLogprobs
+from llmbackend.engine.messages import InferRequest
 from llmbackend.engine.model.module_runner import make_model_runner
-from tests.engine.test_determinism import SPECULATION, requests, run
+from tests.engine.test_determinism import SPECULATION
 from tests.helpers.latent_models import LATENT, latent_model
 from tests.helpers.lora_adapters import write_adapter
-from tests.helpers.mock_engine import run_counted
+from tests.helpers.native_models import (
+    KINDS,
+    check_same_tokens,
+    core_of,
+    generated,
+    greedy,
+    linear_names,
+    stories,
+    tokens_of,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,14 +41,7 @@ pytestmark = [
     pytest.mark.skipif(not library.available(), reason="no native kernels are built here"),
 ]
 
-Story = tuple[TokenLogprobs, ...]
 NIGHTLY = pytest.mark.nightly
-KINDS: dict[str, dict[str, Any]] = {
-    "bfloat16": {"dtype": "bfloat16"},
-    "float32": {"dtype": "float32"},
-    "int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "int4": {"dtype": "bfloat16", "quantization": "int4"},
-}
 CONDITIONS: dict[str, dict[str, Any]] = {
     "small chunks, preemption": {"max_num_batched_tokens": 17, "num_kv_blocks": 9},
     "no prefix cache": {"enable_prefix_caching": False},
@@ -51,7 +52,6 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "three threads": {"num_threads": 3, "max_num_batched_tokens": 50},
     "speculation, preemption": {"speculative_config": SPECULATION, "max_num_batched_tokens": 17, "num_kv_blocks": 9},
 }
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
 change = msgspec.structs.replace
 
 
@@ -67,43 +67,13 @@ def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def core_of(model: Path, **options: Any) -> EngineCore:
-    settings = {"num_threads": 1, "block_size": 32, "step_target_ms": 0, "num_kv_blocks": 32, **options}
-    config = EngineConfig(model=str(model), transport="inline", **settings)
-    return EngineCore(config, make_model_runner(config))
-
-
-def stories(core: EngineCore, wanted: list[InferRequest]) -> dict[str, Story]:
-    outcomes, _ = run_counted(core, wanted)
-    assert not {one.error for one in outcomes.of.values()} - {None, ""}
-    return {name: one.logprobs for name, one in outcomes.of.items()}
-
-
-def greedy(lengths: tuple[int, ...]) -> list[InferRequest]:
+def random_requests(lengths: tuple[int, ...]) -> list[InferRequest]:
     draw = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(0, 500, (length,), generator=draw).tolist() for length in lengths]
-    return [
-        InferRequest(request_id=str(i), prompt_token_ids=tuple(prompt), sampling=GREEDY)
-        for i, prompt in enumerate(prompts)
-    ]
-
-
-def generated(oracle: Any, request: InferRequest) -> list[int]:
-    ids = torch.tensor([request.prompt_token_ids])
-    tokens = oracle.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=GREEDY.max_tokens, do_sample=False, pad_token_id=0,
-        eos_token_id=None,
-    )  # fmt: skip
-    found: list[int] = tokens[0, ids.shape[1] :].tolist()
-    return found
-
-
-def tokens_of(story: Story) -> list[int]:
-    return [token.token_id for token in story]
+    return greedy([torch.randint(0, 500, (length,), generator=draw).tolist() for length in lengths])
 
 
 def test_tokens_are_those_of_transformers(family: str, model: Path) -> None:
-    wanted = greedy((13, 1, 70, 32, 150))
+    wanted = random_requests((13, 1, 70, 32, 150))
     core = core_of(model, dtype="float32", max_num_batched_tokens=48)
     found, info = stories(core, wanted), core.info
     core.close()
@@ -112,23 +82,13 @@ def test_tokens_are_those_of_transformers(family: str, model: Path) -> None:
     assert info.kv_bytes_per_token == 4 * config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
     oracle = latent_model(family)
     for request in wanted:
-        assert tokens_of(found[request.request_id]) == generated(oracle, request)
+        assert tokens_of(found[request.request_id]) == generated(oracle, request.prompt_token_ids)
     assert len({token for story in found.values() for token in tokens_of(story)}) > 10, "degenerate output"
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=NIGHTLY if kind != "bfloat16" else ()) for kind in KINDS])
 def test_same_request_same_tokens(kind: str, model: Path) -> None:
-    how = KINDS[kind]
-    together, stats = run(model, requests(), **how)
-    assert stats.prefix_cache_hits > 0
-    for request in requests()[::2]:
-        alone, _ = run(model, [request], max_num_seqs=1, num_threads=2, **how)
-        assert alone[request.request_id] == together[request.request_id]
-    for name, condition in CONDITIONS.items():
-        story, stats = run(model, requests(), **how, **condition)
-        assert story == together, name
-        assert (stats.num_preemptions > 0) == ("num_kv_blocks" in condition)
-        assert (stats.num_draft_tokens > 0) == ("speculative_config" in condition)
+    check_same_tokens(model, KINDS[kind], CONDITIONS, num_threads=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -149,22 +109,17 @@ def test_the_forecast_is_what_the_engine_has(model: Path) -> None:
         core.close()
 
 
-def linear_names(modules: Any) -> list[str]:
-    names = (name for name, module in modules.named_modules() if type(module) is torch.nn.Linear)
-    return sorted({name.rpartition(".")[2] for name in names} - {"lm_head", "kv_b_proj"})
-
-
 def test_adapters_change_linear_layers(family: str, model: Path, tmp_path: Path) -> None:
-    oracle, wanted = latent_model(family), greedy((70, 9))
-    merged = write_adapter(oracle, linear_names(oracle), tmp_path / "adapter", 1, r=2, lora_alpha=1)
+    oracle, wanted = latent_model(family), random_requests((70, 9))
+    merged = write_adapter(oracle, linear_names(oracle, "kv_b_proj"), tmp_path / "adapter", 1, r=2, lora_alpha=1)
     core = core_of(model, enable_lora=True, lora_modules={"adapter": str(tmp_path / "adapter")})
     adapted = [change(each, request_id=f"adapted {each.request_id}", lora_name="adapter") for each in wanted]
     found, path = stories(core, wanted + adapted), core.info.path
     core.close()
     assert path == "native"
     for request in wanted:
-        assert tokens_of(found[request.request_id]) == generated(oracle, request)
-        assert tokens_of(found[f"adapted {request.request_id}"]) == generated(merged, request)
+        assert tokens_of(found[request.request_id]) == generated(oracle, request.prompt_token_ids)
+        assert tokens_of(found[f"adapted {request.request_id}"]) == generated(merged, request.prompt_token_ids)
 
 
 def test_an_adapter_of_what_is_multiplied_the_other_way_round_is_refused(

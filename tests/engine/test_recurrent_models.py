@@ -27,6 +27,16 @@ from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from tests.engine.test_determinism import SPECULATION, requests, run
 from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.mock_engine import run_counted
+from tests.helpers.native_models import (
+    KINDS,
+    check_same_tokens,
+    core_of,
+    generated,
+    greedy,
+    linear_names,
+    stories,
+    tokens_of,
+)
 from tests.helpers.recurrent_models import RECURRENT, SIZES, spread_model
 
 pytestmark = [
@@ -35,13 +45,6 @@ pytestmark = [
     pytest.mark.skipif(not library.available(), reason="no native kernels are built here"),
 ]
 
-Story = tuple[TokenLogprobs, ...]
-KINDS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "int4": {"dtype": "bfloat16", "quantization": "int4"},
-}
 CONDITIONS: dict[str, dict[str, Any]] = {
     "small chunks, preemption": {"max_num_batched_tokens": 17, "num_kv_blocks": 9},
     "no prefix cache": {"enable_prefix_caching": False},
@@ -56,12 +59,10 @@ CONDITIONS: dict[str, dict[str, Any]] = {
         "max_num_seqs": 3,
     },
 }
-OUTPUT_TOKENS = 12
 change = msgspec.structs.replace
 UNBOUNDED_AFTER_PROMPTS = ("nemotron_h",)
 """transformers leaves out time_step_limit where a step has one token."""
 NIGHTLY = pytest.mark.nightly
-GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=0)
 
 
 @pytest.fixture(scope="module", params=RECURRENT)
@@ -76,25 +77,6 @@ def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def core_of(model: Path, **options: Any) -> EngineCore:
-    settings = {"num_threads": 1, "block_size": 32, "step_target_ms": 0, "num_kv_blocks": 32, **options}
-    config = EngineConfig(model=str(model), transport="inline", **settings)
-    return EngineCore(config, make_model_runner(config))
-
-
-def stories(core: EngineCore, wanted: list[InferRequest]) -> dict[str, Story]:
-    outcomes, _ = run_counted(core, wanted)
-    assert not {one.error for one in outcomes.of.values()} - {None, ""}
-    return {name: one.logprobs for name, one in outcomes.of.items()}
-
-
-def greedy(prompts: list[list[int]]) -> list[InferRequest]:
-    return [
-        InferRequest(request_id=str(i), prompt_token_ids=tuple(prompt), sampling=GREEDY)
-        for i, prompt in enumerate(prompts)
-    ]
-
-
 def random_prompt(length: int, seed: int = 3) -> list[int]:
     return torch.randint(0, 500, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -107,32 +89,16 @@ def test_tokens_are_those_of_transformers(family: str, model: Path) -> None:
     core.close()
     oracle = spread_model(family)
     for i, prompt in enumerate(prompts):
-        assert [token.token_id for token in found[str(i)]] == generated(oracle, family, prompt)
+        assert tokens_of(found[str(i)]) == expected_tokens(oracle, family, prompt)
 
 
-def generated(oracle: Any, family: str, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    tokens = oracle.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT_TOKENS,
-        use_cache=family not in UNBOUNDED_AFTER_PROMPTS, do_sample=False, pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
-    found: list[int] = tokens[0, len(prompt) :].tolist()
-    return found
+def expected_tokens(oracle: Any, family: str, prompt: list[int]) -> list[int]:
+    return generated(oracle, prompt, use_cache=family not in UNBOUNDED_AFTER_PROMPTS)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=NIGHTLY if kind != "float32" else ()) for kind in KINDS])
 def test_same_request_same_tokens(kind: str, model: Path) -> None:
-    how = KINDS[kind]
-    together, stats = run(model, requests(), **how)
-    assert stats.prefix_cache_hits > 0
-    for request in requests()[::2]:
-        alone, _ = run(model, [request], max_num_seqs=1, **how)
-        assert alone[request.request_id] == together[request.request_id]
-    for name, condition in CONDITIONS.items():
-        story, stats = run(model, requests(), **how, **condition)
-        assert story == together, name
-        assert (stats.num_preemptions > 0) == ("num_kv_blocks" in condition)
-        assert (stats.num_draft_tokens > 0) == ("speculative_config" in condition)
+    check_same_tokens(model, KINDS[kind], CONDITIONS)
 
 
 def test_a_resumed_request_goes_on_as_it_began(model: Path) -> None:
@@ -259,15 +225,9 @@ def test_adapters_change_every_linear_layer_but_the_head(family: str, model: Pat
     wanted += [change(each, request_id=f"adapted {each.request_id}", lora_name="adapter") for each in wanted]
     found = stories(core, wanted)
     core.close()
-    for name, tokens_of in (("", oracle), ("adapted ", merged)):
+    for name, modules in (("", oracle), ("adapted ", merged)):
         for i, prompt in enumerate(prompts):
-            expected = generated(tokens_of, family, prompt)
-            assert [token.token_id for token in found[f"{name}{i}"]] == expected
-
-
-def linear_names(modules: Any) -> list[str]:
-    names = (name for name, module in modules.named_modules() if type(module) is torch.nn.Linear)
-    return sorted({name.rpartition(".")[2] for name in names} - {"lm_head"})
+            assert tokens_of(found[f"{name}{i}"]) == expected_tokens(modules, family, prompt)
 
 
 def test_same_request_and_adapter_same_tokens(family: str, model: Path, tmp_path: Path) -> None:

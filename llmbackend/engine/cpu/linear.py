@@ -82,10 +82,13 @@ class HeadRows(NamedTuple):
 class HeadedLinear(NativeLinear):
     """One whose outputs are heads. Of each head there is a second matrix: its `rest` rows, turned over."""
 
-    def __init__(self, plain: NativeLinear, heads: HeadRows, ups: list[PackedWeight]) -> None:
-        """ups: [k, rest] of each head, in equal steps"""
-        super().__init__(plain._kernels, plain.packed, plain.float_bias, plain.weight.dtype)
-        self.heads, self.up = heads, ups[0]
+    def __init__(
+        self, kernels: NativeKernels, packed: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
+        up: PackedWeight,
+    ) -> None:  # fmt: skip
+        """up: [k, rest] of the first head; the others follow in equal steps"""
+        super().__init__(kernels, packed, bias, dtype)
+        self.up = up
 
 
 def swap_linears(
@@ -105,7 +108,7 @@ def swap_linears(
     them, the head's among them; the others then become int8. experts: are packed behind the linear layers. headed:
     the layers, by name, that become a HeadedLinear; beside matrices that are kept, its second ones become int8.
     """
-    found = dict(_plain_linears(model))
+    found, headed = dict(_plain_linears(model)), headed or {}
     matrices = {path: _matrix(linear) for path, linear in found.items()}
     if quantization == "int4":
         types = _types_of_int4(found, model.get_output_embeddings(), stored)
@@ -115,7 +118,7 @@ def swap_linears(
         counts = Counter("int8" if kind is Type.INT8 else f"kept {kind.name}" for kind in types.values())
         logger.info("linear layers: %s", ", ".join(f"{count} {name}" for name, count in counts.most_common()))
     shapes = [(*matrix.shape, types[path]) for path, matrix in matrices.items()]
-    for path, heads in (headed or {}).items():
+    for path, heads in headed.items():
         n, k = matrices[path].shape
         shapes += [(k, heads.rest, _up_type(types[path]))] * (n // sum(heads))
     extra_bytes = _vector_bytes(model) + _order_bytes(found, stored)
@@ -124,18 +127,19 @@ def swap_linears(
     store = WeightStore(kernels, shapes, extra_bytes, new_memory)
     shared = _shared_addresses(model)
     for path, linear in counted("packing weights", list(found.items())):
-        matrix = matrices[path]
+        matrix, head_rows = matrices[path], headed.get(path)
         if stored is not None and types[path] is not Type.INT8:
             kept = stored.read(path)
             packed = pack_stored(store, kept, types[path])
-            if headed is not None and path in headed:
+            if head_rows is not None:
                 matrix = _values(kept, kernels)
         else:
             packed = store.pack(matrix, types[path])
-        layer = NativeLinear(kernels, packed, linear.bias, matrices[path].dtype)
-        if headed is not None and path in headed:
-            layer = HeadedLinear(layer, headed[path], _pack_ups(store, matrix, headed[path], types[path]))
-        _replace(model, path, layer)
+        made = (kernels, packed, linear.bias, matrices[path].dtype)
+        if head_rows is None:
+            _replace(model, path, NativeLinear(*made))
+        else:
+            _replace(model, path, HeadedLinear(*made, _pack_ups(store, matrix, head_rows, types[path])[0]))
         if not linear.weight.is_meta and linear.weight.data_ptr() not in shared:
             release_pages(linear.weight.data_ptr(), linear.weight.nbytes)
     if experts is not None:

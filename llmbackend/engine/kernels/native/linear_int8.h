@@ -355,7 +355,7 @@ inline void linear_int8(Worker& worker, const LinearOp& op, const Step& step, ch
     };
     int mine = -1;  // taken, but not begun: one task late, a thread knows what it will need next
     const size_t panel_bytes = static_cast<size_t>(int8::padded_k(op.k)) * kPanel;
-    const int grain = plan.rows <= panels::kFewRows ? panels::piece_panels(worker, count, panel_bytes) : 1;
+    const int grain = panels::piece_panels(worker, plan.rows, count, panel_bytes);
     worker.share(count * plan.chunks, grain, [&](int begin, int end) {
         for (int i = begin; i < end; mine = i++)
             if (mine >= 0) run(mine, i);

@@ -77,4 +77,9 @@ inline int piece_panels(const Worker& worker, int panels, size_t panel_bytes) {
     return worker.size == 1 ? kPiecePanels : std::clamp(std::min(by_bytes, by_threads), 1, kPiecePanels);
 }
 
+// The same for weights that are not widened: single panels where rows are many, and products keep the memory waiting.
+inline int piece_panels(const Worker& worker, int rows, int panels, size_t panel_bytes) {
+    return rows <= kFewRows ? piece_panels(worker, panels, panel_bytes) : 1;
+}
+
 }  // namespace llmb::panels

@@ -63,7 +63,7 @@ void multiply_rows(const LinearOp& op, int first, int last, int panel, const flo
 template <class Plan, class Run>
 void share_panels(Worker& worker, const LinearOp& op, const Plan& plan, size_t panel_bytes, Run&& run) {
     const int count = num_panels(op.n);
-    const int grain = plan.rows <= panels::kFewRows ? panels::piece_panels(worker, count, panel_bytes) : 1;
+    const int grain = panels::piece_panels(worker, plan.rows, count, panel_bytes);
     worker.share(count * plan.chunks, grain, [&](int begin, int end) {
         for (int i = begin; i < end; i++) {
             const int first = i / count * plan.chunk_rows;
