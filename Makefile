@@ -196,8 +196,8 @@ $(RELEASE_VENV)/%/.tools: tools/release/requirements-%.txt constraints.txt
 
 # `make serve` installs only what serving needs; `make test` adds the test tools: to the package that is installed, because
 # an editable installation compiles the kernels, which takes minutes.
-$(VENV)/.serve: pyproject.toml constraints.txt $(wildcard llmbackend/core/c_api/native/*.* llmbackend/engine/kernels/native/*.* llmbackend/engine/kernels/native/*/*.*)
-	@echo "installing into $(VENV): torch is large and the native kernels are compiled, this takes a minute or two"
+$(VENV)/.serve: pyproject.toml setup.py constraints.txt $(wildcard llmbackend/core/c_api/native/*.* llmbackend/engine/kernels/native/*.* llmbackend/engine/kernels/native/*/*.*)
+	@echo "installing into $(VENV): torch is large and the kernels for this CPU are compiled, which takes a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --editable '.[pages]'
 	touch $@
