@@ -24,14 +24,16 @@
 namespace llmb {
 
 constexpr int kVectors = 2;  // the width of a register tile
-#if defined(__AVX512F__)
-constexpr int kMaxRows = 12;  // 24 of 32 registers are sums
-#else
-constexpr int kMaxRows = 4;  // 8 of 16
-#endif
 
 template <class T>
 constexpr bool kIsFixed = std::is_same_v<T, fixed16>;
+
+template <class T>
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;  // 24 of 32 registers are sums
+#else
+constexpr int kMaxRows = kIsFixed<T> ? 6 : 4;  // 12 or 8 of 16; float32 needs the others for widened keys and values
+#endif
 
 // What keys and values are multiplied with: rounded queries and weights where there are dot products of pairs.
 #if defined(LLMB_BF16_DOTS)
@@ -249,7 +251,7 @@ inline VisitChunk<T> visit_for(int num_rows, std::integer_sequence<int, R...>) {
 
 template <class T>
 inline VisitChunk<T> visit_for(int num_rows) {
-    return visit_for<T>(num_rows, std::make_integer_sequence<int, kMaxRows>{});
+    return visit_for<T>(num_rows, std::make_integer_sequence<int, kMaxRows<T>>{});
 }
 
 // The rows of one task after another, with one worker's memory.
@@ -269,7 +271,7 @@ class VectorKernel {
 
     void begin(int num_rows) {
         num_rows_ = num_rows;
-        const int blocks = (num_rows + kMaxRows - 1) / kMaxRows;
+        const int blocks = (num_rows + kMaxRows<T> - 1) / kMaxRows<T>;
         rows_per_block_ = (num_rows + blocks - 1) / blocks;
     }
 

@@ -15,7 +15,7 @@
 #include "numbers.h"
 #include "quantised_rows.h"
 
-#if defined(LLMB_HAS_VNNI)
+#if defined(LLMB_HAS_VNNI) || (defined(__AVX2__) && !defined(__AVX512F__))
 #define LLMB_FIXED_POINT_KV 1
 #endif
 

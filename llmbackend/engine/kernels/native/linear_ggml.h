@@ -33,19 +33,21 @@
 
 namespace llmb::ggml {
 
+using int4::keep_in_memory;
 using int8::kNearBytes;
 using int8::kStreamRows;
 using int8::load_int;
 using int8::load_ints;
 using int8::Wide;
+using panels::repeat;
 
 // Rows whose sums fit the registers, of groups and of a super-block, with kVectors vectors of columns.
 #if defined(__AVX512F__)
 constexpr int kMaxBlock = 8;
 constexpr int vectors_of(int) { return 2; }
 #elif defined(__AVX2__)
-constexpr int kMaxBlock = 6;
-constexpr int vectors_of(int rows) { return rows <= 3 ? 2 : 1; }
+constexpr int kMaxBlock = kByPairs ? 4 : 6;
+constexpr int vectors_of(int rows) { return kByPairs || rows <= 3 ? 2 : 1; }
 #else
 constexpr int kMaxBlock = 4;
 constexpr int vectors_of(int) { return 1; }
@@ -83,7 +85,7 @@ struct Rows : int8::QuantisedRows<int4::SignedOrder> {
 
   private:
     void fill_plain(int row, int32_t* own) const {
-        for (int i = 0; i < blocks; i++) own[i] = int4::sum_of_bytes(data + row * stride + i * kUnit, kUnit);
+        for (int i = 0; i < blocks; i++) own[i] = is_offset(form.largest()) ? 0 : int4::sum_of_bytes(data + row * stride + i * kUnit, kUnit);
         add_rests(row, kUnit, own);
         for (int i = 0; i < blocks; i++)
             own[i] = form.mins ? int4::bits_of(static_cast<float>(own[i])) : -form.zero * own[i];
@@ -94,7 +96,7 @@ struct Rows : int8::QuantisedRows<int4::SignedOrder> {
             const int32_t total = int4::sum_of_bytes(x + group * form.group, form.group);
             const int16_t narrow = static_cast<int16_t>(total);
             if (form.mins) std::memcpy(reinterpret_cast<char*>(own) + 2 * group, &narrow, sizeof narrow);
-            else own[group] = begin_of(-form.zero * total, form.largest());
+            else own[group] = begin_of(form.zero, total, form.largest());
         }
     }
 };
@@ -146,22 +148,25 @@ LLMB_INLINE inline Ints group_mins(const uint8_t* block, int column, int pair) {
 
 template <Form kForm, int kRows, int kVectors>
 struct Tile {
+    static constexpr bool kStores = int4::kInMemory && kRows >= 3;
+
     const Rows& x;
     int row;
     int column;
 
-    // Multiplies kQuads quads of a unit from quad `begin` on.
-    template <class Run, int kQuads>
-    LLMB_INLINE void multiply(const uint8_t* unit, const int8_t* rows, int begin, Run (&runs)[kRows][kVectors]) const {
-#pragma GCC unroll 8
-        for (int i = 0; i < kQuads; i++)
-#pragma GCC unroll 2
-            for (int v = 0; v < kVectors; v++) {
-                const Ints numbers = numbers_of<kForm>(unit, column + v * kLanes, begin + i);
-#pragma GCC unroll 12
-                for (int r = 0; r < kRows; r++)
-                    runs[r][v].add(i, numbers, Ints{} + load_int(rows + r * x.stride + (begin + i) * 4));
-            }
+    using Runs = RunSum<kForm.largest(), !kForm.is_super() && kRows <= 2 ? 2 : 1>[kRows][kVectors];
+
+    // Multiplies kQuads quads of a unit from quad kBegin on.
+    template <int kBegin, int kQuads>
+    LLMB_INLINE void multiply(const uint8_t* unit, const int8_t* rows, Runs& runs) const {
+        repeat<kQuads>([&](auto i) LLMB_INLINE {
+            Ints numbers[kVectors];
+            repeat<kVectors>([&](auto v) LLMB_INLINE { numbers[v] = numbers_of<kForm>(unit, column + v * kLanes, kBegin + i); });
+            repeat<kRows>([&](auto r) LLMB_INLINE {
+                const Ints quad = Ints{} + load_int(rows + r * x.stride + (kBegin + i) * 4);
+                repeat<kVectors>([&](auto v) LLMB_INLINE { runs[r][v].add(i, numbers[v], quad); });
+            });
+        });
     }
 
     LLMB_INLINE void fetch(const uint8_t* unit) const {
@@ -172,28 +177,38 @@ struct Tile {
     }
 
     LLMB_INLINE void add_block(const uint8_t* block, int index, Floats (&acc)[kRows][kVectors]) const {
+        keep_in_memory<kStores>(acc);
         if constexpr (kForm.is_super()) add_super(block, index, acc);
         else add_plain(block, index, acc);
     }
 
     LLMB_INLINE void add_plain(const uint8_t* block, int index, Floats (&acc)[kRows][kVectors]) const {
-        constexpr int kQuads = kUnit / 4;
-        using Run = RunSum<kForm.largest(), kQuads, kRows <= 2 ? 2 : 1>;
+        constexpr int kRun = run_quads(kForm.largest(), kUnit / 4);
         const int32_t* sums = x.sums_of(row) + index;
-        Run runs[kRows][kVectors];
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; r++)
-            for (int v = 0; v < kVectors; v++) runs[r][v].begin(kForm.mins ? Ints{} : Ints{} + sums[r * x.per_row]);
+        Ints whole[kRows][kVectors];
+        repeat<kRows * kVectors>([&](auto i) LLMB_INLINE {
+            whole[i / kVectors][i % kVectors] = kForm.mins ? Ints{} : Ints{} + sums[i / kVectors * x.per_row];
+        });
         const uint8_t* unit = block + kForm.unit_at(0);
         fetch(unit);
-        multiply<Run, kQuads>(unit, x.data + row * x.stride + index * kUnit, 0, runs);
+        repeat<kUnit / 4 / kRun>([&](auto part) LLMB_INLINE {
+            keep_in_memory<kStores && (kRun > 1)>(whole);
+            Runs runs;
+            repeat<kRows * kVectors>([&](auto i) LLMB_INLINE {
+                runs[i / kVectors][i % kVectors].begin(whole[i / kVectors][i % kVectors]);
+            });
+            multiply<part * kRun, kRun>(unit, x.data + row * x.stride + index * kUnit, runs);
+            repeat<kRows * kVectors>([&](auto i) LLMB_INLINE {
+                whole[i / kVectors][i % kVectors] = runs[i / kVectors][i % kVectors].total();
+            });
+        });
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; v++) {
             const Floats scale = scales_of<kForm>(block, column + v * kLanes);
             const Floats min = kForm.mins ? mins_of<kForm>(block, column + v * kLanes) : Floats{};
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; r++) {
-                acc[r][v] = fma(__builtin_convertvector(runs[r][v].total(), Floats), scale, acc[r][v]);
+                acc[r][v] = fma(__builtin_convertvector(whole[r][v], Floats), scale, acc[r][v]);
                 if constexpr (kForm.mins) acc[r][v] = fma((Floats)(Ints{} + sums[r * x.per_row]), min, acc[r][v]);
             }
         }
@@ -236,27 +251,26 @@ struct Tile {
     // whole += sums of groups times their integer scales
     LLMB_INLINE void add_unit(
         const uint8_t* block, int index, const int8_t* rows, const int32_t* sums, Ints (&whole)[kRows][kVectors]) const {
-        constexpr int kQuads = kForm.group / 4;
-        using Run = RunSum<kForm.largest(), kQuads, 1>;
+        constexpr int kQuads = kForm.group / 4, kRun = run_quads(kForm.largest(), kQuads);
         const uint8_t* unit = block + kForm.unit_at(index);
         fetch(unit);
-#pragma GCC unroll 2
-        for (int begin = 0; begin < kUnit / 4; begin += kQuads) {
-            const int group = (index * kUnit + begin * 4) / kForm.group;
-            Run runs[kRows][kVectors];
-#pragma GCC unroll 12
-            for (int r = 0; r < kRows; r++)
-                for (int v = 0; v < kVectors; v++)
-                    runs[r][v].begin(kForm.mins ? Ints{} : Ints{} + sums[r * x.per_row + group]);
-            multiply<Run, kQuads>(unit, rows, begin, runs);
-#pragma GCC unroll 2
-            for (int v = 0; v < kVectors; v++) {
-                const Ints scale = Run::scale_of(group_scales<kForm>(block, column + v * kLanes, group / 2), group % 2);
-#pragma GCC unroll 12
-                for (int r = 0; r < kRows; r++)
-                    whole[r][v] = runs[r][v].template scaled<!kForm.mins>(whole[r][v], scale);
-            }
-        }
+        repeat<kUnit / 4 / kRun>([&](auto part) LLMB_INLINE {
+            constexpr int kBegin = part * kRun;
+            constexpr bool kBegun = !kForm.mins && kBegin % kQuads == 0;
+            const int group = (index * kUnit + kBegin * 4) / kForm.group;
+            keep_in_memory<kStores && (kRun > 1)>(whole);
+            Runs runs;
+            repeat<kRows * kVectors>([&](auto i) LLMB_INLINE {
+                runs[i / kVectors][i % kVectors].begin(kBegun ? Ints{} + sums[i / kVectors * x.per_row + group] : Ints{});
+            });
+            multiply<kBegin, kRun>(unit, rows, runs);
+            repeat<kVectors>([&](auto v) LLMB_INLINE {
+                const Ints scale = runs[0][0].scale_of(group_scales<kForm>(block, column + v * kLanes, group / 2), group % 2);
+                repeat<kRows>([&](auto r) LLMB_INLINE {
+                    whole[r][v] = runs[r][v].template scaled<kBegun>(whole[r][v], scale);
+                });
+            });
+        });
     }
 
     void run(const uint8_t* panel, float (*out)[kPanel]) const {

@@ -16,6 +16,7 @@
 #include "epilogue.h"
 #include "epilogue_int8.h"
 #include "float16.h"
+#include "linear_block.h"
 #include "linear_int8.h"
 #include "memory.h"
 #include "numbers.h"
@@ -108,7 +109,7 @@ struct GroupedRows : int8::QuantisedRows<SignedOrder> {
 #if defined(LLMB_HAS_VNNI)
 struct GroupSum {
     Ints sum = {};
-    void begin(Ints whole) { sum = whole; }
+    void begin(const int32_t* whole) { sum = Ints{} + *whole; }
     void add(Ints numbers, Ints x) { sum = int8::dot(sum, numbers, x); }
     Ints total() const { return sum; }
 };
@@ -116,21 +117,23 @@ struct GroupSum {
 // In 16 bits: 8 times two products of up to 15 * 127.
 struct GroupSum {
     Ints first = {};
-    void begin(Ints whole) { first = whole; }
+    void begin(const int32_t* whole) { first = Ints{} + *whole; }
 #if defined(__AVX512BW__)
     __m512i sum = {};
     void add(Ints numbers, Ints x) { sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16((__m512i)numbers, (__m512i)x)); }
     Ints total() const { return first + (Ints)_mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
 #else
     __m256i sum = {};
-    void add(Ints numbers, Ints x) { sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)numbers, (__m256i)x)); }
+    void add(Ints numbers, Ints x) {
+        sum = (__m256i)pinned((Ints)_mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)numbers, (__m256i)x)));
+    }
     Ints total() const { return first + (Ints)_mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 #endif
 };
 #else
 struct GroupSum {
     Ints sum = {};
-    void begin(Ints whole) { sum = whole; }
+    void begin(const int32_t* whole) { sum = Ints{} + *whole; }
     void add(Ints numbers, Ints x) {
         for (int byte = 0; byte < 32; byte += 8) sum += (numbers >> byte & 15) * (x << (24 - byte) >> 24);
     }
@@ -164,12 +167,27 @@ inline Ints add_zeros(Ints sum, Ints zeros, int32_t factor) {
 #endif
 }
 
-// Rows whose sums fit the registers, with one and with two vectors of columns.
+// Rows whose sums fit the registers, and vectors of columns for so many rows. kInMemory: 16 registers hold more columns if
+// sums of former groups are not among them.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(LLMB_HAS_VNNI)
+constexpr int kMaxBlock = 4;
+constexpr int vectors_of(int) { return 2; }
+constexpr bool kInMemory = true;
+#else
 #if defined(__AVX512F__)
 constexpr int kMaxBlock = 12;
 #else
 constexpr int kMaxBlock = 6;
 #endif
+constexpr int vectors_of(int rows) { return rows <= kMaxBlock / 2 ? 2 : 1; }
+constexpr bool kInMemory = false;
+#endif
+
+// Stores x where it is not to occupy registers.
+template <bool kStore, class T>
+LLMB_INLINE inline void keep_in_memory(T& x) {
+    if constexpr (kStore) asm volatile("" : "+m"(x));
+}
 
 // One weight's part of one panel.
 struct Panel {
@@ -190,6 +208,7 @@ struct Panel {
 
 using int8::kNearBytes;
 using int8::kStreamRows;
+using panels::repeat;
 
 // The sums of one group, in kChains parts, so that more products are in flight where rows are few.
 template <int kRows, int kVectors, int kChains>
@@ -212,26 +231,30 @@ void multiply(const GroupedRows& x, int row, const Panel& panel, int column, flo
     const int8_t* own = x.data + row * x.stride;
     const int32_t* begins = x.begins + static_cast<size_t>(row) * x.groups;
     for (int group = 0; group < x.groups; group++, begins++) {
+        keep_in_memory<kInMemory && kRows >= 3>(acc);
         Sums<kRows, kVectors, kChains> part;
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; r++)
-            for (int v = 0; v < kVectors && !kMins && !kZeros; v++) part.sums[r][v][0].begin(Ints{} + begins[r * x.groups]);
+            for (int v = 0; v < kVectors && !kMins && !kZeros; v++) part.sums[r][v][0].begin(begins + r * x.groups);
         const uint8_t* numbers = panel.numbers + group * kGroupBytes + column * 4;
-#pragma GCC unroll 4
-        for (int i = 0; i < kGroup / 8; i++) {
-#pragma GCC unroll 2
-            for (int v = 0; v < kVectors; v++) {
+        repeat<kGroup / 8>([&](auto i) LLMB_INLINE {
+            Ints low[kVectors], high[kVectors];
+            repeat<kVectors>([&](auto v) LLMB_INLINE {
                 const uint8_t* at = numbers + i * kPanel * 4 + v * kLanes * 4;
                 if constexpr (kRows > kStreamRows) __builtin_prefetch(at + kNearBytes, 0, 3);
-                const Ints both = load_ints(at), low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
-#pragma GCC unroll 12
-                for (int r = 0; r < kRows; r++) {
-                    const int8_t* quads = own + r * x.stride + group * kGroup + i * 8;
-                    part.sums[r][v][0].add(low, Ints{} + load_int(quads));
-                    part.sums[r][v][kChains - 1].add(high, Ints{} + load_int(quads + 4));
-                }
-            }
-        }
+                const Ints both = load_ints(at);
+                low[v] = both & 0x0f0f0f0f;
+                high[v] = both >> 4 & 0x0f0f0f0f;
+            });
+            repeat<kRows>([&](auto r) LLMB_INLINE {
+                const int8_t* quads = own + r * x.stride + group * kGroup + i * 8;
+                const Ints first = Ints{} + load_int(quads), second = Ints{} + load_int(quads + 4);
+                repeat<kVectors>([&](auto v) LLMB_INLINE {
+                    part.sums[r][v][0].add(low[v], first);
+                    part.sums[r][v][kChains - 1].add(high[v], second);
+                });
+            });
+        });
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; v++) {
             const size_t at = static_cast<size_t>(group) * kPanel + column + v * kLanes;
@@ -255,7 +278,7 @@ void multiply(const GroupedRows& x, int row, const Panel& panel, int column, flo
 
 template <int kRows, Type kType>
 void multiply_panel(const GroupedRows& x, int row, const Panel& panel, float (*out)[kPanel]) {
-    constexpr int kVectors = kRows <= kMaxBlock / 2 ? 2 : 1;
+    constexpr int kVectors = vectors_of(kRows);
     for (int column = 0; column < kPanel; column += kVectors * kLanes)
         multiply<kRows, kVectors, kType>(x, row, panel, column, out);
 }

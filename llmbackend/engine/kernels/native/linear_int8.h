@@ -149,7 +149,7 @@ struct Weights {
         even = (Ints)((both << 8) >> 8);
         odd = (Ints)(both >> 8);
     }
-    Ints times(const Quad& quad, Ints sum) const { return sum + add_pairs(even, quad.even) + add_pairs(odd, quad.odd); }
+    Ints times(const Quad& quad, Ints sum) const { return pinned(sum + add_pairs(even, quad.even) + add_pairs(odd, quad.odd)); }
 };
 
 #else

@@ -227,4 +227,13 @@ inline Floats exp(Floats x) {
 #endif
 }
 
+// x, of which the compiler then knows nothing. It may add integers in any order, and computes all products first, which it
+// has to store where there are only 16 registers.
+LLMB_INLINE inline Ints pinned(Ints x) {
+#if defined(__x86_64__) && !defined(__AVX512F__)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+
 }  // namespace llmb
