@@ -1,9 +1,9 @@
 """A worker process: `python -m llmbackend.frontends.worker_process DESCRIPTOR`, and its messages with the server.
 
-Messages are pickles with their large buffers beside them, so that tensors and bodies are neither pickled nor copied
-under the interpreter's lock. Pickle never reads data from clients: both ends are this package, on an unnamed socket.
-The process ends with its server. If memory is short, the kernel kills it first: a body of 64 MiB of brackets takes 2
-GiB to parse, and a limit of address space does not help, since orjson reserves 8 GiB and uses little.
+Messages are pickles with out-of-band buffers, so that tensors and bodies are neither pickled nor copied under the GIL.
+Pickle never reads client data: both ends are this package, on an unnamed socket. The process ends with its server. If
+memory runs out, the kernel kills this process first: a 64 MiB body of brackets takes 2 GiB to parse, and an
+address-space limit does not help, since orjson reserves 8 GiB and uses little.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def to_worker(connection: socket.socket, message: Any) -> None:
 
 
 def to_server(connection: socket.socket, message: Any) -> None:
-    """Like `to_worker`, but tensors of strings arrive as RawTensors."""
+    """Like `to_worker`, but string tensors arrive as RawTensors."""
     _send(connection, message, RawTensor)
 
 
@@ -73,7 +73,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    """`recv` does not hold the interpreter's lock while it fills its result."""
+    """`recv` releases the GIL while it fills its result."""
     parts: list[bytes] = []
     missing = size
     while missing:
