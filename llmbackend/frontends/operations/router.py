@@ -1,7 +1,7 @@
 """The router of /v2/engine: reports and control for operators.
 
-Does not know: who may call (access control does). Invariants: nothing here waits for a backend on the event loop; a
-report has no secret, of a key only its name, and a bounded size; faults are injected only if they are allowed.
+Independent of who may call (access control decides). Invariants: nothing here waits for a backend on the event loop; a
+report contains no secret, only the name of a key, and has a bounded size; faults are injected only if that is allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal, get_args
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from llmbackend.core.errors import invalid_argument, shown
 from llmbackend.core.inference_server import InferenceServer
@@ -33,7 +33,7 @@ from .engine_events import EngineEventsEndpoint
 
 NO_FAULTS: Final = "this server does not kill engines: it was started without --allow-fault-injection"
 MAX_KEYS: Final = 1000
-"""Limit for one report; a key file may have ten thousand keys."""
+"""Limit of one report; a key file may have ten thousand keys."""
 _MAX_DIGITS: Final = 18
 _Limit = Annotated[int, Field(ge=1)] | None
 _Use = Literal["accepted", "rate_limited", "forbidden", "restricted", "prompt_tokens", "generated_tokens"]
@@ -48,7 +48,7 @@ class ServerFacts:
     allows_kill: bool = False
     """Whether requests may kill engines (--allow-fault-injection)."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """Given flags and their values, without secrets."""
+    """Command-line flags and their values, without secrets."""
     started: float = field(default_factory=time.time)
     """Unix seconds."""
 
