@@ -1,9 +1,8 @@
 """POST …/infer: one request, one response.
 
-Does not know: the format of bodies (infer_codec.py). Invariants: a decoupled model is refused before the body is read;
-a client that disconnects cancels its request.
-Source: Triton's http_server; content types recorded from Triton 2.51: errors about the body are application/json,
-earlier ones, and those of the model, text/plain.
+Independent of the format of bodies (infer_codec.py). Invariants: a decoupled model is refused before the body is read;
+a client disconnect cancels the request. Source: Triton's http_server; content types recorded from Triton 2.51: errors
+about the body are application/json; earlier ones, and those of the model, are text/plain.
 """
 
 from __future__ import annotations
