@@ -1,8 +1,7 @@
-"""The endpoints of Anthropic's API: messages, the count of their tokens, models.
+"""The endpoints of Anthropic's API: messages, token counting, models.
 
-Invariants: answers and errors under /v1/messages have Anthropic's form and a `request-id`; a request ends with its
-client; models have the same names as in the OpenAI API.
-Source: Anthropic's API reference.
+Invariants: answers and errors under /v1/messages have Anthropic's format and a `request-id`; a client disconnect
+cancels its request; models have the same names as in the OpenAI API. Source: Anthropic's API reference.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _MOST: Final = 1000
 
 
 def model_info(model: JsonObject) -> JsonObject:
-    """model: a model as OpenAI's API describes it."""
+    """model: in the format of OpenAI's API"""
     length = model["max_model_len"]
     return {
         "type": "model",
@@ -98,13 +97,13 @@ def _position(ids: list[str], id: str, param: str) -> int:
 
 VERSION: Final = "anthropic-version"
 _VERSIONS: Final = ("2023-06-01", "2026-10-21")
-"""Anthropic's later one takes no `temperature`, `top_k` and `top_p`; here they have an effect."""
+"""The later version does not accept `temperature`, `top_k` and `top_p` at Anthropic; here they have an effect."""
 _ID: Final = "llmbackend.anthropic_request_id"
-"""Key of the scope."""
+"""Key in the ASGI scope."""
 
 
 def create_anthropic_router(context: FrontendContext) -> APIRouter:
-    """/v1/messages, and /v1/models for clients that send `anthropic-version`. Include it before the OpenAI router."""
+    """/v1/messages, and /v1/models for clients that send `anthropic-version`. Must precede the OpenAI router."""
     api = AnthropicEndpoints(context)
     router = APIRouter()
     api.add_to(router)
@@ -116,7 +115,7 @@ def create_anthropic_router(context: FrontendContext) -> APIRouter:
 
 
 class _OwnClients(Route):
-    """A path of both APIs, for Anthropic's clients, which send their version."""
+    """A path of both APIs; matches only Anthropic's clients, which send their API version."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         return super().matches(scope) if VERSION in Headers(scope=scope) else (Match.NONE, {})
@@ -128,7 +127,7 @@ class AnthropicEndpoints(OpenAIEndpoints):
     answers_head = False
 
     def check(self, http: Request) -> None:
-        """Refuses unknown versions. Many tools send none."""
+        """Refuses unknown versions. A missing version is accepted, since many tools send none."""
         version = http.headers.get(VERSION)
         if version is not None and version not in _VERSIONS:
             message = f"header '{VERSION}' is {as_json(version)}, expected {' or '.join(_VERSIONS)}"
@@ -203,7 +202,7 @@ class AnthropicEndpoints(OpenAIEndpoints):
 
 
 def _fitted(request: MessageRequest, target: Target) -> MessageRequest:
-    """A model that does not reason is below every budget of reasoning, which agents send to every model."""
+    """Drops the reasoning budget for a model that does not reason: agents send one to every model."""
     asked = request.generation
     if asked.reasoning.budget_tokens is None or target.model.formats.reasoning is not None:
         return request
@@ -212,7 +211,7 @@ def _fitted(request: MessageRequest, target: Target) -> MessageRequest:
 
 
 def _noted(labels: JsonObject, beta: BetaFields) -> JsonObject:
-    """Labels for the access log: the client's, and ignored fields."""
+    """Labels for the access log: the client's own, and ignored fields."""
     beta.write_log()
     return labels | ({"passed_over": ",".join(beta.passed_over)} if beta.passed_over else {})
 

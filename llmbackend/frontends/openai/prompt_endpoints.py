@@ -1,7 +1,7 @@
 """Prompts without generation: /tokenize, /detokenize, /tokenizer_info, and vLLM's render endpoints.
 
-Invariants: a prompt is the one that a chat with the same fields has; requests to render are read, planned and checked
-as those that generate; nothing in proportion to a body is done on the event loop. Source: vLLM's protocol.
+Invariants: a prompt is the one that a chat with the same fields has; render requests are read, planned and checked like
+generating ones; no work that grows with a body is done on the event loop. Source: vLLM's protocol.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ class PromptQuestion:
     sampling: dict[str, Any] = field(default_factory=dict)
 
     def in_own_fields(self, error: OpenAIError) -> OpenAIError:
-        """An error of the model in terms of the client's fields."""
+        """A model error in terms of the client's fields."""
         if self.prompt.name == INPUT_IDS and error.param is None and error.status == 400:
             error.param, error.message = "tokens", error.message.replace(f"input '{INPUT_IDS}'", "'tokens'")
         return error
 
 
 def parse_tokenize(body: JsonObject) -> PromptQuestion:
-    """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
+    """Raises OpenAIError naming the first invalid, unknown or unsupported field."""
     fields: TokenizeTextRequest | TokenizeChatRequest
     if "messages" in body:
         fields = read(TokenizeChatRequest, body)
@@ -105,7 +105,7 @@ def parse_tokenize(body: JsonObject) -> PromptQuestion:
 
 
 def parse_detokenize(body: JsonObject) -> PromptQuestion:
-    """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
+    """Raises OpenAIError naming the first invalid, unknown or unsupported field."""
     fields = read(DetokenizeRequest, body)
     return PromptQuestion(fields.model, input_ids_tensor(fields.tokens), (RETURN_PROMPT_TEXT,))
 

@@ -1,6 +1,6 @@
 """The router of /v1, and the endpoints of models, chats and completions.
 
-Invariant: every path under /v1 answers in OpenAI's shapes, errors included, and no request outlives its client.
+Invariant: every path under /v1 answers in OpenAI's format, including errors, and no request outlives its client.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _NOT_SERVED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), _NO_POOLING),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "models read and write text only"),
 }
-"""The paths of vLLM's server that are refused, and why."""
+"""Paths of vLLM's server that are refused, and why."""
 
 
 def create_openai_router(context: FrontendContext) -> APIRouter:
@@ -181,7 +181,7 @@ class ModelEndpoints(OpenAIEndpoints):
 
 
 def _handed_over(http: Request, body: bytes) -> Response:
-    """In a frontend process: has the host, which holds the store, answer instead."""
+    """In a frontend process: has the host, which owns the store, answer instead."""
     if HANDED_OVER not in http.scope:
         message = "'store' is not supported: this server stores no chat completions"
         raise OpenAIError(message, param="store", code="unsupported_parameter")

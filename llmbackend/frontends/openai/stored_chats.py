@@ -1,4 +1,4 @@
-"""Stored chat completions: how one is stored, and the endpoints to list, retrieve, change and delete them.
+"""Stored chat completions: storing one, and the endpoints to list, retrieve, change and delete them.
 
 Invariants: only its owner gets a completion; a list takes bounded time per turn of the event loop, and no completion is
 parsed on it. Source: OpenAI's API reference.

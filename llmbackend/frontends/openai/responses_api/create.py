@@ -1,8 +1,8 @@
 """POST /v1/responses, and /v1/responses/input_tokens.
 
-Invariants: a response has the same generation and answer plan as a chat; a stored response can be retrieved once its
-client has its end; /v1/responses/input_tokens returns the `usage.input_tokens` of a response to the same body. Source:
-OpenAI's API reference.
+Invariants: a response has the same generation and answer plan as a chat; a stored response can be retrieved as soon as
+its client has received its end; /v1/responses/input_tokens returns the `usage.input_tokens` of a response to the same
+body. Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .response_state import ResponseState
 from .schema import InputTokens, ResponseObject, ResponsesBody
 
 _MAX_HISTORY_BYTES = 8 << 20
-"""Limit for the stored responses that a request continues: twice the largest body by default."""
+"""Limit of the stored responses that a request continues: twice the largest body by default."""
 _HISTORY_ITEM_COST = 256
 """How many bytes of a body an item of the history counts as: see `decode_cost`."""
 Keep = Callable[[], Coroutine[Any, Any, None]]
@@ -199,7 +199,7 @@ def _read(body: JsonObject) -> ReadBody:
 
 
 def check_names(body: JsonObject, known: frozenset[str]) -> None:
-    """Raises OpenAIError for a field that is not one of `known`."""
+    """Raises OpenAIError for a field that is not in `known`."""
     for name in body:
         if name not in known:
             raise OpenAIError(f"unknown field '{name[:80]}'", param=name[:80], code="unknown_parameter")

@@ -107,7 +107,7 @@ class StoredResponseEndpoints(OpenAIEndpoints):
 
 
 def _included(query: Mapping[str, str]) -> set[str]:
-    """The values of `include`. Raises OpenAIError, also for unknown parameters."""
+    """The values of `include`. Raises OpenAIError for unknown values and parameters."""
     for name in query:
         if name not in _PARAMETERS:
             raise OpenAIError(f"unknown query parameter '{name[:80]}'", param=name[:80], code="unknown_parameter")
@@ -135,7 +135,7 @@ def _cursor(query: Mapping[str, str]) -> tuple[bool, int]:
 
 
 def _with_sealed_reasoning(body: bytes, key: SealingKey) -> JsonObject:
-    """The response as if its request had included sealed reasoning."""
+    """The response as if its request had asked for sealed reasoning."""
     response: JsonObject = orjson.loads(body)
     for item in response.get("output", ()):
         if item["type"] == "reasoning" and "encrypted_content" not in item:
