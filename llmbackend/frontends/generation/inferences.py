@@ -1,8 +1,8 @@
 """A request's inferences: its generation, one inference per prompt, or the description of a prompt.
 
 Invariants: a Generation is used only on the event loop, and closed however its request ends; responses of its
-inferences are merged in order of arrival and share one backlog, which bounds what waits for the client. A described
-prompt is the one that a generation of the same request has.
+inferences are merged in order of arrival and share one backlog, which bounds the bytes that wait for the client. A
+described prompt is the one that a generation of the same request has.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Generation:
         trace: RequestTrace | None = None,
         recording: Recording | None = None,
     ) -> None:
-        """request_id: the answer's id. trace: belongs to the first prompt; further prompts get child traces. recording:
-        of a stream that other hosts copy."""
+        """request_id: the answer's id. trace: belongs to the first prompt; other prompts get child traces. recording:
+        of a stream that other hosts copy"""
         self._request = request
         self._plan = plan
         self._request_id = request_id
@@ -109,8 +109,8 @@ class Generation:
         return self._open == 0 and not self._arrived
 
     def listen(self, listener: Callable[[], None] | None) -> None:
-        """listener: called on the event loop once per wake-up, to pop all deltas; the caller pops those that wait
-        already. None: back to `wait`."""
+        """listener: called on the event loop once per wake-up, to pop all deltas; the caller pops those that are
+        already waiting. None: back to `wait`"""
         self._listener = listener
 
     def _on_responses(self, inferences: Sequence[Inference]) -> None:
@@ -121,7 +121,7 @@ class Generation:
             settle(self._waiter)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """Until there is a delta; False after `timeout_s`."""
+        """Waits for a delta; returns False after `timeout_s`."""
         if self._arrived:
             return True
         loop = asyncio.get_running_loop()
@@ -177,11 +177,11 @@ class Generation:
         return arrival
 
     def headers(self) -> dict[str, str]:
-        """Headers about the request's schemas, once the first response has arrived."""
+        """Headers about the request's schemas, available once the first response has arrived."""
         return {} if self._schemas is None else self._schemas.headers()
 
     async def checked(self) -> dict[str, str]:
-        """Headers for the end of the answer: also whether it satisfies the schemas, which is logged, too."""
+        """Headers for the end of the answer: also whether it satisfies the schemas, which is logged too."""
         if self._schemas is None or not self._schemas.is_needed:
             return {}
         return await self._gate.run_in_thread(partial(self._schemas.judge, self._request_id))
@@ -196,7 +196,7 @@ class Generation:
 
 
 def check_fields_taken(request: GenerationRequest, target: Target) -> None:
-    """Raises OpenAIError for a field that the model has no input for."""
+    """Raises OpenAIError for a field for which the model has no input."""
     if (field := _field_not_taken(request, target)) is not None:
         message = f"the model '{target.name}' has no input for '{field}'"
         param = "model" if field == "lora_name" else field
@@ -214,7 +214,7 @@ def _field_not_taken(request: GenerationRequest, target: Target) -> str | None:
 
 
 def _flags(request: GenerationRequest) -> dict[str, str]:
-    """The model's input that asks for a further output → the client's field."""
+    """Model inputs that request additional outputs → the client's fields."""
     flags = request.prompt_form.inputs
     if request.return_token_ids:
         flags[RETURN_OUTPUT_IDS] = "return_token_ids"
@@ -237,7 +237,7 @@ def sampling_of(request: GenerationRequest, target: Target, plan: AnswerPlan) ->
 
 
 def in_own_fields(error: OpenAIError, request: GenerationRequest, plan: AnswerPlan) -> OpenAIError:
-    """An error of the model in terms of the client's fields."""
+    """A model error in terms of the client's fields."""
     return plan.in_own_fields(error) if plan.is_about_calls(error) else request.in_own_fields(error)
 
 
@@ -309,8 +309,9 @@ async def describe_prompt(
 ) -> PromptDescription:
     """wanted: flags of tensors.py: RETURN_NUM_INPUT_TOKENS, RETURN_MAX_MODEL_LEN, RETURN_PROMPT_TOKEN_IDS,
     RETURN_PROMPT_TOKENS, RETURN_PROMPT_TEXT, RETURN_TOKENIZER_CONFIG, and RETURN_SAMPLING_PARAMETERS, with which the
-    request is checked like a generation. sampling: with that flag all parameters, else those that change the prompt.
-    The caller must watch the client (`unless_disconnected`). Raises OpenAIError with the host's names of inputs."""
+    request is checked like a generation. sampling: with that flag all parameters, otherwise those that change the
+    prompt. The caller must handle a client disconnect (`unless_disconnected`). Raises OpenAIError with the host's input
+    names."""
     if not target.model.takes(PROMPT_ONLY):
         message = f"the model '{target.name}' has no input '{PROMPT_ONLY}', so its prompts are unknown"
         raise OpenAIError(message, param="model", code="unsupported_parameter")

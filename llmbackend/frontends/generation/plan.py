@@ -1,7 +1,7 @@
-"""AnswerPlan: how the answer of a chat is parsed, and the grammar that makes this possible: tools and reasoning.
+"""AnswerPlan: how a chat's answer is parsed, and the grammar that makes it parseable: tools and reasoning.
 
-Invariants: without tools and reasoning the text is not parsed; what the model cannot do is refused by name, and so is a
-grammar that is too large for the model's input, with the schema that makes it so.
+Invariants: without tools and reasoning, the text is not parsed. What the model does not support is refused by name; so
+is a grammar that is too large for the model's input, naming the schema that makes it so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PATH = re.compile(
     "/structural_tag/\\S*?tags/(?P<index>\\d+)/content(?:/tags/(?P<inner>\\d+)/content)?"
     "(?:/elements/(?P<element>\\d+))?(?:/content)*/(?:grammar|pattern|json_schema(?P<path>/[^\\s:]*)?)"
 )
-"""A place in a grammar of calls, as the model names it."""
+"""A location in a grammar of calls, as the model names it."""
 _PLACE = re.compile(f"'{STRUCTURED_OUTPUTS}' at (?P<place>{_PATH.pattern})")
 CALL_ARGUMENTS: JsonObject = {"whitespace_pattern": "[ ]"}
 """Arguments are on one line, as templates show calls; otherwise a small model may write spaces up to its limit."""
@@ -48,7 +48,7 @@ class AnswerPlan:
     """False: the answer is plain text, which is not parsed."""
 
     def is_about_calls(self, error: OpenAIError) -> bool:
-        """Whether an error of the model is about the grammar of calls, which the client did not send."""
+        """Whether a model error is about the grammar of calls, which the client did not send."""
         return error.param == STRUCTURED_OUTPUTS and STRUCTURED_OUTPUTS in self.sampling
 
     def in_own_fields(self, error: OpenAIError) -> OpenAIError:
@@ -63,7 +63,7 @@ class AnswerPlan:
         return error
 
     def own_place(self, path: str) -> str | None:
-        """A path in the grammar of calls as `schema of the function#path`; None for another path."""
+        """Rewrites a path in the grammar of calls as `schema of the function#path`; None for any other path."""
         use, found = self.tool_use, _PATH.match(path)
         if use is None or found is None:
             return None
@@ -81,7 +81,7 @@ class AnswerPlan:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a grammar constrains the answer, calls included."""
+        """Whether a grammar, possibly of calls, constrains the answer."""
         return STRUCTURED_OUTPUTS in self.sampling
 
     @property
@@ -99,7 +99,7 @@ TEXT: Final = AnswerPlan(None, None, None, False, False, reads_tokens=False)
 
 
 def plan_answer(request: GenerationRequest, target: Target) -> AnswerPlan:
-    """Raises OpenAIError for what the model cannot do."""
+    """Raises OpenAIError for what the model does not support."""
     try:
         return _plan(request, target)
     except OpenAIError as error:
@@ -140,7 +140,7 @@ def _is_about_reasoning(request: GenerationRequest, target: Target) -> bool:
 
 
 def _wanted(request: GenerationRequest, use: ToolUse) -> JsonObject | None:
-    """The request's constraint of the answer's text. Raises OpenAIError for one that excludes calls."""
+    """The request's constraint on the answer's text. Raises OpenAIError for one that excludes calls."""
     for name in request.sampling:
         if name.startswith("guided_") or name == "structural_tag":
             raise _excluded(use, name)
@@ -149,8 +149,7 @@ def _wanted(request: GenerationRequest, use: ToolUse) -> JsonObject | None:
 
 
 def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target) -> JsonObject:
-    """Sampling parameters with the grammar of the answer; {} if it has none. wanted: the constraint that the request
-    asks for."""
+    """Sampling parameters with the answer's grammar; {} if it has none. wanted: the requested constraint"""
     if not use.needs_grammar and wanted is None:
         return _ended_by_one_call(use, calls)
     if not (use.is_required or calls.trigger):
@@ -166,7 +165,7 @@ def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, tar
 
 
 def _ended_by_one_call(use: ToolUse, calls: ToolCallFormat) -> JsonObject:
-    """If at most one call is allowed, ends the answer after it, so that no tokens are computed in vain. Formats without
+    """If at most one call is allowed, ends the answer after it, to avoid generating useless tokens. Formats without
     JSON arguments, or without a marker before a call, drop later calls instead, as vLLM does."""
     if use.max_calls != 1 or calls.grammar.key_end or not calls.trigger:
         return {}
@@ -213,7 +212,7 @@ def check_grammar_size(num_bytes: int, sampling: JsonObject, request: Generation
 
 
 def _parts(request: GenerationRequest, plan: AnswerPlan) -> Iterator[tuple[int, str, str]]:
-    """(bytes, field, subject and verb of the error's text)"""
+    """(bytes, field, subject and verb of the error message)"""
     if (wanted := request.sampling.get(STRUCTURED_OUTPUTS)) is not None:
         yield len(orjson.dumps(wanted)), request.structure_field, "has"
     if plan.tool_use is not None and STRUCTURED_OUTPUTS in plan.sampling:
