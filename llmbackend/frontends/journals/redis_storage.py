@@ -1,6 +1,6 @@
 """Documents in a Redis server, which several servers may share, for `--response-store redis://…`.
 
-Invariants: each live document has one server that writes it; when that server's lease ends, the first other one that
+Invariants: each live document is written by one server; when that server's lease expires, the first other one that
 calls `live` takes its documents over; a commit is one MULTI/EXEC.
 """
 
@@ -21,19 +21,18 @@ if TYPE_CHECKING:
     from redis.client import Pipeline
 
 LEASE_S: Final = 5
-"""A server that did not renew its lease for so long counts as ended; on the same machine also when its process is gone.
-If it is alive after all, its writes to documents that were taken over are refused."""
+"""A server whose lease was not renewed for this long counts as dead; on the same machine, also when its process is
+gone. If it is alive after all, its writes to documents that were taken over are refused."""
 _RENEWED_EACH_S: Final = 1.5
 _LOOKED_FOR_EACH_S: Final = 1.0
 _ATTEMPTS: Final = 5
 _TIMEOUT_S: Final = 5.0
 _KEPT_LONGER_S: Final = 3600
-"""Redis removes a document's keys so long after its expiry, if no server has."""
+"""Redis removes a document's keys this long after its expiry, if no server has."""
 _REMOVED_AT_ONCE: Final = 64
 _PREFIX: Final = "llmbackend:responses:"
 _VERSION: Final = 1
-"""Version of the keys and values, stored under the key `version`. Data from before there were versions counts as
-version 1."""
+"""Version of the keys and values, stored under the key `version`. Data from before versioning counts as version 1."""
 _FIELDS: Final = (
     *("owner", "kind", "id", "body", "created_s", "expires_s", "items", "parent", "is_live", "continuation"),
     "labels",
@@ -106,7 +105,7 @@ class RedisStorage:
             ]
             documents = [(id, self._document(id)) for id in ids]
             for id, found in documents:
-                if found is None or not found.is_live:  # it ended while it was looked at
+                if found is None or not found.is_live:  # it ended in the meantime
                     self._redis.hdel(_key("live"), id)
             return [found for _, found in documents if found is not None and found.is_live]
 
@@ -125,7 +124,7 @@ class RedisStorage:
         rank = self._redis.zrevrank(key, entry.id) if is_descending else self._redis.zrank(key, entry.id)
         if rank is not None:
             return int(rank) + 1
-        # The document was removed meanwhile.
+        # The document was removed in the meantime.
         beyond = (f"({entry.created_s!r}", "+inf") if is_descending else ("-inf", f"({entry.created_s!r}")
         id, at_once = entry.id.encode(), self._redis.zrangebyscore(key, entry.created_s, entry.created_s)
         before = [one for one in at_once if (one > id if is_descending else one < id)]
@@ -141,7 +140,7 @@ class RedisStorage:
         self._renewer.join()
         try:
             self._redis.delete(_key("instance", self._instance))
-        except Exception:  # the lease ends by itself
+        except Exception:  # the lease expires by itself
             return
         finally:
             self._redis.connection_pool.disconnect()
@@ -149,8 +148,8 @@ class RedisStorage:
     # --- writes -----------------------------------------------------------------------------------------------------
 
     def _written(self, writes: Sequence[Write]) -> Collection[str]:
-        """Returns the ids of documents that another server writes. Retries when a document changes meanwhile. Raises
-        redis.RedisError."""
+        """Returns the ids of documents that another server writes. Retries when a document changes during the
+        transaction. Raises redis.RedisError."""
         import redis
 
         ids = {write.id for write in writes}
@@ -236,7 +235,7 @@ class RedisStorage:
             pipe.hincrby(_key("doc", step.id), "progress_bytes", len(step.progress))
         pipe.hincrby(_key("doc", step.id), "log_bytes", step.size_bytes)
         pipe.incrby(_key("bytes"), step.size_bytes)
-        if not step.first:  # lists are made by their first push
+        if not step.first:  # lists are created by their first push
             expires_s = self._redis.zscore(_key("expiry"), step.id)
             for name in ("events", "progress"):
                 if expires_s is not None:
@@ -257,7 +256,7 @@ class RedisStorage:
         with self._redis.pipeline(transaction=True) as pipe:
             for id, (owner, size_bytes) in held.items():
                 self._delete(pipe, id, owner, size_bytes)
-            for gone in names - held.keys():  # its keys ended by themselves
+            for gone in names - held.keys():  # its keys expired by themselves
                 pipe.zrem(_key("expiry"), gone)
                 pipe.zrem(_key("finished"), gone)
             pipe.execute()
@@ -304,11 +303,11 @@ class RedisStorage:
         while not self._closing.wait(_RENEWED_EACH_S):
             try:
                 self._renew()
-            except Exception:  # Redis is not reachable; tried again
+            except Exception:  # Redis is unreachable; retried later
                 continue
 
     def _check_version(self) -> None:
-        """Raises StoreError for what a release with another version has written."""
+        """Raises StoreError for data written by a release with another version."""
         self._redis.set(_key("version"), _VERSION, nx=True)
         if (found := int(self._redis.get(_key("version")) or 0)) != _VERSION:
             raise StoreError(

@@ -1,4 +1,4 @@
-"""ResponseStore: a server's stored documents, and the journals of those that are being written.
+"""ResponseStore: a server's stored documents, and the journals of those in progress.
 
 Invariants: only its owner gets a document; readers get an event after it was committed; nothing here blocks the event
 loop on a disk or a network.
@@ -23,21 +23,21 @@ from .documents import Append, Commits, Delete, Document, Entry, Kind, Put, Stor
 from .journal import Journal
 
 MAX_LINEAGE = 4096
-"""Documents in the chain that one continues, at most."""
+"""Maximum length of the chain of documents that a document continues."""
 HELD_EVENT_BYTES = 4 << 20
 """How much of a live document's events is held in memory; slower readers read them from the store."""
 _WATCH_INTERVAL_S = 0.25
 """Time between two reads of events that another server writes."""
 _EXPIRY_PAUSE_S = 10.0
-"""After a failure of the store: time until the next attempt to remove expired documents."""
+"""Time until the next attempt to remove expired documents after a failure of the store."""
 _LOADED_BYTES = 1 << 20
 """Bytes of events that are read at once."""
 _MAX_UNCOMMITTED_BYTES = 1 << 20
 """Uncommitted bytes of one log at which its producer has to wait."""
 _LISTED_AT_ONCE = 256
-"""Entries of a list that are looked at in one turn of the event loop."""
+"""Entries of a list that are inspected in one turn of the event loop."""
 _MAX_PAGE_BYTES = 8 << 20
-"""Limit for the documents of one page, unless the page is a single document."""
+"""Limit of the documents of one page, unless the page is a single document."""
 
 
 class NotStoredError(Exception):
@@ -45,7 +45,7 @@ class NotStoredError(Exception):
 
 
 class LineageTooLongError(Exception):
-    """The chain that a document continues is too long; the text has the limit."""
+    """The chain that a document continues is too long; the text contains the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class StoreOptions:
 
 
 def current_owner() -> str:
-    """The owner of the current request's documents: its API key's (ApiKey.owner), "" without keys."""
+    """The owner of the current request's documents: its API key's owner (ApiKey.owner), "" without keys."""
     identity = REQUEST_IDENTITY.get()
     return "" if identity is None else identity.account.owner
 
@@ -65,10 +65,10 @@ class Producer(Protocol):
     """Writes live documents."""
 
     async def take_over(self, document: Document) -> None:
-        """Continues a live document of a server that has ended, or puts it as one that has ended."""
+        """Continues a live document of a server that has ended, or stores it as ended."""
 
     async def suspend(self) -> None:
-        """Stops, and leaves its live documents as they are."""
+        """Stops, leaving its live documents as they are."""
 
 
 class ResponseStore:
@@ -118,12 +118,12 @@ class ResponseStore:
                 log_bug("unexpected error while taking over responses", error)
 
     async def suspend(self) -> None:
-        """Call it before the server ends: live documents of a persistent store are left to the next server."""
+        """To be called before the server ends: live documents of a persistent store are left to the next server."""
         if self.producer is not None and self.is_persistent:
             await self.producer.suspend()
 
     async def close(self) -> None:
-        """Call it after the last request. Ends the journals that are still being written."""
+        """To be called after the last request. Ends the journals that are still in progress."""
         if self._expiry is not None:
             self._expiry.cancel()
         for task in (self._expiring, self._taking_over, *self._watching):
@@ -139,7 +139,7 @@ class ResponseStore:
         return created_s + self.options.ttl_s
 
     async def put(self, document: Document) -> None:
-        """Adds or replaces it and waits for the commit. Raises StoreError."""
+        """Adds or replaces the document and waits for the commit. Raises StoreError."""
         await self._commits.settled(self._add(document))
 
     async def get(self, owner: str, kind: Kind, id: str) -> Document:
@@ -147,15 +147,14 @@ class ResponseStore:
         return _of(owner, kind, id, await self._commits.read_in_time(lambda storage, now_s: storage.get(id, now_s)))
 
     async def delete(self, owner: str, kind: Kind, id: str) -> None:
-        """Removes it with its log and ends its journal. Raises NotStoredError, StoreError."""
+        """Removes the document with its log and ends its journal. Raises NotStoredError, StoreError."""
         await self.get(owner, kind, id)
         if (log := self._live.get(id)) is not None:
             log.abandon()
         await self._commits.settled(self._commits.add([Delete(id)]))
 
     async def lineage(self, owner: str, kind: Kind, id: str, max_bytes: int) -> list[Document]:
-        """The document and those that it continues, the oldest first. Raises NotStoredError, LineageTooLongError,
-        StoreError."""
+        """The document and its ancestors, oldest first. Raises NotStoredError, LineageTooLongError, StoreError."""
         return await self._commits.read_in_time(partial(_lineage, owner, kind, id, max_bytes))
 
     async def page(
@@ -168,9 +167,8 @@ class ResponseStore:
         is_descending: bool,
         matches: Callable[[bytes], bool],
     ) -> tuple[list[Document], bool]:
-        """Documents with labels that match, in order of creation, from behind the document `after`; and whether others
-        follow. Fewer than `limit` where they would have more than _MAX_PAGE_BYTES. Raises NotStoredError for `after`,
-        StoreError."""
+        """Matching documents with labels, in order of creation, starting after the document `after`; and whether more
+        follow. Returns fewer than `limit` beyond _MAX_PAGE_BYTES. Raises NotStoredError for `after`, StoreError."""
         place = None if after is None else (await self.get(owner, kind, after)).entry
         found: list[Document] = []
         size_bytes = 0
@@ -188,13 +186,13 @@ class ResponseStore:
         return found, False
 
     def changing(self, id: str) -> asyncio.Lock:
-        """Held by who reads a document, changes it and puts it back."""
+        """To be held while a document is read, changed and put back."""
         return self._changing.setdefault(id, asyncio.Lock())
 
     # --- logs -------------------------------------------------------------------------------------------------------
 
     def begin(self, document: Document) -> LiveLog:
-        """Adds a live document; the log takes its events."""
+        """Adds a live document; the returned log takes its events."""
         return self._opened(document, self._journal(document.id, 0))
 
     async def resume(self, document: Document) -> tuple[LiveLog, list[bytes]]:
@@ -203,7 +201,7 @@ class ResponseStore:
         return self._opened(document, await self._stored_journal(document)), progress
 
     async def journal(self, document: Document) -> Journal:
-        """The events of a document of `get`. Raises StoreError."""
+        """The events of a document returned by `get`. Raises StoreError."""
         if (log := self._live.get(document.id)) is not None:
             return log.journal
         journal = await self._stored_journal(document)
@@ -221,7 +219,7 @@ class ResponseStore:
 
     def _lost(self, id: str) -> None:
         """Another server has taken the document over, since this one did not renew its lease; readers here continue
-        with that one's events."""
+        with the other server's events."""
         if (log := self._live.pop(id, None)) is not None:
             log.lost()
             self._begin_watching(id, log.journal)
@@ -284,7 +282,7 @@ class ResponseStore:
 
 
 class LiveLog:
-    """A live document, its log and its journal. Owner: the producer of the events."""
+    """A live document, its log and its journal. Owned by the producer of the events."""
 
     def __init__(
         self,
@@ -295,7 +293,7 @@ class LiveLog:
         opened: asyncio.Future[None],
         forget: Callable[[], object],
     ) -> None:
-        """opened: the commit of the document. forget: called when no event follows."""
+        """opened: the commit of the document. forget: called when no event will follow"""
         self.document = document
         self.journal = journal
         self.on_failure: Callable[[Exception], None] = lambda error: None
@@ -316,7 +314,7 @@ class LiveLog:
         return self.document.id
 
     def append(self, events: Sequence[bytes], progress: bytes) -> None:
-        """One step."""
+        """Adds one step."""
         if self._is_over:
             return
         step = self._step(events, progress)
@@ -333,7 +331,7 @@ class LiveLog:
             await asyncio.shield(self._last)
 
     async def finish(self, document: Document, events: Sequence[bytes] = ()) -> None:
-        """The last events, and the final document. Raises StoreError."""
+        """Adds the last events, and stores the final document. Raises StoreError."""
         if self._is_over:
             return
         self._is_over = True
@@ -345,12 +343,12 @@ class LiveLog:
         await self._commits.settled(done)
 
     def lost(self) -> None:
-        """Another server writes the document now."""
+        """Called when another server writes the document."""
         self._is_over = self._is_lost = True
         self.on_failure(TritonError(f"another server continues '{self.id}'"))
 
     def abandon(self) -> None:
-        """Ends it without a last event; the store keeps what it has."""
+        """Ends it without a last event; the store retains what it has."""
         self._is_over = True
         self._end()
 
