@@ -1,7 +1,7 @@
-"""Highlighter: highlights code in a separate process, which is killed when that takes too long.
+"""Highlighter: highlights code in a separate process, which is killed if that takes too long.
 
-For: markdown_view.py. Does not know: Markdown, pages. Invariants: no pattern runs on the event loop; a caller waits at
-most `_WAIT_S`, then its code stays plain; a language whose code ended the process is not tried again for
+Used by markdown_view.py. Independent of Markdown and pages. Invariants: no pattern runs on the event loop; a caller
+waits at most `_WAIT_S`, then its code stays plain; a language whose code ended the process is not tried again for
 `_LEFT_ALONE_S`. Used only on the event loop.
 """
 
@@ -26,10 +26,10 @@ MAX_CHARACTERS: Final = 24 << 10
 """Longer code stays plain."""
 _MODULE: Final = "llmbackend.pages.chat.highlighter_process"
 _WAIT_S: Final = 5.0
-"""Wait for the process, including its earlier work."""
+"""Maximum wait for the process, including its earlier work."""
 _LEFT_ALONE_S: Final = 60.0
 _MAX_KEPT: Final = 64
-"""Pieces of code whose HTML is cached."""
+"""How many pieces of highlighted code are cached."""
 
 
 class Code(NamedTuple):

@@ -1,9 +1,9 @@
-"""Markdown: a model's untrusted Markdown as safe HTML.
+"""Markdown: converts a model's untrusted Markdown to safe HTML.
 
-For: the chat page. Does not know: pages. Invariants: the HTML has only tags of Markdown; HTML in the text is shown as
-text; nothing is loaded automatically (an image becomes a link); links go only to http, https and mailto, without
-referrer. While an answer grows, only its last block changes. (The browser sanitises the HTML again: DOMPurify, and the
-page's policy.)
+Used by the chat page. Independent of pages. Invariants: the HTML contains only Markdown's tags; HTML in the text is
+shown as text; nothing is loaded automatically (an image becomes a link); links go only to http, https and mailto,
+without referrer. While an answer grows, only its last block changes. (The browser sanitises the HTML again: DOMPurify,
+and the page's policy.)
 """
 
 from __future__ import annotations

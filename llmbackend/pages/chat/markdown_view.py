@@ -1,4 +1,4 @@
-"""MarkdownView: an element with a model's Markdown, whose code is highlighted later."""
+"""MarkdownView: an element that shows a model's Markdown; its code is highlighted later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .markdown import Markdown
 _HIGHLIGHTER: Final = Highlighter()
 """Shared by all viewers."""
 _WAIT_S: Final = 1.0
-"""Interval at which a text is shown with the code that is highlighted so far."""
+"""Interval at which a text is updated with the code that is highlighted so far."""
 
 
 class MarkdownView:
@@ -25,7 +25,7 @@ class MarkdownView:
         self._is_colouring = False
 
     def show(self, text: str, *, is_plain: bool = False) -> None:
-        """is_plain: shows the text without rendering."""
+        """is_plain: shows the text without rendering"""
         is_first = not self._newest.text
         self._newest = Markdown(text, is_plain=is_plain)
         self._is_complete = not any(map(_HIGHLIGHTER.takes, self._newest.codes))
@@ -36,7 +36,7 @@ class MarkdownView:
             background_tasks.create(self._colour(), name="colours of code")
 
     async def _colour(self) -> None:
-        """Shows the newest text when its code is highlighted. Shown plain before, growing code would flicker."""
+        """Shows the newest text once its code is highlighted: shown plain first, growing code would flicker."""
         try:
             while not self._is_complete and not self._element.is_deleted:
                 asked = self._newest
