@@ -99,7 +99,7 @@ class HostApplication:
         self._path = str(socket_path)
         self._websocket_path = websocket_path.encode()
 
-    def behind(self, app: ASGIApp) -> ASGIApp:
+    def route(self, app: ASGIApp) -> ASGIApp:
         """Routes `app`'s own requests, and those it can answer while the host is down, to `app`; all others to the
         host."""
 
@@ -419,7 +419,7 @@ class AnnouncingRpcs(grpc.aio.ServerInterceptor):
 class Edge(Protocol):
     """How a server with several processes wraps its frontends."""
 
-    def around(self, app: ASGIApp) -> ASGIApp:
+    def wrap(self, app: ASGIApp) -> ASGIApp:
         """Wraps the application that serves connections. app: includes access control"""
 
     def tunnels(self, pages: Tunnels | None) -> Tunnels | None:
@@ -437,8 +437,8 @@ class FrontendEdge:
         self._grpc_socket = grpc_socket
         self._rpcs: HostRpcs | None = None
 
-    def around(self, app: ASGIApp) -> ASGIApp:
-        return self._application.behind(app)
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        return self._application.route(app)
 
     def tunnels(self, pages: Tunnels | None) -> Tunnels:
         return self._application
@@ -458,7 +458,7 @@ class HostEdge:
     def __init__(self, announce: Announce) -> None:
         self._announce = announce
 
-    def around(self, app: ASGIApp) -> ASGIApp:
+    def wrap(self, app: ASGIApp) -> ASGIApp:
         return from_frontends(announcing(app, self._announce))
 
     def tunnels(self, pages: Tunnels | None) -> Tunnels | None:

@@ -68,7 +68,7 @@ def create_http_app(
     routers: other protocols, such as the OpenAI API
         idempotent: stores responses for retried requests; None: `Idempotency-Key` has no effect
     """
-    context.gate.bodies.make_room_for(context.max_input_size_bytes)
+    context.gate.bodies.raise_to_fit(context.max_input_size_bytes)
     app = _application((_kserve_router(context), *routers), context.gate)
     FirstLines(app.routes).add_to(app.router)
     if context.options.documents_api:
@@ -79,7 +79,7 @@ def create_http_app(
 
 def create_inference_app(context: FrontendContext, routers: Sequence[APIRouter]) -> FastAPI:
     """Inference, metadata and readiness, for a frontend process; the host's process serves the rest."""
-    context.gate.bodies.make_room_for(context.max_input_size_bytes)
+    context.gate.bodies.raise_to_fit(context.max_input_size_bytes)
     kserve = _inference_router(context)
     HealthEndpoints(context.server).add_to(kserve)
     MetadataEndpoints(context.server).add_to(kserve)
@@ -243,7 +243,7 @@ def with_middleware(app: ASGIApp, middleware: Sequence[Callable[[ASGIApp], ASGIA
     inner = app
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        DirectBody.take_out_of(scope)
+        DirectBody.remove_from(scope)
         await inner(scope, receive, send)
 
     return served

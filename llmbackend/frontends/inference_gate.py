@@ -75,7 +75,7 @@ class InferenceGate:
         """The backlog of one client. num_known_responses: responses repeated to it at once when it resumes"""
         return Backlog(self._limits.max_stream_buffer_bytes + num_known_responses * _KNOWN_RESPONSE_BYTES)
 
-    def check_room(self, count: int = 1) -> None:
+    def check_capacity(self, count: int = 1) -> None:
         """Raises LimitReachedError if `count` more inferences exceed the limit of the server or of the API key."""
         account = _account()
         self._check(count, self._counts.held(_OPEN), account, 0 if account is None else self._shares.held(account))
@@ -91,7 +91,7 @@ class InferenceGate:
     def admit(self, count: int) -> None:
         """Admits all `count` generations of a body, or none. Raises LimitReachedError if they exceed a concurrency
         limit or the rate limit of the API key."""
-        self.check_room(count)
+        self.check_capacity(count)
         identity = REQUEST_IDENTITY.get()
         refusal = None if identity is None else identity.take(count)
         if refusal is not None:
@@ -198,7 +198,7 @@ class InferenceGate:
             raise
 
     def _enter(self, count: int = 1) -> Callable[[], None]:
-        """Counts `count` more open inferences until the returned function is called. Raises as `check_room`.
+        """Counts `count` more open inferences until the returned function is called. Raises as `check_capacity`.
 
         They are counted before they are compared, so that processes that enter at the same moment see each other's
         counts.

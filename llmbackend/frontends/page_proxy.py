@@ -203,7 +203,7 @@ class PageProxy:
         self.process = PageProcess(settings.idle_timeout_s)
         self._sites = sites
 
-    def around(self, app: ASGIApp) -> ASGIApp:
+    def wrap(self, app: ASGIApp) -> ASGIApp:
         async def dispatched(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and _is_forwarded(scope):
                 await self._forward(scope, receive, send)

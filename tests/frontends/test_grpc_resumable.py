@@ -28,7 +28,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(autouse=True)
 def everything_is_up(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(stream_copies, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(stream_copies, "_RETRY_INTERVAL_S", 0.0)
     yield
     hosts.reset()
 

@@ -349,7 +349,7 @@ class AccessControl:
                 log.error("%s; the previous content remains in use", error)
         log.info("read again: %s", ", ".join(done) or "nothing")
 
-    def around_http(self, app: ASGIApp, registry: CollectorRegistry) -> ASGIApp:
+    def wrap_http(self, app: ASGIApp, registry: CollectorRegistry) -> ASGIApp:
         settings = self._settings
         if self._keys is None and not settings.http_restrictions and not settings.log_requests:
             return app

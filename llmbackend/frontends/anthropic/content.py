@@ -35,7 +35,7 @@ from ..openai.schema import TEXT_ONLY
 from .schema import RedactedThinkingBlock, TextBlock, ThinkingBlock, Tool, ToolResultBlock, ToolUseBlock
 
 log = logging.getLogger(__name__)
-_MAX_NOTED: Final = 16
+_MAX_LOGGED_FIELDS: Final = 16
 _MAX_NAME_CHARS: Final = 64
 
 
@@ -58,7 +58,7 @@ class BetaFields:
                 message = f"'{param}' is not supported: {reason}"
                 raise OpenAIError(message, param=param, code="unsupported_parameter")
             raise OpenAIError(f"unknown field '{param}'", param=param, code="unknown_parameter")
-        if len(self.passed_over) < _MAX_NOTED:
+        if len(self.passed_over) < _MAX_LOGGED_FIELDS:
             self.passed_over.append(param[:_MAX_NAME_CHARS])
 
     def check_names(self, value: Mapping[str, Any], known: Collection[str], param: str) -> None:

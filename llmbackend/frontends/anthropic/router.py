@@ -108,13 +108,13 @@ def create_anthropic_router(context: FrontendContext) -> APIRouter:
     router = APIRouter()
     api.add_to(router)
     for path, endpoint in (("/v1/models", api.models), ("/v1/models/{model:path}", api.model)):
-        router.routes.append(_OwnClients(path, partial(api.answer, endpoint=endpoint), methods=["GET"]))
+        router.routes.append(_AnthropicClientsRoute(path, partial(api.answer, endpoint=endpoint), methods=["GET"]))
     for path in ("/v1/messages", "/v1/messages/{path:path}"):
         router.routes.append(Route(path, CatchAll(api, _refuse)))
     return router
 
 
-class _OwnClients(Route):
+class _AnthropicClientsRoute(Route):
     """A path of both APIs; matches only Anthropic's clients, which send their API version."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -154,10 +154,10 @@ class AnthropicEndpoints(OpenAIEndpoints):
         """Answer a conversation (Anthropic's API)"""
         start_ns = time.monotonic_ns()
         refuse_resuming(http)
-        self._gate.check_room()
+        self._gate.check_capacity()
         beta = BetaFields(http.headers.get("anthropic-beta", ""))
         request = await self.parsed(http, lambda body: parse_message(body, beta, self._key))
-        labels = _noted(request.generation.labels, beta)
+        labels = _log_labels(request.generation.labels, beta)
         asked = dataclasses.replace(request.generation, labels=labels)
         answer = partial(self._answer, http, request)
         return await traced_answer(self._gate, self._catalog, http, start_ns, asked, answer)
@@ -165,7 +165,7 @@ class AnthropicEndpoints(OpenAIEndpoints):
     async def _answer(
         self, http: Request, request: MessageRequest, target: Target, trace: RequestTrace | None
     ) -> Response:
-        request, request_id = _fitted(request, target), _id_of(http)
+        request, request_id = _without_unused_budget(request, target), _id_of(http)
         asked = request.generation
         identity = Identity.of(asked, target.model.fingerprint, request_id.removeprefix("req_"))
         plan = plan_answer(asked, target)
@@ -184,10 +184,10 @@ class AnthropicEndpoints(OpenAIEndpoints):
     @post("/v1/messages/count_tokens", body=CountTokensRequest, answer=TokenCount)
     async def count_tokens(self, http: Request) -> Response:
         """How many tokens a conversation has (Anthropic's API)"""
-        self._gate.check_room()
+        self._gate.check_capacity()
         beta = BetaFields(http.headers.get("anthropic-beta", ""))
         request = await self.parsed(http, lambda body: parse_prompt(body, beta, self._key))
-        if labels := _noted({}, beta):
+        if labels := _log_labels({}, beta):
             http.scope[LABELS] = logged(labels)
         prompt = request.prompts[0]
         target = self._catalog.require(request.model, prompt.name)
@@ -197,11 +197,11 @@ class AnthropicEndpoints(OpenAIEndpoints):
             asked = describe_prompt(self._gate, target, prompt, (RETURN_NUM_INPUT_TOKENS,), request_id=_id_of(http))
             described = await unless_disconnected(http, asked)
         except OpenAIError as error:
-            raise request.in_own_fields(error) from None
+            raise request.in_client_fields(error) from None
         return _json({"input_tokens": described.num_tokens}, http)
 
 
-def _fitted(request: MessageRequest, target: Target) -> MessageRequest:
+def _without_unused_budget(request: MessageRequest, target: Target) -> MessageRequest:
     """Drops the reasoning budget for a model that does not reason: agents send one to every model."""
     asked = request.generation
     if asked.reasoning.budget_tokens is None or target.model.formats.reasoning is not None:
@@ -210,7 +210,7 @@ def _fitted(request: MessageRequest, target: Target) -> MessageRequest:
     return dataclasses.replace(request, generation=dataclasses.replace(asked, reasoning=reasoning))
 
 
-def _noted(labels: JsonObject, beta: BetaFields) -> JsonObject:
+def _log_labels(labels: JsonObject, beta: BetaFields) -> JsonObject:
     """Labels for the access log: the client's own, and ignored fields."""
     beta.write_log()
     return labels | ({"passed_over": ",".join(beta.passed_over)} if beta.passed_over else {})

@@ -17,7 +17,7 @@ from ..http.routing import DescribedBy
 _NO_SERVER_TOOLS = "this server has no tools of its own"
 _ONE_SPEED = "the server has one speed"
 _NO_ACCOUNTS = "this server has no workspaces, only API keys"
-_KEPT_WHOLE = "this server does not edit conversations; send what the model should see"
+_NO_EDITING = "this server does not edit conversations; send what the model should see"
 _closed = with_config(extra="forbid")
 _NonEmptyText = Annotated[str, Field(min_length=1)]
 _MayBe = bool | None
@@ -163,8 +163,8 @@ class UnservedFields(ClosedObject):
 
     container: Annotated[Any, Only(reason="this server has no containers")] = None
     mcp_servers: Annotated[Any, Only([], reason=_NO_SERVER_TOOLS)] = None
-    context_management: Annotated[Any, Only({}, {"edits": []}, reason=_KEPT_WHOLE)] = None
-    compaction: Annotated[Any, Only(reason=_KEPT_WHOLE)] = None
+    context_management: Annotated[Any, Only({}, {"edits": []}, reason=_NO_EDITING)] = None
+    compaction: Annotated[Any, Only(reason=_NO_EDITING)] = None
     diagnostics: Annotated[Any, Only(reason="'cache_read_input_tokens' counts cached tokens")] = None
     inference_geo: Annotated[Any, Only(reason="this server has one region")] = None
     speed: Annotated[Any, Only("standard", reason=_ONE_SPEED)] = None

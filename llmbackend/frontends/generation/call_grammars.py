@@ -22,13 +22,13 @@ from .parsers import CallGrammar, is_plain_text
 _ANY_OBJECT: JsonObject = {"type": "object"}
 MAX_TAGGED_PARAMETERS: Final = 512
 """Limit over all functions of a request, set by the model's grammar."""
-_MAX_PLACES: Final = 64
+_MAX_LOCATIONS: Final = 64
 """How many unenforced locations are reported per function."""
 _ENFORCED = frozenset(("type", "properties", "required", "additionalProperties"))
-_SAYS_NOTHING = frozenset(
+_ANNOTATIONS = frozenset(
     ("$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated")
 )
-_KNOWN = _ENFORCED | _SAYS_NOTHING
+_KNOWN = _ENFORCED | _ANNOTATIONS
 _NOT_NAMES = "'required' must be a list of names of 'properties'"
 _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 """A parameter name that the parser can read."""
@@ -41,7 +41,7 @@ def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
     return _section(_calls(tags, use, grammar), grammar)
 
 
-def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
+def optional_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
     """Free text with calls. The arguments of a strict function follow its schema; those of other functions are any
     object. Raises OpenAIError."""
     _check_count(use, grammar)
@@ -61,12 +61,12 @@ def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObj
     }
 
 
-def places_not_enforced(use: ToolUse, grammar: CallGrammar) -> Iterator[str]:
+def unenforced_locations(use: ToolUse, grammar: CallGrammar) -> Iterator[str]:
     """Locations of schema keywords that the format cannot enforce. A strict function with such keywords is refused."""
     if grammar.key_end:
         for function in use.functions:
             if function.input_grammar is None and not function.is_strict:
-                places = islice(_not_tagged(function.parameters), _MAX_PLACES)
+                places = islice(_not_tagged(function.parameters), _MAX_LOCATIONS)
                 yield from (f"{function.param}#{path}" for path, _ in places)
 
 
@@ -220,9 +220,7 @@ def _checked(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
 def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The target of a root that is only a reference to one of its own definitions; otherwise the root."""
     reference = schema.get("$ref")
-    if not isinstance(reference, str) or any(
-        key not in _SAYS_NOTHING and key not in ("$ref", "type") for key in schema
-    ):
+    if not isinstance(reference, str) or any(key not in _ANNOTATIONS and key not in ("$ref", "type") for key in schema):
         return schema
     for kind in ("$defs", "definitions"):
         definitions = schema.get(kind)

@@ -21,7 +21,7 @@ from ..http.errors import OpenAIError
 from ..http.event_stream import EventSource, EventStream, pieces_of
 from ..http.request_scope import LABELS, received, sampled, traced, unless_disconnected
 from ..inference_gate import InferenceGate
-from .inferences import Arrival, Generation, check_fields_taken
+from .inferences import Arrival, Generation, check_fields
 from .models import ModelCatalog, Target
 from .request import GenerationRequest
 from .tensors import (
@@ -185,7 +185,7 @@ async def traced_answer(
     """Finds the model, checks that it supports all fields, then calls `answer`; logs and traces. start_ns: when the
     request arrived. Raises OpenAIError."""
     target = catalog.require(request.model, request.prompts[0].name)
-    check_fields_taken(request, target)
+    check_fields(request, target)
     if request.labels:
         http.scope[LABELS] = logged(request.labels)
     trace = sampled(gate.server, target.name, http, start_ns)

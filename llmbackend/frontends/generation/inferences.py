@@ -94,7 +94,7 @@ class Generation:
                     model_name=target.name,
                     id=request_id,
                     trace=part,
-                    inputs=(target.model.fitted(request.prompts[index]), *options),
+                    inputs=(target.model.reshaped(request.prompts[index]), *options),
                     parameters=parameters,
                     resume=None if recording is None else recording.resume(index),
                 )
@@ -151,7 +151,7 @@ class Generation:
         try:
             delta = read_delta(*item)
         except TritonError as error:
-            raise in_own_fields(OpenAIError.of(error), self._request, self._plan) from None
+            raise in_client_fields(OpenAIError.of(error), self._request, self._plan) from None
         if delta.is_final:
             self._open -= 1
         choice = self._index_of[inference] * self._request.n + delta.sequence_index
@@ -195,22 +195,22 @@ class Generation:
             inference.close()
 
 
-def check_fields_taken(request: GenerationRequest, target: Target) -> None:
+def check_fields(request: GenerationRequest, target: Target) -> None:
     """Raises OpenAIError for a field for which the model has no input."""
-    if (field := _field_not_taken(request, target)) is not None:
+    if (field := _unsupported_field(request, target)) is not None:
         message = f"the model '{target.name}' has no input for '{field}'"
         param = "model" if field == "lora_name" else field
-        raise request.in_own_fields(OpenAIError(message, param=param, code="unsupported_parameter"))
+        raise request.in_client_fields(OpenAIError(message, param=param, code="unsupported_parameter"))
 
 
-def _field_not_taken(request: GenerationRequest, target: Target) -> str | None:
-    if not target.model.takes(SAMPLING_PARAMETERS) and (fields := (*request.sent_fields, *_lora(target))):
+def _unsupported_field(request: GenerationRequest, target: Target) -> str | None:
+    if not target.model.has_input(SAMPLING_PARAMETERS) and (fields := (*request.sent_fields, *_lora(target))):
         return fields[0]
-    if request.logprobs is not None and not target.model.takes(RETURN_LOGPROBS):
+    if request.logprobs is not None and not target.model.has_input(RETURN_LOGPROBS):
         return "logprobs"
-    if request.prior_output_ids and not target.model.takes(PRIOR_OUTPUT_IDS):
+    if request.prior_output_ids and not target.model.has_input(PRIOR_OUTPUT_IDS):
         return PRIOR_OUTPUT_IDS
-    return next((field for name, field in _flags(request).items() if not target.model.takes(name)), None)
+    return next((field for name, field in _flags(request).items() if not target.model.has_input(name)), None)
 
 
 def _flags(request: GenerationRequest) -> dict[str, str]:
@@ -236,15 +236,15 @@ def sampling_of(request: GenerationRequest, target: Target, plan: AnswerPlan) ->
     return request.sampling | _lora(target) | plan.sampling
 
 
-def in_own_fields(error: OpenAIError, request: GenerationRequest, plan: AnswerPlan) -> OpenAIError:
+def in_client_fields(error: OpenAIError, request: GenerationRequest, plan: AnswerPlan) -> OpenAIError:
     """A model error in terms of the client's fields."""
-    return plan.in_own_fields(error) if plan.is_about_calls(error) else request.in_own_fields(error)
+    return plan.in_client_fields(error) if plan.is_about_calls(error) else request.in_client_fields(error)
 
 
 def _options(request: GenerationRequest, target: Target, plan: AnswerPlan) -> list[Tensor]:
     """The inputs other than the prompt."""
     wants_counts, wants_usage = _counts(request)
-    has_usage = wants_usage and target.model.takes(RETURN_USAGE)
+    has_usage = wants_usage and target.model.has_input(RETURN_USAGE)
     sampling = sampling_of(request, target, plan)
     has_stops = request.sampling.get("stop") or request.sampling.get("stop_token_ids")
     options = option_inputs(
@@ -264,7 +264,7 @@ def _options(request: GenerationRequest, target: Target, plan: AnswerPlan) -> li
     check_grammar_size(len(options[0].data.item(0)), sampling, request, plan)
     if request.prior_output_ids:
         options = (*options, prior_output_ids_tensor(request.prior_output_ids))
-    return [target.model.fitted(tensor) for tensor in options if target.model.takes(tensor.name)]
+    return [target.model.reshaped(tensor) for tensor in options if target.model.has_input(tensor.name)]
 
 
 def _counts(request: GenerationRequest) -> tuple[bool, bool]:
@@ -312,12 +312,12 @@ async def describe_prompt(
     request is checked like a generation. sampling: with that flag all parameters, otherwise those that change the
     prompt. The caller must handle a client disconnect (`unless_disconnected`). Raises OpenAIError with the host's input
     names."""
-    if not target.model.takes(PROMPT_ONLY):
+    if not target.model.has_input(PROMPT_ONLY):
         message = f"the model '{target.name}' has no input '{PROMPT_ONLY}', so its prompts are unknown"
         raise OpenAIError(message, param="model", code="unsupported_parameter")
     flags = (Tensor.of(name, np.array([True])) for name in (PROMPT_ONLY, *wanted))
     parameters = Tensor.text(SAMPLING_PARAMETERS, orjson.dumps(dict(sampling or {})))
-    inputs = tuple(target.model.fitted(tensor) for tensor in (prompt, parameters, *flags))
+    inputs = tuple(target.model.reshaped(tensor) for tensor in (prompt, parameters, *flags))
     gate.admit(1)
     marks: dict[str, ParameterValue] = {MAX_TOKENS_MUST_FIT: True} if max_tokens_must_fit else {}
     request = InferenceRequest(model_name=target.name, id=request_id, inputs=inputs, parameters=marks)

@@ -121,10 +121,10 @@ class LanguageModel:
         served_names = split_names(parameters.get(SERVED_MODEL_NAME, "")) or (metadata.name,)
         return cls(metadata.name, served_names, usable, fingerprint, OutputFormats.of(parameters), defaults)
 
-    def takes(self, name: str) -> bool:
+    def has_input(self, name: str) -> bool:
         return name in self.ranks
 
-    def fitted(self, tensor: Tensor) -> Tensor:
+    def reshaped(self, tensor: Tensor) -> Tensor:
         """Reshapes a tensor of one dimension to the rank that the model declares, as a batch of one."""
         shape = (1,) * (self.ranks[tensor.name] - 1) + tensor.shape
         if shape == tensor.shape:
@@ -192,7 +192,7 @@ class ModelCatalog:
         found = self._language_model(name)
         if found is None:
             raise self._absent(name)
-        if not found.takes(prompt_input):
+        if not found.has_input(prompt_input):
             raise _lacks(name, prompt_input)
         return Target(found.name, lora_name, found)
 

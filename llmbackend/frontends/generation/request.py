@@ -248,7 +248,7 @@ class GenerationRequest:
     def is_chat(self) -> bool:
         return self.prompts[0].name == MESSAGES
 
-    def in_own_fields(self, error: OpenAIError) -> OpenAIError:
+    def in_client_fields(self, error: OpenAIError) -> OpenAIError:
         """A model error with the request's field names."""
         if error.param == "max_tokens" and self.max_tokens_field:
             error.param = self.max_tokens_field

@@ -215,7 +215,7 @@ class SchemaReport:
 
     def add(self, choice: int, delta: Delta) -> None:
         for place in delta.not_enforced:
-            self._places.setdefault(self._own(place))
+            self._places.setdefault(self._client_path(place))
         if self._places:
             self._deltas.setdefault(choice, []).append(delta)
 
@@ -283,11 +283,11 @@ class SchemaReport:
         except orjson.JSONDecodeError:
             raise NotJudgedError("the schema cannot be read") from None
 
-    def _own(self, place: str) -> str:
+    def _client_path(self, place: str) -> str:
         """A location in the sampling parameters, in the client's fields."""
         param, _, path = place.partition("#")
         if param == STRUCTURED_OUTPUTS and self._plan.has_grammar:
-            return self._plan.own_place(path) or self._in_schema_field(path.partition("/json_schema")[2]) or place
+            return self._plan.client_path(path) or self._in_schema_field(path.partition("/json_schema")[2]) or place
         if param == STRUCTURED_OUTPUTS and path.startswith("/json/"):
             return self._in_schema_field(path.removeprefix("/json")) or place
         return place

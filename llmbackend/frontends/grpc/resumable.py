@@ -84,7 +84,7 @@ async def begin(
 
 
 async def regenerate(gate: InferenceGate, streams: ResumableStreams, record: StreamRecord) -> None:
-    """A Maker of StreamCopies."""
+    """A Regenerate of StreamCopies."""
     request = await opened(parse_or_keep(record.head.request), gate)
     take_resuming(request.message)
     options = replace(

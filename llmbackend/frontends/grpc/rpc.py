@@ -131,7 +131,7 @@ class StreamWriter:
         self._advance()
         self._began_s = self._loop.time()
         if self._timer is None:
-            self._timer = self._loop.call_later(self._timeout_s, self._look)
+            self._timer = self._loop.call_later(self._timeout_s, self._check_progress)
 
     def when_free(self, callback: Callable[[], object]) -> None:
         """Calls back once, as soon as no write is in progress."""
@@ -181,13 +181,13 @@ class StreamWriter:
         for callback in callbacks:
             self.when_free(callback)
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         self._timer = None
         if self.is_free or self._is_closed:
             return
         left_s = self._began_s + self._timeout_s - self._loop.time()
         if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._look)
+            self._timer = self._loop.call_later(left_s, self._check_progress)
         else:
             self._on_stall()
 

@@ -56,7 +56,7 @@ _LARGE_MESSAGES: Final = {
 _SERIALISED: Final = frozenset({"ModelInfer", "ModelStreamInfer"})
 """Methods whose handlers return serialised messages."""
 SERVICES: Final = frozenset({"", "inference.GRPCInferenceService"})
-_ASK_EVERY_S: Final = 1.0
+_CHECK_INTERVAL_S: Final = 1.0
 Status = health_pb2.HealthCheckResponse
 _CORE_THREADS: Final = min(max(os.cpu_count() or 1, 4), 16)
 """Threads of gRPC's pool: one per core, within these bounds."""
@@ -201,7 +201,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._server = server
         self._probes = ReadinessProbes(server)
         self._answer: asyncio.Task[Any] | None = None
-        self._asked_at_s = 0.0
+        self._checked_at_s = 0.0
 
     async def Check(self, request: Any, context: Context) -> Any:
         return Status(status=await self._ask())
@@ -217,13 +217,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             if status != sent:
                 await context.write(Status(status=status))
                 sent = status
-            await asyncio.sleep(_ASK_EVERY_S)
+            await asyncio.sleep(_CHECK_INTERVAL_S)
 
     async def _shared_answer(self) -> Any:
         """The status, at most a second old, shared by all watchers."""
         now_s = asyncio.get_running_loop().time()
-        if self._answer is None or now_s - self._asked_at_s >= _ASK_EVERY_S:
-            self._answer, self._asked_at_s = asyncio.create_task(self._ask()), now_s
+        if self._answer is None or now_s - self._checked_at_s >= _CHECK_INTERVAL_S:
+            self._answer, self._checked_at_s = asyncio.create_task(self._ask()), now_s
         return await asyncio.shield(self._answer)
 
     async def _ask(self) -> Any:

@@ -94,14 +94,14 @@ class _Answer:
         """The answer whose messages are sent after all of these."""
 
     def listen(self) -> None:
-        self._inference.listener = self._heard
-        self._heard()
+        self._inference.listener = self._on_responses
+        self._on_responses()
 
     def follow(self, before: _Answer) -> None:
         """Orders its messages after those of `before`, which is still in use."""
         before.follower, self._must_wait = self, True
 
-    def _heard(self, _: object = None) -> None:
+    def _on_responses(self, _: object = None) -> None:
         if not (self._is_waiting or self._must_wait) and self._inference.has_responses:
             self._is_waiting = True
             self._enqueue(self)
@@ -140,7 +140,7 @@ class _Answer:
         follower, self.follower = self.follower, None
         if follower is not None:
             follower._must_wait = False
-            follower._heard()
+            follower._on_responses()
 
     def close(self) -> None:
         """Cancels the request unless FINAL was taken."""

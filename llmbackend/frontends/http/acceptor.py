@@ -22,7 +22,7 @@ from .errors import refusal_bytes
 
 log = logging.getLogger(__name__)
 
-_ACCEPTED_AT_ONCE: Final = 64
+_ACCEPT_BATCH: Final = 64
 """Connections accepted per turn of the event loop."""
 _PAUSE_S: Final = 0.5
 _WARN_EVERY_S: Final = 60.0
@@ -88,7 +88,7 @@ class Acceptor:
         self._loop.remove_reader(self._listener.fileno())
 
     def _accept(self) -> None:
-        for _ in range(_ACCEPTED_AT_ONCE):
+        for _ in range(_ACCEPT_BATCH):
             try:
                 connection, address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -159,7 +159,7 @@ class Place:
         self.refusal = refusal
         self.has_websocket = False
 
-    def reconsider(self) -> str:
+    def reevaluate(self) -> str:
         """Re-evaluates `refusal` at a request, since other connections may have closed."""
         if self.refusal and self._places is not None:
             self._places.count_in(self, -1)

@@ -145,11 +145,11 @@ class DirectBody:
     def of(cls, scope: Mapping[str, Any]) -> DirectBody | None:
         return scope.get(_DIRECT_BODY)
 
-    def put_into(self, scope: Any) -> None:
+    def add_to(self, scope: Any) -> None:
         scope[_DIRECT_BODY] = self
 
     @staticmethod
-    def take_out_of(scope: Any) -> None:
+    def remove_from(scope: Any) -> None:
         """Removes the body from `scope`, for an application whose messages do not go directly to the connection."""
         scope.pop(_DIRECT_BODY, None)
 

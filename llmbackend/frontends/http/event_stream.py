@@ -61,7 +61,7 @@ class _PieceReader:
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
         source = self._source
-        source.listen(self._heard)
+        source.listen(self._on_ready)
         self._active_s = self._loop.time()
         if source.quiet_s is not None:
             self._set_alarm(source.quiet_s)
@@ -90,7 +90,7 @@ class _PieceReader:
                 self._waiter = None
             parts.append(source.ready())
 
-    def _heard(self) -> None:
+    def _on_ready(self) -> None:
         """Called for each token of a stream."""
         waiter = self._waiter
         if waiter is None or waiter.done():
@@ -108,9 +108,9 @@ class _PieceReader:
             self._active_s = self._loop.time()
 
     def _set_alarm(self, seconds: float) -> None:
-        self._alarm = self._loop.call_later(seconds, self._look_for_quiet)
+        self._alarm = self._loop.call_later(seconds, self._check_silence)
 
-    def _look_for_quiet(self) -> None:
+    def _check_silence(self) -> None:
         assert self._source.quiet_s is not None
         left_s = self._active_s + self._source.quiet_s - self._loop.time()
         if left_s <= 0:

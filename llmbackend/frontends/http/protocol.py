@@ -36,11 +36,11 @@ _MAX_DISCARDED_CHUNKS: Final = 1024
 """Limit of discarded chunks; beyond it nothing is parsed, and the connection is closed."""
 _RESET: Final = struct.pack("ii", 1, 0)
 """A value of SO_LINGER: close at once, with a reset."""
-_CROWDED_HEADER_TIMEOUT_S: Final = 2.0
+_OVERLOAD_HEADER_TIMEOUT_S: Final = 2.0
 """Header timeout beyond the limit of connections. The path in the header determines the format of the refusal."""
 _INTERIM_RESPONSE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_RESET_LOOKED_FOR_AFTER_S: Final = 0.05
-_RESET_LOOKED_FOR_EACH_S: Final = 1.0
+_RESET_CHECK_DELAY_S: Final = 0.05
+_RESET_CHECK_INTERVAL_S: Final = 1.0
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -85,7 +85,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._closes_when_received = False
         self._unparsed = b""
         """Received data with many chunks, parsed in later turns of the event loop."""
-        self._is_read_past = False
+        self._drops_input = False
         """Whether further data (the rest of a body whose request was answered) is dropped unparsed."""
 
     # --- connection -------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._presence = ClientPresence(transport.close)
-        timeout_s = _CROWDED_HEADER_TIMEOUT_S if self._place.refusal else self._limits.header_timeout_s
+        timeout_s = _OVERLOAD_HEADER_TIMEOUT_S if self._place.refusal else self._limits.header_timeout_s
         self._clock.start(timeout_s, self._header_timed_out)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -118,7 +118,7 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._parse_at_length(data)
 
-    def _parse_on(self) -> None:
+    def _parse_rest(self) -> None:
         data, self._unparsed = self._unparsed, b""
         self._parse_at_length(data)
         if not self._unparsed and not self.flow.read_paused and not self.transport.is_closing():
@@ -131,14 +131,14 @@ class GuardedProtocol(HttpToolsProtocol):
             part = rest[: self._pieces.parsed_at_once_bytes]
             rest = rest[len(part) :]
             self._parse(part)
-            if rest and self._pieces.is_dense and not self._is_read_past:
+            if rest and self._pieces.is_dense and not self._drops_input:
                 self._unparsed = rest.tobytes()
                 self.transport.pause_reading()
-                self.loop.call_soon(self._parse_on)
+                self.loop.call_soon(self._parse_rest)
                 return
 
     def _parse(self, data: memoryview) -> None:
-        if self._is_read_past:
+        if self._drops_input:
             self._discarded_bytes += len(data)
             if self._discarded_bytes > _MAX_DISCARDED_BYTES:
                 self.transport.close()
@@ -160,14 +160,14 @@ class GuardedProtocol(HttpToolsProtocol):
             if self._framing_bytes > self._limits.max_header_bytes + self._limits.max_url_bytes:
                 self._end(431, "the request's header is too large")
         else:
-            self._clock.start_once(self._limits.body_timeout_s, self._body_looked_at)
+            self._clock.start_once(self._limits.body_timeout_s, self._check_body_progress)
             num_chunks = self._pieces.num_chunks
             if num_chunks > MAX_CHUNKS + 1:
                 self._end(400, TOO_MANY_CHUNKS)
             elif self._framing_bytes > _MAX_FRAMING_BYTES or self._discarded_bytes > _MAX_DISCARDED_BYTES:
                 self._end(413, "the request's body has too much framing or trailing data")
             elif self.cycle.response_complete and num_chunks > _MAX_DISCARDED_CHUNKS:
-                self._is_read_past = True
+                self._drops_input = True
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's meaning: whether the transport stays open
         """A client that half-closes its connection still gets its response. If it closed the connection completely,
@@ -181,17 +181,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self.cycle.keep_alive = False
         if not running.response_started and running.scope["http_version"] == "1.1":
             self.transport.write(_INTERIM_RESPONSE)
-        self._clock.start(_RESET_LOOKED_FOR_AFTER_S, self._look_for_reset)
+        self._clock.start(_RESET_CHECK_DELAY_S, self._check_for_reset)
         return True
 
-    def _look_for_reset(self) -> None:
+    def _check_for_reset(self) -> None:
         """After the end of reading, the event loop does not report a reset."""
         if self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         else:
-            self._clock.start(_RESET_LOOKED_FOR_EACH_S, self._look_for_reset)
+            self._clock.start(_RESET_CHECK_INTERVAL_S, self._check_for_reset)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -262,7 +262,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._progress_s = self._body_began_s = self.loop.time()
         self._body_bytes = 0
 
-    def _body_looked_at(self) -> None:
+    def _check_body_progress(self) -> None:
         if self._receiving != "body":
             return
         is_pipelined = self._is_busy and self._running is not self.cycle
@@ -276,7 +276,7 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self._body_bytes < due_bytes:
             self._end(408, f"the request's body arrived at less than {limits.min_body_bytes_per_s} bytes per second")
         else:
-            self._clock.start(left_s, self._body_looked_at)
+            self._clock.start(left_s, self._check_body_progress)
 
     def _close_when_received(self) -> None:
         """Closes after the rest of the body, within `linger_s`: closing while a client sends its body resets the
@@ -330,7 +330,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._opening = self.loop.create_task(opening)
 
     def _websocket_refusal(self, tunnels: Tunnels) -> tuple[int, str]:
-        if message := self._place.reconsider():
+        if message := self._place.reevaluate():
             return 429, message
         if self.scope["method"] != "GET" or self._is_busy:
             return 400, "a websocket request must be a GET on a connection without another request"
@@ -345,14 +345,14 @@ class GuardedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         cycle.transport = HeadJoined(self.transport, self.loop, self._close_when_received)
-        DirectBody(cycle, self.flow).put_into(cycle.scope)
+        DirectBody(cycle, self.flow).add_to(cycle.scope)
         app = self._refusal(cycle.scope) or app
         super()._start_asgi_task(cycle, _until_close(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def _refusal(self, scope: Any) -> Any | None:
         """The application that refuses the request; None: it is served."""
         limits = self._limits
-        if message := self._place.reconsider():
+        if message := self._place.reevaluate():
             return refusing(429, message)
         if len(scope["raw_path"]) + len(scope["query_string"]) > limits.max_url_bytes:
             return refusing(414, f"the request's URL is longer than {limits.max_url_bytes} bytes")
@@ -398,9 +398,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _watch_writing(self) -> None:
         self._unsent_bytes = self.transport.get_write_buffer_size()
-        self._write_clock.start(self._limits.write_timeout_s, self._writing_looked_at)
+        self._write_clock.start(self._limits.write_timeout_s, self._check_write_progress)
 
-    def _writing_looked_at(self) -> None:
+    def _check_write_progress(self) -> None:
         if self.transport.get_write_buffer_size() < self._unsent_bytes:
             self._watch_writing()
             return

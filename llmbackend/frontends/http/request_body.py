@@ -62,7 +62,7 @@ class BodyBudget:
     def held_bytes(self) -> int:
         return self._held_bytes
 
-    def make_room_for(self, body_bytes: int) -> None:
+    def raise_to_fit(self, body_bytes: int) -> None:
         """Raises the budget, if needed, to one that fits a body of this size."""
         self._max_bytes = max(self._max_bytes, _MIN_BODIES_HELD * body_bytes)
 

@@ -131,10 +131,10 @@ class Storage(Protocol):
     is_persistent: bool
     """Whether documents survive a restart of the server. If so, the methods block on a disk or a network."""
 
-    takes_over_each_s: float | None
+    takeover_interval_s: float | None
     """How often `live` is called again, if several servers share the store."""
 
-    answers_within_s: float | None
+    timeout_s: float | None
     """How long a request waits for the store before it is refused; None: no limit."""
 
     def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
@@ -217,7 +217,7 @@ class Commits:
 
     @asynccontextmanager
     async def _answered_in_time(self) -> AsyncGenerator[None, None]:
-        limit_s = self._storage.answers_within_s
+        limit_s = self._storage.timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 yield

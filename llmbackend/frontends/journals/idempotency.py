@@ -39,7 +39,7 @@ _BODY_WAIT_S: Final = 1.0
 _OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MODELS: Final = "/v2/models/"
 _MODEL_ENDPOINTS: Final = ("/infer", "/generate", "/generate_stream")
-_PART_OF_THE_REQUEST: Final = frozenset((b"content-type", b"content-encoding", b"inference-header-content-length"))
+_FINGERPRINTED_HEADERS: Final = frozenset((b"content-type", b"content-encoding", b"inference-header-content-length"))
 """Headers that change the meaning of a body."""
 
 
@@ -113,7 +113,7 @@ class IdempotentRequests:
             await refusing(429, text)(scope, receive, send)
             return
         journal = Journal(self._limits.max_answer_bytes)
-        answer = _Answer(owner=owner, key=key, journal=journal, kept_s=self._limits.ttl_s)
+        answer = _Answer(owner=owner, key=key, journal=journal, retention_s=self._limits.ttl_s)
         answer.stop = answer.cancel
         self._kept.add(answer)
         answer.work = asyncio.get_running_loop().create_task(self._work(answer, app, scope, receive))
@@ -132,7 +132,7 @@ class IdempotentRequests:
     async def _work(self, answer: _Answer, app: ASGIApp, scope: Scope, receive: Receive) -> None:
         """Runs the application as if its client stayed connected, and retains its answer."""
         inner = {**scope, PRESENCE: answer.presence}
-        DirectBody.take_out_of(inner)
+        DirectBody.remove_from(inner)
         body = _BodyReader(answer, inner, receive)
 
         async def send(message: Message) -> None:
@@ -216,7 +216,7 @@ class IdempotentRequests:
         of_owner = self._kept.of(_Answer, owner)
         if len(of_owner) >= self._limits.max_answers and not self._forget_one(of_owner):
             return f"{self._limits.max_answers} requests with an 'Idempotency-Key' are running, which is the limit"
-        return "" if self._kept.has_room() else self._kept.refusal("answers to requests with an 'Idempotency-Key'")
+        return "" if self._kept.has_capacity() else self._kept.refusal("answers to requests with an 'Idempotency-Key'")
 
     def _evict(self, owner: str) -> None:
         answers = self._kept.of(_Answer, owner)
@@ -288,7 +288,7 @@ async def _fingerprint(scope: Scope, receive: Receive, expected_bytes: int) -> b
 
 def _begun_hash(scope: Scope) -> hashlib._Hash:
     """A hash that already contains everything of the request except its body."""
-    headers = sorted((name, value) for name, value in scope["headers"] if name in _PART_OF_THE_REQUEST)
+    headers = sorted((name, value) for name, value in scope["headers"] if name in _FINGERPRINTED_HEADERS)
     return hashlib.sha256(repr((scope["path"], scope.get("query_string", b""), headers)).encode())
 
 

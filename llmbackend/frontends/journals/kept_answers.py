@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 from .journal import Journal
 
 MAX_BYTES: Final = 256 << 20
-_FULL: Final = 15 / 16
+_ADMISSION_SHARE: Final = 15 / 16
 """Share of the bytes at which no new answer may start; the rest is for answers in progress."""
 A = TypeVar("A", bound="KeptAnswer")
 
@@ -30,7 +30,7 @@ class KeptAnswer:
     key: str
     """Unique for its kind and owner."""
     journal: Journal
-    kept_s: float | None = None
+    retention_s: float | None = None
     """How long it is retained after its end; None: as before its end, for the grace period without readers."""
     stop: Callable[[], None] = field(default=lambda: None)
     """Called when it is forgotten."""
@@ -61,9 +61,9 @@ class KeptAnswers:
         found = [one for answers in self._answers.values() for one in answers.values()]
         return (one for one in found if isinstance(one, kind))
 
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether another answer may start. Forgets ended ones without readers as needed."""
-        return self._make_room(int(self._max_bytes * _FULL))
+        return self._make_room(int(self._max_bytes * _ADMISSION_SHARE))
 
     def refusal(self, kind: str) -> str:
         """The error text when there is no room. kind: what the answers are called"""
@@ -89,8 +89,8 @@ class KeptAnswers:
         answer.journal.end(error)
         if answer.is_listed:
             self._ended[answer] = None
-            if answer.kept_s is not None:
-                self._forget_after(answer, answer.kept_s)
+            if answer.retention_s is not None:
+                self._forget_after(answer, answer.retention_s)
 
     def forget(self, answer: KeptAnswer) -> None:
         """It can no longer be found; its current readers get what it holds. Idempotent."""
@@ -124,7 +124,7 @@ class KeptAnswers:
                 self.held_bytes -= other.journal.shed(self.held_bytes - self._max_bytes, keep=0)
 
     def _readers_changed(self, answer: KeptAnswer, count: int) -> None:
-        if not answer.journal.has_ended or answer.kept_s is None:
+        if not answer.journal.has_ended or answer.retention_s is None:
             self._forget_after(answer, None if count else self._grace_s)
 
     def _forget_after(self, answer: KeptAnswer, delay_s: float | None) -> None:

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 LEASE_S: Final = 5
 """A server whose lease was not renewed for this long counts as dead; on the same machine, also when its process is
 gone. If it is alive after all, its writes to documents that were taken over are refused."""
-_RENEWED_EACH_S: Final = 1.5
-_LOOKED_FOR_EACH_S: Final = 1.0
+_RENEW_INTERVAL_S: Final = 1.5
+_TAKEOVER_INTERVAL_S: Final = 1.0
 _ATTEMPTS: Final = 5
 _TIMEOUT_S: Final = 5.0
-_KEPT_LONGER_S: Final = 3600
+_EXPIRY_MARGIN_S: Final = 3600
 """Redis removes a document's keys this long after its expiry, if no server has."""
-_REMOVED_AT_ONCE: Final = 64
+_REMOVAL_BATCH: Final = 64
 _PREFIX: Final = "llmbackend:responses:"
 _VERSION: Final = 1
 """Version of the keys and values, stored under the key `version`. Data from before versioning counts as version 1."""
@@ -43,8 +43,8 @@ class RedisStorage:
     """A Storage."""
 
     is_persistent = True
-    takes_over_each_s: float | None = _LOOKED_FOR_EACH_S
-    answers_within_s: float | None = 1.0
+    takeover_interval_s: float | None = _TAKEOVER_INTERVAL_S
+    timeout_s: float | None = 1.0
 
     def __init__(self, url: str, capacity: Capacity) -> None:
         """Connects. Raises StoreError."""
@@ -62,7 +62,7 @@ class RedisStorage:
     def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
         with self._errors():
             refused = self._written(writes)
-            self._remove(self._redis.zrangebyscore(_key("expiry"), 0, now_s, 0, _REMOVED_AT_ONCE))
+            self._remove(self._redis.zrangebyscore(_key("expiry"), 0, now_s, 0, _REMOVAL_BATCH))
             for owner in {write.document.owner for write in writes if isinstance(write, Put)}:
                 excess = self._redis.zcard(_key("owned", owner)) - self._capacity.max_documents_per_owner
                 if excess > 0:
@@ -85,7 +85,7 @@ class RedisStorage:
         with self._errors():
             while max_bytes > 0:
                 start = first + len(found)
-                some: list[bytes] = self._redis.lrange(_key("events", id), start, start + _REMOVED_AT_ONCE - 1)
+                some: list[bytes] = self._redis.lrange(_key("events", id), start, start + _REMOVAL_BATCH - 1)
                 if not some:
                     break
                 found += some
@@ -101,7 +101,7 @@ class RedisStorage:
             writers: dict[bytes, bytes] = self._redis.hgetall(_key("live"))
             ended = {writer for writer in set(writers.values()) if self._has_ended(writer.decode())}
             ids = [
-                id.decode() for id, writer in writers.items() if writer in ended and self._adopts(id.decode(), writer)
+                id.decode() for id, writer in writers.items() if writer in ended and self._claims(id.decode(), writer)
             ]
             documents = [(id, self._document(id)) for id in ids]
             for id, found in documents:
@@ -112,7 +112,7 @@ class RedisStorage:
     def listed(self, owner: str, after: Entry | None, most: int, *, is_descending: bool) -> list[Entry]:
         key = _key("listed", owner)
         with self._errors():
-            begin = 0 if after is None else self._rank_behind(key, after, is_descending=is_descending)
+            begin = 0 if after is None else self._rank_after(key, after, is_descending=is_descending)
             found = self._redis.zrange(key, begin, begin + most - 1, desc=is_descending, withscores=True)
             with self._redis.pipeline(transaction=False) as pipe:
                 for id, _ in found:
@@ -120,7 +120,7 @@ class RedisStorage:
                 labels = pipe.execute()
         return [Entry(at_s, id.decode(), one or b"") for (id, at_s), one in zip(found, labels, strict=True)]
 
-    def _rank_behind(self, key: str, entry: Entry, *, is_descending: bool) -> int:
+    def _rank_after(self, key: str, entry: Entry, *, is_descending: bool) -> int:
         rank = self._redis.zrevrank(key, entry.id) if is_descending else self._redis.zrank(key, entry.id)
         if rank is not None:
             return int(rank) + 1
@@ -157,7 +157,7 @@ class RedisStorage:
             with self._redis.pipeline(transaction=True) as pipe:
                 if ids:
                     pipe.watch(*(_key("doc", id) for id in ids))
-                refused = self._of_others(ids)
+                refused = self._written_by_others(ids)
                 own = [write for write in writes if type(write) is Delete or write.id not in refused]
                 held = self._sizes({write.id for write in own})
                 pipe.multi()
@@ -180,7 +180,7 @@ class RedisStorage:
                 case Delete(id) if id in held:
                     self._delete(pipe, id, *held.pop(id))
 
-    def _of_others(self, ids: set[str]) -> set[str]:
+    def _written_by_others(self, ids: set[str]) -> set[str]:
         """Those of the documents that another server writes."""
         ordered = sorted(ids)
         writers = self._redis.hmget(_key("live"), ordered) if ordered else []
@@ -224,7 +224,7 @@ class RedisStorage:
             pipe.zadd(_key("finished"), {id: document.created_s})
             pipe.zadd(_key("finished-of", document.owner), {id: document.created_s})
         for name in ("doc", "events", "progress"):
-            pipe.expireat(_key(name, id), int(document.expires_s) + _KEPT_LONGER_S)
+            pipe.expireat(_key(name, id), int(document.expires_s) + _EXPIRY_MARGIN_S)
         held.setdefault(id, (document.owner, document.size_bytes))
 
     def _append(self, pipe: Pipeline, step: Append, held: dict[str, tuple[str, int]]) -> None:
@@ -239,7 +239,7 @@ class RedisStorage:
             expires_s = self._redis.zscore(_key("expiry"), step.id)
             for name in ("events", "progress"):
                 if expires_s is not None:
-                    pipe.expireat(_key(name, step.id), int(expires_s) + _KEPT_LONGER_S)
+                    pipe.expireat(_key(name, step.id), int(expires_s) + _EXPIRY_MARGIN_S)
 
     def _delete(self, pipe: Pipeline, id: str, owner: str, size_bytes: int) -> None:
         pipe.delete(*(_key(name, id) for name in ("doc", "events", "progress")))
@@ -288,7 +288,7 @@ class RedisStorage:
             return True
         return not self._redis.exists(_key("instance", writer))
 
-    def _adopts(self, id: str, writer: bytes) -> bool:
+    def _claims(self, id: str, writer: bytes) -> bool:
         """Whether this server is the first to take it over."""
         lock = _key("adopted", f"{id}|{writer.decode()}")
         if not self._redis.set(lock, self._instance, nx=True, ex=LEASE_S):
@@ -300,7 +300,7 @@ class RedisStorage:
         return True
 
     def _keep_lease(self) -> None:
-        while not self._closing.wait(_RENEWED_EACH_S):
+        while not self._closing.wait(_RENEW_INTERVAL_S):
             try:
                 self._renew()
             except Exception:  # Redis is unreachable; retried later

@@ -28,13 +28,13 @@ HELD_EVENT_BYTES = 4 << 20
 """How much of a live document's events is held in memory; slower readers read them from the store."""
 _WATCH_INTERVAL_S = 0.25
 """Time between two reads of events that another server writes."""
-_EXPIRY_PAUSE_S = 10.0
+_EXPIRY_RETRY_S = 10.0
 """Time until the next attempt to remove expired documents after a failure of the store."""
-_LOADED_BYTES = 1 << 20
+_LOAD_BYTES = 1 << 20
 """Bytes of events that are read at once."""
 _MAX_UNCOMMITTED_BYTES = 1 << 20
 """Uncommitted bytes of one log at which its producer has to wait."""
-_LISTED_AT_ONCE = 256
+_LIST_BATCH = 256
 """Entries of a list that are inspected in one turn of the event loop."""
 _MAX_PAGE_BYTES = 8 << 20
 """Limit of the documents of one page, unless the page is a single document."""
@@ -86,7 +86,7 @@ class ResponseStore:
         self._expiry: asyncio.TimerHandle | None = None
         """Timer for the document that expires first."""
         self._expiring: asyncio.Task[None] | None = None
-        self._takes_over_each_s = storage.takes_over_each_s
+        self._takeover_interval_s = storage.takeover_interval_s
         self._taking_over: asyncio.Task[None] | None = None
         self._watching: set[asyncio.Task[None]] = set()
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -99,8 +99,8 @@ class ResponseStore:
         """The producer takes over the live documents of servers that have ended. Raises StoreError."""
         await self._take_over()
         await self._expire()
-        if self._takes_over_each_s is not None:
-            self._taking_over = asyncio.get_running_loop().create_task(self._keep_taking_over(self._takes_over_each_s))
+        if (interval_s := self._takeover_interval_s) is not None:
+            self._taking_over = asyncio.get_running_loop().create_task(self._keep_taking_over(interval_s))
 
     async def _take_over(self) -> None:
         if (producer := self.producer) is not None:
@@ -185,7 +185,7 @@ class ResponseStore:
             await asyncio.sleep(0)
         return found, False
 
-    def changing(self, id: str) -> asyncio.Lock:
+    def lock(self, id: str) -> asyncio.Lock:
         """To be held while a document is read, changed and put back."""
         return self._changing.setdefault(id, asyncio.Lock())
 
@@ -252,7 +252,7 @@ class ResponseStore:
         return Journal(HELD_EVENT_BYTES, next_number, partial(self._load, id))
 
     async def _load(self, id: str, first: int) -> Sequence[bytes]:
-        return await self._commits.read_in_time(lambda storage, now_s: storage.events(id, first, _LOADED_BYTES))
+        return await self._commits.read_in_time(lambda storage, now_s: storage.events(id, first, _LOAD_BYTES))
 
     # --- expiry -----------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class ResponseStore:
         try:
             await self._expire()
         except StoreError:  # logged by Commits
-            self._expire_at(self.clock_s() + _EXPIRY_PAUSE_S)
+            self._expire_at(self.clock_s() + _EXPIRY_RETRY_S)
 
     async def _expire(self) -> None:
         next_s = await self._commits.read(_expired)
@@ -325,7 +325,7 @@ class LiveLog:
         """Waits until all steps are committed. Raises StoreError."""
         await self._commits.settled(self._last)
 
-    async def room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Waits while too much is uncommitted. Raises StoreError."""
         if self._uncommitted_bytes > _MAX_UNCOMMITTED_BYTES:
             await asyncio.shield(self._last)
@@ -384,7 +384,7 @@ def _expired(storage: Storage, now_s: float) -> float | None:
 
 
 def _entries(owner: str, after: Entry | None, storage: Storage, now_s: float, *, is_descending: bool) -> list[Entry]:
-    return storage.listed(owner, after, _LISTED_AT_ONCE, is_descending=is_descending)
+    return storage.listed(owner, after, _LIST_BATCH, is_descending=is_descending)
 
 
 def _of(owner: str, kind: Kind, id: str, document: Document | None) -> Document:

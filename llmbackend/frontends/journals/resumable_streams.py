@@ -88,7 +88,7 @@ class ResumableStreams:
         `recorded_headers` of the request. Raises TritonError UNAVAILABLE when too much is held; the caller must then
         close the events.
         """
-        if not self._kept.has_room():
+        if not self._kept.has_capacity():
             raise unavailable(self._kept.refusal("resumable streams"))
         head = _head(path, recorded_headers, recording)
         stream = ResumableStream(
@@ -138,7 +138,7 @@ class ResumableStreams:
     def leave(self) -> None:
         """Call before the server ends: ends streams that have copies, so that their clients resume on other hosts."""
         copies, self.copies = self.copies, None
-        if copies is not None and copies.are_made:
+        if copies is not None and copies.are_active:
             for stream in self._kept.all(ResumableStream):
                 if stream.recording is not None:
                     self._kept.forget(stream)

@@ -56,8 +56,8 @@ _PARTS = msgspec.msgpack.Decoder(list[bytes])
 class SqliteStorage:
     """A Storage."""
 
-    takes_over_each_s: float | None = None
-    answers_within_s: float | None = None
+    takeover_interval_s: float | None = None
+    timeout_s: float | None = None
 
     def __init__(self, path: Path | None, capacity: Capacity) -> None:
         """Opens or creates the file; without a path, documents are stored in memory. Raises StoreError."""

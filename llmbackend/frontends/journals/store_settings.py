@@ -58,9 +58,9 @@ class StoreSettings:
 
     def open(self) -> ResponseStore:
         """Raises StoreError."""
-        return self.around(self.open_storage())
+        return self.store_on(self.open_storage())
 
-    def around(self, storage: Storage) -> ResponseStore:
+    def store_on(self, storage: Storage) -> ResponseStore:
         """A store on top of an opened storage."""
         from .response_store import ResponseStore, StoreOptions  # not needed to read flags
 

@@ -29,15 +29,15 @@ from .journal import StreamDelta, StreamHead, StreamRecord, settle
 log = logging.getLogger(__name__)
 TOPIC: Final = "streams"
 _CALL_TIMEOUT_S: Final = 2.0
-_PAUSE_S: Final = 0.5
+_RETRY_INTERVAL_S: Final = 0.5
 """Pause before retrying a host that did not answer."""
 _MESSAGE_BYTES: Final = 1 << 20
 """Approximate size of the records in one message."""
 _MAX_BYTES: Final = 256 << 20
 """Held for other hosts; beyond it, the records that have not grown for longest are dropped."""
-_KEPT_S: Final = 600.0
+_RETENTION_S: Final = 600.0
 """How long a record is retained without an update."""
-_TAKEN_KEPT_S: Final = 30.0
+_TAKEN_RETENTION_S: Final = 30.0
 """How long a record is retained after it was taken over."""
 _MAX_TAKEN: Final = 10_000
 """Streams whose epoch is remembered after they were taken over."""
@@ -64,7 +64,7 @@ class Peers(Protocol):
 
 HandOver = Callable[[str, str, str], bool]
 """(key, owner, path): ends a stream of this host, which another host continues; returns whether there was one."""
-Maker = Callable[[StreamRecord], Awaitable[None]]
+Regenerate = Callable[[StreamRecord], Awaitable[None]]
 """Has an endpoint regenerate a stream; returns once it is open. Raises TritonError."""
 
 
@@ -155,7 +155,7 @@ class _Growing:
 class StreamCopies:
     """The copies of a host's ResumableStreams, and the records it holds for others. Used only on the event loop."""
 
-    def __init__(self, peers: Peers, makers: Mapping[str, Maker], hand_over: HandOver) -> None:
+    def __init__(self, peers: Peers, makers: Mapping[str, Regenerate], hand_over: HandOver) -> None:
         """makers: by prefix of the stream's path, longest prefix first"""
         self._peers = peers
         self._makers = makers
@@ -174,7 +174,7 @@ class StreamCopies:
         self._peers_changed()
 
     @property
-    def are_made(self) -> bool:
+    def are_active(self) -> bool:
         """Thread-safe."""
         return self._peer is not None
 
@@ -246,23 +246,23 @@ class StreamCopies:
             self._peer = None
         now_s = time.monotonic()
         for peer in live:
-            if self._failed_s.get(peer, -_PAUSE_S) + _PAUSE_S < now_s and await self._has_all(peer):
+            if self._failed_s.get(peer, -_RETRY_INTERVAL_S) + _RETRY_INTERVAL_S < now_s and await self._has_all(peer):
                 self._peer = peer
                 return
         if live and self._retry is None:
-            self._retry = asyncio.get_running_loop().call_later(_PAUSE_S, self._try_again)
+            self._retry = asyncio.get_running_loop().call_later(_RETRY_INTERVAL_S, self._try_again)
 
     def _peers_changed(self) -> None:
         if self._peer is not None and self._peer not in self._peers.live():
             log.warning("host '%s', to which streams were copied, is gone", self._peer)
             self._peer = None
-        self._seek_peer()
+        self._find_peer()
 
     def _try_again(self) -> None:
         self._retry = None
-        self._seek_peer()
+        self._find_peer()
 
-    def _seek_peer(self) -> None:
+    def _find_peer(self) -> None:
         if self._peer is None:
             self._add(None, lambda: None)
 
@@ -389,7 +389,7 @@ class HeldRecords:
         if len(self._taken) > _MAX_TAKEN:
             self._taken.popitem(last=False)
         growing.head = msgspec.structs.replace(growing.head, epoch=record.head.epoch + 1)
-        growing.news_s = self._clock_s() - _KEPT_S + _TAKEN_KEPT_S
+        growing.news_s = self._clock_s() - _RETENTION_S + _TAKEN_RETENTION_S
         self._records.move_to_end(key, last=False)
         return record
 
@@ -410,7 +410,7 @@ class HeldRecords:
     def _forget_oldest(self) -> None:
         while self._records:
             key, oldest = next(iter(self._records.items()))
-            if self._bytes <= self._max_bytes and oldest.news_s > self._clock_s() - _KEPT_S:
+            if self._bytes <= self._max_bytes and oldest.news_s > self._clock_s() - _RETENTION_S:
                 return
             self.drop(key)
 

@@ -368,7 +368,7 @@ class GenerateEndpoints(Endpoints):
         if request.headers.get("content-encoding", "identity") not in ("", "identity"):
             raise invalid_argument("Unsupported content-encoding, only 'identity' is supported.")
         metadata = self._gate.server.model_metadata(name, version)
-        self._gate.check_room()
+        self._gate.check_capacity()
         return metadata
 
     async def _submit(

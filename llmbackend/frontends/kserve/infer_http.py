@@ -65,7 +65,7 @@ class InferEndpoint(Endpoints):
         try:
             if self._gate.server.is_decoupled(name, version):
                 raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
-            self._gate.check_room()
+            self._gate.check_capacity()
         except TritonError as error:
             return error_response(error, TEXT)
         if content_encoding(request) not in (*ENCODINGS, IDENTITY):

@@ -200,7 +200,7 @@ def chunk_writer(request: GenerationRequest, identity: Identity, options: Stream
     return AnswerChunkWriter(request, identity, options, plan)
 
 
-class _AroundWriter:
+class _WrappingWriter:
     """Base class of a Writer that wraps another one."""
 
     def __init__(self, writer: Writer) -> None:
@@ -225,7 +225,7 @@ class _AroundWriter:
         return self._writer.fail(error)
 
 
-class PromptFirst(_AroundWriter):
+class PromptFirst(_WrappingWriter):
     """Delays the deltas of a choice until the details of its prompt have been sent."""
 
     def __init__(self, writer: Writer, n: int) -> None:
@@ -267,7 +267,7 @@ class PromptFirst(_AroundWriter):
         return b"".join(chunks)
 
 
-class IntervalWriter(_AroundWriter):
+class IntervalWriter(_WrappingWriter):
     """Joins the deltas of a choice until they have `interval_tokens`."""
 
     def __init__(self, writer: Writer, interval_tokens: int) -> None:
@@ -287,7 +287,7 @@ class IntervalWriter(_AroundWriter):
         return b""
 
 
-class CollectingWriter(_AroundWriter):
+class CollectingWriter(_WrappingWriter):
     """Also collects the deltas in a WholeAnswer."""
 
     def __init__(self, writer: Writer, answer: WholeAnswer) -> None:

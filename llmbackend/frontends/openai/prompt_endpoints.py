@@ -19,7 +19,7 @@ from starlette.responses import Response
 from llmbackend.core.tensors import Tensor
 
 from ..generation.answer import Identity
-from ..generation.inferences import PromptDescription, check_fields_taken, describe_prompt, in_own_fields, sampling_of
+from ..generation.inferences import PromptDescription, check_fields, describe_prompt, in_client_fields, sampling_of
 from ..generation.models import Target
 from ..generation.plan import AnswerPlan, plan_answer
 from ..generation.request import GenerationRequest
@@ -81,7 +81,7 @@ class PromptQuestion:
     """The model's input flags for the requested outputs."""
     sampling: dict[str, Any] = field(default_factory=dict)
 
-    def in_own_fields(self, error: OpenAIError) -> OpenAIError:
+    def in_client_fields(self, error: OpenAIError) -> OpenAIError:
         """A model error in terms of the client's fields."""
         if self.prompt.name == INPUT_IDS and error.param is None and error.status == 400:
             error.param, error.message = "tokens", error.message.replace(f"input '{INPUT_IDS}'", "'tokens'")
@@ -142,7 +142,7 @@ class PromptEndpoints(OpenAIEndpoints):
     async def _ask(
         self, http: Request, parse: Callable[[JsonObject], PromptQuestion]
     ) -> tuple[PromptQuestion, PromptDescription]:
-        self._gate.check_room()
+        self._gate.check_capacity()
         question = await self.parsed(http, parse)
         target = self._catalog.require(self._catalog.named(question.model), question.prompt.name)
         release_body(http)
@@ -150,7 +150,7 @@ class PromptEndpoints(OpenAIEndpoints):
         try:
             return question, await unless_disconnected(http, work)
         except OpenAIError as error:
-            raise question.in_own_fields(error) from None
+            raise question.in_client_fields(error) from None
 
     @post("/v1/chat/completions/render", body=ChatCompletionRequest, answer=Rendered)
     async def chat(self, http: Request) -> Response:
@@ -165,10 +165,10 @@ class PromptEndpoints(OpenAIEndpoints):
         return json_answer(b"[%b]" % b",".join(rendered))
 
     async def _rendered(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> list[bytes]:
-        self._gate.check_room()
+        self._gate.check_capacity()
         request = self._catalog.with_model(await self.parsed(http, parse))
         target = self._catalog.require(request.model, request.prompts[0].name)
-        check_fields_taken(request, target)
+        check_fields(request, target)
         plan = plan_answer(request, target)
         release_body(http)
         return await unless_disconnected(http, self._all(request, target, plan))
@@ -196,14 +196,14 @@ class PromptEndpoints(OpenAIEndpoints):
                 max_tokens_must_fit=bool(request.max_tokens_field),
             )
         except OpenAIError as error:
-            raise in_own_fields(error, request, plan) from None
+            raise in_client_fields(error, request, plan) from None
 
 
 class TokenizerInfoEndpoints(OpenAIEndpoints):
     @get("/tokenizer_info", answer=TokenizerInfo)
     async def tokenizer_info(self, http: Request) -> Response:
         """The tokenizer's configuration and the chat template of `?model=`, by default the only one"""
-        self._gate.check_room()
+        self._gate.check_capacity()
         prompt = text_tensor("")
         target = self._catalog.require(self._catalog.named(http.query_params.get("model")), prompt.name)
         work = describe_prompt(self._gate, target, prompt, (RETURN_TOKENIZER_CONFIG,))

@@ -123,7 +123,7 @@ class ModelEndpoints(OpenAIEndpoints):
         start_ns = time.monotonic_ns()
         if last_event_id(http):
             return await self._resume(http)
-        self._gate.check_room()
+        self._gate.check_capacity()
         body = await self.body_of(http)
         request = await self.parsed_body(body, lambda fields: parse(with_defaults(fields, self._defaults)))
         request = self._catalog.with_model(request)

@@ -125,7 +125,7 @@ class StoredChatEndpoints(OpenAIEndpoints):
     async def update(self, http: Request) -> Response:
         """Change its metadata"""
         metadata = await self.parsed(http, lambda body: read(ChatUpdateBody, body).metadata)
-        async with self._store.changing(_id(http)):
+        async with self._store.lock(_id(http)):
             document = await self._document(http)
             labels = _labels(orjson.loads(document.labels)["model"], metadata)
             document = replace(document, labels=labels)
@@ -136,7 +136,7 @@ class StoredChatEndpoints(OpenAIEndpoints):
     async def delete_completion(self, http: Request) -> Response:
         """Delete a stored chat completion"""
         id = _id(http)
-        async with self._store.changing(id):
+        async with self._store.lock(id):
             try:
                 await self._store.delete(current_owner(), _KIND, id)
             except NotStoredError:

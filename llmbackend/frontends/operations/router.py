@@ -132,7 +132,7 @@ class KeyLimits(TypedDict):
     concurrent_requests: _Limit
 
 
-class KeyRoom(TypedDict):
+class KeyRemaining(TypedDict):
     requests: int | None
     tokens: int | None
 
@@ -141,7 +141,7 @@ class KeyUse(TypedDict):
     name: str
     role: Role
     limits: KeyLimits
-    left: KeyRoom
+    left: KeyRemaining
     concurrent_requests: Count
     total: dict[_Use, Count]
 

@@ -34,7 +34,7 @@ _SILENCE_S: Final = 3.0
 _PATH: Final = "/v1/chat/completions"
 _ID_PREFIX: Final = "chatcmpl-"
 """The server's prefix to the client's request id in the id of a chat completion."""
-_COME_BACK_S: Final = 30.0
+_RESUME_GRACE_S: Final = 30.0
 """How long the server keeps a stream without a connection (--resume-grace)."""
 _RETRY_EVERY_S: Final = 1.0
 _UNAUTHORIZED: Final = 401
@@ -172,7 +172,7 @@ class Generation:
     def _fail(self, error: ApiError) -> bool:
         """Records the error; returns False to reconnect instead."""
         silence_s = time.monotonic() - self._news_s
-        if self._event_id and error.status in _LOST_CONNECTION and silence_s < _COME_BACK_S:
+        if self._event_id and error.status in _LOST_CONNECTION and silence_s < _RESUME_GRACE_S:
             return False
         if not (self._event_id and error.status == _NOT_FOUND):  # an expired stream ends without an error
             self._answer.error = str(error)

@@ -36,13 +36,13 @@ def main() -> None:
     for line in sys.stdin.buffer:
         language, code = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-        answer = coloured(language, code)
+        answer = highlighted(language, code)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 
-def coloured(language: str, code: str) -> str | None:
+def highlighted(language: str, code: str) -> str | None:
     """`code` as HTML; None = unknown language."""
     try:
         lexer = get_lexer_by_name(language, stripnl=False)

@@ -22,7 +22,7 @@ class MarkdownView:
         self._newest = Markdown("")
         self._is_complete = False
         """Whether the newest text is shown in its final form."""
-        self._is_colouring = False
+        self._is_highlighting = False
 
     def show(self, text: str, *, is_plain: bool = False) -> None:
         """is_plain: shows the text without rendering"""
@@ -31,11 +31,11 @@ class MarkdownView:
         self._is_complete = not any(map(_HIGHLIGHTER.takes, self._newest.codes))
         if self._is_complete or is_first:
             self._show_newest()
-        if not self._is_complete and not self._is_colouring:
-            self._is_colouring = True
-            background_tasks.create(self._colour(), name="colours of code")
+        if not self._is_complete and not self._is_highlighting:
+            self._is_highlighting = True
+            background_tasks.create(self._highlight(), name="code highlighting")
 
-    async def _colour(self) -> None:
+    async def _highlight(self) -> None:
         """Shows the newest text once its code is highlighted: shown plain first, growing code would flicker."""
         try:
             while not self._is_complete and not self._element.is_deleted:
@@ -47,7 +47,7 @@ class MarkdownView:
                         self._show_newest()
                 self._is_complete |= asked.text == self._newest.text
         finally:
-            self._is_colouring = False
+            self._is_highlighting = False
 
     def _show_newest(self) -> None:
         if not self._element.is_deleted:
@@ -56,8 +56,8 @@ class MarkdownView:
 
 async def _ask(found: list[Code]) -> None:
     for code in found:
-        await _HIGHLIGHTER.coloured(code)
+        await _HIGHLIGHTER.highlighted(code)
 
 
 def _known(found: list[Code]) -> dict[Code, str]:
-    return {code: html for code in found if (html := _HIGHLIGHTER.known(code)) is not None}
+    return {code: html for code in found if (html := _HIGHLIGHTER.cached(code)) is not None}

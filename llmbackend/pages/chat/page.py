@@ -32,7 +32,7 @@ _EXAMPLES: Final = (
     "Make a JSON object with name Ada and age 36",
     "Name three fruits",
 )
-_NO_ROOM: Final = "The browser's storage is full: this chat is not saved. Delete older ones."
+_STORAGE_FULL: Final = "The browser's storage is full: this chat is not saved. Delete older ones."
 
 
 def build(viewer: Viewer) -> None:
@@ -169,7 +169,7 @@ class ChatPage:
         if await self._store.save(chat):
             await self._open(chat.id)
         else:
-            ui.notify(_NO_ROOM, type="warning")
+            ui.notify(_STORAGE_FULL, type="warning")
 
     async def _show_list(self) -> None:
         found = await self._store.search(self._list.searched)
@@ -178,7 +178,7 @@ class ChatPage:
 
     async def _save(self) -> None:
         if not await self._store.save(self._chat):
-            ui.notify(_NO_ROOM, type="warning")
+            ui.notify(_STORAGE_FULL, type="warning")
 
     # --- turns ------------------------------------------------------------------------------------------------------
 

@@ -182,10 +182,10 @@ def read_arguments(reader: Reader, sink: Sink, name: str, id: str | None) -> Rea
     pieces: list[str] = []
     if not (yield from read_value(reader, pieces.append)):
         raise NotACall
-    whole_arguments(reader, sink, name, id, held_arguments("".join(pieces)))
+    emit_arguments(reader, sink, name, id, arguments_of("".join(pieces)))
 
 
-def held_arguments(value: str) -> str:
+def arguments_of(value: str) -> str:
     """The JSON object of a whole value: the value itself, the object in a string, or {} for null. Raises NotACall."""
     if value == "null":
         return "{}"
@@ -198,7 +198,7 @@ def held_arguments(value: str) -> str:
     return str(text)
 
 
-def whole_arguments(reader: Reader, sink: Sink, name: str, id: str | None, text: str) -> None:
+def emit_arguments(reader: Reader, sink: Sink, name: str, id: str | None, text: str) -> None:
     """Emits a call with known arguments."""
     start(reader, sink, name, id)
     sink.arguments(text)
@@ -265,7 +265,7 @@ class JsonCallReader:
         if not self._has_started:
             if self._name is None:
                 raise NotACall
-            whole_arguments(reader, self._sink, self._name, self._id, self._arguments or "{}")
+            emit_arguments(reader, self._sink, self._name, self._id, self._arguments or "{}")
         reader.hold()
 
     def _read_field(self) -> Reading[bool]:
@@ -318,7 +318,7 @@ class JsonCallReader:
         pieces: list[str] = []
         if not (yield from read_value(self._reader, pieces.append)):
             raise NotACall
-        self._arguments = held_arguments("".join(pieces))
+        self._arguments = arguments_of("".join(pieces))
 
     def _skip_value(self) -> Reading[None]:
         if not (yield from read_value(self._reader, lambda _: None)):

@@ -36,7 +36,7 @@ class Markers:
         self.whole = re.compile("|".join("".join(text) for text in escaped))
         self.cut_off = re.compile("(?:" + "|".join(_proper_prefixes(text) for text in escaped) + r")\Z")
 
-    def behind(self, begin: str) -> list[str]:
+    def suffixes(self, begin: str) -> list[str]:
         """The remainders of the markers that start with `begin`."""
         return [text.removeprefix(begin) for text in self.all if text.startswith(begin)]
 
@@ -190,10 +190,10 @@ class Reader:
         """Reads a marker that begins with the next symbol, a special token, or with pending text before it; "" for
         none. What was read is held."""
         begin = pending + self.text
-        if not markers.behind(begin):
+        if not markers.suffixes(begin):
             emit(pending)
             pending, begin = "", self.text
         self.hold(pending)
         self.take()
-        rest = yield from self.one_of(markers.behind(begin))
+        rest = yield from self.one_of(markers.suffixes(begin))
         return "" if rest is None else begin + rest

@@ -129,7 +129,7 @@ class BackgroundRun:
                 while (arrival := generation.pop()) is not None:
                     deltas.append(arrival[1])
                 self._append(deltas)
-                await self.log.room()
+                await self.log.wait_for_capacity()
             await generation.checked()
             await self.complete()
         except asyncio.CancelledError:
@@ -164,7 +164,7 @@ class BackgroundRun:
 
 
 _SEED_BITS: Final = 31
-_ROOM_INTERVAL_S: Final = 1.0
+_CAPACITY_POLL_S: Final = 1.0
 """Time between two attempts to continue a response of another server while this one is at its limit."""
 
 
@@ -311,7 +311,7 @@ class BackgroundResponses:
             try:
                 return Generation(self._gate, response.request, target, response.identity.id, plan=response.plan)
             except LimitReachedError:
-                await asyncio.sleep(_ROOM_INTERVAL_S)
+                await asyncio.sleep(_CAPACITY_POLL_S)
 
     # --- both -------------------------------------------------------------------------------------------------------
 

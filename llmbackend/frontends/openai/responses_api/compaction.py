@@ -72,7 +72,7 @@ class CompactionEndpoints(OpenAIEndpoints):
     async def compact(self, http: Request) -> Response:
         """Replace the answers of a conversation by a summary"""
         start_ns = time.monotonic_ns()
-        self._gate.check_room()
+        self._gate.check_capacity()
         prepared = await self._creation.prepared(await self.body_of(http), _read)
         answer = partial(self._answer, http, prepared)
         return await traced_answer(self._gate, self._catalog, http, start_ns, prepared.request.generation, answer)

@@ -70,13 +70,13 @@ class Conversations:
         return await self.read(await self.get(id))
 
     async def update(self, id: str, metadata: JsonObject) -> Document:
-        async with self._store.changing(id):
+        async with self._store.lock(id):
             document = await self.get(id)
             body = orjson.loads(document.body) | {"metadata": metadata}
             return await self._put(replace(document, body=orjson.dumps(body)))
 
     async def delete(self, id: str) -> None:
-        async with self._store.changing(id):
+        async with self._store.lock(id):
             try:
                 await self._store.delete(current_owner(), "conversation", id)
             except NotStoredError:
@@ -121,7 +121,7 @@ class Conversations:
         more_bytes: int = 0,
     ) -> Document:
         """more_bytes: how much JSON `change` reads in addition to the items"""
-        async with self._store.changing(id):
+        async with self._store.lock(id):
             document = await self._get(owner, id)
             text = await self._gate.decode_in_thread(
                 len(document.items) + more_bytes, lambda: orjson.dumps(change(orjson.loads(document.items)))

@@ -23,7 +23,7 @@ from llmbackend.core.tracing.trace import RequestTrace
 from ...context import FrontendContext
 from ...generation.answer import Identity
 from ...generation.http_answers import streamed_answer, traced_answer, whole_answer
-from ...generation.inferences import Generation, check_fields_taken, describe_prompt
+from ...generation.inferences import Generation, check_fields, describe_prompt
 from ...generation.models import Target
 from ...generation.plan import plan_answer
 from ...generation.tensors import RETURN_NUM_INPUT_TOKENS
@@ -93,7 +93,7 @@ class ResponseCreation(OpenAIEndpoints):
         """Answer a conversation, with items"""
         start_ns = time.monotonic_ns()
         refuse_resuming(http, "with 'background': true, read on with starting_after")
-        self._gate.check_room()
+        self._gate.check_capacity()
         prepared = await self.prepared(await self.body_of(http))
         answer = partial(self._answer, http, prepared)
         return await traced_answer(self._gate, self._catalog, http, start_ns, prepared.request.generation, answer)
@@ -155,11 +155,11 @@ class ResponseCreation(OpenAIEndpoints):
     @post("/v1/responses/input_tokens", body=InputTokensBody, answer=InputTokens)
     async def count(self, http: Request) -> Response:
         """The number of tokens of a prompt"""
-        self._gate.check_room()
+        self._gate.check_capacity()
         body = await self.body_of(http)
         request = (await self.prepared(body, _read)).request.generation
         target = self._catalog.require(request.model, request.prompts[0].name)
-        check_fields_taken(request, target)
+        check_fields(request, target)
         release_body(http)
         sampling = {name: value for name, value in request.sampling.items() if name in _PROMPT_SAMPLING}
         (prompt,) = request.prompts
@@ -167,7 +167,7 @@ class ResponseCreation(OpenAIEndpoints):
         try:
             found = await unless_disconnected(http, work)
         except OpenAIError as error:
-            raise request.in_own_fields(error) from None
+            raise request.in_client_fields(error) from None
         counted = {"object": "response.input_tokens", "input_tokens": found.num_tokens}
         return json_answer(orjson.dumps(counted))
 
