@@ -127,7 +127,7 @@ class IdempotentRequests:
                 answer.work.cancel()
         await asyncio.gather(*(answer.work for answer in answers if answer.work is not None), return_exceptions=True)
 
-    # --- the work -----------------------------------------------------------------------------------------------------
+    # --- the first request --------------------------------------------------------------------------------------------
 
     async def _work(self, answer: _Answer, app: ASGIApp, scope: Scope, receive: Receive) -> None:
         """Runs the application as if its client stayed connected, and retains its answer."""
@@ -209,7 +209,7 @@ class IdempotentRequests:
             await reading.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    # --- what is kept -------------------------------------------------------------------------------------------------
+    # --- eviction -----------------------------------------------------------------------------------------------------
 
     def _make_room(self, owner: str) -> str:
         """Makes room for one more answer. Returns why that is not possible, otherwise ""."""

@@ -79,7 +79,7 @@ class ChatPage:
             settings = ui.button(icon="tune", color=None, on_click=self._settings.drawer.toggle)
             settings.props('flat round dense aria-label="Settings of this chat"').tooltip("Settings of this chat")
 
-    # --- beginning --------------------------------------------------------------------------------------------------
+    # --- start --------------------------------------------------------------------------------------------------------
 
     async def begin(self) -> None:
         """Called when the browser has connected and when its key has changed."""
@@ -118,7 +118,7 @@ class ChatPage:
         if self._chat.turns:
             await self._save()
 
-    # --- chats ------------------------------------------------------------------------------------------------------
+    # --- chats --------------------------------------------------------------------------------------------------------
 
     async def _new(self) -> None:
         self._stop()
@@ -180,7 +180,7 @@ class ChatPage:
         if not await self._store.save(self._chat):
             ui.notify(_STORAGE_FULL, type="warning")
 
-    # --- turns ------------------------------------------------------------------------------------------------------
+    # --- turns --------------------------------------------------------------------------------------------------------
 
     def _show_chat(self) -> None:
         self._settings.show(self._chat.settings)
@@ -265,7 +265,7 @@ class ChatPage:
             self._generation.drop()
             self._end_of(self._generation)
 
-    # --- answers ----------------------------------------------------------------------------------------------------
+    # --- answers ------------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
         if self._generation is not None:

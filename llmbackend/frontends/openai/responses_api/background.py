@@ -254,7 +254,7 @@ class BackgroundResponses:
         if (run := self._runs.get(id)) is not None:
             await run.cancel()
 
-    # --- a Producer of the store ------------------------------------------------------------------------------------
+    # --- a Producer of the store --------------------------------------------------------------------------------------
 
     async def take_over(self, document: Document) -> None:
         """Readers find its log at once; a task continues the generation."""
@@ -313,7 +313,7 @@ class BackgroundResponses:
             except LimitReachedError:
                 await asyncio.sleep(_CAPACITY_POLL_S)
 
-    # --- both -------------------------------------------------------------------------------------------------------
+    # --- shared -------------------------------------------------------------------------------------------------------
 
     def _response(self, prepared: PreparedResponse, identity: Identity, target: Target, seed: int) -> _Response:
         """Raises OpenAIError."""
