@@ -50,7 +50,7 @@ class FirstLines(Endpoints):
 
     @get("/", response_class=PlainTextResponse)
     async def first_lines(self, http: Request) -> Response:
-        """What to ask this server for"""
+        """The main paths of this server"""
         served = {_VARIABLE.sub("{}", route.path_format) for route in self._routes if isinstance(route, Route)}
         rows = [row for row in _FIRST_PATHS if _VARIABLE.sub("{}", row[1]) in served]
         lines = (f"{method:4} {path:34} {text}" for method, path, text in rows)
@@ -75,7 +75,7 @@ class DocumentEndpoints(Endpoints):
 
     @get("/docs", response_class=HTMLResponse)
     async def page(self, http: Request) -> Response:
-        """This document as a page, whose scripts the browser loads from jsdelivr.net"""
+        """This document as an HTML page, whose scripts the browser loads from jsdelivr.net"""
         return get_swagger_ui_html(openapi_url=f"{self._root_path}{PATH}", title="llmbackend")
 
 

@@ -183,7 +183,7 @@ class AnthropicEndpoints(OpenAIEndpoints):
 
     @post("/v1/messages/count_tokens", body=CountTokensRequest, answer=TokenCount)
     async def count_tokens(self, http: Request) -> Response:
-        """How many tokens a conversation has (Anthropic's API)"""
+        """Count the tokens of a conversation (Anthropic's API)"""
         self._gate.check_capacity()
         beta = BetaFields(http.headers.get("anthropic-beta", ""))
         request = await self.parsed(http, lambda body: parse_prompt(body, beta, self._key))

@@ -63,7 +63,7 @@ class HealthEndpoints(Endpoints):
 
     @get("/v2/health/ready", response_class=Response)
     async def ready(self, request: Request) -> Response:
-        """Does the server take work? Under strict readiness: is every model ready?"""
+        """Is the server ready for requests? Under strict readiness: is every model ready?"""
         if self._server.is_exiting:
             return error_response(unavailable("Server exiting"), TEXT)
         return plain(status=200 if await self._probes.server_is_ready() else 400)
@@ -296,7 +296,7 @@ class SharedMemoryEndpoints(Endpoints):
 
     @post(*_memory_paths("system", "unregister"), response_class=Response)
     async def unregister_system(self, request: Request) -> Response:
-        """Forget a region, once no running request writes to it"""
+        """Unregister a region, once no running request writes to it"""
         self._server.shared_memory.unregister(MemoryKind.SYSTEM, _region(request))
         return plain(content_type=JSON)
 
@@ -309,7 +309,7 @@ class SharedMemoryEndpoints(Endpoints):
     async def register_cuda(
         self, request: Request, body: Annotated[Document, JsonBody(http_types.CudaRegistration)]
     ) -> Response:
-        """Refused: this server maps no memory of GPUs"""
+        """Refused: this server does not map GPU memory"""
         handle = _decoded(as_string(member(_required(body, "raw_handle"), "b64")))
         byte_size = as_unsigned(member(body, "byte_size"))
         device_id = as_unsigned(member(body, "device_id"))
@@ -318,7 +318,7 @@ class SharedMemoryEndpoints(Endpoints):
 
     @post(*_memory_paths("cuda", "unregister"), response_class=Response)
     async def unregister_cuda(self, request: Request) -> Response:
-        """Forget a region: there is none"""
+        """Unregister a region: there are none"""
         self._server.shared_memory.unregister(MemoryKind.CUDA, _region(request))
         return plain(content_type=JSON)
 

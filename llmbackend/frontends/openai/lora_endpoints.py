@@ -60,7 +60,7 @@ class LoraEndpoints(OpenAIEndpoints):
 
     @post("/v1/load_lora_adapter", body=LoadLoraAdapterRequest, response_class=PlainTextResponse)
     async def load(self, http: Request) -> Response:
-        """Serve a LoRA adapter from now on"""
+        """Load a LoRA adapter"""
         fields = read(LoadLoraAdapterRequest, await self._body(http))
         name = fields.lora_name
         with self._change(name):
@@ -72,7 +72,7 @@ class LoraEndpoints(OpenAIEndpoints):
 
     @post("/v1/unload_lora_adapter", body=UnloadLoraAdapterRequest, response_class=PlainTextResponse)
     async def unload(self, http: Request) -> Response:
-        """Serve a LoRA adapter no longer: it takes no further request"""
+        """Unload a LoRA adapter"""
         name = read(UnloadLoraAdapterRequest, await self._body(http)).lora_name
         with self._change(name):
             model = self._catalog.model_of_adapter(name)

@@ -154,13 +154,13 @@ class PromptEndpoints(OpenAIEndpoints):
 
     @post("/v1/chat/completions/render", body=ChatCompletionRequest, answer=Rendered)
     async def chat(self, http: Request) -> Response:
-        """What an engine would get for a conversation"""
+        """Render a conversation as the engine would receive it"""
         [rendered] = await self._rendered(http, parse_chat)
         return json_answer(rendered)
 
     @post("/v1/completions/render", body=CompletionRequest, answer=list[Rendered])
     async def completions(self, http: Request) -> Response:
-        """What an engine would get for each prompt"""
+        """Render each prompt as the engine would receive it"""
         rendered = await self._rendered(http, parse_completion)
         return json_answer(b"[%b]" % b",".join(rendered))
 
@@ -202,7 +202,7 @@ class PromptEndpoints(OpenAIEndpoints):
 class TokenizerInfoEndpoints(OpenAIEndpoints):
     @get("/tokenizer_info", answer=TokenizerInfo)
     async def tokenizer_info(self, http: Request) -> Response:
-        """The tokenizer's configuration and the chat template of `?model=`, by default the only one"""
+        """The tokenizer's configuration and the chat template of `?model=`, by default of the only model"""
         self._gate.check_capacity()
         prompt = text_tensor("")
         target = self._catalog.require(self._catalog.named(http.query_params.get("model")), prompt.name)

@@ -101,12 +101,12 @@ class ModelEndpoints(OpenAIEndpoints):
 
     @get("/v1/models", answer=ModelList)
     async def models(self, http: Request) -> Response:
-        """The models served here"""
+        """List the models"""
         return json_answer(orjson.dumps(self._catalog.list()))
 
     @get("/v1/models/{model:path}", answer=Model)
     async def model(self, http: Request) -> Response:
-        """One model"""
+        """Describe a model"""
         return json_answer(orjson.dumps(self._catalog.get(http.path_params["model"])))
 
     @post("/v1/chat/completions", body=ChatCompletionRequest, answer=ChatCompletion, streams=_CHUNKS)
@@ -116,7 +116,7 @@ class ModelEndpoints(OpenAIEndpoints):
 
     @post("/v1/completions", body=CompletionRequest, answer=Completion, streams=_CHUNKS)
     async def completions(self, http: Request) -> Response:
-        """Continue a text"""
+        """Complete a text"""
         return await self._generate(http, parse_completion)
 
     async def _generate(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> Response:

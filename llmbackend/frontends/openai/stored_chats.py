@@ -91,7 +91,7 @@ class StoredChatEndpoints(OpenAIEndpoints):
 
     @get(_ALL, answer=ChatList, parameters=(*PAGE_PARAMETERS, *_FILTERS))
     async def list_completions(self, http: Request) -> Response:
-        """Stored chat completions, the oldest first unless `order` is desc"""
+        """List stored chat completions, oldest first unless `order` is desc"""
         paging, model, metadata = _read_list_query(http.query_params)
         query = read_page_query(paging, default_order="asc")
 
@@ -118,12 +118,12 @@ class StoredChatEndpoints(OpenAIEndpoints):
 
     @get(_ONE, answer=StoredChatCompletion)
     async def retrieve(self, http: Request) -> Response:
-        """A stored chat completion"""
+        """Retrieve a stored chat completion"""
         return json_answer(_completion(await self._document(http)))
 
     @post(_ONE, body=ChatUpdateBody, answer=StoredChatCompletion)
     async def update(self, http: Request) -> Response:
-        """Change its metadata"""
+        """Change the metadata of a stored chat completion"""
         metadata = await self.parsed(http, lambda body: read(ChatUpdateBody, body).metadata)
         async with self._store.lock(_id(http)):
             document = await self._document(http)
@@ -145,7 +145,7 @@ class StoredChatEndpoints(OpenAIEndpoints):
 
     @get(f"{_ONE}/messages", answer=ChatMessageList, parameters=PAGE_PARAMETERS)
     async def messages(self, http: Request) -> Response:
-        """The messages of its request, the oldest first unless `order` is desc"""
+        """List the messages of its request, oldest first unless `order` is desc"""
         query = read_page_query(http.query_params, default_order="asc")
         document = await self._document(http)
 

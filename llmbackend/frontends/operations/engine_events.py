@@ -292,7 +292,7 @@ class EngineEventsEndpoint(Endpoints):
         streams="Server-sent events; the first one is `snapshot`.",
     )
     async def events(self, request: Request) -> Response:
-        """Live: steps, requests, engine and model states. A key's holder sees its own requests"""
+        """Live steps, requests, engine and model states. The holder of a key sees only its own requests"""
         query = EventsQuery.parse({name: request.query_params.getlist(name) for name in request.query_params})
         wakeup = _Wakeup()
         viewer = self._server.watch(query.kinds, wakeup.set)

@@ -233,7 +233,7 @@ class ProbeEndpoints(Endpoints):
     @get("/health", "/health/ready", "/ping", response_class=Response)
     @post("/ping", response_class=Response)  # SageMaker's probe
     async def health(self, request: Request) -> Response:
-        """Does the server take work?"""
+        """Is the server ready for requests?"""
         server = self._gate.server
         if server.is_exiting or not await self._probes.server_is_ready():
             return error_response(unavailable("Server exiting" if server.is_exiting else "not ready"), TEXT)
@@ -246,7 +246,7 @@ class ProbeEndpoints(Endpoints):
 
     @get("/load")
     async def load(self, request: Request) -> Load:
-        """How many inferences run, over all protocols"""
+        """The number of running inferences, over all protocols"""
         return {"server_load": self._gate.open_inferences}
 
 

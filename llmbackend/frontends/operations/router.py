@@ -86,14 +86,14 @@ class EngineControlEndpoints(Endpoints):
 
     @post("/v2/engine/requests/{request}/cancel")
     async def cancel(self, http: Request) -> CancelledRequest:
-        """Cancel a request in flight by its number in /v2/engine/events, which is itself answered"""
+        """Cancel a request in flight by its number in /v2/engine/events; the request itself gets an answer"""
         number = _number(http, "request", "the number of a request, as in /v2/engine/events")
         self._server.cancel_request(number)
         return {"request": number}
 
     @post("/v2/engine/instances/{name}/{version}/{instance}/kill")
     async def kill(self, http: Request) -> KilledInstance:
-        """Kill the engine of an instance, as a crash would (--allow-fault-injection)"""
+        """Kill an instance's engine, as if it had crashed (--allow-fault-injection)"""
         if not self._allows_faults:
             raise PermissionDeniedError(NO_FAULTS)
         model, instance = http.path_params["name"], http.path_params["instance"]
@@ -161,7 +161,7 @@ class ServerReportEndpoints(Endpoints):
 
     @get("/v2/engine/settings")
     async def settings(self, http: Request) -> ServerSettings:
-        """Settings of the server"""
+        """The server's settings"""
         server, facts = self._server.server_metadata(), self._facts
         return {
             "name": server.name,
@@ -176,7 +176,7 @@ class ServerReportEndpoints(Endpoints):
 
     @get("/v2/engine/access")
     async def access(self, http: Request) -> AccessReport:
-        """API keys: limits and use"""
+        """API keys: limits and usage"""
         accounts, totals = self._access.accounts, self._access.totals()
         rows = [self._row(account, totals.get(account.name)) for account in (accounts or ())[:MAX_KEYS]]
         return {"needs_key": accounts is not None, "num_keys": len(accounts or ()), "keys": rows}

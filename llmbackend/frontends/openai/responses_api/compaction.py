@@ -70,7 +70,7 @@ class CompactionEndpoints(OpenAIEndpoints):
 
     @post("/v1/responses/compact", body=CompactBody, answer=CompactedResponse)
     async def compact(self, http: Request) -> Response:
-        """Replace the answers of a conversation by a summary"""
+        """Replace a conversation's answers by a summary"""
         start_ns = time.monotonic_ns()
         self._gate.check_capacity()
         prepared = await self._creation.prepared(await self.body_of(http), _read)

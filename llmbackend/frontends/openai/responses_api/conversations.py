@@ -208,12 +208,12 @@ class ConversationEndpoints(OpenAIEndpoints):
 
     @get(_ONE, answer=ConversationObject)
     async def retrieve(self, http: Request) -> Response:
-        """One conversation"""
+        """Retrieve a conversation"""
         return json_answer((await self._conversations.get(_id(http))).body)
 
     @post(_ONE, body=ConversationUpdateBody, answer=ConversationObject)
     async def update(self, http: Request) -> Response:
-        """Change its metadata"""
+        """Change a conversation's metadata"""
 
         def parse(body: JsonObject) -> JsonObject:
             return read(ConversationUpdateBody, body).metadata or {}
@@ -229,7 +229,7 @@ class ConversationEndpoints(OpenAIEndpoints):
 
     @post(_ITEMS, body=ConversationItemsBody, answer=ItemList)
     async def add_items(self, http: Request) -> Response:
-        """Add items"""
+        """Add items to a conversation"""
         included = {name: value for name, value in http.query_params.items() if name.startswith("include")}
         read_page_query(included, INCLUDABLE)
 
@@ -243,14 +243,14 @@ class ConversationEndpoints(OpenAIEndpoints):
 
     @get(_ITEMS, answer=ItemList, parameters=PAGE_PARAMETERS)
     async def list_items(self, http: Request) -> Response:
-        """Its items"""
+        """List a conversation's items"""
         query = read_page_query(http.query_params, INCLUDABLE)
         items = await self._conversations.items(_id(http))
         return await self._json(lambda: page(items, query))
 
     @get(_ITEM, answer=StoredItem)
     async def retrieve_item(self, http: Request) -> Response:
-        """One item"""
+        """Retrieve an item"""
         id, item_id = _id(http), http.path_params["item_id"]
         items = await self._conversations.items(id)
 

@@ -90,7 +90,7 @@ class ResponseCreation(OpenAIEndpoints):
         streams="The whole response, or its events with `stream`; the last event contains the whole response.",
     )
     async def create(self, http: Request) -> Response:
-        """Answer a conversation, with items"""
+        """Answer a conversation given as items"""
         start_ns = time.monotonic_ns()
         refuse_resuming(http, "with 'background': true, read on with starting_after")
         self._gate.check_capacity()
@@ -154,7 +154,7 @@ class ResponseCreation(OpenAIEndpoints):
 
     @post("/v1/responses/input_tokens", body=InputTokensBody, answer=InputTokens)
     async def count(self, http: Request) -> Response:
-        """The number of tokens of a prompt"""
+        """Count the tokens of a prompt"""
         self._gate.check_capacity()
         body = await self.body_of(http)
         request = (await self.prepared(body, _read)).request.generation

@@ -40,7 +40,7 @@ class StoredResponseEndpoints(OpenAIEndpoints):
 
     @get(_ONE, answer=ResponseObject, parameters=_CURSOR, streams="The response, or its events with `stream`.")
     async def retrieve(self, http: Request) -> Response:
-        """A stored response"""
+        """Retrieve a stored response"""
         query = http.query_params
         included = _included(query)
         is_stream, after = _cursor(query)
@@ -79,7 +79,7 @@ class StoredResponseEndpoints(OpenAIEndpoints):
 
     @get(f"{_ONE}/input_items", answer=ItemList, parameters=PAGE_PARAMETERS)
     async def input_items(self, http: Request) -> Response:
-        """What a response was made from"""
+        """List the input items of a response"""
         query = read_page_query(http.query_params, INCLUDABLE)
         document = await self._document(http)
         return await self._json(len(document.items), lambda: page(orjson.loads(document.items), query))
