@@ -28,7 +28,7 @@ class MarkdownView:
         """is_plain: shows the text without rendering"""
         is_first = not self._newest.text
         self._newest = Markdown(text, is_plain=is_plain)
-        self._is_complete = not any(map(_HIGHLIGHTER.takes, self._newest.codes))
+        self._is_complete = not any(map(_HIGHLIGHTER.accepts, self._newest.codes))
         if self._is_complete or is_first:
             self._show_newest()
         if not self._is_complete and not self._is_highlighting:
