@@ -241,7 +241,7 @@ _OPTIONS: Final = (
 _OF_THE_CHANNEL: Final = frozenset({"user-agent", "content-type", "te"})
 _KEPT_PARAMETERS: Final = (RESUMABLE, RESUME_FROM)
 """Parameters in the first request of a ModelStreamInfer whose responses the host retains."""
-_IN_THEIR_NAMES: Final = b"resum"
+_COMMON_NAME_PART: Final = b"resum"
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[Any], Awaitable[Any]]
 FindHandler = Callable[[], Awaitable[Any]]
@@ -351,7 +351,7 @@ class _KeptStreams(grpc.aio.ServerInterceptor):
 
 
 def _is_kept(request: bytes) -> bool:
-    if _IN_THEIR_NAMES not in request:
+    if _COMMON_NAME_PART not in request:
         return False
     try:
         parameters = pb.ModelInferRequest.FromString(request).parameters

@@ -104,15 +104,15 @@ def _answer(server: socket.socket) -> None:
     function, arguments = receive(server)
     result: Any
     try:
-        is_good, result = True, function(*arguments)
+        succeeded, result = True, function(*arguments)
     except TritonError as error:
-        is_good, result = False, TritonError(error.message, error.code)
+        succeeded, result = False, TritonError(error.message, error.code)
     except MemoryError:
-        is_good, result = False, unavailable("decoding the request takes more memory than allowed")
+        succeeded, result = False, unavailable("decoding the request takes more memory than allowed")
     except Exception:
         traceback.print_exc()
-        is_good, result = False, internal("internal error, see the server's log")
-    to_server(server, (is_good, result))
+        succeeded, result = False, internal("internal error, see the server's log")
+    to_server(server, (succeeded, result))
 
 
 if __name__ == "__main__":

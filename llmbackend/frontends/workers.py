@@ -166,10 +166,10 @@ class WorkerProcess:
         """message: (function, arguments). Blocks. Raises WorkerLostError, and what the function raised."""
         try:
             to_worker(self._connection, message)
-            is_good, result = receive(self._connection)
+            succeeded, result = receive(self._connection)
         except (OSError, EOFError) as error:
             raise WorkerLostError(str(error)) from None
-        if not is_good:
+        if not succeeded:
             raise result
         return result
 

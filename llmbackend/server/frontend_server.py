@@ -54,11 +54,11 @@ def copy_streams(
 ) -> None:
     """From now on, resumable streams are copied to `peers`, and recreated when their clients return to this host. app:
     the HTTP application without access control."""
-    makers = {
+    regenerators = {
         resumable.PATH: partial(resumable.regenerate, gate, streams),
         "/": partial(regenerate, app),
     }
-    copies = streams.copies = StreamCopies(peers, makers, streams.hand_over)
+    copies = streams.copies = StreamCopies(peers, regenerators, streams.hand_over)
     registry.register(CopiesMetric(lambda: copies.are_active))
 
 

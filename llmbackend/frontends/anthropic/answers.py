@@ -86,8 +86,8 @@ class Blocks:
         reason = "end_turn"
         if self._finish_reason == "length":
             counts = self._usage.total()
-            had_room = counts is not None and counts["completion_tokens"] < self._request.max_tokens
-            reason = "model_context_window_exceeded" if had_room else "max_tokens"
+            within_max_tokens = counts is not None and counts["completion_tokens"] < self._request.max_tokens
+            reason = "model_context_window_exceeded" if within_max_tokens else "max_tokens"
         elif isinstance(self._stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self._stop}
         elif self._reader.has_call:

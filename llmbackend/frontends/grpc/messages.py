@@ -82,7 +82,7 @@ def read_varint(data: memoryview, offset: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
             return value, offset + index + 1
-    raise DecodeError("no end of a number")
+    raise DecodeError("unterminated varint")
 
 
 def write_length_field(number: int, value: bytes | memoryview) -> bytes:
@@ -104,7 +104,7 @@ def packed_varints(data: memoryview, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     DecodeError for an unterminated number or one of more than 10 bytes."""
     raw = np.frombuffer(data, np.uint8)
     if raw.size and raw[-1] >= 0x80:
-        raise DecodeError("no end of a number")
+        raise DecodeError("unterminated varint")
     if not (raw >= 0x80).any():  # the common case: each number is one byte
         return raw.astype(dtype)
     numbers = np.empty(np.count_nonzero(raw < 0x80), dtype)
@@ -112,7 +112,7 @@ def packed_varints(data: memoryview, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     while raw.size:
         ends = np.flatnonzero(raw[: _CHUNK_BYTES + _MAX_VARINT_BYTES] < 0x80) + 1
         if not ends.size:
-            raise DecodeError("a number is too long")
+            raise DecodeError("varint of more than 10 bytes")
         numbers[done : done + ends.size] = _varints(raw, ends).astype(dtype)
         done, raw = done + ends.size, raw[ends[-1] :]
     return numbers
@@ -123,7 +123,7 @@ def _varints(raw: npt.NDArray[np.uint8], ends: npt.NDArray[np.intp]) -> npt.NDAr
     starts = np.concatenate(([0], ends[:-1]))
     widths = ends - starts
     if widths.max() > _MAX_VARINT_BYTES:
-        raise DecodeError("a number is too long")
+        raise DecodeError("varint of more than 10 bytes")
     values = np.zeros(ends.size, np.uint64)
     for place in range(widths.max()):
         there = np.flatnonzero(widths > place)
@@ -304,7 +304,7 @@ def _unpacked(tensor: Any, contents: bytes, model_name: str) -> Any:
     if dtype.kind != "f":
         return packed_varints(packed, dtype)
     if len(packed) % dtype.itemsize:
-        raise DecodeError("a number is truncated")
+        raise DecodeError("truncated number")
     return packed
 
 

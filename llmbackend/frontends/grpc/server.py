@@ -30,7 +30,7 @@ from .messages import UNPARSABLE, Malformed, parse_or_keep
 from .rpc import Context
 from .service import InferenceRpcs, InferenceServicer
 
-_TARGET: Final = "_poll_wrapper"
+_POLLER_THREAD: Final = "_poll_wrapper"
 """Part of the name of grpc.aio's thread: the function that it runs."""
 
 
@@ -42,7 +42,7 @@ def yield_to_event_loop() -> None:
     SCHED_BATCH it handles all messages of a step together (64 streams: 33 µs of CPU per message instead of 44).
     """
     for thread in threading.enumerate():
-        if _TARGET in thread.name and thread.native_id is not None:
+        if _POLLER_THREAD in thread.name and thread.native_id is not None:
             with contextlib.suppress(AttributeError, OSError):
                 os.sched_setscheduler(thread.native_id, os.SCHED_BATCH, os.sched_param(0))
 
@@ -60,14 +60,14 @@ _CHECK_INTERVAL_S: Final = 1.0
 Status = health_pb2.HealthCheckResponse
 _CORE_THREADS: Final = min(max(os.cpu_count() or 1, 4), 16)
 """Threads of gRPC's pool: one per core, within these bounds."""
-_MORE_THREADS: Final = 6
+_OTHER_THREADS: Final = 6
 """gRPC's other threads (watcher, timers, poller), and the first ones of requests."""
 
 
 def check_threads() -> None:
     """Raises RuntimeError if gRPC's threads cannot be started: its core would retry for ten seconds, and then abort the
     process. The C library keeps the stacks and heaps of the test threads for the next threads."""
-    wanted, may_end, threads = _CORE_THREADS + _MORE_THREADS, threading.Event(), list[threading.Thread]()
+    wanted, may_end, threads = _CORE_THREADS + _OTHER_THREADS, threading.Event(), list[threading.Thread]()
     try:
         for _ in range(wanted):
             thread = threading.Thread(target=may_end.wait, name="grpc-threads", daemon=True)

@@ -130,8 +130,8 @@ class ResumableStreams:
             raise StreamGoneError(f"there is no stream '{found['stream']}', or it is no longer available")
         if after + 1 < stream.journal.first_held:
             raise StreamGoneError(f"the events after '{place}' are no longer available")
-        is_made_again = stream.recording is not None and stream.head.epoch > 0
-        if after >= stream.journal.next_number and (stream.journal.has_ended or not is_made_again):
+        is_regenerated = stream.recording is not None and stream.head.epoch > 0
+        if after >= stream.journal.next_number and (stream.journal.has_ended or not is_regenerated):
             raise invalid_argument(f"{what} is '{place}', but no such event was sent")
         return stream, after
 

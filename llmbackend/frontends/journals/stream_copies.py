@@ -155,10 +155,10 @@ class _Growing:
 class StreamCopies:
     """The copies of a host's ResumableStreams, and the records it holds for others. Used only on the event loop."""
 
-    def __init__(self, peers: Peers, makers: Mapping[str, Regenerate], hand_over: HandOver) -> None:
-        """makers: by prefix of the stream's path, longest prefix first"""
+    def __init__(self, peers: Peers, regenerators: Mapping[str, Regenerate], hand_over: HandOver) -> None:
+        """regenerators: by prefix of the stream's path, longest prefix first"""
         self._peers = peers
-        self._makers = makers
+        self._regenerators = regenerators
         self._hand_over = hand_over
         self._own: dict[str, _Growing] = {}
         self._peer: str | None = None
@@ -314,9 +314,9 @@ class StreamCopies:
     async def regenerate(self, record: StreamRecord) -> None:
         """Has the stream's endpoint regenerate it with the next epoch; returns once it is open. Raises TritonError."""
         path = record.head.path
-        maker = next(make for beginning, make in self._makers.items() if path.startswith(beginning))
+        regenerate_stream = next(make for beginning, make in self._regenerators.items() if path.startswith(beginning))
         log.info("stream %s is resumed after %d responses", record.head.key, len(record.deltas))
-        await maker(record)
+        await regenerate_stream(record)
 
     async def _record_of(self, peer: str, payload: bytes) -> _Taken | None:
         with suppress(TritonError, msgspec.MsgspecError):

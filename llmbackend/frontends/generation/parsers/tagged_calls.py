@@ -183,8 +183,8 @@ class TaggedCallReader:
         text = ""
         while not text.endswith(call.key_end):
             symbol = yield from reader.peek()
-            is_strange = reader.is_special and not (text + symbol).endswith(call.key_end)
-            if not symbol or is_strange or len(text) > MAX_HEADER_CHARS:
+            is_unexpected = reader.is_special and not (text + symbol).endswith(call.key_end)
+            if not symbol or is_unexpected or len(text) > MAX_HEADER_CHARS:
                 return None
             text += reader.take()
         key = call.key.fullmatch(text.removesuffix(call.key_end))

@@ -292,12 +292,12 @@ class BackgroundResponses:
         """The response at the end of its log, and whether its tokens are complete."""
         if not document.continuation:
             raise OpenAIError("the server exited while generating the response", status=503)
-        going_on = _decoded(document.continuation)
-        prepared, deltas = await self._gate.run_in_thread(partial(_read, going_on, progress, self._key))
+        continuation = _decoded(document.continuation)
+        prepared, deltas = await self._gate.run_in_thread(partial(_read, continuation, progress, self._key))
         asked = prepared.request.generation
         target = self._catalog.require(asked.model, asked.prompts[0].name)
-        identity = Identity(document.id, going_on.created_s, asked.model, going_on.fingerprint)
-        response = self._response(prepared, identity, target, going_on.seed)
+        identity = Identity(document.id, continuation.created_s, asked.model, continuation.fingerprint)
+        response = self._response(prepared, identity, target, continuation.seed)
         await self._gate.run_in_thread(partial(_replay, response.writer, deltas))
         if response.writer.next_sequence_number != log.journal.next_number:
             raise OpenAIError("the server that started the response produced other events for its tokens", status=503)
@@ -367,9 +367,9 @@ def _decoded(continuation: bytes) -> _Continuation:
     return found
 
 
-def _read(going_on: _Continuation, progress: list[bytes], key: SealingKey) -> tuple[PreparedResponse, list[Delta]]:
-    history = History(tuple(going_on.history[0]), going_on.history[1])
-    return prepare(read_responses(going_on.body), history, key, going_on.suffix), decode_deltas(progress)
+def _read(continuation: _Continuation, progress: list[bytes], key: SealingKey) -> tuple[PreparedResponse, list[Delta]]:
+    history = History(tuple(continuation.history[0]), continuation.history[1])
+    return prepare(read_responses(continuation.body), history, key, continuation.suffix), decode_deltas(progress)
 
 
 def _replay(writer: ResponseWriter, deltas: list[Delta]) -> None:

@@ -174,7 +174,7 @@ _OPENING = ("{", f'"{INPUT}"', ":", '"')
 _SPACE = " \t\r\n"
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _UNIT = re.compile(rf'[^"\\]+|{_PAIR}|\\u[0-9a-fA-F]{{4}}|\\[^u]|"', re.DOTALL)
-_MAY_GO_ON = re.compile(
+_INCOMPLETE_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{0,3}|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD][c-fC-F]?[0-9a-fA-F]?)?)?)?)?"
 )
 """An incomplete escape, or the first half of a surrogate pair."""
@@ -232,7 +232,7 @@ class CustomInput:
             return ""
         text, at, pieces = self._held + text, 0, []
         while at < len(text):
-            if _MAY_GO_ON.fullmatch(text, at):
+            if _INCOMPLETE_ESCAPE.fullmatch(text, at):
                 break
             unit = _UNIT.match(text, at)
             if unit is None:  # \u without four digits is not JSON, and is shown unchanged
