@@ -1,8 +1,7 @@
 """Frontend errors that have no Triton error code of their own, and logging of internal errors.
 
-Statuses and bodies are derived from these types by each protocol (core/errors.py shows the whole tree). Invariant:
-client data is logged only at debug level. The text of an unexpected exception may quote such data, so it too is logged
-only at debug level.
+Each protocol derives statuses and bodies from these types (core/errors.py shows the whole tree). Invariant: client data
+is logged only at debug level, and so is the text of an unexpected exception, which may quote it.
 """
 
 from __future__ import annotations

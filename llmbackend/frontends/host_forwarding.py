@@ -100,8 +100,7 @@ class HostApplication:
         self._websocket_path = websocket_path.encode()
 
     def route(self, app: ASGIApp) -> ASGIApp:
-        """Routes `app`'s own requests, and those it can answer while the host is down, to `app`; all others to the
-        host."""
+        """Routes `app`'s own requests, and those it can answer while the host is down, to `app`; others to the host."""
 
         async def dispatched(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":

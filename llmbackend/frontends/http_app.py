@@ -220,8 +220,8 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
 
 
 def imported_middleware(path: str) -> Callable[[ASGIApp], ASGIApp]:
-    """path: module.name of an ASGI middleware class, or of a coroutine function of a request and the next handler, as
-    in vLLM. Raises ValueError."""
+    """path: module.name of an ASGI middleware class or of a coroutine function (request, next), as in vLLM. Raises
+    ValueError."""
     module, _, name = path.rpartition(".")
     try:
         found: Any = getattr(importlib.import_module(module), name)

@@ -1,9 +1,8 @@
 """An open inference of a frontend: receives the responses of one request on the event loop, and can cancel it.
 
 Used by HTTP and gRPC handlers; created by InferenceGate. Independent of formats and backends. Invariants: an engine
-step wakes the event loop once, and calls each listener once for all its responses; the bytes that wait for one client
-are bounded by its Backlog; an accepted inference ends with `close`, which cancels it unless its FINAL response was
-taken.
+step wakes the event loop once, and calls each listener once for all its responses; a client's waiting bytes are bounded
+by its Backlog; an accepted inference ends with `close`, which cancels it unless its FINAL response was taken.
 """
 
 from __future__ import annotations

@@ -101,8 +101,7 @@ class InferenceGate:
         """`decode(body, *arguments)`, in a worker process if `size_bytes`, the part of the body to be parsed, exceeds
         LARGE_BODY_BYTES: no parser may hold the GIL for long. WorkerPool.run says what may be passed.
 
-        Raises what `decode` raises, and TritonError UNAVAILABLE if no process can be started or it dies during the
-        call.
+        Raises what `decode` raises, and TritonError UNAVAILABLE if no process can be started or it dies.
         """
         if size_bytes <= LARGE_BODY_BYTES:
             return decode(body, *arguments)
@@ -200,8 +199,7 @@ class InferenceGate:
     def _enter(self, count: int = 1) -> Callable[[], None]:
         """Counts `count` more open inferences until the returned function is called. Raises as `check_capacity`.
 
-        They are counted before they are compared, so that processes that enter at the same moment see each other's
-        counts.
+        Counting precedes comparing, so that processes that enter at the same moment see each other's counts.
         """
         account = _account()
         num_open = self._counts.add(_OPEN, count)

@@ -52,8 +52,7 @@ class WorkerPool:
         """`function(*arguments)` in a worker process.
 
         The function must be at module level; arguments and result must be small to pickle, except for tensors and
-        PickleBuffers, which arrive as bytes. Raises TritonError: the function's own, or UNAVAILABLE if the process
-        exits.
+        PickleBuffers, which arrive as bytes. Raises the function's TritonError, or UNAVAILABLE if the process exits.
         """
         if self._retirement is not None:
             self._retirement.cancel()

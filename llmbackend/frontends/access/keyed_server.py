@@ -1,7 +1,7 @@
-"""The host of a server with API keys: applies to each request the tenant, limits and token counters of its key.
+"""The host of a server with API keys: applies the tenant, limits and token counters of a request's key.
 
 Independent of protocols and key formats. Invariants: a client's request has its key's tenant, whatever the client
-sends; a request without an identity, which the process itself created, is unchanged; a client gets only tensors that it
+sends; a request without an identity, created by the process itself, is unchanged; a client gets only tensors that it
 requested.
 """
 
@@ -59,8 +59,7 @@ def _current_tenant(default: Tenant | None) -> Tenant | None:
 def of_key(
     server: Host, request: InferenceRequest, callback: ResponseCallback
 ) -> tuple[InferenceRequest, ResponseCallback]:
-    """What is sent to `server` for a request of the current identity. Raises LimitReachedError beyond the rate
-    limit."""
+    """What is sent to `server` for a request of the current identity. Raises LimitReachedError at the limit."""
     identity = REQUEST_IDENTITY.get()
     if identity is None:
         return request, callback
@@ -91,8 +90,7 @@ def _generates_nothing(request: InferenceRequest) -> bool:
 def _metered(
     request: InferenceRequest, callback: ResponseCallback, identity: RequestIdentity, batches: bool
 ) -> tuple[InferenceRequest, ResponseCallback]:
-    """`request` for the key's tenant, with both counts requested, and a callback that charges them and removes those
-    that the client did not request."""
+    """`request` for the key's tenant with both counts requested, and a callback that charges and hides them."""
     inputs = {tensor.name: tensor for tensor in request.inputs if not _is_false(tensor)}
     hidden = frozenset(
         name

@@ -148,8 +148,8 @@ class Account:
         self._tokens = _bucket(name, "tokens", limits.tokens, clock, shared)
 
     def admit(self, prompts: int = 1, taken: int = 0) -> Refusal | None:
-        """Charges `prompts` to the limits, or returns a refusal. taken: how many of them were charged before; if any,
-        the tokens were checked, too"""
+        """Charges `prompts`, or returns a refusal. taken: how many were charged before; if any, tokens were checked,
+        too"""
         with self._lock:
             refusal = _refusal("requests", self._requests, prompts, taken)
             if refusal is None and not taken:

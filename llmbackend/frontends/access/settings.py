@@ -43,8 +43,7 @@ class TlsFiles:
         return files
 
     def context(self) -> ssl.SSLContext:
-        """The context for HTTP. Raises ValueError with one line if a file is missing, not PEM, or does not match the
-        others."""
+        """The context for HTTP. Raises ValueError with one line if a file is missing, not PEM, or does not match."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         for path in (self.certificate, self.key, self.ca):
             if path is not None and not path.is_file():

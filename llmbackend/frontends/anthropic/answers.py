@@ -1,7 +1,7 @@
 """Answers of the Messages API: content blocks, whole messages, and stream events.
 
 Invariants: blocks, signatures and ids are functions of the request, the message's id and the tokens; one block is open
-at a time; a stream's events, joined as Anthropic's clients do it, yield the whole message. A piece of text costs one
+at a time; a stream's events, joined as by Anthropic's clients, yield the whole message. A piece of text costs one
 orjson call.
 """
 

@@ -1,7 +1,6 @@
 """Tools of a conversation: which ones the model sees, and which it may or must call.
 
-Independent of the APIs' formats and of how a model writes calls. Invariant: the callable functions of a ToolUse are
-among its tools.
+Independent of API formats and of how models write calls. Invariant: a ToolUse's callable functions are among its tools.
 """
 
 from __future__ import annotations
@@ -129,8 +128,7 @@ class ToolUse:
 def tool_use(
     offered: Sequence[OfferedTool], choice: ToolChoice | None, max_calls: int | None = None, *, is_legacy: bool = False
 ) -> ToolUse | None:
-    """None if no tool may be called. is_legacy: the fields are chat's older ones. Raises OpenAIError if they
-    conflict."""
+    """None if no tool may be called. is_legacy: the fields are chat's older ones. Raises OpenAIError on conflict."""
     known: dict[str, OfferedTool] = {}
     for tool in offered:
         if known.setdefault(tool.function.name, tool) is not tool:

@@ -42,8 +42,8 @@ def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
 
 
 def optional_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
-    """Free text with calls. The arguments of a strict function follow its schema; those of other functions are any
-    object. Raises OpenAIError."""
+    """Free text with calls. A strict function's arguments follow its schema, others are any object. Raises
+    OpenAIError."""
     _check_count(use, grammar)
     tags = [
         _call(function, grammar, _arguments(function) if function.is_strict else _ANY_OBJECT)

@@ -76,8 +76,8 @@ class AnswerEvents:
         before_end: Callable[[], Awaitable[None]] | None = None,
         quiet_s: float | None = QUIET_S,
     ) -> None:
-        """first: an arrival already popped. before_end: awaited before the last events are sent; if it fails, the
-        answer fails"""
+        """first: an already popped arrival. before_end: awaited before the last events; if it fails, the answer
+        fails"""
         self.quiet_s = quiet_s
         self.is_over = False
         self.needs_task = True
@@ -196,8 +196,7 @@ async def traced_answer(
 async def whole_answer(
     http: Request, generation: Generation, work: Coroutine[Any, Any, bytes], headers: Callable[[], Mapping[str, str]]
 ) -> Response:
-    """work: creates the body from the generation. headers: called at the end. Raises ClientDisconnect and `work`'s
-    errors."""
+    """work: creates the body. headers: called at the end. Raises ClientDisconnect and the errors of `work`."""
     try:
         body = await unless_disconnected(http, work)
         of_schemas = await generation.checked()

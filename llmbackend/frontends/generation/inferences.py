@@ -68,8 +68,8 @@ class Generation:
         trace: RequestTrace | None = None,
         recording: Recording | None = None,
     ) -> None:
-        """request_id: the answer's id. trace: belongs to the first prompt; other prompts get child traces. recording:
-        of a stream that other hosts copy"""
+        """request_id: the answer's id. trace: the first prompt's; others get child traces. recording: of a copied
+        stream"""
         self._request = request
         self._plan = plan
         self._request_id = request_id
@@ -310,7 +310,7 @@ async def describe_prompt(
     """wanted: flags of tensors.py: RETURN_NUM_INPUT_TOKENS, RETURN_MAX_MODEL_LEN, RETURN_PROMPT_TOKEN_IDS,
     RETURN_PROMPT_TOKENS, RETURN_PROMPT_TEXT, RETURN_TOKENIZER_CONFIG, and RETURN_SAMPLING_PARAMETERS, with which the
     request is checked like a generation. sampling: with that flag all parameters, otherwise those that change the
-    prompt. The caller must handle a client disconnect (`unless_disconnected`). Raises OpenAIError with the host's input
+    prompt. The caller must handle a client disconnect (`unless_disconnected`). Raises OpenAIError in the host's
     names."""
     if not target.model.has_input(PROMPT_ONLY):
         message = f"the model '{target.name}' has no input '{PROMPT_ONLY}', so its prompts are unknown"

@@ -3,7 +3,7 @@
 Invariants: a model is listed while the host has a READY version that requires a prompt and no input unknown to the
 frontends; only inputs that it declares are sent, in their declared rank. Formats are those named by the model's
 configuration, otherwise those detected from its chat template. If the configuration names an unknown format, requests
-that need it fail with an error.
+that need it fail.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class LanguageModel:
 
     @classmethod
     def of(cls, metadata: ModelMetadata, parameters: Mapping[str, str]) -> LanguageModel | None:
-        """parameters: from the configuration. Returns None if it is not a language model or requires an unknown
+        """parameters: from the configuration. Returns None for other models and for those that require an unknown
         input."""
         outputs = {tensor.name: tensor.datatype for tensor in metadata.outputs}
         known = {tensor.name: tensor for tensor in metadata.inputs if _is_known(tensor)}
@@ -271,8 +271,8 @@ class ModelCatalog:
         return parameters[parameter].split(",") if parameter in parameters else ()
 
     def _language_model(self, name: str) -> LanguageModel | None:
-        """None if no version is READY or it is not a language model. If its engine is down, it is still listed, and its
-        requests get 503."""
+        """None if no version is READY or it is not a language model. While its engine is down, it is listed and answers
+        503."""
         try:
             metadata = self._server.model_metadata(name)
         except TritonError as error:

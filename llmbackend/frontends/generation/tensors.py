@@ -129,11 +129,11 @@ class Delta(msgspec.Struct, frozen=True):
     """(prompt tokens, output tokens, prompt tokens that were not computed again) of the choice so far. Present in its
     first and its last response, if responses have no counts of their own."""
     not_enforced: Sequence[str] = ()
-    """Locations, in the sampling parameters, of unenforced schema keywords; with a choice's first response, if
-    requested."""
+    """Locations in the sampling parameters of unenforced schema keywords; with a choice's first response, on
+    request."""
     times_ns: tuple[int, int, int, int] | None = None
-    """When the request arrived, when an engine took it, and when its first and last tokens were generated; with the
-    last response, if requested."""
+    """When the request arrived, an engine took it, and its first and last tokens came; with the last response, on
+    request."""
 
 
 def text_tensor(text: str) -> Tensor:

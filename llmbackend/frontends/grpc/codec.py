@@ -159,8 +159,7 @@ def model_version(text: str) -> int:
 
 
 def decode_request(request: OpenRequest, options: RequestOptions) -> InferenceRequest:
-    """options: from the parameters of `request`. Raises TritonError for an input without data, or with two kinds of
-    data."""
+    """options: from `request`'s parameters. Raises TritonError for an input without data, or with two kinds of data."""
     message = request.message
     inputs, shared = _inputs(request)
     outputs = message.outputs

@@ -274,7 +274,7 @@ def input_label(tensor: Any, model_name: str) -> str:
 
 
 def raw_contents(tensor: Any, model_name: str) -> bytes:
-    """The typed contents of an input as raw bytes. Raises TritonError INVALID_ARG for another datatype or too many
+    """An input's typed contents as raw bytes. Raises TritonError INVALID_ARG for another datatype or too many
     strings."""
     expected = _CONTENTS_FIELD.get(tensor.datatype)
     for given, _ in tensor.contents.ListFields():

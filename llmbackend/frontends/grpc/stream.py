@@ -113,8 +113,8 @@ class _Answer:
         return self._is_waiting
 
     def take(self) -> bytes | None:
-        """The next message; None: a final response without outputs, which the client did not request. Raises
-        TritonError if it ends the call."""
+        """The next message; None: a final response without outputs, not requested. Raises TritonError if it ends the
+        call."""
         response, flags = self._inference.pop()
         final, asked = is_final(flags), self._asked
         if not self._has_begun and asked.trace is not None:
@@ -271,8 +271,7 @@ class StreamSession:
 
     @property
     def _resumable(self) -> ResumableStreams:
-        """Raises TritonError INVALID_ARG if another process has these streams: calls go there by their first
-        request."""
+        """Raises TritonError INVALID_ARG if another process has these streams: a call's first request decides."""
         if self._streams is None:
             raise invalid_argument(
                 f"parameters '{RESUMABLE}' and '{RESUME_FROM}' must be in the first request of a call"

@@ -3,7 +3,7 @@
 Independent of what an event says and where it comes from. Invariants: all ready events are sent in one piece. While the
 client keeps up, the piece is written by the call that announces its tokens, and the request's task sleeps; the task
 awaits what must be awaited, and handles slow clients, the end and errors. Both paths send the same bytes. `on_close` is
-always called.
+called in any case.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ _RAPIDJSON_ERROR: Final = re.compile(r"Parse error at offset (\d+): (.*)", re.DO
 
 
 def parse(body: bytes) -> Any:
-    """Raises TritonError INVALID_ARG for nesting beyond MAX_DEPTH, INTERNAL with RapidJSON's reason and offset if
-    `body` is not valid JSON."""
+    """Raises TritonError INVALID_ARG for nesting beyond MAX_DEPTH, INTERNAL with RapidJSON's reason for invalid
+    JSON."""
     check_depth(body)
     try:
         return orjson.loads(body)
@@ -56,7 +56,7 @@ def check_depth(body: bytes) -> None:
 
 
 def check_objects(body: bytes, most: int) -> None:
-    """Raises TritonError INVALID_ARG for more than `most` objects and lists; each parses as slowly as 100
+    """Raises TritonError INVALID_ARG for more than `most` objects and lists, each as slow to parse as 100
     characters."""
     if body.count(b"[") + body.count(b"{") <= most:  # an upper bound: includes those inside strings
         return

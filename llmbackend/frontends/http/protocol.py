@@ -411,8 +411,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def _until_close(app: Any, cycle: RequestResponseCycle) -> Any:
-    """`app` for an HTTP/1.0 client, which has no chunks: a response without a length ends with the connection (RFC
-    9112, 6.3)."""
+    """`app` for an HTTP/1.0 client, without chunks: a response without a length ends with the connection (RFC 9112,
+    6.3)."""
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
         async def unchunked(message: Any) -> None:

@@ -46,8 +46,7 @@ class BodyBudget:
     """The memory of all request bodies of one server, compressed and decompressed, from their first byte on.
     Thread-safe.
 
-    No client may hold more than it leaves free: one client gets at most a half, two get a third each, and a new client
-    always finds some free memory.
+    No client may hold more than it leaves free: one gets a half, two get a third each, and a new one always finds some.
     """
 
     def __init__(self, max_bytes: int, owner_of: Callable[[Scope], str] = address_of) -> None:

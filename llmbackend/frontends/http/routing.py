@@ -166,8 +166,7 @@ class Endpoints:
 
 
 class CatchAll:
-    """Refuses unrouted requests with any method. An ASGI application, since a route to a function must list its
-    methods."""
+    """Refuses unrouted requests with any method. An ASGI application, since routes to functions list their methods."""
 
     def __init__(self, api: Endpoints, refuse: Callable[[Request], Awaitable[Response]]) -> None:
         self._api = api
@@ -271,8 +270,8 @@ ENCODED_SLASH: Final = "%2F"
 
 def with_routed_paths(app: ASGIApp, root_path: str = "") -> ASGIApp:
     """Wraps `app`: removes a trailing slash, which some clients send, from paths under /v1, and keeps encoded slashes
-    in names under /v2, so that each name is one path segment. root_path: prefix that is removed unless a proxy has
-    already done so"""
+    in names under /v2, so that each name is one path segment. root_path: a prefix to remove unless a proxy has done
+    so"""
 
     def served(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         path: str = scope.get("path", "")

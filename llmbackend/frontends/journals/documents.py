@@ -157,8 +157,8 @@ class Storage(Protocol):
         """Takes over the live documents that no running server writes."""
 
     def listed(self, owner: str, after: Entry | None, most: int, *, is_descending: bool) -> list[Entry]:
-        """Up to `most` of an owner's documents that have labels, in order of creation, starting after `after` or at the
-        first one; some may have expired."""
+        """Up to `most` of an owner's documents with labels, in order of creation, from `after` on; some may have
+        expired."""
 
     def next_expiry_s(self) -> float | None:
         """When the next document expires; None if there is none."""
@@ -204,14 +204,12 @@ class Commits:
             raise _logged(error) from None
 
     async def read_in_time(self, ask: Callable[[Storage, float], T]) -> T:
-        """Like `read`, but also raises StoreError on timeout. `ask` may still be running then, so it must not change
-        anything."""
+        """Like `read`, but also raises StoreError on timeout, when `ask` may still run: it must not change anything."""
         async with self._answered_in_time():
             return await self.read(ask)
 
     async def settled(self, done: asyncio.Future[None]) -> None:
-        """Waits for a future returned by `add`. Raises StoreError, also on timeout; the writes may still be committed
-        later."""
+        """Waits for a future of `add`. Raises StoreError, also on timeout; the writes may still be committed later."""
         async with self._answered_in_time():
             await asyncio.shield(done)
 

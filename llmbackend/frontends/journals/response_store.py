@@ -218,8 +218,7 @@ class ResponseStore:
         return log
 
     def _lost(self, id: str) -> None:
-        """Another server has taken the document over, since this one did not renew its lease; readers here continue
-        with the other server's events."""
+        """Another server has taken the document over after this one's lease expired; readers here get its events."""
         if (log := self._live.pop(id, None)) is not None:
             log.lost()
             self._begin_watching(id, log.journal)

@@ -85,8 +85,8 @@ class ResumableStreams:
         """A stream of `events`, which are read with or without a client; `on_close` is called at their end.
 
         path: of requests that may resume it. recording: what the events are made from; it is copied, with
-        `recorded_headers` of the request. Raises TritonError UNAVAILABLE when too much is held; the caller must then
-        close the events.
+        `recorded_headers` of the request. Raises TritonError UNAVAILABLE when too much is held; the caller then closes
+        the events.
         """
         if not self._kept.has_capacity():
             raise unavailable(self._kept.refusal("resumable streams"))
@@ -118,8 +118,7 @@ class ResumableStreams:
         """Returns a stream, and the number of the last event that the client has (-1: none). place: the id of that
         event. what: the client's name for it, for errors.
 
-        Raises TritonError INVALID_ARG, and StreamGoneError for a stream that is no longer retained or belongs to
-        another key.
+        Raises TritonError INVALID_ARG, and StreamGoneError for a stream that has expired or belongs to another key.
         """
         found = _PLACE.fullmatch(place)
         if found is None:

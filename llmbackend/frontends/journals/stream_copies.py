@@ -73,8 +73,7 @@ class _Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class _Step(msgspec.Struct, frozen=True, tag="step"):
-    """first: position of `deltas` in the stream; some may be known already. num_events: number of events made from all
-    deltas up to the last one"""
+    """first: position of `deltas`, some of which may be known. num_events: events made from all deltas so far"""
 
     key: str
     epoch: int
@@ -236,8 +235,7 @@ class StreamCopies:
             self._flushing = None
 
     async def _copy(self, items: Sequence[_Begin | _Step | _End]) -> None:
-        """Sends the items to the peer with the other records; on failure, sends everything to the next peer that
-        answers."""
+        """Sends the items to the peer with the other records; on failure, everything to the next one that answers."""
         live = self._peers.live()
         if self._peer in live and await self._sent(self._peer, items):
             return
@@ -297,8 +295,8 @@ class StreamCopies:
 
     async def take(self, key: str, owner: str, path: str, after: int) -> StreamRecord | None:
         """Takes over another host's stream. Returns the newest record of all hosts, or None if no host has one for this
-        owner and path with the event `after`, which the client has. Raises TritonError UNAVAILABLE if a host that may
-        have it cannot be asked."""
+        owner and path with the client's last event `after`. Raises TritonError UNAVAILABLE if a host that may have it
+        cannot be asked."""
         asked = _encode(_Take(key, owner, path, after))
         is_all = self._peers.are_all_live()
         answers = await asyncio.gather(*(self._record_of(peer, asked) for peer in self._peers.live()))

@@ -1,8 +1,7 @@
 """KServe v2 over HTTP except inference: health, metadata, statistics, repository, settings, shared memory, stop by id.
 
-Invariants: loads and readiness checks of backends do not block the event loop; the response to a POST of settings
-contains the settings after it. Sources: KServe v2 and Triton's extensions; bodies and texts of Triton 2.51 (golden 40,
-41).
+Invariants: loads and readiness checks do not block the event loop; the response to a POST of settings contains the
+settings after it. Sources: KServe v2 and Triton's extensions; bodies and texts of Triton 2.51 (golden 40, 41).
 """
 
 from __future__ import annotations

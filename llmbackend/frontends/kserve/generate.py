@@ -83,8 +83,8 @@ class _Mapping:
         self.parameters: dict[str, ParameterValue] = {}
 
     def refuse_repeated(self, body: bytes) -> None:
-        """Raises TritonError INVALID_ARG if an input's name occurs twice in a JSON object. The slow search runs only if
-        a name occurs twice in the text."""
+        """Raises TritonError INVALID_ARG if an input's name occurs twice in an object; slow only if it occurs twice at
+        all."""
         if any(body.count(b'"%b"' % name.encode()) > 1 for name in self._inputs):
             for name in repeated_keys(body):
                 if name in self._inputs:

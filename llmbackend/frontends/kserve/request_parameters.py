@@ -184,8 +184,8 @@ def _checked_classes(count: int) -> int:
 
 
 def shared_range_from_proto(tensor: Any) -> SharedRange | None:
-    """The location in shared memory of an input or output of a ModelInferRequest; None if it is not there. Unlike in
-    JSON, the size is required."""
+    """The shared memory location of a ModelInferRequest's input or output, or None. Unlike in JSON, the size is
+    required."""
     region = _parameter(tensor, REGION, "string_param")
     offset = _parameter(tensor, OFFSET, "int64_param")
     byte_size = _parameter(tensor, BYTE_SIZE, "int64_param")

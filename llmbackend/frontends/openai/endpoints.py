@@ -1,7 +1,6 @@
 """Shared by all endpoints of the OpenAI and Anthropic APIs: body reading, list pages, errors.
 
-Invariants: bodies are read within the server's limits, and large ones are parsed in a thread; errors have the format of
-the API.
+Invariants: bodies are read within the server's limits, large ones are parsed in a thread; errors have the API's format.
 """
 
 from __future__ import annotations

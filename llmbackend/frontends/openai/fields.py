@@ -1,7 +1,6 @@
 """Groups of fields shared by several bodies: labels, reasoning, structured output, tool choice.
 
-Invariants: labels do not affect answers; at most one field sets a constraint. Sources: OpenAI's API reference; vLLM's
-protocol.py.
+Invariants: labels do not affect answers; at most one field sets a constraint. Sources: OpenAI's API reference, vLLM.
 """
 
 from __future__ import annotations

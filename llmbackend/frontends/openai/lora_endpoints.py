@@ -1,8 +1,7 @@
 """/v1/load_lora_adapter and /v1/unload_lora_adapter: operators change a model's LoRA adapters at run time.
 
 Invariants: the answer is sent after the change is complete; a name has one change at a time, and changes of different
-names are independent. Adapters are below one folder that the operator chooses. Source: vLLM's protocol, statuses and
-texts.
+names are independent. Adapters are below one folder that the operator chooses. Source: vLLM.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ _TEXT: JsonObject = {"type": "string", "minLength": 1}
 
 
 class AssistantMessage(_Message):
-    """A message with content or something in its place. Some servers send reasoning as `reasoning`, some under both
+    """A message with content or something in its place. Some servers send reasoning as `reasoning` or under both
     names."""
 
     __pydantic_config__ = _message_config(  # type: ignore[misc]

@@ -1,8 +1,7 @@
 """The request bodies of chats and completions, for validation, errors and /openapi.json.
 
 Invariant: a field reaches the model, or has no effect by definition, or is refused by name; null is the same as a
-missing field; true is not 1, and 1.0 is not an integer. Sources: OpenAI's API reference, vLLM's SamplingParams for the
-extras.
+missing field; true is not 1, and 1.0 is not an integer. Sources: OpenAI's API reference, vLLM's SamplingParams.
 """
 
 import itertools

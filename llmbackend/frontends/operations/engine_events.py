@@ -161,8 +161,7 @@ class EventWriter:
         return seen if seen is None or isinstance(seen, bytes) else to_json(seen)
 
     def _seen(self, event: Any) -> Any:
-        """What the holder of a key may see of an event. Hidden events pass through here too: they tell whose a request
-        is."""
+        """What the holder of a key may see of an event. Hidden events are also passed: they tell whose a request is."""
         own = self._own
         if isinstance(event, RequestsReceived):
             received = self._own_requests(event.received)
@@ -360,8 +359,8 @@ class _Feed:
         yield writer.events(viewer.position, entries)
 
     def _snapshot(self) -> bytes:
-        """The snapshot, followed by the log lines so far. Events reported in the meantime follow it, although the
-        snapshot may already include them."""
+        """The snapshot, then the log lines so far. Events reported meanwhile follow it, even if it already includes
+        them."""
         position, server = self.viewer.position, self.server.server_metadata()
         facts: dict[str, Any] = {
             "time": time.time(),

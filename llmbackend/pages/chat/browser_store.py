@@ -1,7 +1,7 @@
 """BrowserStore: the chats of one browser, in its localStorage.
 
-Used by the chat page. Independent of what is shown. Invariants: only the browser stores chats; unreadable chats are
-skipped but not deleted.
+Used by the chat page. Independent of what is shown. Invariants: only the browser stores chats; unreadable ones are
+skipped, not deleted.
 """
 
 from __future__ import annotations

@@ -276,8 +276,8 @@ class ChatPage:
             self._generation.leave()
 
     async def _answer(self, begin: int, base: Turn | None = None) -> None:
-        """Requests an answer to the last turn, or a continuation of `base`. begin: index of the first new turn; the
-        turn before it is also shown again"""
+        """Answers the last turn, or continues `base`. begin: index of the first new turn; the one before is shown
+        again, too"""
         self._show_turns(max(begin - 1, 0))
         self._generate(UnfinishedAnswer.new(len(self._chat.turns), base or Turn(role="assistant")))
         self._client.run_javascript("llmbackendChat.toEnd()")

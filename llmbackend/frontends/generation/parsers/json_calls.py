@@ -1,8 +1,8 @@
-"""Reads calls with JSON arguments, and provides what other syntaxes share with them: values, headers, starts and ends.
+"""Reads calls with JSON arguments, and provides values, headers, starts and ends for other syntaxes.
 
 Invariants: a call starts when its name is known and its arguments begin; the text before that is held, so that it can
-still become content. A value is emitted at once, as the model wrote it; a value without its closing quote or bracket
-ends with its call.
+still become content. A value is emitted at once, as the model wrote it; without its closing quote or bracket, it ends
+with its call.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Reads calls whose arguments are literals of a language such as Python, and converts them to JSON as they arrive. A
-literal is emitted when its JSON is certain; text that is not a literal leaves the call incomplete, and becomes
-content."""
+literal is emitted when its JSON is certain; other text leaves the call incomplete, and becomes content."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ class MarkedCallsReader:
         return (yield from self._read_layout(options))
 
     def _read_layout(self, options: Collection[str], *, keeps_space: bool = True) -> Reading[str | None]:
-        """Reads white space and a marker, which is held; other text becomes content. keeps_space: white space at the
-        end of the output is content, too"""
+        """Reads white space and a marker, which is held; other text is content. keeps_space: so is white space at the
+        end"""
         reader = self._reader
         reader.hold()
         try:

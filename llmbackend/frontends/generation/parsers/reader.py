@@ -187,8 +187,8 @@ class Reader:
             emit(text[: len(text) - len(pending)])
 
     def _read_marker(self, markers: Markers, pending: str, emit: Callable[[str], None]) -> Reading[str]:
-        """Reads a marker that begins with the next symbol, a special token, or with pending text before it; "" for
-        none. What was read is held."""
+        """Reads a marker that begins with the next symbol, a special token, or with pending text, and holds it; "" for
+        none."""
         begin = pending + self.text
         if not markers.suffixes(begin):
             emit(pending)

@@ -12,7 +12,7 @@ ANY_KEY = re.compile(r"\s*(?P<name>[^\s<>\"](?:[^<>\"\n]*[^\s<>\"])?)\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCall:
-    """A call as one JSON object: `{"name": "f", "arguments": {…}}`, fields in any order. `parameters` is an alias of
+    """A call as one JSON object: `{"name": "f", "arguments": {…}}`, fields in any order. `parameters`: alias of
     `arguments`."""
 
     other_keys: tuple[str, ...] | None = None
@@ -51,8 +51,8 @@ class TaggedCall:
     key_begin: str
     key_end: str
     key: re.Pattern[str] = ANY_KEY
-    """The text between `key_begin` and `key_end`, with the group `name`. If the model marks values that are text, the
-    group `text` matches for them."""
+    """The text between `key_begin` and `key_end`, with the group `name`, and `text` if the model marks values as
+    text."""
     value_begin: str = ""
     """Text after `key_end` and white space."""
     value_end: str
@@ -62,8 +62,7 @@ class TaggedCall:
     may_omit_value_end: bool = False
     """A value also ends where the next key begins or the call ends."""
     json_begin: str = ""
-    """Precedes a JSON object of all arguments, if the model writes one instead of tags; what follows it is in
-    `call_end`."""
+    """Precedes a JSON object of all arguments, written instead of tags; what follows it is in `call_end`."""
     end: tuple[str, ...] = ()
     """Texts that end the call, in addition to the end of its section."""
     trims_newline: bool = False
@@ -104,7 +103,7 @@ CallSyntax = JsonCall | HeadedCall | TaggedCall | LiteralCall | NestedCall
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedCalls:
     """Calls in sections after a marker, or at the output's beginning without one. Other text is content, except white
-    space next to a call."""
+    space between calls."""
 
     begin: tuple[str, ...] = ()
     """Markers that open a section."""
@@ -145,8 +144,8 @@ class CallGrammar:
     """How a grammar writes calls: `begin` + call (+ `separator` + call)… + `end`.
 
     A call is `call_begin` + name + `name_end` + arguments + `call_end`. The arguments are a JSON object or, with
-    `key_end`, for each parameter `key_begin` + name + `key_end` + value + `value_end`: an unrestricted string as its
-    text, any other value as JSON.
+    `key_end`, for each parameter `key_begin` + name + `key_end` + value + `value_end`: unrestricted strings as text,
+    other values as JSON.
     """
 
     begin: str = ""
@@ -169,8 +168,8 @@ class CallGrammar:
 
     @classmethod
     def of(cls, call: str, parameter: str = "", **other: Any) -> CallGrammar:
-        """call: an example with `…` for the name and for the arguments. parameter: with `…` for the name, the value,
-        and optionally the name again"""
+        """call: an example with `…` for name and arguments. parameter: with `…` for name, value, and optionally name
+        again"""
         call_begin, name_end, call_end = call.split("…")
         key_begin, key_end, value_end, *name_closes = parameter.split("…") if parameter else ("", "", "")
         return cls(

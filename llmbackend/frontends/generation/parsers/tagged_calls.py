@@ -1,8 +1,7 @@
 """Reads calls with tagged parameters, including nested tags of members and items, and converts them to JSON.
 
 Invariants: a value that can only be a string is emitted at once; any other value is held until its end, up to
-MAX_HELD_CHARS, and is treated as a string if it is longer. A call with an unread parameter has no end, and the text
-after it is content.
+MAX_HELD_CHARS; a longer one is a string. A call with an unread parameter has no end, and the text after it is content.
 """
 
 from __future__ import annotations
@@ -259,8 +258,8 @@ class NestedCallReader:
         return (yield from self._read_tag())
 
     def _read_tag(self) -> Reading[str | None]:
-        """Starts after the tag's first character. Returns an opening tag's name, "" for a closing tag, None
-        otherwise."""
+        """Starts after the tag's first character. Returns the opened tag's name, "" for a closing tag, otherwise
+        None."""
         reader, name = self._reader, ""
         yield from reader.skip_space()
         opening = yield from reader.one_of(("<", "</"))

@@ -1,6 +1,6 @@
 """Prepares a create-response request: fetches its history and does all work that grows with its body.
 
-Invariants: only its owner can continue a stored response; documents are parsed off the event loop. Source: OpenAI's API
+Invariants: only the owner can continue a stored response; documents are parsed off the event loop. Source: OpenAI's API
 reference.
 """
 

@@ -101,8 +101,7 @@ class OutputBuilder:
             self._open = None
 
     def _add_token(self, token: Delta) -> None:
-        """The logprobs of content include those of earlier tokens whose text was held back; those of reasoning, calls
-        and markers are dropped."""
+        """Content's logprobs include earlier tokens held back; those of reasoning, calls and markers are dropped."""
         before = self.num_reasoning_tokens
         self._pending += token.logprobs
         for event in self._reader.read(token):
@@ -247,7 +246,7 @@ class ResponseState:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """echo: the request's fields that the response repeats, as a JSON object. tools, seal: see OutputBuilder.
-        is_queued: whether it starts in the background. has_messages: whether it includes prompt and answer as text and
+        is_queued: whether it starts in the background. has_messages: whether it includes prompt and answer as text,
         tokens"""
         self.builder = OutputBuilder(plan, identity.id, tools=tools, logprobs=logprobs, seal=seal)
         self.id = identity.id

@@ -1,7 +1,7 @@
 """The body of create-response requests, and the types of answers of responses and conversations.
 
-Invariants: a field has an effect, is a label, or is refused by name with the reason; an answer has these members and no
-others (`make fuzz` compares). Sources: OpenAI's API reference; vLLM's ResponsesRequest for the extras; what Codex
+Invariants: a field has an effect, is a label, or is refused by name with the reason; an answer has exactly these
+members (`make fuzz` compares). Sources: OpenAI's API reference; vLLM's ResponsesRequest for the extras; what Codex
 sends.
 """
 
