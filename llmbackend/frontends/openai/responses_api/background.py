@@ -363,7 +363,7 @@ def _decoded(continuation: bytes) -> _Continuation:
     except msgspec.DecodeError:
         found = None
     if found is None or found.format != _FORMAT:
-        raise OpenAIError("the response was begun by another release, whose stored format differs", status=503)
+        raise OpenAIError("another release of the server, whose stored format differs, began it", status=503)
     return found
 
 
