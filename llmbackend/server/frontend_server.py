@@ -54,23 +54,23 @@ def copy_streams(
 ) -> None:
     """From now on, resumable streams are copied to `peers`, and recreated when their clients return to this host. app:
     the HTTP application without access control."""
-    makers = {
+    regenerators = {
         resumable.PATH: partial(resumable.regenerate, gate, streams),
         "/": partial(regenerate, app),
     }
-    copies = streams.copies = StreamCopies(peers, makers, streams.hand_over)
-    registry.register(CopiesMetric(lambda: copies.are_made))
+    copies = streams.copies = StreamCopies(peers, regenerators, streams.hand_over)
+    registry.register(CopiesMetric(lambda: copies.are_active))
 
 
 class CopiesMetric:
     """A collector: whether other hosts have copies of this host's streams."""
 
-    def __init__(self, are_made: Callable[[], bool]) -> None:
-        self._are_made = are_made
+    def __init__(self, are_active: Callable[[], bool]) -> None:
+        self._are_active = are_active
 
     def collect(self) -> Iterator[Metric]:
         metric = Metric(STREAMS_COPIED, "1: another host has a copy of each resumable stream; 0: none has.", "gauge")
-        metric.add_sample(STREAMS_COPIED, {}, float(self._are_made()))
+        metric.add_sample(STREAMS_COPIED, {}, float(self._are_active()))
         yield metric
 
 
@@ -149,12 +149,12 @@ class FrontendServer:
     def _make_endpoints(self, claims: ClaimedPorts) -> None:
         registry = self._server.metrics_registry
         if claims.http is not None:
-            guarded = with_cors(self._access.around_http(self._http_app, registry), self._protocols.cors)
+            guarded = with_cors(self._access.wrap_http(self._http_app, registry), self._protocols.cors)
             guarded = with_middleware(guarded, self._protocols.middleware)
             served = self._with_pages(guarded)
             tunnels: Tunnels | None = self._pages
             if self._edge is not None:
-                served, tunnels = self._edge.around(served), self._edge.tunnels(tunnels)
+                served, tunnels = self._edge.wrap(served), self._edge.tunnels(tunnels)
             faces_clients = self._edge is None or claims.http.family != socket.AF_UNIX
             if self._protocols.answers_request_ids and faces_clients:
                 served = with_request_ids(served)
@@ -188,7 +188,7 @@ class FrontendServer:
         self._page_api_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._page_api_socket.bind(str(self._pages.process.api_path))
         self._page_api = HttpEndpoint(app, self._page_api_socket, lambda: None)
-        return self._pages.around(app)
+        return self._pages.wrap(app)
 
     async def start(self) -> None:
         """Listens on all ports, after `bind` if needed, for as many connections as there are descriptors. Raises

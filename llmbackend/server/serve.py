@@ -97,7 +97,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
     from .terminal import load_bars  # this and the frontends take half a second, while the engines start
 
     with load_bars():
-        store = settings.store.around(storage)
+        store = settings.store.store_on(storage)
         frontends: Frontends
         if apart is None:
             from .frontends import make_frontends
