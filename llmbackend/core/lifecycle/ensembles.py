@@ -1,7 +1,7 @@
-"""Ensembles and their composing models: load order, what a change of a model affects, validation.
+"""Ensembles and their composing models: load order, the effects of a model's change, validation.
 
 Source: ValidateEnsembleConfig in Triton's ensemble_utils.cc; CheckNode, ConnectDependencyGraph and the dependency graph
-of its model_repository_manager.cc.
+in its model_repository_manager.cc.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .model_versions import ModelVersions
 
 @dataclass
 class Faults:
-    """The faults that one load has found so far, by the models' keys.
+    """The faults found so far during one load, by model key.
 
-    missing: models that no repository has
-    failed: models whose load failed, with the reason
+    missing: models that are in no repository
+    failed: models that failed to load, with the reason
     invalid: ensembles that cannot serve, with the reason
     """
 
@@ -36,8 +36,7 @@ class Faults:
     invalid: dict[str, str] = field(default_factory=dict)
 
     def of(self, part: str, versions: Collection[int], ready: Collection[int]) -> str:
-        """Why an ensemble cannot use `versions` (-1 = any) of a composing model with the READY versions `ready`; "" =
-        it can."""
+        """Why an ensemble cannot use `versions` (-1 = any) of a model with the READY versions `ready`; "" = it can."""
         if part in self.invalid:
             return f"which is not valid. Model '{part}' failed with error: {self.invalid[part]}"
         if not ready and part in self.failed:
@@ -49,7 +48,7 @@ class Faults:
 
 
 def validate_ensemble(spec: ModelSpec, versions: ModelVersions, faults: Faults) -> str:
-    """Why the ensemble cannot serve; "" = it can, and its configuration's `decoupled` is set."""
+    """Why the ensemble cannot serve. "" = it can, and `decoupled` is set in its configuration."""
     parts = composing_models(spec.config)
     ready = {part: versions.ready_versions(part) for part in parts}
     for part in parts:
@@ -73,14 +72,14 @@ class _Node:
     """A tensor of the ensemble, as declared by the first model that names it.
 
     label: number of the decoupled step that its values come from, 0 = none; a step must not mix values with different
-        labels, since it is unknown which of them belong together
+        labels, because it is unknown which of them belong together
     sibling: shared by all outputs of a step
     """
 
     model: str
     data_type: int = 0
     dims: tuple[int, ...] = ()
-    full_dims: tuple[int, ...] = ()  # with the batch dimension
+    full_dims: tuple[int, ...] = ()  # including the batch dimension
     is_decoupled: bool = False
     label: int = 0
     is_visited: bool = False
@@ -90,7 +89,7 @@ class _Node:
 
 
 def check_tensors(config: ModelConfig, composing: Mapping[str, ModelConfig]) -> bool:
-    """Whether the ensemble is decoupled. Raises TritonError INVALID_ARG when its tensors do not match those of the
+    """Whether the ensemble is decoupled. Raises TritonError INVALID_ARG if its tensors do not match those of the
     `composing` models (by name)."""
     batches = config.max_batch_size > 0
     nodes = {tensor.name: _node(config.name, tensor, batches) for tensor in config.input}
@@ -154,8 +153,7 @@ def _model_node(step: ModelEnsembling.Step, model: ModelConfig, tensor: ModelInp
 
 
 def _matching(ensemble: str, tensor: str, found: _Node, nodes: dict[str, _Node]) -> _Node:
-    """The node of the ensemble's `tensor`, after a check that `found` matches. Variable sizes are checked per
-    request."""
+    """The node of the ensemble's `tensor`, after checking that `found` matches. Requests check variable sizes."""
     known = nodes.setdefault(tensor, found)
     prefix = f"in ensemble {ensemble}, ensemble tensor {tensor}: "
     if known.data_type != found.data_type:
@@ -181,7 +179,7 @@ def _link(step: ModelEnsembling.Step, model: ModelConfig, nodes: Mapping[str, _N
 
 
 def _decoupled_labels(config: ModelConfig, nodes: Mapping[str, _Node]) -> int:
-    """The number of decoupled steps. Raises TritonError INVALID_ARG for a step that mixes values of several."""
+    """Counts the decoupled steps. Raises TritonError INVALID_ARG for a step that mixes values of several of them."""
     labels = 0
     ready = deque(nodes[tensor.name] for tensor in config.input)
     for node in ready:
@@ -223,7 +221,7 @@ def parts_of(specs: Mapping[str, ModelSpec]) -> dict[str, list[str]]:
 
 
 def circles(parts: Parts) -> dict[str, str]:
-    """Triton's error text for each model that depends on itself; it does not always name that model."""
+    """Triton's error text for each model that depends on itself. The text does not always name that model."""
     reasons: dict[str, str] = {}
 
     def search(current: str, start: str, seen: set[str]) -> str:
@@ -245,7 +243,7 @@ def circles(parts: Parts) -> dict[str, str]:
 
 
 def in_levels(names: Iterable[str], parts: Parts) -> list[list[str]]:
-    """`names` in groups, each model after its composing models; the members of a circle are in one group."""
+    """`names` in groups such that models follow their composing models; the members of a cycle form one group."""
     waiting = sorted(set(names))
     in_circles = circles(parts)
     levels = []
@@ -258,7 +256,7 @@ def in_levels(names: Iterable[str], parts: Parts) -> list[list[str]]:
 
 
 class ModelDependencies:
-    """The recorded ensembles, and which models were requested by name. Thread-safe."""
+    """Remembers ensembles, and which models were requested by name. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -266,7 +264,7 @@ class ModelDependencies:
         self._explicit: set[str] = set()
 
     def remember(self, specs: Iterable[ModelSpec], explicit: Collection[str]) -> None:
-        """Records models before their load. explicit: keys requested by name, not as composing models."""
+        """Records models before their load. explicit: keys of those requested by name not as composing models."""
         with self._lock:
             for spec in specs:
                 if spec.key in explicit:
@@ -281,7 +279,7 @@ class ModelDependencies:
             return self._ensembles.get(name)
 
     def forget(self, name: str, with_parts: bool) -> list[str]:
-        """The models to unload with `name`: itself and, with_parts, composing models that no ensemble needs and that
+        """The models to unload with `name`: itself and, if with_parts, composing models that no ensemble needs and that
         were not requested by name."""
         with self._lock:
             removed = [name]
@@ -293,7 +291,7 @@ class ModelDependencies:
             return removed
 
     def affected_by(self, names: Collection[str]) -> list[str]:
-        """The ensembles that contain any of `names`, directly or not, each after its composing models."""
+        """The ensembles that contain any of `names`, directly or indirectly, each after its composing models."""
         with self._lock:
             parts = parts_of(self._ensembles)
         affected: set[str] = set()
