@@ -1,8 +1,8 @@
-"""Engine arguments of vLLM and parameters of TensorRT-LLM that this engine does not have, or has under another name.
+"""Engine arguments of vLLM and parameters of TensorRT-LLM that this engine lacks or names differently.
 
-For: engine_args.py and the command line's flags. Does not know: files, models. Invariant: an argument is ignored only
-if that changes nothing that a client can see, or only with such values (ONLY_VALUE); others are used or refused by
-name, with the reason.
+Used by engine_args.py and the command line's flags. Independent of files and models. Invariant: an argument is ignored
+only if no client can notice the difference, or only for values with that property (ONLY_VALUE). All others are used, or
+refused by name with the reason.
 Sources: vLLM's EngineArgs and AsyncEngineArgs 0.4 to 0.33; TensorRT-LLM's config.pbtxt and docs/model_config.md.
 """
 
@@ -24,7 +24,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _by_name(groups: Mapping[str, str]) -> dict[str, str]:
-    """Name → reason, of reason → names."""
+    """Inverts a mapping of reason → names into name → reason."""
     return {name: reason for reason, names in groups.items() for name in _names(names)}
 
 
@@ -101,7 +101,7 @@ NO_EFFECT: Mapping[str, str] = _by_name(
         "variables of the environment are read by their own names": "fail_on_environ_validation",
     }
 )
-"""Arguments that are accepted, each with the reason why nothing that a client can see depends on it."""
+"""Accepted arguments, each with the reason why clients cannot notice that it has no effect."""
 
 SWITCHES = _names(
     """
@@ -126,7 +126,7 @@ SWITCHES = _names(
 )
 """Those of NO_EFFECT and ONLY_VALUE that take no value on vLLM's command line."""
 GPU_ONLY = frozenset({"gpu_memory_utilization", "cudagraph_capture_sizes", "max_loras"})
-"""Arguments that this engine has, and that change nothing where it runs on a CPU."""
+"""Arguments of this engine that have no effect on a CPU."""
 
 _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "the engine loads no third-party code": {
@@ -201,7 +201,7 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
 }
 ONLY_VALUE: Mapping[str, tuple[Any, ...]] = {name: only for names in _ONLY.values() for name, only in names.items()}
-"""Arguments that change what clients see, and the values with which they are accepted."""
+"""Arguments that affect what clients see, and the values with which they are accepted."""
 ONLY_VALUE_BECAUSE: Mapping[str, str] = {name: reason for reason, names in _ONLY.items() for name in names}
 
 _ENGINE_ARGUMENT_OF = {
@@ -240,10 +240,10 @@ _TENSORRTLLM_ONLY_VALUE: dict[str, tuple[str, ...]] = {
 
 
 def translate_tensorrtllm(parameters: Mapping[str, str]) -> dict[str, str]:
-    """Replaces TensorRT-LLM's parameters of config.pbtxt by engine arguments; others stay as they are.
+    """Replaces TensorRT-LLM's config.pbtxt parameters by engine arguments; others are left unchanged.
 
-    One that is empty or still a template (`${…}`) counts as not given, as in TensorRT-LLM. Raises TritonError
-    INVALID_ARG for one that asks for what this engine does not do.
+    As in TensorRT-LLM, a parameter that is empty or still a template (`${…}`) counts as not set. Raises TritonError
+    INVALID_ARG for a parameter that asks for something this engine does not do.
     """
     translated: dict[str, str] = {}
     without_effect: list[str] = []
@@ -272,7 +272,7 @@ def _check_tensorrtllm_value(name: str, value: str) -> None:
 
 
 def num_kv_blocks(name: str, num_tokens: Any, block_size: Any) -> str:
-    """The blocks for a number of tokens of KV memory. name: of that number, for the error."""
+    """The number of blocks for so many tokens of KV memory. name: names that number in errors."""
     text, given = str(num_tokens), str(block_size)
     if not text.isdecimal() or int(text) < 1:
         raise invalid_argument(f"parameter '{name}' is '{text}', expected an integer of at least 1")
@@ -292,8 +292,8 @@ _PARSER, _PLUGIN = "reasoning_parser", "reasoning_parser_plugin"
 
 
 def with_present_names(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The engine arguments with one `structured_outputs_config`, without what it says of the reasoning's parser, which
-    is an argument of its own. Raises TritonError INVALID_ARG."""
+    """The engine arguments with a single `structured_outputs_config`, from which the reasoning parser is moved into its
+    own argument. Raises TritonError INVALID_ARG."""
     rest = {name: value for name, value in values.items() if name not in FORMER_NAMES and name != _STRUCTURED}
     former = {FORMER_NAMES[name]: values[name] for name in FORMER_NAMES if values.get(name) is not None}
     config = former | _structured_outputs(values.get(_STRUCTURED), source)
