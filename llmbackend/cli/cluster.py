@@ -1,6 +1,6 @@
 """Several machines as one server: the flags of `llmbackend serve`, and `llmbackend cluster init`.
 
-Does not know: what is done with the flags, what the secrets are. Invariants: a wrong value ends with a message that
+Independent of how the flags are used and of what the secrets are. Invariants: an invalid value ends with a message that
 names its flag; an existing cluster's secrets are never replaced.
 """
 
@@ -51,7 +51,7 @@ class ClusterFlags:
     ] = None
 
     def settings(self) -> ClusterSettings | None:
-        """None: no cluster."""
+        """None = no cluster."""
         if self.cluster is None:
             return None
         try:

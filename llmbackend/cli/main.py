@@ -1,7 +1,7 @@
 """The `llmbackend` command and its subcommands.
 
-Invariants: a wrong flag ends with a message that names it and exit code 2; a subcommand's module is imported when it is
-called or completed in a shell, not for the help and the version.
+Invariants: an invalid flag ends with a message that names it and exit code 2; a subcommand's module is imported when it
+is called or completed in a shell, but not for help or version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmbackend import __version__
 from .command_line import PlainHelpCommand, join_equals_signs, lazy_command
 
 _UNREAD = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
-"""Settings of a subcommand that reads its arguments by itself."""
+"""Settings of a subcommand that reads its arguments itself."""
 
 _USAGE_ERROR = 2
 
@@ -40,7 +40,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command(cls=lazy_command(".serve", only_completion=True), add_help_option=False, context_settings=_UNREAD)
 def serve(context: typer.Context) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
-    gc.disable()  # imports make objects that stay; the server enables it when it has what it needs
+    gc.disable()  # imports create objects that stay; the server enables it when its imports are complete
     try:
         from .serve import app as command
 
@@ -151,7 +151,7 @@ def install_triton_backend(
 
 
 def main() -> None:
-    """Entry point of the `llmbackend` command. It ends with exit code 2 when its command line is wrong."""
+    """Entry point of the `llmbackend` command. Exits with code 2 if its command line is invalid."""
     join_equals_signs(os.environ)
     try:
         sys.exit(app(prog_name="llmbackend", args=sys.argv[1:], standalone_mode=False))
@@ -161,10 +161,10 @@ def main() -> None:
 
 
 def _wrong_usage(error: typer.TyperException) -> str:
-    """How the command is used, and at the bottom, where it is seen, what was wrong; in Triton's words."""
+    """The command's usage, followed by the error, where it is seen; in Triton's words."""
     context = getattr(error, "ctx", None)
     usage = f"{context.get_usage()}\n\n" if context is not None else ""
-    if not isinstance(error, typer.BadParameter) or not error.message:  # a missing one has no message of its own
+    if not isinstance(error, typer.BadParameter) or not error.message:  # a missing parameter has no message
         return f"{usage}{error.format_message()}"
     option = error.param_hint or (error.param.opts[0] if error.param is not None else "")
     if not option:

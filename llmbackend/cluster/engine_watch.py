@@ -1,7 +1,7 @@
 """EngineWatch: the location of one engine that this machine's host needs. HostRegistry: the cluster's list of hosts.
 
-For: the agent. Does not know: sockets. Invariants: when no node has room for an engine, the host is told within seconds
-what it needs; a lost actor is created again.
+Used by the agent. Independent of sockets. Invariants: if no node has the resources for an engine, the host is told
+within seconds what is missing; a lost actor is recreated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .rank_actors import DETACHED, NAMESPACE, actor_options, answer, free_resour
 
 NEWS_WAIT_S: Final = 10.0
 LEASE_S: Final = 25.0
-"""Several NEWS_WAIT_S, so that a late call does not remove its host."""
+"""Several times NEWS_WAIT_S, so that a late call does not remove its host."""
 NAME: Final = "hosts"
 
 
@@ -59,8 +59,7 @@ class HostRegistry:
         return ""
 
     async def watch(self, host: str, version: int) -> tuple[int, list[bytes]]:
-        """The version of the list, and all hosts; waits as `EngineActor.watch`. A host that is not listed should
-        join."""
+        """The version of the list, and all hosts. Waits like `EngineActor.watch`. Hosts not listed should join."""
         self._heard_at_s[host] = time.monotonic()
         self._forget_silent()
         if self._version == version:
@@ -93,10 +92,10 @@ class HostRegistry:
 log = logging.getLogger(__name__)
 
 ROOM_S: Final = 5.0
-"""How long a lack of room must last to be an error: Ray frees the resources of ended actors late."""
+"""How long resources must be insufficient before this is an error: Ray frees those of ended actors late."""
 PLACEMENT_S: Final = 30.0
-"""Wait for an actor's first answer before room is checked again, as others may have taken it. A busy machine needs
-seconds to start an actor's process."""
+"""How long to wait for an actor's first answer before resources are checked again, because others may have taken them.
+A busy machine needs seconds to start an actor's process."""
 RETRY_S: Final = 0.5
 
 
@@ -109,7 +108,7 @@ class EngineWatch:
         self._tell = tell
         self._actor: Any = None
         self.state: EngineLocation | None = None
-        """The last one passed to `tell`."""
+        """The last state passed to `tell`."""
         self._task = asyncio.create_task(self._watch())
 
     def stop(self) -> None:
@@ -155,7 +154,7 @@ class EngineWatch:
             call = asyncio.ensure_future(answer(self._actor.watch.remote(self._host, version, node)))
 
     async def _wait_for_room(self) -> None:
-        """Returns at once where the actor exists."""
+        """Returns immediately if the actor exists."""
         began_s = time.monotonic()
         while not await asyncio.to_thread(self._exists):
             problem = await asyncio.to_thread(self._room_problem)
@@ -173,7 +172,7 @@ class EngineWatch:
         return True
 
     def _room_problem(self) -> str:
-        """Why no node can take the engine; "" = one may."""
+        """Why no node can take the engine; "" = one may be able to."""
         return room_problem(needs(self._wanted.config), ray.nodes(), free_resources())
 
     def _show(self, state: EngineLocation) -> None:

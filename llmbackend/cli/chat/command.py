@@ -1,8 +1,8 @@
 """`llmbackend chat`: its flags, one question or a conversation, and its exit code.
 
-For: people at a terminal, and scripts. Does not know: the protocol; `conversation.py` does. Invariants: with a question
-from the command line or a pipe, standard output gets the answer and nothing else; exit code 0 = answered, 1 = not,
-130 = stopped by Ctrl+C.
+For people at a terminal, and for scripts. The protocol is in `conversation.py`. Invariants: with a question from the
+command line or a pipe, standard output contains the answer and nothing else; exit code 0 = answered, 1 = not, 130 =
+stopped by Ctrl+C.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def chat(
     except (ApiError, ValueError) as error:
         typer.echo(f"chat: {harmless(_advised(error))}", err=True)
         raise typer.Exit(1) from None
-    except BrokenPipeError:  # `llmbackend chat … | head` ends quietly, also when the interpreter flushes
+    except BrokenPipeError:  # `llmbackend chat … | head` must end quietly, even when the interpreter flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     except (KeyboardInterrupt, EOFError):
@@ -80,7 +80,7 @@ def chat(
 
 
 def _with_path(url: str) -> str:
-    """A URL without a path means OpenAI's."""
+    """A URL without a path gets OpenAI's."""
     return url if "/" in url.rpartition("://")[2].rstrip("/") else f"{url.rstrip('/')}/v1"
 
 
@@ -89,7 +89,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _question(words: list[str]) -> str:
-    """Raises ValueError when there is none."""
+    """Raises ValueError if there is none."""
     parts = [_standard_input() if word == "-" else word for word in words]
     text = "\n\n".join(parts) if "-" in words else " ".join(parts)
     if not text.strip():
@@ -132,7 +132,7 @@ def _advised(error: Exception) -> str:
 
 
 def _answer_once(conversation: Conversation, question: str) -> None:
-    """On a terminal, the reasoning is shown, too."""
+    """On a terminal, the reasoning is shown too."""
     is_terminal = sys.stdout.isatty()
     screen = Screen(Console(highlight=False))
     with contextlib.closing(conversation.ask(question)) as pieces:
@@ -149,7 +149,7 @@ def _answer_once(conversation: Conversation, question: str) -> None:
 
 
 def _talk(conversation: Conversation) -> None:
-    """Questions and answers until the end of the input."""
+    """Asks questions and shows answers until the end of the input."""
     screen = Screen(Console(highlight=False))
     commands = Commands(conversation, screen)
     prepare(COMMANDS)

@@ -26,7 +26,7 @@ from ..command_line import bad_option, switch
 
 @dataclass(frozen=True)
 class AccessFlags:
-    """Which clients may use the server, and for what (docs/security.md)."""
+    """Which clients may use the server, and what for (docs/security.md)."""
 
     PANEL: ClassVar = "Keys, TLS, restrictions"
 
@@ -75,7 +75,7 @@ class AccessFlags:
     ] = False
 
     def settings(self) -> AccessSettings:
-        # Engines and models need not see the keys. As in vLLM, a flag wins over VLLM_API_KEY.
+        # Engines and models must not see the keys. As in vLLM, a flag takes precedence over VLLM_API_KEY.
         keys, vllm_key = os.environ.pop("LLMBACKEND_API_KEYS", ""), os.environ.pop("VLLM_API_KEY", "")
         try:
             return AccessSettings(
@@ -106,7 +106,7 @@ class AccessFlags:
         return TlsFiles.checked(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, mode, self.ssl_ciphers)
 
     def _grpc_tls(self) -> TlsFiles | None:
-        """As in Triton, mutual TLS implies TLS, and without either of them the server's files are not read."""
+        """As in Triton, mutual TLS implies TLS, and if neither is on, the server's files are not read."""
         if not self.grpc_use_ssl and not self.grpc_use_ssl_mutual:
             return None
         if self.grpc_server_cert is None or self.grpc_server_key is None:
@@ -128,7 +128,7 @@ def _seconds(help_text: str) -> Any:
 
 @dataclass(frozen=True)
 class LimitFlags:
-    """Times of gRPC are in milliseconds, as in Triton."""
+    """gRPC times are in milliseconds, as in Triton."""
 
     PANEL: ClassVar = "Limits"
 

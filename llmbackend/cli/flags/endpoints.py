@@ -1,7 +1,7 @@
 """The flags of `llmbackend serve` for its endpoints, their protocols, and web pages.
 
-Invariant: names, defaults and meanings are Triton's; those of CORS are vLLM's, but without --allowed-origins no page of
-another site may use the server (vLLM's default is every page).
+Invariant: names, defaults and meanings are Triton's. The CORS flags are vLLM's, except that without --allowed-origins
+no page of another site may use the server (vLLM's default is every page).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class MetricsFlags:
 
 @dataclass(frozen=True)
 class SharedMemoryFlags:
-    """Whether clients may have the server read and write shared memory."""
+    """Whether clients may use shared memory."""
 
     PANEL: ClassVar = "Shared memory"
 
@@ -86,7 +86,7 @@ class SharedMemoryFlags:
     ] = None
 
     def allowed(self, *endpoints: Endpoint) -> bool:
-        """The value of the flag; without the flag, whether only this machine can reach the `endpoints`."""
+        """The flag's value; without the flag, whether the `endpoints` are reachable only from this machine."""
         if self.allow_client_shm is not None:
             return bool(self.allow_client_shm)
         return all(is_local(endpoint.address) for endpoint in endpoints if endpoint.enabled)

@@ -1,7 +1,7 @@
-"""The engine's arguments as flags of `llmbackend serve`, for the one model of `--model`.
+"""The engine's arguments as flags of `llmbackend serve`, for the only model of `--model`.
 
-Does not know: what an argument means. Invariants: every engine argument of a model.json (adapter.engine_args) is a flag
-with vLLM's name, the same type and default; flags that were not given are not passed on; errors name flags.
+Independent of what an argument means. Invariants: every engine argument of a model.json (adapter.engine_args) is a flag
+with vLLM's name and the same type and default; flags that are not set are not passed on; errors name flags.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "request_timeout_s": (_QUEUE, "Seconds after which a request is ended; default: none."),
     "stall_timeout_s": (_QUEUE, "Seconds without a step, despite work, until not ready. (default: 60)"),
 }
-"""Argument → its group and text in --help. Other arguments are flags without a text."""
+"""Argument → its group and text in --help. Other arguments become flags without a text."""
 
 GIVEN_ELSEWHERE = frozenset(
     {
@@ -107,7 +107,7 @@ GIVEN_ELSEWHERE = frozenset(
         "tokenizer_revision",
     }
 )  # fmt: skip
-"""Arguments that are flags of the server."""
+"""Arguments that are flags of the server rather than the engine."""
 _OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {"num_kv_blocks": ("--num-gpu-blocks-override",)}
 _WHOLE_NUMBERS = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
 _SPECULATION: Final = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
@@ -115,14 +115,14 @@ _SPECULATION: Final = {"spec_method": "method", "spec_model": "model", "spec_tok
 
 
 class EngineFlags:
-    """The flags that were given, by the argument's name; values are text, or booleans for switches."""
+    """The flags that were set, by argument name. Values are text, or booleans for switches."""
 
     def __init__(self, **flags: Any) -> None:
         self._given = {name: value for name, value in flags.items() if value is not None and value != []}
 
     @classmethod
     def parameters(cls) -> dict[str, inspect.Parameter]:
-        """One for each flag."""
+        """One parameter per flag."""
         found = {field.name: _flag(field) for field in msgspec.structs.fields(EngineConfig)}
         found |= {name: _text_flag(name, _QUEUE, "NUMBER", "") for name in OWN_PARAMETERS}
         found |= {name: _former_flag(name) for name in FORMER_NAMES}
@@ -136,7 +136,7 @@ class EngineFlags:
 
     @property
     def tokenizer(self) -> str:
-        """ "": that of the model."""
+        """Empty = the model's tokenizer."""
         return str(self._given.get("tokenizer", ""))
 
     @property
@@ -147,7 +147,7 @@ class EngineFlags:
         return EngineFlags(**self._given | {"tokenizer": folder})
 
     def warnings(self) -> tuple[str, ...]:
-        """One text for each flag that was given and has no effect here."""
+        """One text for each flag that was set and has no effect here."""
         return tuple(
             f"{flag_of(name)} has no effect here: {NO_EFFECT[name]}" for name in self._given if name in NO_EFFECT
         )
@@ -181,7 +181,7 @@ class EngineFlags:
 
 
 def _check_parsers(given: Mapping[str, Any]) -> None:
-    """Raises BadParameter for the name of a parser that does not exist."""
+    """Raises BadParameter for an unknown parser."""
     if not given.keys() & {"tool_call_parser", "reasoning_parser"}:
         return  # importing the frontend takes half a second
     from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
@@ -226,7 +226,7 @@ def _text_flag(name: str, panel: str, metavar: str, help_text: str, hidden: bool
 
 
 def _former_flag(name: str) -> Any:
-    """A flag of structured output under vLLM's former name."""
+    """A structured-output flag under its former vLLM name."""
     text = "vLLM's former name; see --structured-outputs-config."
     if "_disable_" in name:
         option = typer.Option(switch_of(name), help=text, hidden=True)
@@ -249,7 +249,7 @@ def _inert_flag(name: str) -> Any:
 
 
 def _kinds(kind: Any) -> tuple[Any, ...]:
-    """The types that a value may have, without None."""
+    """The permitted types of a value, without None."""
     parts = get_args(kind) if get_origin(kind) not in (None, Literal, tuple, dict) else (kind,)
     return tuple(part for part in parts if part is not type(None))
 

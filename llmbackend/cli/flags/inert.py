@@ -1,8 +1,8 @@
-"""Flags of Triton and of vLLM's server without effect here, and those that are refused, with the reasons. vLLM's engine
+"""Flags of Triton and of vLLM's server that have no effect here or are refused, with the reasons. vLLM's engine
 arguments are in `adapter/foreign_engine_args.py`.
 
-Invariants: a flag has no effect only if no client can see a difference, or if its warning names what is missing; one
-that would change answers is accepted only with the values that change nothing.
+Invariants: a flag has no effect only if no client can see a difference, or if its warning says what is missing; one
+that would change answers is accepted only with values that change nothing.
 Sources: Triton's command_line_parser.cc; vLLM's FrontendArgs 0.33.
 """
 
@@ -88,7 +88,7 @@ REFUSED_VALUES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
 
 
 class InertFlags:
-    """The given ones; if there is no effect, any value is accepted."""
+    """Those that were set. If a flag has no effect, any value is accepted."""
 
     def __init__(self, **flags: Any) -> None:
         self._given = {name: value for name, value in flags.items() if value is not None}
@@ -111,7 +111,7 @@ class InertFlags:
         }
 
     def warnings(self) -> tuple[str, ...]:
-        """One text for each flag that was given. Raises BadParameter for one that is refused."""
+        """One text for each flag that was set. Raises BadParameter for a refused one."""
         for name, value in self._given.items():
             allowed, reason = REFUSED_VALUES.get(name, ((), REFUSED_SWITCHES.get(name, "")))
             if reason and value is not False and not set(value if isinstance(value, list) else ["on"]) <= set(allowed):

@@ -1,7 +1,6 @@
 """The flags of `llmbackend serve` for the host: models, repositories, start and end, response cache, rate limiter.
 
-Invariant: names, defaults and refusals are Triton's where Triton has the flag; a wrong value ends with a message that
-names its flag.
+Invariant: names, defaults and refusals are Triton's if Triton has the flag; errors name the flag.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 MOST_FRONTENDS = 64
 
 _SETTING_BEGINS = re.compile(r",(?=\w+=)")
-"""A comma before the next setting; one in a password is none."""
+"""A comma that precedes another setting, as opposed to one in a password."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +101,14 @@ class ModelFlags:
         return not (self.disable_auto_complete_config or self.strict_model_config)
 
     def warnings(self) -> tuple[str, ...]:
-        """One text for each deprecated flag that was given."""
+        """One text for each deprecated flag that was set."""
         if self.strict_model_config is None:
             return ()
         return ("'--strict-model-config' has been deprecated! Please use '--disable-auto-complete-config' instead.",)
 
     @property
     def checkpoint(self) -> str:
-        """The one model that is served without a repository, "" for none. Raises BadParameter."""
+        """The only model, which is served without a repository; "" = none. Raises BadParameter."""
         if self.model_tag and self.model:
             raise bad_option("--model", f"the model is given twice: '{self.model_tag}' and --model '{self.model}'")
         found = self.model_tag or self.model
@@ -198,7 +197,7 @@ class SchedulingFlags:
     ] = None
 
     def applied_to(self, options: ServerOptions) -> ServerOptions:
-        """Raises typer.BadParameter for a value that cannot be."""
+        """Raises typer.BadParameter for an invalid value."""
         if self.rate_limit not in ("off", "execution_count"):
             raise typer.BadParameter(f"--rate-limit is '{self.rate_limit}', expected one of off, execution_count")
         return replace(
@@ -224,7 +223,7 @@ class SchedulingFlags:
 
 
 def _cache_config(texts: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Name → settings. One flag may hold several settings; Triton takes one per flag."""
+    """Name → settings. A flag may contain several settings; Triton accepts one per flag."""
     config: dict[str, dict[str, str]] = {}
     for text in texts:
         name, comma, settings = text.partition(",")
@@ -243,7 +242,7 @@ def _cache_config(texts: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _host_policies(texts: Sequence[str]) -> dict[str, HostPolicy]:
-    """The policies by name; several flags may set one policy."""
+    """The policies by name. Several flags may contribute to one policy."""
     settings: dict[str, dict[str, str]] = {}
     for text in texts:
         name, _, setting = text.partition(",")
@@ -274,7 +273,7 @@ def _is_whole(text: str) -> bool:
 def server_options(
     models: ModelFlags, single: SingleModel | None, server: ServerFlags, metrics: MetricsOptions, allow_client_shm: bool
 ) -> ServerOptions:
-    """The host's options. Raises BadParameter for a value that cannot be."""
+    """The host's options. Raises BadParameter for an invalid value."""
     mode = models.model_control_mode.lower()
     if mode not in ("none", "poll", "explicit"):
         raise bad_option("--model-control-mode", "invalid argument for --model-control-mode")
@@ -328,7 +327,7 @@ def _backend_config(models: ModelFlags) -> dict[str, dict[str, str]]:
 
 
 def _config_name(given: str | None) -> str:
-    """Raises typer.BadParameter for a name that was given and is empty."""
+    """Raises typer.BadParameter for an empty name."""
     if given == "":
         raise bad_option("--model-config-name", "empty argument for --model-config-name")
     return given or ""

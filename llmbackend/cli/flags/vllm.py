@@ -1,5 +1,5 @@
-"""The flags of `vllm serve` for the server that have an effect, with vLLM's meanings. The others are in `inert.py`,
-those of the engine in `engine.py`. Where Triton has a flag of the same name, Triton's meaning holds (--grpc-port)."""
+"""Those flags of `vllm serve` for the server that have an effect, with vLLM's meanings. The others are in `inert.py`,
+those of the engine in `engine.py`. If Triton has a flag with the same name, Triton's meaning applies (--grpc-port)."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class VllmServerFlags:
     def endpoints(
         self, http: HttpFlags, grpc: GrpcFlags, metrics: MetricsFlags, has_model: bool, is_given: Callable[[str], bool]
     ) -> dict[str, Endpoint]:
-        """The endpoints by protocol. has_model: whether the command line has MODEL. is_given: whether it has a flag, by
-        the name of the flag's field. Raises BadParameter."""
+        """The endpoints by protocol. has_model: whether the command line has MODEL. is_given: whether a flag is set, by
+        the name of its field. Raises BadParameter."""
         found = {"HTTP": http.endpoint(), "GRPC": grpc.endpoint(), "metrics": metrics.endpoint(http.http_address)}
         if self.host:
             for name, field in (("HTTP", "http_address"), ("GRPC", "grpc_address"), ("metrics", "metrics_address")):
@@ -111,7 +111,7 @@ class VllmServerFlags:
         return found
 
     def check_one_process(self) -> None:
-        """Raises BadParameter for a flag of which other processes, which hold the connections, would know nothing."""
+        """Raises BadParameter for a flag that would not reach the other processes, which have the connections."""
         for flag, value in (("--uds", self.uds), ("--middleware", self.middleware)):
             if value:
                 raise bad_option(flag, f"{flag} is given, expected neither --frontend-processes nor --cluster with it")
@@ -135,7 +135,7 @@ class VllmServerFlags:
         )
 
     def _fingerprint(self) -> str | None:
-        """None: each model has its own fingerprint."""
+        """None = each model has its own fingerprint."""
         if self.fingerprint_mode not in ("full", "hash", "custom", "none"):
             expected = "expected full, hash, custom or none"
             raise bad_option("--fingerprint-mode", f"--fingerprint-mode is '{self.fingerprint_mode}', {expected}")
@@ -151,12 +151,12 @@ class VllmServerFlags:
         return path
 
     def is_on_one_port(self, has_model: bool) -> bool:
-        """Whether gRPC and a port of metrics alone are opened only if they are requested."""
+        """Whether gRPC and a separate metrics port are opened only on request."""
         return has_model or self.port is not None or self.uds is not None
 
     def fetched(self, model: str, engine: EngineFlags) -> tuple[str, EngineFlags]:
-        """The folder or file of `model`, fetched where it is the id of a hub or a known model, and the flags with that
-        of the tokenizer where its revision is given. Raises BadParameter saying what is missing, or ends the command.
+        """The folder or file of `model` (fetched if it is a hub id or a known model), and the flags, including the
+        tokenizer's folder if its revision is set. Raises BadParameter that says what is missing, or ends the command.
         """
         if self.offline:
             go_offline()
