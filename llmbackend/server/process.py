@@ -145,7 +145,7 @@ class _RecordWriter(logging.Handler):
 
 
 def write_records(filters: tuple[logging.Filter, ...], is_verbose: bool) -> None:
-    """From now on, log records are written to standard error as LogRecordLines; other libraries' from WARNING on."""
+    """Log records now go to standard error as LogRecordLines; other libraries' from WARNING on."""
     handler = _RecordWriter()
     for each in filters:
         handler.addFilter(each)
