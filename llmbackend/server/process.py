@@ -206,9 +206,8 @@ def raise_limit(connections: int) -> None:
 
 
 def fitted(limits: FrontendLimits, room: DescriptorRoom) -> FrontendLimits:
-    """`limits` with the numbers of connections reduced proportionally to fit the available descriptors; logs a warning
-    if so. Surplus connections then do not stay open to be refused with a response, because they could take the
-    descriptors of a recovering engine."""
+    """`limits` with the numbers of connections reduced proportionally to fit the descriptors; logs a warning if so.
+    Surplus connections are then not kept open for a refusal: they could take a recovering engine's descriptors."""
     permitted = limits.connections
     if room.connections >= permitted:
         return limits
