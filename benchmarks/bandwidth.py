@@ -2,7 +2,7 @@
 
     python -m benchmarks.bandwidth
 
-For: the share of it that one stream of tokens reaches, which reads all weights for each token. Does not know: engines.
+For the share of it that one stream of tokens reaches, which reads all weights for each token. Independent of engines.
 Invariant: the best of several rounds, since other users of the machine only slow it down. numpy's reductions read as
 fast as a loop of vector loads with prefetching, which was compared.
 """

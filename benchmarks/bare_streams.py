@@ -2,10 +2,10 @@
 
     python -m benchmarks.bare_streams http|grpc --streams 64 --tokens 200 --step-ms 20
 
-For: the floors of host_cpu_per_token.py. Does not know: models, requests; it answers whatever it is sent.
-Invariants: when as many clients as `--streams` wait, each is sent one message per step, all at the same time, as from
-an engine; messages have the bytes of the host's (a chunk of generate_stream, a ModelStreamInferResponse); the event
-loop is the one that the server uses.
+For the floors of host_cpu_per_token.py. Independent of models, requests; it answers whatever it is sent. Invariants:
+when as many clients as `--streams` wait, each is sent one message per step, all at the same time, as from an engine;
+messages have the bytes of the host's (a chunk of generate_stream, a ModelStreamInferResponse); the event loop is the
+one that the server uses.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.first_token --model CHECKPOINT --prompt-tokens 32
 
-For: what the host adds to the engine's own first token. Does not know: loads; one client sends one request at a time.
+For what the host adds to the engine's own first token. Independent of loads; one client sends one request at a time.
 Invariants: server, engine and bare servers are measured in turns; each prompt is new, so that no prefix is cached; the
 clock runs from the request's first byte until the first event or message was read, on a connection that is open.
 """

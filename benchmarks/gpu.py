@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --part 4 --before results --packages .gpu-packages --out after
     python benchmarks/gpu.py --part 1 --device cpu --out trial      tries the benchmark itself, with tiny shapes
 
-For: docs/gpu.md and changes of the accelerator path. Does not know: what is measured; the sections are programs in
+For docs/gpu.md and changes of the accelerator path. Independent of what is measured; the sections are programs in
 benchmarks/accelerator/. Invariants: each part is useful alone; a section has a time limit, and one that is cut, fails
 or hangs does not affect the others; results are on disk line by line, the page and the packed logs after every section,
 so that a run that is ended early keeps its results; a part leaves three files; the exit code is 1 if anything failed.

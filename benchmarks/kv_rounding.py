@@ -2,8 +2,8 @@
 
     python -m benchmarks.kv_rounding CHECKPOINT
 
-For: the decision in docs/engine.md. Does not know: kernels. Invariant: text and tokens are those of perplexity.py, and
-float32 computes all that is not rounded.
+For the decision in docs/engine.md. Independent of kernels. Invariant: text and tokens are those of perplexity.py,
+and float32 computes all that is not rounded.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.perplexity CHECKPOINT [FILE.gguf …]
 
-For: docs/benchmarks.md, docs/benchmarks_int4.md, and tests that hold int8 to bfloat16. Does not know: how weights are
+For docs/benchmarks.md, docs/benchmarks_int4.md, and tests that hold int8 to bfloat16. Independent of how weights are
 rounded. Invariants: the text is fixed (texts/operations.md: documentation of this project, which no model has read),
 and every type, file and engine predicts the same tokens behind the same ones; logprobs are those that the API would
 return.

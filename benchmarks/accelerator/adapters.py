@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerator.adapters --shape llama-3.1-8b --device cuda --json FILE --scratch FOLDER
 
-For: what adapters cost (kernels/lora.py). Does not know: what adapters were trained for. Invariants: random adapters of
+For what adapters cost (kernels/lora.py). Independent of what adapters were trained for. Invariants: random adapters of
 rank RANK for every matrix of every layer; rows take the adapters in turns; the same requests in every case; rows of an
 adapter must get other tokens than without it, or nothing was tried.
 """

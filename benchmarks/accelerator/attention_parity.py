@@ -2,9 +2,10 @@
 
     python -m benchmarks.accelerator.attention_parity --device cuda --json FILE --scratch FOLDER
 
-For: the proof that the compiled kernels are right; the tests of the interpreter use small tiles. Does not know: speed.
-Invariants: a case is wrong when its output is far from float32's, not finite, not the same again (a race), or when a
-decoded row is not bit for bit the same alone as beside others; every case is in the results before anything fails.
+For the proof that the compiled kernels are right; the tests of the interpreter use small tiles. Independent of
+speed. Invariants: a case is wrong when its output is far from float32's, not finite, not the same again (a race), or
+when a decoded row is not bit for bit the same alone as beside others; every case is in the results before anything
+fails.
 """
 
 from __future__ import annotations

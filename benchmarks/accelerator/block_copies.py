@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerator.block_copies --shape llama-3.1-8b --device cuda --json FILE --scratch FOLDER
 
-For: kv_offloading_size (device_kv_memory.py). Does not know: which text a block holds. Invariants: blocks of all
+For kv_offloading_size (device_kv_memory.py). Independent of which text a block holds. Invariants: blocks of all
 layers, at random places of the device, to neighbours on the host; the device's memory is overwritten before blocks come
 back.
 """

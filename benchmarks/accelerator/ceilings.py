@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerator.ceilings --device cuda --json FILE
 
-For: the shares that the report gives. Does not know: engines. Invariant: data is random (products of zeros are faster)
+For the shares that the report gives. Independent of engines. Invariant: data is random (products of zeros are faster)
 and several times larger than any cache.
 """
 

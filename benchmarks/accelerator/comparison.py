@@ -1,6 +1,6 @@
 """Two results side by side, figure by figure: before a change and after it.
 
-For: part 4, and reading results that came back. Does not know: which figure should be larger. Invariants: only lines
+For part 4, and reading results that came back. Independent of which figure should be larger. Invariants: only lines
 that say the same of what was measured are compared; what is in one result alone is named, not left out.
 """
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerator.experts --device cuda --json FILE --scratch FOLDER
 
-For: kernels/experts.py. Does not know: engines. Invariants: random numbers, so that tokens spread over all experts;
+For kernels/experts.py. Independent of engines. Invariants: random numbers, so that tokens spread over all experts;
 memory between the kernels and the output are filled before a checked call; timed calls are replayed from a graph, each
 for tokens that choose other experts than the call before.
 """

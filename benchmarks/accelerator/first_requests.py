@@ -2,9 +2,9 @@
 
     python -m benchmarks.accelerator.first_requests --shape qwen2.5-0.5b --device cuda --json FILE --scratch FOLDER
 
-For: the rule that no request waits for a compiler. Does not know: why a kernel was not compiled at start. Invariants:
-Triton's cache on disk is empty at start, as on a new machine; every kernel that is compiled after the engine is ready
-is named in the results, and fails the section.
+For the rule that no request waits for a compiler. Independent of why a kernel was not compiled at start.
+Invariants: Triton's cache on disk is empty at start, as on a new machine; every kernel that is compiled after the
+engine is ready is named in the results, and fails the section.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.accelerator.kernel_tests --device cuda --json FILE --scratch FOLDER
 
-For: odd sizes of all kernels. Does not know: what the tests check. Invariants: only the conftest files beside the tests
-are read, since the one above them needs a whole server's packages; what another version of torch or pytest warns of, or
-a plugin that is missing, fails nothing; each failed test is named in the results, also where the time was over before
-all tests had run.
+For odd sizes of all kernels. Independent of what the tests check. Invariants: only the conftest files beside the
+tests are read, since the one above them needs a whole server's packages; what another version of torch or pytest warns
+of, or a plugin that is missing, fails nothing; each failed test is named in the results, also where the time was over
+before all tests had run.
 """
 
 from __future__ import annotations

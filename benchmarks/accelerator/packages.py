@@ -1,6 +1,6 @@
 """Python packages that a GPU machine without a network lacks: downloaded here as wheels, unpacked there.
 
-For: benchmarks/gpu.py. Does not know: what the sections import. Invariants: wheels are for Python 3.12 on x86-64, in
+Used by benchmarks/gpu.py. Independent of what the sections import. Invariants: wheels are for Python 3.12 on x86-64, in
 the versions of constraints.txt; nothing is installed there; llmbackend itself is found as if it were installed,
 backends and all, though only its source tree is there.
 """

@@ -1,6 +1,6 @@
 """The four parts of the accelerator benchmark: which sections each has, in which order, and how long each may take.
 
-For: benchmarks/gpu.py. Does not know: how sections are run. Invariants: the limits of a part's sections sum up to at
+Used by benchmarks/gpu.py. Independent of how sections are run. Invariants: the limits of a part's sections sum up to at
 most PART_LIMIT_S, so that a section that hangs takes no other's time; the most useful come first.
 """
 

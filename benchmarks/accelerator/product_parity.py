@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerator.product_parity --device cuda --json FILE --scratch FOLDER
 
-For: what libraries support on this GPU at which number of rows, which nothing but the GPU says. Does not know: times
+For what libraries support on this GPU at which number of rows, which nothing but the GPU says. Independent of times
 (product_times.py). Invariants: fresh random numbers for each shape; outputs are NaN before a call; every product is in
 the results before anything fails.
 """

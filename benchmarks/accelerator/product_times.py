@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerator.product_times --shape llama-3.1-8b --device cuda --json FILE --scratch FOLDER
 
-For: choosing tiles, and saying what fewer bits bring. Does not know: whether results are right (product_parity.py).
+For choosing tiles, and saying what fewer bits bring. Independent of whether results are right (product_parity.py).
 Invariants: calls are replayed from a graph over copies of the weight that do not fit into the device's cache together;
 rows are in the weight's own form, so that no rounding counts.
 """

@@ -2,8 +2,8 @@
 
     python -m benchmarks.accelerator.sampling_steps --shape qwen2.5-0.5b --device cuda --json FILE --scratch FOLDER
 
-For: gpu/kernels/sampling.py, narrowing.py, ranked_sampling.py; the tests of narrowing run in the interpreter alone.
-Does not know: models. Invariants: flat rows, whose limits end far down the order, beside those of usual spread; a draw
+For gpu/kernels/sampling.py, narrowing.py, ranked_sampling.py; the tests of narrowing run in the interpreter alone.
+Independent of models. Invariants: flat rows, whose limits end far down the order, beside those of usual spread; a draw
 may differ from the CPU's where it falls on a border between two tokens (DeviceSampler says why), so few may; times are
 replayed from a graph, and of the host's part alone beside them.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerator.sanitizer --device cuda --json FILE --scratch FOLDER
 
-For: errors that give the right numbers. Does not know: the case (attention_parity.py). Invariant: where there is no
+For errors that give the right numbers. Independent of the case (attention_parity.py). Invariant: where there is no
 compute-sanitizer the results say so; nothing fails for it.
 """
 

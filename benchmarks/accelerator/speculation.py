@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerator.speculation --shape qwen2.5-0.5b --device cuda --json FILE --scratch FOLDER
 
-For: speculative_config. Does not know: how often real text repeats; greedy output of random weights soon repeats itself
+For speculative_config. Independent of how often real text repeats; greedy output of random weights soon repeats itself
 more than any. Invariants: with `batch_invariant` every token must be equal, and some drafts must have been accepted, or
 nothing was tried; speed is measured with the library's products.
 """

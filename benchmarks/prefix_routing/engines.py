@@ -1,6 +1,6 @@
 """Real engine cores with real prefix caches on the mock model, in virtual time.
 
-For: the comparison of policies. Does not know: who chooses an engine. Invariant: a step's results are seen when its
+For the comparison of policies. Independent of who chooses an engine. Invariant: a step's results are seen when its
 duration is over, as those of a device are; what it takes follows from what it computed.
 """
 

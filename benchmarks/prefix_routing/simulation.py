@@ -1,7 +1,7 @@
 """A thousand engines that a hundred hosts share, in virtual time: what hosts must hear and keep, and how even it is.
 
-For: `python -m benchmarks.prefix_routing --simulate`. Does not know: tokens' values, steps of engines. The hosts' side
-is the server's own: task map, placement and index. Engines are models: seats, a cache of blocks by their hashes
+Used by `python -m benchmarks.prefix_routing --simulate`. Independent of tokens' values and steps of engines. The hosts'
+side is the server's own: task map, placement and index. Engines are models: seats, a cache of blocks by their hashes
 (least recently used first, the end of a text before its beginning), the time that prompts and outputs take; what they
 have and hold is told every `report_s`. A host asks one engine at random whether it takes a request, and then the one
 that the request is left for, instead of waking all engines. Invariant: seeded; every request is answered.

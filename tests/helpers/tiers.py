@@ -1,6 +1,6 @@
 """Which tests are nightly: `make test` leaves them out, `make test-all` runs them.
 
-For: tests/conftest.py. Invariant: decided by place and parameter here alone, by how long they take (`pytest
+Used by tests/conftest.py. Invariant: decided by place and parameter here alone, by how long they take (`pytest
 --durations=0`) and how seldom they find what the others miss.
 """
 

@@ -1,6 +1,7 @@
 """Waiting for what another thread, process or task brings about: the one place in the tests that polls.
 
-For: conditions without an event to wait for. Invariant: a condition that never holds fails the test, with what it was.
+Used by conditions without an event to wait for. Invariant: a condition that never holds fails the test, with what it
+was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/fields.md: the fields of every endpoint, as their checks found them."""
+"""Writes docs/fields.md: the fields of every endpoint, with the results of their checks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Compiles kernels for a GPU that is not there: to its machine code, with what they need of it.
 
-For: tests that every kernel compiles and spills nothing. The interpreter runs what may not compile. How: launches of
+Used by tests that every kernel compiles and spills nothing. The interpreter runs what may not compile. How: launches of
 kernels are turned into compilations by a driver that only names its target, so that a test calls the code that launches
-kernels, with CPU tensors, and finds what would have been launched. Does not know: which kernels. Compilation cannot be
+kernels, with CPU tensors, and finds what would have been launched. Independent of which kernels. Compilation cannot be
 had in a process whose triton was imported for the interpreter, so a test calls `compile_in_process`.
 """
 

@@ -1,7 +1,7 @@
 """Which kernels an engine would compile while it serves, without compiling any: a kernel is compiled for types,
 constants, and what Triton finds in the values of arguments (addresses and numbers that 16 divides, the number 1).
 
-For: the test that nothing is compiled after start. Does not know: which kernels. Runs in a process of its own, as
+Used by the test that nothing is compiled after start. Independent of which kernels. Runs in a process of its own, as
 compile_kernels.py, whose driver it uses. Launches launch nothing: what they would have written stays as it was.
 """
 
