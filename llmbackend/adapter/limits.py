@@ -85,7 +85,7 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...] = ()
     """The model's end-of-sequence tokens."""
 
-    def room_tokens(self, num_prompt_tokens: int) -> int:
+    def remaining_tokens(self, num_prompt_tokens: int) -> int:
         """How many tokens can follow the prompt."""
         room = self.max_tokens - num_prompt_tokens
         return min(room, self.max_output_tokens) if self.max_output_tokens else room

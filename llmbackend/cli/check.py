@@ -53,9 +53,9 @@ class CheckFlags:
         ),
     ]
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per model, on standard output.")] = False
-    backend_directory: Annotated[Path | None, typer.Option(help="As for serve.")] = None
-    model_config_name: Annotated[str, typer.Option(help="As for serve.")] = ""
-    offline: Annotated[bool, typer.Option("--offline", help="As for serve.")] = False
+    backend_directory: Annotated[Path | None, typer.Option(help="Same as for serve.")] = None
+    model_config_name: Annotated[str, typer.Option(help="Same as for serve.")] = ""
+    offline: Annotated[bool, typer.Option("--offline", help="Same as for serve.")] = False
 
 
 @app.command(cls=PlainHelpCommand)

@@ -86,17 +86,17 @@ def bench(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     load_format: Annotated[str, typer.Option(help="safetensors, or dummy for random weights.")] = "safetensors",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Largest number of requests in a step.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 512,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum number of requests per step.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget per step.")] = 512,
     quantization: Annotated[str | None, typer.Option(help="int8, int4 or fp8; default: none.")] = None,
-    engine_args: Annotated[str, typer.Option(help='Further engine arguments, as JSON: {"num_threads": 1}.')] = "{}",
+    engine_args: Annotated[str, typer.Option(help='Other engine arguments, as JSON: {"num_threads": 1}.')] = "{}",
     ablate: Annotated[
         bool, typer.Option("--ablate", help="Repeat the run with each optimisation turned off in turn.")
     ] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Instead: where the time of a prompt and of decode steps goes, on CPU.")
+        bool, typer.Option("--profile", help="Instead, show where a prompt and decode steps spend their time, on CPU.")
     ] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="As for serve.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Same as for serve.")] = False,
 ) -> None:
     """Run a workload through the engine alone, all requests at once, end-of-sequence ignored."""
     from .bench import check_output, check_task, further_arguments, run_bench

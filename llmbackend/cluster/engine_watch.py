@@ -20,7 +20,7 @@ import ray.exceptions
 from .engine_actor import EngineActor
 from .messages import EngineLocation, EngineSpec, HostAddress, Versions, WantedEngine
 from .model_cache import ModelFilesError, manifests
-from .rank_actors import DETACHED, NAMESPACE, actor_options, answer, free_resources, needs, room_problem
+from .rank_actors import DETACHED, NAMESPACE, actor_options, answer, free_resources, needs, placement_problem
 
 NEWS_WAIT_S: Final = 10.0
 LEASE_S: Final = 25.0
@@ -91,7 +91,7 @@ class HostRegistry:
 
 log = logging.getLogger(__name__)
 
-ROOM_S: Final = 5.0
+SHORTAGE_S: Final = 5.0
 """How long resources must be insufficient before this is an error: Ray frees those of ended actors late."""
 PLACEMENT_S: Final = 30.0
 """How long to wait for an actor's first answer before resources are checked again, because others may have taken them.
@@ -122,7 +122,7 @@ class EngineWatch:
     async def _watch(self) -> None:
         while True:
             try:
-                await self._wait_for_room()
+                await self._wait_for_resources()
                 self._actor = await asyncio.to_thread(self._make_actor)
                 await self._listen()
             except ModelFilesError as error:
@@ -144,7 +144,7 @@ class EngineWatch:
         version, node = 0, ray.get_runtime_context().get_node_id()
         call = asyncio.ensure_future(answer(self._actor.watch.remote(self._host, version, node)))
         while not (await asyncio.wait((call,), timeout=PLACEMENT_S))[0]:
-            if problem := await asyncio.to_thread(self._room_problem):
+            if problem := await asyncio.to_thread(self._placement_problem):
                 self._show(EngineLocation(self._wanted.key, error=problem, is_final=True))
         while True:
             state = msgspec.msgpack.decode(await call, type=EngineLocation)
@@ -153,14 +153,14 @@ class EngineWatch:
                 self._show(state)
             call = asyncio.ensure_future(answer(self._actor.watch.remote(self._host, version, node)))
 
-    async def _wait_for_room(self) -> None:
+    async def _wait_for_resources(self) -> None:
         """Returns immediately if the actor exists."""
         began_s = time.monotonic()
         while not await asyncio.to_thread(self._exists):
-            problem = await asyncio.to_thread(self._room_problem)
+            problem = await asyncio.to_thread(self._placement_problem)
             if not problem:
                 return
-            if time.monotonic() - began_s >= ROOM_S:
+            if time.monotonic() - began_s >= SHORTAGE_S:
                 self._show(EngineLocation(self._wanted.key, error=problem, is_final=True))
             await asyncio.sleep(RETRY_S)
 
@@ -171,9 +171,9 @@ class EngineWatch:
             return False
         return True
 
-    def _room_problem(self) -> str:
+    def _placement_problem(self) -> str:
         """Why no node can take the engine; "" = one may be able to."""
-        return room_problem(needs(self._wanted.config), ray.nodes(), free_resources())
+        return placement_problem(needs(self._wanted.config), ray.nodes(), free_resources())
 
     def _show(self, state: EngineLocation) -> None:
         if state != self.state:

@@ -126,12 +126,12 @@ class ModelCache:
         """Allocates the files, so that a full disk or cache is detected before anything is sent."""
         with self._locked():
             shutil.rmtree(unfinished, ignore_errors=True)
-            self._make_room(manifest.size_bytes)
+            self._evict(manifest.size_bytes)
             unfinished.mkdir(mode=0o700)
             for file in manifest.files:
                 _reserve(unfinished / file.name, file.size_bytes)
 
-    def _make_room(self, size_bytes: int) -> None:
+    def _evict(self, size_bytes: int) -> None:
         """Evicts copies. The caller holds the cache's lock. Raises OSError."""
         folders = [path for path in self._folder.iterdir() if path.is_dir()]
         sizes = {path: sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in folders}

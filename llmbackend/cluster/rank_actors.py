@@ -71,19 +71,19 @@ def actor_options(wanted: Mapping[str, float]) -> dict[str, Any]:
     return options | {"resources": {name: amount for name, amount in wanted.items() if name not in own}}
 
 
-def room_problem(
+def placement_problem(
     wanted: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
 ) -> str:
     """Why no node has enough free resources now; "" = one has. nodes: from ray.nodes(). free: from free_resources()."""
     if any(fits(wanted, free.get(node["NodeID"], {})) for node in nodes if node["Alive"]):
         return ""
-    return no_room(wanted, nodes, free)
+    return insufficient_resources(wanted, nodes, free)
 
 
-def no_room(
+def insufficient_resources(
     wanted: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
 ) -> str:
-    """The text of `room_problem` if there is no such node."""
+    """The text of `placement_problem` if there is no such node."""
     alive = [node for node in nodes if node["Alive"]]
     lacking = [name for name in wanted if wanted[name] and not any(node["Resources"].get(name) for node in alive)]
     unknown = f" (no node has any {' or '.join(lacking)})" if lacking else ""
@@ -149,7 +149,7 @@ class RankGroup:
         count = config.num_ranks - 1
         self._group = ray.util.placement_group([{k: v for k, v in wanted.items() if v}] * count, strategy="PACK")
         if not self._group.wait(PLACEMENT_S):
-            return f"{count} more ranks: {no_room(wanted, ray.nodes(), free_resources())}"
+            return f"{count} more ranks: {insufficient_resources(wanted, ray.nodes(), free_resources())}"
         self._actors = [self._actor(i, wanted, machines) for i in range(count)]
         return next(filter(None, ray.get([actor.problem.remote() for actor in self._actors])), "")
 

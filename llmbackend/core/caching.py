@@ -193,7 +193,7 @@ class RedisCache:
         self._wait_timeout_s = wait_timeout_s
         self._clock = clock
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="redis-cache")
-        self._insert_room = threading.BoundedSemaphore(MAX_WAITING_INSERTS)
+        self._insert_slots = threading.BoundedSemaphore(MAX_WAITING_INSERTS)
 
     @classmethod
     def create(cls, settings: Mapping[str, str]) -> RedisCache:
@@ -223,11 +223,11 @@ class RedisCache:
         (task if self._clock() <= deadline_s else skip)()
 
     def run_insert(self, task: Callable[[], None]) -> None:
-        if not self._insert_room.acquire(blocking=False):
+        if not self._insert_slots.acquire(blocking=False):
             log.warning("RedisCache: %d insertions are waiting; dropping one more", MAX_WAITING_INSERTS)
             return
         future = self._threads.submit(task)
-        future.add_done_callback(lambda _: self._insert_room.release())
+        future.add_done_callback(lambda _: self._insert_slots.release())
 
     def lookup(self, key: bytes) -> bytes | None:
         try:

@@ -1,4 +1,4 @@
-"""KeptThreads: threads for jobs that may hang, such as readiness probes."""
+"""DaemonThreadPool: threads for jobs that may hang, such as readiness probes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from queue import SimpleQueue
 Job = Callable[[], None]
 
 
-class KeptThreads:
+class DaemonThreadPool:
     """One thread is kept for the next job. Thread-safe.
 
     A job that hangs delays no other while another thread can be started; where none can (a process limit), jobs wait

@@ -203,7 +203,7 @@ class RequestConverter:
             self._check_max_tokens(inputs.sampling.get("max_tokens"), len(prompt.token_ids))
         params = parse_sampling_parameters(
             inputs.sampling,
-            room_tokens=self._limits.room_tokens(len(prompt.token_ids)),
+            remaining_tokens=self._limits.remaining_tokens(len(prompt.token_ids)),
             vocab_size=self._limits.vocab_size,
             logprobs_needed=inputs.options.logprobs,
             max_logprobs=self._limits.max_logprobs,

@@ -301,7 +301,7 @@ def parse_sampling_parameter(name: str, value: Any) -> Any:
 def parse_sampling_parameters(
     values: Mapping[str, Any],
     *,
-    room_tokens: int,
+    remaining_tokens: int,
     vocab_size: int,
     logprobs_needed: bool = False,
     max_logprobs: int = 20,
@@ -309,13 +309,13 @@ def parse_sampling_parameters(
 ) -> GenerationParams:
     """Checks `values` and builds the parameters of one request.
 
-    room_tokens: how many tokens fit after the prompt; max_tokens is reduced to it
+    remaining_tokens: how many tokens fit after the prompt; max_tokens is reduced to it
     vocab_size: upper bound of token ids
     logprobs_needed: whether an output needs the sampled token's logprob even without the parameter
     max_logprobs: maximum number of logprobs per position
     defaults: the model's own, for parameters that are missing or null
 
-    Without a default, a max_tokens of null means room_tokens. Without a seed, or with vLLM's -1, one is drawn.
+    Without a default, a max_tokens of null means remaining_tokens. Without a seed, or with vLLM's -1, one is drawn.
 
     Raises TritonError INVALID_ARG for an invalid value or an unknown name, UNSUPPORTED for one of NOT_SUPPORTED.
     """
@@ -326,12 +326,12 @@ def parse_sampling_parameters(
         if name not in IGNORED_REQUEST_PARAMETERS and name not in _READ_TOGETHER
     }
     constraint, reasoning = constraints.read(values), read_reasoning(values)
-    max_tokens = _max_tokens(fields, defaults, room_tokens)
+    max_tokens = _max_tokens(fields, defaults, remaining_tokens)
     chosen = {**defaults, **{name: value for name, value in fields.items() if value is not None}}
     chosen.pop("max_tokens", None)
     if chosen.get("top_p") == 0.0:  # greedy
         chosen |= {"temperature": 0.0, "top_p": 1.0}
-    _check_min_tokens(chosen, values, max_tokens, room_tokens)
+    _check_min_tokens(chosen, values.get("min_tokens"), max_tokens, remaining_tokens)
     _check_vocabulary(chosen, vocab_size)
     _check_logprobs(chosen, vocab_size, max_logprobs)
     _check_choices(chosen)
@@ -350,21 +350,19 @@ def parse_sampling_parameters(
     return GenerationParams(sampling=sampling, constraint=constraint, reasoning=reasoning, **others)
 
 
-def _max_tokens(fields: dict[str, Any], defaults: Mapping[str, Any], room_tokens: int) -> int:
+def _max_tokens(fields: dict[str, Any], defaults: Mapping[str, Any], remaining_tokens: int) -> int:
     """Removes max_tokens from `fields` and returns it."""
     max_tokens: int | None = fields.pop("max_tokens", defaults.get("max_tokens", DEFAULT_MAX_TOKENS))
     if max_tokens is None:
-        max_tokens = defaults.get("max_tokens", room_tokens)
-    return min(max_tokens, room_tokens)
+        max_tokens = defaults.get("max_tokens", remaining_tokens)
+    return min(max_tokens, remaining_tokens)
 
 
-def _check_min_tokens(chosen: dict[str, Any], values: Mapping[str, Any], max_tokens: int, room_tokens: int) -> None:
-    minimum = chosen.get("min_tokens", 0)
-    if minimum <= max_tokens:
-        return
-    if max_tokens < room_tokens:
-        raise _refuse("min_tokens", values["min_tokens"], f"at most max_tokens ({max_tokens})")
-    raise _refuse("min_tokens", values["min_tokens"], f"at most the {room_tokens} tokens that fit after the prompt")
+def _check_min_tokens(chosen: Mapping[str, Any], given: Any, max_tokens: int, remaining_tokens: int) -> None:
+    if chosen.get("min_tokens", 0) > max_tokens:
+        fits = f"the {remaining_tokens} tokens that fit after the prompt"
+        limit = f"max_tokens ({max_tokens})" if max_tokens < remaining_tokens else fits
+        raise _refuse("min_tokens", given, f"at most {limit}")
 
 
 def _check_logprobs(chosen: dict[str, Any], vocab_size: int, most: int) -> None:

@@ -51,17 +51,17 @@ class PlacementState:
 class ReadyEngines:
     """The engines that are compared, the same from one request to the next.
 
-    room_of  by engine (a bit): returns how many requests it would take
-    mask     all engines
+    free_slots_of  by engine (a bit): returns how many requests it would take
+    mask           all engines
     """
 
-    def __init__(self, room_of: Mapping[int, Callable[[], int]]) -> None:
-        self.room_of = room_of
+    def __init__(self, free_slots_of: Mapping[int, Callable[[], int]]) -> None:
+        self.free_slots_of = free_slots_of
         self.mask = 0
-        for engine in room_of:
+        for engine in free_slots_of:
             self.mask |= engine
-        self._engines = tuple(room_of)
-        self.are_few = len(room_of) <= SAMPLE
+        self._engines = tuple(free_slots_of)
+        self.are_few = len(free_slots_of) <= SAMPLE
 
     def some(self) -> Sequence[int]:
         """All engines, or a sample if there are many: this bounds the time, and hosts that share engines choose
@@ -69,7 +69,7 @@ class ReadyEngines:
         return self._engines if self.are_few else random.sample(self._engines, SAMPLE)
 
 
-class Rooms:
+class FreeSlots:
     """The number of free slots of each engine, queried on first use and then counted down."""
 
     def __init__(self, ready: ReadyEngines) -> None:
@@ -77,12 +77,11 @@ class Rooms:
         self._known: dict[int, int] = {}
 
     def __getitem__(self, engine: int) -> int:
-        room = self._known.get(engine)
-        if room is None:
-            room = self._known[engine] = max(self.ready.room_of[engine](), 0)
-        return room
+        if engine not in self._known:
+            self._known[engine] = max(self.ready.free_slots_of[engine](), 0)
+        return self._known[engine]
 
-    def given(self, engine: int) -> None:
+    def take(self, engine: int) -> None:
         """Called when the engine gets a request."""
         self._known[engine] = self[engine] - 1
 
@@ -101,37 +100,37 @@ class Placement:
         if num_tokens > 0:
             self._prompt_token_s += _WEIGHT * (seconds / num_tokens - self._prompt_token_s)
 
-    def takes(self, engine: int, state: PlacementState, rooms: Rooms, now_ns: int) -> bool:
+    def takes(self, engine: int, state: PlacementState, free_slots: FreeSlots, now_ns: int) -> bool:
         """Whether this engine, which is ready and has free slots, takes the request now."""
         if state.waits_for == engine:
             return True
-        if state.waits_for & rooms.ready.mask and now_ns < state.until_ns:
+        if state.waits_for & free_slots.ready.mask and now_ns < state.until_ns:
             return False
-        best, gain_tokens = self._best(engine, state.hashes, rooms)
+        best, gain_tokens = self._best(engine, state.hashes, free_slots)
         if best == engine:
             return True
         state.since_ns = state.since_ns or now_ns
-        state.until_ns = state.since_ns + int(self._wait_s(gain_tokens, rooms[best]) * 1e9)
+        state.until_ns = state.since_ns + int(self._wait_s(gain_tokens, free_slots[best]) * 1e9)
         state.waits_for = best
         return now_ns >= state.until_ns
 
-    def _wait_s(self, gain_tokens: int, room: int) -> float:
-        return max(min(gain_tokens * self._prompt_token_s, MAX_WAIT_S), WAKE_S if room > 0 else 0.0)
+    def _wait_s(self, gain_tokens: int, free_slots: int) -> float:
+        return max(min(gain_tokens * self._prompt_token_s, MAX_WAIT_S), WAKE_S if free_slots > 0 else 0.0)
 
-    def _best(self, asking: int, hashes: Sequence[int], rooms: Rooms) -> tuple[int, int]:
+    def _best(self, asking: int, hashes: Sequence[int], free_slots: FreeSlots) -> tuple[int, int]:
         """The best engine, and by how many tokens it beats the asking one. Ties are won by the engine with the fewest
         blocks, so that all caches are used, then by the asking one."""
-        index, ready = self.index, rooms.ready
+        index, ready = self.index, free_slots.ready
         num_blocks, holders = index.longest(ready.mask, hashes)
 
-        def worth(engine: int) -> tuple[int, int]:
+        def score(engine: int) -> tuple[int, int]:
             held = num_blocks if holders & engine else index.num_held(engine, hashes)
-            return held * self.block_size + rooms[engine] * REQUEST_TOKENS, -index.num_blocks(engine)
+            return held * self.block_size + free_slots[engine] * REQUEST_TOKENS, -index.num_blocks(engine)
 
-        engine, own = asking, worth(asking)
+        engine, own = asking, score(asking)
         best = own
         for other in ready.some() if ready.are_few or not num_blocks else (*ready.some(), *_some_of(holders)):
-            if (others := worth(other)) > best:
+            if (others := score(other)) > best:
                 engine, best = other, others
         return engine, best[0] - own[0]
 

@@ -21,7 +21,7 @@ from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .fault_isolation import FaultIsolation
 from .infer_task import InferTask
-from .placement import Placement, PlacementState, ReadyEngines, Rooms
+from .placement import FreeSlots, Placement, PlacementState, ReadyEngines
 
 WINDOW: Final = 128
 """With several engines, the number of queued requests beyond its free slots that are considered for an engine."""
@@ -33,7 +33,7 @@ class EngineAssignment:
 
     wake: Callable[[], None]
     """Makes the engine's loop check for requests and controls."""
-    room: Callable[[], int]
+    free_slots: Callable[[], int]
     """How many requests it would take now."""
     bit: int
     """A different power of two for each engine, by which PrefixIndex identifies it."""
@@ -46,9 +46,9 @@ class EngineAssignment:
     look_again_ns: int = 0
     """When it may take a request that now waits for another engine; 0 = no such request."""
 
-    def room_now(self) -> int:
+    def available_slots(self) -> int:
         """An engine in which a request is isolated takes no other."""
-        return 0 if self.isolation.is_isolating else self.room()
+        return 0 if self.isolation.is_isolating else self.free_slots()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,36 +194,36 @@ class TaskMap:
     # --- engines ------------------------------------------------------------------------------------------------------
 
     def take(
-        self, engine: EngineAssignment, room: int, ready: Sequence[EngineAssignment], now_ns: int
+        self, engine: EngineAssignment, max_tasks: int, ready: Sequence[EngineAssignment], now_ns: int
     ) -> list[InferTask]:
-        """Assigns up to `room` queued tasks to an engine, in queue order; if several engines are ready, skips tasks
+        """Assigns up to `max_tasks` queued tasks to an engine, in queue order; with several ready engines, skips tasks
         that wait for another one. Sets `engine.look_again_ns`."""
         with self._lock:
             engine.look_again_ns = 0
             taken: list[InferTask] = []
-            rooms = self._rooms(ready) if len(ready) > 1 else None
-            for task in self._queue.first(room if rooms is None else room + WINDOW):
-                if len(taken) == room or not engine.isolation.admits(task):
+            free_slots = self._free_slots(ready) if len(ready) > 1 else None
+            for task in self._queue.first(max_tasks if free_slots is None else max_tasks + WINDOW):
+                if len(taken) == max_tasks or not engine.isolation.admits(task):
                     break
-                if rooms is None or self._takes(engine, task, rooms, now_ns):
+                if free_slots is None or self._takes(engine, task, free_slots, now_ns):
                     self._assign(task, engine)
                     taken.append(task)
             return taken
 
-    def _rooms(self, engines: Sequence[EngineAssignment]) -> Rooms:
+    def _free_slots(self, engines: Sequence[EngineAssignment]) -> FreeSlots:
         if self._ready_engines != engines:
             self._ready_engines = engines
-            self._compared = ReadyEngines({one.bit: one.room_now for one in engines})
-        return Rooms(self._compared)
+            self._compared = ReadyEngines({one.bit: one.available_slots for one in engines})
+        return FreeSlots(self._compared)
 
-    def _takes(self, engine: EngineAssignment, task: InferTask, rooms: Rooms, now_ns: int) -> bool:
+    def _takes(self, engine: EngineAssignment, task: InferTask, free_slots: FreeSlots, now_ns: int) -> bool:
         """A task that has lost its engine or may kill engines goes to the first one with free slots."""
         if task.lost_ns or task.is_suspect:
-            rooms.given(engine.bit)
+            free_slots.take(engine.bit)
             return True
         state = task.placement = task.placement or PlacementState()
-        takes = self._placement.takes(engine.bit, state, rooms, now_ns)
-        rooms.given(engine.bit if takes else state.waits_for)
+        takes = self._placement.takes(engine.bit, state, free_slots, now_ns)
+        free_slots.take(engine.bit if takes else state.waits_for)
         if not takes:
             engine.look_again_ns = min(engine.look_again_ns or state.until_ns, state.until_ns)
         return takes

@@ -38,21 +38,21 @@ def chat(
     url: Annotated[
         str, typer.Option(envvar="OPENAI_BASE_URL", help="OpenAI-compatible server.")
     ] = "http://127.0.0.1:8000/v1",
-    model: Annotated[str, typer.Option(help="Default: the server's only model, or asked for.")] = "",
+    model: Annotated[str, typer.Option(help="Default: the server's only model, or you are asked.")] = "",
     api_key: Annotated[
         str, typer.Option(envvar="OPENAI_API_KEY", help="The variable is hidden from other users.", show_default=False)
     ] = "",
     system: Annotated[str, typer.Option(help="System message.")] = "",
-    timeout_s: Annotated[float, typer.Option(min=1, help="Longest silence of the server, seconds.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Maximum silence of the server, seconds.")] = 600.0,
     temperature: Annotated[float | None, typer.Option(min=0, rich_help_panel=_SAMPLING)] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, rich_help_panel=_SAMPLING)] = None,
     top_k: Annotated[
         int | None, typer.Option(help="Not in OpenAI's own API.", rich_help_panel=_SAMPLING, show_default=False)
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of one answer.", rich_help_panel=_SAMPLING)] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Per answer.", rich_help_panel=_SAMPLING)] = None,
     seed: Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
     reasoning_effort: Annotated[
-        str | None, typer.Option(help="Such as low, medium or high.", rich_help_panel=_SAMPLING)
+        str | None, typer.Option(help="For example low, medium or high.", rich_help_panel=_SAMPLING)
     ] = None,
 ) -> None:
     """Talk to a model of any OpenAI-compatible server."""

@@ -31,12 +31,12 @@ _MEMORY: Final = "--model: memory and batches"
 _COMPUTE: Final = "--model: device and computation"
 _LORA: Final = "--model: LoRA adapters"
 _PROCESS: Final = "--model: the engine's process"
-_QUEUE: Final = "--model: bounds on requests"
-_OTHER: Final = "--model: further engine arguments"
-_INERT: Final = "--model: arguments of vLLM without effect here"
+_QUEUE: Final = "--model: request limits"
+_OTHER: Final = "--model: other engine arguments"
+_INERT: Final = "--model: vLLM arguments that have no effect here"
 
 _HELP: Final[Mapping[str, tuple[str, str]]] = {
-    "tokenizer": (_MODEL, "Directory or hub id of the tokenizer; default: that of the model."),
+    "tokenizer": (_MODEL, "Directory or hub id of the tokenizer; default: the model's."),
     "skip_tokenizer_init": (_MODEL, "No tokenizer: requests and answers are token ids."),
     "chat_template": (_MODEL, "File of a chat template (Jinja), or the template itself; default: the model's."),
     "tool_call_parser": (_MODEL, "Format of the model's tool calls (vLLM's names); default: from its chat template."),
@@ -44,7 +44,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "chat_template_content_format": (_MODEL, "A message's content for the template: openai = a list of parts."),
     "default_chat_template_kwargs": (_MODEL, 'Variables of the template, as JSON: {"enable_thinking": false}.'),
     "trust_request_chat_template": (_MODEL, "Allow requests to bring their own chat template (chat_template)."),
-    "max_logprobs": (_MODEL, "Largest number of log probabilities per position; -1 = all."),
+    "max_logprobs": (_MODEL, "Maximum number of log probabilities per position; -1 = all."),
     "generation_config": (_MODEL, "Sampling defaults: auto = the model's, vllm = none, or a folder with the file."),
     "override_generation_config": (_MODEL, "Sampling defaults, as JSON."),
     "trust_remote_code": (_MODEL, "Run code from the checkpoint."),
@@ -52,16 +52,16 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "quantization": (_MODEL, "Quantization of the weights to 8 or 4 bits while loading."),
     "load_format": (_MODEL, "safetensors, or dummy for random weights."),
     "weight_cache_dir": (_MODEL, "Folder of packed weights for faster starts; default: ~/.cache/llmbackend/weights."),
-    "weight_cache_size": (_MODEL, "Size of that folder in GiB; 0 = keep none. (default: 32)"),
+    "weight_cache_size": (_MODEL, "Maximum size of that folder in GiB; 0 = store none. (default: 32)"),
     "max_model_len": (_MODEL, "Context limit in tokens (32k, 32K); default: the model's."),
     "seed": (_MODEL, "Seed of random weights."),
-    "max_num_seqs": (_MEMORY, "Largest number of requests in a step."),
-    "max_num_batched_tokens": (_MEMORY, "Token budget of a step."),
-    "step_target_ms": (_MEMORY, "Longest step that mixes prompts and running requests, ms; 0 = no limit."),
-    "long_prefill_token_threshold": (_MEMORY, "Prompts longer than this leave half of a step to shorter ones."),
+    "max_num_seqs": (_MEMORY, "Maximum number of requests per step."),
+    "max_num_batched_tokens": (_MEMORY, "Token budget per step."),
+    "step_target_ms": (_MEMORY, "Maximum duration of a step that mixes prefills and decodes, ms; 0 = no limit."),
+    "long_prefill_token_threshold": (_MEMORY, "Prompts longer than this leave half of each step to shorter ones."),
     "kv_cache_memory_bytes": (_MEMORY, "KV cache memory (4G); default on CPU: 1 GiB."),
     "kv_cache_dtype": (_MEMORY, "Data type of the KV cache; 8 bits on a GPU."),
-    "gpu_memory_utilization": (_MEMORY, "Share of a GPU's memory to use."),
+    "gpu_memory_utilization": (_MEMORY, "Fraction of a GPU's memory to use."),
     "num_kv_blocks": (_MEMORY, "KV cache size in blocks instead of bytes."),
     "block_size": (_MEMORY, "Tokens per KV block."),
     "enable_prefix_caching": (_MEMORY, "Reuse the KV cache of prompts with the same prefix."),
@@ -69,8 +69,8 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "kv_offloading_size": (_MEMORY, "Host memory for KV blocks that do not fit on a GPU, GiB."),
     "num_host_kv_blocks": (_MEMORY, "Host memory for KV blocks that do not fit on a GPU, in blocks."),
     "device": (_COMPUTE, "cpu, cuda, cuda:N, or auto: a GPU if there is one."),
-    "tensor_parallel_size": (_COMPUTE, "Ranks that each hold a part of every layer."),
-    "pipeline_parallel_size": (_COMPUTE, "Stages that each hold some of the layers."),
+    "tensor_parallel_size": (_COMPUTE, "Number of tensor-parallel ranks."),
+    "pipeline_parallel_size": (_COMPUTE, "Number of pipeline stages."),
     "num_threads": (_COMPUTE, "Threads on CPU; 0 = all cores."),
     "cluster_resources": (_COMPUTE, 'Ray resources of an engine: {"CPU": 4, "node:10.0.0.2": 0.01}.'),
     "speculative_config": (_COMPUTE, 'N-gram speculation: {"method": "ngram", "num_speculative_tokens": 4}.'),
@@ -78,25 +78,25 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "async_scheduling": (_COMPUTE, "Schedule the next step while one runs; default: if possible."),
     "enforce_eager": (_COMPUTE, "No native program on CPU, no graphs on a GPU."),
     "cudagraph_capture_sizes": (_COMPUTE, "Sizes of CUDA graphs in tokens, as a JSON list."),
-    "batch_invariant": (_COMPUTE, "Results that do not depend on the batch, on a GPU."),
+    "batch_invariant": (_COMPUTE, "Make results independent of the batch, on a GPU."),
     "kernels": (_COMPUTE, "Set to torch to use no Triton kernels."),
     "enable_lora": (_LORA, "Serve LoRA adapters of the model."),
-    "lora_modules": (_LORA, "A LoRA adapter, also a model of the OpenAI API; repeatable."),
-    "max_loras": (_LORA, "Adapters in GPU memory at the same time."),
-    "max_cpu_loras": (_LORA, "Adapters in memory on a CPU; others are read when requests name them."),
-    "max_lora_rank": (_LORA, "Largest rank of an adapter."),
+    "lora_modules": (_LORA, "A LoRA adapter, listed as a model by the OpenAI API; repeatable."),
+    "max_loras": (_LORA, "Maximum number of adapters in GPU memory."),
+    "max_cpu_loras": (_LORA, "Maximum number of adapters in CPU memory; others are read when requests name them."),
+    "max_lora_rank": (_LORA, "Maximum rank of an adapter."),
     "transport": (_PROCESS, "inline: the engine runs in the server's process."),
     "engine_python": (_PROCESS, "The Python that runs the engine; default: the server's."),
     "step_timeout_s": (_PROCESS, "Seconds after which a step counts as hung."),
     "load_timeout_s": (_PROCESS, "Seconds after which loading counts as hung."),
     "idle_unload_s": (_PROCESS, "Seconds without requests after which the engine ends until the next one; 0 = never."),
     "max_engine_failures": (_PROCESS, "Consecutive engine failures after which the model is given up."),
-    "max_queue_size": (_QUEUE, "Longest queue; further requests get 503. (default: 4096)"),
-    "max_prompt_tokens": (_QUEUE, "Longest accepted prompt in tokens; default: the context."),
-    "max_output_tokens": (_QUEUE, "Upper bound that max_tokens is cut to; default: the context."),
-    "max_messages_bytes": (_QUEUE, "Largest `messages` of a chat."),
+    "max_queue_size": (_QUEUE, "Maximum queue length; further requests get 503. (default: 4096)"),
+    "max_prompt_tokens": (_QUEUE, "Maximum prompt length in tokens; default: the context length."),
+    "max_output_tokens": (_QUEUE, "Upper bound to which max_tokens is reduced; default: the context length."),
+    "max_messages_bytes": (_QUEUE, "Maximum size of a chat's `messages`, bytes."),
     "request_timeout_s": (_QUEUE, "Seconds after which a request is ended; default: none."),
-    "stall_timeout_s": (_QUEUE, "Seconds without a step, despite work, until not ready. (default: 60)"),
+    "stall_timeout_s": (_QUEUE, "Seconds with work but without a step until not ready. (default: 60)"),
 }
 """Argument → its group and text in --help. Other arguments become flags without a text."""
 

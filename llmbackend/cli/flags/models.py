@@ -40,13 +40,13 @@ class ModelFlags:
     ] = None
     model_tag: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="As --model, on one port, as vllm serve: see --port.", show_default=False),
+        typer.Argument(metavar="MODEL", help="Like --model, on one port, as in vllm serve.", show_default=False),
     ] = ""
     model: Annotated[
         str,
         typer.Option(
-            help="Serve one checkpoint (directory, GGUF file, hub id, name of `llmbackend models`), no repository "
-            "(--served-model-name)."
+            help="Serve one checkpoint (directory, GGUF file, hub id, name from `llmbackend models`) without a "
+            "repository (--served-model-name)."
         ),
     ] = ""
     served_model_name: Annotated[
@@ -54,12 +54,12 @@ class ModelFlags:
         typer.Option(
             "--served-model-name",
             "--model-name",
-            help="The name that the model is served as; repeatable, the first is the canonical one. "
+            help="The model's name for clients; repeatable, the first one is canonical. "
             "Default: MODEL as given, or the last part of --model.",
         ),
     ] = None
     demo: Annotated[
-        bool, typer.Option("--demo", help="Serve the bundled model demo; the default without a model and repository.")
+        bool, typer.Option("--demo", help="Serve the bundled model demo (default without a model or repository).")
     ] = False
     model_control_mode: Annotated[
         str, typer.Option(help="none, poll or explicit.", autocompletion=one_of("none", "poll", "explicit"))
@@ -77,7 +77,7 @@ class ModelFlags:
         Any, switch("--model-namespacing", "Allow the same model name in several repositories.")
     ] = False
     model_config_name: Annotated[
-        str | None, typer.Option(help="Use configs/<name>.pbtxt instead of config.pbtxt where a model has it.")
+        str | None, typer.Option(help="Use configs/<name>.pbtxt instead of config.pbtxt if a model has it.")
     ] = None
     disable_auto_complete_config: Annotated[
         bool, typer.Option("--disable-auto-complete-config", help="Do not let backends complete config.pbtxt.")
@@ -85,7 +85,7 @@ class ModelFlags:
     strict_model_config: Annotated[
         Any, typer.Option("--strict-model-config", parser=boolean, metavar="BOOL", help="Deprecated.", hidden=True)
     ] = None
-    backend_directory: Annotated[Path | None, typer.Option(help="Directory with a directory for each backend.")] = None
+    backend_directory: Annotated[Path | None, typer.Option(help="Directory with one subdirectory per backend.")] = None
     backend_config: Annotated[
         list[str] | None, typer.Option("--backend-config", help="<backend>,<key>=<value> or <key>=<value>; repeatable.")
     ] = None
@@ -93,7 +93,7 @@ class ModelFlags:
         float, typer.Option(help="Passed to backends as min-compute-capability.")
     ] = 6.0
     repoagent_directory: Annotated[
-        Path | None, typer.Option(help="Directory with a directory for each repository agent, beside bundled ones.")
+        Path | None, typer.Option(help="Directory with one subdirectory per repository agent, besides bundled ones.")
     ] = None
 
     @property
@@ -157,7 +157,7 @@ class ServerFlags:
             "--api-server-count",
             min=1,
             max=MOST_FRONTENDS,
-            help="Processes that hold clients' connections; 1: the server's own.",
+            help="Number of processes for client connections; 1 = the server process itself.",
         ),
     ] = 1
     exit_on_error: Annotated[Any, switch("--exit-on-error", "Exit when a startup model fails.")] = True
@@ -176,7 +176,7 @@ class SchedulingFlags:
         ),
     ] = None
     cache_directory: Annotated[
-        Path | None, typer.Option(help="Directory with a directory for each cache that is a shared library.")
+        Path | None, typer.Option(help="Directory with one subdirectory per cache that is a shared library.")
     ] = None
     response_cache_byte_size: Annotated[
         int, typer.Option(min=0, help="Deprecated: --cache-config local,size=BYTES.")

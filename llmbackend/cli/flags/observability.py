@@ -27,11 +27,11 @@ _LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 class LogFlags:
     PANEL: ClassVar = "Log"
 
-    log_verbose: Annotated[int, typer.Option(min=0, help="1 and above: debug lines.")] = 0
+    log_verbose: Annotated[int, typer.Option(min=0, help="1 or higher: debug lines.")] = 0
     log_level: Annotated[
         str,
         typer.Option(
-            help="debug, info, warning, error or critical: instead of the flags above and below.",
+            help="debug, info, warning, error or critical; replaces the flags above and below.",
             autocompletion=one_of(*_LOG_LEVELS),
         ),
     ] = ""
@@ -119,7 +119,7 @@ class TraceFlags:
     trace_count: Annotated[int | None, _deprecated("--trace-count", "count=")] = None
     trace_log_frequency: Annotated[int | None, _deprecated("--trace-log-frequency", "triton,log-frequency=")] = None
     otlp_traces_endpoint: Annotated[
-        str, typer.Option(help="URL to which each request's OpenTelemetry trace is sent; instead of --trace-config.")
+        str, typer.Option(help="URL to which each request's OpenTelemetry trace is sent; replaces --trace-config.")
     ] = ""
 
     def settings(self) -> TraceSettings:

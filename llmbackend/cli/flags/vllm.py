@@ -28,28 +28,26 @@ class VllmServerFlags:
     PANEL: ClassVar = "Flags of vllm serve for the server"
 
     config: Annotated[
-        Path | None, typer.Option(help="YAML file with flags by name; those of the command line win over it.")
+        Path | None, typer.Option(help="YAML file with flags by name; the command line takes precedence.")
     ] = None
-    host: Annotated[str, typer.Option(help="Address of HTTP, gRPC and metrics, where their own flags name none.")] = ""
+    host: Annotated[str, typer.Option(help="Address of HTTP, gRPC and metrics, unless their own flags set one.")] = ""
     port: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=65535,
-            help="Port of HTTP, for all APIs and /metrics. With it, or with MODEL, gRPC and a port of metrics alone "
+            help="HTTP port for all APIs and /metrics. With it, or with MODEL, gRPC and a separate metrics port "
             "are opened only if --grpc-port or --metrics-port is given.",
         ),
     ] = None
-    uds: Annotated[Path | None, typer.Option(help="Path of a Unix socket, on which HTTP is served instead.")] = None
-    root_path: Annotated[
-        str, typer.Option(help="Path before all others, where a proxy serves this server under it; for /docs.")
-    ] = ""
+    uds: Annotated[Path | None, typer.Option(help="Path of a Unix socket on which to serve HTTP instead.")] = None
+    root_path: Annotated[str, typer.Option(help="Path prefix under which a proxy serves this server; for /docs.")] = ""
     disable_fastapi_docs: Annotated[
         bool, typer.Option("--disable-fastapi-docs", help="Serve neither /openapi.json nor /docs.")
     ] = False
     enable_request_id_headers: Annotated[
         bool,
-        typer.Option("--enable-request-id-headers", help="Responses have X-Request-Id: the client's, or a new one."),
+        typer.Option("--enable-request-id-headers", help="Add X-Request-Id to responses: the client's, or a new one."),
     ] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, typer.Option("--enable-tokenizer-info-endpoint", help="Serve GET /tokenizer_info.")
@@ -59,33 +57,34 @@ class VllmServerFlags:
         typer.Option(help="Import path of an ASGI middleware, a class or a coroutine function; repeatable."),
     ] = None
     return_tokens_as_token_ids: Annotated[
-        bool, typer.Option("--return-tokens-as-token-ids", help="Log probabilities name tokens as token_id:7.")
+        bool, typer.Option("--return-tokens-as-token-ids", help="Identify tokens in log probabilities as token_id:7.")
     ] = False
     enable_force_include_usage: Annotated[
-        bool, typer.Option("--enable-force-include-usage", help="Every chunk of a stream of /v1 has the usage so far.")
+        bool,
+        typer.Option("--enable-force-include-usage", help="Every chunk of a /v1 stream has the usage so far."),
     ] = False
     stream_interval: Annotated[
-        int, typer.Option(min=1, help="Tokens of a choice that go out together, where a request says nothing else.")
+        int, typer.Option(min=1, help="Tokens of a choice per chunk of a stream, unless the request says otherwise.")
     ] = 1
     enable_per_request_metrics: Annotated[
         bool,
-        typer.Option("--enable-per-request-metrics", help="Answers of /v1 with one choice have their times: metrics."),
+        typer.Option("--enable-per-request-metrics", help="Add timings (`metrics`) to /v1 responses with one choice."),
     ] = False
     sse_keep_alive_interval: Annotated[
-        float, typer.Option(min=0, help="Seconds of silence after which a stream of /v1 sends a comment; 0 = never.")
+        float, typer.Option(min=0, help="Seconds of silence after which a /v1 stream sends a comment; 0 = never.")
     ] = 15.0
     fingerprint_mode: Annotated[
-        str, typer.Option(help="Of system_fingerprint: full or hash (of release and model), custom, or none.")
+        str, typer.Option(help="Form of system_fingerprint: full or hash (of release and model), custom, or none.")
     ] = "full"
-    fingerprint_value: Annotated[str, typer.Option(help="With --fingerprint-mode custom.")] = ""
+    fingerprint_value: Annotated[str, typer.Option(help="The fingerprint for --fingerprint-mode custom.")] = ""
     revision: Annotated[str, typer.Option(help="Branch, tag or commit of a hub id.")] = ""
-    tokenizer_revision: Annotated[str, typer.Option(help="The same of the hub id of --tokenizer.")] = ""
+    tokenizer_revision: Annotated[str, typer.Option(help="Likewise for the hub id of --tokenizer.")] = ""
     download_dir: Annotated[
-        Path | None, typer.Option(help="Folder for models that are fetched; default: HF_HUB_CACHE, or HF_HOME/hub.")
+        Path | None, typer.Option(help="Folder for downloaded models; default: HF_HUB_CACHE, or HF_HOME/hub.")
     ] = None
     hf_token: Annotated[str, typer.Option(help="Token for the hub; default: HF_TOKEN.")] = ""
     offline: Annotated[
-        bool, typer.Option("--offline", help="Fetch nothing: what is missing is named. Also HF_HUB_OFFLINE=1.")
+        bool, typer.Option("--offline", help="Download nothing; fail if files are missing. Also HF_HUB_OFFLINE=1.")
     ] = False
 
     def endpoints(

@@ -153,14 +153,14 @@ class ActivityHub:
                 kinds |= {"requests"}  # needed to tell which requests are the key's
             viewer = Viewer(self, kinds, key_name, wake)
             self._viewers.append(viewer)
-            self._watch(tells_again="blocks" in kinds)
+            self._watch(force="blocks" in kinds)
         return viewer
 
     def remove(self, viewer: Viewer) -> None:
         with self._viewers_lock:
             if viewer in self._viewers:
                 self._viewers.remove(viewer)
-                self._watch(tells_again=False)
+                self._watch(force=False)
         with self._log_lock:
             if viewer in self._asleep:
                 self._asleep.remove(viewer)
@@ -176,11 +176,11 @@ class ActivityHub:
         for viewer in viewers:
             viewer.wake()
 
-    def _watch(self, *, tells_again: bool) -> None:
+    def _watch(self, *, force: bool) -> None:
         """Tells all instances which kinds are watched, if that has changed. The caller holds `_viewers_lock`.
-        tells_again: tell them even if nothing has changed: a viewer of blocks starts with the state of all blocks"""
+        force: tell them even if nothing has changed: a viewer of blocks starts with the state of all blocks"""
         kinds = NOTHING.union(*(viewer.kinds for viewer in self._viewers))
-        if kinds == self.kinds and not tells_again:
+        if kinds == self.kinds and not force:
             return
         self.kinds = kinds
         for instance in self._instances:

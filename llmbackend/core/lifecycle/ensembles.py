@@ -220,7 +220,7 @@ def parts_of(specs: Mapping[str, ModelSpec]) -> dict[str, list[str]]:
     return {name: list(composing_models(spec.config)) for name, spec in specs.items()}
 
 
-def circles(parts: Parts) -> dict[str, str]:
+def dependency_cycles(parts: Parts) -> dict[str, str]:
     """Triton's error text for each model that depends on itself. The text does not always name that model."""
     reasons: dict[str, str] = {}
 
@@ -242,14 +242,14 @@ def circles(parts: Parts) -> dict[str, str]:
     return reasons
 
 
-def in_levels(names: Iterable[str], parts: Parts) -> list[list[str]]:
+def dependency_levels(names: Iterable[str], parts: Parts) -> list[list[str]]:
     """`names` in groups such that models follow their composing models; the members of a cycle form one group."""
     waiting = sorted(set(names))
-    in_circles = circles(parts)
+    in_cycles = dependency_cycles(parts)
     levels = []
     while waiting:
         level = [name for name in waiting if not any(part in waiting for part in parts.get(name, ()))]
-        level = level or [name for name in waiting if name in in_circles]
+        level = level or [name for name in waiting if name in in_cycles]
         levels.append(level)
         waiting = [name for name in waiting if name not in level]
     return levels
@@ -299,7 +299,7 @@ class ModelDependencies:
         while front:
             front = {name for name, its in parts.items() if front.intersection(its)} - affected - set(names)
             affected |= front
-        return [name for level in in_levels(affected, parts) for name in level]
+        return [name for level in dependency_levels(affected, parts) for name in level]
 
     def _is_idle(self, name: str, removed: Collection[str]) -> bool:
         needed = any(name in composing_models(spec.config) for spec in self._ensembles.values())

@@ -28,7 +28,7 @@ from ..repository.model_files import ModelNames, ModelSource
 from ..repository.model_repository import ModelRepository, ModelSpec, check_model_name
 from ..repository.repository_agents import AgentManager
 from ..server_options import ServerOptions
-from .ensembles import Faults, ModelDependencies, circles, in_levels, parts_of, validate_ensemble
+from .ensembles import Faults, ModelDependencies, dependency_cycles, dependency_levels, parts_of, validate_ensemble
 from .model_lifecycle import ModelLifecycle
 from .model_versions import ModelReadyState
 
@@ -251,11 +251,11 @@ class LoadOperation:
         self._load_spec = load
         self._specs = specs
         self._parts = parts_of(specs)
-        self._circles = circles(self._parts)
+        self._cycles = dependency_cycles(self._parts)
         self._faults = Faults(missing)
 
     def run(self) -> None:
-        for level in in_levels(self._specs, self._parts):
+        for level in dependency_levels(self._specs, self._parts):
             if len(level) == 1:
                 self._load(level[0])
                 continue
@@ -264,7 +264,7 @@ class LoadOperation:
 
     def _load(self, name: str) -> None:
         spec = self._specs[name]
-        reason = self._circles.get(name) or self._validate_ensemble(spec)
+        reason = self._cycles.get(name) or self._validate_ensemble(spec)
         if not reason and not self._is_current(spec):
             try:
                 self._load_spec(spec)

@@ -23,9 +23,9 @@ from llmbackend.waiting.timer import Timer
 
 from ..backend_api import SendPolicy
 from ..backend_manager import LoadedBackend
+from ..daemon_threads import DaemonThreadPool
 from ..errors import TritonError, unsupported
 from ..host_services import HostServices
-from ..kept_threads import KeptThreads
 from ..messages import InferenceHandle, InferenceRequest, LoadParameters, ResponseCallback
 from ..metrics.model_metrics import Latencies, Statistics, metric_tags
 from ..model_to_model import ModelHost
@@ -67,7 +67,7 @@ class Readiness:
         self._name = name
         self._version = version
         self._lock = threading.Lock()
-        self._threads = KeptThreads(f"ready-{name}")
+        self._threads = DaemonThreadPool(f"ready-{name}")
         self._question: Future[str] | None = None
         self._deadline_s = 0.0
         """When the question counts as unanswered."""

@@ -83,7 +83,7 @@ class Reaper(ActionThread):
 class RequestObserver:
     """Observes a request of an ensemble or a warmup; does nothing by default. Called on any thread."""
 
-    def make_room(self) -> None:
+    def apply_backpressure(self) -> None:
         """Called before each response of a backend with SendPolicy.BLOCKING. May block to apply backpressure."""
 
     def computed(self, times: PhaseTimes) -> None:
@@ -194,9 +194,9 @@ class ResponseChannel:
             return not self._final_ns
 
     def send(self, response: InferenceResponse, flags: ResponseFlag) -> None:
-        """Like `deliver`, but first calls the observer's `make_room` if the backend may be blocked."""
+        """Like `deliver`, but first calls the observer's `apply_backpressure` if the backend may be blocked."""
         if self.observer is not None and self.owner.may_block_in_send:
-            self.observer.make_room()
+            self.observer.apply_backpressure()
         self.deliver(response, flags)
 
     def deliver(self, response: InferenceResponse | None, flags: ResponseFlag) -> bool:

@@ -147,7 +147,7 @@ class EnsembleFlow:
         for name in step.outputs.values():
             yield from self._flow.readers.get(name, ())
 
-    def all_behind(self, step: EnsembleStep) -> dict[int, EnsembleStep]:
+    def downstream(self, step: EnsembleStep) -> dict[int, EnsembleStep]:
         """The steps downstream of `step`, nearest first, by index."""
         found: dict[int, EnsembleStep] = {}
         nearest = [step]

@@ -151,7 +151,7 @@ class StepOwner(Protocol):
         """Called when `send` has raised `error`."""
 
     def responded(self, step_request: StepRequest, response: InferenceResponse | None, flags: ResponseFlag) -> None: ...
-    def make_room(self, step_request: StepRequest) -> None:
+    def apply_backpressure(self, step_request: StepRequest) -> None:
         """Blocks the thread of the step's backend while later steps are at their limit."""
 
     def wants(self, step_request: StepRequest) -> bool:
@@ -227,8 +227,8 @@ class StepRequest(RequestObserver):
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         self._run.responded(self, response, flags)
 
-    def make_room(self) -> None:
-        self._run.make_room(self)
+    def apply_backpressure(self) -> None:
+        self._run.apply_backpressure(self)
 
     def computed(self, times: PhaseTimes) -> None:
         self._run.add_times(times)
@@ -242,7 +242,7 @@ class StepRequest(RequestObserver):
 class StepLimit:
     """Limits the running requests of one step, over all requests of the ensemble (`max_inflight_requests`).
 
-    A backend that may be blocked waits in `make_room` while a request of the step waits for a slot, so at most one
+    A backend that may be blocked waits in `wait_for_slot` while a request of the step waits for a slot, so at most one
     response per thread of such a backend is queued; the run bounds the responses of other backends. Deliberate
     difference: Triton's limiter blocks all callers, including frontends, and preserves no order.
     """
@@ -278,7 +278,7 @@ class StepLimit:
             self._changed.notify_all()
             return True
 
-    def make_room(self, is_pointless: Callable[[], bool]) -> None:
+    def wait_for_slot(self, is_pointless: Callable[[], bool]) -> None:
         """Blocks until a request could start immediately, or until waiting is pointless (rechecked after `wake`)."""
         with self._changed:
             if not self._changed.wait_for(lambda: is_pointless() or len(self) < self._max_running, MAX_WAIT_S):

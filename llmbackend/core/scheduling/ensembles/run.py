@@ -140,15 +140,15 @@ class EnsembleRun:
             self._limits[step_request.step.index].start_waiting()
         self._end_unsent(step_request, error)
 
-    def make_room(self, step_request: StepRequest) -> None:
+    def apply_backpressure(self, step_request: StepRequest) -> None:
         """Also delays a decoupled model on behalf of an outer ensemble that has this one as a step."""
         if not step_request.is_decoupled:
             return
-        for index in self._flow.all_behind(step_request.step) if self._limits else ():
-            self._limits[index].make_room(lambda: not self.wants(step_request))
+        for index in self._flow.downstream(step_request.step) if self._limits else ():
+            self._limits[index].wait_for_slot(lambda: not self.wants(step_request))
         outer = self._request.channel.observer
         if outer is not None:
-            outer.make_room()
+            outer.apply_backpressure()
 
     def _overflow(self, step_request: StepRequest) -> TritonError | None:
         """The error for a response of that step that exceeds the bound; None = within the bound."""
