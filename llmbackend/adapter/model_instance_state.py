@@ -283,7 +283,7 @@ class ModelInstanceState:
         for event in events:
             task = self._tasks.get(event.request_id)
             if task is not None:
-                task.engine_told(event)
+                task.engine_reported(event)
 
     def _on_stats(self, stats: EngineStats) -> None:
         self._metrics.engine_stats(self._engine.index, stats, self._tasks.num_waiting)

@@ -157,7 +157,7 @@ def _put(target: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     for key in keys[:-1]:
         target = target.setdefault(key, {})
         if not isinstance(target, dict):
-            raise typer.BadParameter(f"'{'.'.join(keys)}' has a value beside those of its keys")
+            raise typer.BadParameter(f"'{'.'.join(keys)}' has a value in addition to those of its keys")
     known = target.get(keys[-1])
     target[keys[-1]] = known + value if isinstance(known, list) and isinstance(value, list) else value
 

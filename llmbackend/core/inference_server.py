@@ -110,7 +110,7 @@ class InferenceServer:
         try:
             self._services.start()
             self.tracing.start()
-            self._leave_out_repositories()
+            self._exclude_repositories()
             names = self._loader.startup_models()
         except TritonError:
             self._fail_to_start(timeout_s=0.0)
@@ -130,9 +130,9 @@ class InferenceServer:
         if self._options.model_control_mode == "poll" and self._options.repository_poll_secs:
             self._poller.start()
 
-    def _leave_out_repositories(self) -> None:
+    def _exclude_repositories(self) -> None:
         """Raises TritonError INTERNAL if options.exit_on_error is set."""
-        for error in self._loader.repository.leave_out_unreadable():
+        for error in self._loader.repository.exclude_unreadable():
             if self._options.exit_on_error:
                 raise error
             log.error("%s", error)

@@ -41,7 +41,7 @@ def _suffix_refused(reason: str) -> TritonError:
     return invalid_argument(f"'suffix' is not supported: {reason}", param="suffix")
 
 
-class PromptMaker:
+class PromptBuilder:
     """Read-only, hence thread-safe."""
 
     def __init__(self, tokenizer: ModelTokenizer, limits: ModelLimits) -> None:

@@ -31,7 +31,7 @@ from ..tasks.infer_task import InferTask, RequestSpans, TracedInferTask
 from ..text.output_assembler import OutputAssembler
 from ..text.token_bias import TokenBias, banned_texts
 from ..text.tokenizer import ModelTokenizer, no_tokenizer
-from .prompts import PromptMaker
+from .prompts import PromptBuilder
 from .response_sender import Choice, CollectedChoices, ResponseSender
 from .resuming import PieceRecord, ResumeState, prior_output, replay
 
@@ -117,7 +117,7 @@ class RequestConverter:
         self._policies = policies
         self._sampling_defaults = sampling_defaults
         self._loras = loras
-        self._prompts = PromptMaker(tokenizer, limits)
+        self._prompts = PromptBuilder(tokenizer, limits)
         self._grammars = GrammarCompiler(tokenizer.special_text, limits.vocab_size)
 
     def convert(self, request: Request, instance: ModelInstance, exec_start_ns: int) -> list[InferTask]:

@@ -255,7 +255,7 @@ class Row:
     def refuse(self, names: Collection[str]) -> None:
         """Refuses those of the named inputs that ask for something."""
         for name, values in self._values.items():
-            if name in names and _asks_for_something(name, values):
+            if name in names and _is_used(name, values):
                 raise unsupported(f"input '{name}' is not supported by this backend")
 
     def refuse_unsupported(self) -> None:
@@ -264,7 +264,7 @@ class Row:
             raise unsupported(f"'beam_width' is {self.number('beam_width')}, only 1 is supported by this backend")
 
 
-def _asks_for_something(name: str, values: npt.NDArray[Any]) -> bool:
+def _is_used(name: str, values: npt.NDArray[Any]) -> bool:
     if name == "decoder_input_ids":  # preprocessing sends one padding token to every model
         return values.size > 1
     if values.dtype == np.object_:

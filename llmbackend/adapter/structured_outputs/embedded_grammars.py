@@ -181,10 +181,10 @@ class _Writer:
         if (text := self.constant(node)) is not None:
             self._check_constant(text, followers)
             return self._named(body)
-        self._check_goes_on(node, followers)
+        self._check_longest_match(node, followers)
         return self._limited(body, tuple(_bad_endings(self.around.forbidden, followers)))
 
-    def _check_goes_on(self, node: Node, followers: frozenset[str]) -> None:
+    def _check_longest_match(self, node: Node, followers: frozenset[str]) -> None:
         """A terminal's match is the longest one, so it would extend into the following text if it may contain that
         text's first character and the text has more than one."""
         end, escaped = self.around.end, self.around.spelling.escapes.keys()

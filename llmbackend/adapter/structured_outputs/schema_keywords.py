@@ -20,12 +20,12 @@ from .schema_values import (
     ENFORCED,
     PATTERNS,
     WITHOUT_LOOKING_AROUND,
-    beside,
+    adjacent_limit,
     encodable,
+    exact_limit,
     finite_values,
     lists_without_repetition,
     number_of,
-    within,
 )
 
 Schema = dict[str, Any]
@@ -198,9 +198,9 @@ class Keywords:
         exclusive = "exclusive" + name[0].upper() + name[1:]
         if self._source.get(exclusive) is True:
             name = exclusive
-        number = number_of(within(value, name), place)
+        number = number_of(exact_limit(value, name), place)
         if name.startswith("exclusive") and float(number).is_integer():
-            number, name = beside(number, name, place, is_integer=self._source.get("type") == "integer")
+            number, name = adjacent_limit(number, name, place, is_integer=self._source.get("type") == "integer")
         present = self._result.get(name, number)
         self._result[name] = max(present, number) if name.endswith("inimum") else min(present, number)
 
@@ -237,7 +237,7 @@ class Keywords:
         """If nothing else applies to the same value, it is equivalent to `additionalProperties` or `items`."""
         if any(keyword in self._source for keyword in _IN_PLACE):
             place.not_enforced(
-                f"the keyword '{name}' is not supported beside {', '.join(_IN_PLACE)}: it would not be enforced"
+                f"the keyword '{name}' is not supported together with {', '.join(_IN_PLACE)}: it would not be enforced"
             )
 
     # --- keywords that depend on others -------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class Keywords:
         rest_names = ("items", "additionalItems", "unevaluatedItems")
         given = [name for name in rest_names if name in source and name != first_name]
         if first_name == "items" and "prefixItems" in source:
-            (place / "items").wrong("a list of schemas beside 'prefixItems'")
+            (place / "items").wrong("a list of schemas together with 'prefixItems'")
         for name in given[1:]:
             self._enforce(Keywords._without_effect, name, given[0])
         if first_name in source:
@@ -263,7 +263,7 @@ class Keywords:
             self._result["items"] = self._document.schema(source[given[0]], place / given[0])
 
     def _without_effect(self, name: str, value: object, place: RequestPath) -> None:
-        place.not_enforced(f"the keyword '{name}' has no effect beside '{value}'")
+        place.not_enforced(f"the keyword '{name}' has no effect together with '{value}'")
 
     def _first_items(self, value: object, place: RequestPath) -> list[Schema | bool]:
         if not isinstance(value, list):

@@ -23,7 +23,7 @@ _FINE_EXCLUSIVE, _LARGEST_EXCLUSIVE, _COARSE_STEP = 10**6, 10**12, 1e-3
 """Largest exclusive limits from which 1e-9, or 0.001, can be distinguished."""
 
 
-def within(value: object, name: str) -> object:
+def exact_limit(value: object, name: str) -> object:
     """A limit. If the compiler cannot compare it exactly, it becomes the nearest exact value that is stricter."""
     if isinstance(value, int) and not isinstance(value, bool):
         return min(value, EXACT) if name.endswith("aximum") else max(value, -EXACT)
@@ -41,7 +41,7 @@ def number_of(value: object, place: RequestPath, *, smallest: float = _SMALLEST)
     return value
 
 
-def beside(number: float, name: str, place: RequestPath, *, is_integer: bool) -> tuple[float, str]:
+def adjacent_limit(number: float, name: str, place: RequestPath, *, is_integer: bool) -> tuple[float, str]:
     """An exclusive integer limit as the adjacent inclusive limit: if both limits have the same integer part, the
     compiler's exclusive limits would include that integer."""
     if abs(number) > _LARGEST_EXCLUSIVE and not is_integer:
@@ -49,8 +49,8 @@ def beside(number: float, name: str, place: RequestPath, *, is_integer: bool) ->
         place.value_not_enforced(number, expected)
     step = 1 if is_integer else _SMALLEST if abs(number) <= _FINE_EXCLUSIVE else _COARSE_STEP
     is_minimum = name == "exclusiveMinimum"
-    beside = int(number) if is_integer else number
-    return (beside + step if is_minimum else beside - step), ("minimum" if is_minimum else "maximum")
+    limit = int(number) if is_integer else number
+    return (limit + step if is_minimum else limit - step), ("minimum" if is_minimum else "maximum")
 
 
 def encodable(text: str, place: RequestPath) -> str:

@@ -175,7 +175,7 @@ class InferTask:
         InferTask.add_output(self, output, 0)
         self._num_prior_tokens = len(self.output_token_ids)
 
-    def engine_told(self, event: RequestEvent) -> None:
+    def engine_reported(self, event: RequestEvent) -> None:
         """Called when an engine's step has worked on it; for traced tasks."""
 
     def engine_died(self, cause: DeathKind) -> None:
@@ -270,7 +270,7 @@ class TracedInferTask(InferTask):
         self._recoveries: list[TraceSpan] = []
         self._num_steps = 0
 
-    def engine_told(self, event: RequestEvent) -> None:
+    def engine_reported(self, event: RequestEvent) -> None:
         if len(self._events) < MAX_EVENTS:
             self._events.append(event)
 

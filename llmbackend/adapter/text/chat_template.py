@@ -79,13 +79,13 @@ class ChatTemplate:
         ours = (SYSTEM_IS_ANYWHERE, CONTENT_AS_PARTS)
         variables |= {name: value for name, value in options.items() if name not in ours}
         conversation = [self._as_read(index, one) for index, one in enumerate(normalise_messages(messages, as_parts))]
-        later = later_texts(conversation) if is_anywhere and not as_parts else []
+        later = later_system_texts(conversation) if is_anywhere and not as_parts else []
         if later:
             with contextlib.suppress(TritonError):
                 prompt = self._rendered(conversation, variables)
-                if has_all(prompt, later):
+                if contains_in_order(prompt, later):
                     return prompt
-            conversation = said_as_user(conversation)
+            conversation = with_system_as_user(conversation)
         return self._rendered(conversation, variables)
 
     def _rendered(self, conversation: Sequence[Message], variables: Mapping[str, Any]) -> str:
@@ -180,12 +180,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def later_texts(messages: Sequence[Message]) -> list[str]:
+def later_system_texts(messages: Sequence[Message]) -> list[str]:
     """The texts of system messages other than the first message."""
     return [text.strip() for _, text in _later(messages)]
 
 
-def has_all(prompt: str, texts: Iterable[str]) -> bool:
+def contains_in_order(prompt: str, texts: Iterable[str]) -> bool:
     """Whether the prompt contains them in this order. Takes time proportional to the prompt."""
     at = 0
     for text in texts:
@@ -196,7 +196,7 @@ def has_all(prompt: str, texts: Iterable[str]) -> bool:
     return True
 
 
-def said_as_user(messages: Sequence[Message]) -> list[Message]:
+def with_system_as_user(messages: Sequence[Message]) -> list[Message]:
     """The conversation with later system messages rewritten as user messages."""
     later = {index for index, _ in _later(messages)}
     said: list[Message] = []

@@ -258,7 +258,7 @@ class HuggingFaceTokenizer(ModelTokenizer):
         skip = self._special_ids if skip_special_tokens else frozenset()
         window = WindowDetokenizer(self._decode_all, prompt_token_ids[-CONTEXT_TOKENS:], skip)
         is_plain = spaces_between_special_tokens or skip_special_tokens
-        return window if is_plain else TightSpecialTokens(window, self.special_text)
+        return window if is_plain else UnspacedSpecialTokens(window, self.special_text)
 
     def partial_bytes(self, token_id: int) -> bytes | None:
         if not self._byte_level:
@@ -401,7 +401,7 @@ class WindowDetokenizer(Detokenizer):
         return new
 
 
-class TightSpecialTokens(Detokenizer):
+class UnspacedSpecialTokens(Detokenizer):
     """Omits spaces between consecutive special tokens: vLLM's `spaces_between_special_tokens: false`."""
 
     def __init__(self, detokenizer: Detokenizer, special_text: Callable[[int], str | None]) -> None:

@@ -74,7 +74,7 @@ class ModelState:
             return self._core.read_model(self._path)
         except RuntimeError as error:
             weights = self._path.with_suffix(".bin")
-            absent = f" ('{weights.name}' is not beside it)" if not _has_weights(self._path) else ""
+            absent = f" ('{weights.name}' is missing next to it)" if not _has_weights(self._path) else ""
             raise invalid_argument(
                 f"failed to load model '{self.name}': {self._path.name}: {reason(error)}{absent}"
             ) from None

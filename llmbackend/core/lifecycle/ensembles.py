@@ -17,7 +17,7 @@ from ..config.model_config_rules import composing_models
 from ..errors import TritonError, invalid_argument
 from ..repository.model_files import ModelIdentifier
 from ..repository.model_repository import ModelSpec
-from ..scheduling.ensembles.graph import dims_agree
+from ..scheduling.ensembles.graph import dims_compatible
 from ..tensors import shape_text
 from .model_versions import ModelVersions
 
@@ -161,7 +161,7 @@ def _matching(ensemble: str, tensor: str, found: _Node, nodes: dict[str, _Node])
             f"{prefix}inconsistent data type: {DataType.Name(known.data_type)} is inferred from model {known.model} "
             f"while {DataType.Name(found.data_type)} is inferred from model {found.model}"
         )
-    if not dims_agree(known.dims, found.dims) and not dims_agree(known.full_dims, found.full_dims):
+    if not dims_compatible(known.dims, found.dims) and not dims_compatible(known.full_dims, found.full_dims):
         raise invalid_argument(
             f"{prefix}inconsistent shape: {shape_text(known.full_dims)} is inferred from model {known.model} while "
             f"{shape_text(found.full_dims)} is inferred from model {found.model}"

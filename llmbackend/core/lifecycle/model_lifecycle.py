@@ -132,7 +132,7 @@ class ModelLifecycle:
         only in its instances is updated in place. Raises LoadError with Triton's text if a version fails; the old
         versions then keep serving."""
         if not spec.versions:
-            self.versions.note_without_versions(spec.key)
+            self.versions.record_without_versions(spec.key)
             policy = f"policy of model '{spec.key}'"
             raise LoadError(spec.key, f"at least one version must be available under the version {policy}")
         load = self.versions.begin_load(spec, lambda model: is_instance_update(model, spec))
@@ -173,7 +173,7 @@ class ModelLifecycle:
             raise LoadError(spec.key, f"{OUTDATED}\n")
         if errors:
             log.info("failed to load '%s'", spec.key)
-            raise LoadError(spec.key, _what_failed(errors, updated), tuple(errors.values()))
+            raise LoadError(spec.key, _failure_text(errors, updated), tuple(errors.values()))
         log.info("successfully loaded '%s'", spec.key)
 
     def _update_version(self, spec: ModelSpec, model: LoadedModel) -> LoadedModel:
@@ -244,7 +244,7 @@ def _without_instances(config: ModelConfig) -> ModelConfig:
     return rest
 
 
-def _what_failed(errors: Mapping[int, TritonError], updated: Collection[int]) -> str:
+def _failure_text(errors: Mapping[int, TritonError], updated: Collection[int]) -> str:
     """Triton's text for a failed load. updated: versions that were to be updated in place and still serve."""
     states = {
         version: ModelReadyState.READY if version in updated else ModelReadyState.UNAVAILABLE for version in errors

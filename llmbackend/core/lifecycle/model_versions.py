@@ -181,7 +181,7 @@ class ModelVersions:
         with self._lock:
             self._is_closing = True
 
-    def note_without_versions(self, name: str) -> None:
+    def record_without_versions(self, name: str) -> None:
         """Records a model without a version to load, until it is unloaded. A serving model keeps serving."""
         with self._lock:
             self._models.setdefault(name, ModelEntry({}))

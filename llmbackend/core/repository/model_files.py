@@ -110,7 +110,7 @@ class ModelNames:
 MAX_VERSION = 2**63 - 1
 CONFIG_DIRECTORY = "configs"
 NOT_VERSIONS = (CONFIG_DIRECTORY, "warmup", "initial_state")
-"""Directories beside the versions."""
+"""Directories that are not versions."""
 
 Signature = tuple[tuple[str, int, int], ...]
 """(relative path, mtime ns, size) of every file and directory of a model. If equal, a load would read the same."""

@@ -112,7 +112,7 @@ class ModelRepository:
         self._lock = threading.Lock()
         self._uploads: OwnedFolder | None = None
 
-    def leave_out_unreadable(self) -> list[TritonError]:
+    def exclude_unreadable(self) -> list[TritonError]:
         """Ignores the repositories that cannot be read from now on. Returns an INTERNAL error for each of them."""
         errors = {root: error for root in self._roots if (error := _why_unreadable(root)) is not None}
         self._roots = tuple(root for root in self._roots if root not in errors)

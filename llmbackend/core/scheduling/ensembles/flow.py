@@ -27,7 +27,7 @@ from .graph import (
     SequenceTag,
     StepOwner,
     StepRequest,
-    passed_on,
+    as_step_input,
 )
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class EnsembleFlow:
             value = values[tensor_name]
             if value.tensor is not None:
                 dims = shapes.input_dims.get(name, ())
-                inputs.append(passed_on(value.tensor, name, value.batch_size, dims, shapes.is_batching))
+                inputs.append(as_step_input(value.tensor, name, value.batch_size, dims, shapes.is_batching))
         batch_size = inputs[0].shape[0] if shapes.is_batching and inputs and inputs[0].shape else 0
         sequence = self._sequence_for(step, values.values())
         return StepRequest(run, step, shapes.is_decoupled, origin, tuple(inputs), batch_size, sequence)
@@ -234,7 +234,7 @@ class EnsembleFlow:
         for name, value in values.items():
             if value.tensor is not None:
                 dims = self._graph.output_dims[name]
-                outputs.append(passed_on(value.tensor, name, value.batch_size, dims, is_batching))
+                outputs.append(as_step_input(value.tensor, name, value.batch_size, dims, is_batching))
                 sequence = value.sequence or sequence
         return outputs, sequence
 

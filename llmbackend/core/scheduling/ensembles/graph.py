@@ -117,19 +117,19 @@ class ModelShapes:
         return cls(config.max_batch_size > 0, config.model_transaction_policy.decoupled, dims)
 
 
-def dims_agree(some: Sequence[int], others: Sequence[int]) -> bool:
+def dims_compatible(some: Sequence[int], others: Sequence[int]) -> bool:
     """Whether the two are compatible; -1 = any size. Source: CompareDimsWithWildcard."""
     return len(some) == len(others) and all(
         one == other or -1 in (one, other) for one, other in zip(some, others, strict=True)
     )
 
 
-def passed_on(tensor: Tensor, name: str, batch_size: int, dims: Sequence[int], is_batching: bool) -> Tensor:
+def as_step_input(tensor: Tensor, name: str, batch_size: int, dims: Sequence[int], is_batching: bool) -> Tensor:
     """`tensor` as input `name` of another model, with `dims`. batch_size: that of its request; 0 = not batched."""
     shape = tensor.shape
-    if is_batching and not batch_size and dims_agree(dims, shape):
+    if is_batching and not batch_size and dims_compatible(dims, shape):
         shape = (1, *shape)
-    elif not is_batching and batch_size == 1 and not dims_agree(dims, shape):
+    elif not is_batching and batch_size == 1 and not dims_compatible(dims, shape):
         shape = shape[1:]
     data = tensor.data if shape == tensor.shape else reshaped(name, tensor.data, shape)
     return Tensor(name, tensor.datatype, shape, data)
