@@ -254,8 +254,7 @@ def _ablate(arguments: Mapping[str, Any], items: list[WorkloadItem], base: Bench
 
 
 def _changes_nothing(given: Mapping[str, Any], change: Mapping[str, Any]) -> bool:
-    """Whether the configuration already has this change. Only one kind of speculation is tried; a CPU has no
-    overlap."""
+    """Whether the change has no effect: it is set already, so is another speculation, or steps never overlap (CPU)."""
     if "async_scheduling" in change and given["device"] == "cpu" and not given["mock_steps_in_flight"]:
         return True
     if change.get("speculative_config") and given["speculative_config"]:

@@ -43,8 +43,8 @@ from .wire import (
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES: Final = 64 << 20
-"""Limit on bytes sent to a frontend and not yet read. A large response is not counted if it is its request's only
-one."""
+"""Limit on bytes sent to a frontend and not yet read. A large response is not counted if its request has no
+other."""
 _NONE = ResponseFlag.NONE
 _FINAL: Final = int(ResponseFlag.FINAL)
 _NO_LAYOUT: Final = -1
