@@ -4,7 +4,7 @@
     python -m benchmarks.checkpoints --w8a8 DIRECTORY NEW_DIRECTORY
 
 Used by every engine of the suite. Independent of engines. Invariant: a name always means the same weights, since they
-are drawn from a fixed seed. Speed does not depend on what weights hold, so nothing has to be downloaded.
+are drawn from a fixed seed. Speed does not depend on the values of weights, so nothing needs to be downloaded.
 """
 
 from __future__ import annotations

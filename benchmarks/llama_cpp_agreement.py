@@ -1,4 +1,4 @@
-"""A GGUF file read by us and by llama.cpp: tokens of hard strings, and logits of the same tokens.
+"""Compares how we and llama.cpp read a GGUF file: tokens of difficult strings, and logits of the same tokens.
 
     python -m benchmarks.llama_cpp_agreement FILE.gguf [--scratch FOLDER] [--strings 10000]
 

@@ -1,4 +1,4 @@
-"""Each checkpoint in the form an engine reads, made when it is missing.
+"""Each checkpoint in the format that an engine reads, created if missing.
 
 Used by the runner. Independent of what is measured. Invariant: a model that exists is complete; it is written under
 another name first.

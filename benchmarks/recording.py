@@ -1,8 +1,8 @@
 """The common part of all drivers: reads the arguments, warms up, runs each workload, writes the results.
 
-Used by the files in drivers/, inside their engines' environments. Independent of engines and any package that is
-installed. Invariants: greedy, end of sequence ignored, all requests at once, every requested token generated or the run
-fails; loading and warm-up are outside the measured time; a result is on disk as soon as its workload is over.
+Used by the files in drivers/, inside their engines' environments. Independent of engines and of installed packages.
+Invariants: greedy, end of sequence ignored, all requests at once, every requested token generated or the run fails;
+loading and warm-up are outside the measured time; a result is on disk as soon as its workload is over.
 """
 
 from __future__ import annotations

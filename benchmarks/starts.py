@@ -4,7 +4,7 @@
 
 Part of `make bench`, and by itself. Independent of what a start does. Invariants: cold and warm starts of one entry
 follow each other within a round, and entries take turns; a cold start has an empty cache of packed weights of its own
-and a checkpoint outside the page cache; nothing that was started is left.
+and a checkpoint outside the page cache; nothing that was started remains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines and requests that sections of the accelerator benchmark have in common.
+"""Engines and requests shared by sections of the accelerator benchmark.
 
 Used by the sections that run our engine in their own process. Independent of what they measure. Invariants: random
 weights; a prompt's tokens are drawn from a fixed seed; end of sequence is ignored, so that a request gets all of its

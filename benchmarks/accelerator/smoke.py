@@ -4,7 +4,7 @@
 
 For the first minute on a new machine. Independent of speed. Invariants: a model that runs as modules fails; the load
 has compared the program's logits with the modules' already (GpuProgram.verify); tokens are compared between the same
-request's first run, its second (from the prefix cache) and one beside others.
+request's first run, its second (from the prefix cache) and one run together with others.
 """
 
 from __future__ import annotations

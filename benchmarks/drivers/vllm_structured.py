@@ -1,4 +1,4 @@
-"""vLLM's CPU build with and without a JSON schema, as it is told to on its standard input.
+"""vLLM's CPU build with and without a JSON schema, as instructed on its standard input.
 
 Used by benchmarks/structured_outputs.py. Independent of other engines. Invariant: only steps in which every row gets
 its token are counted, as for our engine.

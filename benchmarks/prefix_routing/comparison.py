@@ -1,4 +1,4 @@
-"""The same conversations under each policy, and with one cache over all: hits, first tokens, balance.
+"""The same conversations under each policy, and with a single shared cache: hits, first tokens, balance.
 
 Used by `python -m benchmarks.prefix_routing`. Independent of how a policy chooses. Invariant: every turn of every
 conversation is answered, or the run fails.

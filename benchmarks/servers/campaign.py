@@ -1,7 +1,7 @@
 """Each server in turns: started, under one load after the other, ended.
 
 Used by the command line. Independent of how a load is made and what the figures mean. Invariants: one server runs at a
-time, beside the load generator on the same cores; a figure is on disk as soon as it is measured, and is not measured
+time, with the load generator on the same cores; a figure is on disk as soon as it is measured, and is not measured
 again.
 """
 
