@@ -5,9 +5,9 @@
     python -m benchmarks.host_cpu_per_token --frontend-processes 1,2,4
 
 For the cost of a change of frontends, host or adapter, as a ratio of two trees in one run, and its distance from the
-lower bounds (servers that only write the same bytes). The engine and the clients are separate processes and not counted.
-Invariants: rounds of the trees alternate; the minimum is the cost of the code, the median shows how disturbed the
-machine was.
+lower bounds (servers that only write the same bytes). The engine and the clients are separate processes that are not
+counted. Invariants: rounds of the trees alternate; the minimum is the cost of the code, the median shows how disturbed
+the machine was.
 """
 
 from __future__ import annotations
