@@ -1,4 +1,4 @@
-"""What a test may not leave behind: processes, threads, file descriptors; and hosts and engines that lost something.
+"""Checks what a test must not leave behind: processes, threads, file descriptors; and leaks in hosts and engines.
 
 Used by tests/conftest.py, which asks before and after every test. Independent of what a test does.
 A new child process is always an error, except the workers that a shared server keeps for large bodies. New threads and

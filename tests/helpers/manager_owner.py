@@ -1,4 +1,5 @@
-"""What ModelState is to an LlmManager, with a mock engine: a queue, a map of outcomes, a list of control signals.
+"""Plays the role of ModelState for an LlmManager, with a mock engine: a queue, a map of outcomes, a list of control
+signals.
 
 Used by tests of the manager's loop and of its engines. Independent of where engines run.
 """

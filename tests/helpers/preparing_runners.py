@@ -1,4 +1,4 @@
-"""Runners of which each engine needs another process before it, that prepares the model: the mock's, otherwise.
+"""Mock runners whose engines need another process to prepare the model first.
 
 Used by tests of supervisors and fork servers, which give this module's name to an engine's process. What is prepared is
 a file in the config's `fault_directory`, `prepared`; its absence makes the next process prepare it. Files that begin

@@ -1,4 +1,4 @@
-"""What the system says of a process.
+"""Information from the system about a process.
 
 Used by tests that end processes. Independent of whose they are.
 """

@@ -1,4 +1,4 @@
-"""A mock model that repeats itself, so that drafts hold often, and fail often.
+"""A mock model that repeats itself, so that drafts are often accepted, and often rejected.
 
 Used by tests of speculation. Independent of engines. Invariant: like the mock model's, its logits are a function of all
 tokens so far, so that a wrong KV slot changes the tokens soon.

@@ -1,4 +1,4 @@
-"""Engines under a supervisor, as tests see them: loaded, and their processes.
+"""Loaded engines under a supervisor, and their processes.
 
 Used by tests of starts and restarts. Independent of which models.
 """
