@@ -19,7 +19,7 @@ from llmbackend.fork_server.process_resources import OwnedFolder
 from llmbackend.gguf.errors import GgufError
 from llmbackend.gguf.model_directory import gguf_files, model_directory
 
-from .four_bit_models import keeps_four_bits
+from .quantized_weights import keeps_quantized_weights
 from .text.template_trial import check_template
 
 _FOLDER = "gguf"
@@ -38,10 +38,10 @@ def is_gguf_model(path: Path) -> bool:
 
 def with_directories(config: EngineConfig, has_gpu: Callable[[], bool] = lambda: False) -> EngineConfig:
     """The configuration with directories in place of GGUF files, and with `quantization` int4 if the model's weights
-    stay quantized (four_bit_models.py). has_gpu: called if the configuration does not set the device. Raises ValueError
+    stay quantized (quantized_weights.py). has_gpu: called if the configuration does not set the device. Raises ValueError
     that names the argument and the file."""
     given = {field: value for field in _FIELDS if (value := getattr(config, field)) and is_gguf_model(Path(value))}
-    keeps = keeps_four_bits(config) and (config.device == "cpu" or not has_gpu())
+    keeps = keeps_quantized_weights(config) and (config.device == "cpu" or not has_gpu())
     if not given and not keeps:
         return config
     directories = {field: str(_directory(field, config)) for field in given}

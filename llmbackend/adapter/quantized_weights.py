@@ -18,7 +18,7 @@ from llmbackend.gguf.model_directory import gguf_files
 from llmbackend.gguf.stored import FileMatrices
 
 
-def keeps_four_bits(config: EngineConfig) -> bool:
+def keeps_quantized_weights(config: EngineConfig) -> bool:
     """Whether the model has weights in 2 to 8 bits that native kernels can multiply, and the configuration leaves their
     storage open."""
     is_open = config.quantization is None and config.dtype == "auto" and config.kernels != "torch"
