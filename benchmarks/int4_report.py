@@ -1,7 +1,6 @@
-"""Writes docs/benchmarks_int4.md: 4-bit weights, ours compared with llama.cpp on the same file and with OpenVINO's
-int4.
+"""Writes docs/benchmarks_int4.md: weights in 4 bits, ours beside llama.cpp on the same file and OpenVINO's int4.
 
-Used by `python -m benchmarks --int4`. Independent of how anything was measured. Invariants: as report.py's; an engine's
+For: `python -m benchmarks --int4`. Does not know: how anything was measured. Invariants: as report.py's; an engine's
 figure is that of its fastest entry for the workload, flags included.
 """
 

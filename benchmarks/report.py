@@ -1,6 +1,6 @@
 """Writes docs/benchmarks.md from measurements: medians over rounds, fastest forms, ratios to the best peer.
 
-Used by `python -m benchmarks`. Independent of how anything was measured. Invariants: every figure is a
+For: `python -m benchmarks`. Does not know: how anything was measured. Invariants: every figure is a
 median of the rounds of one run; failures are listed, not left out; what the page says follows from the results file.
 """
 

@@ -4,7 +4,7 @@
     python -m tools.families --all      first tries every causal language model of transformers (10 minutes)
     python -m tools.families qwen3 glm  first tries these
 
-For the page of model families. Invariant: tests/engine/test_families.py fails when the page is not what this writes.
+For: the page of model families. Invariant: tests/engine/test_families.py fails when the page is not what this writes.
 """
 
 from __future__ import annotations

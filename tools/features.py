@@ -1,8 +1,7 @@
-"""`python tools/features.py`: generates docs/features.md from tests/features.toml: each feature, and the tests that
-prove it.
+"""`python tools/features.py`: docs/features.md from tests/features.toml: each feature, and the tests that prove it.
 
-For the features page. Independent of what a test does. Invariant: a row names at least one existing test;
-tests/test_features.py fails if one is missing, or if the page differs from what this generates.
+For: the features page. Does not know: what a test does. Invariant: a row names at least one test that exists;
+tests/test_features.py fails when one is gone, or when the page is not what this writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The content of the Grafana board: its rows, their panels, and the queries of each.
+"""What the Grafana board shows: its rows, their panels, and the queries of each.
 
-Used by grafana_board.py. Independent of Grafana's JSON. Invariants: every query selects `instance` (and `model`, if the
-metric has one) by the board's variables; tests/deploy runs each query on a real Prometheus.
+For: grafana_board.py. Does not know: Grafana's JSON. Invariants: every query selects `instance`, and `model` where the
+metric has one, by the board's variables; tests/deploy runs each of them on a real Prometheus.
 """
 
 from __future__ import annotations

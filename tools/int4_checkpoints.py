@@ -1,12 +1,11 @@
-"""4-bit checkpoints written by llm-compressor and GPTQModel, for tests and measurements.
+"""Checkpoints in 4 bits that llm-compressor and GPTQModel write, for tests and measurements.
 
     PYTHON tools/int4_checkpoints.py CHECKPOINT FOLDER KIND …       FOLDER/KIND for each, of a plain checkpoint
 
-PYTHON: from an environment that has the kind's program (`llmcompressor` or `gptqmodel`), without this project. Tested
-with llmcompressor 0.14.0.1 (transformers 5.17.0) and gptqmodel 7.6.0 (transformers 5.24.0), torch 2.13.0 on a CPU.
-Independent of how the checkpoints are used. Calibration is short (8 texts of 128 tokens), because quality does not
-matter here. Invariant: reference.json has the tokens that the program's own dequantised weights give in float32,
-computed by transformers.
+PYTHON: of an environment that has the kind's program (`llmcompressor` or `gptqmodel`), without this project. Tried with
+llmcompressor 0.14.0.1 (transformers 5.17.0) and gptqmodel 7.6.0 (transformers 5.24.0), torch 2.13.0 on a CPU. Does not
+know: what is done with them. Calibration is short (8 texts of 128 tokens): quality is not the point. Invariant:
+reference.json has the tokens that the program's own dequantised weights give in float32, computed by transformers.
 """
 
 from __future__ import annotations

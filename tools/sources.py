@@ -1,8 +1,7 @@
-"""`python -m tools.sources`: generates docs/sources.md from the table below, which maps terms of the design's sources
-to file and line here.
+"""`python -m tools.sources`: docs/sources.md from the table below: a term of the design's sources → file and line here.
 
-For readers who know Triton, MindIE or vLLM. Independent of what the code does. Invariant: each symbol exists in its
-file; tests/test_sources.py fails if one is missing, or if a line number in the page is far from its symbol.
+For: readers who know Triton, MindIE or vLLM. Does not know: what the code does. Invariant: each symbol exists in its
+file; tests/test_sources.py fails when one is gone, or when a line of the page is far from its symbol.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""`python -m tools.vllm_flags`: generates the table in docs/command_line.md of what each flag of `vllm serve` does
-here.
+"""`python -m tools.vllm_flags`: the table of docs/command_line.md that says what each flag of `vllm serve` does here.
 
-For people with a command line of vLLM. The meaning of a flag comes from its own help and from the tables of flags
-without effect. Invariant: the list of flags is vLLM's (tests/cli/vllm_flags.txt); tests/cli/test_vllm_flags.py fails if
-the page differs from what this generates.
+For: people with a command line of vLLM. Does not know: what a flag means; the flags' own help and the tables of flags
+without effect say it. Invariant: the list of flags is vLLM's (tests/cli/vllm_flags.txt); tests/cli/test_vllm_flags.py
+fails when the page says something else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The part of docs/benchmarks.md that compares servers, and what its picture shows.
 
-Used by the command line. Independent of how anything was measured. Invariant: every figure of the table is a median of
-the rounds in the results file; losses are shown like wins.
+For: the command line. Does not know: how anything was measured. Invariant: every figure of the table is a median of the
+rounds in the results file; a loss stands like a win.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def is_gguf_model(path: Path) -> bool:
 
 def with_directories(config: EngineConfig, has_gpu: Callable[[], bool] = lambda: False) -> EngineConfig:
     """The configuration with directories in place of GGUF files, and with `quantization` int4 if the model's weights
-    stay quantized (quantized_weights.py). has_gpu: called if the configuration does not set the device. Raises ValueError
-    that names the argument and the file."""
+    stay quantized (quantized_weights.py). has_gpu: called if the configuration does not set the device. Raises
+    ValueError that names the argument and the file."""
     given = {field: value for field in _FIELDS if (value := getattr(config, field)) and is_gguf_model(Path(value))}
     keeps = keeps_quantized_weights(config) and (config.device == "cpu" or not has_gpu())
     if not given and not keeps:

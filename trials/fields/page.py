@@ -1,4 +1,4 @@
-"""Writes docs/fields.md: the fields of every endpoint, with the results of their checks."""
+"""docs/fields.md: the fields of every endpoint, as their checks found them."""
 
 from __future__ import annotations
 
