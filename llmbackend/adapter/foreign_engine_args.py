@@ -58,10 +58,10 @@ NO_EFFECT: Mapping[str, str] = _by_name(
             jit_monitor_verbose kda_decode_backend kda_prefill_backend kernel_config linear_backend
             max_context_len_to_capture max_cudagraph_capture_size max_seq_len_to_capture moe_backend
             optimization_level performance_mode sparse_indexer_topk_backend ubatch_size use_fp64_gumbel worker_cls""",
-        "recurrent layers have one implementation": """
-            enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint mamba_backend mamba_block_size
-            mamba_cache_mode mamba_cache_philox_rounds mamba_ssu_algorithm replayssm_buffer_len use_replayssm""",
-        "engram layers are not supported": "engram_config",
+        "recurrent layers have only one implementation": """
+            enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint engram_config mamba_backend
+            mamba_block_size mamba_cache_mode mamba_cache_philox_rounds mamba_ssu_algorithm replayssm_buffer_len
+            use_replayssm""",
         "prefills are always chunked, which changes no answer": "enable_chunked_prefill",
         "steps are bounded by max_num_batched_tokens and max_num_seqs only": """
             disable_async_output_proc disable_hybrid_kv_cache_manager kv_sharing_fast_prefill

@@ -28,7 +28,7 @@ class EngineHandle:
         self.config = config
         self.manager = manager
         self.wakes_at_ns = 0
-        """When it checks again for requests that it left to other engines. Owner: its loop."""
+        """When it looks again for requests that it left to other engines. Owner: its loop."""
         self.assignment = EngineAssignment(manager.wake, lambda: manager.room, 1 << index)
 
     def why_not_ready(self) -> str:
