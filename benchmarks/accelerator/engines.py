@@ -1,6 +1,6 @@
-"""Engines and requests that sections of the accelerator benchmark have in common.
+"""Engines and requests shared by sections of the accelerator benchmark.
 
-For: the sections that run our engine in their own process. Does not know: what they measure. Invariants: random
+Used by the sections that run our engine in their own process. Independent of what they measure. Invariants: random
 weights; a prompt's tokens are drawn from a fixed seed; end of sequence is ignored, so that a request gets all of its
 tokens or the run fails.
 """

@@ -1,10 +1,10 @@
-"""A layer's experts: right beside float32, and their time beside that of reading the experts that tokens choose.
+"""A layer's experts: compares results with float32, and time with that of reading the chosen experts.
 
     python -m benchmarks.accelerator.experts --device cuda --json FILE --scratch FOLDER
 
-For: kernels/experts.py. Does not know: engines. Invariants: random numbers, so that tokens spread over all experts;
-memory between the kernels and the output are filled before a checked call; timed calls are replayed from a graph, each
-for tokens that choose other experts than the call before.
+For kernels/experts.py. Independent of engines. Invariants: random numbers, so that tokens spread over all experts;
+intermediate memory and the output are filled before a checked call; timed calls are replayed from a graph, each with
+tokens that choose other experts than in the previous call.
 """
 
 from __future__ import annotations

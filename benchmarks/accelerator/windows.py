@@ -1,10 +1,10 @@
-"""A model with a sliding window: KV blocks that are given back change no token, and what the window saves.
+"""A model with a sliding window: freed KV blocks change no token, and what the window saves.
 
     python -m benchmarks.accelerator.windows --shape mistral-7b-v0.1-4-layers --device cuda --json FILE --scratch FOLDER
 
-For: blocks behind a window (engine/scheduling), and attention that begins within a block. Does not know: when blocks
-are given back. Invariants: texts several times as long as the window; the engine that keeps its blocks is the same but
-for that; with `batch_invariant` every token must be equal, and fewer blocks must have been held, or nothing was tried.
+For blocks behind a window (engine/scheduling), and attention that begins within a block. Independent of when blocks are
+freed. Invariants: texts several times as long as the window; the engine that keeps its blocks is the same but for that;
+with `batch_invariant` every token must be equal, and fewer blocks must have been in use, otherwise nothing was tested.
 """
 
 from __future__ import annotations

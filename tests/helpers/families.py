@@ -1,6 +1,6 @@
 """A small random model of each family, and what the engine makes of it: served natively, as modules, or refused.
 
-For: docs/models.md (`python -m tools.families`) and its tests. Invariant: what is served gives the tokens of
+For docs/models.md (`python -m tools.families`) and its tests. Invariant: what is served gives the tokens of
 transformers; every causal language model of transformers has a result in families.json, which a run of all writes.
 """
 

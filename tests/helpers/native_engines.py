@@ -1,4 +1,4 @@
-"""What tests of the native kernels share: engines of each built library, and bfloat16 in numpy."""
+"""Shared by tests of the native kernels: engines of each built library, and bfloat16 in numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mock model with windows and recurrent layers: it fails where a row would not find its own keys or its own state.
+"""A mock model with windows and recurrent layers: it fails if a row does not find its own keys or its own state.
 
 No family of transformers has both, so this stands in for one. Slots are kept as the native runner keeps them.
 """

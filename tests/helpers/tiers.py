@@ -1,7 +1,7 @@
 """Which tests are nightly: `make test` leaves them out, `make test-all` runs them.
 
-For: tests/conftest.py. Invariant: decided by place and parameter here alone, by how long they take (`pytest
---durations=0`) and how seldom they find what the others miss.
+Used by tests/conftest.py. Invariant: decided only here, by file and parameter, according to how long tests take
+(`pytest --durations=0`) and how rarely they find what others miss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of the fields that say what an answer holds: streams, logprobs, ids of tokens, labels of responses."""
+"""Checks of the fields that determine what an answer contains: streams, logprobs, token ids, response labels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The fields of /v1/conversations and of a conversation's items.
 
-Source: the types of OpenAI's Python package. Invariant: each check asks about a conversation that was made for it.
+Source: the types in OpenAI's Python package. Invariant: each check uses a conversation created for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of the fields that make the prompt."""
+"""Checks of the fields that determine the prompt."""
 
 from __future__ import annotations
 

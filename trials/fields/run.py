@@ -1,4 +1,4 @@
-"""Sends every field to a running server, and says of each what came of it."""
+"""Sends every field to a running server and reports the result for each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`store` of chats, and what may be asked of stored chat completions: to list and to change them, and their messages.
+"""`store` for chats, and operations on stored chat completions: listing and changing them, and their messages.
 
-Source: the types of OpenAI's Python package. Invariant: each check asks about completions that were made for it.
+Source: the types in OpenAI's Python package. Invariant: each check uses completions created for it.
 """
 
 from __future__ import annotations

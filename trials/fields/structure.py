@@ -1,4 +1,4 @@
-"""Checks of the fields that ask for the form of an answer."""
+"""Checks of the fields that determine the form of an answer."""
 
 from __future__ import annotations
 

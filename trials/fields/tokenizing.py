@@ -1,6 +1,6 @@
-"""The fields of /tokenize, of both forms of a prompt, and of /detokenize.
+"""The fields of /tokenize (both forms of a prompt) and of /detokenize.
 
-Source: vLLM's protocol of these paths (autumn 2026).
+Source: vLLM's protocol for these paths (autumn 2026).
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from llmbackend import __version__
+from llmbackend.core.daemon_threads import DaemonThreadPool
 from llmbackend.core.errors import unavailable
 from llmbackend.core.host_protocol import Host
-from llmbackend.core.kept_threads import KeptThreads
 from llmbackend.core.messages import ModelIndex
 
 from ..http.errors import error_body, error_response
@@ -166,7 +166,7 @@ class ReadinessProbes:
 
     def __init__(self, server: Host) -> None:
         self._server = server
-        self._threads = KeptThreads("readiness-probe")
+        self._threads = DaemonThreadPool("readiness-probe")
         weakref.finalize(self, self._threads.close)
         self._under_way: dict[Hashable, asyncio.Future[Any]] = {}
         self._next: dict[Hashable, asyncio.Future[Any]] = {}

@@ -1,6 +1,6 @@
-"""Checks of the fields of a message request; most of them ask for a count of tokens just as well.
+"""Checks of the fields of a message request; most also apply to token counting.
 
-For: the table. Does not know: which fields there are. Invariant: a check sees two values differ.
+Used by the table. Independent of which fields exist. Invariant: a check observes a difference between two values.
 """
 
 from __future__ import annotations

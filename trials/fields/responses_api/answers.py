@@ -1,4 +1,4 @@
-"""Checks of the fields that ask for what an answer is made of: its form, tools, reasoning, log probabilities."""
+"""Checks of the fields that determine an answer's form: structure, tools, reasoning, log probabilities."""
 
 from __future__ import annotations
 

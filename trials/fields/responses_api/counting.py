@@ -1,6 +1,6 @@
-"""The fields of /v1/responses/input_tokens, which counts the tokens of a response's input.
+"""The fields of /v1/responses/input_tokens, which counts the input tokens of a response.
 
-Source: the types of OpenAI's Python package.
+Source: the types in OpenAI's Python package.
 """
 
 from __future__ import annotations

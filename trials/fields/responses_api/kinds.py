@@ -1,6 +1,7 @@
-"""What kinds of items, tools and further output a request may name: each is done, or refused by its name and place.
+"""The kinds of items, tools and additional output that a request may name: each is supported, or refused by name and
+place.
 
-Source: the types of OpenAI's Python package.
+Source: the types in OpenAI's Python package.
 """
 
 from __future__ import annotations

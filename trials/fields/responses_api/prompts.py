@@ -1,4 +1,4 @@
-"""Checks of the fields that make the prompt, and of those that say what is kept of a response."""
+"""Checks of the fields that determine the prompt, and of those that determine what is stored of a response."""
 
 from __future__ import annotations
 

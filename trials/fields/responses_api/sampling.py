@@ -1,4 +1,4 @@
-"""Checks of the fields that say how tokens are chosen, and when to stop."""
+"""Checks of the fields that determine how tokens are sampled, and when to stop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What may be asked of stored responses: to retrieve one, and to list its input items.
+"""Operations on stored responses: retrieving one, and listing its input items.
 
-Source: the types of OpenAI's Python package. Invariant: each check asks about a response that was made for it.
+Source: the types in OpenAI's Python package. Invariant: each check uses a response created for it.
 """
 
 from __future__ import annotations
