@@ -1,10 +1,10 @@
-"""A decoder-only model as a flat list of native operations: one call computes a whole step, or one for each run of
-neighbouring layers that share KV blocks, where not all do.
+"""A decoder-only model as a flat list of native operations. One call computes a whole step; if layers are in different
+KV groups, one call per run of neighbouring layers of a group.
 
-For: the native runner, and the packer, which compares a program with the model's modules. Does not know: families,
-torch, requests, sampling. Invariants: all buffers are made once, for the largest step; the residual stream is float32
-throughout; the operations of a layer are listed in the order in which they run; every address comes from a checked
-description (cpu/packed_decoder.py).
+Used by the native runner, and by the packer, which compares a program with the model's modules. Independent of model
+families, torch, requests and sampling. Invariants: all buffers are allocated once, for the largest step; the residual
+stream is float32 throughout; the operations of a layer are listed in execution order; every address comes from a
+validated description (cpu/packed_decoder.py).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 _ACTIVATIONS: Final = {"gelu_tanh": Activation.GELU, "relu2": Activation.RELU2}
-"""Without a gate."""
+"""For MLPs without a gate."""
 
 
 class _Part(NamedTuple):
-    """Operations that one native call runs: of neighbouring layers whose keys and values are in blocks of one group."""
+    """Operations of one native call: neighbouring layers whose keys and values are in one KV group."""
 
     group: int
     pointers: Any
@@ -71,9 +71,9 @@ class DecoderProgram:
         adapters: ProgramAdapters | None = None,
         num_state_slots: int = 1,
     ) -> None:
-        """num_blocks, block_size: of the KV memory. max_tokens, max_samples: the largest step. adapters: None: no step
-        has some. num_state_slots: where layers are recurrent. Raises MemoryError, and ValueError where the description
-        is broken."""
+        """num_blocks, block_size: of the KV memory. max_tokens, max_samples: of the largest step. adapters: None =
+        steps have no adapters. num_state_slots: for recurrent layers. Raises MemoryError, or ValueError if the
+        description is invalid."""
         decoder, memories = packed.decoder, packed.memories
         decoder.check(memories)
         self._kernels = kernels
@@ -90,12 +90,12 @@ class DecoderProgram:
         self._make_buffers(max_tokens, max_samples)
         self._loras = None if adapters is None else LoraOps(kernels, decoder, max_tokens, adapters)
         self.operations: list[Operation] = []
-        """In the order in which they run. Constant."""
+        """In execution order. Constant."""
         self._starts: list[tuple[int, int]] = []
-        """The first operation of each part, and its group."""
+        """First operation and KV group of each part."""
         self._add_operations()
         self._parts = self._parts_of(self.operations)
-        """With what adapters need."""
+        """Including the operations that adapters need."""
         self._plain_parts = self._parts_of([each for each in self.operations if each.role != Role.LORA])
         self._head_pointers = op_pointers([operation.op for operation in self.operations[-2:]])
 
@@ -115,9 +115,8 @@ class DecoderProgram:
     ) -> Float32Array:  # fmt: skip
         """Computes the step; logits float32 [samples, vocab], valid until the next call. Raises MemoryError.
 
-        Of each group of layers: slots int32 [groups, tokens]; block_tables int32 [groups, rows, blocks], of the step's
-        rows. states: where layers are recurrent. has_adapters: whether what the program was told of adapters says that
-        some tokens have one.
+        slots int32 [groups, tokens] and block_tables int32 [groups, rows, blocks]: of the step's rows, for each layer
+        group. states: for recurrent layers. has_adapters: whether any token has an adapter.
         """
         for call in self._calls(step, slots, block_tables, states, self._parts if has_adapters else self._plain_parts):
             self._kernels.run(*call)
@@ -126,8 +125,8 @@ class DecoderProgram:
     def profile(
         self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, states: StepStates | None = None
     ) -> Float64Array:
-        """As `forward`: the seconds of each of `operations`, without the last two where nothing is sampled. Raises
-        OSError where the library cannot time them."""
+        """As `forward`, but returns the seconds of each of `operations`, without the last two if nothing is sampled.
+        Raises OSError if the library cannot time them."""
         calls = self._calls(step, slots, block_tables, states, self._parts)
         seconds = [self._kernels.profile(*call) for call in calls]
         self._finished(self._logits.floats(len(step.sampled_tokens), self._vocab_size))
@@ -136,7 +135,8 @@ class DecoderProgram:
     def write_kv(
         self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, states: StepStates | None = None
     ) -> None:
-        """Writes keys and values of the step's tokens and computes nothing else: they are what the last step left."""
+        """Writes keys and values of the step's tokens and computes nothing else; their contents are those of the last
+        step."""
         for pointers, num_ops, native_step in self._calls(step, slots, block_tables, states, self._plain_parts):
             writes = [each for each in pointers[:num_ops] if ctypes.c_int32.from_address(each).value == Kind.ROTARY]
             self._kernels.run((ctypes.c_void_p * len(writes))(*writes), len(writes), native_step)
@@ -145,7 +145,8 @@ class DecoderProgram:
         self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, states: StepStates | None,
         parts: list[_Part],
     ) -> Iterator[tuple[Any, int, Step]]:  # fmt: skip
-        """The native calls of a step, to be made as they come: the arrays that they read end with the iterator."""
+        """The native calls of a step, to be made while iterating: the arrays that they read live as long as the
+        iterator."""
         num_samples = len(step.sampled_tokens)
         if len(step.token_ids) > self._max_tokens or num_samples > self._max_samples:
             raise RuntimeError(f"a step of {len(step.token_ids)} tokens and {num_samples} samples has no room")
@@ -171,8 +172,7 @@ class DecoderProgram:
         )  # fmt: skip
 
     def logits_behind(self, step: FlatStep, tokens: Int32Array) -> Float32Array:
-        """Logits float32 [tokens, vocab] behind these tokens of the batch, the one that was computed last; valid until
-        the next call."""
+        """Logits float32 [tokens, vocab] after these tokens of the last computed batch; valid until the next call."""
         assert len(tokens) <= self._max_samples, "more tokens than fit into a step's samples"
         tokens = np.ascontiguousarray(tokens, np.int32)
         native_step = Step(num_tokens=len(step.token_ids), num_rows=len(step.rows), num_sampled=len(tokens),
@@ -269,7 +269,7 @@ class DecoderProgram:
             column += part.weight.n
 
     def _add_latent_qkv(self, attention: PackedAttention, latent: PackedLatent, x: Buffer) -> None:
-        """Queries, of which the rotary parts are elsewhere, and behind them the key."""
+        """Queries, without their rotary parts, followed by the key."""
         room, of_value, rotary = self._latents, *attention.qkv
         assert room is not None, "there is room for latent attention"
         key = self._qkv.from_column(attention.num_heads * attention.head_dim)
@@ -304,7 +304,7 @@ class DecoderProgram:
     def _add_mixer(self, layer: PackedLayer, mixer: PackedShortConv | PackedScan, index: int) -> None:
         states = self._states
         assert states is not None, "there is memory for the states of recurrent layers"
-        # Beside attention it reads what attention read.
+        # A mixer parallel to attention reads the same input.
         x = self._input(layer.attention_norm) if layer.attention is None else self._normed
         self._add_projects(mixer, x)
         buffers, place = (self._qkv, self._arranged, self._attended), (states.address(index), states.slot_floats)
@@ -332,7 +332,7 @@ class DecoderProgram:
             self._add_to_hidden(Role.DOWN, layer.mlp.down, self._gated, layer.mlp_out_norm, layer.mlp_factor)
 
     def _add_experts(self, layer: PackedLayer, experts: PackedExperts) -> None:
-        """The router and the experts read float32, the shared expert what other layers read."""
+        """The router and the experts read float32; the shared expert reads the usual activation type."""
         room = self._mixtures
         assert room is not None, "there is room for the experts of all layers"
         x, shared = self._hidden, layer.mlp
@@ -369,7 +369,7 @@ class DecoderProgram:
         return ExpertMatrix(panels, scale, sums, first.n, first.k, TYPE_OF[first.dtype], self._pointer(matrix.bias))
 
     def _input(self, norm: PackedNorm | None) -> Buffer:
-        """A block's input: the residual stream, normalised where the block has a norm before it."""
+        """A block's input: the residual stream, normalised if the block has an input norm."""
         if norm is None:
             return self._hidden
         self._add_norm(norm, self._hidden, self._normed, Rows.TOKENS)
@@ -378,7 +378,7 @@ class DecoderProgram:
     def _add_to_hidden(
         self, role: Role, projection: PackedProjection, x: Buffer, norm: PackedNorm | None, factor: float
     ) -> None:
-        """hidden += norm(x·Wᵀ + b), or without a norm factor * (x·Wᵀ + b)"""
+        """hidden += norm(x·Wᵀ + b), or without a norm, factor * (x·Wᵀ + b)"""
         lora = self._add_lora(x, projection)
         if norm is None:
             self._add_linear(role, projection, x, self._hidden, epilogue=Epilogue.ADD, factor=factor, lora=lora)
@@ -389,7 +389,7 @@ class DecoderProgram:
     def _add_norm(
         self, norm: PackedNorm, x: Buffer, out: Buffer, rows: Rows, accumulate: bool = False, width: int = 0
     ) -> None:
-        """width: 0: the model's."""
+        """width: 0 = the model's."""
         self._add(
             Role.NORM,
             NormOp(
@@ -414,14 +414,14 @@ class DecoderProgram:
         epilogue: Epilogue = Epilogue.STORE, factor: float = 1.0, lora: LoraOp | None = None,
         activation: Activation = Activation.NONE, lora_panel: int = 0,
     ) -> None:  # fmt: skip
-        """lora: of this input, of which lora_panel is the first output's panel."""
+        """lora: for this input; its lora_panel is the panel of the first output."""
         op = self._linear(projection, x, y)
         adapt(op, lora, lora_panel)
         op.rows, op.epilogue, op.factor, op.activation = rows, epilogue, factor, activation
         self._add(role, op)
 
     def _add_lora(self, x: Buffer, *projections: PackedProjection) -> LoraOp | None:
-        """What adapters need before these projections of x."""
+        """The adapter operation for these projections of x."""
         if self._loras is None or not any(projection.parts for projection in projections):
             return None
         op = self._loras.of(Input(x.address, x.type, x.stride), projections)

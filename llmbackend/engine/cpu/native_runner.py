@@ -1,8 +1,8 @@
-"""Runs the steps of a packed model: one native program, and nothing else of the model than its packed weights.
+"""Runs the steps of a packed model: one native program, and nothing else of the model but its packed weights.
 
-For: the engine core, as its `Runner`, wherever a CPU computes what can be a program; `why_modules` tells where the
-engine arguments rule that out. Does not know: torch, checkpoints, where the memories come from. Invariant: the same
-packed model computes the same bits in any process, whether it was just packed or read from a file.
+The engine core's `Runner` whenever a CPU can run the model as a program; `why_modules` says when engine arguments rule
+that out. Independent of torch, checkpoints, and the source of the memories. Invariant: the same packed model computes
+the same bits in any process, whether just packed or read from a file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .recurrent_states import SlotContents, flatten_from, groups_beside_states, 
 
 
 def why_modules(config: EngineConfig) -> str:
-    """Why the engine arguments rule out a native program; "" when they do not."""
+    """Why the engine arguments rule out a native program; "" = they do not."""
     reasons = {
         "it is the mock": config.model == "mock",
         f"device is '{config.device}'": config.device != "cpu",
@@ -44,7 +44,7 @@ def why_modules(config: EngineConfig) -> str:
 
 
 def why_no_adapters(config: EngineConfig, decoder: PackedDecoder) -> str:
-    """Why this program does not do where adapters are enabled; "" when it does, or none are."""
+    """Why this program does not support the enabled adapters; "" = it does, or none are enabled."""
     if not config.enable_lora or not decoder.unadapted:
         return ""
     return f"LoRA adapters may change '{decoder.unadapted}', which native programs compute without them"
@@ -52,8 +52,8 @@ def why_no_adapters(config: EngineConfig, decoder: PackedDecoder) -> str:
 
 class NativeRunner:
     def __init__(self, config: EngineConfig, packed: PackedModel) -> None:
-        """Makes the program and the KV memory. Raises ProgramUnsupportedError where the config asks for modules,
-        ValueError or OSError with a text for the user, or MemoryError."""
+        """Makes the program and the KV memory. Raises ProgramUnsupportedError if the config asks for modules,
+        ValueError or OSError with a message for the user, or MemoryError."""
         start_s = time.monotonic()
         if reason := why_modules(config):
             raise ProgramUnsupportedError(reason)
@@ -158,10 +158,10 @@ class _Forward:
         self._slots, self._max_tokens = states, max_tokens
         self._tables = FilePages(packed.memories.mapped) if packed.memories.is_file else None
         self._step: FlatStep
-        """The last one that was computed."""
+        """The last computed step."""
 
     def logits(self, plan: StepPlan, table: RowTable) -> Float32Array | None:
-        """Logits float32 [samples, vocab], valid until the next step; None when no row samples."""
+        """Logits float32 [samples, vocab], valid until the next step; None if no row samples."""
         self._step = flatten(plan, table)
         if self._tables is not None:
             self._tables.read(len(self._step.token_ids))
@@ -187,7 +187,7 @@ class _Forward:
         return self._program.forward(step, slots, blocks, states, has_adapters)
 
     def _recompute(self, row: int, table: RowTable, contents: SlotContents) -> None:
-        """Computes all that a row had computed once more, with the same bits, for its state."""
+        """Recomputes everything the row had computed, with the same bits, to restore its state."""
         computed = int(table.num_computed_tokens[row])
         for begin in range(0, computed, self._max_tokens):
             step = part_of_row(table, row, begin, min(begin + self._max_tokens, computed))

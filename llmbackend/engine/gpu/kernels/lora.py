@@ -1,13 +1,13 @@
 """Products of tokens by the two matrices of their LoRA adapters, added to the output of the base layer.
 
-For: triton_ops.py. Does not know: models, steps, adapters beyond their slots. The tokens of a step are sorted by
-adapter once (the sort of experts.py), into tiles that all of its products use: the matrices of an adapter are read once
-per LORA_ROWS of its tokens, whether decoded or of a prompt, and multiplied by tensor cores, instead of once per token.
-The first matrix shrinks the input to the rank, in splits so that few tokens occupy many multiprocessors; the second
-expands the sum of the splits into the output's columns. Invariants: the result of a token depends on that token and its
-adapter alone: tiles are of one size and splits the same in every step, a split is one sum over k in ascending steps,
-and splits are added in order, in float32; the launches follow from the number of tokens alone; tiles without tokens,
-and parts that an adapter does not change, end at once. Nothing is allocated and nothing is read back.
+Used by triton_ops.py. The tokens of a step are sorted by adapter once (the sort of experts.py), into tiles that all of
+its products use: the matrices of an adapter are read once per LORA_ROWS of its tokens, in prefill and decode, instead
+of once per token, and multiplied by tensor cores. The first matrix shrinks the input to the rank, in splits so that few
+tokens occupy many multiprocessors; the second expands the sum of the splits into the output's columns. Invariants: the
+result of a token depends only on that token and its adapter: tile size and splits are the same in every step, a split
+is one sum over k in ascending steps, and splits are added in order, in float32; the launches depend only on the number
+of tokens; tiles without tokens, and parts that an adapter does not change, exit immediately. Nothing is allocated and
+nothing is read back.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .experts import count_pairs_kernel, place_pairs_kernel
 from .matmul import dot_dtype
 
 _AT_ONCE = 1024
-"""Tokens that a program of the sort reads together."""
+"""Tokens that a program of the sort reads at a time."""
 _DEPTH = 128
 _LEAST_SPLIT = 512
-"""Columns of the input."""
+"""Minimum columns of the input per split."""
 _SHRINK_RANKS, _EXPAND_RANKS = 64, 32
-"""The most ranks of a tile; the second kernel holds those of all splits in registers."""
+"""Maximum ranks of a tile; the second kernel keeps those of all splits in registers."""
 _COLUMNS = 128
 
 
@@ -137,5 +137,5 @@ def add_loras(x: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor
 
 
 def _split(k: int) -> int:
-    """Columns of a split."""
+    """Columns per split."""
     return max(_LEAST_SPLIT, -(-k // (LORA_SPLITS * _DEPTH)) * _DEPTH)

@@ -1,10 +1,9 @@
 """The operations that a decoder program needs from an accelerator, and the gates of MLPs and experts.
 
-For: the program (program.py), which calls them in the order of the layers. Implementations: triton_ops.py (kernels),
-torch_ops.py (plain torch: the reference, the ablation "fused kernels off", and devices without Triton). Does not know:
-models, requests, streams, graphs. Invariants: an operation allocates nothing that outlives it, never waits for the
-device and reads no device value on the host, so that it can be captured in a CUDA graph; the result of a row depends on
-that row alone.
+The program (program.py) calls them layer by layer. Implementations: triton_ops.py (kernels), torch_ops.py (plain torch:
+the reference, the ablation "fused kernels off", and devices without Triton). Invariants: an operation allocates nothing
+that outlives it, never waits for the device and reads no device value on the host, so it can be captured in a CUDA
+graph; the result of a row depends only on that row.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from ..weights.dense import EightBitRows, Rows
 from ..weights.experts import ExpertProjection
 
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
-"""Combines a gate and an up. swigluoai: of gpt-oss, with bounds, up + 1, and alternating gates and ups; the others have
-all gates first."""
+"""Combines gate and up projections. swigluoai: gpt-oss's, with bounds, up + 1, and alternating gates and ups; with the
+others, all gates come first."""
 ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "swigluoai")
 
 _SWIGLU_SLOPE: Final = 1.702
@@ -41,7 +40,7 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def gate_up_rows(activation: Activation, n: int, part: range) -> torch.Tensor:
-    """The rows, among 2 * n gates and ups, of this part of the n outputs, in the same order."""
+    """Indices of the rows, among 2 * n gates and ups, that belong to this part of the n outputs, in the same order."""
     own = torch.arange(part.start, part.stop)
     if activation == "swigluoai":
         return torch.stack((2 * own, 2 * own + 1), dim=1).flatten()
@@ -63,11 +62,11 @@ class StepLayout:
     are padding too. Padding tokens have slot PADDING_SLOT; their results are not used."""
 
     rows: torch.Tensor
-    """[n]: each sequence's row of the row table."""
+    """[n]: each sequence's row in the row table."""
     query_start: torch.Tensor
     """[n + 1]: where each sequence's tokens begin in the flat batch."""
     seq_lens: torch.Tensor
-    """[n]: keys that the last token of the sequence sees, itself included."""
+    """[n]: keys that the last token of the sequence attends to, its own included."""
     token_ids: torch.Tensor
     """[tokens]"""
     positions: torch.Tensor
@@ -75,13 +74,13 @@ class StepLayout:
     slots: torch.Tensor
     """[tokens]: where each token's key and value are stored (block * block_size + offset)."""
     sampled_tokens: torch.Tensor
-    """[samples]: places in the batch of the tokens after which a token is sampled."""
+    """[samples]: indices in the batch of the tokens after which a token is sampled."""
     max_query_len: int
     """An upper bound known to the host. A captured graph has its own, so results must not depend on it."""
     max_seq_len: int
     """As max_query_len."""
     adapters: torch.Tensor | None = None
-    """[tokens]: each token's slot among LoRA adapters, NO_ADAPTER for none; None: no token has one."""
+    """[tokens]: each token's LoRA slot, NO_ADAPTER for none; None = no token has an adapter."""
     other_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     """For each group of layers after the first: slots [tokens], and block table [max_num_seqs, max_blocks_per_seq]."""
 
@@ -98,8 +97,8 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """x / sqrt(mean(x²) + eps) * weight, computed in float32. Centred, which no operation here computes: of x - mean(x)
-    instead of x, and a bias is added."""
+    """x / sqrt(mean(x²) + eps) * weight, computed in float32. Centred (not supported by any operation here): of x -
+    mean(x) instead of x, plus a bias."""
 
     weight: torch.Tensor
     """float32 [width]"""
@@ -111,19 +110,19 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """What is done to the queries and keys of one layer before attention."""
+    """The processing of one layer's queries and keys before attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     q_norm: Norm | None
-    """Weight [head_dim], over each head, or with norm_whole [num_heads * head_dim], over all heads; None: no norm."""
+    """Weight [head_dim], over each head, or with norm_whole [num_heads * head_dim], over all heads; None = no norm."""
     k_norm: Norm | None
     """As q_norm, for the KV heads."""
     norm_whole: bool
     cos_sin: torch.Tensor | None
     """float32 [max_model_len, rotary_dim]: cosines of the first half, then sines, applied to halves of the first
-    rotary_dim of a head; None: no rotation."""
+    rotary_dim of a head; None = no rotation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +135,19 @@ class AttendSpec:
     scaling: float
     """Factor on q·k."""
     window: int
-    """A query sees this many positions, itself included; 0: all."""
+    """A query attends to this many positions, its own included; 0 = all."""
     softcap: float
-    """Scores become softcap * tanh(score / softcap); 0: off."""
+    """Scores become softcap * tanh(score / softcap); 0 = off."""
     sinks: torch.Tensor | None
-    """float32 [num_heads]: an extra score per head that has no value; None: none."""
+    """float32 [num_heads]: an extra score per head that has no value; None = none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """The experts of one layer, of which each token chooses some by its router logits."""
+    """The experts of one layer; each token selects some by its router logits."""
 
     gate_up: ExpertProjection
-    """Matrices [2 * n, width], gates and ups in the order of the activation."""
+    """Matrices [2 * n, width], gates and ups in the order that the activation expects."""
     down: ExpertProjection
     """Matrices [width, n]"""
     top_k: int
@@ -162,14 +161,14 @@ class ExpertSpec:
 
 
 MIN_EXPERT_ROWS = 16
-"""The least rows of a tile of (token, expert) pairs that ExpertRoom has room for."""
+"""Minimum rows of a tile of (token, expert) pairs; ExpertRoom is sized for it."""
 _MAX_EXPERT_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRoom:
-    """Memory for the experts of the largest step, without meaning between calls. P: pairs of a token and one of its
-    experts."""
+    """Scratch memory for the experts of the largest step; contents are meaningless between calls. P: number of (token,
+    expert) pairs."""
 
     chosen: torch.Tensor
     """int32 [P]"""
@@ -178,7 +177,7 @@ class ExpertRoom:
     counts: torch.Tensor
     """int32 [experts]"""
     pairs: torch.Tensor
-    """int32 [P + experts * the most rows of a tile]"""
+    """int32 [P + experts * maximum rows of a tile]"""
     tile_experts: torch.Tensor
     """int32 [P / MIN_EXPERT_ROWS + experts]"""
     num_tiles: torch.Tensor
@@ -216,15 +215,15 @@ class ExpertRoom:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraSpec:
-    """The LoRA matrices of one product, for all adapters in their slots. A product that consists of several layers of
-    the model has a part for each of them."""
+    """The LoRA matrices of one product, for all adapter slots. A product that consists of several layers of the model
+    has a part for each of them."""
 
     down: torch.Tensor
     """[slots, parts * max_rank, k], in the model's dtype, contiguous; max_rank is a power of two from 16."""
     up: torch.Tensor
-    """[slots, n, max_rank], multiplied by the adapter's scale"""
+    """[slots, n, max_rank], premultiplied by the adapter's scale"""
     ranks: torch.Tensor
-    """int32 [slots, parts]: what follows the rank of an adapter is not read; 0: it does not change that part."""
+    """int32 [slots, parts]: rank of each adapter, beyond which nothing is read; 0 = it does not change that part."""
     widths: tuple[int, ...]
     """Output columns of each part, one to three."""
 
@@ -236,17 +235,17 @@ class LoraSpec:
 LORA_ROWS = 16
 """Tokens of one adapter that are multiplied together: the minimum of a tensor core."""
 LORA_SPLITS = 8
-"""The most parts into which the sum over the columns of an input is split, the same in every step."""
+"""Maximum number of parts into which the sum over an input's columns is split, the same in every step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraRoom:
-    """Memory for the tokens of the largest step, sorted by adapter: those of each fill tiles of LORA_ROWS places."""
+    """Memory for the tokens of the largest step, sorted by adapter, in tiles of LORA_ROWS places."""
 
     counts: torch.Tensor
     """int32 [slots]: tokens of each adapter."""
     tokens: torch.Tensor
-    """int32 [places]: the token at each place of a tile, -1 for none."""
+    """int32 [places]: the token at each place of a tile, -1 = none."""
     tile_slots: torch.Tensor
     """int32 [tiles]"""
     num_tiles: torch.Tensor

@@ -1,7 +1,7 @@
 """The operations of the decoder program as launches of Triton kernels (kernels/), most of them one each.
 
-For: the program on a GPU, and tests under Triton's interpreter. Does not know: models, requests, graphs. Invariants:
-those of `Ops`; a step without tokens launches nothing.
+Used by the program on a GPU, and by tests under Triton's interpreter. Invariants: those of `Ops`; a step without tokens
+launches nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TritonOps:
     """Implements `Ops`. The last dimension of every tensor is contiguous."""
 
     def __init__(self, attention: PagedAttention | None = None, exact_products: bool = False) -> None:
-        """attention: for `attend`, with room for the largest step of the model; None: `attend` is not called.
+        """attention: for `attend`, sized for the largest step of the model; None = `attend` is not called.
         exact_products: products of experts use the same instruction in every step."""
         self._attention = attention
         self._exact = exact_products
@@ -238,14 +238,14 @@ def _rotary_warps(num_elements: int) -> int:
 
 
 def _heads_per_program(spec: RotarySpec) -> int:
-    """All heads if a norm covers them together, because queries are changed in place."""
+    """All heads if a norm spans them, because queries are changed in place."""
     whole = spec.norm_whole and (spec.q_norm is not None or spec.k_norm is not None)
     wanted = max(spec.num_heads, spec.num_kv_heads) if whole else min(spec.num_heads, _HEADS_PER_PROGRAM)
     return int(triton.next_power_of_2(wanted))
 
 
 def _parts(out: Rows | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-    """Numbers, scales, and the largest number; None and 0 for the latter unless numbers have 8 bits."""
+    """Numbers, scales, and the largest number; unless numbers have 8 bits, the latter are None and 0."""
     if isinstance(out, EightBitRows):
         return out.data, out.scale, LARGEST[out.data.dtype]
     return out, None, 0.0
