@@ -1,6 +1,6 @@
 // Sums of products of small integers: unsigned numbers of 2 to 8 bits times signed bytes, and pairs of 16 bits.
 //
-// For: linear_ggml.h. Does not know: weights. Invariant: every sum is exact, so that all instruction sets give the same.
+// Used by linear_ggml.h. Invariant: every sum is exact, so all instruction sets give the same result.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +43,7 @@ LLMB_INLINE inline Ints quad_dot(Ints sum, Ints numbers, Ints x) {
 #endif
 }
 
-// Each byte, 0 to 15, as the table's entry.
+// The table's entry for each byte, 0 to 15.
 LLMB_INLINE inline Ints look_up(const uint8_t* table, Ints bytes) {
 #if defined(__AVX512BW__)
     const __m512i entries = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
@@ -72,7 +72,7 @@ LLMB_INLINE inline Ints load_byte_pairs(const uint8_t* p) {
 #endif
 }
 
-// The lower halves of lanes, or the upper ones, widened.
+// The low or high halves of lanes, widened.
 LLMB_INLINE inline Ints half_of(Ints pairs, int upper) { return upper ? pairs >> 16 : pairs << 16 >> 16; }
 
 // The sum of kQuads quads, numbers of at most kLargest times x, in kChains parts, so that more products are in flight.
@@ -93,14 +93,14 @@ struct DotSum {
     LLMB_INLINE void add(int i, Ints numbers, Ints x) { sums[i % kChains] = quad_dot(sums[i % kChains], numbers, x); }
     LLMB_INLINE Ints total() const { return kChains == 2 ? sums[0] + sums[kChains - 1] : sums[0]; }
 
-    // What `scaled` multiplies by.
+    // The factor for `scaled`.
     LLMB_INLINE static Ints scale_of(Ints pairs, int upper) { return half_of(pairs, upper); }
     template <bool kBegun>
     LLMB_INLINE Ints scaled(Ints whole, Ints scale) const { return whole + total() * scale; }
 };
 
 #if defined(__AVX2__)
-// The same by products in 16 bits, of which as many are added up as cannot overflow.
+// The same with 16-bit products, accumulating as many as cannot overflow.
 template <int kLargest, int kQuads>
 struct PairSum {
     static constexpr int kInOne = ((1 << 15) - 1) / (kLargest * 127 * 2), kSums = (kQuads + kInOne - 1) / kInOne;
@@ -142,8 +142,8 @@ template <int kLargest, int kQuads, int kChains>
 using RunSum = DotSum<kLargest, kQuads, kChains>;
 #endif
 
-// What sums of numbers up to `largest` begin with, so that `scaled` adds `begin` times the scale, an even number: by pairs
-// a half of it in each half of a lane.
+// Initial value for sums of numbers up to `largest`, such that `scaled` adds `begin` times the scale, an even number:
+// with pairs, half of it in each half of a lane.
 inline int32_t begin_of(int32_t begin, int largest) {
     return kByPairs && largest < 128 ? static_cast<int32_t>((static_cast<uint32_t>(begin / 2) & 0xffff) * 0x10001u) : begin;
 }
