@@ -90,7 +90,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _wrong(endpoint: str, name: str) -> ValueError:
         return ValueError(
             f"'{name}' is '{endpoint}', expected tcp:// with a loopback address and a port ({DEFAULT_ENDPOINT}): "
-            "events hold the tokens of prompts in plain text, and are not sent to other machines"
+            "events contain prompt tokens in plain text, and must not leave this machine"
         )
 
 
@@ -178,7 +178,7 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
     def __post_init__(self) -> None:
         if self.enable_in_reasoning:
-            raise ValueError("'enable_in_reasoning' is true, expected false: a grammar begins after the reasoning")
+            raise ValueError("'enable_in_reasoning' is true, expected false: a grammar applies after the reasoning")
 
 
 _AT_LEAST_ONE: Final = (
@@ -359,7 +359,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"engine argument 'weight_cache_size' is {self.weight_cache_size:g}, expected a number of at least 0"
             )
         if self.lora_modules and not self.enable_lora:
-            raise ValueError("engine argument 'lora_modules' is set, expected 'enable_lora' to be true with it")
+            raise ValueError("engine argument 'lora_modules' is set, expected 'enable_lora' to be true")
         if self.quantization == "int4" and self.device.startswith("cuda"):
             raise ValueError("engine argument 'quantization' is 'int4', expected 'int8', 'fp8' or null on a GPU")
         if self.enable_lora and self.quantization is not None and self.device.startswith("cuda"):
@@ -373,9 +373,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "expected a number above 0 and up to 1"
             )
         if self.kv_events_config is not None and self.kv_events_config.is_on and not self.enable_prefix_caching:
-            raise ValueError(
-                "engine argument 'kv_events_config' is set, expected 'enable_prefix_caching' to be true with it"
-            )
+            raise ValueError("engine argument 'kv_events_config' is set, expected 'enable_prefix_caching' to be true")
         if taken := {"messages", "tools", "add_generation_prompt"} & self.default_chat_template_kwargs.keys():
             raise ValueError(
                 f"engine argument 'default_chat_template_kwargs' has '{min(taken)}', which is a field of requests"
@@ -423,7 +421,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if is_wrong:
                 value = getattr(self, name)
                 shown = f"'{value}'" if isinstance(value, str) else "set"
-                raise ValueError(f"{self.split}, expected 1 where '{name}' is {shown}")
+                raise ValueError(f"{self.split}, expected 1 if '{name}' is {shown}")
 
     def of_instance(self, index: int) -> EngineConfig:
         """The config of one engine of a model, without the host's fields and with its own ports for KV events."""
@@ -488,12 +486,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         name = "kv_offloading_size" if size else "num_host_kv_blocks"
         if not self.enable_prefix_caching:
             raise ValueError(
-                f"engine argument '{name}' is set, expected 'enable_prefix_caching' to be true with it: "
-                "blocks are found again as prefixes"
+                f"engine argument '{name}' is set, expected 'enable_prefix_caching' to be true: "
+                "blocks are looked up as prefixes"
             )
         if self.num_ranks > 1:
             split = "tensor_parallel_size" if self.pipeline_parallel_size == 1 else "pipeline_parallel_size"
-            raise ValueError(f"engine argument '{name}' is set, expected null or 0 where '{split}' is above 1")
+            raise ValueError(f"engine argument '{name}' is set, expected null or 0 if '{split}' is above 1")
 
     @staticmethod
     def _at_least(name: str, value: int, minimum: int) -> None:

@@ -61,8 +61,8 @@ def _offloading_runner(config: EngineConfig, runner: Runner) -> OffloadingRunner
     if config.offloads_kv:
         raise ValueError(
             "engine argument 'kv_offloading_size' or 'num_host_kv_blocks' is set, expected null or 0: this model's "
-            f"runner on '{runner.info.device}' does not move KV blocks to host memory (on a CPU they are there: "
-            "'kv_cache_memory_bytes' is for how many there is room)"
+            f"runner on '{runner.info.device}' does not move KV blocks to host memory (on a CPU they already are: "
+            "set 'kv_cache_memory_bytes')"
         )
     return None
 

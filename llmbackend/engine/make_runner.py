@@ -94,7 +94,7 @@ class SharedParts:
     def _prepare_imports(self) -> str:
         """Imports what all engines of this config need. Returns why they load the checkpoint themselves, or ""."""
         if self._config.model == "mock":
-            return "it is the mock"
+            return "it is the mock model"
         from .cpu.native_runner import why_modules
 
         if reason := why_modules(self._config):

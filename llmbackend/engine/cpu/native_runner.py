@@ -32,7 +32,7 @@ from .recurrent_states import SlotContents, flatten_from, groups_beside_states, 
 def why_modules(config: EngineConfig) -> str:
     """Why the engine arguments rule out a native program; "" = they do not."""
     reasons = {
-        "it is the mock": config.model == "mock",
+        "it is the mock model": config.model == "mock",
         f"device is '{config.device}'": config.device != "cpu",
         f"the model is split over {config.num_ranks} ranks": config.num_ranks != 1,
         "kernels is 'torch'": config.kernels == "torch",
@@ -47,7 +47,7 @@ def why_no_adapters(config: EngineConfig, decoder: PackedDecoder) -> str:
     """Why this program does not support the enabled adapters; "" = it does, or none are enabled."""
     if not config.enable_lora or not decoder.unadapted:
         return ""
-    return f"LoRA adapters may change '{decoder.unadapted}', which native programs compute without them"
+    return f"LoRA adapters may change '{decoder.unadapted}', which native programs compute without adapters"
 
 
 class NativeRunner:

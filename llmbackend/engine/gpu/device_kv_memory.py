@@ -206,8 +206,8 @@ def num_kv_blocks(
     source = "gpu_memory_utilization" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
     raise ValueError(
         f"engine argument 'max_model_len' is {max_model_len}, whose KV blocks take {_gib(needed * bytes_per_block)}, "
-        f"and there is room for {_gib(max(available, 0))} (of {_gib(memory.total_bytes)}, {_gib(memory.free_bytes)} "
-        f"are free beside the weights and the largest step, and graphs take {_gib(graph_bytes)}): expected at most "
+        f"but only {_gib(max(available, 0))} are available (of {_gib(memory.total_bytes)}, {_gib(memory.free_bytes)} "
+        f"are free after the weights and the largest step, and graphs take {_gib(graph_bytes)}): expected at most "
         f"{groups.most_tokens(config.block_size, num_blocks, config.max_num_batched_tokens)}, or a larger {source}"
     )
 

@@ -96,7 +96,7 @@ class DeviceSampler:
         if request.sampling.logprob_token_ids:
             raise ValueError("'logprob_token_ids' is not supported on a GPU, expected null")
         if request.sampling.bad_words:  # the host does not know the preceding tokens when it launches a step
-            raise ValueError("'bad_words' holds a word of several tokens, expected words of one token on a GPU")
+            raise ValueError("'bad_words' contains a word of several tokens, expected single-token words on a GPU")
         self._rows.add(row, request)
         self.is_unused = False
         self._edits_changed |= row in self._rows.edits

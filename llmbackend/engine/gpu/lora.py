@@ -104,7 +104,7 @@ class DeviceAdapters:
         """Rows may use it from now on. Raises ValueError if there is no free slot."""
         if not self._free:
             raise ValueError(
-                f"LoRA '{name}' does not fit beside {len(self._slots)} others that are loaded or in use, "
+                f"LoRA '{name}' does not fit: {len(self._slots)} others are loaded or in use, "
                 "expected a higher engine argument 'max_loras'"
             )
         slot = self._free[0]

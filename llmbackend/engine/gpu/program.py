@@ -385,7 +385,7 @@ class GpuProgram:
     def _by_expert(self, projection: ExpertProjection) -> ExpertProjection:
         weight, bias = projection.weight, projection.bias
         if isinstance(weight, DenseExperts) and weight.tensor.dtype != self._dtype:
-            raise ProgramUnsupportedError("its experts' weights are not of the model's type")
+            raise ProgramUnsupportedError("its experts' weights do not have the model's dtype")
         return ExpertProjection(weight, None if bias is None else bias.to(self._dtype).contiguous())
 
     def _linear(self, projection: Projection) -> _Linear:
@@ -398,9 +398,9 @@ class GpuProgram:
     def _base(self, projection: Projection) -> _Linear:
         weight = projection.weight
         if isinstance(weight, DenseWeight) and weight.tensor.dtype != self._dtype:
-            raise ProgramUnsupportedError("some of its weights are not of the model's type")
+            raise ProgramUnsupportedError("some of its weights do not have the model's dtype")
         if not isinstance(weight, DeviceWeight):
-            raise ProgramUnsupportedError("some of its weights have a format that the device does not multiply")
+            raise ProgramUnsupportedError("some of its weights have a format that the device does not support")
         bias = None if projection.bias is None else projection.bias.to(self._dtype)
         return _Linear(weight, bias)
 

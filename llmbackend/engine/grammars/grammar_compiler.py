@@ -206,7 +206,7 @@ def make_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     if not info.eos_token_ids:
-        raise ValueError("the model names no end-of-sequence token")
+        raise ValueError("the model has no end-of-sequence token")
     try:
         if vocabulary.token_bytes:
             return LLTokenizer(TokenizerWrapper(_ByteTokens(vocabulary.token_bytes, info)), slices=[])

@@ -244,7 +244,7 @@ class RowConstraint:
     def _mask(self, words: Words, tokens: np.ndarray | None) -> str:
         name = self._write(words)
         if self._matcher is not None and self._matcher.is_error():
-            return f"'structured_outputs' cannot be satisfied any further: {first_line(self._matcher)}"
+            return f"'structured_outputs' can no longer be satisfied: {first_line(self._matcher)}"
         names = [name] if name else []
         for name, restriction in self._restrictions(tokens):
             names.append(name)

@@ -99,7 +99,7 @@ class KernelLibrary:
         is_ours = _declare(self.functions)
         self.functions.llmb_sizes(sizes)
         if not is_ours or list(sizes) != [ctypes.sizeof(structure) for structure in STRUCTURES]:
-            raise OSError(f"{path.name} was built from other sources than this package's: reinstall it")
+            raise OSError(f"{path.name} was built from different sources: reinstall this package")
         # Missing in libraries built before fixed point existed.
         self._keeps_fixed_point = bool(getattr(self.functions, "llmb_keeps_fixed_point", int)())
 

@@ -110,7 +110,7 @@ def weight_files(directory: Path, stated: str = "") -> list[Path]:
     if name is None and (files := _gguf_files(directory)):
         return files
     if name is None:
-        raise CheckpointError(f"it holds no safetensors file {' or '.join(candidates)}")
+        raise CheckpointError(f"it contains no safetensors file {' or '.join(candidates)}")
     if not name.endswith(".index.json"):
         return [directory / name]
     try:
@@ -221,7 +221,7 @@ def check_numbers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]
             of_experts = "expert" in name and value <= largest_dimension
             if not of_experts:
                 raise CheckpointError(
-                    f"its config.json states {name} {value}, but its tensors are of {num_modules} layers or experts"
+                    f"its config.json states {name} {value}, but its tensors belong to {num_modules} layers or experts"
                 )
         if name in _WIDTHS and value > max(largest_dimension, _HARMLESS_COUNT):
             raise _too_wide(name, value, largest_dimension)

@@ -60,7 +60,9 @@ def unsupported(architecture: str, reason: str) -> ValueError:
 
 def needs_program(config: Any, reason: str) -> ValueError:
     """For a model with recurrent layers that no native program computes. reason: why."""
-    text = f"its recurrent layers keep a state per sequence, which only a native program on a CPU holds, and {reason}"
+    text = (
+        f"its recurrent layers keep a state per sequence, which only a native program on a CPU supports, and {reason}"
+    )
     return unsupported(architecture_name(config), text)
 
 
@@ -202,9 +204,9 @@ def check_model(model: Any, quantization: str | None = None) -> CheckedModel:
     )
     if difference := checked.difference(flattened):
         if "position_ids" not in inspect.signature(model.forward).parameters:
-            raise unsupported(name, "it numbers tokens itself, which goes wrong with several sequences in a batch")
+            raise unsupported(name, "it computes positions itself, which fails for several sequences in a batch")
         raise unsupported(
-            name, f"logits of a flattened batch differ from its own {difference}; it would compute nonsense"
+            name, f"logits of a flattened batch differ from its own {difference}; its output would be wrong"
         )
     return checked
 
@@ -321,7 +323,7 @@ class RecordingAttention:
         if query.shape[0] != sum(self._sequence_lens) or key.shape[0] != query.shape[0]:
             self.problems.append(f"a layer attends to {key.shape[0]} keys for {query.shape[0]} flattened tokens")
         if options.mask is not None:
-            self.problems.append("a layer brings its own attention mask")
+            self.problems.append("a layer passes its own attention mask")
         if extra.get("is_causal") is False:
             self.problems.append("a layer attends in both directions")
         for name, given in extra.items():

@@ -160,14 +160,14 @@ def why_not_on_accelerator(decoder: Decoder) -> str:
         norms += filter(None, (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm))
     found = {
         "its layer norms": any(norm.centred for norm in norms),
-        "its rotation of neighbours": any(rotation.pairs for rotation in rotations),
+        "its rotation of adjacent pairs": any(rotation.pairs for rotation in rotations),
         "its scaled queries": any(rotation.q_cos_sin is not None for rotation in rotations),
-        "its norms behind the rotation": any(rotation.norm_last for rotation in rotations),
+        "its norms after the rotation": any(rotation.norm_last for rotation in rotations),
         "its MLPs without a gate": any(isinstance(layer.mlp, PlainMlp) for layer in layers),
         "its parallel attention and MLP": any(layer.is_parallel for layer in layers),
     }
     names = [name for name, is_there in found.items() if is_there]
-    return f"{' and '.join(names)}: computed by the CPU's program alone" if names else ""
+    return f"{' and '.join(names)}: supported only by the CPU's program" if names else ""
 
 
 @torch.no_grad()
@@ -288,7 +288,7 @@ def experts_of(module: Any) -> Experts | Mixture:
     gate_up, down = (_by_expert(experts, name) for name in ("gate_up_proj", "down_proj"))
     sizes = gate_up.weight.num_experts, down.weight.n
     if router.weight.shape != sizes or (gate_up.weight.k, gate_up.weight.n) != (down.weight.n, 2 * down.weight.k):
-        raise ProgramUnsupportedError(f"{type(experts).__name__} keeps its weights in another order")
+        raise ProgramUnsupportedError(f"{type(experts).__name__} stores its weights in another order")
     bias = getattr(router, "bias", None)
     return Experts(
         router=Projection(DenseWeight(router.weight.detach()), None if bias is None else bias.detach().float()),

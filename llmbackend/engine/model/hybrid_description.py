@@ -53,7 +53,7 @@ def describe_any(
     except ProgramUnsupportedError:
         raise
     except Exception as error:
-        reason = f"its {type(model).__name__} is not understood ({type(error).__name__}: {error})"
+        reason = f"its {type(model).__name__} is not recognised ({type(error).__name__}: {error})"
         raise ProgramUnsupportedError(reason) from error
 
 

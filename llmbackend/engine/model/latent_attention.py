@@ -80,7 +80,7 @@ def latent_parts(index: int, module: Any, rotations: Rotations) -> LatentParts:
     expect_children(module, {_KEPT, "kv_a_layernorm", _EXPANDED, "o_proj", *of_queries})
     expanded = getattr(module, _EXPANDED)
     if not isinstance(expanded, HeadedLinear):
-        raise ProgramUnsupportedError("its latent attention: computed by the CPU's program alone")
+        raise ProgramUnsupportedError("its latent attention: supported only by the CPU's program")
     if expanded.float_bias is not None or expanded.packed.order:
         raise ProgramUnsupportedError(f"its {_EXPANDED} has a bias, or an order of its inputs")
     if any(size % _MULTIPLE for size in (rank, rest, rotary_dim, value_dim)):

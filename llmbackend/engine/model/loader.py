@@ -196,7 +196,7 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
 
 
 def _check(model: Any, on_one_thread: bool, quantization: str | None = None) -> CheckedModel:
-    report("trying the model")
+    report("checking the model")
     with part("check"), _on_one_thread() if on_one_thread else contextlib.nullcontext():
         return check_model(model, quantization)
 
@@ -314,8 +314,8 @@ def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> Pa
     if method not in _DEQUANTIZED:
         raise ValueError(
             f"engine argument 'model' is '{config.model}', whose weights are quantised by '{method}', expected "
-            f"plain ones, or {', '.join((*_DEQUANTIZED, *METHODS))}: the engine argument 'quantization' quantises "
-            "plain ones"
+            f"unquantised ones, or {', '.join((*_DEQUANTIZED, *METHODS))}: the engine argument 'quantization' "
+            "quantises unquantised ones"
         )
     settings["dequantize"] = True
     return None

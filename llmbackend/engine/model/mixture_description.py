@@ -82,7 +82,9 @@ def describe_mixture(module: Any) -> Mixture:
     own = router_of(module)
     known = {"experts", "router", "gate", _SHARED_GATE, OUT_NORM, *_SHARED}
     if unknown := {name for name, child in module.named_children() if not isinstance(child, nn.Identity)} - known:
-        raise ProgramUnsupportedError(f"{type(module).__name__} has {', '.join(sorted(unknown))} beside experts")
+        raise ProgramUnsupportedError(
+            f"{type(module).__name__} has {', '.join(sorted(unknown))} in addition to experts"
+        )
     shared = next((getattr(module, name) for name in _SHARED if hasattr(module, name)), None)
     gate = getattr(module, _SHARED_GATE, None)
     bias = getattr(own, "bias", None)
@@ -105,7 +107,9 @@ def _route(router: Any, *given: torch.Tensor) -> Route:
     """The route that reproduces the router's outputs, found by probing. given: the correction, if the router takes
     it."""
     if unknown := {name for name, _ in router.named_parameters()} - {"weight", "bias"}:
-        raise ProgramUnsupportedError(f"{type(router).__name__} has {', '.join(sorted(unknown))} beside its weight")
+        raise ProgramUnsupportedError(
+            f"{type(router).__name__} has {', '.join(sorted(unknown))} in addition to its weight"
+        )
     correction = _float(given[0] if given else getattr(router, _CORRECTION, None))
     logits, expected = _tried(router, *given)
     for scores, renormalises, of_group in product(_SCORES, (False, True), _OF_GROUP):
@@ -113,7 +117,7 @@ def _route(router: Any, *given: torch.Tensor) -> Route:
             route = _candidate(router, scores, renormalises, correction, of_group, epsilon)
             if torch.allclose(route.of(logits), expected, rtol=1e-2, atol=1e-5):
                 return route
-    raise ProgramUnsupportedError(f"{type(router).__name__} chooses experts in a way of its own")
+    raise ProgramUnsupportedError(f"{type(router).__name__} selects experts in an unknown way")
 
 
 def _tried(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +135,7 @@ def _tried(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
             router.weight = nn.Parameter(tried, requires_grad=False)
             _, shares, chosen = router(rows, *given)
             if chosen.shape != shares.shape or chosen.dim() != 2:
-                raise ProgramUnsupportedError(f"{type(router).__name__} gives no shares of chosen experts")
+                raise ProgramUnsupportedError(f"{type(router).__name__} returns no shares of the selected experts")
             logits.append(nn.functional.linear(rows, tried, _float(bias)))
             shares_of.append(torch.zeros(len(rows), weight.shape[0]).scatter_(1, chosen, shares.float()))
     finally:

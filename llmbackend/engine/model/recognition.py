@@ -137,7 +137,7 @@ def _same(module: Any, known: Mapping[T, torch.Tensor]) -> T:
         for name, expected in known.items():
             if torch.allclose(given, expected, atol=1e-6):
                 return name
-    raise ProgramUnsupportedError(f"{type(module).__name__} activates by {type(function).__name__}")
+    raise ProgramUnsupportedError(f"{type(module).__name__} has the unsupported activation {type(function).__name__}")
 
 
 def finish_of(model: Any, config: Any) -> tuple[float, float]:
@@ -152,7 +152,7 @@ def finish_of(model: Any, config: Any) -> tuple[float, float]:
         expected = cap * torch.tanh(x * factor / cap) if cap else x * factor
         if torch.allclose(given, expected, rtol=1e-4, atol=1e-6):
             return factor, cap
-    raise ProgramUnsupportedError(f"{type(model).__name__} scales its logits in a way of its own")
+    raise ProgramUnsupportedError(f"{type(model).__name__} scales its logits in an unknown way")
 
 
 class _Hidden(tuple[torch.Tensor]):

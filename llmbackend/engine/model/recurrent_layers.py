@@ -175,7 +175,7 @@ def _taps(conv: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _expect_silu(module: Any) -> None:
     if (name := getattr(module, "activation", None)) not in ("silu", "swish"):
-        raise ProgramUnsupportedError(f"{type(module).__name__} activates by {name}")
+        raise ProgramUnsupportedError(f"{type(module).__name__} has the unsupported activation {name}")
 
 
 def _gated_norm(module: Any, groups: int = 1) -> tuple[Norm, bool]:

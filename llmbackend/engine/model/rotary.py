@@ -91,8 +91,8 @@ def _without_argument(limit: int, text_config: Any) -> int:
         original = _original_length(text_config)
         if original and original < limit:
             logger.warning(
-                "max_model_len is capped to %d tokens, of the %d that the model allows: longer sequences need other "
-                "rotary frequencies (longrope), for all requests alike; set the engine argument 'max_model_len' to "
+                "max_model_len is limited to %d of the model's %d tokens: longer sequences need other "
+                "rotary frequencies (longrope), which affect all requests; set the engine argument 'max_model_len' to "
                 "use them",
                 original,
                 limit,

@@ -79,7 +79,7 @@ class Rotations:
         self._scaled_tables: dict[str | None, torch.Tensor] = {}
         if by_kind and not kinds:
             raise ProgramUnsupportedError(
-                f"{type(rotary).__name__} has tables by kinds of layers, which are not stated"
+                f"{type(rotary).__name__} has a table per layer type, but the config states no layer types"
             )
 
     def of(self, layer: int, attention: nn.Module, heads: Heads) -> Rotation:
@@ -91,7 +91,7 @@ class Rotations:
         for rotation in self._known(kind, heads):
             if all(_is_near(*each) for each in zip(given, _expected(heads, rotation, rows), strict=True)):
                 return rotation
-        raise ProgramUnsupportedError(f"{type(attention).__name__} turns its heads in a way of its own")
+        raise ProgramUnsupportedError(f"{type(attention).__name__} rotates its heads in an unknown way")
 
     def of_latent(
         self, layer: int, attention: nn.Module, outputs: Mapping[str, int], q: str, kept: str, rotary_dim: int
@@ -113,7 +113,7 @@ class Rotations:
             turned_q, turned_k = (_rotated(each, table[rows], pairs) for each in (raw_q, raw_k))
             if table.shape[1] == rotary_dim and _is_near(_products(queries, keys), _products(turned_q, turned_k)):
                 return Rotation(table, None, pairs)
-        raise ProgramUnsupportedError(f"{type(attention).__name__} turns its heads in a way of its own")
+        raise ProgramUnsupportedError(f"{type(attention).__name__} rotates its heads in an unknown way")
 
     def table(self, kind: str | None, head_dim: int) -> torch.Tensor:
         if kind not in self._tables:

@@ -150,7 +150,7 @@ def _attention_of(model: Any) -> _AttentionModules | None:
     try:
         recorder, _, _ = check_calls(model)
     except (RuntimeError, NotImplementedError) as error:  # an operation that needs values
-        logger.info("the layers of %s are not known without weights", type(model).__name__, exc_info=error)
+        logger.info("the layers of %s cannot be determined without weights", type(model).__name__, exc_info=error)
         return None
     return recorder.shapes, recorder.options
 
@@ -215,7 +215,7 @@ def _why_modules(
     if choice is None:
         return why_not_native(config, dtype), None
     if attention is None:
-        return "its layers are not known without weights", None
+        return "its layers cannot be determined without weights", None
     shapes, options = attention
     try:
         _give_values(model)

@@ -163,7 +163,7 @@ class Supervisor:
             return False
         if time.monotonic() < self._used_at_s + idle_s:
             return False
-        logger.info("the engine had no request for %g s: it ends, and starts again with the next one", idle_s)
+        logger.info("the engine was idle for %g s: stopping it until the next request", idle_s)
         self._transport.close()
         self._transport = self._info = None
         self._is_asleep = True
@@ -255,7 +255,7 @@ class Supervisor:
         self._transport = None
         self._num_preparations += 1
         if self._num_preparations >= MAX_PREPARATIONS and self._source.load_whole():
-            logger.warning("what engines prepare keeps disappearing: engines load the model themselves")
+            logger.warning("prepared models keep disappearing: engines load the model themselves")
         self._launch_at_s = time.monotonic()
 
     def _wait_for_step(self, transport: Transport, is_busy: bool) -> list[StepResult]:

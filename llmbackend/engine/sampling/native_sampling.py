@@ -145,4 +145,4 @@ def _check_sizes(kernels: NativeKernels) -> None:
     sizes, structures = (c_int32 * 3)(), (_Edits, _SamplingRows, _Samples)
     kernels.library.functions.llmb_sampling_sizes(sizes)
     if list(sizes) != [ctypes.sizeof(structure) for structure in structures]:
-        raise OSError("the native sampling was built from other sources than this package's: reinstall it")
+        raise OSError("the native sampling was built from different sources: reinstall this package")

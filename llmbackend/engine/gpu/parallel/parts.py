@@ -175,7 +175,7 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
     try:
         recorder, _, _ = check_calls(model)
     except (RuntimeError, NotImplementedError) as error:  # an operation needs values
-        raise ProgramUnsupportedError("its layers are not known without weights") from error
+        raise ProgramUnsupportedError("its layers cannot be determined without weights") from error
     names = {id(parameter): name for name, parameter in _parameters(model)}
     try:
         _take_tensors(model, mapped_tensors(files), dtype, config.eight_bits)
@@ -248,7 +248,7 @@ def _with_values(options: AttentionOptions, names: Mapping[int, str], model: nn.
     if options.sinks is None:
         return options
     if id(options.sinks) not in names:
-        raise ProgramUnsupportedError("its attention sinks are not known without weights")
+        raise ProgramUnsupportedError("its attention sinks cannot be determined without weights")
     return replace(options, sinks=model.get_parameter(names[id(options.sinks)]))
 
 
@@ -325,7 +325,7 @@ def _compare(small: Decoder, real: Decoder) -> None:
     pairs = zip(small.layers, real.layers, strict=False)
     factors = math.isclose(small.embedding_factor, real.embedding_factor, rel_tol=_ROUNDING)
     if not factors or not all(_same_rotation(a.attending, b.attending) for a, b in pairs):
-        raise ProgramUnsupportedError("its description without weights is not that of its modules")
+        raise ProgramUnsupportedError("its description without weights differs from that of its modules")
 
 
 def _same_rotation(small: Attention, real: Attention) -> bool:

@@ -163,7 +163,7 @@ class Sharding:
         return layers[own.start : own.stop]
 
     def _layer(self, layer: Layer, shape: LayerShape) -> Layer:
-        assert isinstance(layer.mlp, Mlp | Experts), "computed by a CPU's program alone"
+        assert isinstance(layer.mlp, Mlp | Experts), "supported only by the CPU's program"
         return replace(
             layer,
             attention_norm=self._norm(layer.attention_norm),

@@ -358,7 +358,7 @@ def check_device(kind: Quantization, device: torch.device, dtype: torch.dtype) -
         )
     if dtype != torch.bfloat16:
         shown = str(dtype).removeprefix("torch.")
-        raise ValueError(f"{subject}, expected null where the model's dtype is {shown}: a GPU's product gives bfloat16")
+        raise ValueError(f"{subject}, expected null where the model's dtype is {shown}: GPU products return bfloat16")
 
 
 def eight_bit_rows(x: torch.Tensor, dtype: torch.dtype) -> EightBitRows:

@@ -154,8 +154,8 @@ class Int4Weight:
         size = math.gcd(self.group_size, *inner)
         if size % LEAST_GROUP:
             raise UnshardableError(
-                f"engine argument 'tensor_parallel_size' cuts a matrix of {self.k} columns in 4 bits at {inner}, "
-                f"expected multiples of {LEAST_GROUP} columns where its groups are of {self.group_size}"
+                f"engine argument 'tensor_parallel_size' splits a 4-bit matrix of {self.k} columns at {inner}, "
+                f"expected multiples of {LEAST_GROUP} columns because its groups have {self.group_size}"
             )
         return size
 

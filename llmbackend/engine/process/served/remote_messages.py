@@ -103,7 +103,8 @@ def refusal(said: Hello, config: EngineConfig, node: str) -> str:
     if (said.protocol, said.release) != (PROTOCOL_VERSION, llmbackend.__version__):
         return (
             f"host '{said.host_id}' runs llmbackend {said.release} (protocol {said.protocol}), {where} llmbackend "
-            f"{llmbackend.__version__} (protocol {PROTOCOL_VERSION}): all machines of a cluster need one release"
+            f"{llmbackend.__version__} (protocol {PROTOCOL_VERSION}): all machines of a cluster must run the "
+            "same release"
         )
     ours, theirs = msgspec.to_builtins(config), msgspec.json.decode(said.config)
     differing = [
