@@ -60,7 +60,7 @@ class Engine:
         Raises TritonError if a prompt or parameter is refused, and cancels the other prompts.
         """
         _check_prompts(prompts)
-        room = self._room(sampling)
+        room = self._max_concurrent_prompts(sampling)
         found: list[Generation] = []
         running: deque[_Call] = deque()
         try:
@@ -83,7 +83,7 @@ class Engine:
     async def generate_async(self, prompts: Iterable[Prompt], sampling: SamplingParams = _DEFAULTS) -> list[Generation]:
         """`generate` for an event loop. Cancelling the task ends its generations."""
         _check_prompts(prompts)
-        room = self._room(sampling)
+        room = self._max_concurrent_prompts(sampling)
         found: list[Generation] = []
         running: deque[_AsyncCall] = deque()
         try:
@@ -103,7 +103,7 @@ class Engine:
         async for completion in _AsyncCall(self._host, prompt, sampling, stream=True):
             yield completion
 
-    def _room(self, sampling: SamplingParams) -> int:
+    def _max_concurrent_prompts(self, sampling: SamplingParams) -> int:
         """How many prompts to compute at the same time."""
         return max(self._max_waiting // max(sampling.n or 1, sampling.best_of or 1), 1)
 

@@ -52,7 +52,7 @@ def refuse_adapter(name: str) -> None:
         raise ValueError(f"'lora_name' is '{name}', but this engine has no LoRA adapters")
 
 
-def number_of_adapter(name: str, numbers: Mapping[str, int], none: int) -> int:
+def adapter_number(name: str, numbers: Mapping[str, int], none: int) -> int:
     """none: the number that stands for "", the model without an adapter. Raises ValueError if the adapter is not
     loaded."""
     if name and name not in numbers:

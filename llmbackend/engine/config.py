@@ -113,7 +113,7 @@ MAX_FORCED_STEP_TOKENS = 64
 """Maximum number of grammar-forced drafts in one step, over all rows. Runners reserve memory for their logits."""
 
 
-GUESS_STEP_TOKENS, GUESS_STEP_TOKENS_ON_GPU = 8, 64
+SPECULATIVE_STEP_TOKENS, SPECULATIVE_STEP_TOKENS_ON_GPU = 8, 64
 """Default size in tokens of the largest step that may contain speculative drafts. A GPU multiplies about a hundred rows
 in the time it takes to read the weights, but attention reads the keys once per draft."""
 
@@ -443,12 +443,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.speculative_config is not None or not self.may_overlap
 
     @property
-    def max_guess_step_tokens(self) -> int:
+    def max_speculative_step_tokens(self) -> int:
         """Size in tokens of the largest step that may contain speculative drafts, these included; 0 without
         speculation."""
         if self.speculative_config is None:
             return 0
-        default = GUESS_STEP_TOKENS_ON_GPU if self.device.startswith("cuda") else GUESS_STEP_TOKENS
+        default = SPECULATIVE_STEP_TOKENS_ON_GPU if self.device.startswith("cuda") else SPECULATIVE_STEP_TOKENS
         return min(self.speculative_config.max_step_tokens or default, self.max_num_batched_tokens)
 
     @property
@@ -456,7 +456,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Maximum number of tokens that a step samples: one per row and one per draft. Speculative drafts have their
         own bound."""
         forced = 0 if self.structured_outputs_config.disable_jump_forward else MAX_FORCED_STEP_TOKENS
-        return min(self.max_num_batched_tokens, self.max_num_seqs + max(self.max_guess_step_tokens, forced))
+        return min(self.max_num_batched_tokens, self.max_num_seqs + max(self.max_speculative_step_tokens, forced))
 
     @property
     def offloads_kv(self) -> bool:

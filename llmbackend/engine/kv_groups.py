@@ -2,7 +2,7 @@
 
 Used by runners, which know their layers' windows and allocate the KV memory; by the scheduler, which admits what fits;
 and by hosts, which refuse what never will. Invariant: a request that runs in a given memory never exceeds
-`most_tokens`, so it can be admitted again after a preemption or by another engine.
+`max_request_tokens`, so it can be admitted again after a preemption or by another engine.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class KVGroups(msgspec.Struct, frozen=True, array_like=True):
     def count(self) -> int:
         return self.num_full + self.num_windowed
 
-    def most_blocks(self, num_tokens: int, chunk_tokens: int, block_size: int) -> int:
+    def max_blocks(self, num_tokens: int, chunk_tokens: int, block_size: int) -> int:
         """Maximum number of blocks that a request of `num_tokens` holds at once if computed in chunks of
         `chunk_tokens`."""
         columns = -(-num_tokens // block_size)
-        at_once = self.most_windowed(chunk_tokens, block_size)
+        at_once = self.max_windowed_blocks(chunk_tokens, block_size)
         return self.num_full * columns + self.num_windowed * min(columns, at_once)
 
-    def most_windowed(self, chunk_tokens: Count, block_size: int) -> Count:
+    def max_windowed_blocks(self, chunk_tokens: Count, block_size: int) -> Count:
         """Maximum number of blocks of a windowed group that a chunk's queries attend to, their own positions included,
         wherever in a block the chunk begins."""
         return (self.window + chunk_tokens + 2 * block_size - 3) // block_size
@@ -58,11 +58,11 @@ class KVGroups(msgspec.Struct, frozen=True, array_like=True):
         at_once = (num_blocks - self.num_full * columns) // self.num_windowed
         return max((at_once - 1) * block_size + 2 - self.window, 0)
 
-    def most_tokens(self, block_size: int, num_blocks: int, chunk_tokens: int = 1) -> int:
+    def max_request_tokens(self, block_size: int, num_blocks: int, chunk_tokens: int = 1) -> int:
         """Length of the longest request that can be computed in `num_blocks` in chunks of `chunk_tokens`; sys.maxsize =
         no limit."""
         columns = num_blocks // self.count
-        at_once = self.most_windowed(chunk_tokens, block_size)
+        at_once = self.max_windowed_blocks(chunk_tokens, block_size)
         if self.num_windowed and at_once <= columns:
             if not self.num_full:
                 return sys.maxsize

@@ -107,9 +107,9 @@ def _source(config: EngineConfig, index: int, wakeup: Wakeup, policy: HostPolicy
     engines = remote_engines()
     if engines is None or config.transport != "process":
         return ForkedEngines(config, RUNNERS, policy)
-    from .process.served.remote import EnginesElsewhere
+    from .process.served.remote import RemoteEngineSource
 
-    return EnginesElsewhere(engines, config, index, wakeup.set)
+    return RemoteEngineSource(engines, config, index, wakeup.set)
 
 
 def _refuse_to_wait() -> None:
@@ -176,7 +176,7 @@ class LlmManager:
         return self._history.current
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """How many more requests the engine would take now; below 1 = none. Any thread."""
         return self._max_num_seqs - len(self._live) - self._supervisor.num_requests_of_others
 
@@ -373,7 +373,7 @@ class LlmManager:
     def _pull(self) -> list[InferRequest]:
         if not self._live:
             self._supervisor.idle()
-        room = self.room
+        room = self.capacity
         accepted = []
         for request in self._on.get_requests(room) if room > 0 else ():
             if request.request_id in self._live:

@@ -99,7 +99,7 @@ def _kv_memory(config: EngineConfig, model: UnloadedModel) -> dict[str, Any]:
     groups = KVGroups() if model.layers is None else model.layers.groups
     bytes_of_block = bytes_per_token if model.layers is None else model.layers.share_of_block(bytes_per_token)
     num_blocks = num_kv_blocks(config, bytes_of_block, max_model_len, groups)
-    at_once = groups.most_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
+    at_once = groups.max_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
     return {
         "kv_bytes_per_token": bytes_per_token,
         "state_bytes": model.state_bytes,

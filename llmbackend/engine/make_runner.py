@@ -241,7 +241,7 @@ def _make_runner(config: EngineConfig) -> Runner:
         return MockRunner(config)
     from .model.module_runner import make_model_runner
 
-    return _leanly(config, make_model_runner)
+    return _with_lean_imports(config, make_model_runner)
 
 
 def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> PackedModel | Runner:
@@ -249,10 +249,10 @@ def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> Pack
     `make_runner` does."""
     from .model.module_runner import pack_or_run
 
-    return _leanly(config, partial(pack_or_run, place=place))
+    return _with_lean_imports(config, partial(pack_or_run, place=place))
 
 
-def _leanly(config: EngineConfig, load: Callable[[EngineConfig], T]) -> T:
+def _with_lean_imports(config: EngineConfig, load: Callable[[EngineConfig], T]) -> T:
     """Runs `load`; without torch's compiler if this process belongs to a CPU engine."""
     if config.device != "cpu" or config.transport != "process":
         return load(config)

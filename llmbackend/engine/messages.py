@@ -391,7 +391,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_request_tokens(self) -> int:
         """Length in tokens of the longest request that fits the KV memory, at most max_model_len."""
-        return min(self.max_model_len, self.kv_groups.most_tokens(self.block_size, self.num_blocks))
+        return min(self.max_model_len, self.kv_groups.max_request_tokens(self.block_size, self.num_blocks))
 
     @property
     def summary(self) -> str:

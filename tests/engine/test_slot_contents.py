@@ -45,7 +45,7 @@ def test_a_step_that_did_not_end_loses_its_rows_states() -> None:
     step = flatten(plan(table, 0, 1), table)
     contents.begin(step, table)
     assert contents.lost(step, table) == [0]
-    contents.end(step, contents.begin_anew(flatten(plan(table, 1, 1), table), table))
+    contents.end(step, contents.begin_recompute(flatten(plan(table, 1, 1), table), table))
     assert contents.lost(step, table) == [0]
 
 

@@ -33,9 +33,9 @@ from ..kernels.operations import (
 from ..step import FlatStep, Int32Array
 from .attention_operations import attention_gate, attention_op, rotary_op
 from .buffers import Buffer
-from .latent_room import LatentRoom
+from .expert_buffers import ExpertBuffers
+from .latent_buffers import LatentBuffers
 from .lora_ops import Input, LoraOps, ProgramAdapters, adapt
-from .mixture_room import MixtureRoom
 from .native_memory import NativeKVMemory, NativeLayerCache
 from .operations import ROLE_OF, Operation, Role
 from .packed_decoder import PackedAttention, PackedExpertMatrix, PackedExperts, PackedLayer, PackedMlp, PackedModel
@@ -149,7 +149,9 @@ class DecoderProgram:
         iterator."""
         num_samples = len(step.sampled_tokens)
         if len(step.token_ids) > self._max_tokens or num_samples > self._max_samples:
-            raise RuntimeError(f"a step of {len(step.token_ids)} tokens and {num_samples} samples has no room")
+            raise RuntimeError(
+                f"a step of {len(step.token_ids)} tokens and {num_samples} samples exceeds the program's buffers"
+            )
         slots, blocks = self._kv.kernels_slots(slots), self._kv.kernels_blocks(block_tables)
         tables = zip(slots, blocks, strict=True)
         steps = [self._native_step(step, *tables_of_group, states) for tables_of_group in tables]
@@ -209,8 +211,10 @@ class DecoderProgram:
         self._logits = Buffer(self._kernels.library, samples, self._vocab_size, Type.FLOAT32)
         mixtures = [layer.experts for layer in layers if layer.experts is not None]
         latents = [each for each in attentions if each.latent is not None]
-        self._latents = LatentRoom(self._kernels.library, tokens, latents, self._activation) if latents else None
-        self._mixtures = MixtureRoom(self._kernels.library, tokens, mixtures) if mixtures else None
+        self._latent_buffers = (
+            LatentBuffers(self._kernels.library, tokens, latents, self._activation) if latents else None
+        )
+        self._expert_buffers = ExpertBuffers(self._kernels.library, tokens, mixtures) if mixtures else None
 
     def _add_operations(self) -> None:
         decoder = self._decoder
@@ -270,8 +274,8 @@ class DecoderProgram:
 
     def _add_latent_qkv(self, attention: PackedAttention, latent: PackedLatent, x: Buffer) -> None:
         """Queries, without their rotary parts, followed by the key."""
-        room, of_value, rotary = self._latents, *attention.qkv
-        assert room is not None, "there is room for latent attention"
+        buffers, of_value, rotary = self._latent_buffers, *attention.qkv
+        assert buffers is not None, "latent attention has buffers"
         key = self._qkv.from_column(attention.num_heads * attention.head_dim)
         value = key.from_column(rotary.weight.n)
         lora = self._add_lora(x, *attention.inputs[0])
@@ -281,29 +285,29 @@ class DecoderProgram:
         self._add_norm(latent.norm, value, value, Rows.TOKENS, width=latent.rank)
         panel += rotary.weight.n // PANEL
         if latent.q_down is not None and latent.q_norm is not None:
-            self._add_linear(Role.QKV, latent.q_down, x, room.compressed, lora=lora, lora_panel=panel)
-            self._add_norm(latent.q_norm, room.compressed, room.normed, Rows.TOKENS, width=latent.q_down.weight.n)
-            x, lora, panel = room.normed, self._add_lora(room.normed, latent.q), 0
-        self._add_linear(Role.QKV, latent.q, x, room.queries, lora=lora, lora_panel=panel)
-        self._add(Role.LATENT, room.up_op(attention, latent, self._memories, self._qkv))
+            self._add_linear(Role.QKV, latent.q_down, x, buffers.compressed, lora=lora, lora_panel=panel)
+            self._add_norm(latent.q_norm, buffers.compressed, buffers.normed, Rows.TOKENS, width=latent.q_down.weight.n)
+            x, lora, panel = buffers.normed, self._add_lora(buffers.normed, latent.q), 0
+        self._add_linear(Role.QKV, latent.q, x, buffers.queries, lora=lora, lora_panel=panel)
+        self._add(Role.LATENT, buffers.up_op(attention, latent, self._memories, self._qkv))
 
     def _add_attend(self, attention: PackedAttention, cache: NativeLayerCache) -> None:
-        latent, room, qkv, out = attention.latent, self._latents, self._qkv, self._attended
-        if latent is None or room is None:
+        latent, buffers, qkv, out = attention.latent, self._latent_buffers, self._qkv, self._attended
+        if latent is None or buffers is None:
             self._add(Role.ROTARY, rotary_op(attention, cache, qkv, self._memories))
             attended = self._ungated if attention.is_gated else out
             self._add(Role.ATTENTION, attention_op(attention, cache, qkv, attended, self._memories))
             if attention.is_gated:
                 self._add(Role.GATE, attention_gate(attention, attended, qkv, out))
             return
-        turned = room.queries.from_column(latent.up.k), latent.up.k + attention.head_dim - latent.rank
+        turned = buffers.queries.from_column(latent.up.k), latent.up.k + attention.head_dim - latent.rank
         self._add(Role.ROTARY, rotary_op(attention, cache, qkv, self._memories, *turned))
-        self._add(Role.ATTENTION, attention_op(attention, cache, qkv, room.weighted, self._memories))
-        self._add(Role.LATENT, room.down_op(attention, latent, self._memories, out))
+        self._add(Role.ATTENTION, attention_op(attention, cache, qkv, buffers.weighted, self._memories))
+        self._add(Role.LATENT, buffers.down_op(attention, latent, self._memories, out))
 
     def _add_mixer(self, layer: PackedLayer, mixer: PackedShortConv | PackedScan, index: int) -> None:
         states = self._states
-        assert states is not None, "there is memory for the states of recurrent layers"
+        assert states is not None, "recurrent layers have states"
         # A mixer parallel to attention reads the same input.
         x = self._input(layer.attention_norm) if layer.attention is None else self._normed
         self._add_projects(mixer, x)
@@ -333,29 +337,29 @@ class DecoderProgram:
 
     def _add_experts(self, layer: PackedLayer, experts: PackedExperts) -> None:
         """The router and the experts read float32; the shared expert reads the usual activation type."""
-        room = self._mixtures
-        assert room is not None, "there is room for the experts of all layers"
+        buffers = self._expert_buffers
+        assert buffers is not None, "experts have buffers"
         x, shared = self._hidden, layer.mlp
         if layer.mlp_norm is not None:
-            x = room.normed
+            x = buffers.normed
             self._add_norm(layer.mlp_norm, self._hidden, x, Rows.TOKENS)
         if shared is not None:
             self._add_gate(shared, self._input(layer.mlp_norm))
             lora = self._add_lora(self._gated, shared.down)
-            self._add_linear(Role.DOWN, shared.down, self._gated, room.shared, lora=lora)
+            self._add_linear(Role.DOWN, shared.down, self._gated, buffers.shared, lora=lora)
         if experts.shared_gate is not None:
             lora = self._add_lora(x, experts.shared_gate)
-            self._add_linear(Role.DOWN, experts.shared_gate, x, room.shared_gate, lora=lora)
-        self._add_linear(Role.ROUTE, experts.router, x, room.logits)
-        self._add(Role.ROUTE, room.route_op(experts, self._pointer(experts.correction)))
+            self._add_linear(Role.DOWN, experts.shared_gate, x, buffers.shared_gate, lora=lora)
+        self._add_linear(Role.ROUTE, experts.router, x, buffers.logits)
+        self._add(Role.ROUTE, buffers.route_op(experts, self._pointer(experts.correction)))
         up, down = self._expert_matrix(experts.up), self._expert_matrix(experts.down)
         gate = None if experts.gate is None else self._expert_matrix(experts.gate)
-        pairs = room.pairs(experts)
-        rows = [(each.address, each.stride) for each in (x, room.gated, room.mixed)]
+        pairs = buffers.pairs(experts)
+        rows = [(each.address, each.stride) for each in (x, buffers.gated, buffers.mixed)]
         self._add(Role.EXPERTS_GATE_UP, gated_experts_op(pairs, gate, up, rows[0], rows[1], experts.activation))
         self._add(Role.EXPERTS_DOWN, experts_op(pairs, down, rows[1], rows[2], False))
         out, norm = self._hidden if layer.mlp_out_norm is None else self._block, layer.mlp_out_norm
-        mix = room.mix_op(experts, shared is not None, self._width)
+        mix = buffers.mix_op(experts, shared is not None, self._width)
         mix.out, mix.out_stride = out.address, out.stride
         mix.accumulate, mix.factor = norm is None, layer.mlp_factor
         self._add(Role.MIX, mix)

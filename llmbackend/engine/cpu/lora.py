@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..adapter_files import AdapterArrays, AdapterFiles, Float32Array, LoraArrays
-from ..adapter_loads import first_adapters, number_of_adapter
+from ..adapter_loads import adapter_number, first_adapters
 from ..config import EngineConfig
 from ..kernels.library import PANEL, KernelLibrary
 from ..kernels.operations import LORA_BLOCK, LORA_RANKS, LoraMatrices, LoraStep, Type
@@ -80,7 +80,7 @@ class NativeAdapters:
 
     def set_row(self, row: int, name: str) -> None:
         """name: "" = the model without an adapter. Raises ValueError if it is not loaded."""
-        self._of_row[row] = number_of_adapter(name, self._numbers, none=0)
+        self._of_row[row] = adapter_number(name, self._numbers, none=0)
 
     def begin(self, step: FlatStep) -> bool:
         """Tells the program which tokens use which adapter. False = none does."""

@@ -76,7 +76,7 @@ def _file_bytes() -> int:
 BLOCK_MULTIPLE: Final = 32
 HEAD_MULTIPLE: Final = 32
 DEFAULT_KV_BYTES: Final = 1 << 30
-_MOST_EMPTY_BLOCKS: Final = 1 << 18
+_MAX_EMPTY_BLOCKS: Final = 1 << 18
 """For models without attention, whose blocks occupy memory only in their tables."""
 _ITEM_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.FIXED16: 2}
 
@@ -177,7 +177,7 @@ def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int
         return config.num_kv_blocks
     block_bytes = config.block_size * bytes_per_token
     memory_bytes = config.kv_cache_memory_bytes or DEFAULT_KV_BYTES
-    num_blocks = memory_bytes // block_bytes if block_bytes else _MOST_EMPTY_BLOCKS
+    num_blocks = memory_bytes // block_bytes if block_bytes else _MAX_EMPTY_BLOCKS
     if num_blocks < 1:
         raise ValueError(
             f"engine argument 'kv_cache_memory_bytes' is {memory_bytes}, "

@@ -26,7 +26,7 @@ from .lora_ops import ProgramAdapters
 from .native_memory import BLOCK_MULTIPLE, FilePages, num_kv_blocks
 from .packed_decoder import PackedDecoder, PackedModel
 from .recurrent_operations import StepStates
-from .recurrent_states import SlotContents, flatten_from, groups_beside_states, num_state_slots, part_of_row
+from .recurrent_states import SlotContents, flatten_from, groups_with_draft_replay, num_state_slots, part_of_row
 
 
 def why_modules(config: EngineConfig) -> str:
@@ -65,7 +65,7 @@ class NativeRunner:
         bytes_per_token = layers.share_of_block(decoder.kv_bytes_per_token)
         num_blocks = num_kv_blocks(config, bytes_per_token, decoder.max_model_len, layers.groups)
         num_slots = num_state_slots(config, decoder.state_bytes, num_blocks) if decoder.state_bytes else 0
-        num_backups = config.max_guess_step_tokens if num_slots else 0
+        num_backups = config.max_speculative_step_tokens if num_slots else 0
         most_once_more = num_backups * (config.speculative_config or SpeculativeConfig()).num_speculative_tokens
         rows = SamplingRows(config.max_num_seqs, decoder.vocab_size, decoder.eos_token_ids)
         self._sampler = Sampler(rows, NativeSampling(self.kernels, rows))
@@ -100,7 +100,7 @@ class NativeRunner:
             kv_bytes_per_token=decoder.kv_bytes_per_token,
             held_weight_bytes=packed.memories.resident.nbytes + packed.memories.mapped.nbytes,
             kv_bytes=num_blocks * config.block_size * bytes_per_token,
-            kv_groups=groups_beside_states(layers.groups, config) if num_slots else layers.groups,
+            kv_groups=groups_with_draft_replay(layers.groups, config) if num_slots else layers.groups,
             state_bytes=decoder.state_bytes,
             num_state_slots=num_slots,
             path="native",
@@ -166,7 +166,7 @@ class _Forward:
         if self._tables is not None:
             self._tables.read(len(self._step.token_ids))
         if self._slots is not None:
-            if (behind := self._slots.behind(self._step, table)) is not None:
+            if (behind := self._slots.num_tokens_to_replay(self._step, table)) is not None:
                 self._step = flatten_from(plan, table, behind)
             for row in self._slots.lost(self._step, table):
                 self._recompute(row, table, self._slots)
@@ -191,7 +191,7 @@ class _Forward:
         computed = int(table.num_computed_tokens[row])
         for begin in range(0, computed, self._max_tokens):
             step = part_of_row(table, row, begin, min(begin + self._max_tokens, computed))
-            states = contents.begin_anew(step, table)
+            states = contents.begin_recompute(step, table)
             self._compute(step, table, states)
             contents.end(step, states)
 

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import msgspec
 import numpy as np
 
-from ..kernels.expert_layout import MOST_EXPERTS, steps_of
+from ..kernels.expert_layout import MAX_EXPERTS, steps_of
 from ..kv_groups import LayerGroups, layer_groups
 from .native_memory import LayerKV
 from .packed_latent import PackedLatent, check_latent
@@ -356,7 +356,7 @@ def _check_mlp(mlp: PackedMlp, width: int) -> None:
 
 def _check_experts(experts: PackedExperts, is_shared: bool, width: int, memories: Memories) -> None:
     count, inner = experts.count, experts.down.first.k
-    expect(0 < experts.top_k <= count <= MOST_EXPERTS, "experts")
+    expect(0 < experts.top_k <= count <= MAX_EXPERTS, "experts")
     check_projection(experts.router, count, width)
     expect((experts.gate is None) == (experts.activation == "relu2"), "experts")
     gate = experts.up if experts.gate is None else experts.gate

@@ -36,7 +36,7 @@ def num_state_slots(config: EngineConfig, state_bytes: int, num_blocks: int) -> 
     return min(config.max_num_seqs, memory_bytes // state_bytes) + kept
 
 
-def groups_beside_states(groups: KVGroups, config: EngineConfig) -> KVGroups:
+def groups_with_draft_replay(groups: KVGroups, config: EngineConfig) -> KVGroups:
     """Extends windows by the positions that are seen when accepted drafts are computed once more."""
     if config.speculative_config is None or not groups.num_windowed:
         return groups
@@ -51,7 +51,7 @@ class SlotContents:
         self._backups: dict[int, int] = {}
         """By row."""
 
-    def behind(self, step: FlatStep, table: RowTable) -> Int32Array | None:
+    def num_tokens_to_replay(self, step: FlatStep, table: RowTable) -> Int32Array | None:
         """How many tokens before the step's own each row has to recompute, from its state before partly rejected
         drafts; None = none."""
         found = np.zeros(len(step.rows), np.int32)
@@ -71,7 +71,7 @@ class SlotContents:
         rows: list[int] = step.rows[is_lost].tolist()
         return rows
 
-    def begin_anew(self, step: FlatStep, table: RowTable) -> StepStates:
+    def begin_recompute(self, step: FlatStep, table: RowTable) -> StepStates:
         """As `begin`, for a step whose rows are recomputed from their first token."""
         slots = table.state_slots[step.rows]
         sources = np.where(step.seq_lens == step.query_lens, _NONE, slots).astype(np.int32)

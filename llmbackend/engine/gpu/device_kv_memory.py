@@ -200,7 +200,7 @@ def num_kv_blocks(
         graph_bytes += staging_bytes(bytes_per_block)
     available = _available_bytes(config, memory, graph_bytes)
     num_blocks = min(max(available, 0) // bytes_per_block, _MAX_SLOTS // config.block_size)
-    needed = groups.most_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
+    needed = groups.max_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
     if num_blocks >= needed:
         return num_blocks
     source = "gpu_memory_utilization" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
@@ -208,7 +208,8 @@ def num_kv_blocks(
         f"engine argument 'max_model_len' is {max_model_len}, whose KV blocks take {_gib(needed * bytes_per_block)}, "
         f"but only {_gib(max(available, 0))} are available (of {_gib(memory.total_bytes)}, {_gib(memory.free_bytes)} "
         f"are free after the weights and the largest step, and graphs take {_gib(graph_bytes)}): expected at most "
-        f"{groups.most_tokens(config.block_size, num_blocks, config.max_num_batched_tokens)}, or a larger {source}"
+        f"{groups.max_request_tokens(config.block_size, num_blocks, config.max_num_batched_tokens)}, "
+        f"or a larger {source}"
     )
 
 

@@ -93,7 +93,7 @@ class StepMessage:
     buffer: _Buffer = field(repr=False)
 
     @property
-    def places_of_drafts(self) -> Int32Array:
+    def draft_indices(self) -> Int32Array:
         """Indices in `DeviceRows.accepted` of the rows that have drafts in this step."""
         *_, num_drafts, _ = self.changes.drafted
         places: Int32Array = np.flatnonzero(num_drafts).astype(np.int32)
@@ -164,7 +164,7 @@ class StepMessages:
         """The device reads the message before `event` passes."""
         message.buffer.event = event
         if message.changes.blocks.size:
-            self._blocks.told(message.changes.blocks)
+            self._blocks.mark_sent(message.changes.blocks)
         if message.changes.prompts.size:
             self._new_rows.difference_update(message.changes.prompts[0].tolist())
 

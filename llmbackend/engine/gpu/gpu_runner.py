@@ -86,7 +86,7 @@ class _Launched:
     end: Event
     prompts: list[PromptPiece]
     """Prompt tokens whose logprobs were requested."""
-    places_of_drafts: Int32Array
+    draft_indices: Int32Array
     accepted: list[torch.Tensor]
     """`DeviceRows.accepted`, if the step has drafts; complete after `end`."""
 
@@ -152,7 +152,7 @@ class GpuRunner:
             sampled,
             errors={**sampled.errors, **errors},
             prompt_logprobs=prompt_logprobs,
-            num_accepted_tokens=launched.accepted[0].numpy()[launched.places_of_drafts] if launched.accepted else None,
+            num_accepted_tokens=launched.accepted[0].numpy()[launched.draft_indices] if launched.accepted else None,
             forward_s=launched.computed.seconds_since(launched.start),
             sample_s=launched.end.seconds_since(launched.computed),
         )
@@ -196,14 +196,14 @@ class GpuRunner:
         if num_samples:
             sampling.complete()
             device.enqueue(lambda: _sample(parts, sampling, logits[0]))
-        if len(message.places_of_drafts):
+        if len(message.draft_indices):
             device.enqueue(lambda: accepted.append(device.fetch(parts.rows.accepted)))
         for piece in prompts:
             device.enqueue(partial(piece.enqueue, parts.program, self._info.vocab_size, device))
         end = device.record()
         if self.max_steps_in_flight == 1:
             end.wait()
-        return _Launched(step_id, sampling, start, computed, end, prompts, message.places_of_drafts, accepted)
+        return _Launched(step_id, sampling, start, computed, end, prompts, message.draft_indices, accepted)
 
 
 @torch.inference_mode()

@@ -152,7 +152,7 @@ class StepGraphs:
                 self._program.run_layers(layout, self._rows.block_table)
 
 
-MOST_OF_LAUNCHES_BYTES = 32 << 20
+MAX_LAUNCH_BYTES_PER_GRAPH = 32 << 20
 """Bound per graph."""
 
 
@@ -174,7 +174,7 @@ def _bytes_of_kind(graphs: StepGraphs, device: Device, sizes: Sequence[Padded]) 
     used = [_with_graphs(graphs, device, some) for some in (sizes[:0], sizes[-1:], sizes[-2:])]
     first, second = (max(after.held_bytes - before.held_bytes, 0) for before, after in pairwise(used))
     launches = min(after.beside_bytes - before.beside_bytes for before, after in pairwise(used[: len(sizes) + 1]))
-    each = min(max(launches, 0), MOST_OF_LAUNCHES_BYTES)
+    each = min(max(launches, 0), MAX_LAUNCH_BYTES_PER_GRAPH)
     return first + second * (len(sizes) - 1) + each * len(sizes)
 
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..adapter_loads import number_of_adapter
+from ..adapter_loads import adapter_number
 from ..config import EngineConfig
 from ..errors import ProgramUnsupportedError
 from ..model.loader import LoadedModel
@@ -22,7 +22,7 @@ from ..model.lora import AdapterMatrices, AdapterReader, LoraMatrices, adaptable
 from .device import Device
 from .ops.ops import NO_ADAPTER, LoraSpec
 
-_LEAST_RANK = 16
+_MIN_RANK = 16
 """Minimum rank of a slot: the minimum of a tensor core."""
 
 
@@ -49,7 +49,7 @@ class LoraSlots:
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = num_slots
-        self._max_rank = max(_LEAST_RANK, 1 << (max_rank - 1).bit_length())
+        self._max_rank = max(_MIN_RANK, 1 << (max_rank - 1).bit_length())
         self._dtype, self._device = dtype, device
         self.by_layer: dict[nn.Module, LayerSlots] = {}
         self.specs: list[LoraSpec] = []
@@ -119,7 +119,7 @@ class DeviceAdapters:
 
     def slot_of(self, name: str) -> int:
         """NO_ADAPTER for "". Raises ValueError if the adapter is not loaded."""
-        return number_of_adapter(name, self._slots, NO_ADAPTER)
+        return adapter_number(name, self._slots, NO_ADAPTER)
 
     @torch.inference_mode()
     def _write(self, slot: int, matrices: AdapterMatrices) -> None:

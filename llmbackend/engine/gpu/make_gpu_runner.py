@@ -154,11 +154,13 @@ def _num_blocks(
 ) -> int:
     dtype = kv_memory.kv_dtype(config, loaded.dtype, parts.device)
     measured = config.num_kv_blocks is None
-    for_graphs = stages.most(graph_bytes(parts.graphs, parts.device, _graph_sizes(config))) if measured else 0
+    for_graphs = (
+        stages.max_over_stages(graph_bytes(parts.graphs, parts.device, _graph_sizes(config))) if measured else 0
+    )
     parts.device.trim()
     warm_up(config, parts, _info(config, loaded, parts.device, layers.groups, 1, "", 0.0))
     shapes = _shapes_of_block(loaded, layers)
-    bytes_per_block = stages.most(kv_memory.block_bytes(shapes, config.block_size, dtype))
+    bytes_per_block = stages.max_over_stages(kv_memory.block_bytes(shapes, config.block_size, dtype))
     limits = config, loaded.max_model_len, bytes_per_block
     return kv_memory.num_kv_blocks(*limits, parts.device.memory(), for_graphs, layers.groups)
 

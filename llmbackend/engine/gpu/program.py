@@ -23,10 +23,10 @@ from .lora import LoraSlots
 from .ops.ops import (
     Activation,
     AttendSpec,
-    ExpertRoom,
+    ExpertScratch,
     ExpertSpec,
     LayerCache,
-    LoraRoom,
+    LoraScratch,
     LoraSpec,
     Norm,
     Ops,
@@ -116,7 +116,7 @@ class Stages(Protocol):
     def send(self, residual: torch.Tensor) -> None:
         """To the next stage."""
 
-    def most(self, count: int) -> int:
+    def max_over_stages(self, count: int) -> int:
         """The maximum of this number over all stages."""
 
 
@@ -131,7 +131,7 @@ class _Whole:
     def send(self, residual: torch.Tensor) -> None:
         raise AssertionError("there is no next stage")
 
-    def most(self, count: int) -> int:
+    def max_over_stages(self, count: int) -> int:
         return count
 
 
@@ -219,14 +219,16 @@ class GpuProgram:
         """As `forward`, but without the logits (`logits_behind`)."""
         num_tokens = len(layout.token_ids)
         if num_tokens > self._max_tokens or len(layout.sampled_tokens) > self.max_samples:
-            raise RuntimeError(f"a step of {num_tokens} tokens and {len(layout.sampled_tokens)} samples has no room")
+            raise RuntimeError(
+                f"a step of {num_tokens} tokens and {len(layout.sampled_tokens)} samples exceeds the program's buffers"
+            )
         residual = self._residual.matrix(num_tokens, self._width)
         if self._stages.is_first:
             self._ops.embed(layout.token_ids, self._embedding, self._embedding_factor, residual)
         else:
             self._stages.receive(residual)
-        if self._lora_room is not None and layout.adapters is not None:
-            self._ops.group_by_adapter(layout.adapters, self._lora_room)
+        if self._lora_scratch is not None and layout.adapters is not None:
+            self._ops.group_by_adapter(layout.adapters, self._lora_scratch)
         pending = _Pending()
         tables = [(layout, block_table)]
         tables += [(replace(layout, slots=slots), table) for slots, table in layout.other_groups]
@@ -281,9 +283,9 @@ class GpuProgram:
             gated = self._gated.rows(len(x), mlp.down.weight)
             self._ops.gate(first, mlp.activation, gated)
             return self._adapted_product(mlp.down, gated, layout, self._block)
-        assert isinstance(x, torch.Tensor) and self._expert_room is not None
+        assert isinstance(x, torch.Tensor) and self._expert_scratch is not None
         out = self._block.matrix(*x.shape)
-        self._ops.mix_experts(x, first, mlp.spec, mlp.activation, self._expert_room, out)
+        self._ops.mix_experts(x, first, mlp.spec, mlp.activation, self._expert_scratch, out)
         if mlp.add_up is not None:
             mlp.add_up(out)
         return out
@@ -309,8 +311,8 @@ class GpuProgram:
     def _adapted_product(self, linear: _Linear, x: Rows, layout: StepLayout, buffer: _Buffer) -> torch.Tensor:
         out = self._product(linear, x, buffer)
         if linear.lora is not None and layout.adapters is not None:
-            assert isinstance(x, torch.Tensor) and self._lora_room is not None, "adapters multiply dense rows"
-            self._ops.add_loras(x, layout.adapters, linear.lora, self._lora_room, out)
+            assert isinstance(x, torch.Tensor) and self._lora_scratch is not None, "adapters multiply dense rows"
+            self._ops.add_loras(x, layout.adapters, linear.lora, self._lora_scratch, out)
         return out
 
     def _product(self, linear: _Linear, x: Rows, buffer: _Buffer) -> torch.Tensor:
@@ -332,8 +334,8 @@ class GpuProgram:
         downs = [layer.mlp.down for layer in layers if isinstance(layer.mlp, _Mlp)]
         self._gated = self._inputs(tokens, [*downs, *(layer.attention_out for layer in layers)])
         specs = [layer.mlp.spec for layer in layers if isinstance(layer.mlp, _Experts)]
-        self._expert_room = ExpertRoom.of(tokens, specs, self._dtype, self._device) if specs else None
-        self._lora_room = None if self._loras is None else LoraRoom.of(tokens, self._loras.specs)
+        self._expert_scratch = ExpertScratch.of(tokens, specs, self._dtype, self._device) if specs else None
+        self._lora_scratch = None if self._loras is None else LoraScratch.of(tokens, self._loras.specs)
         self._sampled = buffer(samples, width)
         self._logit_memory = buffer(samples, self._head.n)
         is_plain = self._logit_factor == 1.0 and not self._logit_softcap

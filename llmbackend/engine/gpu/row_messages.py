@@ -120,7 +120,7 @@ class BlockTableMirror:
         numbers = groups.astype(np.int32) * self._known.shape[1] + plan.rows[places]
         return np.stack((numbers, columns.astype(np.int32), wanted[groups, places, columns]))
 
-    def told(self, changes: Int32Array) -> None:
+    def mark_sent(self, changes: Int32Array) -> None:
         """The reader applies these changes before all later ones."""
         numbers, columns, blocks = changes
         self._known.reshape(-1, self._known.shape[2])[numbers, columns] = blocks

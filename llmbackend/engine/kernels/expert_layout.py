@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from .library import packed_bytes, scale_bytes, sums_bytes
 from .operations import Activation, Epilogue, ExpertsOp, HeadsOp, Kind, LinearOp, Rows, Type
 
-MOST_EXPERTS: Final = 1024
+MAX_EXPERTS: Final = 1024
 """Per layer (native/route.h)."""
 GATES: Final = {
     "silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL, "swigluoai": Epilogue.SWIGLU_OAI,

@@ -101,7 +101,7 @@ class KVCacheManager:
 
     def min_blocks(self, num_tokens: int) -> int:
         """Minimum number of blocks with which a row of `num_tokens` can be computed, whatever the chunk size."""
-        return self._groups.most_blocks(num_tokens, 1, self.block_size)
+        return self._groups.max_blocks(num_tokens, 1, self.block_size)
 
     def future_blocks(self, rows: Int32Array, chunk_tokens: int) -> int:
         """How many more blocks these rows will hold at once until their known tokens are computed in chunks of
@@ -112,7 +112,9 @@ class KVCacheManager:
         to_come = self._groups.num_full * missing
         if self._window:
             chunks = np.minimum(chunk_tokens, num_tokens - computed)
-            at_once = np.minimum(columns - self._num_freed[rows], self._groups.most_windowed(chunks, self.block_size))
+            at_once = np.minimum(
+                columns - self._num_freed[rows], self._groups.max_windowed_blocks(chunks, self.block_size)
+            )
             more = np.maximum(at_once - (self._held[rows] - self._num_freed[rows]), 0)
             to_come = to_come + self._groups.num_windowed * np.minimum(missing, more)
         return int(to_come.sum())
@@ -126,7 +128,7 @@ class KVCacheManager:
             unseen = self._first_seen(num_hit)
             holders = self._holders if self._parts is None else self._parts.holders
             most = columns - unseen - _num_used(prefix.blocks[unseen:], holders)
-            at_once = groups.most_windowed(min(chunk_tokens, num_tokens - num_hit), self.block_size)
+            at_once = groups.max_windowed_blocks(min(chunk_tokens, num_tokens - num_hit), self.block_size)
             needed += groups.num_windowed * min(most, at_once)
         return needed
 
@@ -159,9 +161,9 @@ class KVCacheManager:
             are_shared = self._num_known[rows] != NEVER
             self.states.plan(rows[are_shared], num_tokens[are_shared], self.block_size)
 
-    def tell(self, journal: BlockJournal | None) -> None:
+    def set_journal(self, journal: BlockJournal | None) -> None:
         """Sets who is told which blocks requests can find; None = nobody. Without prefix caching there are none."""
-        self._prefixes.tell(journal if self._is_enabled else None)
+        self._prefixes.set_journal(journal if self._is_enabled else None)
 
     # --- shared prefixes ----------------------------------------------------------------------------------------------
 

@@ -217,7 +217,7 @@ class PrefixPublishing:
             (self._journal or self._begin()).ask_for_snapshot()
         elif self._events is None:
             self._journal = None
-            self._kv_cache.tell(None)
+            self._kv_cache.set_journal(None)
 
     def take(self) -> BlockChanges | None:
         """The changes for hosts after a step; also publishes KV events."""
@@ -234,5 +234,5 @@ class PrefixPublishing:
 
     def _begin(self) -> BlockJournal:
         self._journal = BlockJournal(self._events)
-        self._kv_cache.tell(self._journal)
+        self._kv_cache.set_journal(self._journal)
         return self._journal

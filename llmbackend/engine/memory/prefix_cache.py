@@ -211,7 +211,7 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return self._identity_of[block] != NOT_REGISTERED
 
-    def tell(self, journal: BlockJournal | None) -> None:
+    def set_journal(self, journal: BlockJournal | None) -> None:
         """Sets who gets each change, starting with all that is registered; None = nobody."""
         self._journal = journal
         if journal is None:

@@ -44,7 +44,7 @@ _WIDTHS = frozenset({"hidden_size", "n_embd", "d_model", "vocab_size"})
 """Config fields that are dimensions of weights in every model."""
 _INNER_WIDTHS = frozenset({"intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"})
 """Dimensions of weights that a model may not have; whether it does is known once it is built without memory."""
-_MOST_INNER = 1 << 31
+_MAX_INNER_WIDTH = 1 << 31
 """A model with larger ones cannot be built, even without memory."""
 _HARMLESS_COUNT = 256
 """Up to this many modules cost nothing to build, and the comparison with the model itself names what is missing."""
@@ -225,7 +225,7 @@ def check_numbers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]
                 )
         if name in _WIDTHS and value > max(largest_dimension, _HARMLESS_COUNT):
             raise _too_wide(name, value, largest_dimension)
-        if name in _INNER_WIDTHS and value > _MOST_INNER:
+        if name in _INNER_WIDTHS and value > _MAX_INNER_WIDTH:
             raise _too_wide(name, value, largest_dimension)
 
 

@@ -26,7 +26,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..gpu.weights.experts import Int4Experts
-from ..gpu.weights.int4 import LEAST_GROUP, PLAIN_ZERO, Int4Weight
+from ..gpu.weights.int4 import MIN_GROUP, PLAIN_ZERO, Int4Weight
 from .checkpoint_files import PACKED_NUMBERS, TensorHeader, few
 
 _GROUP: Final = 32
@@ -318,9 +318,9 @@ def _expect(field: str, value: Any, *expected: Any) -> None:
 
 
 def _checked_size(field: str, size: Any) -> int:
-    if size == _WHOLE or (isinstance(size, int) and size > 0 and size % LEAST_GROUP == 0):
+    if size == _WHOLE or (isinstance(size, int) and size > 0 and size % MIN_GROUP == 0):
         return int(size)
-    raise _unexpected(field, size, f"-1 or a multiple of {LEAST_GROUP}")
+    raise _unexpected(field, size, f"-1 or a multiple of {MIN_GROUP}")
 
 
 def _unexpected(field: str, value: Any, expected: str) -> CheckpointError:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..adapter_files import AdapterFiles, Float32Array
-from ..adapter_loads import first_adapters, number_of_adapter
+from ..adapter_loads import adapter_number, first_adapters
 from ..config import EngineConfig
 from ..cpu.linear import HeadedLinear, NativeLinear, PackedLinear
 from ..gpu.weights.dense import QuantizedLinear
@@ -90,7 +90,7 @@ class LoraBatch:
 
     def set_row(self, row: int, name: str) -> None:
         """name: "" = the model without an adapter. Raises ValueError if it is not loaded."""
-        self._of_row[row] = number_of_adapter(name, self._index_of, none=0)
+        self._of_row[row] = adapter_number(name, self._index_of, none=0)
 
     def begin(self, step: FlatStep) -> None:
         of_row = self._of_row[step.rows]

@@ -25,7 +25,7 @@ OUT_NORM: Final = "post_mlp_layernorm"
 """Name of the layer's norm after the sum, in modules that have it."""
 _EPSILONS: Final = {"softmax": (0.0,), "sigmoid": (1e-20, 1e-6)}
 _OF_GROUP: Final = (2, 1, 0)
-_TRIED_ROWS: Final = 64
+_PROBE_ROWS: Final = 64
 """Enough rows for ways of selecting by groups to differ."""
 _LOW: Final = -12.0
 """Expert logits so low that an epsilon shows in the shares of their sigmoids."""
@@ -111,7 +111,7 @@ def _route(router: Any, *given: torch.Tensor) -> Route:
             f"{type(router).__name__} has {', '.join(sorted(unknown))} in addition to its weight"
         )
     correction = _float(given[0] if given else getattr(router, _CORRECTION, None))
-    logits, expected = _tried(router, *given)
+    logits, expected = _probed(router, *given)
     for scores, renormalises, of_group in product(_SCORES, (False, True), _OF_GROUP):
         for epsilon in _EPSILONS[scores]:
             route = _candidate(router, scores, renormalises, correction, of_group, epsilon)
@@ -120,11 +120,11 @@ def _route(router: Any, *given: torch.Tensor) -> Route:
     raise ProgramUnsupportedError(f"{type(router).__name__} selects experts in an unknown way")
 
 
-def _tried(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _probed(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of some rows, and a share for each expert. Computed in float32, so that rounding does not change the
     selection, with logits so small that several experts have significant shares, or with all of them low."""
     weight, bias = router.weight, getattr(router, "bias", None)
-    x = torch.arange(1.0, _TRIED_ROWS * weight.shape[1] + 1).sin().view(_TRIED_ROWS, -1)
+    x = torch.arange(1.0, _PROBE_ROWS * weight.shape[1] + 1).sin().view(_PROBE_ROWS, -1)
     x /= nn.functional.linear(x, weight.float()).std().clamp(min=1e-6)
     low = ((_LOW - 0.01 * torch.arange(len(weight))) / weight.shape[1])[:, None].expand(weight.shape)
     logits, shares_of = [], []

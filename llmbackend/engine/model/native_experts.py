@@ -19,7 +19,7 @@ from ..cpu.linear import StoredMatrices, kept_weights, pack_stored
 from ..cpu.native_memory import release_pages
 from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import ACTIVATIONS, Activation, gated
-from ..kernels.expert_layout import MOST_EXPERTS, ExpertMatrix, Pairs, experts_op, gated_experts_op, steps_of
+from ..kernels.expert_layout import MAX_EXPERTS, ExpertMatrix, Pairs, experts_op, gated_experts_op, steps_of
 from ..kernels.library import NativeKernels, op_pointers
 from ..kernels.operations import Step, Type
 from ..kernels.weights import TYPE_OF, PackedWeight, WeightStore
@@ -145,7 +145,7 @@ def _fits(experts: Any, router: Any) -> bool:
     n = down.shape[2]
     shapes = (tuple(gate_up.shape), tuple(down.shape))
     ups = n if names == _WITHOUT_GATE else 2 * n
-    return count <= MOST_EXPERTS and shapes == ((count, ups, width), (count, width, n))
+    return count <= MAX_EXPERTS and shapes == ((count, ups, width), (count, width, n))
 
 
 class _Types(NamedTuple):

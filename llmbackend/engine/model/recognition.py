@@ -68,9 +68,9 @@ def norm_of(module: Any, width: int | None = None) -> Norm:
     factor = torch.ones(width, device=device) if weight is None else weight.detach().float()
     added = None if bias is None else bias.detach().float()
     is_exact = bias is None or bias.dtype == torch.float32
-    given = _tried(module, width, 1.0)
+    given = _probed(module, width, 1.0)
     for eps in _eps_of(module):
-        small = _tried(module, width, _SMALL)
+        small = _probed(module, width, _SMALL)
         for is_centred in (False, True):
             for candidate in (factor,) if weight is None else (factor, 1.0 + factor):
                 norm = Norm(candidate.contiguous(), float(eps), added, is_centred)
@@ -88,7 +88,7 @@ def _probe(width: int, scale: float, like: torch.Tensor | None) -> torch.Tensor:
     return scale * torch.linspace(-2, 3, width, device=None if like is None else like.device)[None]
 
 
-def _tried(module: Any, width: int, scale: float) -> torch.Tensor:
+def _probed(module: Any, width: int, scale: float) -> torch.Tensor:
     """With a bias, torch's layer norm accepts only rows of its weights' type."""
     weight = getattr(module, "weight", None)
     x = _probe(width, scale, weight)

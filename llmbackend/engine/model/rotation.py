@@ -22,7 +22,7 @@ from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import Norm
 from .recognition import normalised
 
-_TRIED_POSITIONS: Final = (0, 1, 2, 5)
+_PROBE_POSITIONS: Final = (0, 1, 2, 5)
 """Others are added in the middle and at the end."""
 _LARGE: Final = 100.0
 """Large enough to reveal a bound on queries and keys."""
@@ -85,9 +85,9 @@ class Rotations:
     def of(self, layer: int, attention: nn.Module, heads: Heads) -> Rotation:
         """Raises ProgramUnsupportedError."""
         kind = None if self._kinds is None else self._kinds[layer]
-        positions = self._tried_positions()
+        positions = self._probe_positions()
         rows = positions.to(self._device)
-        given = _try(attention, heads, rows, self._given(positions, kind))
+        given = _probe(attention, heads, rows, self._given(positions, kind))
         for rotation in self._known(kind, heads):
             if all(_is_near(*each) for each in zip(given, _expected(heads, rotation, rows), strict=True)):
                 return rotation
@@ -100,10 +100,12 @@ class Rotations:
         are rotated. Compares products of queries and keys, which may be permuted. outputs: as in `Heads`; q: the
         projection of queries. Raises ProgramUnsupportedError."""
         kind = None if self._kinds is None else self._kinds[layer]
-        positions = self._tried_positions()
+        positions = self._probe_positions()
         rows = positions.to(self._device)
         heads = Heads(outputs, rotary_dim, 1, None, None, False)
-        queries, keys = (each[..., -rotary_dim:] for each in _try(attention, heads, rows, self._given(positions, kind)))
+        queries, keys = (
+            each[..., -rotary_dim:] for each in _probe(attention, heads, rows, self._given(positions, kind))
+        )
         names, raw = list(outputs)[:-1], _raw(heads, rows.device)
         numbers = dict(zip(names, torch.split(raw, [outputs[name] for name in names]), strict=True))
         raw_q = numbers[q].view(queries.shape[1], -1)[:, -rotary_dim:].expand(len(rows), -1, -1)
@@ -137,8 +139,8 @@ class Rotations:
             self._scaled_tables[kind] = table * self._query_scale(positions)[:, None]
         return self._scaled_tables[kind]
 
-    def _tried_positions(self) -> torch.Tensor:
-        tried = {*_TRIED_POSITIONS, self._length // 2, self._length - 1}
+    def _probe_positions(self) -> torch.Tensor:
+        tried = {*_PROBE_POSITIONS, self._length // 2, self._length - 1}
         return torch.tensor(sorted(each for each in tried if each < self._length))
 
     def _embeddings(self, positions: torch.Tensor, kind: str | None) -> Embeddings:
@@ -179,7 +181,7 @@ class _Given:
         return query.new_zeros(*query.shape[:2], value.shape[-1])
 
 
-def _try(
+def _probe(
     attention: nn.Module, heads: Heads, positions: torch.Tensor, embeddings: Embeddings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys [positions, heads, dim]."""

@@ -34,7 +34,7 @@ MAX_PAUSE_STEPS = 32
 MAX_LOOKUP_PAUSE_STEPS = 2
 """The same if the runner looks drafts up. Whether a text repeats is then unknown until a draft is tried, and most
 attempts fail because it does not yet."""
-FIRST_ACCEPTED_SHARE, NEWS_WEIGHT = 0.5, 0.25
+FIRST_ACCEPTED_SHARE, SAMPLE_WEIGHT = 0.5, 0.25
 """Initial acceptance rate assumed for a new row, and the weight of each attempt in the running mean."""
 
 
@@ -105,7 +105,7 @@ class Speculator:
     def _adapt(self, row: int, state: _RowState, drafted: int, accepted: int, num_rows: int) -> None:
         width = max(state.width, 2 * drafted) if accepted == drafted else accepted + 1
         state.width = min(width, self._num_drafts_max)
-        state.accepted_share += NEWS_WEIGHT * (accepted / drafted - state.accepted_share)
+        state.accepted_share += SAMPLE_WEIGHT * (accepted / drafted - state.accepted_share)
         if state.accepted_share * self._max_step_tokens > num_rows:
             state.pause_tokens = 0
         else:
@@ -165,7 +165,7 @@ class Drafter:
     ) -> None:
         """overlaps: whether steps are launched before the tokens of the last one are read; the runner then looks
         guesses up."""
-        speculation, max_tokens = config.speculative_config, config.max_guess_step_tokens
+        speculation, max_tokens = config.speculative_config, config.max_speculative_step_tokens
         self._rows, self._table, self._kv_cache, self._constraints = rows, rows.table, kv_cache, constraints
         self._overlaps = overlaps
         self._max_guess_step_tokens = max_tokens

@@ -214,7 +214,7 @@ class Scheduler:
         """Cuts the chunks of running prompts to the budget, in their order."""
         is_long = chunks > self._threshold
         has_shorter = bool(self._waiting) or bool((is_prompt & ~is_long).any())
-        for_long = budget.half() if has_shorter else None
+        for_long = budget.halved() if has_shorter else None
         # Long prompts first, from their half; shorter ones get the rest.
         for i in [*(is_prompt & is_long).nonzero()[0].tolist(), *(is_prompt & ~is_long).nonzero()[0].tolist()]:
             computed = int(self._table.num_computed_tokens[rows[i]])
@@ -271,7 +271,7 @@ class Scheduler:
             if self._take_row(head):
                 num_hit = self._take_prefix(head, num_tokens, prefix)
                 wanted = min(num_tokens - num_hit, max_chunk)
-                chunk = _take(wanted, num_hit, budget, budget.half() if has_shorter else None)
+                chunk = _take(wanted, num_hit, budget, budget.halved() if has_shorter else None)
                 row, reach = np.array([head.row], np.int32), np.array([num_hit + chunk], np.int32)
                 self._kv_cache.reserve(row, reach)
                 unreserved += self._kv_cache.future_blocks(row, max_chunk)
@@ -369,9 +369,9 @@ class Scheduler:
 def _take(wanted: int, context: int, budget: StepBudget, part: StepBudget | None) -> int:
     """Spends the budget on a prompt's next tokens, after `context` others; returns how many. part: a share of the
     budget that also limits them."""
-    chunk = budget.room(context, wanted)
+    chunk = budget.affordable_tokens(context, wanted)
     if part is not None:
-        chunk = min(chunk, part.room(context, wanted))
+        chunk = min(chunk, part.affordable_tokens(context, wanted))
         part.spend(context, chunk)
     budget.spend(context, chunk)
     return chunk

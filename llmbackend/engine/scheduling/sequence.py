@@ -69,7 +69,7 @@ def refusal(request: InferRequest, info: ModelInfo) -> str:
         return f"max_tokens is {request.sampling.max_tokens}, expected at least 0"
     if (request.sampling.prompt_logprobs or 0) < -1:
         return f"prompt_logprobs is {request.sampling.prompt_logprobs}, expected at least 0, or -1 for all"
-    if info.kv_groups.most_blocks(len(prompt) + len(output), 1, info.block_size) > info.num_blocks:
+    if info.kv_groups.max_blocks(len(prompt) + len(output), 1, info.block_size) > info.num_blocks:
         return (
             f"prompt_token_ids and output_token_ids have {len(prompt) + len(output)} tokens, "
             f"expected at most {info.max_request_tokens}, the engine's whole KV cache "

@@ -124,7 +124,7 @@ _SPARSE_PIECE_BYTES: Final = 64 << 10
 looking up a row brings little else into a process's memory."""
 _MAX_DESCRIPTION_BYTES: Final = 64 << 20
 _PUNCH_HOLE_AND_KEEP_SIZE: Final = 3
-_MOSTLY: Final = 0.9
+_MIN_HUGE_SHARE: Final = 0.9
 """Fraction of huge pages from which on a mapping is as fast as anonymous memory."""
 
 
@@ -311,7 +311,7 @@ class ImageFile:
                 raise ImageDamagedError(f"the weights at byte {part.offset_bytes + start} have changed")
 
         _in_threads(compare, num_chunks(part.size_bytes), num_threads)
-        return memory if huge_bytes(memory) >= _MOSTLY * whole else None
+        return memory if huge_bytes(memory) >= _MIN_HUGE_SHARE * whole else None
 
     def close(self) -> None:
         """Memories that were read stay."""

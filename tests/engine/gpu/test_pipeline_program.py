@@ -45,7 +45,7 @@ class Queued(RankPlace):
     def send(self, residual: torch.Tensor) -> None:
         self.queues[self.stage + 1].put(residual.clone())
 
-    def most(self, count: int) -> int:
+    def max_over_stages(self, count: int) -> int:
         return count
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops.ops import Activation, ExpertRoom, ExpertSpec
+from ..ops.ops import Activation, ExpertScratch, ExpertSpec
 from ..weights.experts import DenseExperts, ExpertProjection, Int4Experts
 from . import fused
 from .matmul import Tile, dot_dtype, half_of, own_place, sum_of_slabs
@@ -180,7 +180,7 @@ def mix_experts(
     logits: torch.Tensor,
     spec: ExpertSpec,
     activation: Activation,
-    room: ExpertRoom,
+    scratch: ExpertScratch,
     out: torch.Tensor,
     tile: Tile,
 ) -> None:
@@ -188,42 +188,42 @@ def mix_experts(
     num_tokens, width = x.shape
     num_pairs = num_tokens * spec.top_k
     choose_experts_kernel[(num_tokens,)](
-        logits, room.chosen, room.factors, spec.num_experts, logits.stride(0),
+        logits, scratch.chosen, scratch.factors, spec.num_experts, logits.stride(0),
         EXPERTS=triton.next_power_of_2(spec.num_experts), TOP_K=spec.top_k, RENORMALISE=spec.renormalises, num_warps=1,
     )  # fmt: skip
-    count_pairs_kernel[(spec.num_experts,)](room.chosen, room.counts, num_pairs, AT_ONCE=_AT_ONCE)
+    count_pairs_kernel[(spec.num_experts,)](scratch.chosen, scratch.counts, num_pairs, AT_ONCE=_AT_ONCE)
     place_pairs_kernel[(spec.num_experts,)](
-        room.chosen, room.counts, room.pairs, room.tile_experts, room.num_tiles, num_pairs, spec.num_experts,
-        EXPERTS=triton.next_power_of_2(spec.num_experts), ROWS=tile.rows, AT_ONCE=_AT_ONCE,
+        scratch.chosen, scratch.counts, scratch.pairs, scratch.tile_experts, scratch.num_tiles, num_pairs,
+        spec.num_experts, EXPERTS=triton.next_power_of_2(spec.num_experts), ROWS=tile.rows, AT_ONCE=_AT_ONCE,
     )  # fmt: skip
     max_tiles = num_pairs // tile.rows + min(spec.num_experts, num_pairs)
-    gate_up = room.gate_up[:num_pairs]
-    _multiply(x, spec.gate_up, room, max_tiles, gate_up, spec.top_k, tile)
-    gated = room.gated[:num_pairs]
+    gate_up = scratch.gate_up[:num_pairs]
+    _multiply(x, spec.gate_up, scratch, max_tiles, gate_up, spec.top_k, tile)
+    gated = scratch.gated[:num_pairs]
     inner = gated.shape[1]
     fused.gate_kernel[(num_pairs, triton.cdiv(inner, _GATE_TILE))](
         gate_up, gated, inner, gate_up.stride(0), gated.stride(0), ACTIVATION=activation, TILE=_GATE_TILE
     )
-    mixed = room.mixed[:num_pairs]
-    _multiply(gated, spec.down, room, max_tiles, mixed, 1, tile)
+    mixed = scratch.mixed[:num_pairs]
+    _multiply(gated, spec.down, scratch, max_tiles, mixed, 1, tile)
     add_experts_kernel[(num_tokens, triton.cdiv(width, _GATE_TILE))](
-        mixed, room.factors, out, width, TOP_K=spec.top_k, TILE=_GATE_TILE
+        mixed, scratch.factors, out, width, TOP_K=spec.top_k, TILE=_GATE_TILE
     )
 
 
 def _multiply(
     x: torch.Tensor,
     projection: ExpertProjection,
-    room: ExpertRoom,
+    scratch: ExpertScratch,
     max_tiles: int,
     out: torch.Tensor,
     shared: int,
     tile: Tile,
 ) -> None:
-    """Multiplies the pairs that were sorted into the room. shared: pairs for each row of x."""
+    """Multiplies the pairs that were sorted into the scratch. shared: pairs for each row of x."""
     experts, bias = projection.weight, projection.bias
     grid = (max_tiles * triton.cdiv(experts.n, tile.columns),)
-    tiles = room.pairs, room.tile_experts, room.num_tiles
+    tiles = scratch.pairs, scratch.tile_experts, scratch.num_tiles
     common = {
         "SHARED": shared, "ROWS": tile.rows, "COLUMNS": tile.columns, "GROUP": 8, "HAS_BIAS": bias is not None,
         "DOT": dot_dtype(x.dtype), "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False,

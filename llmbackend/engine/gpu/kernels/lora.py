@@ -16,14 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops.ops import LORA_ROWS, LORA_SPLITS, LoraRoom, LoraSpec
+from ..ops.ops import LORA_ROWS, LORA_SPLITS, LoraScratch, LoraSpec
 from .experts import count_pairs_kernel, place_pairs_kernel
 from .matmul import dot_dtype
 
 _AT_ONCE = 1024
 """Tokens that a program of the sort reads at a time."""
 _DEPTH = 128
-_LEAST_SPLIT = 512
+_MIN_SPLIT = 512
 """Minimum columns of the input per split."""
 _SHRINK_RANKS, _EXPAND_RANKS = 64, 32
 """Maximum ranks of a tile; the second kernel keeps those of all splits in registers."""
@@ -102,35 +102,35 @@ def lora_expand_kernel(
     tl.store(out, (tl.load(out, mask=there, other=0.0).to(tl.float32) + total).to(out.dtype.element_ty), mask=there)
 
 
-def group_by_adapter(adapters: torch.Tensor, room: LoraRoom) -> None:
+def group_by_adapter(adapters: torch.Tensor, scratch: LoraScratch) -> None:
     """As Ops.group_by_adapter."""
-    num_slots, num_tokens = len(room.counts), len(adapters)
-    count_pairs_kernel[(num_slots,)](adapters, room.counts, num_tokens, AT_ONCE=_AT_ONCE)
+    num_slots, num_tokens = len(scratch.counts), len(adapters)
+    count_pairs_kernel[(num_slots,)](adapters, scratch.counts, num_tokens, AT_ONCE=_AT_ONCE)
     place_pairs_kernel[(num_slots,)](
-        adapters, room.counts, room.tokens, room.tile_slots, room.num_tiles, num_tokens, num_slots,
+        adapters, scratch.counts, scratch.tokens, scratch.tile_slots, scratch.num_tiles, num_tokens, num_slots,
         EXPERTS=triton.next_power_of_2(num_slots), ROWS=LORA_ROWS, AT_ONCE=_AT_ONCE,
     )  # fmt: skip
 
 
-def add_loras(x: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor) -> None:
+def add_loras(x: torch.Tensor, spec: LoraSpec, scratch: LoraScratch, out: torch.Tensor) -> None:
     """As Ops.add_loras, for at least one token."""
     (num_tokens, k), n = x.shape, out.shape[1]
     num_parts, max_rank = len(spec.widths), spec.max_rank
     split = _split(k)
     splits, ranks = triton.cdiv(k, split), min(max_rank, _SHRINK_RANKS)
-    tiles = num_tokens // LORA_ROWS + min(len(room.counts), num_tokens)
-    sorted_tokens = spec.ranks, room.tokens, room.tile_slots, room.num_tiles
+    tiles = num_tokens // LORA_ROWS + min(len(scratch.counts), num_tokens)
+    sorted_tokens = spec.ranks, scratch.tokens, scratch.tile_slots, scratch.num_tiles
     sizes = {"PARTS": num_parts, "MAX_RANK": max_rank, "ROWS": LORA_ROWS, "DOT": dot_dtype(x.dtype)}
-    strides = room.hidden.stride(1), room.hidden.stride(0)
+    strides = scratch.hidden.stride(1), scratch.hidden.stride(0)
     lora_shrink_kernel[(tiles, splits, num_parts * max_rank // ranks)](
-        x, spec.down, *sorted_tokens, room.hidden, k, *strides,
+        x, spec.down, *sorted_tokens, scratch.hidden, k, *strides,
         **sizes, RANKS=ranks, DEPTH=_DEPTH, SPLIT=split,
         num_warps=2 if ranks < 64 else 4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     first, second = spec.widths[0], spec.widths[1] if num_parts > 1 else 0
     across = sum(triton.cdiv(width, _COLUMNS) for width in spec.widths)
     lora_expand_kernel[(tiles, across)](
-        room.hidden, spec.up, *sorted_tokens, out, n, first, second, *strides,
+        scratch.hidden, spec.up, *sorted_tokens, out, n, first, second, *strides,
         **sizes, RANKS=min(max_rank, _EXPAND_RANKS), COLUMNS=_COLUMNS, SPLITS=splits,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -138,4 +138,4 @@ def add_loras(x: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor
 
 def _split(k: int) -> int:
     """Columns per split."""
-    return max(_LEAST_SPLIT, -(-k // (LORA_SPLITS * _DEPTH)) * _DEPTH)
+    return max(_MIN_SPLIT, -(-k // (LORA_SPLITS * _DEPTH)) * _DEPTH)

@@ -161,12 +161,12 @@ class ExpertSpec:
 
 
 MIN_EXPERT_ROWS = 16
-"""Minimum rows of a tile of (token, expert) pairs; ExpertRoom is sized for it."""
+"""Minimum rows of a tile of (token, expert) pairs; ExpertScratch is sized for it."""
 _MAX_EXPERT_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertRoom:
+class ExpertScratch:
     """Scratch memory for the experts of the largest step; contents are meaningless between calls. P: number of (token,
     expert) pairs."""
 
@@ -190,26 +190,28 @@ class ExpertRoom:
     """[P, width]"""
 
     @classmethod
-    def of(cls, num_tokens: int, specs: Sequence[ExpertSpec], dtype: torch.dtype, device: torch.device) -> ExpertRoom:
+    def of(
+        cls, num_tokens: int, specs: Sequence[ExpertSpec], dtype: torch.dtype, device: torch.device
+    ) -> ExpertScratch:
         """For steps of num_tokens in this dtype, and layers with these experts, all of the same sizes."""
         spec = specs[0]
         if len({(each.num_experts, each.down.weight.n, each.down.weight.k, each.top_k) for each in specs}) > 1:
             raise ProgramUnsupportedError("its layers have experts of several sizes")
         pairs, width, n = num_tokens * spec.top_k, spec.down.weight.n, spec.down.weight.k
 
-        def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            chosen=room(pairs),
-            factors=room(pairs, dtype=torch.float32),
-            counts=room(spec.num_experts),
-            pairs=room(pairs + spec.num_experts * _MAX_EXPERT_ROWS),
-            tile_experts=room(pairs // MIN_EXPERT_ROWS + spec.num_experts),
-            num_tiles=room(1),
-            gate_up=room(pairs, 2 * n, dtype=dtype),
-            gated=room(pairs, n, dtype=dtype),
-            mixed=room(pairs, width, dtype=dtype),
+            chosen=scratch(pairs),
+            factors=scratch(pairs, dtype=torch.float32),
+            counts=scratch(spec.num_experts),
+            pairs=scratch(pairs + spec.num_experts * _MAX_EXPERT_ROWS),
+            tile_experts=scratch(pairs // MIN_EXPERT_ROWS + spec.num_experts),
+            num_tiles=scratch(1),
+            gate_up=scratch(pairs, 2 * n, dtype=dtype),
+            gated=scratch(pairs, n, dtype=dtype),
+            mixed=scratch(pairs, width, dtype=dtype),
         )
 
 
@@ -239,7 +241,7 @@ LORA_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoraRoom:
+class LoraScratch:
     """Memory for the tokens of the largest step, sorted by adapter, in tiles of LORA_ROWS places."""
 
     counts: torch.Tensor
@@ -254,7 +256,7 @@ class LoraRoom:
     """float32 [LORA_SPLITS, places, most parts * max_rank]: sums of each split."""
 
     @classmethod
-    def of(cls, num_tokens: int, specs: Sequence[LoraSpec]) -> LoraRoom:
+    def of(cls, num_tokens: int, specs: Sequence[LoraSpec]) -> LoraScratch:
         """For steps of num_tokens and these products; at least one."""
         num_slots, device = len(specs[0].ranks), specs[0].ranks.device
         tiles = num_tokens // LORA_ROWS + num_slots
@@ -316,17 +318,17 @@ class Ops(Protocol):
         logits: torch.Tensor,
         spec: ExpertSpec,
         activation: Activation,
-        room: ExpertRoom,
+        scratch: ExpertScratch,
         out: torch.Tensor,
     ) -> None:
         """out [T, width] = the sum, over the experts that logits [T, experts] choose, of share *
         down(gate(gate_up(x))). x and out are contiguous."""
 
-    def group_by_adapter(self, adapters: torch.Tensor, room: LoraRoom) -> None:
+    def group_by_adapter(self, adapters: torch.Tensor, scratch: LoraScratch) -> None:
         """Sorts the tokens of a step for `add_loras`. adapters as in StepLayout, at least one token."""
 
     def add_loras(
-        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor
+        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, scratch: LoraScratch, out: torch.Tensor
     ) -> None:
         """out[t] += up[slot] · (down[slot] · x[t]) for each token with an adapter, each part of out [T, n] by its own
         rows of down. x [T, k] and out are contiguous, in the model's dtype; adapters: those passed to

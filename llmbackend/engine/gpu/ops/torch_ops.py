@@ -18,10 +18,10 @@ from .ops import (
     PADDING_SLOT,
     Activation,
     AttendSpec,
-    ExpertRoom,
+    ExpertScratch,
     ExpertSpec,
     LayerCache,
-    LoraRoom,
+    LoraScratch,
     LoraSpec,
     Norm,
     RotarySpec,
@@ -96,7 +96,7 @@ class TorchOps:
         logits: torch.Tensor,
         spec: ExpertSpec,
         activation: Activation,
-        room: ExpertRoom,
+        scratch: ExpertScratch,
         out: torch.Tensor,
     ) -> None:
         """Every expert computes every token, which keeps shapes fixed."""
@@ -106,16 +106,16 @@ class TorchOps:
         factors = torch.zeros(len(x), spec.num_experts, device=x.device).scatter_(1, chosen, shares)
         total = torch.zeros(out.shape, device=x.device)
         for expert in range(spec.num_experts):
-            inner = room.gated[: len(x)]
+            inner = scratch.gated[: len(x)]
             self.gate(_by_expert(x, spec.gate_up, expert), activation, inner)
             total += factors[:, expert, None] * _by_expert(inner, spec.down, expert).float()
         out.copy_(total)
 
-    def group_by_adapter(self, adapters: torch.Tensor, room: LoraRoom) -> None:
+    def group_by_adapter(self, adapters: torch.Tensor, scratch: LoraScratch) -> None:
         """This implementation does not sort."""
 
     def add_loras(
-        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor
+        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, scratch: LoraScratch, out: torch.Tensor
     ) -> None:
         """Every adapter computes every token, which keeps shapes fixed."""
         rows, rank = x.float(), torch.arange(spec.max_rank, device=x.device)

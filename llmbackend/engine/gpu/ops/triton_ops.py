@@ -19,10 +19,10 @@ from .ops import (
     PADDING_SLOT,
     Activation,
     AttendSpec,
-    ExpertRoom,
+    ExpertScratch,
     ExpertSpec,
     LayerCache,
-    LoraRoom,
+    LoraScratch,
     LoraSpec,
     Norm,
     RotarySpec,
@@ -135,7 +135,7 @@ class TritonOps:
         logits: torch.Tensor,
         spec: ExpertSpec,
         activation: Activation,
-        room: ExpertRoom,
+        scratch: ExpertScratch,
         out: torch.Tensor,
     ) -> None:
         """With exact products the tiles of every step are those of large steps."""
@@ -143,15 +143,15 @@ class TritonOps:
             return
         is_packed = isinstance(spec.down.weight, Int4Experts)
         tile = experts.choose_tile(_ALWAYS_LARGE if self._exact else len(x), x.dtype, is_packed)
-        experts.mix_experts(x, logits, spec, activation, room, out, tile)
+        experts.mix_experts(x, logits, spec, activation, scratch, out, tile)
 
-    def group_by_adapter(self, adapters: torch.Tensor, room: LoraRoom) -> None:
-        lora.group_by_adapter(adapters, room)
+    def group_by_adapter(self, adapters: torch.Tensor, scratch: LoraScratch) -> None:
+        lora.group_by_adapter(adapters, scratch)
 
     def add_loras(
-        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor
+        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, scratch: LoraScratch, out: torch.Tensor
     ) -> None:
-        lora.add_loras(x, spec, room, out)
+        lora.add_loras(x, spec, scratch, out)
 
     def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
         num_rows, width = x.shape

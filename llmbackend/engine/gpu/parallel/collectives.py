@@ -117,14 +117,14 @@ class Ranks:
         """Broadcasts x from the rank that samples to all ranks, in place."""
         dist.broadcast(x, self.place.sampler)
 
-    def least(self, numbers: Sequence[int]) -> list[int]:
+    def min_over_ranks(self, numbers: Sequence[int]) -> list[int]:
         """The element-wise minimum of the numbers of all ranks."""
         together = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         dist.all_reduce(together, dist.ReduceOp.MIN)
         return together.tolist()
 
-    def most(self, count: int) -> int:
-        return -self.least([-count])[0]
+    def max_over_stages(self, count: int) -> int:
+        return -self.min_over_ranks([-count])[0]
 
     def join(
         self, device: torch.device, address: str, port: int, timeout_s: float, meeting: socket.socket | None = None

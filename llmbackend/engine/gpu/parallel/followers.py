@@ -65,7 +65,7 @@ class Followers:
         self._watcher: threading.Thread | None = None
         self._closing = threading.Event()
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         data = _encode(message)
         for follower in self._followers:
             follower.link.send_bytes(data)
@@ -102,7 +102,7 @@ class Followers:
         """Tells the followers to end; returns at once."""
         self._closing.set()
         with contextlib.suppress(OSError):
-            self.tell(Stop())
+            self.send(Stop())
 
     def reap(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Waits for followers that were told to stop or are no longer needed; kills them after timeout_s."""

@@ -270,7 +270,7 @@ class TableSender:
         if self._blocks is None:
             self._blocks = BlockTableMirror(*table.block_table.shape)
         changes = self._blocks.changes(plan, table)
-        self._blocks.told(changes)
+        self._blocks.mark_sent(changes)
         return changes
 
 

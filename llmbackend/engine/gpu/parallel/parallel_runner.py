@@ -72,11 +72,11 @@ class ParallelRunner:
             raise ValueError("'prompt_logprobs' is not supported on several devices, expected null")
         self._runner.add_row(row, request)
         self._sender.forget(row)
-        self._followers.tell(RowAdded(row, request))
+        self._followers.send(RowAdded(row, request))
 
     def remove_row(self, row: int) -> None:
         self._runner.remove_row(row)
-        self._followers.tell(RowRemoved(row))
+        self._followers.send(RowRemoved(row))
 
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
         self.launch(_EXECUTED, plan, table)
@@ -85,7 +85,7 @@ class ParallelRunner:
     def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
         step = self._sender.step(step_id, plan, table)
         try:
-            self._followers.tell(step)
+            self._followers.send(step)
             if plan.masks is not None:
                 plan = dataclasses.replace(plan, masks=_SharedMasks(plan.masks, self._followers))
             self._runner.launch(step_id, plan, table)
@@ -94,7 +94,7 @@ class ParallelRunner:
 
     def collect(self) -> tuple[int, SampledTokens]:
         try:
-            self._followers.tell(Collect())
+            self._followers.send(Collect())
             return self._runner.collect()
         except Exception as error:
             self._abandon(error)
@@ -119,7 +119,7 @@ class _SharedMasks:
         masks = self._masks.result()
         if not self._is_sent:
             self._is_sent = True
-            self._followers.tell(Masks(masks.index.tobytes(), masks.words.tobytes()))
+            self._followers.send(Masks(masks.index.tobytes(), masks.words.tobytes()))
         return masks
 
 
@@ -238,7 +238,7 @@ def start_rank_0(config: EngineConfig, others: Followers | RankMeeting) -> Paral
             followers = meet_followers(config, listener, fingerprint_of(config, __version__))
             on_failure.callback(followers.reap, 0.0)
         meeting, port = collectives.listen(address)
-        followers.tell(Join(address, port))
+        followers.send(Join(address, port))
         followers.watch()
         ranks.join(part.device, address, port, config.load_timeout_s, meeting)
         on_failure.callback(collectives.leave)
@@ -273,4 +273,4 @@ class _AgreedDevice(CudaDevice):
         self._ranks = ranks
 
     def memory(self) -> Memory:
-        return Memory(*self._ranks.least(super().memory()))
+        return Memory(*self._ranks.min_over_ranks(super().memory()))

@@ -31,7 +31,7 @@ _TRIED_ROWS = (1, 16, 32, 64, 128, 256, 257, 512, 2048)
 
 
 @cache
-def least_library_rows(n: int, k: int, device: torch.device) -> int:
+def min_library_rows(n: int, k: int, device: torch.device) -> int:
     """Minimum number of rows that the library multiplies by weights [n, k]; NEVER = it refuses them all."""
     weight, least, why = torch.zeros((n, k), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn), NEVER, ""
     for count in reversed(_TRIED_ROWS):
@@ -260,7 +260,7 @@ class QuantizedWeight:
 
     def _by_library(self, num_rows: int) -> bool:
         if self.data.dtype == FP8:
-            return num_rows >= least_library_rows(self.n, self.k, self.data.device)
+            return num_rows >= min_library_rows(self.n, self.k, self.data.device)
         return not self.data.is_cuda
 
     def part(self, start: int, n: int) -> QuantizedWeight:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from ...errors import UnshardableError
 from .dense import Matmul, Rows, follows
 
-LEAST_GROUP = 32
+MIN_GROUP = 32
 """Sizes of groups are multiples of this."""
 PLAIN_ZERO = 8
 """The zero point of weights that store none."""
@@ -152,10 +152,10 @@ class Int4Weight:
             return len(columns)
         inner = [place for place in (columns.start, columns.stop) if place < self.k]
         size = math.gcd(self.group_size, *inner)
-        if size % LEAST_GROUP:
+        if size % MIN_GROUP:
             raise UnshardableError(
                 f"engine argument 'tensor_parallel_size' splits a 4-bit matrix of {self.k} columns at {inner}, "
-                f"expected multiples of {LEAST_GROUP} columns because its groups have {self.group_size}"
+                f"expected multiples of {MIN_GROUP} columns because its groups have {self.group_size}"
             )
         return size
 
@@ -167,7 +167,7 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def _slab(group_size: int) -> int:
-    return 64 if group_size % 64 == 0 else LEAST_GROUP
+    return 64 if group_size % 64 == 0 else MIN_GROUP
 
 
 def _pack(numbers: torch.Tensor, slab: int) -> torch.Tensor:

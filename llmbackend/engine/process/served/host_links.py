@@ -64,7 +64,7 @@ _decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 
 
 @dataclass
-class _News:
+class _HostUpdate:
     """The part of a step's result for one host."""
 
     outputs: list[StepOutput] = field(default_factory=list)
@@ -198,7 +198,7 @@ class HostLinks:
         self._stats, self._step_id, self._is_report_due = result.stats, result.step_id, True
         if result.blocks is not None:
             self._tell_of_blocks(StepResult(result.step_id, (), result.stats, blocks=result.blocks))
-        news: defaultdict[AttachedHost, _News] = defaultdict(_News)
+        news: defaultdict[AttachedHost, _HostUpdate] = defaultdict(_HostUpdate)
         for output in result.outputs:
             if (host := owner_of(output.request_id, self._hosts)) is not None:
                 host.give(output)

@@ -199,7 +199,7 @@ class RemoteTransport(Transport):
         return EngineDeadError(f"the engine at {self._address} sent a message that cannot be read: {error}", "message")
 
 
-class EnginesElsewhere:
+class RemoteEngineSource:
     """The consecutive engines that the locator gives one instance. See EngineSource."""
 
     def __init__(self, engines: RemoteEngines, config: EngineConfig, index: int, wake: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from .packed_decoder import PackedExperts
 _SCORES: Final = {"softmax": 0, "sigmoid": 1}
 
 
-class MixtureRoom:
+class ExpertBuffers:
     def __init__(self, library: KernelLibrary, tokens: int, mixtures: Sequence[PackedExperts]) -> None:
         """tokens: of the largest step. mixtures: of all layers that have one. Raises MemoryError."""
         experts = max(each.count for each in mixtures)

@@ -16,7 +16,7 @@ from .packed_latent import PackedLatent
 from .packed_parts import TYPE_OF, MatrixAt
 
 
-class LatentRoom:
+class LatentBuffers:
     def __init__(
         self, library: KernelLibrary, tokens: int, attentions: Sequence[PackedAttention], activation: Type
     ) -> None:
