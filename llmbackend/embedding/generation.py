@@ -73,8 +73,6 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """All outputs of a prompt."""
-
     completions: tuple[Completion, ...]
 
     @property

@@ -62,7 +62,6 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def own_endpoint(self) -> str:
-        """The endpoint of this instance."""
         return self._own(self.endpoint, "endpoint")
 
     @property

@@ -194,7 +194,6 @@ FAMILIES: Final = {
     )
 }  # fmt: skip
 _MIXTRAL: Final = Family("llama", "mixtral", "MixtralForCausalLM", _MOE, by_pairs=True, experts="mlp.experts")
-"""A Llama with experts."""
 _BAMBA: Final = Family("granitehybrid", "bamba", "BambaForCausalLM", _mamba("mamba") | _SEPARATE, by_pairs=True)
 """A Granite hybrid with rotary attention."""
 

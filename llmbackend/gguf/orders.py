@@ -43,7 +43,6 @@ class Turns:
     first: int
     num_key_heads: int
     width: int
-    """Width of a head."""
 
     def why_not(self, count: int) -> str:
         unit = self.num_key_heads * self.width

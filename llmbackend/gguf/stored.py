@@ -47,7 +47,6 @@ class FileMatrices:
 
     @property
     def count(self) -> int:
-        """Number of the layers' matrices."""
         layers = (name for name, tensor in self._tensors.items() if name != _HEAD and tensor.name != _EMBEDDING)
         return sum(self.type_of(name) is not None for name in layers)
 
@@ -60,7 +59,6 @@ class FileMatrices:
         return types.pop() if len(types) == 1 else None
 
     def blocks(self, name: str) -> Bytes:
-        """The bytes of each row."""
         pieces = [ordered_rows(piece) for piece in self._tensors[name].pieces]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 

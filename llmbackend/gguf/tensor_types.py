@@ -14,7 +14,6 @@ from typing import Final
 class TensorType:
     name: str
     block: int
-    """Numbers per block."""
     block_bytes: int
 
     @property

@@ -36,7 +36,6 @@ class PackedAdapter:
     matrices: Any
     """An array of LoraMatrices, indexed by the program's parts."""
     memory: npt.NDArray[np.uint8]
-    """Contains the matrices."""
 
     @property
     def address(self) -> int:
@@ -103,7 +102,6 @@ class GroupedTokens:
     """A step's tokens with an adapter, sorted by adapter (native/step.h, LoraStep)."""
 
     numbers: tuple[int, ...]
-    """Adapter numbers."""
     arrays: dict[str, Int32Array]
     """By the names in LoraStep."""
 

@@ -24,13 +24,10 @@ class ProgramAdapters(NamedTuple):
     """What a program knows about adapters."""
 
     step: LoraStep
-    """Read by its operations."""
     max_rank: int
 
 
 class Input(NamedTuple):
-    """Rows of activations."""
-
     address: int
     type: Type
     stride: int
@@ -72,7 +69,6 @@ class LoraOps:
 
 
 def _inputs(decoder: PackedDecoder) -> Iterator[tuple[PackedProjection, ...]]:
-    """The projections, grouped by input."""
     for layer in decoder.layers:
         yield from layer.inputs
 

@@ -158,7 +158,6 @@ class _Forward:
         self._slots, self._max_tokens = states, max_tokens
         self._tables = FilePages(packed.memories.mapped) if packed.memories.is_file else None
         self._step: FlatStep
-        """The last computed step."""
 
     def logits(self, plan: StepPlan, table: RowTable) -> Float32Array | None:
         """Logits float32 [samples, vocab], valid until the next step; None if no row samples."""

@@ -58,7 +58,6 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     scaling: float
-    """Factor on q·k."""
     sliding_window: int
     """A query attends to this many positions, its own included; 0 = all."""
     softcap: float
@@ -230,13 +229,11 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """For all layers."""
         shapes = [each.kv for each in self.attentions]
         return sum(each.parts * each.num_kv_heads * each.head_dim for each in shapes) * ITEM_BYTES[self.dtype]
 
     @property
     def attentions(self) -> list[PackedAttention]:
-        """Of the layers with attention."""
         return [layer.attention for layer in self.layers if layer.attention is not None]
 
     @property

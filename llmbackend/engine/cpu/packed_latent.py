@@ -21,7 +21,6 @@ class PackedLatent(msgspec.Struct, frozen=True, kw_only=True):
     q: PackedProjection
     """[heads * (rest + rotary part), …]"""
     norm: PackedNorm
-    """Of latents."""
     up: MatrixAt
     """[latent, rest], of head 0; the others follow."""
     down: MatrixAt

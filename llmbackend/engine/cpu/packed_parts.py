@@ -26,9 +26,7 @@ Dtype = Literal[
 
 TYPE_OF: Final[dict[Dtype, Type]] = {name: Type[name.upper()] for name in get_args(Dtype)}
 ITEM_BYTES: Final[dict[Dtype, int]] = {"float32": 4, "bfloat16": 2, "int8": 1}
-"""Of arrays."""
 ALIGN_BYTES: Final = 64
-"""Alignment of arrays and matrices."""
 
 
 class ArrayAt(msgspec.Struct, frozen=True, array_like=True):

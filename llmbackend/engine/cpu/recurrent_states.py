@@ -94,7 +94,6 @@ class SlotContents:
         return self._written(StepStates(table.state_slots[step.rows], sources, copies))
 
     def end(self, step: FlatStep, states: StepStates) -> None:
-        """The step has run."""
         self._num_tokens[states.slots] = step.seq_lens
         is_copied = states.copies != _NONE
         self._num_tokens[states.copies[is_copied]] = step.positions[is_copied] + 1

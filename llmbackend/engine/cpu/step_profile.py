@@ -41,8 +41,6 @@ class Counts(NamedTuple):
 
 
 class RoleTime(msgspec.Struct, frozen=True):
-    """All operations of one role."""
-
     role: Role
     seconds: float
     operations: int

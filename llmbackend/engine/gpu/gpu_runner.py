@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 
 class StepSampling(Protocol):
-    """One step's sampling."""
-
     def complete(self) -> None:
         """Waits for the token masks. Called after the computation of the logits was enqueued."""
 
@@ -63,8 +61,6 @@ class StepSampler(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunnerParts:
-    """The parts that compute steps."""
-
     device: Device
     program: GpuProgram
     rows: DeviceRows

@@ -153,7 +153,6 @@ class StepGraphs:
 
 
 MAX_LAUNCH_BYTES_PER_GRAPH = 32 << 20
-"""Bound per graph."""
 
 
 class _Used(NamedTuple):

@@ -32,7 +32,6 @@ _QUERIES, _KEYS, _HEADS, _HEAD_DIM = 32, 128, 4, 64
 class Choice:
     library: KernelLibrary
     report: str
-    """The measurements, for the log."""
 
 
 @functools.cache

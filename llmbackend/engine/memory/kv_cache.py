@@ -439,7 +439,6 @@ class KVCacheManager:
         return blocks
 
     def _allocate(self, count: int) -> Int32Array:
-        """Takes `count` free blocks."""
         while self._num_free < count:
             self._reuse()
         self._num_free -= count

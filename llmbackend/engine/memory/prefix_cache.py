@@ -126,7 +126,6 @@ class BlockJournal:
             self._listener.stored(found, None if isinstance(before, tuple) else hash_before, tokens)
 
     def removed(self, identity: int) -> None:
-        """A block was forgotten."""
         if identity not in self._found:
             return
         behind = self._all_behind(identity) if self._num_behind[identity] else ()
@@ -240,7 +239,6 @@ class PrefixCache:
         return Prefix(blocks, parent, None)
 
     def identities(self, blocks: Sequence[int]) -> list[int]:
-        """Identities of registered blocks."""
         return [self._identity_of[block] for block in blocks]
 
     def shortened(self, prefix: Prefix, num_blocks: int) -> Prefix:

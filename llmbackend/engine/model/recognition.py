@@ -23,7 +23,6 @@ PlainActivation = Literal["gelu_tanh", "relu2"]
 T = TypeVar("T")
 
 _INPUT: Final = torch.linspace(-6, 6, 49)
-"""Probe for activations."""
 _USUAL_EPS: Final = (1e-5, 1e-6)
 _SMALL: Final = 1e-3
 """A factor on a norm's input that makes its eps visible."""

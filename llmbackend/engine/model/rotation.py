@@ -148,7 +148,6 @@ class Rotations:
         return given
 
     def _given(self, positions: torch.Tensor, kind: str | None) -> Embeddings:
-        """What attention modules receive."""
         given = self._embeddings(positions, kind)
         if isinstance(given, torch.Tensor):
             return given.to(self._device)

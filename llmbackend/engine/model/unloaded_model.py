@@ -72,7 +72,6 @@ class UnloadedModel:
     layers: LayerGroups | None
     """Which layers share KV blocks; None = only the weights tell, or all do."""
     state_bytes: int
-    """Recurrent state of one sequence."""
     why_modules: str
     """Why a step would run the model's modules; "" = it would run a native program, or on an accelerator."""
     kernels: str
@@ -158,7 +157,6 @@ def _attention_of(model: Any) -> _AttentionModules | None:
 def _layer_groups(
     shapes: Mapping[nn.Module, LayerShape], options: Mapping[nn.Module, AttentionOptions], max_model_len: int
 ) -> LayerGroups:
-    """As in a program."""
     windows = [options[module].sliding_window or 0 for module in shapes]
     return layer_groups(windows, max_model_len, are_alike=len(set(shapes.values())) == 1)
 

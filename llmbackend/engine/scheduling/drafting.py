@@ -99,7 +99,6 @@ class Speculator:
                 self._adapt(row, state, drafted, accepted, len(rows))
 
     def forget(self, row: int) -> None:
-        """The row's request has ended."""
         self._states.pop(row, None)
 
     def _adapt(self, row: int, state: _RowState, drafted: int, accepted: int, num_rows: int) -> None:
@@ -206,7 +205,6 @@ class Drafter:
         self._speculator.learn(rows, guesses, num_accepted)
 
     def forget(self, row: int) -> None:
-        """The row's request has ended."""
         if self._speculator is not None:
             self._speculator.forget(row)
 

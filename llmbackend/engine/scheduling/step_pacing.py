@@ -111,7 +111,6 @@ class StepPacer:
         return StepBudget(tokens, self._seconds_for_prompts(num_prompts / num_decodes), self.token_s)
 
     def begin(self, work: StepWork) -> None:
-        """A step was launched."""
         self._in_flight.append(work)
         self._steps_since_measured = self._steps_since_measured + 1 if work.chunks else 0
 

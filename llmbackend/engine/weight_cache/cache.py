@@ -291,7 +291,6 @@ class Draft:
             self.abandon()
 
     def close(self) -> None:
-        """Removes what was not published."""
         atexit.unregister(self._clear)
         os.close(self._memory)
         if self._folder is not None:

@@ -137,5 +137,4 @@ def add_loras(x: torch.Tensor, spec: LoraSpec, scratch: LoraScratch, out: torch.
 
 
 def _split(k: int) -> int:
-    """Columns per split."""
     return max(_MIN_SPLIT, -(-k // (LORA_SPLITS * _DEPTH)) * _DEPTH)

@@ -127,13 +127,10 @@ class RotarySpec:
 
 @dataclass(frozen=True, slots=True)
 class AttendSpec:
-    """One layer's attention."""
-
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scaling: float
-    """Factor on q·k."""
     window: int
     """A query attends to this many positions, its own included; 0 = all."""
     softcap: float

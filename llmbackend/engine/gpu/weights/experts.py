@@ -44,8 +44,6 @@ class ExpertWeight(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseExperts:
-    """Dense matrices."""
-
     tensor: torch.Tensor
     """[experts, n, k], with any strides: a checkpoint may have stored [experts, k, n]."""
 

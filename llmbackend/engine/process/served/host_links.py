@@ -91,7 +91,6 @@ class HostLinks:
         """Set at the end of the load."""
         self._knows_vocabulary = False
         self._num_requests = 0
-        """Live requests of all hosts."""
         self._stats, self._step_id = EngineStats(), 0
         self._state_interval_s = min(STATE_INTERVAL_S, config.step_timeout_s / 4)
         self._is_report_due = False

@@ -142,5 +142,4 @@ def stop_loads() -> None:
 
 
 def remote_engines() -> RemoteEngines | None:
-    """What `use_locator` installed."""
     return _installed
