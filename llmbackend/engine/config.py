@@ -204,7 +204,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                                   "openai" = a list of parts (host)
     default_chat_template_kwargs  template variables, unless the request sets them (host)
     trust_request_chat_template   whether a request may bring its own template (host)
-    max_logprobs                  limit of the top logprobs a request may ask for per position; -1 = none (host)
+    max_logprobs                  maximum top logprobs per position in a request; -1 = no limit (host)
     dtype                         of weights and activations; "auto" = the checkpoint's
     max_model_len                 limit of a request in tokens, prompt and output; None = the model's limit
     trust_remote_code             whether code from the checkpoint may run

@@ -1,7 +1,7 @@
-"""KV blocks in host memory: which block stores which text, and the resulting copies.
+"""KV blocks in host memory: which tokens each block caches, and the resulting copies.
 
-Used by the manager of the device's blocks; the memory itself is the runner's. Invariants: a text is in one place, on
-the device or here; copies are handed out once, in the order in which they must be made.
+Used by the manager of the device's blocks; the memory itself is the runner's. Invariants: a cached block is in one
+place, on the device or here; copies are handed out once, in the order in which they must be made.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class HostTier:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Host blocks with a cached text."""
+        """Host blocks in the prefix cache."""
         return len(self._kept)
 
     def offload(self, block: int) -> None:
-        """Keeps the text of a registered device block that is about to be reused, if the text can still be found and
+        """Keeps the contents of a registered device block that is about to be reused, if they can still be found and
         not all host blocks are being reloaded."""
         if not (self._free or self._kept) or not self._prefixes.is_found(block):
             self._prefixes.forget(block)
@@ -55,7 +55,7 @@ class HostTier:
         self.num_offloaded += 1
 
     def use_later(self, number: int) -> None:
-        """Makes a cached text the last to be evicted."""
+        """Makes a cached block the last to be evicted."""
         self._kept.move_to_end(number - self._first)
 
     def hold(self, numbers: list[int]) -> None:
@@ -64,7 +64,7 @@ class HostTier:
             del self._kept[number - self._first]
 
     def reload(self, number: int, block: int) -> None:
-        """Copies a held text back into a device block."""
+        """Copies a held block back into a device block."""
         host_block = number - self._first
         self._prefixes.move(number, block)
         self._free.append(host_block)
@@ -72,7 +72,7 @@ class HostTier:
         self.num_reloaded += 1
 
     def discard(self, number: int) -> None:
-        """Drops a cached text that is no longer registered."""
+        """Drops a cached block that is no longer registered."""
         host_block = number - self._first
         del self._kept[host_block]
         self._free.append(host_block)
@@ -87,9 +87,9 @@ class HostTier:
         if sorted([*self._free, *self._kept]) != list(range(self.num_blocks)):
             raise AssertionError(f"host blocks are lost or held twice: {len(self._free)} free, {len(self._kept)} kept")
         if any(self._first + host_block in self._prefixes for host_block in self._free):
-            raise AssertionError("a free host block is found as a text")
+            raise AssertionError("a free host block is registered")
         if any(self._first + host_block not in self._prefixes for host_block in self._kept):
-            raise AssertionError("a host block is kept and not found")
+            raise AssertionError("a host block is cached but not registered")
 
     def _evict(self) -> int:
         host_block, _ = self._kept.popitem(last=False)

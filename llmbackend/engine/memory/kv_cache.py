@@ -1,4 +1,4 @@
-"""The pools of KV blocks, on the device and in host memory: which row holds which block, and which text a block stores.
+"""The pools of KV blocks, on the device and in host memory: which rows hold a block, and which tokens it caches.
 
 The scheduler looks up cached prefixes, reserves blocks for a step's tokens, and releases a row's blocks at its end. The
 KV memory itself is the runner's. Invariant: each device block is free (on the stack), cached (registered in the prefix
@@ -11,8 +11,9 @@ after what earlier steps of its row computed, and a block is registered only onc
 
 If layers have a window, a running row frees blocks entirely outside it; they stay cached like others. If only some
 layers have one, each block belongs to one group of layers (kv_groups.py). The row's blocks are then those of the
-full-attention group, which carry the texts; the blocks of the windowed groups are their parts (window_parts.py). A text
-is found up to the last point at which all parts within the next query's window still exist.
+full-attention group, which are the ones registered in the prefix cache; the blocks of the windowed groups are their
+parts (window_parts.py). A prefix is found up to the last point at which all parts within the next query's window still
+exist.
 
 Allocating, freeing and finding are O(1) per block; a step costs Python time only for rows that need a new block or have
 filled one.
@@ -74,8 +75,8 @@ class KVCacheManager:
         both = groups.num_full and groups.num_windowed
         assert not (both and num_host_blocks), "host blocks are of all layers"
         self._parts = WindowParts(table.block_tables[1:], num_blocks) if both else None
-        # Per row: how many of its blocks are registered (themselves, or others with the same text), and the identity of
-        # the last one. `take` resets both.
+        # Per row: how many of its blocks are registered (themselves, or others with the same tokens), and the identity
+        # of the last one. `take` resets both.
         self._num_known: Int32Array = np.full(table.max_num_seqs, 0 if self._is_enabled else NEVER, np.int32)
         self._parent: list[Parent] = [()] * table.max_num_seqs
 
@@ -144,7 +145,7 @@ class KVCacheManager:
         return True
 
     def release(self, row: int) -> None:
-        """Frees all blocks of a row, the last one first, so that the end of a text is reused before its beginning,
+        """Frees all blocks of a row, the last one first, so that the end of a sequence is reused before its beginning,
         which is more likely to be shared."""
         blocks = self._blocks_of(row)
         if self._parts is not None:
@@ -168,8 +169,9 @@ class KVCacheManager:
     # --- shared prefixes ----------------------------------------------------------------------------------------------
 
     def find(self, token_ids: Int32Array, salt: Salt, group: str = "") -> Prefix:
-        """The cached prefix of a text, for a row without blocks. Excludes the last token, whose logits are needed.
-        Blocks from num_blocks on are in host memory. group: without prefix caching, only rows of one group share."""
+        """The cached prefix of these tokens, for a row without blocks. Excludes the last token, whose logits are
+        needed. Blocks from num_blocks on are in host memory. group: without prefix caching, only rows of one group
+        share."""
         if not self._is_enabled:
             if not group:
                 return Prefix([], NOT_SHARED, None)
@@ -277,7 +279,7 @@ class KVCacheManager:
         if len(holders) != self.num_blocks or (holders != self._holders).any():
             raise AssertionError("KV blocks are lost or held twice: the counts of their holders are wrong")
         if any(block in self._prefixes for block in free.tolist()) or any(one not in self._prefixes for one in cached):
-            raise AssertionError("a free block is found as a text, or a cached one is not")
+            raise AssertionError("a free block is registered, or a cached one is not")
         self._prefixes.check()
         self.host_tier.check()
         if self.states is not None:
@@ -298,7 +300,7 @@ class KVCacheManager:
         if sorted(cached) != unused or len(cached) != self._num_cached_parts:
             raise AssertionError("a part is neither held nor cached, or both")
         if any(block not in self._prefixes for block in cached):
-            raise AssertionError("a part is cached for a block that is not found as a text")
+            raise AssertionError("a part is cached for a block that is not registered")
         return found.reshape(-1)
 
     def _check_texts(self) -> None:
@@ -306,7 +308,7 @@ class KVCacheManager:
         for row in range(len(self._held)):
             for index, block in enumerate(self._blocks_of(row).tolist(), self._first_held(row)):
                 if self._prefixes.tokens_of(block) not in (None, self._tokens(row, index, index + 1)):
-                    raise AssertionError(f"row {row} holds block {block} of another text")
+                    raise AssertionError(f"row {row} holds block {block} with other tokens")
 
     def _tokens(self, row: int, first_block: int, end_block: int) -> bytes:
         return self._table.token_ids[row, first_block * self.block_size : end_block * self.block_size].tobytes()
@@ -324,7 +326,7 @@ class KVCacheManager:
         self._num_known[row], self._parent[row] = num_full, parent
 
     def _replace_without_part(self, parts: WindowParts, parent: Parent, tokens: bytes, block: int) -> None:
-        """If another block is registered for this text but has lost its part, registers `block` in its place."""
+        """If another block is registered for these tokens but has lost its part, registers `block` in its place."""
         known = self._prefixes.block_of(parent, tokens)
         if known is not None and known != block and not parts.has(known):
             self._prefixes.move(known, block)
@@ -396,7 +398,7 @@ class KVCacheManager:
         self._num_freed[row] = end
 
     def _use_later(self, blocks: list[int]) -> None:
-        """Makes cached blocks of a text that is in use the last to be reused, its first block last of all."""
+        """Makes cached blocks of a sequence in use the last to be reused, its first block last of all."""
         for block in reversed(blocks):
             if block >= self.num_blocks:
                 self.host_tier.use_later(block)
@@ -430,7 +432,7 @@ class KVCacheManager:
         self._held[row] = held + count
 
     def _reload(self, host_numbers: list[int]) -> Int32Array:
-        """Copies texts from host memory into new blocks, each used by one row."""
+        """Copies blocks from host memory into new ones, each used by one row."""
         self.host_tier.hold(host_numbers)
         blocks = self._allocate(len(host_numbers))
         self._holders[blocks] = 1
@@ -445,8 +447,8 @@ class KVCacheManager:
         return self._free[self._num_free : self._num_free + count][::-1].copy()
 
     def _reuse(self) -> None:
-        """Frees the least recently used cached entry: a block with its part (its text moves to host memory, if there is
-        any), or only a part."""
+        """Frees the least recently used cached entry: a block with its part (its contents move to host memory, if there
+        is any), or only a part."""
         entry = next(iter(self._cached))
         if entry < 0:
             self._discard_part(~entry)

@@ -45,7 +45,7 @@ class BlockStored(_Event):
     token_ids   of all of them
     block_size  tokens per block
     lora_id     always None
-    extra_keys  for each block at the beginning of a text: what distinguishes it besides its tokens (tenant, salt)
+    extra_keys  for the first block of a sequence: what distinguishes it besides its tokens (tenant, salt)
     """
 
     block_hashes: list[int]

@@ -2,10 +2,10 @@
 
 Used by the pools of KV blocks. Independent of rows, requests, and which blocks are in use. The idea: a registered block
 has an identity, a number that is never reused, and is found under the key (identity of the preceding block, its
-tokens); for the first block of a text, the request's salt takes the place of the identity. Invariant: lookups are
+tokens); for the first block of a sequence, the request's salt takes the place of the identity. Invariant: lookups are
 exact. A dict finds a key by a fast hash (SipHash, randomly keyed in each process) and then compares it in full, so a
-collision costs a comparison and never yields a wrong block; and an identity stands for one salt and one text, so equal
-keys mean equal texts from the first token on.
+collision costs a comparison and never yields a wrong block; and an identity stands for one salt and one sequence of
+tokens, so equal keys mean equal sequences from the first token on.
 
 When a block is forgotten, its identity is lost: blocks registered after it are no longer found, and none can be
 registered after it.
@@ -32,7 +32,7 @@ _TOKENS: Final = "i"
 
 @lru_cache(maxsize=1024)
 def root_hash(salt: tuple[str, ...]) -> bytes:
-    """The hash that precedes the first block of a text with this salt."""
+    """The hash that precedes the first block of a sequence with this salt."""
     return blake2b(msgspec.msgpack.encode(salt), digest_size=HASH_BYTES).digest()
 
 
@@ -42,8 +42,8 @@ def next_hash(before: bytes, token_bytes: bytes) -> bytes:
 
 
 def prefix_hashes(salt: tuple[str, ...], token_ids: Sequence[int], block_size: int) -> array[int]:
-    """The hashes of all blocks of a text that a prefix cache may have: the full ones, excluding the last token. uint64
-    [blocks]."""
+    """The hashes of all blocks of a sequence that a prefix cache may have: the full ones, excluding the last token.
+    uint64 [blocks]."""
     size, before = block_size * array(_TOKENS).itemsize, root_hash(salt)
     data = array(_TOKENS, token_ids).tobytes()
     hashes = bytearray()
@@ -71,8 +71,8 @@ class FoundBlock:
     """A block that can be found.
 
     hash    of the block and all before it
-    before  identity of the preceding block, or the salt of its text
-    salt    of its text
+    before  identity of the preceding block, or the salt of its sequence
+    salt    of its sequence
     """
 
     hash: bytes
@@ -84,7 +84,7 @@ class BlockListener(Protocol):
     """Notified of each change as it happens."""
 
     def stored(self, block: FoundBlock, before: bytes | None, tokens: bytes) -> None:
-        """before: hash of the preceding block; None for the first of a text. tokens: int32"""
+        """before: hash of the preceding block; None for the first of a sequence. tokens: int32"""
 
     def removed(self, block_hash: bytes) -> None: ...
 
@@ -93,10 +93,10 @@ class BlockJournal:
     """The blocks that the prefix cache would find, as hashes that other processes can compute, and their changes.
     Exists only while there is a receiver.
 
-    It contains exactly the blocks that a lookup from the beginning of a text reaches: a block after a forgotten one
+    It contains exactly the blocks that a lookup from the beginning of a sequence reaches: a block after a forgotten one
     stays registered, but is reported as removed. A block's hash depends on the salt and on all tokens up to the end of
-    the block. Hashes are 64 bits of BLAKE2b. If two texts collide, a worse engine may be chosen, but tokens are never
-    wrong, because engines look blocks up by their tokens.
+    the block. Hashes are 64 bits of BLAKE2b. If two sequences collide, a worse engine may be chosen, but tokens are
+    never wrong, because engines look blocks up by their tokens.
     """
 
     def __init__(self, listener: BlockListener | None = None) -> None:
@@ -162,7 +162,8 @@ class BlockJournal:
             self._listener.removed(block.hash)
 
     def _all_behind(self, identity: int) -> list[int]:
-        """All found blocks after this one, farthest first. Rare: the end of a text is evicted before its beginning."""
+        """All found blocks after this one, farthest first. Rare: the end of a sequence is evicted before its
+        beginning."""
         behind: defaultdict[int | Salt, list[int]] = defaultdict(list)
         for one, block in self._found.items():
             behind[block.before].append(one)
@@ -173,18 +174,18 @@ class BlockJournal:
 
 
 Parent = int | Salt
-"""What precedes a block: the identity of another block, or the salt at the beginning of a text."""
+"""What precedes a block: the identity of another block, or the salt at the beginning of a sequence."""
 Key = tuple[Parent, bytes]
 NOT_REGISTERED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A cached prefix of a text.
+    """A cached prefix of a sequence.
 
     blocks   its blocks
     parent   the identity of the last of them, or the salt
-    missing  the key of the next full block, which is not usable; None = the text has no further full block
+    missing  the key of the next full block, which is not usable; None = the sequence has no further full block
     """
 
     blocks: list[int]
@@ -226,7 +227,7 @@ class PrefixCache:
         return None if key is None else key[1]
 
     def find(self, salt: Salt, token_bytes: bytes, bytes_per_block: int) -> Prefix:
-        """The longest registered prefix of a text, in full blocks."""
+        """The longest registered prefix of these tokens, in full blocks."""
         blocks: list[int] = []
         parent: Parent = salt
         for start in range(0, len(token_bytes), bytes_per_block):
@@ -265,7 +266,7 @@ class PrefixCache:
             return self._identity_of[known]
         if isinstance(parent, int) and parent not in self._live_identities:
             return parent
-        assert block not in self, f"block {block} is registered for another text"
+        assert block not in self, f"block {block} is registered for other tokens"
         self._last_identity += 1
         self._block_of[key] = block
         self._key_of[block] = key
@@ -307,7 +308,7 @@ class PrefixCache:
         return key is not None and (isinstance(key[0], tuple) or key[0] in self._live_identities)
 
     def move(self, block: int, target: int) -> None:
-        """Moves the text of `block` to `target`; blocks registered after it stay registered."""
+        """Moves the registration of `block` to `target`; blocks registered after it stay registered."""
         key = self._key_of[block]
         assert key is not None and target not in self, f"block {block} cannot be moved to {target}"
         self._block_of[key] = target

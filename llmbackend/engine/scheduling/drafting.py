@@ -30,7 +30,7 @@ from .steps_in_flight import CompletedStep
 MAX_INDEXED_TOKENS = 8192
 """A row that starts drafting indexes at most this many of its last tokens, which limits its index to about 5 MB."""
 MAX_PAUSE_STEPS = 32
-"""Rows whose drafts do not pay off retry together, at most this many steps apart."""
+"""Rows whose drafts do not pay off retry rarely: all of them together make one attempt in this many steps."""
 MAX_LOOKUP_PAUSE_STEPS = 2
 """The same if the runner looks drafts up. Whether a text repeats is then unknown until a draft is tried, and most
 attempts fail because it does not yet."""
