@@ -40,7 +40,7 @@ class StatefulRunner(WindowedRunner):
 
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
         step = flatten(plan, table)
-        if (behind := self._contents.behind(step, table)) is not None:
+        if (behind := self._contents.num_tokens_to_replay(step, table)) is not None:
             step = flatten_from(plan, table, behind)
         for row in self._contents.lost(step, table):
             computed = int(table.num_computed_tokens[row])

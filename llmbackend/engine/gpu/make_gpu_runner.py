@@ -109,7 +109,8 @@ def _make_parts(
     speculation = config.speculative_config
     lookup = None if speculation is None else LookupLengths.of(speculation)
     rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words, max_tokens, lookup, num_groups)
-    graphs = StepGraphs(device, program, rows, loaded.max_model_len, None if stages is WHOLE else stages.most)
+    over_stages = None if stages is WHOLE else stages.max_over_stages
+    graphs = StepGraphs(device, program, rows, loaded.max_model_len, over_stages)
     adapters = None if loras is None else DeviceAdapters(config, loaded, loras, device)
     return RunnerParts(device, program, rows, messages, graphs, sampling, adapters=adapters)
 
