@@ -46,10 +46,11 @@ each agrees with the float model: SmolLM2-135M in int8 8 %; 32 layers of random 
 fp8. A wrong program is off by 50 % and more. Programs with 4-bit weights are compared with modules with the same
 weights."""
 _MAX_ROUNDING_ERROR = 0.08
-"""For 16 bits, if a single logit differs by more: SmolLM2-135M rounded to the nearest 4 bits is off by 6 %."""
+"""RMS error for 16 bits, if the largest difference exceeds its own limit: SmolLM2-135M rounded to the nearest 4 bits is
+off by 6 %."""
 _MAX_EXPERTS_ERROR = 0.25
 _MAX_QUANTIZED_EXPERTS_ERROR = 0.4
-"""For 16, 8 or 4 bits, if rounding may select other experts for a token."""
+"""RMS errors for 16 bits, and for 8 or 4, if rounding may select other experts for a token."""
 MAX_PROBE_TOKENS = 8
 """Minimum tokens and samples per step for a program to be verified."""
 
