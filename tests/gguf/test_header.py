@@ -246,7 +246,7 @@ def test_parts_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
 def test_a_directory_of_several_models_is_refused(tmp_path: Path) -> None:
     for name in ("a", "b", "mmproj-c"):
         model(tmp_path / f"{name}.gguf")
-    with pytest.raises(GgufError, match=r"holds 2 GGUF models, expected 1; name one of its files: a.gguf, b.gguf"):
+    with pytest.raises(GgufError, match=r"contains 2 GGUF models, expected 1; name one of its files: a.gguf, b.gguf"):
         file_in(tmp_path)
     (tmp_path / "b.gguf").unlink()
     assert file_in(tmp_path) == tmp_path / "a.gguf"
