@@ -247,7 +247,7 @@ class ModelState:
         ready = self.ready_engines()
         if not ready:
             return NO_ENGINE
-        return "" if self.tasks.num_queued < sum(engine.manager.room for engine in ready) else NO_ROW
+        return "" if self.tasks.num_queued < sum(engine.manager.capacity for engine in ready) else NO_ROW
 
     def wake_engines(self) -> None:
         for engine in tuple(self._engines):

@@ -17,7 +17,7 @@ MAX_MODELS_SHOWN = 5
 _SEE_LOG = "See the log above."
 _MAX_REASON_CHARACTERS = 600
 _ENGINE_ARGUMENT = re.compile(r"(?:arguments: )?(?:engine argument|parameter) '(\w+)'")
-_NEEDED_ARGUMENT = re.compile(r"expected '(\w+)' to be true with it")
+_NEEDED_ARGUMENT = re.compile(r"expected '(\w+)' to be true\b( with it)?")
 
 
 def failure_summary(reasons: Mapping[str, str], otherwise: str = _SEE_LOG) -> str:

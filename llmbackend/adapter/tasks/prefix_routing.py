@@ -29,7 +29,7 @@ class EngineHandle:
         self.manager = manager
         self.wakes_at_ns = 0
         """When it looks again for requests that it left to other engines. Owner: its loop."""
-        self.assignment = EngineAssignment(manager.wake, lambda: manager.room, 1 << index)
+        self.assignment = EngineAssignment(manager.wake, lambda: manager.capacity, 1 << index)
 
     def why_not_ready(self) -> str:
         """Why the engine should get no requests; "" if it is ready."""

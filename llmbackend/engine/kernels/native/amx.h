@@ -1,8 +1,8 @@
 // The CPU's tile unit: eight tiles of 16 rows times 64 bytes, and products of bfloat16 or int8 tiles.
 //
-// For: kernels on tiles. Does not know: matrices. Invariant: compiled with LLMB_EMULATE_AMX, the same functions compute
-// in plain C++ what Intel documents for the instructions, bit by bit (but for subnormal numbers, which those flush to
-// zero), so that kernels on tiles can be tested on any CPU. Tiles belong to a thread, from tiles_begin to tiles_end.
+// Used by kernels on tiles. Invariant: with LLMB_EMULATE_AMX, the same functions compute in plain C++ what Intel
+// documents for the instructions, bit by bit (except subnormal numbers, which those flush to zero), so kernels on tiles
+// can be tested on any CPU. Tiles belong to a thread, from tiles_begin to tiles_end.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,8 @@ namespace llmb {
 
 namespace amx {
 constexpr int kTileRows = 16;
-constexpr int kTileBytes = 64;      // of a row
-constexpr int kFirstRightTile = 6;  // 6 and 7 always have 16 rows; the others fewer where tiles_begin says so
+constexpr int kTileBytes = 64;      // per row
+constexpr int kFirstRightTile = 6;  // 6 and 7 always have 16 rows; the others as many as tiles_begin says
 }  // namespace amx
 
 #if defined(LLMB_EMULATE_AMX)
@@ -63,7 +63,7 @@ inline void tile_store(void* memory, ptrdiff_t stride_bytes) {
         std::memcpy(static_cast<char*>(memory) + r * stride_bytes, emulated_tiles[kTile].row[r], amx::kTileBytes);
 }
 
-// float32 C += bfloat16 A·B for 16 pairs of k: even and odd ones are summed apart, then together, then added.
+// float32 C += bfloat16 A·B for 16 pairs of k: even and odd k are summed separately, added together, then to C.
 template <int kC, int kA, int kB>
 inline void tile_dot() {
     const EmulatedTile &a = emulated_tiles[kA], &b = emulated_tiles[kB];
@@ -99,8 +99,8 @@ struct TileConfiguration {
 };
 static_assert(sizeof(TileConfiguration) == 64);
 
-// Clobbering memory matters in all of these: compilers take them for functions of their registers and move them across
-// the stores of what they read.
+// All of these clobber memory: compilers regard them as functions of their registers and would move them across the
+// stores of the data they read.
 inline void tiles_begin(int rows = amx::kTileRows) {
     TileConfiguration configuration;
     for (int tile = 0; tile < amx::kFirstRightTile; tile++) configuration.rows[tile] = static_cast<uint8_t>(rows);

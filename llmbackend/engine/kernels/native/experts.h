@@ -1,8 +1,8 @@
 // The linear layers of experts: rows sorted by expert times each expert's panels, by the kernels of linear layers.
 //
-// For: the program's runner. Does not know: how experts are chosen. Invariants: an output row depends on its own row of x
-// and its expert alone; all work of a layer is one list of tasks (expert, chunk of rows, panel), so that threads share
-// single rows of many experts as well as many rows of one, and wait for each other once.
+// Used by the program's runner. Invariants: an output row depends only on its own row of x and its expert; all work of
+// a layer is one list of tasks (expert, chunk of rows, panel), so threads share single rows of many experts as well as
+// many rows of one, with one barrier.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace llmb {
 
 namespace experts {
 
-// The linear layer of one expert, or head, whose y and quantised x begin at place 0.
+// The linear layer of one expert or head, whose y and quantised x start at place 0.
 template <class Op>
 LinearOp linear_of(const Op& op, int expert) {
     LinearOp linear = op.linear;
@@ -38,7 +38,7 @@ LinearOp linear_of(const Op& op, int expert) {
     return linear;
 }
 
-// The same layer with this row of x alone, whatever its number.
+// The same layer with only this row of x, whatever its index.
 inline LinearOp with_row(const LinearOp& linear, int row) {
     LinearOp own = linear;
     const int64_t size = linear.x_type == Type::kFloat32 ? sizeof(float) : sizeof(bf16);
@@ -47,7 +47,7 @@ inline LinearOp with_row(const LinearOp& linear, int row) {
     return own;
 }
 
-// Copies of a quantised row, from place to place.
+// Copies a quantised row from place to place.
 template <class Order>
 void copy_row(int8::QuantisedRows<Order>& x, int from, int to) {
     std::memcpy(x.data + to * x.stride, x.data + from * x.stride, x.stride * sizeof(typename Order::Stored));
@@ -60,7 +60,7 @@ inline void copy_sums(int32_t* sums, size_t per_row, int from, int to) {
     std::memcpy(sums + to * per_row, sums + from * per_row, per_row * sizeof(int32_t));
 }
 
-// What each kind of weights has: the rows of all places, and products of some of them with an expert's panels.
+// The interface of each kind of weights: the rows of all places, and products of some of them with an expert's panels.
 struct Int8Kind {
     int8::VectorRows x;
     int chunk_rows, sums_rows;
@@ -117,7 +117,7 @@ struct GgmlKind {
     }
 };
 
-// Weights that are not rounded. X: of the rows that are multiplied.
+// Unquantised weights. X: type of the multiplied rows.
 template <class X, class W>
 struct FloatKind {
     X* data;
@@ -148,7 +148,7 @@ struct FloatKind {
     }
 };
 
-// How far a thread has come in the list of tasks.
+// A thread's position in the list of tasks.
 class Cursor {
   public:
     Cursor(const ExpertsOp& op, int chunk_rows) : op_(op), chunk_rows_(chunk_rows), panels_(num_panels(op.linear.n)) {}
@@ -159,7 +159,8 @@ class Cursor {
         return tasks;
     }
 
-    // Calls run(expert, first place, last place, first panel, last panel) for tasks begin..end-1; begin never descends.
+    // Calls run(expert, first place, last place, first panel, last panel) for tasks begin..end-1; begin never
+    // decreases.
     template <class Run>
     void tasks(int begin, int end, Run&& run) {
         while (begin < end) {
@@ -178,13 +179,13 @@ class Cursor {
     const ExpertsOp& op_;
     const int chunk_rows_, panels_;
     int expert_ = 0;
-    int before_ = 0;  // tasks of the experts before
+    int before_ = 0;  // tasks of the preceding experts
 };
 
-constexpr int kPieceBytes = 256 << 10;  // of weights, about, that a thread takes at a time
+constexpr int kPieceBytes = 256 << 10;  // approximate size of the weights that a thread takes at a time
 constexpr int kMostPanels = panels::kPiecePanels;
 
-// Panels of a piece.
+// Panels per piece.
 template <class Op>
 int grain_of(const Op& op) {
     return std::clamp(static_cast<int>(kPieceBytes / (op.weight_bytes / num_panels(op.linear.n))), 1, kMostPanels);
@@ -227,7 +228,7 @@ size_t scratch_bytes(const ExpertsOp& op, const Step& step, int num_threads) {
     return counted.used();
 }
 
-// Calls f with a value of the kind of these weights.
+// Calls f with the kind of these weights.
 template <class F>
 auto with_kind(Type type, F&& f) {
     if (is_ggml(type)) return f.template operator()<GgmlKind>();

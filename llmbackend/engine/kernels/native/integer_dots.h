@@ -1,6 +1,6 @@
 // Sums of products of small integers: unsigned numbers of 2 to 8 bits times signed bytes, and pairs of 16 bits.
 //
-// For: linear_ggml.h. Does not know: weights. Invariant: every sum is exact, so that all instruction sets give the same.
+// Used by linear_ggml.h. Invariant: every sum is exact, so all instruction sets give the same result.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +43,7 @@ LLMB_INLINE inline Ints quad_dot(Ints sum, Ints numbers, Ints x) {
 #endif
 }
 
-// Each byte, 0 to 15, as the table's entry.
+// The table's entry for each byte, 0 to 15.
 LLMB_INLINE inline Ints look_up(const uint8_t* table, Ints bytes) {
 #if defined(__AVX512BW__)
     const __m512i entries = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
@@ -72,7 +72,7 @@ LLMB_INLINE inline Ints load_byte_pairs(const uint8_t* p) {
 #endif
 }
 
-// The lower halves of lanes, or the upper ones, widened.
+// The low or high halves of lanes, widened.
 LLMB_INLINE inline Ints half_of(Ints pairs, int upper) { return upper ? pairs >> 16 : pairs << 16 >> 16; }
 
 #if defined(__AVX2__) && !defined(LLMB_HAS_VNNI)
@@ -94,17 +94,17 @@ struct DotSum {
     LLMB_INLINE void add(int i, Ints numbers, Ints x) { sums[i % kChains] = quad_dot(sums[i % kChains], numbers, x); }
     LLMB_INLINE Ints total() const { return kChains == 2 ? sums[0] + sums[kChains - 1] : sums[0]; }
 
-    // What `scaled` multiplies by.
+    // The factor for `scaled`.
     LLMB_INLINE static Ints scale_of(Ints pairs, int upper) { return half_of(pairs, upper); }
     template <bool kBegun>
     LLMB_INLINE Ints scaled(Ints whole, Ints scale) const { return whole + total() * scale; }
 };
 
-// Numbers whose products do not fit 16 bits are taken less kOffset, as signed ones.
+// If products do not fit in 16 bits, kOffset is subtracted from the numbers, which makes them signed bytes.
 constexpr int kOffset = 128;
 constexpr bool is_offset(int largest) { return kByPairs && largest >= kOffset; }
 
-// How many of a group's quads are one run: as many as cannot overflow, and divide them.
+// Quads per run: the largest divisor of `quads` that cannot overflow.
 constexpr int run_quads(int largest, int quads) {
     if (!kByPairs) return quads;
     int most = is_offset(largest) ? 1 : ((1 << 15) - 1) / (largest * 127 * 2);
@@ -114,7 +114,7 @@ constexpr int run_quads(int largest, int quads) {
 }
 
 #if defined(__AVX2__)
-// The same in 16 bits, which the products cannot exceed.
+// The same with 16-bit products, in runs short enough not to overflow.
 template <int kLargest>
 struct PairSum {
     Ints first;
@@ -163,8 +163,8 @@ template <int kLargest, int kChains>
 using RunSum = DotSum<kLargest, kChains>;
 #endif
 
-// What a group's sum of numbers up to `largest` begins with, so that `scaled` adds -zero * sum_of_x times the scale. By
-// pairs: a half of it, which is even, in each half of a lane, or nothing where numbers are taken less their zero.
+// Initial value of a group's sum of numbers up to `largest`, such that `scaled` adds -zero * sum_of_x times the scale. With
+// pairs: half of it (it is even) in each half of a lane, or nothing if the offset already replaces the zero.
 inline int32_t begin_of(int zero, int32_t sum_of_x, int largest) {
     if (is_offset(largest)) return 0;
     const int32_t begin = -zero * sum_of_x;

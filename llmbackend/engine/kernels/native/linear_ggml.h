@@ -1,13 +1,13 @@
-// y = x·Wᵀ on vectors with weights in the types of GGUF files (ggml_forms.h), and activations that are quantised row by
-// row as they come (quantised_rows.h).
+// y = x·Wᵀ on vectors with weights of GGUF types (ggml_forms.h), and activations that are quantised row by row on the
+// fly (quantised_rows.h).
 //
-// For: linear.h. Does not know: files. Invariant: sums of a group, and in super-blocks of 256 k what their integer scales
-// and minima make of them, are integers and exact; then acc = fma(sum, scale, acc) for ascending blocks, then minima, wide
-// elements after all blocks, and y = fma(acc, scale of the row, bias). So no way of cutting rows and columns, and no
-// instruction set with fused operations, changes an output.
+// Used by linear.h. Invariant: the sums of a group and, in super-blocks of 256 k, their combinations with integer
+// scales and minima are integers and exact; then acc = fma(sum, scale, acc) for ascending blocks, then minima, wide
+// elements after all blocks, and y = fma(acc, scale of the row, bias). So outputs do not depend on the division into
+// rows and columns, or on the instruction set, if it has fused operations.
 //
-// No integer overflows: a group's sum is at most 32 * 255 * 127; times a scale of 32, or 16 * 63 * 127 times one of 128, and
-// added up over 256 k, it is less than 2^28, and what the zero takes from it is less than 2^28 as well.
+// No integer overflows: a group's sum is at most 32 * 255 * 127; times a scale of 32, or 16 * 63 * 127 times one of
+// 128, and added up over 256 k, it is less than 2^28, and so is what the zero subtracts from it.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ using int8::load_ints;
 using int8::Wide;
 using panels::repeat;
 
-// Rows whose sums fit the registers, of groups and of a super-block, with kVectors vectors of columns.
+// Rows whose sums, of groups and of a super-block, fit in registers, with kVectors vectors of columns.
 #if defined(__AVX512F__)
 constexpr int kMaxBlock = 8;
 constexpr int vectors_of(int) { return 2; }
@@ -53,9 +53,9 @@ constexpr int kMaxBlock = 4;
 constexpr int vectors_of(int) { return 1; }
 #endif
 
-// The quantised rows, and the sums of their integers that zeros and minima are multiplied by.
+// The quantised rows, and the sums of their integers, by which zeros and minima are multiplied.
 struct Rows : int8::QuantisedRows<int4::SignedOrder> {
-    // What products of a row begin at, or what the minima are multiplied by: [rows][per_row].
+    // Initial values of a row's products, or factors of the minima: [rows][per_row].
     //   without minima  -zero * sum of a group; in super-blocks as `begin_of` says
     //   with minima     the sum of a block as float32; in super-blocks the sums of two groups, as int16
     // Blocks' sums have what wide elements have beyond 127; in super-blocks these have terms of their own.
@@ -102,7 +102,7 @@ struct Rows : int8::QuantisedRows<int4::SignedOrder> {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What lies in a panel, as vectors of columns.
+// The contents of a panel, as vectors of columns.
 
 // Quad i of a unit.
 template <Form kForm>
@@ -131,13 +131,13 @@ LLMB_INLINE inline Floats mins_of(const uint8_t* block, int column) {
     return load_float16(reinterpret_cast<const uint16_t*>(block + kForm.min_at() + column * 2));
 }
 
-// The integers of two groups, in the lower and in the upper half of a lane: their scales'.
+// The integers of two groups, in the low and in the high half of a lane: those of scales,
 template <Form kForm>
 LLMB_INLINE inline Ints group_scales(const uint8_t* block, int column, int pair) {
     return load_byte_pairs(block + kForm.group_at(pair) + column * 2);
 }
 
-// And their minima's.
+// and those of minima.
 template <Form kForm>
 LLMB_INLINE inline Ints group_mins(const uint8_t* block, int column, int pair) {
     return load_byte_pairs(block + kForm.group_min_at(pair) + column * 2);
@@ -214,7 +214,7 @@ struct Tile {
         }
     }
 
-    // Minima first: all is read in the order in which it lies in memory.
+    // Minima first: reads everything in memory order.
     LLMB_INLINE void add_super(const uint8_t* block, int index, Floats (&acc)[kRows][kVectors]) const {
         const int32_t* sums = x.sums_of(row) + index * kForm.sums();
         if constexpr (kForm.mins) add_mins(block, sums, acc);
@@ -291,7 +291,8 @@ void multiply_panel(const Rows& x, int row, const uint8_t* panel, float (*out)[k
         Tile<kForm, kRows, kVectors>{x, row, column}.run(panel, out);
 }
 
-// Adds what a wide element has beyond 127, times its weights; of blocks, times their numbers (Rows::sums).
+// Adds the excess of a wide element over 127, times its weights; in types with blocks, times their numbers
+// (Rows::sums).
 template <Form kForm>
 LLMB_INLINE inline void add_wide(const uint8_t* panel, const Wide& wide, PanelRow& sums) {
     const uint8_t* block = panel + wide.k / kForm.block * kForm.bytes();
@@ -352,7 +353,7 @@ struct Kernel {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The whole operation: chunks of rows times panels of columns, in tasks that threads share.
+// The whole operation: chunks of rows times panels of columns, in tasks shared by threads.
 
 inline int most_rows(int k) { return int8::most_rows(int8::padded_k(k), kMaxBlock); }
 

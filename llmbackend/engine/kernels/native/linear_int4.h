@@ -1,9 +1,9 @@
-// y = x·Wᵀ on vectors with weights of 4 bits in groups of 32 along k, and activations that are quantised row by row as
-// they come (quantised_rows.h).
+// y = x·Wᵀ on vectors with 4-bit weights in groups of 32 along k, and activations that are quantised row by row on the
+// fly (quantised_rows.h).
 //
-// For: linear.h. Does not know: where weights come from. Invariants: a group's sum is an integer and exact; then
-// acc = fma(sum, scale, acc) for ascending groups, wide elements after them, and y = fma(acc, scale of the row, bias). So
-// no way of cutting rows and columns, and no instruction set with fused operations, changes an output.
+// Used by linear.h. Invariants: a group's sum is an integer and exact; then acc = fma(sum, scale, acc) for ascending
+// groups, wide elements after them, and y = fma(acc, scale of the row, bias). So outputs do not depend on the division
+// into rows and columns, or on the instruction set, if it has fused operations.
 #pragma once
 
 #include <algorithm>
@@ -59,13 +59,13 @@ void gather(X from, const int32_t* order, int k, float* to) {
     for (int i = 0; i < k; i++) to[i] = to_float(from[order[i]]);
 }
 
-// The quantised rows, and of each group what the weights' zero or minimum is multiplied by: a group's sums of products
-// begin at -kZero * Σx, as integers; -Σx is multiplied by the zeros, Σx as float32 by the minima. But for kInt4Zero, whose
-// -Σx must fit 16 bits, Σx has what wide elements have beyond 127.
+// The quantised rows, and for each group the factor of the weights' zero or minimum. A group's sums of products start
+// at -kZero * Σx, as integers; zero points are multiplied by -Σx, minima by Σx as float32. Σx includes the excess of
+// wide elements over 127, except with kInt4Zero, whose -Σx must fit in 16 bits.
 struct GroupedRows : int8::QuantisedRows<SignedOrder> {
-    int32_t* begins;  // [rows][groups]; of kInt4Min: bits of float32
+    int32_t* begins;  // [rows][groups]; for kInt4Min: bits of float32
     int groups;
-    float* ordered;  // [k], of this thread: a row in the weights' order, where they have one
+    float* ordered;  // [k], of this thread: a row in the weights' order, if they have one
 
     GroupedRows(Carver& memory, int rows, int k, float* ordered = nullptr)
         : QuantisedRows(memory, rows, k, int8::kNarrowFine), groups(num_groups(k)), ordered(ordered) {
@@ -90,7 +90,7 @@ struct GroupedRows : int8::QuantisedRows<SignedOrder> {
     }
 
   private:
-    // The same operation on this one row in the weights' order, whatever its number.
+    // The same operation on this one row in the weights' order, whatever its index.
     LinearOp in_order(LinearOp op, int row) const {
         const size_t at = static_cast<size_t>(row) * op.x_stride;
         if (op.x_type == Type::kFloat32) gather(static_cast<const float*>(op.x) + at, op.order, op.k, ordered);
@@ -141,7 +141,7 @@ struct GroupSum {
 };
 #endif
 
-// One byte of each column.
+// One byte per column.
 inline Ints load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
     return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -154,7 +154,7 @@ inline Ints load_bytes(const uint8_t* p) {
 #endif
 }
 
-// sum + zeros * factor, of which both fit 16 bits, and zeros are not negative.
+// sum + zeros * factor; both fit in 16 bits, and zeros are not negative.
 inline Ints add_zeros(Ints sum, Ints zeros, int32_t factor) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)zeros, _mm512_set1_epi32(factor));
@@ -167,8 +167,8 @@ inline Ints add_zeros(Ints sum, Ints zeros, int32_t factor) {
 #endif
 }
 
-// Rows whose sums fit the registers, and vectors of columns for so many rows. kInMemory: 16 registers hold more columns if
-// sums of former groups are not among them.
+// Rows whose sums fit in registers, and the vectors of columns for that many rows. kInMemory: with 16 registers, more
+// columns fit if the sums of previous groups are kept in memory.
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(LLMB_HAS_VNNI)
 constexpr int kMaxBlock = 4;
 constexpr int vectors_of(int) { return 2; }
@@ -183,7 +183,7 @@ constexpr int vectors_of(int rows) { return rows <= kMaxBlock / 2 ? 2 : 1; }
 constexpr bool kInMemory = false;
 #endif
 
-// Stores x where it is not to occupy registers.
+// Forces x out of registers at this point.
 template <bool kStore, class T>
 LLMB_INLINE inline void keep_in_memory(T& x) {
     if constexpr (kStore) asm volatile("" : "+m"(x));
@@ -193,8 +193,8 @@ LLMB_INLINE inline void keep_in_memory(T& x) {
 struct Panel {
     const uint8_t* numbers;
     const uint16_t* scales;
-    const uint16_t* mins = nullptr;  // of kInt4Min
-    const uint8_t* zeros = nullptr;  // of kInt4Zero
+    const uint16_t* mins = nullptr;  // for kInt4Min
+    const uint8_t* zeros = nullptr;  // for kInt4Zero
 
     Panel(const LinearOp& op, bool second, int panel) {
         const size_t groups = num_groups(op.k), at = panel * groups * kPanel;
@@ -210,7 +210,7 @@ using int8::kNearBytes;
 using int8::kStreamRows;
 using panels::repeat;
 
-// The sums of one group, in kChains parts, so that more products are in flight where rows are few.
+// The sums of one group, in kChains parts, to have more products in flight if rows are few.
 template <int kRows, int kVectors, int kChains>
 struct Sums {
     GroupSum sums[kRows][kVectors][kChains];
@@ -293,7 +293,8 @@ MultiplyPanel panel_function(int rows) {
     return table[rows - 1];
 }
 
-// Adds what a wide element has beyond 127, times its weights' numbers; zeros are subtracted here where Σx lacks it.
+// Adds the excess of a wide element over 127, times its weights' numbers, minus their zero points if Σx does not
+// include it.
 template <Type kType>
 LLMB_INLINE inline void add_wide(const Panel& panel, const Wide& wide, PanelRow& sums) {
     const int group = wide.k / kGroup, shift = wide.k % 4 * 8 + wide.k % 8 / 4 * 4;
@@ -307,11 +308,11 @@ LLMB_INLINE inline void add_wide(const Panel& panel, const Wide& wide, PanelRow&
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The whole operation: chunks of rows times panels of columns, in tasks that threads share.
+// The whole operation: chunks of rows times panels of columns, in tasks shared by threads.
 
 inline int most_rows(int k) { return int8::most_rows(padded_k(k), kMaxBlock); }
 
-// How an operation is cut, and where its rows lie in scratch memory. Nothing of it changes a result.
+// How an operation is divided, and where its rows are in scratch memory. Does not affect results.
 struct Plan : int8::RowPlan {
     size_t ordered_bytes;  // of a thread's row in the weights' order
 

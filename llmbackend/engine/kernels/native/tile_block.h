@@ -1,7 +1,7 @@
 // A block of 32 rows of x times one panel of weights on the CPU's tile unit.
 //
-// For: linear_tile.h. Does not know: how a layer is cut into blocks. Invariant: a row's sums are one chain over the tiles
-// of k ascending, stored and resumed exactly; they depend on that row alone, however many rows a block has.
+// Used by linear_tile.h. Invariant: a row's sums are one chain over ascending tiles of k, stored and resumed exactly;
+// they depend only on that row, however many rows a block has.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ namespace llmb::tile {
 constexpr size_t kPanelTileBytes = 2 * kTileSizeBytes;
 
 struct Bfloat16 {
-    static constexpr int kDepth = 32;  // of k, in a tile
+    static constexpr int kDepth = 32;  // of k, per tile
     template <int kC, int kA, int kB>
     static void dot() {
         tile_dot<kC, kA, kB>();
@@ -42,9 +42,9 @@ inline size_t sums_offset(int row, int column) {
            column % 16 * 4;
 }
 
-// sums (+)= one or two tiles of rows times one panel, over `steps` tiles of k. `next`: bytes from the first tile of rows to
-// the second. Tiles 0 to 3 hold the sums, 4 and 5 the rows, 6 and 7 the weights. `beside` is called once a step, so that
-// what it does runs while the tile unit multiplies.
+// sums (+)= one or two tiles of rows times one panel, over `steps` tiles of k. `next`: bytes from the first tile of
+// rows to the second. Tiles 0 to 3 are the sums, 4 and 5 the rows, 6 and 7 the weights. `beside` is called once per
+// step, so its work runs while the tile unit multiplies.
 template <class Type, bool kTwo, class Beside>
 void multiply_block(const char* x, size_t next, const char* w, int steps, char* sums, bool resume, panels::Ahead ahead,
                     Beside& beside) {
