@@ -81,7 +81,7 @@ def _reason(text: str) -> str:
 
 
 def try_families(names: Sequence[str]) -> None:
-    """Saves the results after each family, so an interrupted run is not lost. Exits with an error if a family is served wrongly."""
+    """Saves results after each family, so an interrupted run is not lost. Exits with an error if one is served wrongly."""
     torch.set_num_threads(1)
     wrong = []
     for name in names:
