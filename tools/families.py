@@ -81,7 +81,7 @@ def _reason(text: str) -> str:
 
 
 def try_families(names: Sequence[str]) -> None:
-    """Saves results after each family, so an interrupted run is not lost. Exits with an error if one is served wrongly."""
+    """Saves results after each family, so an interrupted run loses nothing. Exits with an error if one is wrong."""
     torch.set_num_threads(1)
     wrong = []
     for name in names:
