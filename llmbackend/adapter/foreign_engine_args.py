@@ -58,7 +58,7 @@ NO_EFFECT: Mapping[str, str] = _by_name(
             jit_monitor_verbose kda_decode_backend kda_prefill_backend kernel_config linear_backend
             max_context_len_to_capture max_cudagraph_capture_size max_seq_len_to_capture moe_backend
             optimization_level performance_mode sparse_indexer_topk_backend ubatch_size use_fp64_gumbel worker_cls""",
-        "recurrent layers are not supported": """
+        "recurrent layers have only one implementation": """
             enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint engram_config mamba_backend
             mamba_block_size mamba_cache_mode mamba_cache_philox_rounds mamba_ssu_algorithm replayssm_buffer_len
             use_replayssm""",
