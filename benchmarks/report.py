@@ -150,6 +150,8 @@ def _head(lines: list[Line]) -> str:
     count = f"{rounds} rounds" if rounds > 1 else "one round"
     return f"""# Benchmarks
 
+## Engines
+
 The engine and its peers on one machine, with the same checkpoints and requests, alternating within one run:
 `make bench` ([method](#method)). Medians of {count}; greedy, end of sequence ignored, all requests at once.
 Machine: {machine()}.
