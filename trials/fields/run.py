@@ -18,7 +18,7 @@ from .fields import APIS
 from .models import write_models
 from .table import Done, Label, Refused, Row
 
-DONE, REFUSED, LABEL, IGNORED = "done", "refused", "label", "ignored"
+DONE, REFUSED, LABEL, IGNORED = "supported", "refused", "label", "ignored"
 
 
 @dataclass(frozen=True)
