@@ -194,7 +194,8 @@ $(RELEASE_VENV)/%/.tools: tools/release/requirements-%.txt constraints.txt
 	$(@D)/bin/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt --requirement $<
 	touch $@
 
-# `make serve` installs only what serving needs; `make test` adds the test tools.
+# `make serve` installs only what serving needs; `make test` adds the test tools: to the package that is installed, because
+# an editable installation compiles the kernels, which takes minutes.
 $(VENV)/.serve: pyproject.toml constraints.txt $(wildcard llmbackend/core/c_api/native/*.* llmbackend/engine/kernels/native/*.* llmbackend/engine/kernels/native/*/*.*)
 	@echo "installing into $(VENV): torch is large and the native kernels are compiled, this takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
@@ -208,7 +209,7 @@ $(WHEEL_VENV)/.tools: constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.serve
-	$(PIP_INSTALL) --editable '.[test]'
+	$(PIP_INSTALL) 'llmbackend[test]'
 	$(DOWNLOAD_TEMPLATES) trl==1.16.0 axolotl==0.19.0
 	touch $@
 
