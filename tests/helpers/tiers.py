@@ -1,8 +1,8 @@
 """Which tests are nightly: `make test` leaves them out, `make test-all` runs them.
 
 Used by tests/conftest.py. Invariants: decided only here, by file and parameter, according to how long tests take
-(`pytest --durations=0`) and how rarely they find what others miss; a behaviour with nightly tests has at least one daily
-test.
+(`pytest --durations=0`) and how rarely they find what others miss; a behaviour with nightly tests has at least one
+daily test.
 """
 
 from __future__ import annotations
