@@ -62,6 +62,8 @@ LONGEST = tuple(
     for name in (
         "trials/test_quick_stall.py",
         "trials/chaos/test_quick_chaos.py",
+        "conformance/",
+        "test_unit_runs.py",
         "cluster/",
         "engine/test_llm_manager.py",
         "engine/test_remote_engines.py",
@@ -72,6 +74,9 @@ LONGEST = tuple(
         "engine/gpu/",
         "engine/test_determinism.py",
         "engine/test_native_attention.py",
+        "engine/test_recurrent_models.py",
+        "engine/test_latent_models.py",
+        "properties/",
     )
 )
 SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)

@@ -80,13 +80,11 @@ _NIGHTLY_TESTS: Final = (
     "engine/gpu/test_device_sampler.py::test_more_candidates_than_there_is_room_for",
     # A library is compiled for it. Daily: the same code with another instruction, in the library for AVX2.
     "engine/test_native_linear_int8.py::test_avx_vnni_agrees_bit_by_bit",
-    # The first law. Daily: bfloat16 and the packed types, modules in float32; plain torch in engine/test_parity.py.
+    # The first law. Daily: programs of each type, modules and plain torch in float32.
     "engine/test_determinism.py::test_same_prompt_same_logprobs[modules float32]",
-    "engine/test_determinism.py::test_same_prompt_same_logprobs[program float32]",
     "engine/test_determinism.py::test_same_prompt_same_logprobs[torch float32]",
     "engine/test_determinism.py::test_same_request_same_tokens[modules bfloat16]",
-    "engine/test_determinism.py::test_same_request_same_tokens[program float32]",
-    "engine/test_determinism.py::test_same_request_same_tokens[torch",
+    "engine/test_determinism.py::test_same_request_same_tokens[torch bfloat16]",
     # Daily: one type of weights for each law.
     "engine/test_lora_laws.py::test_other_adapters_in_flight_change_nothing[program int8]",
     "engine/test_lora_laws.py::test_prompt_logprobs_are_those_of_the_adapter[program float32]",
@@ -101,6 +99,9 @@ _NIGHTLY_TESTS: Final = (
     "engine/test_mixtures.py::test_same_request_same_tokens[gpt_oss",
     "engine/test_mixtures.py::test_same_request_same_tokens[qwen3_moe-float32]",
     "engine/test_mixtures.py::test_same_request_same_tokens[qwen3_moe-int",
+    # Daily: another model that runs as modules; engines that share, or start without a cache.
+    "engine/test_shared_weights.py::test_a_model_that_turns_out_to_run_as_modules_is_run_by_the_process_that_loaded_it",
+    "engine/test_shared_weights.py::test_two_processes_pack_one_after_the_other",
 )
 """Functions, or the beginnings of their parameters' names; each with what is daily instead."""
 _ONE_OF_FIVE: Final = (
@@ -117,6 +118,9 @@ _ONE_OF_FIVE: Final = (
     "engine/test_native_attention.py::test_neither_block_size_nor_places_change_a_bit",
     "engine/test_native_attention.py::test_one_token_at_a_time_gives_the_same_bits",
     "engine/test_native_attention.py::test_threads_change_no_bit",
+    "engine/test_parity.py::test_greedy_tokens_equal_generate",
+    "engine/test_stored_int4.py::test_programs_compute_what_those_of_plain_weights_do",
+    "engine/test_text_parts.py::test_text_is_computed_natively",
 )
 """Of their parameters every fifth is daily: of a product of lists, neighbours in these differ in the first value, and
 most lists have another number of values than five."""
