@@ -85,7 +85,7 @@ unit: $(VENV)/.test
 	$(BIN)/python -m tools.unit -m "not nightly" $(ARGS)
 
 unit-all: $(VENV)/.test
-	$(BIN)/python -m tools.unit $(ARGS)
+	$(BIN)/python -m tools.unit --hypothesis-profile=nightly $(ARGS)
 
 smoke: $(VENV)/.test
 	$(BIN)/python tools/smoke.py

@@ -1,9 +1,9 @@
 """What holds for every test: nothing is left behind, hosts and engines kept their laws; and the hypothesis profiles.
 
 Profiles (`--hypothesis-profile=NAME`): `suite`, the default, tries the same examples every time and shows the first
-that fails as it is, so that a failure is known within the time that a test has; `shrink` tries the same and makes what
-fails as short as it can; `search` tries 50 times as many in the stateful tests (tests/helpers/machine_settings.py),
-new ones each time. The last two want `--timeout=0`.
+that fails as it is, so that a failure is known within the time that a test has; `nightly` tries twice as many, and so
+does `shrink`, which makes what fails as short as it can; `search` tries 100 times as many in the stateful tests
+(tests/helpers/machine_settings.py), new ones each time. The last two want `--timeout=0`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from llmbackend.engine.engine_core import EngineCore
 from tests.helpers.leftovers import Conservation, Snapshot
 from tests.helpers.tiers import is_nightly_file, nightly
 
-_SUITE = settings(derandomize=True, deadline=None, database=None, max_examples=100, report_multiple_bugs=False)
-settings.register_profile("suite", _SUITE, phases=(Phase.explicit, Phase.generate))
-settings.register_profile("shrink", _SUITE)
+_NIGHTLY = settings(derandomize=True, deadline=None, database=None, max_examples=100, report_multiple_bugs=False)
+_PHASES = (Phase.explicit, Phase.generate)
+settings.register_profile("suite", _NIGHTLY, phases=_PHASES, max_examples=50)
+settings.register_profile("nightly", _NIGHTLY, phases=_PHASES)
+settings.register_profile("shrink", _NIGHTLY)
 settings.register_profile("search", derandomize=False, deadline=None, max_examples=5000, print_blob=True)
 settings.load_profile("suite")
 

@@ -1,8 +1,8 @@
 """How many sequences a state machine tries, and of which length.
 
 Used by the stateful tests of this directory. The suite runs the same few sequences every time (profile `suite` of
-tests/conftest.py, derandomised; profile `shrink` makes a failure of those short). To search, 50 times as many and new
-ones each time:
+tests/conftest.py, derandomised), `make test-all` twice as many (`nightly`; `shrink` makes a failure of those short). To
+search, 100 times as many and new ones each time:
 
     python -m pytest tests/properties --hypothesis-profile=search --timeout=0
 
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 
 def machine_settings(examples: int, steps: int) -> settings:
-    """`examples` sequences of at most `steps` rules in the suite; a profile's max_examples is a share of it, in %."""
+    """`examples` sequences of at most `steps` rules each night; a profile's max_examples is a share of it, in %."""
     profile = settings.default
     assert profile is not None
     return settings(

@@ -44,7 +44,7 @@ _NIGHTLY: Final = (
 )
 _NIGHTLY_VARIANTS: Final = tuple(name for name in library.available()[1:] if name != "generic")
 """Instruction sets, without the best one of this machine and the one that every machine has."""
-_NIGHTLY_TESTS: Final = (
+NIGHTLY_TESTS: Final = (
     # Servers of real models. Daily: e2e/test_engine_flags.py takes each flag into the engine.
     "cli/test_vllm_flag_effects.py::test_the_size_of_the_kv_cache",
     # Daily: what is fetched, in the same file, and a server of a file in e2e/test_gguf_serving.py.
@@ -59,7 +59,10 @@ _NIGHTLY_TESTS: Final = (
     "e2e/test_published_command_lines.py::test_a_docker_compose_file",
     "e2e/test_published_command_lines.py::test_lines_of_tutorials[vllm serve",
     "e2e/test_published_command_lines.py::test_the_arguments_of_the_production_stack",
-    # Daily: a missing weight is found in the same environment.
+    # Daily: a folder for the cache, and the flag's way in e2e/test_engine_flags.py.
+    "e2e/test_hub.py::test_a_folder_for_downloads",
+    # Daily: checks in cli/test_check.py, and a start in the environment of these.
+    "e2e/test_first_start.py::test_a_missing_weight_is_found_without_the_packages_of_the_tests",
     "e2e/test_first_start.py::test_a_whole_checkpoint_is_checked_without_a_word_in_the_log",
     # Daily: the same with the mock model.
     "e2e/test_idle_unload.py::test_an_unused_engine_ends_and_the_next_request_brings_it_back[/",
@@ -69,13 +72,15 @@ _NIGHTLY_TESTS: Final = (
     "trials/chaos/test_quick_chaos.py::test_nothing_is_lost_when_frontends_and_engines_are_killed",
     # Daily: the server's engine dies and comes back.
     "cli/test_top.py::test_top_comes_back_when_its_server_does",
-    # Daily: the example with a server; embedding/test_engine.py and test_server.py.
-    "embedding/test_examples.py::test_an_example_runs[0]",
-    "embedding/test_examples.py::test_an_example_runs[1]",
+    # Daily: the same calls in embedding/test_engine.py and test_server.py.
+    "embedding/test_examples.py::test_an_example_runs",
     # Daily: the backend with the most calls.
+    "core/c_api/test_compiled_loads.py::test_memory_stays_level[bls",
+    "core/c_api/test_compiled_loads.py::test_memory_stays_level[metrics",
     "core/c_api/test_compiled_loads.py::test_memory_stays_level[scripted",
     "core/c_api/test_compiled_loads.py::test_memory_stays_level[streams",
     # Daily: the samplers' other laws, in interpreted kernels, too.
+    "engine/gpu/test_device_sampler.py::test_masked_tokens_are_those_of_the_cpu",
     "engine/gpu/test_device_sampler.py::test_a_row_with_drafts_is_sampled_several_times",
     "engine/gpu/test_device_sampler.py::test_more_candidates_than_there_is_room_for",
     # A library is compiled for it. Daily: the same code with another instruction, in the library for AVX2.
@@ -104,13 +109,26 @@ _NIGHTLY_TESTS: Final = (
     "engine/test_shared_weights.py::test_two_processes_pack_one_after_the_other",
 )
 """Functions, or the beginnings of their parameters' names; each with what is daily instead."""
-_ONE_OF_FIVE: Final = (
+ONE_OF_FIVE: Final = (
+    "adapter/test_continuation.py::test_every_cut_of_a_stream_is_continued_exactly",
+    "adapter/test_gguf_models.py::test_a_template_that_takes_too_much_is_refused",
     "adapter/test_resuming.py::test_every_cut_goes_on_exactly_in_another_host",
+    "cli/test_chat.py::test_what_goes_wrong_is_said",
     "cli/test_completion.py::test_bash_completes_subcommands_flags_and_values",
+    "cli/test_vllm_flags.py::test_what_would_change_answers_is_refused",
+    "core/c_api/test_compiled_sequences.py::test_interleaved_sequences_keep_their_sums",
+    "e2e/test_engine_flags.py::test_errors_name_the_flag",
+    "e2e/test_hub.py::test_what_cannot_be_fetched",
+    "engine/gpu/test_gpu_program.py::test_a_program_computes_what_transformers_computes",
+    "engine/gpu/test_paged_attention.py::test_equals_plain_attention",
+    "engine/test_decoder_program.py::test_int4_programs_compute_what_modules_with_rounded_weights_do",
+    "engine/test_decoder_program.py::test_int8_programs_of_models_with_outliers",
+    "engine/test_engine_core.py::test_options_do_not_change_results",
     "engine/test_families.py::test_a_family_is_computed_as_the_docs_say",
     "engine/test_latent_models.py::test_the_forecast_is_what_the_engine_has",
     "engine/test_latent_models.py::test_the_profile_has_a_row_for_latents",
     "engine/test_latent_models.py::test_the_program_is_verified_in_every_type",
+    "engine/test_lora.py::test_requests_with_different_adapters_share_a_batch",
     "engine/test_mixtures.py::test_families_compute_what_transformers_computes",
     "engine/test_mixtures.py::test_rounded_weights_are_packed_and_pass_the_check",
     "engine/test_native_attention.py::test_any_chunks_give_the_same_bits",
@@ -118,9 +136,15 @@ _ONE_OF_FIVE: Final = (
     "engine/test_native_attention.py::test_neither_block_size_nor_places_change_a_bit",
     "engine/test_native_attention.py::test_one_token_at_a_time_gives_the_same_bits",
     "engine/test_native_attention.py::test_threads_change_no_bit",
+    "engine/test_native_sampling.py::test_tokens_and_logprobs_are_those_of_torch",
     "engine/test_parity.py::test_greedy_tokens_equal_generate",
     "engine/test_stored_int4.py::test_programs_compute_what_those_of_plain_weights_do",
     "engine/test_text_parts.py::test_text_is_computed_natively",
+    "gguf/test_experts.py::test_a_family_computes_as_before_its_conversion",
+    "gguf/test_families.py::test_a_family_computes_as_before_its_conversion",
+    "gguf/test_families.py::test_quantised_weights_are_those_of_the_file",
+    "gguf/test_stored.py::test_layers_keep_them",
+    "gguf/test_stored.py::test_logits_are_those_of_the_values",
 )
 """Of their parameters every fifth is daily: of a product of lists, neighbours in these differ in the first value, and
 most lists have another number of values than five."""
@@ -142,7 +166,7 @@ def nightly(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
             yield item
             continue
         name = _place(item.path) + "::" + item.name.partition("[")[0]
-        if name in _ONE_OF_FIVE:
+        if name in ONE_OF_FIVE:
             if numbers[name] % 5:
                 yield item
             numbers[name] += 1
@@ -154,7 +178,7 @@ def _is_nightly(item: pytest.Item) -> bool:
     if variant in _NIGHTLY_VARIANTS or is_nightly_file(item.path):
         return True
     place = f"{_place(item.path)}::{item.name}"
-    return any(place == test or place.startswith(test if "[" in test else f"{test}[") for test in _NIGHTLY_TESTS)
+    return any(place == test or place.startswith(test if "[" in test else f"{test}[") for test in NIGHTLY_TESTS)
 
 
 def _place(path: Path) -> str:
