@@ -32,6 +32,8 @@ def best_is_fast(variants: Sequence[str]) -> list[ParameterSet]:
 EMULATED_TILES = "emulated-tiles"
 """The library `amx` for CPUs without tiles: these in plain C++, and otherwise as many lanes as this CPU has."""
 COMPILER = shutil.which("g++") or shutil.which("c++")
+_LANES = {"avx512_vnni": "-march=cascadelake", "avx2": "-mavx2 -mfma -mbmi2 -DLLMB_EMULATE_AVX_VNNI"}
+"""With products of bytes, as every CPU with tiles has them: flags by the library that this CPU executes."""
 
 
 @functools.cache
@@ -41,7 +43,7 @@ def emulated_tiles() -> KernelLibrary:
     flags = (
         "-std=c++20 -O1 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread -shared -fPIC -DLLMB_EMULATE_AMX"
     )
-    lanes = ["-march=skylake-avx512"] if "avx512" in library.available() else []
+    lanes = next((flags.split() for name, flags in _LANES.items() if name in library.available()), [])
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "tiles.so"
         subprocess.run([COMPILER, *flags.split(), *lanes, "-o", target, source], check=True)
