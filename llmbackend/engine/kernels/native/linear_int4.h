@@ -24,6 +24,7 @@
 #include "quantised_rows.h"
 #include "step.h"
 #include "team.h"
+#include "tile_panel.h"
 
 namespace llmb::int4 {
 
@@ -36,7 +37,7 @@ using int8::Wide;
 struct SignedOrder {
     using Stored = int8_t;
     static size_t stride_of(int k) { return (padded_k(k) / 64 | 1) * 64; }
-    static int padded_rows(int rows) { return rows; }
+    static int padded_rows(int rows) { return rows + kRowsRead; }
     static Stored* row(Stored* data, int row, size_t stride) { return data + row * stride; }
 };
 
@@ -188,6 +189,30 @@ struct Panel {
     }
 };
 
+// What a group has for a vector of columns from `column` on.
+template <Type kType>
+struct GroupColumns {
+    static constexpr bool kMins = kType == Type::kInt4Min, kZeros = kType == Type::kInt4Zero;
+    Floats scale, min;
+    Ints zeros;
+
+    GroupColumns(const Panel& panel, int group, int column) {
+        const size_t at = static_cast<size_t>(group) * kPanel + column;
+        scale = load_float16(panel.scales + at);
+        min = kMins ? load_float16(panel.mins + at) : Floats{};
+        zeros = kZeros ? load_bytes(panel.zeros + at) : Ints{};
+    }
+
+    // acc with the group's sum of a row. `begin`: of the row and the group (GroupedRows), which without minima and zeros is
+    // in the sum already.
+    LLMB_INLINE Floats add(Ints total, int32_t begin, Floats acc) const {
+        if constexpr (kZeros) total = add_zeros(total, zeros, begin);
+        acc = fma(__builtin_convertvector(total, Floats), scale, acc);
+        if constexpr (kMins) acc = fma((Floats)(Ints{} + begin), min, acc);
+        return acc;
+    }
+};
+
 using int8::kNearBytes;
 using int8::kStreamRows;
 
@@ -234,17 +259,9 @@ void multiply(const GroupedRows& x, int row, const Panel& panel, int column, flo
         }
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; v++) {
-            const size_t at = static_cast<size_t>(group) * kPanel + column + v * kLanes;
-            const Floats scale = load_float16(panel.scales + at);
-            const Floats min = kMins ? load_float16(panel.mins + at) : Floats{};
-            const Ints zeros = kZeros ? load_bytes(panel.zeros + at) : Ints{};
+            const GroupColumns<kType> columns(panel, group, column + v * kLanes);
 #pragma GCC unroll 12
-            for (int r = 0; r < kRows; r++) {
-                Ints total = part.total(r, v);
-                if constexpr (kZeros) total = add_zeros(total, zeros, begins[r * x.groups]);
-                acc[r][v] = fma(__builtin_convertvector(total, Floats), scale, acc[r][v]);
-                if constexpr (kMins) acc[r][v] = fma((Floats)(Ints{} + begins[r * x.groups]), min, acc[r][v]);
-            }
+            for (int r = 0; r < kRows; r++) acc[r][v] = columns.add(part.total(r, v), begins[r * x.groups], acc[r][v]);
         }
     }
 #pragma GCC unroll 12
@@ -269,6 +286,110 @@ MultiplyPanel panel_function(int rows) {
     }(std::make_integer_sequence<int, kMaxBlock>{});
     return table[rows - 1];
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The same on tiles, where rows are not too few. Sums of a group are exact, so the number of rows may choose.
+
+#if defined(LLMB_HAS_TILES)
+
+constexpr int kTiledRows = 64;  // at a time, at most: numbers are made bytes once for all of them
+
+// What multiply_block of tile_block.h is told of these products: signed bytes of x times unsigned ones.
+struct TiledNumbers {
+    template <int kC, int kA, int kB>
+    static void dot() {
+        tile_dot_s8_u8<kC, kA, kB>();
+    }
+};
+
+// out[r][column] = the product of kTiledRows rows or fewer with a panel, without the rows' scales. The sums of a block's
+// next groups are multiplied before those at hand are added up, so that vectors do not wait for tiles.
+template <Type kType>
+class TiledProduct {
+  public:
+    TiledProduct(const GroupedRows& x, int row, int rows, const Panel& panel, float (*out)[kPanel])
+        : x_(x), row_(row), rows_(rows), panel_(panel), out_(out) {}
+
+    void run() {
+        std::memset(out_, 0, rows_ * sizeof *out_);
+        tiles_begin(amx::kTileRows, kGroup);
+        for (int group = 0; group < x_.groups; group += kGroups) {
+            expand(panel_.numbers + static_cast<size_t>(group) * kGroupBytes);
+            for (int block = 0; block < rows_; block += tile::kBlockRows) {
+                Sums& sums = sums_[turn_ ^= 1];
+                multiply(block, group, sums);
+                add_pending();
+                pending_ = {&sums, block, group};
+            }
+        }
+        add_pending();
+        tiles_end();
+    }
+
+  private:
+    static constexpr int kGroups = 2;  // at a time; k is padded to a multiple of these
+    using Sums = int32_t[kGroups][tile::kBlockRows][kPanel];
+    struct Pending {
+        Sums* sums;
+        int block, group;
+    };
+
+    // Quads of k, one after the other, as the panels of int8 have them.
+    void expand(const uint8_t* from) {
+        for (int byte = 0; byte < kGroups * kGroupBytes; byte += kPanel * 4)
+            for (int v = 0; v < kPanel * 4; v += sizeof(Ints)) {
+                __builtin_prefetch(from + byte + v + kNearBytes, 0, 3);
+                const Ints both = load_ints(from + byte + v), low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
+                std::memcpy(numbers_ + 2 * byte + v, &low, sizeof low);
+                std::memcpy(numbers_ + 2 * byte + kPanel * 4 + v, &high, sizeof high);
+            }
+    }
+
+    void multiply(int block, int group, Sums& sums) const {
+        tile::NothingBeside nothing;
+        const auto stride = static_cast<ptrdiff_t>(x_.stride);
+        for (int i = 0; i < kGroups; i++) {
+            const int8_t* at = x_.data + (row_ + block) * stride + (group + i) * kGroup;
+            const tile::WholeRows rows{stride, reinterpret_cast<const char*>(at)};
+            const char* w = numbers_ + i * 2 * kGroupBytes;
+            char* to = reinterpret_cast<char*>(sums[i]);
+            if (rows_ - block > amx::kTileRows) tile::multiply_block<TiledNumbers, true>(rows, w, 1, to, false, {}, nothing);
+            else tile::multiply_block<TiledNumbers, false>(rows, w, 1, to, false, {}, nothing);
+        }
+    }
+
+    void add_pending() const {
+        const auto [sums, block, group] = pending_;
+        if (sums == nullptr) return;
+        const int rows = std::min(rows_ - block, tile::kBlockRows);
+        const size_t groups = x_.groups;
+        for (int column = 0; column < kPanel; column += kLanes) {
+            const GroupColumns<kType> first(panel_, group, column), second(panel_, group + 1, column);
+            const int32_t* begins = x_.begins + (row_ + block) * groups + group;
+            const int32_t* own = (*sums)[0][0] + column;
+            float* out = out_[block] + column;
+            for (int r = 0; r < rows; r++, begins += groups, own += kPanel, out += kPanel) {
+                const Floats acc = first.add(total(own, begins[0]), begins[0], load(out));
+                store(out, second.add(total(own + tile::kBlockRows * kPanel, begins[1]), begins[1], acc));
+            }
+        }
+    }
+
+    static Ints total(const int32_t* sums, int32_t begin) {
+        return kType == Type::kInt4 ? load_ints(sums) + begin : load_ints(sums);
+    }
+
+    const GroupedRows& x_;
+    const int row_, rows_;
+    const Panel& panel_;
+    float (*const out_)[kPanel];
+    int turn_ = 0;
+    Pending pending_{};
+    alignas(64) char numbers_[kGroups * 2 * kGroupBytes];
+    alignas(64) Sums sums_[2];
+};
+
+#endif
 
 // Adds what a wide element has beyond 127, times its weights' numbers; zeros are subtracted here where Σx lacks it.
 template <Type kType>
@@ -307,9 +428,17 @@ struct Product {
     // Rows first..last-1 times one panel.
     void run(int first, int last, int panel) const {
         const Panel one(op, false, panel), two(op, is_gated(op.epilogue), panel);
-        multiply_rows<kMaxBlock>(op, first, last, panel, x.scale, [&](int row, int rows, bool second, float (*sums)[kPanel]) {
+        const auto multiply = [&](int row, int rows, bool second, float (*sums)[kPanel]) {
             multiply_block(row, rows, second ? two : one, sums);
-        });
+        };
+#if defined(LLMB_HAS_TILES)
+        for (int end; last - first >= amx::kTileRows; first = end) {
+            end = std::min(first + kTiledRows, last);
+            multiply_rows<kTiledRows>(op, first, end, panel, x.scale, multiply);
+        }
+        if (first == last) return;
+#endif
+        multiply_rows<kMaxBlock>(op, first, last, panel, x.scale, multiply);
     }
 
     void multiply_block(int row, int rows, const Panel& panel, float (*sums)[kPanel]) const {
@@ -320,7 +449,11 @@ struct Product {
 
     template <Type kType>
     void multiply_block(int row, int rows, const Panel& panel, float (*sums)[kPanel]) const {
-        panel_function<kType>(rows)(x, row, panel, sums);
+#if defined(LLMB_HAS_TILES)
+        if (rows > kMaxBlock) TiledProduct<kType>(x, row, rows, panel, sums).run();
+        else
+#endif
+            panel_function<kType>(rows)(x, row, panel, sums);
         for (int r = 0; r < rows; r++)
             add_each_wide(x, row + r, sums[r], [&](const Wide& wide, PanelRow& own) LLMB_INLINE { add_wide<kType>(panel, wide, own); });
     }

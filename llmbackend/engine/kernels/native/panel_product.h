@@ -43,15 +43,20 @@ void multiply_rows(const LinearOp& op, int first, int last, int panel, const flo
     for (int row = first; row < last; row += height) {
         const int rows = std::min(height, last - row);
         alignas(64) float sums[kMaxBlock][kPanel], sums2[kMaxBlock][kPanel];
-        const LoraRows added(op, false, panel, row, rows), added2(op, true, panel, row, two ? rows : 0);
+        LoraRows added[divide_up(kMaxBlock, kLoraBlock)], added2[divide_up(kMaxBlock, kLoraBlock)];
+        for (int begin = 0; begin < rows; begin += kLoraBlock) {
+            const int count = std::min(kLoraBlock, rows - begin);
+            added[begin / kLoraBlock].begin(op, false, panel, row + begin, count);
+            added2[begin / kLoraBlock].begin(op, true, panel, row + begin, two ? count : 0);
+        }
         multiply(row, rows, false, sums);
         if (two) multiply(row, rows, true, sums2);
         for (int r = 0; r < rows; r++) {
             PanelRow result = scaled(sums[r], scales[row + r], bias);
-            added.add(r, result.v);
+            added[r / kLoraBlock].add(r % kLoraBlock, result.v);
             if (two) {
                 PanelRow other = scaled(sums2[r], scales[row + r], bias2);
-                added2.add(r, other.v);
+                added2[r / kLoraBlock].add(r % kLoraBlock, other.v);
                 result = combine(op, result, other);
             }
             write_panel_row(op, row + r, panel, result);
