@@ -14,7 +14,7 @@ from llmbackend.engine.kernels.library import BLOCKS, NativeKernels, op_pointers
 from llmbackend.engine.kernels.operations import Epilogue, Kind, LinearOp, MixOp, RouteOp, Rows, Step, Type
 from llmbackend.engine.kernels.weights import PackedWeight, StoredBlocks, WeightStore
 from tests.engine.test_native_linear import tile_product
-from tests.helpers.native_engines import Array, best_is_fast, engine, from_bf16, to_bf16
+from tests.helpers.native_engines import Array, best_is_fast, engine, from_bf16, fused_vectors, to_bf16
 
 VARIANTS = list(library.available())
 KINDS = [Type.FLOAT32, Type.BFLOAT16, Type.INT8, Type.INT4, Type.INT4_MIN, Type.MXFP4, Type.Q6_K]
@@ -266,15 +266,10 @@ def test_rows_of_bfloat16_on_tiles_are_rounded_and_filled_up(tiles: NativeKernel
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not Type.BFLOAT16])
 @pytest.mark.parametrize("epilogue", [Epilogue.STORE, Epilogue.SWIGLU_OAI])
 def test_tiles_give_the_bits_of_vectors(tiles: NativeKernels, kind: Type, epilogue: Epilogue) -> None:
-    fused = [name for name in VARIANTS if name not in ("amx", "generic")]
-    if not fused:
-        pytest.skip("needs fused operations")
     chosen = of_all_sizes()
-    on_tiles, on_vectors = (
-        Experts(kernels, kind, 70, 512).run(Experts(kernels, kind, 70, 512).x(len(chosen)), chosen, epilogue)
-        for kernels in (tiles, engine(fused[0]))
-    )
-    assert np.array_equal(on_tiles, on_vectors)
+    on_tiles, on_vectors = (Experts(kernels, kind, 70, 512) for kernels in (tiles, fused_vectors()))
+    x = on_tiles.x(len(chosen))
+    assert np.array_equal(on_tiles.run(x, chosen, epilogue), on_vectors.run(x, chosen, epilogue))
 
 
 def test_no_tokens_are_no_error() -> None:

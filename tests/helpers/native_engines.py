@@ -57,6 +57,14 @@ def engine(variant: str, num_threads: int = 1) -> NativeKernels:
     return NativeKernels(loaded, num_threads)
 
 
+def fused_vectors() -> NativeKernels:
+    """A library without tiles and with fused operations: those of `amx`, to the bit, but where weights are bfloat16."""
+    found = [name for name in library.available() if name not in ("amx", "generic")]
+    if not found:
+        pytest.skip("needs fused operations")
+    return engine(found[0])
+
+
 def to_bf16(x: Array) -> Array:
     """Bits of the nearest bfloat16, ties to even."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)

@@ -1,4 +1,4 @@
-// y = x·Wᵀ on vectors with weights of 4 bits in groups of 32 along k, and activations that are quantised row by row as
+// y = x·Wᵀ, on vectors or tiles, with weights of 4 bits in groups of 32 along k, and activations that are quantised row by row as
 // they come (quantised_rows.h).
 //
 // For: linear.h. Does not know: where weights come from. Invariants: a group's sum is an integer and exact; then
@@ -24,7 +24,7 @@
 #include "quantised_rows.h"
 #include "step.h"
 #include "team.h"
-#include "tile_panel.h"
+#include "tile_groups.h"
 
 namespace llmb::int4 {
 
@@ -287,107 +287,43 @@ MultiplyPanel panel_function(int rows) {
     return table[rows - 1];
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The same on tiles, where rows are not too few. Sums of a group are exact, so the number of rows may choose.
-
 #if defined(LLMB_HAS_TILES)
 
-constexpr int kTiledRows = 64;  // at a time, at most: numbers are made bytes once for all of them
-
-// What multiply_block of tile_block.h is told of these products: signed bytes of x times unsigned ones.
-struct TiledNumbers {
-    template <int kC, int kA, int kB>
-    static void dot() {
-        tile_dot_s8_u8<kC, kA, kB>();
-    }
-};
-
-// out[r][column] = the product of kTiledRows rows or fewer with a panel, without the rows' scales. The sums of a block's
-// next groups are multiplied before those at hand are added up, so that vectors do not wait for tiles.
+// A panel for tile_groups.h.
 template <Type kType>
-class TiledProduct {
-  public:
-    TiledProduct(const GroupedRows& x, int row, int rows, const Panel& panel, float (*out)[kPanel])
-        : x_(x), row_(row), rows_(rows), panel_(panel), out_(out) {}
+struct TiledPanel {
+    static constexpr int kGroup = int4::kGroup;
+    static constexpr bool kHasBegins = true;
+    const Panel& panel;
+    int groups;
 
-    void run() {
-        std::memset(out_, 0, rows_ * sizeof *out_);
-        tiles_begin(amx::kTileRows, kGroup);
-        for (int group = 0; group < x_.groups; group += kGroups) {
-            expand(panel_.numbers + static_cast<size_t>(group) * kGroupBytes);
-            for (int block = 0; block < rows_; block += tile::kBlockRows) {
-                Sums& sums = sums_[turn_ ^= 1];
-                multiply(block, group, sums);
-                add_pending();
-                pending_ = {&sums, block, group};
+    void put(int group, char* to) const {
+        const uint8_t* from = panel.numbers + static_cast<size_t>(group) * kGroupBytes;
+        for (int i = 0; i < kGroup / 8; i++, to += 2 * kPanel * 4)
+            for (int v = 0; v < kPanelVectors; v++, from += sizeof(Ints)) {
+                __builtin_prefetch(from + kNearBytes, 0, 3);
+                const Ints both = load_ints(from), low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
+                std::memcpy(to + v * sizeof(Ints), &low, sizeof low);
+                std::memcpy(to + kPanel * 4 + v * sizeof(Ints), &high, sizeof high);
             }
-        }
-        add_pending();
-        tiles_end();
     }
 
-  private:
-    static constexpr int kGroups = 2;  // at a time; k is padded to a multiple of these
-    using Sums = int32_t[kGroups][tile::kBlockRows][kPanel];
-    struct Pending {
-        Sums* sums;
-        int block, group;
+    struct Columns : GroupColumns<kType> {
+        using GroupColumns<kType>::GroupColumns;
+        LLMB_INLINE Floats add(Ints sum, int32_t begin, Floats acc) const {
+            return GroupColumns<kType>::add(kType == Type::kInt4 ? sum + begin : sum, begin, acc);
+        }
     };
-
-    // Quads of k, one after the other, as the panels of int8 have them.
-    void expand(const uint8_t* from) {
-        for (int byte = 0; byte < kGroups * kGroupBytes; byte += kPanel * 4)
-            for (int v = 0; v < kPanel * 4; v += sizeof(Ints)) {
-                __builtin_prefetch(from + byte + v + kNearBytes, 0, 3);
-                const Ints both = load_ints(from + byte + v), low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
-                std::memcpy(numbers_ + 2 * byte + v, &low, sizeof low);
-                std::memcpy(numbers_ + 2 * byte + kPanel * 4 + v, &high, sizeof high);
-            }
-    }
-
-    void multiply(int block, int group, Sums& sums) const {
-        tile::NothingBeside nothing;
-        const auto stride = static_cast<ptrdiff_t>(x_.stride);
-        for (int i = 0; i < kGroups; i++) {
-            const int8_t* at = x_.data + (row_ + block) * stride + (group + i) * kGroup;
-            const tile::WholeRows rows{stride, reinterpret_cast<const char*>(at)};
-            const char* w = numbers_ + i * 2 * kGroupBytes;
-            char* to = reinterpret_cast<char*>(sums[i]);
-            if (rows_ - block > amx::kTileRows) tile::multiply_block<TiledNumbers, true>(rows, w, 1, to, false, {}, nothing);
-            else tile::multiply_block<TiledNumbers, false>(rows, w, 1, to, false, {}, nothing);
-        }
-    }
-
-    void add_pending() const {
-        const auto [sums, block, group] = pending_;
-        if (sums == nullptr) return;
-        const int rows = std::min(rows_ - block, tile::kBlockRows);
-        const size_t groups = x_.groups;
-        for (int column = 0; column < kPanel; column += kLanes) {
-            const GroupColumns<kType> first(panel_, group, column), second(panel_, group + 1, column);
-            const int32_t* begins = x_.begins + (row_ + block) * groups + group;
-            const int32_t* own = (*sums)[0][0] + column;
-            float* out = out_[block] + column;
-            for (int r = 0; r < rows; r++, begins += groups, own += kPanel, out += kPanel) {
-                const Floats acc = first.add(total(own, begins[0]), begins[0], load(out));
-                store(out, second.add(total(own + tile::kBlockRows * kPanel, begins[1]), begins[1], acc));
-            }
-        }
-    }
-
-    static Ints total(const int32_t* sums, int32_t begin) {
-        return kType == Type::kInt4 ? load_ints(sums) + begin : load_ints(sums);
-    }
-
-    const GroupedRows& x_;
-    const int row_, rows_;
-    const Panel& panel_;
-    float (*const out_)[kPanel];
-    int turn_ = 0;
-    Pending pending_{};
-    alignas(64) char numbers_[kGroups * 2 * kGroupBytes];
-    alignas(64) Sums sums_[2];
+    Columns columns(int group, int column) const { return Columns(panel, group, column); }
 };
+
+template <Type kType>
+void multiply_on_tiles(const GroupedRows& x, int row, int rows, const Panel& panel, float (*out)[kPanel]) {
+    const auto* first = reinterpret_cast<const char*>(x.data + row * x.stride);
+    const tile::WholeRows own{static_cast<ptrdiff_t>(x.stride), first};
+    const int32_t* begins = x.begins + static_cast<size_t>(row) * x.groups;
+    tile::multiply_groups(TiledPanel<kType>{panel, x.groups}, own, rows, begins, out);
+}
 
 #endif
 
@@ -428,17 +364,9 @@ struct Product {
     // Rows first..last-1 times one panel.
     void run(int first, int last, int panel) const {
         const Panel one(op, false, panel), two(op, is_gated(op.epilogue), panel);
-        const auto multiply = [&](int row, int rows, bool second, float (*sums)[kPanel]) {
+        multiply_rows<kMaxBlock>(op, first, last, panel, x.scale, [&](int row, int rows, bool second, float (*sums)[kPanel]) {
             multiply_block(row, rows, second ? two : one, sums);
-        };
-#if defined(LLMB_HAS_TILES)
-        for (int end; last - first >= amx::kTileRows; first = end) {
-            end = std::min(first + kTiledRows, last);
-            multiply_rows<kTiledRows>(op, first, end, panel, x.scale, multiply);
-        }
-        if (first == last) return;
-#endif
-        multiply_rows<kMaxBlock>(op, first, last, panel, x.scale, multiply);
+        });
     }
 
     void multiply_block(int row, int rows, const Panel& panel, float (*sums)[kPanel]) const {
@@ -450,7 +378,7 @@ struct Product {
     template <Type kType>
     void multiply_block(int row, int rows, const Panel& panel, float (*sums)[kPanel]) const {
 #if defined(LLMB_HAS_TILES)
-        if (rows > kMaxBlock) TiledProduct<kType>(x, row, rows, panel, sums).run();
+        if (rows > kMaxBlock) multiply_on_tiles<kType>(x, row, rows, panel, sums);
         else
 #endif
             panel_function<kType>(rows)(x, row, panel, sums);

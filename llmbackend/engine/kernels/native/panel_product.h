@@ -1,6 +1,6 @@
 // Rows times panels of a linear layer whose rows are quantised and whose sums are float32: what its kernels share.
 //
-// For: linear_int4.h, linear_ggml.h. Does not know: how a block of rows is multiplied. Invariant: an element's operations
+// For: linear_int4.h, linear_ggml.h. Does not know: how a block of rows is multiplied, but that tiles take larger ones. Invariant: an element's operations
 // depend on its own sums alone, which the cutting into blocks, chunks and tasks does not change.
 #pragma once
 
@@ -36,7 +36,7 @@ LLMB_INLINE inline void add_each_wide(const Rows& x, int row, float* sums, Add&&
 // Rows first..last-1 times one panel, in blocks of equal height, near enough. multiply(row, rows, second, sums): the sums
 // [rows][kPanel] of a block, of the second weight or of the first. scales: of all rows.
 template <int kMaxBlock, class Multiply>
-void multiply_rows(const LinearOp& op, int first, int last, int panel, const float* scales, Multiply&& multiply) {
+void multiply_blocks(const LinearOp& op, int first, int last, int panel, const float* scales, Multiply&& multiply) {
     const int height = divide_up(last - first, divide_up(last - first, kMaxBlock));
     const bool two = is_gated(op.epilogue);
     const FloatColumns bias(op, false, panel), bias2(op, two, panel);
@@ -62,6 +62,21 @@ void multiply_rows(const LinearOp& op, int first, int last, int panel, const flo
             write_panel_row(op, row + r, panel, result);
         }
     }
+}
+
+// The same, of blocks for vectors and, where tiles would not be mostly empty, of larger ones for these.
+constexpr int kTiledRows = 64;
+template <int kMaxBlock, class Multiply>
+void multiply_rows(const LinearOp& op, int first, int last, int panel, const float* scales, Multiply&& multiply) {
+#if defined(LLMB_HAS_TILES)
+    static_assert(kMaxBlock < amx::kTileRows);
+    for (int end; last - first >= amx::kTileRows; first = end) {
+        end = std::min(first + kTiledRows, last);
+        multiply_blocks<kTiledRows>(op, first, end, panel, scales, multiply);
+    }
+    if (first == last) return;
+#endif
+    multiply_blocks<kMaxBlock>(op, first, last, panel, scales, multiply);
 }
 
 // Calls run(first row, last row, panel) for all chunks of rows and all panels, in tasks that threads share.
