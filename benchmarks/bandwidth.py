@@ -2,9 +2,9 @@
 
     python -m benchmarks.bandwidth
 
-For: the share of it that one stream of tokens reaches, which reads all weights for each token. Does not know: engines.
-Invariant: the best of several rounds, since other users of the machine only slow it down. numpy's reductions read as
-fast as a loop of vector loads with prefetching, which was compared.
+For the fraction of it reached by a single stream of tokens, which reads all weights for each token. Independent of
+engines. Invariant: the best of several rounds counts, because other users of the machine can only slow it down. A
+comparison showed that numpy's reductions read as fast as a loop of vector loads with prefetching.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Servers that do nothing but write: what a token costs where there is no host at all.
+"""Servers that do nothing but write: the cost of a token without any host.
 
     python -m benchmarks.bare_streams http|grpc --streams 64 --tokens 200 --step-ms 20
 
-For: the floors of host_cpu_per_token.py. Does not know: models, requests; it answers whatever it is sent.
+For the lower bounds in host_cpu_per_token.py. Independent of models and requests; it answers whatever it is sent.
 Invariants: when as many clients as `--streams` wait, each is sent one message per step, all at the same time, as from
 an engine; messages have the bytes of the host's (a chunk of generate_stream, a ModelStreamInferResponse); the event
 loop is the one that the server uses.

@@ -3,8 +3,8 @@
     python -m benchmarks.checkpoints qwen2.5-0.5b-shape DIRECTORY
     python -m benchmarks.checkpoints --w8a8 DIRECTORY NEW_DIRECTORY
 
-For: every engine of the suite. Does not know: engines. Invariant: a name always means the same weights, since they are
-drawn from a fixed seed. Speed does not depend on what weights hold, so nothing has to be downloaded.
+Used by every engine of the suite. Independent of engines. Invariant: a name always means the same weights, since they
+are drawn from a fixed seed. Speed does not depend on the values of weights, so nothing needs to be downloaded.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The entries of the comparison: each engine in each form that could be its fastest on some machine.
+"""The entries of the comparison: each engine in each configuration that could be its fastest on some machine.
 
-For: the runner and the report. Does not know: how they are measured. Invariants: an entry's name always means the same
-engine, weights and options. Classes are compared within themselves: "bf16" is a bfloat16 checkpoint without
+Used by the runner and the report. Independent of how they are measured. Invariants: an entry's name always means the
+same engine, weights and options. Classes are compared within themselves: "bf16" is a bfloat16 checkpoint without
 quantisation, however an engine chooses to compute with it (processors without bfloat16 arithmetic are often faster in
 float32); "int8" is that checkpoint quantised to 8 bits; "q4_0", "q4_k_m" and "mxfp4" are GGUF files of these types, the
-same file for ours and for llama.cpp, with OpenVINO's int4 beside the first. The report takes each engine's fastest
-entry.
+same file for ours and for llama.cpp, with OpenVINO's int4 compared with the first. The report takes each engine's
+fastest entry.
 """
 
 from __future__ import annotations

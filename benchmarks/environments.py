@@ -1,8 +1,8 @@
 """Installs the peers: one virtual environment for each, from the package index, and llama.cpp from its source package.
 
-For: the runner. Does not know: what is measured. Invariants: what is installed is pinned; an environment is made once
-(its stamp says for which pins) and never shared. torch comes first and is pinned, so that no peer pulls another build
-of it; give pip the index or wheel of torch's CPU build where the default one brings CUDA along.
+Used by the runner. Independent of what is measured. Invariants: what is installed is pinned; an environment is created
+once (its stamp records the pins) and never shared. torch comes first and is pinned, so that no peer installs another
+build of it; if the default build includes CUDA, give pip the index or wheel of torch's CPU build.
 """
 
 from __future__ import annotations

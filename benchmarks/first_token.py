@@ -1,10 +1,11 @@
-"""How long a client of an idle server waits for its first token, beside the engine alone and servers that only write.
+"""How long a client of an idle server waits for its first token, compared with the engine alone and with servers that
+only write.
 
     python -m benchmarks.first_token --model CHECKPOINT --prompt-tokens 32
 
-For: what the host adds to the engine's own first token. Does not know: loads; one client sends one request at a time.
+For what the host adds to the engine's own first token. Independent of loads; one client sends one request at a time.
 Invariants: server, engine and bare servers are measured in turns; each prompt is new, so that no prefix is cached; the
-clock runs from the request's first byte until the first event or message was read, on a connection that is open.
+clock runs from the request's first byte until the first event or message was read, on an open connection.
 """
 
 from __future__ import annotations

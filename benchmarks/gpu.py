@@ -1,14 +1,14 @@
 """All checks and measurements that need a GPU, in four parts of less than ten minutes: `python benchmarks/gpu.py`.
 
-    python benchmarks/gpu.py --download .gpu-packages          where there is a network: what the machine lacks
+    python benchmarks/gpu.py --download .gpu-packages          with a network: what the machine lacks
     python benchmarks/gpu.py --part 1 --packages .gpu-packages --out results        on a machine with one GPU
     python benchmarks/gpu.py --part 4 --before results --packages .gpu-packages --out after
     python benchmarks/gpu.py --part 1 --device cpu --out trial      tries the benchmark itself, with tiny shapes
 
-For: docs/gpu.md and changes of the accelerator path. Does not know: what is measured; the sections are programs in
+For docs/gpu.md and changes of the accelerator path. Independent of what is measured; the sections are programs in
 benchmarks/accelerator/. Invariants: each part is useful alone; a section has a time limit, and one that is cut, fails
 or hangs does not affect the others; results are on disk line by line, the page and the packed logs after every section,
-so that a run that is ended early keeps its results; a part leaves three files; the exit code is 1 if anything failed.
+so that an interrupted run keeps its results; a part produces three files; the exit code is 1 if anything failed.
 
 Parts: 1 is everything right? 2 where does the time of an 8B model go? 3 do graphs, overlap and faults change a token,
 and what does each optimisation and the server cost? 4 the same again after a change, compared with --before.

@@ -1,6 +1,6 @@
 """The cost of the host itself, compared with NVIDIA's C++ server on the same models: `python -m benchmarks.host`.
 
-For: docs/benchmarks_host.md. Does not know: LLMs; its models are an identity model and one that only streams.
+For docs/benchmarks_host.md. Independent of LLMs; its models are an identity model and one that only streams.
 The client for single requests is a loop of raw connections (HTTP) or perf_analyzer (gRPC), for streamed responses a raw
 gRPC stream.
 Invariants: both servers are measured in turns within one run, one under load at a time; CPU time is that of a server's

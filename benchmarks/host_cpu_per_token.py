@@ -4,10 +4,10 @@
     python -m benchmarks.host_cpu_per_token /tmp/before . --endpoints chat,grpc
     python -m benchmarks.host_cpu_per_token --frontend-processes 1,2,4
 
-For: the cost of a change of frontends, host or adapter, as a ratio of two trees in one run, and its distance from the
-floors: servers that only write the same bytes. The engine and the clients are processes of their own and not counted.
-Invariants: rounds of the trees alternate; the least is what the code costs, the median says how disturbed the machine
-was.
+For the cost of a change of frontends, host or adapter, as a ratio of two trees in one run, and its distance from the
+lower bounds (servers that only write the same bytes). The engine and the clients are separate processes that are not
+counted. Invariants: rounds of the trees alternate; the minimum is the cost of the code, the median shows how disturbed
+the machine was.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Writes docs/benchmarks_int4.md: weights in 4 bits, ours beside llama.cpp on the same file and OpenVINO's int4.
+"""Writes docs/benchmarks_int4.md: weights in 4 bits, compared with llama.cpp on the same file and OpenVINO's int4.
 
-For: `python -m benchmarks --int4`. Does not know: how anything was measured. Invariants: as report.py's; an engine's
-figure is that of its fastest entry for the workload, flags included.
+Used by `python -m benchmarks --int4`; independent of how anything was measured. Invariants: those of report.py; an
+engine's figure is that of its fastest entry for the workload, including flags.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def _head(lines: list[Line]) -> str:
     date = time.strftime("%Y-%m-%d", time.gmtime(last_s))
     return f"""# Benchmarks: weights in 4 bits
 
-Ours, llama.cpp and OpenVINO on one machine, the same files and requests, in turns within one run: `make bench
-ARGS=--int4` (the end of this page says how). Medians of up to {rounds} rounds, {date}; greedy, end of sequence ignored.
+llmbackend, llama.cpp and OpenVINO on one machine, with the same files and requests, alternating within one run: `make
+bench ARGS=--int4` ([method](#method)). Medians of up to {rounds} rounds, {date}; greedy, end of sequence ignored.
 Machine: {machine()}. llmbackend {llmbackend.__version__}, {LLAMA_CPP_PYTHON} (its llama.cpp compiled for this machine),
 {OPENVINO}.
 """
 
 
 def _cases(lines: list[Line]) -> Iterable[tuple[str, str]]:
-    """Models and files."""
+    """Pairs of model and file."""
     return ((model, weights) for model in models_of(lines) for weights in FOUR_BITS)
 
 
@@ -71,9 +71,9 @@ def _speeds(lines: list[Line]) -> str:
     measured = [name for name in DESCRIPTIONS if name != "W3" and any(line["workload"] == name for line in lines)]
     rows = [cells for model, weights in _cases(lines) if (cells := _speed_cells(lines, model, weights, measured))]
     titles = ["model", "file", *(f"{engine}, ms per token" for engine in ENGINES), "ours is"]
-    titles += ["of read bandwidth, ours", "llama.cpp", *(f"{name}: ours is" for name in measured)]
-    note = 'One stream (W3) and the other workloads, all on the same file. "Ours is" compares with llama.cpp; '
-    note += "OpenVINO has its own int4 of the same weights, and stands beside Q4_0."
+    titles += ["share of read bandwidth, ours", "llama.cpp", *(f"{name}: ours is" for name in measured)]
+    note = 'One stream (W3) and the other workloads, all on the same file. "Ours is" compares with llama.cpp. OpenVINO '
+    note += "has its own int4 of the same weights, shown in the rows of Q4_0."
     return _page_table("## Speed, file by file", note, titles, rows)
 
 
@@ -101,9 +101,10 @@ def _ratio(lines: list[Line], model: str, workload: str, weights: str) -> str:
 def _starts_and_memory(lines: list[Line]) -> str:
     rows = [cells for model, weights in _cases(lines) if (cells := _start_cells(lines, model, weights))]
     titles = ["model", "file", "file MB", "second start to first token, ours s", "llama.cpp s", "ours is"]
-    titles += ["our cache MB", "memory, ours MB", "llama.cpp MB", "KV MB", "ours, of file and KV"]
-    note = "A second start is from the command to the first token, ours with its HTTP and gRPC ports, llama.cpp the "
-    note += "engine alone. Memory is PSS at the end of the workload of 64 requests; KV is what our blocks hold then."
+    titles += ["our cache MB", "memory, ours MB", "llama.cpp MB", "KV MB", "our memory / (file + KV)"]
+    note = "A second start is from the command to the first token, for llmbackend with its HTTP and gRPC ports, for "
+    note += "llama.cpp the engine alone. Memory is PSS at the end of the workload of 64 requests; KV is that of our "
+    note += "blocks."
     return _page_table("## Second start and memory", note, titles, rows)
 
 
@@ -124,7 +125,7 @@ def _start_cells(lines: list[Line], model: str, weights: str) -> list[str]:
 
 
 def _second_start(lines: list[Line], model: str, weights: str, engine: str) -> Line:
-    """Of the engine's fastest entry; {} where none was started."""
+    """Figures of the engine's fastest entry; {} if none was started."""
     found = [
         figures
         for name, figures in medians(lines, model, WARM).items()
@@ -142,7 +143,7 @@ def _file_perplexities(lines: list[Line]) -> str:
             both = kind in ours and kind in theirs
             difference = f"{100 * (ours[kind] / theirs[kind] - 1):+.2f} %" if both else ""
             rows.append([model, kind.upper(), _number(ours.get(kind), 3), _number(theirs.get(kind), 3), difference])
-    note = "The same text, tokens and windows; llama.cpp's by its logits."
+    note = "The same text, tokens and windows; llama.cpp's is computed from its logits."
     return _page_table("## Perplexity of files", note, ["model", "file", OURS, LLAMA_CPP, "difference"], rows)
 
 

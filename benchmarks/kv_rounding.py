@@ -1,9 +1,9 @@
-"""What keys and values in 8 bits would cost a real model: perplexity with attention rounded in transformers' modules.
+"""The cost of 8-bit keys and values for a real model: perplexity with attention rounded in transformers' modules.
 
     python -m benchmarks.kv_rounding CHECKPOINT
 
-For: the decision in docs/engine.md. Does not know: kernels. Invariant: text and tokens are those of perplexity.py, and
-float32 computes all that is not rounded.
+For the decision in docs/engine.md. Independent of kernels. Invariant: text and tokens are those of perplexity.py, and
+everything that is not rounded is computed in float32.
 """
 
 from __future__ import annotations

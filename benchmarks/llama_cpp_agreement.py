@@ -1,8 +1,8 @@
-"""A GGUF file read by us and by llama.cpp: tokens of hard strings, and logits of the same tokens.
+"""Compares how we and llama.cpp read a GGUF file: tokens of difficult strings, and logits of the same tokens.
 
     python -m benchmarks.llama_cpp_agreement FILE.gguf [--scratch FOLDER] [--strings 10000]
 
-For: docs/weights.md. Does not know: how either computes. Logits of the file's values in float32, computed by us, are
+For docs/weights.md. Independent of how either computes. Logits of the file's values in float32, computed by us, are
 what both are compared with. Strings and text are fixed.
 """
 

@@ -1,12 +1,12 @@
-"""What LoRA adapters cost on a CPU: decode steps and prompts of rows with eight adapters, with one, and without; and a
-stream's pauses while others are read.
+"""The cost of LoRA adapters on a CPU: decode steps and prompts of rows with eight adapters, with one, and without; and
+a stream's pauses while other adapters are read.
 
     python -m benchmarks.loras [--shape qwen2.5-0.5b-shape] [--rows 8] [--rank 16] [--kinds bfloat16,int8,int4]
     python -m benchmarks.loras --known 1000 --in-memory 32 [...]
 
-For: docs/benchmarks_lora.md. Does not know: servers; the engine runs in this process, with random weights. Invariants:
-cases alternate in one engine, with the same prompts and as many tokens of each row; a ratio is of neighbours in time,
-and the median of all of them is shown; rows with adapters must get other tokens than without.
+For docs/benchmarks_lora.md. Independent of servers; the engine runs in this process, with random weights. Invariants:
+cases alternate in one engine, with the same prompts and as many tokens of each row; a ratio compares consecutive
+measurements, and the median of all ratios is shown; rows with adapters must get different tokens than without.
 """
 
 from __future__ import annotations

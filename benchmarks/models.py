@@ -1,6 +1,6 @@
-"""Each checkpoint in the form an engine reads, made when it is missing.
+"""Each checkpoint in the format that an engine reads, created if missing.
 
-For: the runner. Does not know: what is measured. Invariant: a model that exists is complete; it is written under
+Used by the runner. Independent of what is measured. Invariant: a model that exists is complete; it is written under
 another name first.
 """
 

@@ -1,11 +1,11 @@
-"""Perplexity of a checkpoint as it is served, in each weight type, and of GGUF files: what rounding costs a real model.
+"""Perplexity of a checkpoint as served, in each weight type, and of GGUF files: the cost of rounding for a real model.
 
     python -m benchmarks.perplexity CHECKPOINT [FILE.gguf …]
 
-For: docs/benchmarks.md, docs/benchmarks_int4.md, and tests that hold int8 to bfloat16. Does not know: how weights are
-rounded. Invariants: the text is fixed (texts/operations.md: documentation of this project, which no model has read),
-and every type, file and engine predicts the same tokens behind the same ones; logprobs are those that the API would
-return.
+For docs/benchmarks.md, docs/benchmarks_int4.md, and tests that compare int8 with bfloat16. Independent of how weights
+are rounded. Invariants: the text is fixed (texts/operations.md: documentation of this project, which no model has
+read), and every type, file and engine predicts the same tokens after the same ones; logprobs are those that the API
+would return.
 """
 
 from __future__ import annotations

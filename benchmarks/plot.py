@@ -2,7 +2,7 @@
 
     python plot.py SUMMARY.json PICTURE.svg
 
-For: docs/benchmarks.md; runs in an environment with matplotlib. Does not know: how the summary was made.
+For docs/benchmarks.md; runs in an environment with matplotlib. Independent of how the summary was made.
 """
 
 from __future__ import annotations

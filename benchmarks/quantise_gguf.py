@@ -1,4 +1,4 @@
-"""Quantises a GGUF file by llama.cpp's own quantiser, each tensor to the type that llama.cpp chooses for it.
+"""Quantises a GGUF file with llama.cpp's own quantiser, each tensor to the type that llama.cpp chooses.
 
 python -m benchmarks.quantise_gguf FILE.gguf NEW_FILE.gguf q4_0|q4_1|q4_k_m
 """

@@ -1,10 +1,10 @@
-"""Writes a GGUF file of a model with random blocks, without a checkpoint, which would be large.
+"""Writes a GGUF file of a model with random blocks, without needing a (large) checkpoint.
 
     python -m benchmarks.random_gguf llama3-8b-shape|moe-3b-shape FILE.gguf q4_0|q4_k_m
     python -m benchmarks.random_gguf gpt-oss-20b-shape FILE.gguf mxfp4
 
-For: models.py. Does not know: engines. Invariants: tensors have the types that llama.cpp's quantiser chooses for such a
-model; a kind always means the same file; no more than one tensor is in memory.
+Used by models.py. Independent of engines. Invariants: tensors have the types that llama.cpp's quantiser chooses for
+such a model; a kind always means the same file; at most one tensor is in memory.
 """
 
 from __future__ import annotations

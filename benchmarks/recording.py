@@ -1,6 +1,6 @@
 """The common part of all drivers: reads the arguments, warms up, runs each workload, writes the results.
 
-For: the files in drivers/, inside their engines' environments. Does not know: engines, any package that is installed.
+Used by the files in drivers/, inside their engines' environments. Independent of engines and of installed packages.
 Invariants: greedy, end of sequence ignored, all requests at once, every requested token generated or the run fails;
 loading and warm-up are outside the measured time; a result is on disk as soon as its workload is over.
 """

@@ -1,7 +1,7 @@
-"""Writes docs/benchmarks.md from measurements: medians over rounds, fastest forms, ratios to the best peer.
+"""Writes docs/benchmarks.md from measurements: medians over rounds, fastest forms, ratios to the fastest peer.
 
-For: `python -m benchmarks`. Does not know: how anything was measured. Invariants: every figure is a
-median of the rounds of one run; failures are listed, not left out; what the page says follows from the results file.
+Used by `python -m benchmarks`; independent of how anything was measured. Invariants: every figure is a median of the
+rounds of one run; failures are listed, not omitted; the page depends on the results file alone.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _COLUMNS = (
 )
 COLD, WARM = "start cold", "start warm"
 START_NOTE = (
-    "From the command to ready, or to the first token of a short request. Cold: the folder of packed weights is empty "
-    "and the checkpoint is not in the page cache; warm: the start after it. Ours is the whole server with its HTTP and "
-    "gRPC ports, a peer its engine alone. Restart: from a SIGKILL of the engine's process under a stream to that "
-    "stream's next token. Memory is PSS after the ready line and one request, of all processes in the same moment."
+    "From the command to ready, or to the first token of a short request. Cold: the weight cache is empty and the "
+    "checkpoint is not in the page cache; warm: the next start. For llmbackend it is the whole server with its HTTP "
+    "and gRPC ports, for a peer the engine alone. Restart: from a SIGKILL of the engine's process during a stream to "
+    "that stream's next token. Memory is PSS after the ready line and one request, of all processes at that moment."
 )
 PERPLEXITY = "perplexity"
 FILE_PERPLEXITY = "perplexity of files"
@@ -117,20 +117,22 @@ def write_report(lines: list[Line], path: Path, plot_name: str) -> None:
 
 
 def tables(lines: list[Line]) -> str:
-    """Of each model, and what failed."""
+    """The tables of each model, and failures."""
     parts: list[str] = []
     for model in models_of(lines):
         parts += [_offline_tables(lines, model), _start_table(lines, model)]
+    if any(line["workload"] in (COLD, WARM) for line in lines):
+        parts.append(f"**Start and memory.** {START_NOTE}\n")
     return "\n".join(part for part in [*parts, _failures(lines)] if part)
 
 
 def models_of(lines: list[Line]) -> list[str]:
-    """Those that engines ran."""
+    """Models that engines ran."""
     return list(dict.fromkeys(line["model"] for line in lines if line["workload"] not in _NOT_OF_ENGINES))
 
 
 def summary(lines: list[Line]) -> list[Line]:
-    """What the plot draws: the speed of each engine's best entry."""
+    """Data of the plot: the speed of each engine's best entry."""
     found = []
     for model in dict.fromkeys(line["model"] for line in lines):
         for workload in DESCRIPTIONS:
@@ -148,12 +150,14 @@ def _head(lines: list[Line]) -> str:
     count = f"{rounds} rounds" if rounds > 1 else "one round"
     return f"""# Benchmarks
 
-Our engine and its peers on one machine, the same checkpoints and requests, in turns within one run: `make bench`
-(the end of this page says how). Medians of {count}; greedy, end of sequence ignored, all requests at once.
+## Engines
+
+The engine and its peers on one machine, with the same checkpoints and requests, alternating within one run:
+`make bench` ([method](#method)). Medians of {count}; greedy, end of sequence ignored, all requests at once.
 Machine: {machine()}.
 
-Each engine is shown in its fastest form for the workload: the bfloat16 checkpoint computed in bfloat16 or
-float32, whichever is faster here, or 8-bit weights.
+Each engine is shown in its fastest form for the workload: the bfloat16 checkpoint computed in bfloat16 or float32,
+whichever is faster here, or 8-bit weights.
 """
 
 
@@ -179,7 +183,7 @@ def _processor() -> str:
 
 
 def ratios(lines: list[Line]) -> str:
-    rows = ["## Against the best peer", "", "Speed relative to the fastest peer; above 1 we are faster.", ""]
+    rows = ["## Speed relative to the fastest peer", "", "Above 1, llmbackend is faster.", ""]
     workloads = [name for name in DESCRIPTIONS if any(line["workload"] == name for line in lines)]
     rows += ["| model | weights | " + " | ".join(workloads) + " |", "|---|---|" + "---|" * len(workloads)]
     for model in models_of(lines):
@@ -209,15 +213,15 @@ def _offline_tables(lines: list[Line], model: str) -> str:
 
 
 def bandwidth_gb_per_s(lines: list[Line], model: str) -> float | None:
-    """The machine's, in the rounds of this model."""
+    """Read bandwidth of the machine, measured in the rounds of this model."""
     found = [line["gb_per_s"] for line in lines if line["workload"] == BANDWIDTH and line["model"] == model]
     return statistics.median(found) if found else None
 
 
 def bandwidth_share(figures: Line, gb_per_s: float | None) -> float | None:
-    """Of one stream: the weights' bytes, as the engine keeps them or else as its file does, per time of a token."""
+    """Of one stream: bytes of the weights, as stored by the engine or else in its file, per time of a token."""
     kept_mb, read_mb = figures.get("weights_mb"), figures.get("read_mb")
-    if kept_mb and not (read_mb and kept_mb > 2 * read_mb):  # a token reads few of a mixture's experts
+    if kept_mb and not (read_mb and kept_mb > 2 * read_mb):  # a token reads few of the experts
         read_mb = kept_mb
     return read_mb / figures["itl_mean_ms"] / gb_per_s if read_mb and gb_per_s else None
 
@@ -226,7 +230,7 @@ def _bandwidth_note(lines: list[Line], model: str, shown: list[tuple[Entry, Line
     gb_per_s = bandwidth_gb_per_s(lines, model)
     shares = {entry.name: bandwidth_share(figures, gb_per_s) for entry, figures in shown}
     texts = [f"{name} {100 * share:.0f} %" for name, share in shares.items() if share]
-    return f"Of the {gb_per_s:.1f} GB/s that this machine reads: {', '.join(texts)}." if texts else ""
+    return f"Share of this machine's read bandwidth, {gb_per_s:.1f} GB/s: {', '.join(texts)}." if texts else ""
 
 
 def _table(workload: str, shown: list[tuple[Entry, Line]]) -> list[str]:
@@ -272,7 +276,7 @@ def _start_table(lines: list[Line], model: str) -> str:
         return ""
     times = "cold s | warm s | warm, first token s | restart s"
     head = f"| engine | {times} | engine's processes MB | host MB | all MB | rounds, spread |"
-    return "\n".join(["### Start and memory", "", START_NOTE, "", head, "|---|" + "--:|" * 8, *rows, ""])
+    return "\n".join(["### Start and memory", "", head, "|---|" + "--:|" * 8, *rows, ""])
 
 
 def perplexity_table(lines: list[Line]) -> str:
@@ -290,7 +294,7 @@ def perplexity_table(lines: list[Line]) -> str:
     ]
     if not rows:
         return ""
-    note = "Of 9,980 tokens that no model has read, in windows of 500, by the logprobs that the API returns."
+    note = "Of 9,980 tokens that are in no training data, in windows of 500, computed from the logprobs of the API."
     head = f"| real model | {' | '.join(names)} |"
     return "\n".join(["## Perplexity of real models", "", note, "", head, "|---|" + "--:|" * 4, *rows, ""])
 
@@ -306,4 +310,4 @@ def _failures(lines: list[Line]) -> str:
     if not errors:
         return ""
     rows = [f"- {entry} on {model} {workload}: {error}" for (entry, model, workload), error in errors.items()]
-    return "\n".join(["## What did not run", "", *rows, ""])
+    return "\n".join(["## Not measured", "", *rows, ""])

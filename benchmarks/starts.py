@@ -2,9 +2,9 @@
 
     python -m benchmarks.starts [--models NAMES] [--entries NAMES] [--rounds 3] [--checkpoint DIRECTORY]
 
-For: `make bench`, and by itself. Does not know: what a start does. Invariants: cold and warm starts of one entry follow
-each other within a round, and entries take turns; a cold start has an empty cache of packed weights of its own and a
-checkpoint outside the page cache; nothing that was started is left.
+Part of `make bench`, and by itself. Independent of what a start does. Invariants: cold and warm starts of one entry
+follow each other within a round, and entries take turns; a cold start has an empty cache of packed weights of its own
+and a checkpoint outside the page cache; nothing that was started remains.
 """
 
 from __future__ import annotations

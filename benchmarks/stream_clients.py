@@ -1,7 +1,7 @@
-"""Streaming clients that cost little: raw sockets for server-sent events, serialised messages for gRPC.
+"""Cheap streaming clients: raw sockets for server-sent events, serialised messages for gRPC.
 
-For: the benchmarks of the host. Does not know: servers, figures. Invariants: a request is made before the clock runs;
-what arrives is counted and not parsed; each client has a connection of its own, unless it is told to share one.
+Used by the benchmarks of the host. Independent of servers and figures. Invariants: a request is made before the clock
+runs; what arrives is counted and not parsed; each client has its own connection, unless told to share one.
 """
 
 from __future__ import annotations

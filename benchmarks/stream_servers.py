@@ -1,6 +1,6 @@
 """Servers whose CPU time is measured under streams: those of source trees with the mock model, and bare ones.
 
-For: host_cpu_per_token.py, first_token.py. Does not know: loads, figures. Invariants: all addresses
+Used by host_cpu_per_token.py, first_token.py. Independent of loads and figures. Invariants: all addresses
 are free ports of the loopback; `stop` ends what was started; CPU time is that of the server's process with all its
 threads, and of its frontend processes, in nanoseconds where the system counts them.
 """

@@ -1,12 +1,12 @@
-"""What structured output costs: masks by row, steps with and without grammars, and what forced tokens win.
+"""The cost of structured output: masks by row, steps with and without grammars, and the gain from forced tokens.
 
     python -m benchmarks.structured_outputs [--shape qwen2.5-0.5b-shape] [--rows 64] [--tokens 128] [--xgrammar]
         [--peers DIR]    # beside vLLM's CPU build, which is installed there if it is not
 
-For: docs/engine.md. Does not know: servers; the engine runs in this process, with random weights and the shape's own
+For docs/engine.md. Independent of servers; the engine runs in this process, with random weights and the shape's own
 tokenizer. Invariant: runs that are compared alternate, on the same prompts, with as many tokens of each row. The
-grammar is a schema with free strings and numbers, repeated in a list, so that no row ends early; what forced tokens
-win is also measured with a schema that leaves little open.
+grammar is a schema with free strings and numbers, repeated in a list, so that no row ends early; the gain from forced
+tokens is also measured with a schema that leaves little choice.
 """
 
 from __future__ import annotations

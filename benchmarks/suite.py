@@ -1,6 +1,6 @@
-"""The engines in turns: a round runs every entry once, each in a process of its own, and there are several rounds.
+"""Runs the engines in turn: a round runs every entry once, each in its own process, and there are several rounds.
 
-For: the command line. Does not know: how an engine works (drivers do), what the figures mean (the report does).
+Used by the command line. Independent of how an engine works (drivers do) and what the figures mean (the report does).
 Invariants: a result is on disk as soon as it is measured, and is not measured again by a run with the same results
 file; an engine that fails or takes too long is recorded as such and left out of later rounds; the others continue.
 """

@@ -1,6 +1,6 @@
 """Load of a unary model over HTTP: raw connections, each of which sends the next request when it has its response.
 
-For: benchmarks/host.py. Does not know: servers, models beyond the tensor that it sends.
+Used by benchmarks/host.py. Independent of servers and models beyond the tensor that it sends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The workloads of the comparison, as lists of requests.
 
-For: every engine's driver, and `llmbackend bench` through `write_workload`. Does not know: engines, checkpoints, any
-package but the standard library. Invariant: a name always means the same requests, drawn from a fixed seed.
+Used by every engine's driver, and `llmbackend bench` through `write_workload`. Independent of engines, checkpoints and
+any package but the standard library. Invariant: a name always means the same requests, drawn from a fixed seed.
 """
 
 from __future__ import annotations

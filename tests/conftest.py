@@ -26,7 +26,7 @@ from hypothesis import Phase, settings
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.engine_core import EngineCore
 from tests.helpers.leftovers import Conservation, Snapshot
-from tests.helpers.tiers import is_nightly, is_nightly_file
+from tests.helpers.tiers import is_nightly_file, nightly
 
 _SUITE = settings(derandomize=True, deadline=None, database=None, max_examples=100, report_multiple_bugs=False)
 settings.register_profile("suite", _SUITE, phases=(Phase.explicit, Phase.generate))
@@ -87,12 +87,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Imports and parameters make millions of objects that stay: garbage is not looked for among them meanwhile."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take or wait longest go first: no worker is left with one of them when the others are done."""
-    for item in items:
-        if is_nightly(item):
-            item.add_marker("nightly")
+    for item in nightly(items):
+        item.add_marker("nightly")
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 

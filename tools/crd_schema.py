@@ -1,7 +1,7 @@
-"""The schema of a Kubernetes custom resource, as the API server checks objects with it.
+"""The schema of a Kubernetes custom resource, checked in the way the API server checks objects.
 
-For: `make deploy-check`. Does not know: which resources there are. Invariant: what the API server would refuse is a
-fault, and so is a field that it would drop in silence.
+Part of `make deploy-check`. Independent of which resources exist. Invariant: whatever the API server would refuse is a
+fault, and so is a field that it would silently drop.
 """
 
 from __future__ import annotations

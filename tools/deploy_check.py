@@ -1,9 +1,10 @@
-"""`make deploy-check`: hadolint reads deploy/Containerfile, types of KServe, Kubernetes and KubeRay the manifests.
+"""`make deploy-check`: checks deploy/Containerfile with hadolint, and the manifests with the types of KServe,
+Kubernetes and KubeRay.
 
-For: changes in deploy/. Does not know: what values mean. Invariant: every field of a manifest is one of its object's,
-and has its type. The RayCluster is also checked with the schema of KubeRay's own definition, where that can be read:
+For changes in deploy/. Independent of what values mean. Invariant: every field of a manifest is a field of its object,
+and has its type. The RayCluster is also checked with the schema in KubeRay's own definition, if that can be read:
 `--raycluster-crd` names a file or a URL. Runs in an environment with the packages kserve and kubernetes, of which only
-the classes made from their API are imported.
+the classes generated from their API are imported.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # ruff: noqa: E501  (one phrase list or case per line reads better than wrapped ones)
 """Score the bundled demo model, greedily, on this project's own engine: the exam by kind, and cases written by hand.
 
-The exam (`demo_corpus/exam.py`) holds nothing of the training text. The cases by hand have values that are mostly new to
-the model; some phrasings and facts are those of the training text. Does not know: how the model was trained, the server.
-Invariant: questions and cases are fixed, so two models are comparable.
+The exam (`demo_corpus/exam.py`) holds nothing of the training text. The cases by hand have values that are mostly new
+to the model; some phrasings and facts are those of the training text. Independent of how the model was trained and the
+server. Invariant: questions and cases are fixed, so two models are comparable.
 Run: `python tools/eval_demo_model.py [--model DIRECTORY] [--misses] [--samples] [--server]`.
 """
 

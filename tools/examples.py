@@ -1,6 +1,6 @@
-"""The examples of docs/embedding.md, which a test and `make wheel-check` run.
+"""Runs the examples of docs/embedding.md, for a test and for `make wheel-check`.
 
-For: tests/embedding/test_examples.py, tools/wheel_check.py. Invariant: each example is a whole program.
+Used by tests/embedding/test_examples.py and tools/wheel_check.py. Invariant: each example is a complete program.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`python -m tools.families`: the tables of docs/models.md, from what the engine makes of each family.
+"""`python -m tools.families`: the tables of docs/models.md: how the engine runs each family.
 
-    python -m tools.families            writes the page again, after a change of tests/helpers/families.py
-    python -m tools.families --all      first tries every causal language model of transformers (10 minutes)
-    python -m tools.families qwen3 glm  first tries these
+    python -m tools.families            rewrites the page, after a change of tests/helpers/families.py
+    python -m tools.families --all      first tests every causal language model of transformers (10 minutes)
+    python -m tools.families qwen3 glm  first tests these
 
-For: the page of model families. Invariant: tests/engine/test_families.py fails when the page is not what this writes.
+tests/engine/test_families.py fails if the page differs from what this writes.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 _BEGIN, _END = "<!-- python -m tools.families -->", "<!-- end -->"
 _MOST_TEXT: Final = 200
 _MOST_S: Final = 120.0
-"""For one family; a load that hangs is a result, too."""
+"""Per family; a hanging load is a result too."""
 
 
 def page() -> str:
-    """The page with the tables as they should be."""
+    """The page with up-to-date tables."""
     before, _, rest = PAGE.read_text().partition(_BEGIN)
     return before + "\n".join((_BEGIN, "", *_tables(results()), "", _END)) + rest.partition(_END)[2]
 
 
 def _tables(found: Mapping[str, Result]) -> Iterator[str]:
-    yield f"Of {len(found)} types of models in transformers {transformers.__version__}:"
+    yield f"{len(found)} model types of transformers {transformers.__version__}:"
     yield ""
     yield from _served(found)
     yield ""
-    yield "Refused, by what the server says of them:"
+    yield "Refused, with the server's reason:"
     yield ""
     yield from _by_reason(found, "refused")
     yield ""
-    yield "Not tried, because transformers makes no model from a small config:"
+    yield "Not tested, because transformers cannot build a model from a small config:"
     yield ""
     yield from _by_reason(found, "not built")
 
@@ -54,7 +54,7 @@ def _tables(found: Mapping[str, Result]) -> Iterator[str]:
 def _served(found: Mapping[str, Result]) -> Iterator[str]:
     of_llama = {"mistral", "mixtral"}
     gguf = of_llama | {family.model_type for family in gguf_families.FAMILIES.values()}
-    yield "| family | models | computed by | why modules | GGUF |"
+    yield "| family | models | runs as | why as modules | GGUF |"
     yield "|---|---|---|---|---|"
     for how, text in (("native", "native program"), ("modules", "modules")):
         for name in sorted(name for name, result in found.items() if result.how == how):
@@ -75,13 +75,13 @@ def _by_reason(found: Mapping[str, Result], how: str) -> Iterator[str]:
 
 
 def _reason(text: str) -> str:
-    """In one line, without the name of the architecture."""
+    """One line, without the architecture's name."""
     line = " ".join(text.rpartition("is not supported: ")[2].split()).replace("|", "/")
     return line if len(line) <= _MOST_TEXT else f"{line[:_MOST_TEXT]} …"
 
 
 def try_families(names: Sequence[str]) -> None:
-    """Keeps what is found after each, so that a run that was cut off is not lost. Exits if some are served wrongly."""
+    """Saves results after each family, so an interrupted run loses nothing. Exits with an error if one is wrong."""
     torch.set_num_threads(1)
     wrong = []
     for name in names:
@@ -94,11 +94,11 @@ def try_families(names: Sequence[str]) -> None:
         else:
             wrong.append(name)
     if wrong:
-        sys.exit(f"served otherwise than by transformers, or neither served nor refused: {', '.join(wrong)}")
+        sys.exit(f"tokens differ from those of transformers, or neither served nor refused: {', '.join(wrong)}")
 
 
 def _in_a_process(name: str) -> Result:
-    """A family that ends its process, or hangs, ends no other's."""
+    """In its own process, so a crash or hang affects no other family."""
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe(duplex=False)
     process = fork.Process(target=_try, args=(name, theirs))
@@ -119,7 +119,7 @@ def _try(name: str, answer: Connection) -> None:
             result = tried(family_of(name), Path(folder))
     except Exception as error:
         result = Result("is wrong", f"{type(error).__name__}: {error}")
-    answer.send(result)  # when the folder is gone: the process is ended then
+    answer.send(result)  # after the folder is removed: the parent then kills this process
 
 
 if __name__ == "__main__":

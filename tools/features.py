@@ -1,7 +1,6 @@
-"""`python tools/features.py`: docs/features.md from tests/features.toml: each feature, and the tests that prove it.
+"""`python tools/features.py` writes docs/features.md, the features and their tests, from tests/features.toml.
 
-For: the features page. Does not know: what a test does. Invariant: a row names at least one test that exists;
-tests/test_features.py fails when one is gone, or when the page is not what this writes.
+tests/test_features.py fails if a row names no existing test, or if the page differs from what this writes.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ TABLE = ROOT / "tests" / "features.toml"
 PAGE = ROOT / "docs" / "features.md"
 HEAD = """# Features
 
-`python tools/features.py` writes this page from `tests/features.toml`, and `make test` fails when a test named here
-does not exist. The column "Triton" says whether NVIDIA's server has the feature; a dash means that it does not.
+Each feature with its tests; `make test` fails if a test named here does not exist. The column "Triton" says whether
+NVIDIA's server has the feature; a dash means that it does not. `python tools/features.py` writes this page from
+`tests/features.toml`.
 """
 
 
@@ -41,7 +41,7 @@ def read_features(path: Path = TABLE) -> list[Feature]:
 
 
 def missing_tests(features: list[Feature]) -> Iterator[str]:
-    """Tests that are named and do not exist."""
+    """Named tests that do not exist."""
     for feature in features:
         if not feature.tests:
             yield f"{feature.name}: no test"

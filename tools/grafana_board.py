@@ -1,6 +1,6 @@
 """`python -m tools.grafana_board --write`: deploy/grafana/llmbackend.json, the Grafana board, from grafana_panels.py.
 
-For: the board. Does not know: what it shows. Invariant: panels fill their rows from the left, in their order.
+Used by the board. Independent of what it shows. Invariant: panels fill their rows from the left, in their order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the Grafana board shows: its rows, their panels, and the queries of each.
+"""Rows, panels and queries of the Grafana board.
 
-For: grafana_board.py. Does not know: Grafana's JSON. Invariants: every query selects `instance`, and `model` where the
+Used by grafana_board.py; independent of Grafana's JSON. Invariants: every query selects `instance`, and `model` if the
 metric has one, by the board's variables; tests/deploy runs each of them on a real Prometheus.
 """
 
@@ -80,7 +80,7 @@ ROWS = (
             Panel(
                 "Models ready",
                 "percentunit",
-                "Share of known model versions that take requests.",
+                "Share of known model versions that accept requests.",
                 [("ready", f"avg(llmbackend:model_ready{OF_MODEL})")],
                 4,
                 is_stat=True,
@@ -133,7 +133,7 @@ ROWS = (
         "Traffic",
         (
             Panel(
-                "Requests that ended",
+                "Finished requests",
                 "reqps",
                 "By finish reason.",
                 [("{{model}} {{finished_reason}}", rate("vllm:request_success_total", "model, finished_reason"))],
@@ -141,7 +141,7 @@ ROWS = (
             Panel(
                 "Tokens per second",
                 "none",
-                "Prompt tokens include those that the prefix cache had.",
+                "Prompt tokens include those found in the prefix cache.",
                 [
                     ("{{model}} prompt", rate("vllm:prompt_tokens_total")),
                     ("{{model}} generated", rate("vllm:generation_tokens_total")),
@@ -150,7 +150,7 @@ ROWS = (
             Panel(
                 "Tokens per request, median and p99",
                 "none",
-                "Of requests that ended.",
+                "Of finished requests.",
                 [
                     (f"{{{{model}}}} {what} p{share * 100:.0f}", quantile(share, f"vllm:request_{metric}_tokens"))
                     for what, metric in (("prompt", "prompt"), ("generated", "generation"))
@@ -168,7 +168,7 @@ ROWS = (
             Panel(
                 "Where a request spends its time",
                 "s",
-                "Mean of requests that ended: waiting for an engine, until the first token, until the last.",
+                "Mean of finished requests: waiting for an engine, until the first token, until the last.",
                 [
                     (f"{{{{model}}}} {what}", mean(f"vllm:request_{what}_time_seconds"))
                     for what in ("queue", "prefill", "decode")
@@ -196,14 +196,14 @@ ROWS = (
             Panel(
                 "Preemptions",
                 "ops",
-                "Running requests that gave up their KV blocks to others, and are computed again later.",
+                "Running requests whose KV blocks were taken for others; they are recomputed later.",
                 [(MODEL, rate("vllm:num_preemptions_total"))],
                 6,
             ),
             Panel(
-                "Guessed tokens that held",
+                "Accepted draft tokens",
                 "percentunit",
-                "Share of the tokens of speculative decoding that the model sampled, too. Empty without speculation.",
+                "Share of speculative draft tokens that were accepted. Empty without speculation.",
                 [
                     (
                         MODEL,
@@ -220,9 +220,9 @@ ROWS = (
         "KV cache",
         (
             Panel(
-                "Use",
+                "Usage",
                 "percentunit",
-                "Share of blocks that requests hold.",
+                "Share of blocks in use by requests.",
                 [(MODEL, f"max by (model) (vllm:kv_cache_usage_perc{OF_MODEL})")],
                 maximum=1,
             ),
@@ -235,7 +235,7 @@ ROWS = (
             Panel(
                 "Prefix cache hits",
                 "percentunit",
-                "Share of prompt tokens that were not computed again.",
+                "Share of prompt tokens found in the prefix cache.",
                 [(MODEL, f"{rate('vllm:prefix_cache_hits_total')} / {rate('vllm:prefix_cache_queries_total')}")],
                 maximum=1,
             ),
@@ -247,12 +247,12 @@ ROWS = (
             Panel(
                 "Engine restarts",
                 "none",
-                "By how the engine was lost.",
+                "By cause.",
                 [("{{model}} {{cause}}", increase("llmbackend:engine_restarts_total", "model, cause"))],
                 6,
             ),
             Panel(
-                "Requests that went on in a new engine",
+                "Requests continued in a new engine",
                 "none",
                 "Their clients saw a pause, and no token was lost.",
                 [("{{model}} recovered", increase("llmbackend:recovered_requests_total", "model"))],
@@ -268,7 +268,7 @@ ROWS = (
             Panel(
                 "Model ready",
                 "none",
-                "1: it takes requests.",
+                "1: it accepts requests.",
                 [("{{model}} {{version}} {{instance}}", f"llmbackend:model_ready{OF_MODEL}")],
                 6,
                 maximum=1,
@@ -276,7 +276,7 @@ ROWS = (
             Panel(
                 "Failed requests",
                 "reqps",
-                "REJECTED: the queue was full or the time in it over. CANCELED: by the client.",
+                "REJECTED: full queue or queue timeout. CANCELED: by the client.",
                 [("{{model}} {{reason}}", rate("nv_inference_request_failure", "model, reason"))],
             ),
             Panel(
@@ -286,9 +286,9 @@ ROWS = (
                 [(MODEL, increase("llmbackend:poison_requests_total", "model"))],
             ),
             Panel(
-                "Self-checks that failed",
+                "Failed self-checks",
                 "none",
-                "Something was lost or left behind: a defect of the server, please report it.",
+                "A leak or a lost item: a defect of the server, please report it.",
                 [(MODEL, increase("llmbackend:invariant_breaches_total", "model"))],
             ),
         ),
@@ -350,19 +350,19 @@ ROWS = (
             Panel(
                 "Open descriptors of the host process",
                 "none",
-                "And how many it may have.",
+                "And their limit.",
                 [("{{instance}} open", f"process_open_fds{OF_HOST}"), ("{{instance}} of", f"process_max_fds{OF_HOST}")],
             ),
             Panel(
                 "Delay of the event loop",
                 "s",
-                "One round of the loop that serves all clients, measured at each scrape.",
+                "One iteration of the loop that serves all clients, measured at each scrape.",
                 [(HOST, f"llmbackend:event_loop_delay_seconds{OF_HOST}")],
             ),
             Panel(
                 "Load of a model",
                 "s",
-                "Order of an engine until its model was loaded.",
+                "From starting an engine until its model is loaded.",
                 [(MODEL, f"max by (model) (llmbackend:engine_load_seconds{OF_MODEL})")],
             ),
         ),

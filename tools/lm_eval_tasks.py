@@ -1,4 +1,4 @@
-"""Tasks for lm-eval about what the demo model knows: `python tools/lm_eval_tasks.py FOLDER` (docs/clients.md).
+"""lm-eval tasks about the demo model's knowledge: `python tools/lm_eval_tasks.py FOLDER` (docs/clients.md).
 
 `demo_facts` asks for the right one of four definitions (log-likelihoods of continuations), `demo_text` for the
 perplexity of the definitions (log-likelihoods of whole texts).

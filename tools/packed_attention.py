@@ -1,8 +1,8 @@
-"""Attention for training on rows of packed samples on CPUs: skips what lies before a block's first sample.
+"""Attention for training on rows of packed samples on CPUs: skips whatever precedes a block's first sample.
 
-Plain products of few shapes, in bfloat16 several times as fast as the CPU's fused kernel with a mask. Does not know:
-the model or how rows are packed. Invariant: the result is that of scaled_dot_product_attention under the same mask, up
-to rounding.
+Plain products of few shapes; in bfloat16 several times as fast as the CPU's fused kernel with a mask. Independent of
+the model and of how rows are packed. Invariant: the result is that of scaled_dot_product_attention with the same mask,
+up to rounding.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Real checkpoints, made of known models (`llmbackend models`), for tests and measurements that need trained weights.
+"""Real checkpoints, converted from known models (`llmbackend models`), for tests and measurements that need trained
+weights.
 
     python -m tools.real_models FOLDER      FOLDER/smollm2: SmolLM2-135M-Instruct (Apache-2.0), bfloat16, 270 MB;
-                                            FOLDER/smollm2.gguf: the file that it is made of, Q4_1, 93 MB
+                                            FOLDER/smollm2.gguf: the file from which it is converted, Q4_1, 93 MB
 
-For: `make real-models` and `make bench`. Does not know: what is done with them. Needs the package `gguf`. Invariant: a
-checkpoint that exists is complete: it is written under another name first.
+Part of `make real-models` and `make bench`. Independent of how they are used. Needs the package `gguf`. Invariant: an
+existing checkpoint is complete, because it is first written under another name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""All pictures of the web pages in docs/images: light and dark, with 1 and 64 requests, an engine killed, on a phone.
+"""Takes all pictures of the web pages in docs/images: light and dark, with 1 and 64 requests, an engine killed, on a
+phone.
 
-Starts a server of the demo model and a real browser (Chromium, by Playwright).
-Run: `python -m tools.screenshots`, with the names of parts (chat, engine, phone) for some of them.
+Starts a server with the demo model and a real browser (Chromium, through Playwright).
+Run: `python -m tools.screenshots`, with the names of parts (chat, engine, phone) to take only some of them.
 """
 
 from __future__ import annotations

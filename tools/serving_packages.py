@@ -1,7 +1,7 @@
-"""What `make serve` and the wheel install, and an environment for processes that find no other package.
+"""The packages that `make serve` and the wheel install, and an environment for processes that can import no others.
 
-For: the smoke test and tests of the first start, which run where the test tools are installed. Does not know: any
-package; the requirements are those of the installed llmbackend.
+Used by the smoke test and by tests of the first start, which run where the test tools are installed. The requirements
+are those of the installed llmbackend; no package is named here.
 """
 
 from __future__ import annotations

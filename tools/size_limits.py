@@ -1,7 +1,7 @@
-"""No folder of the package grows in files or lines without a change of tools/size_limits.toml.
+"""Keeps folders of the package from growing in files or lines without a change of tools/size_limits.toml.
 
-`python -m tools.size_limits` fails where a limit is exceeded; `--update` lowers the limits to today's counts. A feature
-that needs more raises them by hand, in its own commit, with the reason.
+`python -m tools.size_limits` fails if a limit is exceeded; `--update` lowers the limits to the present counts. A
+feature that needs more raises them by hand, in its own commit, with the reason.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Starts a real server on free ports with the bundled demo model and speaks every protocol to it with real clients.
+"""Starts a real server on free ports with the bundled demo model and uses every protocol with real clients.
 
-For: `make smoke`, CI, and `make wheel-check`, which starts an installed one. The server finds only the packages that
-`make serve` installs; with `--fresh` it runs in a copy of the checkout where nothing was installed before
-(`make smoke-fresh`). Prints one line per check and `smoke: N passed, M failed`; exit code 1 when anything failed, or
-when the log has a warning, an error or a traceback. The server is a child process and is ended with SIGTERM.
+Part of `make smoke`, CI, and `make wheel-check`, which starts an installed server. The server can import only the
+packages that `make serve` installs; with `--fresh` it runs in a copy of the checkout in which nothing has been
+installed (`make smoke-fresh`). Prints one line per check and `smoke: N passed, M failed`; exits with 1 if anything
+failed, or if the log contains a warning, an error or a traceback. The server is a child process and is ended with
+SIGTERM.
 """
 
 from __future__ import annotations

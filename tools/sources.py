@@ -1,7 +1,6 @@
-"""`python -m tools.sources`: docs/sources.md from the table below: a term of the design's sources → file and line here.
+"""`python -m tools.sources` writes docs/sources.md: where terms of Triton, MindIE and vLLM are in this repository.
 
-For: readers who know Triton, MindIE or vLLM. Does not know: what the code does. Invariant: each symbol exists in its
-file; tests/test_sources.py fails when one is gone, or when a line of the page is far from its symbol.
+tests/test_sources.py fails if a symbol does not exist in its file, or if a line of the page is far from its symbol.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "sources.md"
 MAX_DRIFT_LINES = 40
-"""How far a line of the page may be from its symbol: not every change of a file has to write the page again."""
-HEAD = """# Terms of the sources, and where they are
+"""How far a line of the page may be from its symbol, so that not every change of a file requires a new page."""
+HEAD = """# Terms of Triton, MindIE and vLLM
 
-The host follows Triton's core, the adapter MindIE's LLM backend for Triton, the engine vLLM. Where they have a name for
-a thing, it has that name here, in Python's spelling: `TRITONBACKEND_RequestId` is `Request.id`, `SetInputTensors` is
-`set_input_tensors`. `python -m tools.sources` writes this page; `make test` fails when a symbol is gone.
+The host follows Triton's core, the adapter MindIE's LLM backend for Triton, the engine vLLM, and uses their names in
+Python's spelling: `TRITONBACKEND_RequestId` is `Request.id`, `SetInputTensors` is `set_input_tensors`.
+`python -m tools.sources` writes this page; `make test` fails if a symbol does not exist.
 """
 
 
 class Term(NamedTuple):
-    """symbol: `name`, or `Class.name` of a method, a property or an attribute. note: how ours differs; "" = as there"""
+    """symbol: `name`, or `Class.name` of a method, a property or an attribute. note: the difference; "" = none."""
 
     term: str
     file: str

@@ -1,10 +1,10 @@
 """Train the bundled demo model: tokenizer, weights, and the Hugging Face files of its version directory.
 
-One command, no download, no third-party text; the defaults made the bundled weights, but for their last updates (see
-the README beside them). Does not know: the server.
-Invariants: the batch of an update depends on the seed and the update's number alone, and the learning rate is
-constant until the last `--decay-updates`, so a run that is stopped and resumed, or given more `--updates` before its
-decay began, computes the same weights as one long run (same torch, same machine). Products are
+One command, no download, no third-party text; the defaults made the bundled weights, except for their last updates (see
+the README next to them). Independent of the server.
+Invariants: the batch of an update depends on the seed and the update's number alone, and the learning rate is constant
+until the last `--decay-updates`, so a run that is stopped and resumed, or given more `--updates` before its decay
+began, computes the same weights as one long run (same torch, same machine). Products are
 bfloat16 (float32 with `--plain`), weights and their optimizers float32; what is written is the average of the weights
 of the last updates.
 """

@@ -1,7 +1,7 @@
-"""Runs the test suite, then the failed tests alone; those that pass then are reported as flaky.
+"""Runs the test suite, then the failed tests alone; those that then pass are reported as flaky.
 
-For: `make unit`. Other users of a machine may stall a test for longer than it waits. Invariant: no failure is ignored
-silently: flaky tests are counted and printed, and one that is flaky twice in the last runs fails the suite.
+Part of `make unit`. Other users of a machine may delay a test for longer than it waits. Invariant: no failure is
+silently ignored: flaky tests are counted and printed, and a test that is flaky twice in the last runs fails the suite.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""`python -m tools.vllm_flags`: the table of docs/command_line.md that says what each flag of `vllm serve` does here.
+"""`python -m tools.vllm_flags` writes the table of docs/command_line.md: the effect of each flag of `vllm serve`.
 
-For: people with a command line of vLLM. Does not know: what a flag means; the flags' own help and the tables of flags
-without effect say it. Invariant: the list of flags is vLLM's (tests/cli/vllm_flags.txt); tests/cli/test_vllm_flags.py
-fails when the page says something else.
+The texts are those of the flags' help and of the tables of flags without effect; the list of flags is vLLM's
+(tests/cli/vllm_flags.txt). tests/cli/test_vllm_flags.py fails if the page differs.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def table() -> str:
 
 
 def described(flag: str, option: Any) -> str:
-    """What the flag does here; "unknown" is a fault of the command line."""
+    """The flag's effect; "unknown" means that the command line lacks it."""
     name = flag.removeprefix("--").replace("-", "_")
     if name == "help":
         return "works"
@@ -59,7 +58,7 @@ def described(flag: str, option: Any) -> str:
 
 
 def page(text: str) -> str:
-    """`text` with the table of today."""
+    """`text` with an up-to-date table."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{table()}{rest.partition(END)[2]}"
 

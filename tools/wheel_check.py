@@ -1,9 +1,10 @@
-"""`make wheel-check`: an installed wheel, in an empty environment and without a compiler, serves its demo model.
+"""`make wheel-check`: checks that an installed wheel serves its demo model in an empty environment and without a
+compiler.
 
-For: releases. Does not know: how the wheel was built. The environment is made in a temporary folder; of the programs of
-this machine the server finds none (PATH is the environment alone). The examples of docs/embedding.md run there, too.
-Prints one line per check and how long it took from the command to a ready server and to the first answer; exit code 1
-when anything failed.
+For releases. Independent of how the wheel was built. The environment is created in a temporary folder; the server finds
+no programs of this machine (PATH contains only the environment). The examples of docs/embedding.md are run there too.
+Prints one line per check, and the time from the command to a ready server and to the first answer; exits with 1 if
+anything failed.
 """
 
 from __future__ import annotations

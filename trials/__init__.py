@@ -1,4 +1,5 @@
-"""Programs that try a running server for minutes or hours, one per folder: `python -m trials.NAME`; `make` names them.
+"""Programs that exercise a running server for minutes or hours, one per folder: `python -m trials.NAME`; `make` lists
+them.
 
-They use tests.helpers. Their own parts, and a short run of each, are tested in tests/trials.
+They use tests.helpers. tests/trials contains tests of their own code, and a short run of each.
 """

@@ -1,10 +1,10 @@
-"""LoRA adapters: decode steps in which no, one or several adapters are asked for, beside an engine without them.
+"""LoRA adapters: decode steps in which no, one or several adapters are asked for, compared with an engine without them.
 
     python -m benchmarks.accelerator.adapters --shape llama-3.1-8b --device cuda --json FILE --scratch FOLDER
 
-For: what adapters cost (kernels/lora.py). Does not know: what adapters were trained for. Invariants: random adapters of
-rank RANK for every matrix of every layer; rows take the adapters in turns; the same requests in every case; rows of an
-adapter must get other tokens than without it, or nothing was tried.
+For what adapters cost (kernels/lora.py). Independent of what adapters were trained for. Invariants: random adapters of
+rank RANK for every matrix of every layer; adapters are assigned to rows in turn; the same requests in every case; rows
+with an adapter must get different tokens than without it, otherwise nothing was tested.
 """
 
 from __future__ import annotations

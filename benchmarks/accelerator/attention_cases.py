@@ -1,8 +1,8 @@
-"""Steps of attention in the shapes of real models, made on the device, with what float32 gives for them.
+"""Steps of attention in the shapes of real models, created on the device, with their float32 results.
 
-For: attention_parity.py and attention_sweep.py. Does not know: tolerances, speed. Invariants: the engine's own tiles
-and splits, whatever they are; blocks lie at random places, and what is no sequence's is NaN; the output is NaN before
-a call; the reference reads keys and values as they are stored.
+Used by attention_parity.py and attention_sweep.py. Independent of tolerances and speed. Invariants: the engine's own
+tiles and splits; blocks are at random places, and memory that belongs to no sequence is NaN; the output is NaN before a
+call; the reference reads keys and values as they are stored.
 """
 
 from __future__ import annotations

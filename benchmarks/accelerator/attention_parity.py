@@ -1,10 +1,10 @@
-"""Attention at the tiles that engines run, beside float32, in the shapes of real models.
+"""Compares attention with the engines' tiles with float32, in the shapes of real models.
 
     python -m benchmarks.accelerator.attention_parity --device cuda --json FILE --scratch FOLDER
 
-For: the proof that the compiled kernels are right; the tests of the interpreter use small tiles. Does not know: speed.
-Invariants: a case is wrong when its output is far from float32's, not finite, not the same again (a race), or when a
-decoded row is not bit for bit the same alone as beside others; every case is in the results before anything fails.
+Shows that the compiled kernels are correct; the tests in the interpreter use small tiles. Independent of speed.
+Invariants: a case is wrong when its output is far from float32's, not finite, not reproducible (a race), or when a
+decoded row alone is not bit-identical to the same row in a batch; every case is in the results before anything fails.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.accelerator.attention_sweep --shape llama-3.1-8b --device cuda --json FILE --scratch FOLDER
 
-For: choosing the launch parameters in paged_attention.py. Does not know: whether results are right. Invariants: a
-decode's time is beside the bytes of its keys and values, a prefill's beside its operations; the engine's own
-parameters are measured first and last, so that a drift of the device can be seen; launches are replayed from a graph;
-a configuration that does not compile is a line that says so.
+For choosing the launch parameters in paged_attention.py. Independent of whether results are right. Invariants: a
+decode's time is related to the bytes of its keys and values, a prefill's to its operations; the engine's own parameters
+are measured first and last, so that a drift of the device can be seen; launches are replayed from a graph; a
+configuration that does not compile is reported as such.
 """
 
 from __future__ import annotations

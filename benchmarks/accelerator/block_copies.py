@@ -1,9 +1,9 @@
-"""KV blocks to host memory and back: the same bits, and how fast beside one large copy.
+"""Copies KV blocks to host memory and back: checks the bits, and compares the speed with one large copy.
 
     python -m benchmarks.accelerator.block_copies --shape llama-3.1-8b --device cuda --json FILE --scratch FOLDER
 
-For: kv_offloading_size (device_kv_memory.py). Does not know: which text a block holds. Invariants: blocks of all
-layers, at random places of the device, to neighbours on the host; the device's memory is overwritten before blocks come
+For kv_offloading_size (device_kv_memory.py). Independent of the blocks' content. Invariants: blocks of all layers, at
+random places of the device, to neighbours on the host; the device's memory is overwritten before blocks are copied
 back.
 """
 

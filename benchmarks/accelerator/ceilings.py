@@ -2,8 +2,8 @@
 
     python -m benchmarks.accelerator.ceilings --device cuda --json FILE
 
-For: the shares that the report gives. Does not know: engines. Invariant: data is random (products of zeros are faster)
-and several times larger than any cache.
+For the percentages in the report. Independent of engines. Invariant: data is random (products of zeros are faster) and
+several times larger than any cache.
 """
 
 from __future__ import annotations

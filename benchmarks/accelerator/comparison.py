@@ -1,7 +1,7 @@
 """Two results side by side, figure by figure: before a change and after it.
 
-For: part 4, and reading results that came back. Does not know: which figure should be larger. Invariants: only lines
-that say the same of what was measured are compared; what is in one result alone is named, not left out.
+For part 4, and for reading returned results. Independent of which figure should be larger. Invariants: only lines about
+the same measurement are compared; figures in only one result are named, not left out.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerator.engine_runs --shape llama-3.1-8b --device cuda --json FILE --scratch FOLDER
 
-For: the figures of the engine alone. Does not know: servers, peers, ceilings. Invariants: greedy, end of sequence
+For the figures of the engine alone. Independent of servers, peers and ceilings. Invariants: greedy, end of sequence
 ignored, the prefix cache off, so that every token is computed; every requested token is generated or the run fails; a
 decode step counts only when all rows of the batch decode in it; a model that runs as modules fails, with its figures.
 """

@@ -1,6 +1,6 @@
-"""Engines and requests that sections of the accelerator benchmark have in common.
+"""Engines and requests shared by sections of the accelerator benchmark.
 
-For: the sections that run our engine in their own process. Does not know: what they measure. Invariants: random
+Used by the sections that run our engine in their own process. Independent of what they measure. Invariants: random
 weights; a prompt's tokens are drawn from a fixed seed; end of sequence is ignored, so that a request gets all of its
 tokens or the run fails.
 """
@@ -93,7 +93,7 @@ def why_slow(section: Section, engine: OfflineEngine) -> list[str]:
 class DecodeRun:
     tokens: dict[str, list[int]]
     """Of each request."""
-    most_blocks: int
+    max_blocks: int
     """KV blocks held at a time."""
     step_s: float
     """Median from one step in which all requests decode to the next."""
@@ -102,18 +102,18 @@ class DecodeRun:
 def decode_run(engine: OfflineEngine, requests: Sequence[InferRequest]) -> DecodeRun:
     """Raises RuntimeError when a request ends with an error, or never all of them decode."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    most_blocks, steps_s, before_s = 0, [], 0.0
+    max_blocks, steps_s, before_s = 0, [], 0.0
     for result in steps(engine, requests):
         now_s, all_decode = time.perf_counter(), len(result.outputs) == len(requests)
         if before_s and all_decode:
             steps_s.append(now_s - before_s)
         before_s = now_s if all_decode else 0.0
-        most_blocks = max(most_blocks, result.stats.num_blocks - result.stats.num_free_blocks)
+        max_blocks = max(max_blocks, result.stats.num_blocks - result.stats.num_free_blocks)
         for output in result.outputs:
             tokens[output.request_id] += output.token_ids
     if not steps_s:
         raise RuntimeError(f"{len(requests)} requests never decoded in the same step")
-    return DecodeRun(tokens, most_blocks, statistics.median(steps_s))
+    return DecodeRun(tokens, max_blocks, statistics.median(steps_s))
 
 
 def generated(engine: OfflineEngine, requests: Sequence[InferRequest]) -> dict[str, list[int]]:

@@ -1,11 +1,11 @@
-"""Whether graphs, overlap, the prefix cache or preemption change a token: beside an engine that has none of them.
+"""Whether graphs, overlap, the prefix cache or preemption change a token, compared with an engine without them.
 
     python -m benchmarks.accelerator.equality --shape qwen2.5-0.5b --device cuda --json FILE --scratch FOLDER
 
-For: the law that a request's tokens do not depend on how its steps are run. Does not know: speed. Invariants: requests
-share a prefix, more run than KV memory holds, so that some are preempted and computed again, and half draw with top_p;
-the other engine has room for all; with `batch_invariant` every token must be equal; with the library's products, which
-depend on the number of rows, it is only said how many requests differ.
+Checks the rule that a request's tokens do not depend on how its steps are executed. Independent of speed. Invariants:
+requests share a prefix, more run than KV memory holds, so that some are preempted and computed again, and half draw
+with top_p; the other engine has memory for all; with `batch_invariant` every token must be equal; with the library's
+products, which depend on the number of rows, only the number of differing requests is reported.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A layer's experts: right beside float32, and their time beside that of reading the experts that tokens choose.
+"""A layer's experts: compares results with float32, and time with that of reading the chosen experts.
 
     python -m benchmarks.accelerator.experts --device cuda --json FILE --scratch FOLDER
 
-For: kernels/experts.py. Does not know: engines. Invariants: random numbers, so that tokens spread over all experts;
-memory between the kernels and the output are filled before a checked call; timed calls are replayed from a graph, each
-for tokens that choose other experts than the call before.
+For kernels/experts.py. Independent of engines. Invariants: random numbers, so that tokens spread over all experts;
+intermediate memory and the output are filled before a checked call; timed calls are replayed from a graph, each with
+tokens that choose other experts than in the previous call.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def measure(section: Section) -> None:
 
 
 class _Layer:
-    """Random experts on a device, and room for a step."""
+    """Random experts on a device, and scratch memory for a step."""
 
     def __init__(self, name: str, max_tokens: int, device: str) -> None:
         import torch
 
-        from llmbackend.engine.gpu.ops.ops import ExpertRoom, ExpertSpec
+        from llmbackend.engine.gpu.ops.ops import ExpertScratch, ExpertSpec
         from llmbackend.engine.gpu.weights.experts import ExpertProjection
 
         self.sizes = sizes = {**LAYERS, **TINY}[name]
@@ -90,7 +90,7 @@ class _Layer:
 
         projections = projection(2 * sizes.size, sizes.width), projection(sizes.width, sizes.size)
         self.spec = ExpertSpec(*projections, sizes.top_k, renormalises=True)
-        self.room = ExpertRoom.of(max_tokens, [self.spec], torch.bfloat16, self.device)
+        self.scratch = ExpertScratch.of(max_tokens, [self.spec], torch.bfloat16, self.device)
         self.expert_numbers = 3 * sizes.width * sizes.size
 
     @property
@@ -134,7 +134,7 @@ class _Layer:
         return logits.float().sort(dim=-1, descending=True, stable=True).indices[:, : self.sizes.top_k]
 
     def mix(self, ops: Any, rows: Any, logits: Any, out: Any) -> None:
-        ops.mix_experts(rows, logits, self.spec, self.sizes.activation, self.room, out)
+        ops.mix_experts(rows, logits, self.spec, self.sizes.activation, self.scratch, out)
 
 
 class _Checks:
@@ -158,8 +158,8 @@ def _checked(layer: _Layer, count: int, exact: bool) -> dict[str, Any]:
     ops, (rows, logits) = TritonOps(exact_products=exact), layer.tokens(count)
 
     def mixed(rows: Any, logits: Any) -> Any:
-        for name in layer.room.__slots__:
-            getattr(layer.room, name).fill_(77)
+        for name in layer.scratch.__slots__:
+            getattr(layer.scratch, name).fill_(77)
         out = torch.full_like(rows, float("nan"))
         layer.mix(ops, rows, logits, out)
         return out

@@ -1,10 +1,10 @@
-"""Engines that die under streams: killed, and by an error of the GPU that lasts. No token may be lost or changed.
+"""Engines that die while streams are live: killed, or by a persistent GPU error. No token may be lost or changed.
 
     python -m benchmarks.accelerator.faults --shape qwen2.5-0.5b --device cuda --json FILE --scratch FOLDER
 
-For: recovery where the engine is a process with a GPU. Does not know: how it recovers. Invariants: each fault strikes
-when every stream has had tokens and none has all; a stream's token ids are compared with those of the same request
-without a fault; `batch_invariant`, so that tokens computed again are the same bits.
+For recovery of an engine process with a GPU. Independent of how it recovers. Invariants: each fault occurs when every
+stream has got some tokens and none has all; a stream's token ids are compared with those of the same request without a
+fault; `batch_invariant`, so that tokens computed again are the same bits.
 """
 
 from __future__ import annotations

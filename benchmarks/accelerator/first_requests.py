@@ -1,8 +1,8 @@
-"""How long the first request of each kind takes beside the second, and what is compiled meanwhile.
+"""How long the first request of each kind takes compared with the second, and what is compiled meanwhile.
 
     python -m benchmarks.accelerator.first_requests --shape qwen2.5-0.5b --device cuda --json FILE --scratch FOLDER
 
-For: the rule that no request waits for a compiler. Does not know: why a kernel was not compiled at start. Invariants:
+Checks the rule that no request waits for a compiler. Independent of why a kernel was not compiled at start. Invariants:
 Triton's cache on disk is empty at start, as on a new machine; every kernel that is compiled after the engine is ready
 is named in the results, and fails the section.
 """

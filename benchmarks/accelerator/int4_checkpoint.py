@@ -1,6 +1,6 @@
 """Writes a checkpoint with random weights of 4 bits, as llm-compressor does (compressed-tensors, pack-quantized).
 
-For: sections that run an engine of such a shape: there are no random weights of 4 bits without files. Does not know:
+Used by sections that run an engine of such a shape: there are no random weights of 4 bits without files. Independent of
 engines. Invariants: groups have scales and no zeros; the output head and the embeddings are in bfloat16; numbers are
 uniform, and scales such that products keep the size of their input.
 """

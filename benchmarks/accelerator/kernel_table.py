@@ -2,9 +2,8 @@
 
     python -m benchmarks.accelerator.kernel_table --shape llama-3.1-8b --device cuda --json FILE --scratch FOLDER
 
-For: knowing what to make faster. Does not know: why. Invariants: one profile covers PROFILED_STEPS steps of one kind;
-its time is divided by their number; `busy` is the share of the profiled time in which the device computed, as far as
-kernels do not overlap.
+Shows what is worth optimising. Invariants: one profile covers PROFILED_STEPS steps of one kind; its time is divided by
+their number; `busy` is the share of the profiled time in which the device computed, as far as kernels do not overlap.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The tests of the kernels, on the device in place of Triton's interpreter.
+"""Runs the kernel tests on the device instead of in Triton's interpreter.
 
     python -m benchmarks.accelerator.kernel_tests --device cuda --json FILE --scratch FOLDER
 
-For: odd sizes of all kernels. Does not know: what the tests check. Invariants: only the conftest files beside the tests
-are read, since the one above them needs a whole server's packages; what another version of torch or pytest warns of, or
-a plugin that is missing, fails nothing; each failed test is named in the results, also where the time was over before
-all tests had run.
+Covers odd sizes of all kernels. Independent of what the tests check. Invariants: only the conftest files next to the
+tests are read, because the one above them needs all packages of a server; warnings of other versions of torch or
+pytest, and missing plugins, fail nothing; each failed test is named in the results, even if time ran out before all
+tests had run.
 """
 
 from __future__ import annotations

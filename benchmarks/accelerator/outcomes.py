@@ -1,7 +1,7 @@
-"""A pytest plugin that writes down each test's outcome when it is known.
+"""A pytest plugin that records each test's outcome as soon as it is known.
 
-For: kernel_tests.py, whose time may be over before all tests have run. Does not know: which tests. Invariant: a line is
-written once, also where several processes run the tests.
+Used by kernel_tests.py, whose time may run out before all tests have run. Independent of which tests. Invariant: a line
+is written once, even if several processes run the tests.
 """
 
 from __future__ import annotations

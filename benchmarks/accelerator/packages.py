@@ -1,8 +1,8 @@
-"""Python packages that a GPU machine without a network lacks: downloaded here as wheels, unpacked there.
+"""Python packages missing on a GPU machine without a network: downloaded here as wheels, unpacked there.
 
-For: benchmarks/gpu.py. Does not know: what the sections import. Invariants: wheels are for Python 3.12 on x86-64, in
-the versions of constraints.txt; nothing is installed there; llmbackend itself is found as if it were installed,
-backends and all, though only its source tree is there.
+Used by benchmarks/gpu.py. Independent of what the sections import. Invariants: wheels are for Python 3.12 on x86-64, in
+the versions of constraints.txt; nothing is installed there; llmbackend itself, including its backends, is found as if
+installed, although only its source tree is there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The four parts of the accelerator benchmark: which sections each has, in which order, and how long each may take.
+"""The four parts of the accelerator benchmark: their sections, in order, with time limits.
 
-For: benchmarks/gpu.py. Does not know: how sections are run. Invariants: the limits of a part's sections sum up to at
-most PART_LIMIT_S, so that a section that hangs takes no other's time; the most useful come first.
+Used by benchmarks/gpu.py. Independent of how sections are run. Invariants: the limits of a part's sections sum up to at
+most PART_LIMIT_S, so that a hanging section takes no time from others; the most useful ones come first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Products by weights in 16, 8 and 4 bits, by libraries and own kernels, beside float32, in shapes of real models.
+"""Products by weights in 16, 8 and 4 bits, by libraries and own kernels, compared with float32, in shapes of real
+models.
 
     python -m benchmarks.accelerator.product_parity --device cuda --json FILE --scratch FOLDER
 
-For: what libraries support on this GPU at which number of rows, which nothing but the GPU says. Does not know: times
+Shows what libraries support on this GPU for which number of rows, which only the GPU can tell. Independent of times
 (product_times.py). Invariants: fresh random numbers for each shape; outputs are NaN before a call; every product is in
 the results before anything fails.
 """

@@ -1,10 +1,11 @@
-"""How long products by weights in 16, 8 and 4 bits take at the rows of decode steps, beside reading the weights.
+"""How long products by weights in 16, 8 and 4 bits take for the rows of decode steps, compared with reading the
+weights.
 
     python -m benchmarks.accelerator.product_times --shape llama-3.1-8b --device cuda --json FILE --scratch FOLDER
 
-For: choosing tiles, and saying what fewer bits bring. Does not know: whether results are right (product_parity.py).
-Invariants: calls are replayed from a graph over copies of the weight that do not fit into the device's cache together;
-rows are in the weight's own form, so that no rounding counts.
+For choosing tiles, and for measuring the gain of fewer bits. Independent of whether results are right
+(product_parity.py). Invariants: calls are replayed from a graph over copies of the weight that do not fit into the
+device's cache together; rows are in the weight's own format, so that rounding does not count.
 """
 
 from __future__ import annotations

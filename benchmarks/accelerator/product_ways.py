@@ -1,8 +1,8 @@
 """All ways in which programs multiply by a matrix, in the shapes of real models, with random numbers.
 
-For: product_parity.py and product_times.py. Does not know: tolerances of a comparison of engines, times. Invariants:
-rows are given in the form that the way takes best, so that no rounding of them counts; what a way's numbers stand for
-is known exactly or within the bound that the way states.
+Used by product_parity.py and product_times.py. Independent of tolerances and times. Invariants: rows are given in each
+implementation's best format, so that rounding them does not count; the values represented by an implementation's
+numbers are known exactly or within the bound that it states.
 """
 
 from __future__ import annotations

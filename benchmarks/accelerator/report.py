@@ -1,6 +1,6 @@
 """Writes the report of a run: decode relative to memory bandwidth, prefill relative to peak matmul, and the rest.
 
-For: readers. Does not know: how anything was measured. Invariants: shares refer to what the same
+Independent of how anything was measured. Invariants: percentages refer to what the same
 device reached in the same run; failures are listed, not left out.
 """
 

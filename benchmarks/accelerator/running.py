@@ -1,9 +1,9 @@
-"""Runs sections one after the other, each in a process of its own with a time limit, and keeps what they wrote.
+"""Runs sections one after the other, each in its own process with a time limit, and keeps their output.
 
-For: benchmarks/gpu.py. Does not know: what sections measure. Invariants: a section that fails, hangs or is cut does not
-affect the others, and the results say so; a section's processes are all ended with it; the processes are forked from
-this one, which has imported torch and transformers and never touches a GPU, unless a GPU does not work in a forked
-process: then each starts afresh.
+Used by benchmarks/gpu.py. Independent of what sections measure. Invariants: a section that fails, hangs or is cut does
+not affect the others, and the results say so; a section's processes are all ended with it; the processes are forked
+from this one, which has imported torch and transformers and never touches a GPU, unless GPUs do not work in forked
+processes; then each is started anew.
 """
 
 from __future__ import annotations

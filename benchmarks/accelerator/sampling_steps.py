@@ -1,11 +1,12 @@
-"""Sampling at a real vocabulary: the tokens of the CPU's sampler, and the time of a step by what rows ask for.
+"""Sampling at a real vocabulary: the tokens of the CPU's sampler, and the time of a step by the rows' sampling
+parameters.
 
     python -m benchmarks.accelerator.sampling_steps --shape qwen2.5-0.5b --device cuda --json FILE --scratch FOLDER
 
-For: gpu/kernels/sampling.py, narrowing.py, ranked_sampling.py; the tests of narrowing run in the interpreter alone.
-Does not know: models. Invariants: flat rows, whose limits end far down the order, beside those of usual spread; a draw
-may differ from the CPU's where it falls on a border between two tokens (DeviceSampler says why), so few may; times are
-replayed from a graph, and of the host's part alone beside them.
+For gpu/kernels/sampling.py, narrowing.py, ranked_sampling.py; the tests of narrowing run in the interpreter alone.
+Independent of models. Invariants: both flat rows, whose limits end far down the order, and rows with the usual spread;
+few draws may differ from the CPU's, those on a border between two tokens (see DeviceSampler); times are those of a
+replayed graph, and of the host's part alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One step of attention under compute-sanitizer, which finds reads outside of memory and races.
+"""One step of attention under compute-sanitizer, which finds out-of-bounds reads and races.
 
     python -m benchmarks.accelerator.sanitizer --device cuda --json FILE --scratch FOLDER
 
-For: errors that give the right numbers. Does not know: the case (attention_parity.py). Invariant: where there is no
-compute-sanitizer the results say so; nothing fails for it.
+For errors that do not show in the results. Independent of the case (attention_parity.py). Invariant: if there is no
+compute-sanitizer, the results say so and nothing fails.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The common part of all sections of the accelerator benchmark: arguments, timing, lines of results.
 
-For: the programs beside this one. Does not know: what they measure. Invariant: a figure is on disk as soon as it is
+Used by the neighbouring programs. Independent of what they measure. Invariant: a figure is on disk as soon as it is
 known, so a section that is ended early keeps what it has measured.
 """
 

@@ -1,7 +1,8 @@
 """A server of one shape with random weights.
 
-For: the sections that measure or harm a whole server. Does not know: what is asked of it. Invariants: leaving ends the
-server; its tokenizer knows bytes alone, so that a prompt has as many tokens as letters and nothing has to be learnt.
+Used by the sections that measure or harm a whole server. Independent of what is asked of it. Invariants: leaving ends
+the server; its tokenizer knows only bytes, so that a prompt has as many tokens as characters and nothing needs
+training.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Our server on one shape: many clients that stream at once, and the CPU time of the host process per token.
+"""Our server on one shape: many concurrent streaming clients, and the host process's CPU time per token.
 
     python -m benchmarks.accelerator.server_streams --shape qwen2.5-0.5b --device cuda --json FILE --scratch FOLDER
 
-For: the share of the engine's speed that reaches clients. Does not know: the engine's figures alone; engine_runs
-measures the same requests. Invariants: all clients send one request each, at the same time, over server-sent events;
-a stream without a token fails the run; the CPU time is that of the server's first process, without the engine's.
+For the fraction of the engine's speed that reaches clients. Independent of the engine's figures alone; engine_runs
+measures the same requests. Invariants: all clients send one request each, at the same time, over server-sent events; a
+stream without a token fails the run; the CPU time is that of the server's first process, without the engine's.
 """
 
 from __future__ import annotations

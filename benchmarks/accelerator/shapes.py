@@ -1,7 +1,7 @@
 """Shapes of real models with random weights, and the minimum that a step must read and compute.
 
-For: every part of the accelerator benchmark. Does not know: engines. Invariant: a name always means the same shape; the
-minima count each weight once per step and each key and value once per row, and nothing else.
+Used by every part of the accelerator benchmark. Independent of engines. Invariant: a name always means the same shape;
+the minima count each weight once per step and each key and value once per row, and nothing else.
 """
 
 from __future__ import annotations

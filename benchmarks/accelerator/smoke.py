@@ -2,9 +2,9 @@
 
     python -m benchmarks.accelerator.smoke --shape qwen2.5-0.5b --device cuda --json FILE --scratch FOLDER
 
-For: the first minute on a new machine. Does not know: speed. Invariants: a model that runs as modules fails; the load
+For the first minute on a new machine. Independent of speed. Invariants: a model that runs as modules fails; the load
 has compared the program's logits with the modules' already (GpuProgram.verify); tokens are compared between the same
-request's first run, its second (from the prefix cache) and one beside others.
+request's first run, its second (from the prefix cache) and one run together with others.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Speculation by n-grams on text that repeats: the tokens of an engine without it, in fewer steps, and its speed.
+"""N-gram speculation on repetitive text: the same tokens as without it, in fewer steps, and its speed.
 
     python -m benchmarks.accelerator.speculation --shape qwen2.5-0.5b --device cuda --json FILE --scratch FOLDER
 
-For: speculative_config. Does not know: how often real text repeats; greedy output of random weights soon repeats itself
-more than any. Invariants: with `batch_invariant` every token must be equal, and some drafts must have been accepted, or
-nothing was tried; speed is measured with the library's products.
+For speculative_config. Independent of how often real text repeats; greedy output of random weights soon repeats itself
+more than any. Invariants: with `batch_invariant` every token must be equal, and some drafts must have been accepted,
+otherwise nothing was tested; speed is measured with the library's products.
 """
 
 from __future__ import annotations

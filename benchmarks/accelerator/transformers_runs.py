@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerator.transformers_runs --shape llama-3.1-8b --json FILE --scratch FOLDER
 
-For: the comparison. Does not know: our engine. Invariant: the same requests as engine_runs, greedy, with the best
+For the comparison. Independent of our engine. Invariant: the same requests as engine_runs, greedy, with the best
 attention that this machine's packages offer: flash attention where it is installed, else sdpa; its own defaults for
 graphs and compilation.
 """

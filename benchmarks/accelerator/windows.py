@@ -1,10 +1,10 @@
-"""A model with a sliding window: KV blocks that are given back change no token, and what the window saves.
+"""A model with a sliding window: freed KV blocks change no token, and what the window saves.
 
     python -m benchmarks.accelerator.windows --shape mistral-7b-v0.1-4-layers --device cuda --json FILE --scratch FOLDER
 
-For: blocks behind a window (engine/scheduling), and attention that begins within a block. Does not know: when blocks
-are given back. Invariants: texts several times as long as the window; the engine that keeps its blocks is the same but
-for that; with `batch_invariant` every token must be equal, and fewer blocks must have been held, or nothing was tried.
+For blocks behind a window (engine/scheduling), and attention that begins within a block. Independent of when blocks are
+freed. Invariants: texts several times as long as the window; the engine that keeps its blocks is the same but for that;
+with `batch_invariant` every token must be equal, and fewer blocks must have been in use, otherwise nothing was tested.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def measure(section: Section) -> None:
     section.add(measure="equality", case="blocks given back", requests=len(kept.tokens), different=len(wrong))
     if section.on_gpu and not knows_window:
         wrong.append("the engine knows of no window")
-    if knows_window and given_back.most_blocks >= kept.most_blocks:
-        wrong.append(f"{given_back.most_blocks} blocks were held, as many as without a window: nothing was tried")
+    if knows_window and given_back.max_blocks >= kept.max_blocks:
+        wrong.append(f"{given_back.max_blocks} blocks were held, as many as without a window: nothing was tried")
     section.fail(wrong)
 
 
@@ -52,7 +52,7 @@ def _run(section: Section, case: str, keeps: bool = False, window: int | None = 
     config = config_of(shape, section.scratch / f"{section.shape} {shape.window}", section, limits)
     with OfflineEngine(config, _keeping if keeps else make_runner) as engine:
         run, knows_window = decode_run(engine, _requests(section)), engine.info.kv_groups.num_windowed > 0
-    section.add(measure="window", case=case, blocks=float(run.most_blocks), step_s=run.step_s)
+    section.add(measure="window", case=case, blocks=float(run.max_blocks), step_s=run.step_s)
     return run, knows_window
 
 

@@ -1,4 +1,4 @@
-"""What llama.cpp makes of given strings and tokens: the counterpart of benchmarks/llama_cpp_agreement.py.
+"""llama.cpp's results for given strings and tokens: the counterpart of benchmarks/llama_cpp_agreement.py.
 
     python -m benchmarks.drivers.llama_cpp_reading FILE.gguf LOGITS.npy < QUESTIONS.json
 

@@ -1,4 +1,4 @@
-"""Our engine through `llmbackend bench`, a process for each workload. Options after `--` are passed on."""
+"""Our engine through `llmbackend bench`, one process per workload. Options after `--` are passed on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""vLLM's CPU build with and without a JSON schema, as it is told to on its standard input.
+"""vLLM's CPU build with and without a JSON schema, as instructed on its standard input.
 
-For: benchmarks/structured_outputs.py. Does not know: other engines. Invariant: only steps in which every row gets its
-token are counted, as for our engine.
+Used by benchmarks/structured_outputs.py. Independent of other engines. Invariant: only steps in which every row gets
+its token are counted, as for our engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Times paged attention of one decode or prefill step, natively and through the torch reference.
 
-For: tuning the native attention. Every layer has its own KV memory and the rows' blocks are scattered over it,
+For tuning the native attention. Every layer has its own KV memory and the rows' blocks are scattered over it,
 as in a model, so that keys and values come from memory and not from a cache. Run pinned to the cores that are measured:
 
     taskset -c 0 python -m benchmarks.kernels.attention --threads 1 --torch

@@ -1,6 +1,6 @@
 """Times the linear layers of one decode or prefill step, natively and through torch's packed oneDNN path.
 
-For: tuning the native linear layer. The weights of all layers are distinct, as in a model, so that they come
+For tuning the native linear layer. The weights of all layers are distinct, as in a model, so that they come
 from memory and not from a cache. Run pinned to the cores that are measured:
 
     taskset -c 0 python -m benchmarks.kernels.linear --threads 1 --rows 1,8,64 --torch

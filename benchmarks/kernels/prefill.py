@@ -1,6 +1,6 @@
-"""Times a whole prompt in one step, beside the peak rate of the processor's multiplications.
+"""Times a whole prompt in one step, compared with the processor's peak multiplication rate.
 
-For: tuning; the share of the peak includes attention, norms and everything else of a step. The peak is that of the
+For tuning; the share of the peak includes attention, norms and everything else of a step. The peak is that of the
 instructions which multiply the model's weights, issued on registers alone, measured in turns with the prompt:
 
     taskset -c 0 python -m benchmarks.kernels.prefill --model CHECKPOINT --threads 1 --quantization int8

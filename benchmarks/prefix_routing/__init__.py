@@ -1,1 +1,1 @@
-"""How well requests find the engines that have their beginnings, and what that costs."""
+"""How well requests find the engines that have their prefixes, and what that costs."""

@@ -1,6 +1,6 @@
-"""The same conversations under each policy, and with one cache over all: hits, first tokens, balance.
+"""The same conversations under each policy, and with a single shared cache: hits, first tokens, balance.
 
-For: `python -m benchmarks.prefix_routing`. Does not know: how a policy chooses. Invariant: every turn of every
+Used by `python -m benchmarks.prefix_routing`. Independent of how a policy chooses. Invariant: every turn of every
 conversation is answered, or the run fails.
 """
 

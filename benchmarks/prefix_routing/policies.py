@@ -1,6 +1,6 @@
-"""Who gives a request to which engine: the server's own rule, and what it is compared with.
+"""Policies that assign requests to engines: the server's own rule, and those compared with it.
 
-For: the comparison. Does not know: conversations. Invariant: `prefixes` is the adapter's own task map, placement and
+For the comparison. Independent of conversations. Invariant: `prefixes` is the adapter's own task map, placement and
 index, not a copy of their rules.
 """
 

@@ -1,13 +1,13 @@
-"""A thousand engines that a hundred hosts share, in virtual time: what hosts must hear and keep, and how even it is.
+"""A thousand engines shared by a hundred hosts, in virtual time: what hosts must receive and store, and the balance.
 
-For: `python -m benchmarks.prefix_routing --simulate`. Does not know: tokens' values, steps of engines. The hosts' side
-is the server's own: task map, placement and index. Engines are models: seats, a cache of blocks by their hashes
-(least recently used first, the end of a text before its beginning), the time that prompts and outputs take; what they
-have and hold is told every `report_s`. A host asks one engine at random whether it takes a request, and then the one
-that the request is left for, instead of waking all engines. Invariant: seeded; every request is answered.
+Used by `python -m benchmarks.prefix_routing --simulate`. Independent of tokens' values and steps of engines. The hosts'
+side is the server's own: task map, placement and index. Engines are models: seats, a cache of blocks by their hashes
+(least recently used first, the end of a text before its beginning), the time that prompts and outputs take; their
+contents are reported every `report_s`. A host asks one random engine whether it takes a request, and then the one for
+which the request waits, instead of waking all engines. Invariant: seeded; every request is answered.
 
-The hosts' indexes hear the same from engines, so that there is one of it; what a host expects of its own requests is
-its own.
+All hosts' indexes receive the same reports from engines, so a single copy is stored; what a host expects of its own
+requests is separate.
 """
 
 from __future__ import annotations

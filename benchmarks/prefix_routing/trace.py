@@ -1,6 +1,6 @@
-"""What agents ask for: conversations that grow with each turn, behind system prompts that a tenant's agents share.
+"""Agents' requests: conversations that grow with each turn, after system prompts shared by a tenant's agents.
 
-For: the comparison of policies and the simulation. Does not know: engines, policies. Invariant: it follows from its
+For the comparison of policies and the simulation. Independent of engines and policies. Invariant: it follows from its
 seed alone; what a turn adds to the text does not depend on what was generated.
 """
 

@@ -1,6 +1,6 @@
 """A clock that jumps from event to event.
 
-For: the comparison and the simulation. Does not know: what happens. Invariant: events of one time run in the order in
+For the comparison and the simulation. Independent of what happens. Invariant: events of one time run in the order in
 which they were planned, so that a run repeats.
 """
 

@@ -1,1 +1,1 @@
-"""Servers beside servers: ours and its peers' under one outside load generator; see docs/benchmarks.md."""
+"""Compares servers: ours and its peers', under the same external load generator; see docs/benchmarks.md."""

@@ -1,7 +1,8 @@
 """Each server in turns: started, under one load after the other, ended.
 
-For: the command line. Does not know: how a load is made, what the figures mean. Invariants: one server runs at a time,
-beside the load generator on the same cores; a figure is on disk as soon as it is measured, and is not measured again.
+Used by the command line. Independent of how a load is made and what the figures mean. Invariants: one server runs at a
+time, with the load generator on the same cores; a figure is on disk as soon as it is measured, and is not measured
+again.
 """
 
 from __future__ import annotations

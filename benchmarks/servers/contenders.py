@@ -1,7 +1,7 @@
 """The servers that are compared: the command line of each for a model and a kind of weights.
 
-For: the campaign. Does not know: loads. Invariant: the flags are those that the server's own documentation gives for
-many streams, and each server may run as many at once as the largest load has.
+Used by the campaign. Independent of loads. Invariant: the flags are those recommended by the server's own documentation
+for many streams, and each server may run as many concurrently as the largest load has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the servers are asked: texts of chat-like lengths, by `vllm bench serve`, at fixed rates and numbers of streams.
+"""The servers' requests: texts of chat-like lengths, by `vllm bench serve`, at fixed rates and numbers of streams.
 
-For: the campaign. Does not know: servers. Invariants: a load's requests follow from its name and the round; prompts do
-not begin alike, except where that is what the load is about.
+Used by the campaign. Independent of servers. Invariants: a load's requests follow from its name and the round; prompts
+share no prefixes, unless that is the load's purpose.
 """
 
 from __future__ import annotations

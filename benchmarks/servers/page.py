@@ -1,7 +1,7 @@
-"""The part of docs/benchmarks.md that compares servers, and what its picture shows.
+"""The part of docs/benchmarks.md that compares servers, and the data of its picture.
 
-For: the command line. Does not know: how anything was measured. Invariant: every figure of the table is a median of the
-rounds in the results file; a loss stands like a win.
+Used by the command line; independent of how anything was measured. Invariant: every figure is a median of the rounds in
+the results file, whichever server wins.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLUMNS = (
 
 
 def write_section(lines: Sequence[Line], page: Path) -> None:
-    """Between its marks, which a page without them gets after its title."""
+    """Writes it between its markers, which are added after the title if missing."""
     text = page.read_text()
     if BEGIN not in text:
         title, _, rest = text.partition("\n")
@@ -50,10 +50,10 @@ def section(lines: Sequence[Line]) -> str:
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(line["time"])) for line in good})
     rounds = 1 + max(line["round"] for line in good)
     named = ", ".join(f"{one.name} {one.version}" for one in CONTENDERS)
-    count = f"medians of {rounds} rounds" if rounds > 1 else "one round, so without a spread"
+    count = f"medians of {rounds} rounds" if rounds > 1 else "one round, so no spread"
     head = f"{machine()}; {' and '.join(days)}; {count}. {named}."
     parts = [
-        "## Servers beside servers",
+        "## Servers",
         "",
         NOTES_PATH.read_text().strip(),
         "",
@@ -103,7 +103,7 @@ def _median_speed(lines: Sequence[Line]) -> float:
 
 
 def summary(lines: Sequence[Line]) -> list[Line]:
-    """What the picture shows: output tokens per second."""
+    """Data of the picture: output tokens per second."""
     groups: dict[tuple[str, ...], list[float]] = {}
     for line in lines:
         if "error" not in line:

@@ -1,4 +1,4 @@
-"""The `llm` backend, after the pattern of MindIE's Triton backend. Begin with backend.py.
+"""The `llm` backend, modelled on MindIE's Triton backend. Start with backend.py.
 
 In:   backend → model_instance_state (Execute) → request_conversion (schemas/, text/) → model_state → task_map
 Out:  engine → model_instance_state (callbacks) → infer_task (text/output_assembler, schemas/) → response_sender

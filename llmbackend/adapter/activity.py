@@ -1,7 +1,7 @@
-"""Reports of an instance to clients that watch the server: the engine's reports as the host's messages.
+"""Translates the engine's activity reports into the host's messages, for clients that watch the server.
 
-For: ModelInstanceState and ModelState. Does not know: who watches, how events are sent. Invariant: no message is made
-unless a client watches, except for the description of an instance.
+Used by ModelInstanceState and ModelState. Independent of who watches and how events are sent. Invariant: no message is
+created unless a client is watching, except for the description of an instance.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from .tasks.infer_task import InferTask
 from .tasks.task_map import TaskMap
 
 NO_ENGINE = "engine"
-"""Why requests wait while their engine starts or comes back."""
+"""Why requests wait while their engine starts or recovers."""
 NO_ROW = "max_num_seqs"
-"""Why requests wait in the model's queue for an engine that is ready."""
+"""Why requests wait in the model's queue for a slot of a ready engine."""
 
 
 class InstanceReports:
-    """Owner: ModelInstanceState. `describe` is for any thread, the rest for the loop of the instance's engine."""
+    """Owner: ModelInstanceState. `describe` may be called from any thread, the rest only from the engine's loop."""
 
     def __init__(self, activity: InstanceActivity, tasks: TaskMap) -> None:
         self._activity = activity
         self._tasks = tasks
         self._waiting: dict[int, str] = {}
-        """Requests that wait in the engine, and why, as of the latest report."""
+        """Requests waiting in the engine, and why, as of the latest report."""
 
     def engine_report(self, report: EngineReport) -> None:
         if report.step is not None:
@@ -74,7 +74,7 @@ class InstanceReports:
         )
 
     def taken(self, tasks: Sequence[InferTask]) -> None:
-        """The engine has taken tasks, which another instance may have received."""
+        """Called when the engine has taken tasks, possibly ones that another instance received."""
         moved = [task for task in tasks if task.sender.activity is not self._activity]
         for task in moved:
             task.sender.activity = self._activity
@@ -82,12 +82,12 @@ class InstanceReports:
             self.put_back(moved, NO_ROW)
 
     def put_back(self, tasks: Iterable[InferTask], reason: str) -> None:
-        """The tasks wait again."""
+        """Called when the tasks wait again."""
         if self._activity.kinds:
             self._activity.report(RequestsReceived(_requests((task, reason) for task in tasks)))
 
     def describe(self, state: EngineState, config: EngineConfig, info: ModelInfo) -> InstanceDescription:
-        """Takes time in proportion to the model's requests."""
+        """Takes time proportional to the number of the model's requests."""
         queued = NO_ROW if state.name == "ready" else NO_ENGINE
         reasons = [
             (task, self._waiting.get(task.sender.number, "") if has_engine else queued)
@@ -121,24 +121,24 @@ class InstanceReports:
 
 
 def request_number(request_id: str) -> int:
-    """The number of the host's request that a request of an engine is part of."""
+    """The number of the host's request to which an engine's request belongs."""
     return int(request_id.partition(".")[0])
 
 
 def _request_numbers(request_ids: Sequence[str]) -> list[int]:
     try:
-        return list(map(int, request_ids))  # most requests have one part
+        return list(map(int, request_ids))  # most requests consist of one
     except ValueError:
         return list(map(request_number, request_ids))
 
 
 def received(tasks: Sequence[InferTask], reason: str) -> RequestsReceived:
-    """A new request: all its tasks. reason: "" = it does not wait for long."""
+    """Reports a new request with all its tasks. reason: "" = it will not wait long."""
     return RequestsReceived((_request(tasks, reason, "waiting"),))
 
 
 def _requests(reasons: Iterable[tuple[InferTask, str]]) -> tuple[RequestActivity, ...]:
-    """One for each request. A request of several tasks runs when one of them does."""
+    """One per request. A request with several tasks is running if any of them is."""
     by_request = groupby(sorted(reasons, key=lambda one: one[0].sender.number), key=lambda one: one[0].sender.number)
     found = []
     for _, group in by_request:

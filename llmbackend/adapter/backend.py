@@ -1,8 +1,7 @@
-"""The entry points of the `llm` backend.
+"""Entry points of the `llm` backend, which the host finds by name.
 
-For: the host, which finds these functions by name. Does not know: how a request is served (ModelState,
-ModelInstanceState). Invariant: every finaliser accepts a state that was never set, because it is also called after a
-failed Initialize.
+Serving itself is in ModelState and ModelInstanceState. Invariant: every finaliser accepts a state that was never set,
+because it is also called after a failed Initialize.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def TRITONBACKEND_Initialize(backend: Backend) -> None:
 
 
 def TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttributes) -> None:
-    """By default one engine on the configured device; several engines start side by side."""
+    """By default, one engine on the configured device. Several engines start in parallel."""
     attributes.preferred_groups.append((InstanceGroupKind.MODEL, 1))
     attributes.parallel_instance_loading = True
 
@@ -109,7 +108,7 @@ def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:
 
 
 def LLMBACKEND_ModelForecast(model: Model) -> dict[str, Any]:
-    """Describes a model and the memory of its engines without starting one. Errors are those of a start."""
+    """Describes a model and the memory of its engines without starting one. Raises the errors of a start."""
     from llmbackend.engine.load_forecast import forecast
 
     state: ModelState = model.state

@@ -1,4 +1,4 @@
-"""Which device the engine of an instance gets, by the kind of its instance group; contradictions are refused by name.
+"""Chooses the device of an instance's engine by the kind of its instance group. Contradictions are refused by name.
 
 Source: Triton's instance groups; vllm_backend's rule that an engine over several GPUs is KIND_MODEL.
 """
@@ -16,14 +16,14 @@ from llmbackend.core.gpus import supported_gpus
 from llmbackend.engine.config import EngineConfig
 
 AUTO = "auto"
-"""The default of the engine argument 'device': a GPU where there is one."""
+"""Default of the engine argument 'device': a GPU if there is one."""
 
 
 class DevicePlacement:
-    """Places the engines of one model. Any thread.
+    """Assigns devices to the engines of one model. Thread-safe.
 
-    KIND_GPU: the instance's own GPU. KIND_CPU: the processor. KIND_MODEL: the GPU with the fewest engines of this
-    model. In TensorRT-LLM's llmapi layout KIND_CPU is as KIND_MODEL: there it says where the process of model.py runs.
+    KIND_GPU: the instance's own GPU. KIND_CPU: the CPU. KIND_MODEL: the GPU with the fewest engines of this model. In
+    TensorRT-LLM's llmapi layout KIND_CPU means the same as KIND_MODEL, because it refers to the process of model.py.
     """
 
     def __init__(self, *, is_llmapi: bool = False) -> None:
@@ -32,8 +32,8 @@ class DevicePlacement:
         self._engines_at: Counter[str] = Counter()
 
     def place(self, config: EngineConfig, instance_name: str, kind: InstanceGroupKind, device_id: int) -> EngineConfig:
-        """The arguments of an instance's engine with its device, for `leave` when it has ended. Raises TritonError
-        INVALID_ARG."""
+        """The arguments of an instance's engine with its device; pass them to `leave` when the engine has ended. Raises
+        TritonError INVALID_ARG."""
         with self._lock:
             device = self._device(config, instance_name, kind, device_id)
             self._engines_at[device] += 1
@@ -59,7 +59,7 @@ class DevicePlacement:
         return "cpu" if config.device == AUTO else config.device
 
     def _least_used(self, config: EngineConfig, gpus: tuple[int, ...]) -> str:
-        """The first of neighbouring GPUs, one for each rank; "cuda:0" where the driver lists none."""
+        """The first of the neighbouring GPUs, one per rank; "cuda:0" if the driver lists none."""
         width = config.num_ranks
         if gpus and len(gpus) < width:
             ranks = "" if config.pipeline_parallel_size == 1 else f", which makes {width} ranks"
@@ -78,7 +78,7 @@ def _own_gpu(config: EngineConfig, gpu: int) -> str:
 
 
 def _may_use_gpus(config: EngineConfig) -> bool:
-    """Whether the engine's torch is built for GPUs, as far as its version tells; a mock engine has no torch."""
+    """Whether the engine's torch is built for GPUs, judging by its version; a mock engine has no torch."""
     if config.model == "mock":
         return False
     if config.engine_python:

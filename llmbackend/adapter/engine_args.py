@@ -1,8 +1,8 @@
 """Reads a model's arguments: those of its engines, and those of its queue and requests.
 
-For: ModelState and the command line's flags. Does not know: requests, running engines, an instance's device
-(device_placement.py). Invariant: no argument is ignored in silence; each is used, accepted with a warning because it
-has no meaning here, or refused by name.
+Used by ModelState and the command line's flags. Independent of requests, running engines and instances' devices
+(device_placement.py). Invariant: no argument is silently ignored; each is used, accepted with a warning that it has no
+effect here, or refused by name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OBJECT_FIELDS = (
     "default_chat_template_kwargs",
     "cluster_resources",
 )  # fmt: skip
-"""Fields that are JSON objects or lists; config.pbtxt has them as JSON text."""
+"""Fields that are JSON objects or lists, written as JSON text in config.pbtxt."""
 _ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
 _VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -68,23 +68,23 @@ REPORT_METRICS = "REPORT_CUSTOM_METRICS"
 DISABLE_LOG_STATS = "disable_log_stats"
 ENGINE_CONFIG_PATH = "engine_config_path"
 ENGINE_PYTHON = "LLMBACKEND_ENGINE_PYTHON"
-"""Environment variable: the default of the engine argument engine_python."""
+"""Environment variable with the default of the engine argument engine_python."""
 LORA_MODULES = "lora_modules"
 MULTI_LORA_FILE = "multi_lora.json"
 LORA_NAMES = "lora_names"
-"""The config.pbtxt parameter in which a loaded model lists its adapters."""
+"""The config.pbtxt parameter in which a loaded model publishes the names of its adapters."""
 SAMPLING_DEFAULTS = "sampling_defaults"
-"""The config.pbtxt parameter in which a loaded model shows its own sampling parameters, as a JSON object."""
+"""The config.pbtxt parameter in which a loaded model publishes its own sampling defaults, as a JSON object."""
 LORA_MODELS = "lora_models"
-"""The config.pbtxt parameter in which a loaded model lists the adapters that are models of the OpenAI API by their own
-names: those of the engine argument lora_modules (vLLM's rule), none of a multi_lora.json (Triton's rule)."""
+"""The config.pbtxt parameter in which a loaded model publishes the adapters that the OpenAI API lists as models: those
+of the engine argument lora_modules (vLLM's rule), but not those of a multi_lora.json (Triton's rule)."""
 TEXT_PARAMETERS = ("chat_template", "tool_call_parser", "reasoning_parser")
-"""Engine arguments that a loaded model shows as config.pbtxt parameters, for frontends that parse its output; the chat
-template as its text."""
+"""Engine arguments that a loaded model publishes as config.pbtxt parameters, for frontends that parse its output; for
+the chat template, its text."""
 _OTHER_PARAMETERS = frozenset(
     {SERVED_MODEL_NAME, ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, LORA_MODELS, SAMPLING_DEFAULTS, REPORT_METRICS}
 )
-"""Read elsewhere."""
+"""Read in other modules."""
 _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("ModelDeployConfig",), "maxSeqLen", "max_model_len"),
     (("ModelDeployConfig", "ModelConfig"), "modelWeightPath", "model"),
@@ -97,30 +97,30 @@ _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ModelArguments:
-    """A model's arguments. The numbers are config.pbtxt parameters."""
+    """A model's arguments. The numeric ones are config.pbtxt parameters."""
 
     engine: EngineConfig
-    """Of every instance, before its kind decides the device (DevicePlacement)."""
+    """Common to all instances, before the instance's kind decides the device (DevicePlacement)."""
     given: frozenset[str] = frozenset()
-    """Names of the engine arguments that are not defaults."""
+    """Names of the engine arguments that were set explicitly."""
     max_queue_size: int = 4096
-    """Requests in the model's queue; further ones are refused with UNAVAILABLE."""
+    """Maximum number of requests in the model's queue; further ones are refused with UNAVAILABLE."""
     max_prompt_tokens: int = 0
-    """Longer prompts are refused; 0 = no limit besides the context."""
+    """Longer prompts are refused; 0 = limited only by the context length."""
     max_output_tokens: int = 0
-    """max_tokens is cut to it; 0 = no limit besides the context."""
+    """max_tokens is reduced to it; 0 = limited only by the context length."""
     max_messages_bytes: int = MAX_MESSAGES_BYTES
-    """A longer JSON text in the input `messages` is refused."""
+    """Maximum length of the JSON text in the input `messages`."""
     request_timeout_s: float = 0.0
-    """A request that is older ends with UNAVAILABLE; 0 = no limit."""
+    """A request older than this ends with UNAVAILABLE; 0 = no limit."""
     stall_timeout_s: float = STALL_TIMEOUT_S
-    """With work and without a finished step for so long, an engine is not ready."""
+    """An engine that has work but finishes no step for this long is not ready."""
     adapters_are_models: bool = False
-    """Whether each adapter is a model of the OpenAI API by its own name."""
+    """Whether the OpenAI API lists each adapter as a model."""
     reports_metrics: bool = True
-    """Whether the `vllm:` metrics have series of this model."""
+    """Whether this model exports `vllm:` metrics."""
     is_llmapi: bool = False
-    """Whether the model has TensorRT-LLM's llmapi layout, whose KIND_CPU says where the process of model.py runs."""
+    """Whether the model has TensorRT-LLM's llmapi layout, in which KIND_CPU refers to the process of model.py."""
 
     def with_device_defaults(self, config: EngineConfig) -> EngineConfig:
         """The arguments of an instance whose device is known."""
@@ -140,13 +140,13 @@ OWN_PARAMETERS: dict[str, Callable[[str], float]] = {
 
 
 def read_model_arguments(model: Model, model_yaml: ModelYaml | None = None) -> ModelArguments:
-    """Collects the arguments of a model version. model_yaml: of TensorRT-LLM's llmapi layout alone.
+    """Collects the arguments of a model version. model_yaml: only in TensorRT-LLM's llmapi layout.
 
-    Sources, later ones win: defaults, the version directory's checkpoint, a MindIE config.json (`engine_config_path`),
-    the version directory's `model.json` (vLLM's engine arguments, as vllm_backend reads them) or `model_yaml`,
-    `parameters` of config.pbtxt.
+    Sources, in increasing precedence: defaults, the version directory's checkpoint, a MindIE config.json
+    (`engine_config_path`), the version directory's `model.json` (vLLM's engine arguments, as vllm_backend reads them)
+    or `model_yaml`, `parameters` of config.pbtxt.
 
-    Raises TritonError INVALID_ARG naming file, argument and value.
+    Raises TritonError INVALID_ARG that names file, argument and value.
     """
     parameters = {name: value.string_value for name, value in model.config.parameters.items()}
     if is_tensorrtllm(model.config):
@@ -187,8 +187,8 @@ def read_model_arguments(model: Model, model_yaml: ModelYaml | None = None) -> M
 
 
 def read_given_arguments(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Engine arguments of a command line or a program, as text or as in a model.json, checked one by one and together.
-    directory: of relative paths. Raises TritonError INVALID_ARG naming argument and value."""
+    """Engine arguments from a command line or a program, as text or as in a model.json, checked individually and
+    together. directory: base of relative paths. Raises TritonError INVALID_ARG that names argument and value."""
     arguments = _convert(values, "arguments", directory)
     _engine_config(arguments)
     return arguments
@@ -207,8 +207,8 @@ def with_parameters(config: ModelConfig, parameters: Mapping[str, str]) -> Model
 
 
 def check_checkpoint(engine: EngineConfig) -> None:
-    """Checks that a local directory holds a checkpoint whose files and config.json agree: the engine would refuse it
-    only after seconds, when torch and transformers are imported. Raises TritonError INVALID_ARG."""
+    """Checks that a local directory contains a checkpoint whose files match its config.json. The engine would detect
+    this only seconds later, after importing torch and transformers. Raises TritonError INVALID_ARG."""
     engine = _with_directories(engine)
     model, path = engine.model, Path(engine.model)
     if not _is_directory(model, path):
@@ -227,7 +227,7 @@ def check_checkpoint(engine: EngineConfig) -> None:
 
 
 def _is_directory(model: str, path: Path) -> bool:
-    """Whether the engine argument 'model' is a checkpoint's directory, not a hub id or a name."""
+    """Whether the engine argument 'model' is a checkpoint directory rather than a hub id or a name."""
     try:
         if not path.exists() and (path.is_absolute() or model.startswith(".") or len(path.parts) > 2):
             raise invalid_argument(f"engine argument 'model' is '{model}', which does not exist")
@@ -277,7 +277,7 @@ def _convert_model_json(model_json: Mapping[str, Any], version_directory: Path) 
 
 
 def _read_multi_lora(version_directory: Path) -> dict[str, str]:
-    """Folders of LoRA adapters by name; relative ones are in the version directory."""
+    """Folders of LoRA adapters by name. Relative ones are resolved in the version directory."""
     path = version_directory / MULTI_LORA_FILE
     if not path.is_file():
         raise invalid_argument(f"Triton backend cannot find {path}.")
@@ -299,7 +299,7 @@ def _read_parameters(parameters: Mapping[str, str], version_directory: Path) -> 
 
 
 def _reports_metrics(parameters: Mapping[str, str], model_json: Mapping[str, Any]) -> bool:
-    """As in vllm_backend, except that metrics are reported by default."""
+    """As in vllm_backend, except that metrics are on by default."""
     is_disabled = str(model_json.get(DISABLE_LOG_STATS, parameters.get(DISABLE_LOG_STATS))).lower() == "true"
     return not is_disabled and parameters.get(REPORT_METRICS, "true").lower() == "true"
 
@@ -311,7 +311,7 @@ def _check_triton_parameter(name: str, value: str) -> None:
 
 
 def read_own_parameters(parameters: Mapping[str, str]) -> dict[str, Any]:
-    """The parameters of config.pbtxt that are the adapter's, not the engine's. Raises TritonError INVALID_ARG."""
+    """Reads the adapter's parameters from config.pbtxt. Raises TritonError INVALID_ARG."""
     values: dict[str, Any] = {}
     for name in OWN_PARAMETERS.keys() & parameters.keys():
         read, text = OWN_PARAMETERS[name], parameters[name]
@@ -327,7 +327,7 @@ def read_own_parameters(parameters: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _read_mindie_config(model_directory: Path, text: str) -> dict[str, Any]:
-    """The fields of a MindIE config.json that apply here; its others configure MindIE's own server."""
+    """The fields of a MindIE config.json that apply here; the others configure MindIE's own server."""
     path = Path(text)
     path = path if path.is_absolute() else model_directory / path
     backend = _read_object(path)
@@ -365,7 +365,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _convert(values: Mapping[str, Any], source: str, directory: Path) -> dict[str, Any]:
-    """Engine arguments with their types; paths are relative to `directory`. Warns once about arguments without
+    """Converts engine arguments to their types; paths are relative to `directory`. Warns of arguments without
     effect."""
     arguments: dict[str, Any] = {}
     values = with_present_names(values, source)
@@ -410,7 +410,7 @@ def _typed(name: str, field: str, value: Any, source: str) -> Any:
         if isinstance(value, str) and field in _OBJECT_FIELDS:
             value = msgspec.json.decode(value)
         return msgspec.convert(value, expected, strict=False)
-    except (msgspec.DecodeError, UnicodeError) as error:  # JSON strings may hold half of a surrogate pair
+    except (msgspec.DecodeError, UnicodeError) as error:  # JSON strings may contain half of a surrogate pair
         choices = _choices(expected)
         why = f", expected {' or '.join(choices)}" if choices else f": {error}"
         raise invalid_argument(f"{source}: engine argument '{name}' is {shown(value)}{why}") from None
@@ -425,15 +425,15 @@ def _choices(kind: Any) -> list[str]:
 
 
 def _resolve(name: str, value: str, directory: Path, source: str) -> str:
-    """An absolute path when `value` exists in `directory`; else `value`, which may be a hub id or a name."""
+    """An absolute path if `value` exists in `directory`; otherwise `value`, which may be a hub id or a name."""
     path = Path(value)
     try:
         if value and not path.is_absolute() and (directory / path).exists():
-            # A hub's cache has files under other names, and parts of a model beside each other by their own.
+            # A hub's cache stores files under other names, so neighbouring parts of a model could not be found by name.
             found = directory / path
             return str(found.absolute() if found.is_file() else found.resolve())
         is_missing_path = value.startswith(("/", ".")) and not path.exists()
-    except OSError as error:  # a name too long, a directory that may not be read
+    except OSError as error:  # the name is too long, or a directory is not readable
         raise invalid_argument(f"{source}: engine argument '{name}' is {shown(value)}: {error.strerror}") from None
     if is_missing_path:
         raise invalid_argument(f"{source}: engine argument '{name}' is '{value}', which does not exist")
@@ -441,7 +441,7 @@ def _resolve(name: str, value: str, directory: Path, source: str) -> str:
 
 
 def _resolve_template(name: str, value: str, directory: Path, source: str) -> str:
-    """A file's absolute path, or a template: as in vLLM, a text with a brace or a line end."""
+    """The absolute path of a file, or a template: as in vLLM, a text that contains a brace or a line break."""
     if not value or any(character in value for character in "{}\n"):
         return value
     path = directory / value

@@ -1,8 +1,8 @@
-"""Engine arguments of vLLM and parameters of TensorRT-LLM that this engine does not have, or has under another name.
+"""Engine arguments of vLLM and parameters of TensorRT-LLM that this engine lacks or names differently.
 
-For: engine_args.py and the command line's flags. Does not know: files, models. Invariant: an argument is ignored only
-if that changes nothing that a client can see, or only with such values (ONLY_VALUE); others are used or refused by
-name, with the reason.
+Used by engine_args.py and the command line's flags. Independent of files and models. Invariant: an argument is ignored
+only if no client can notice the difference, or only for values with that property (ONLY_VALUE). All others are used, or
+refused by name with the reason.
 Sources: vLLM's EngineArgs and AsyncEngineArgs 0.4 to 0.33; TensorRT-LLM's config.pbtxt and docs/model_config.md.
 """
 
@@ -24,13 +24,13 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _by_name(groups: Mapping[str, str]) -> dict[str, str]:
-    """Name → reason, of reason → names."""
+    """Inverts a mapping of reason → names into name → reason."""
     return {name: reason for reason, names in groups.items() for name in _names(names)}
 
 
 NO_EFFECT: Mapping[str, str] = _by_name(
     {
-        "each engine manages its memory by itself": """
+        "each engine manages its own memory": """
             cpu_offload_gb cpu_offload_params enable_cumem_allocator enable_nccl_comm_suspend enable_shm_tensor_arena
             enable_sleep_mode offload_backend offload_group_size offload_num_in_group offload_params
             offload_prefetch_step sleep_mode_offload_cudagraph sleep_preserve_parameter_names swap_space watermark""",
@@ -42,7 +42,7 @@ NO_EFFECT: Mapping[str, str] = _by_name(
         "several machines are configured by --cluster": """
             cpu_distributed_timeout_seconds distributed_executor_backend distributed_timeout_seconds engine_use_ray
             master_addr master_port ray_workers_use_nsight worker_use_ray""",
-        "every rank holds a part of each expert": """
+        "every rank has a part of each expert": """
             all2all_backend enable_ep_weight_filter enable_eplb enable_expert_parallel eplb_config
             expert_placement_strategy""",
         "cores and memory nodes are set by --host-policy": "numa_bind numa_bind_cpus numa_bind_nodes",
@@ -58,11 +58,11 @@ NO_EFFECT: Mapping[str, str] = _by_name(
             jit_monitor_verbose kda_decode_backend kda_prefill_backend kernel_config linear_backend
             max_context_len_to_capture max_cudagraph_capture_size max_seq_len_to_capture moe_backend
             optimization_level performance_mode sparse_indexer_topk_backend ubatch_size use_fp64_gumbel worker_cls""",
-        "recurrent layers are not supported": """
+        "recurrent layers have only one implementation": """
             enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint engram_config mamba_backend
             mamba_block_size mamba_cache_mode mamba_cache_philox_rounds mamba_ssu_algorithm replayssm_buffer_len
             use_replayssm""",
-        "prompts are always split into chunks, which changes no answer": "enable_chunked_prefill",
+        "prefills are always chunked, which changes no answer": "enable_chunked_prefill",
         "steps are bounded by max_num_batched_tokens and max_num_seqs only": """
             disable_async_output_proc disable_hybrid_kv_cache_manager kv_sharing_fast_prefill
             long_prefill_token_threshold_adaptive max_long_partial_prefills max_num_active_seqs
@@ -89,19 +89,19 @@ NO_EFFECT: Mapping[str, str] = _by_name(
             mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type mm_processor_device
             mm_processor_kwargs mm_shm_cache_max_object_size_mb mm_tensor_ipc skip_mm_profiling
             video_pruning_method video_pruning_rate""",
-        "tool calls and reasoning are read where the chat template shows their format": """
+        "tool calls and reasoning are parsed if the chat template shows their format": """
             enable_auto_tool_choice enable_reasoning""",
         "adapters use the model's data type and stay in memory": """
             fully_sharded_loras long_lora_scaling_factors lora_dtype lora_extra_vocab_size
             max_lora_cls_labels specialize_active_lora""",
-        "scales of keys and values are part of the checkpoint, or 1": "calculate_kv_scales",
-        "files of the hub are kept where HF_HOME says": "download_dir hf_token",
-        "events of a stream are set by --stream-interval and by requests": "stream_interval",
+        "scales of keys and values come from the checkpoint, or are 1": "calculate_kv_scales",
+        "hub files are stored under HF_HOME": "download_dir hf_token",
+        "stream events are controlled by --stream-interval and by requests": "stream_interval",
         "the server's own flags limit queue and shutdown": "max_num_queued_reqs shutdown_timeout",
-        "variables of the environment are read by their own names": "fail_on_environ_validation",
+        "environment variables are read under their own names": "fail_on_environ_validation",
     }
 )
-"""Arguments that are accepted, each with the reason why nothing that a client can see depends on it."""
+"""Accepted arguments, each with the reason why clients cannot notice that it has no effect."""
 
 SWITCHES = _names(
     """
@@ -126,7 +126,7 @@ SWITCHES = _names(
 )
 """Those of NO_EFFECT and ONLY_VALUE that take no value on vLLM's command line."""
 GPU_ONLY = frozenset({"gpu_memory_utilization", "cudagraph_capture_sizes", "max_loras"})
-"""Arguments that this engine has, and that change nothing where it runs on a CPU."""
+"""Arguments of this engine that have no effect on a CPU."""
 
 _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "the engine loads no third-party code": {
@@ -147,7 +147,7 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "task": ("auto", "generate"),
     },
     "only text is supported": {"ec_transfer_config": (None,), "mm_encoder_only": (False,)},
-    "the model is computed as its config.json says": {
+    "the model is computed as its config.json specifies": {
         "config_format": ("auto", "hf"),
         "disable_sliding_window": (False,),
         "hf_config_path": (None,),
@@ -156,7 +156,7 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "rope_scaling": ({}, None),
         "rope_theta": (None,),
     },
-    "an engine has one copy of the model; a model's copies are its instances (instance_group)": {
+    "an engine has one copy of the model; replicas of a model are its instances (instance_group)": {
         "data_parallel_size": (1,),
     },
     "several machines are configured by --cluster": {"nnodes": (1,), "node_rank": (0,)},
@@ -167,7 +167,7 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "devices are set by --device and instance groups": {"device_ids": (None,)},
     "prompts are text or tokens": {"enable_prompt_embeds": (False,)},
     "requests cannot prescribe the tokens of their answers": {"enable_trace_replay": (False,)},
-    "answers have log probabilities of the model's own distribution": {
+    "log probabilities are those of the model's own distribution": {
         "aux_output_config": ({}, None),
         "enable_return_routed_experts": (False,),
         "logprobs_mode": ("raw_logprobs",),
@@ -189,9 +189,9 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "KV blocks are not moved between servers": {"kv_transfer_config": (None,)},
     "answers have no watermarks": {"watermark_config": (None,)},
-    "weights are read once, at the start": {"weight_transfer_config": (None,)},
+    "weights are read once, at startup": {"weight_transfer_config": (None,)},
     "no platform reads it": {"additional_config": ({}, None)},
-    "the model's own tokenizer is needed, in the form of the transformers library": {
+    "the model's own tokenizer is required, in the format of the transformers library": {
         "tokenizer_mode": ("auto", "hf"),
     },
     "a model is one directory": {
@@ -201,7 +201,7 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
 }
 ONLY_VALUE: Mapping[str, tuple[Any, ...]] = {name: only for names in _ONLY.values() for name, only in names.items()}
-"""Arguments that change what clients see, and the values with which they are accepted."""
+"""Arguments that affect what clients see, and the values with which they are accepted."""
 ONLY_VALUE_BECAUSE: Mapping[str, str] = {name: reason for reason, names in _ONLY.items() for name in names}
 
 _ENGINE_ARGUMENT_OF = {
@@ -240,10 +240,10 @@ _TENSORRTLLM_ONLY_VALUE: dict[str, tuple[str, ...]] = {
 
 
 def translate_tensorrtllm(parameters: Mapping[str, str]) -> dict[str, str]:
-    """Replaces TensorRT-LLM's parameters of config.pbtxt by engine arguments; others stay as they are.
+    """Replaces TensorRT-LLM's config.pbtxt parameters by engine arguments; others are left unchanged.
 
-    One that is empty or still a template (`${…}`) counts as not given, as in TensorRT-LLM. Raises TritonError
-    INVALID_ARG for one that asks for what this engine does not do.
+    As in TensorRT-LLM, a parameter that is empty or still a template (`${…}`) counts as not set. Raises TritonError
+    INVALID_ARG for a parameter that asks for something this engine does not do.
     """
     translated: dict[str, str] = {}
     without_effect: list[str] = []
@@ -272,7 +272,7 @@ def _check_tensorrtllm_value(name: str, value: str) -> None:
 
 
 def num_kv_blocks(name: str, num_tokens: Any, block_size: Any) -> str:
-    """The blocks for a number of tokens of KV memory. name: of that number, for the error."""
+    """The number of blocks for so many tokens of KV memory. name: names that number in errors."""
     text, given = str(num_tokens), str(block_size)
     if not text.isdecimal() or int(text) < 1:
         raise invalid_argument(f"parameter '{name}' is '{text}', expected an integer of at least 1")
@@ -292,8 +292,8 @@ _PARSER, _PLUGIN = "reasoning_parser", "reasoning_parser_plugin"
 
 
 def with_present_names(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The engine arguments with one `structured_outputs_config`, without what it says of the reasoning's parser, which
-    is an argument of its own. Raises TritonError INVALID_ARG."""
+    """The engine arguments with a single `structured_outputs_config`, from which the reasoning parser is moved into its
+    own argument. Raises TritonError INVALID_ARG."""
     rest = {name: value for name, value in values.items() if name not in FORMER_NAMES and name != _STRUCTURED}
     former = {FORMER_NAMES[name]: values[name] for name in FORMER_NAMES if values.get(name) is not None}
     config = former | _structured_outputs(values.get(_STRUCTURED), source)

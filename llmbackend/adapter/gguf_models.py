@@ -1,8 +1,8 @@
-"""Engine arguments that name a GGUF file, or a directory that holds one: the model directory that is made of it.
+"""Resolves engine arguments that name a GGUF file, or a directory containing one, to a model directory made from it.
 
-For: the code that reads engine arguments. Does not know: requests, what is in such a file. Invariant: the engine and
-the tokenizer's loader get a directory. It lies beside the packed weights; where none are kept, in a temporary folder of
-this process.
+Used when engine arguments are read. Independent of requests and of the content of such files. Invariant: the engine and
+the tokenizer loader always get a directory. It is stored next to the packed weights or, without a weight cache, in a
+temporary folder of this process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmbackend.fork_server.process_resources import OwnedFolder
 from llmbackend.gguf.errors import GgufError
 from llmbackend.gguf.model_directory import gguf_files, model_directory
 
-from .four_bit_models import keeps_four_bits
+from .quantized_weights import keeps_quantized_weights
 from .text.template_trial import check_template
 
 _FOLDER = "gguf"
@@ -27,21 +27,21 @@ _FIELDS = ("model", "tokenizer")
 
 
 def is_gguf_model(path: Path) -> bool:
-    """Whether this is a GGUF file or a directory whose weights are such files, be they fit to serve or not."""
+    """Whether this is a GGUF file or a directory whose weights are GGUF files, even if they cannot be served."""
     try:
         return bool(gguf_files(path))
     except GgufError:
         return True
-    except OSError:  # a name too long, a directory that may not be read
+    except OSError:  # the name is too long, or a directory is not readable
         return False
 
 
 def with_directories(config: EngineConfig, has_gpu: Callable[[], bool] = lambda: False) -> EngineConfig:
-    """The configuration with directories in place of GGUF files, and `quantization` int4 where the model keeps its
-    few bits (four_bit_models.py). has_gpu: asked where the configuration leaves the device open. Raises ValueError
-    naming the argument and the file."""
+    """The configuration with directories in place of GGUF files, and with `quantization` int4 if the model's weights
+    stay quantized (quantized_weights.py). has_gpu: called if the configuration does not set the device. Raises
+    ValueError that names the argument and the file."""
     given = {field: value for field in _FIELDS if (value := getattr(config, field)) and is_gguf_model(Path(value))}
-    keeps = keeps_four_bits(config) and (config.device == "cpu" or not has_gpu())
+    keeps = keeps_quantized_weights(config) and (config.device == "cpu" or not has_gpu())
     if not given and not keeps:
         return config
     directories = {field: str(_directory(field, config)) for field in given}
@@ -68,5 +68,5 @@ def _parent(config: EngineConfig) -> Path:
 
 @functools.cache
 def _temporary() -> OwnedFolder:
-    """Of this process."""
+    """Belongs to this process."""
     return OwnedFolder(_FOLDER)

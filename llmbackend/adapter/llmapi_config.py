@@ -1,7 +1,7 @@
 """Reads `model.yaml` of TensorRT-LLM's llmapi layout: engine arguments, and the section for Triton.
 
-For: engine_args.py and backend.py. Does not know: tensors, config.pbtxt beyond its transaction policy and batch size.
-Invariant: each key is followed or named in one warning.
+Used by engine_args.py and backend.py. Independent of tensors, and of config.pbtxt apart from its transaction policy and
+batch size. Invariant: each key is either applied or named in one warning.
 Source: the llmapi model of TensorRT-LLM's triton_backend, and the arguments of its LLM class.
 """
 
@@ -58,7 +58,7 @@ _READ_FOR_TRITON = frozenset({f"{_TRITON_CONFIG}.decoupled", f"{_TRITON_CONFIG}.
 
 
 def read_model_yaml(version_directory: Path) -> ModelYaml:
-    """Raises TritonError INVALID_ARG for a file that is not a YAML mapping."""
+    """Raises TritonError INVALID_ARG if the file is not a YAML mapping."""
     import yaml
 
     path = version_directory / MODEL_FILE
@@ -74,8 +74,8 @@ def read_model_yaml(version_directory: Path) -> ModelYaml:
 
 
 def llmapi_arguments(model_yaml: ModelYaml, version_directory: Path) -> dict[str, Any]:
-    """Engine arguments and parameters by their names here, values as in the file. Warns once of the keys that have no
-    effect."""
+    """Engine arguments and parameters under their names here, with the file's values. Warns once about the keys that
+    have no effect."""
     values = _flat(model_yaml)
     arguments = {_ARGUMENT_OF[key]: value for key, value in values.items() if key in _ARGUMENT_OF}
     followed = {*_ARGUMENT_OF, *_READ_FOR_TRITON, _KV_TOKENS, _LORA_FOLDERS}
@@ -96,7 +96,7 @@ def llmapi_arguments(model_yaml: ModelYaml, version_directory: Path) -> dict[str
 
 
 def with_triton_config(config: ModelConfig, model_yaml: ModelYaml) -> ModelConfig:
-    """A copy of `config` with what model.yaml says for Triton where config.pbtxt does not say it."""
+    """A copy of `config`, completed with model.yaml's section for Triton; config.pbtxt takes precedence."""
     section = model_yaml.get(_TRITON_CONFIG)
     section = section if isinstance(section, dict) else {}
     copy = model_config_pb2.ModelConfig()
@@ -113,7 +113,7 @@ def _adapters(folders: Any, version_directory: Path) -> dict[str, str]:
 
 
 def _flat(values: ModelYaml) -> dict[str, Any]:
-    """Keys of sections as `section.key`; null is as a key that is not there."""
+    """Flattens keys of sections to `section.key`; a null value counts as a missing key."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):

@@ -1,10 +1,11 @@
-"""The LoRA adapters of a model: those of its configuration, and those that operators load and unload while it serves.
+"""The LoRA adapters of a model: those of its configuration, and those that operators load and unload at run time.
 
-For: request conversion, which takes an adapter for each request, ModelState, and the loops of engines, which load what
-is wanted here. Does not know: matrices, tensors, HTTP. Invariants: a request has the same weights from its conversion
-to its end, also when its adapter's name is loaded again or unloaded meanwhile. Engines read copies of an adapter's
-files, which never change, so that an engine that starts later computes the same. Each change is answered once, a load
-within its deadline, even while a disk hangs: files are read on a separate thread.
+Used by request conversion, which takes an adapter for each request, by ModelState, and by the engines' loops, which
+load whatever this registry wants. Independent of matrices, tensors and HTTP. Invariants: a request uses the same
+weights from conversion to its end, even if its adapter's name is reloaded or unloaded meanwhile. Engines read private
+copies of an adapter's files, which never change, so that an engine that starts later computes the same results. Each
+change is answered exactly once, and a load within its deadline even if a disk hangs, as files are read on a separate
+thread.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ logger = logging.getLogger(__name__)
 Answer = Callable[[TritonError | None], None]
 
 LOAD_TIMEOUT_S: Final = 60.0
-"""To read an adapter's files and load it in the engines. 4 GiB from a disk of 100 MB/s take 43 s."""
+"""Time to read an adapter's files and load it into the engines. 4 GiB from a 100 MB/s disk take 43 s."""
 _MAX_READS: Final = 8
-"""At the same time. Each has a thread, which a hanging disk keeps beyond the deadline."""
+"""Concurrent reads. Each has a thread, which a hanging disk can block beyond the deadline."""
 WEIGHTS: Final = "adapter_model.safetensors"
 FILES: Final = {"adapter_config.json": 1 << 20, WEIGHTS: 4 << 30}
-"""The files of an adapter (PEFT's names) and their largest sizes in bytes."""
+"""The files of an adapter (PEFT's names) and their maximum sizes in bytes."""
 _MAX_HEADER_BYTES: Final = 16 << 20
 _MAX_RANK: Final = 512
-"""The largest max_lora_rank that vLLM takes."""
+"""The largest max_lora_rank that vLLM accepts."""
 _MAX_FEATURES: Final = 1 << 18
 _ELEMENT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 class AdapterCopies:
-    """Copies of adapters' files. Any thread.
+    """Private copies of adapters' files. Thread-safe.
 
-    Nothing outside the operator's folder is read: symbolic links in it are refused. `remove` takes no lock and waits
-    for no disk, because finalizers call it.
+    Nothing outside the operator's folder is read: symbolic links in it are refused. `remove` takes no lock and does not
+    wait for a disk, because finalizers call it.
     """
 
     def __init__(self) -> None:
@@ -66,11 +67,11 @@ class AdapterCopies:
         self._root: OwnedFolder | None = None
         self._is_closed = False
         self._removed: SimpleQueue[str | None] = SimpleQueue()
-        """A SimpleQueue, because a finalizer may call `put` within `put`."""
+        """A SimpleQueue, because a finalizer may call `put` during another `put`."""
         self._remover = threading.Thread(target=self._remove_all, name="lora-copies", daemon=True)
 
     def copy(self, folder: str, path: str) -> str:
-        """Copies the adapter at `path` below `folder`; returns the copy's folder. Raises TritonError."""
+        """Copies the adapter at `path` below `folder`. Returns the copy's folder. Raises TritonError."""
         with self._lock:
             if self._is_closed:
                 raise unavailable("the model was unloaded")
@@ -89,16 +90,16 @@ class AdapterCopies:
             self.remove(str(target))
             raise
         finally:
-            if self._is_closed:  # `close` may have removed the root before a file was made
+            if self._is_closed:  # `close` may have removed the root before a file was created
                 shutil.rmtree(self._root.path, ignore_errors=True)
         return str(target)
 
     def remove(self, copy: str) -> None:
-        """Removes a copy soon. Any thread."""
+        """Schedules the removal of a copy. Thread-safe."""
         self._removed.put(copy)
 
     def close(self) -> None:
-        """A copy that is still being made is removed when it is complete."""
+        """A copy still in progress is removed when it is complete."""
         with self._lock:
             self._is_closed = True
         if self._root is not None:
@@ -112,7 +113,7 @@ class AdapterCopies:
 
 
 def relative_path(folder: str, path: str) -> str:
-    """`path`, which may be absolute, as one below `folder`. Raises TritonError INVALID_ARG for one that is not."""
+    """`path`, which may be absolute, relative to `folder`. Raises TritonError INVALID_ARG if it is not below it."""
     inside = os.path.relpath(path, folder) if os.path.isabs(path) else path
     parts = inside.split("/")
     if "\0" in path or ".." in parts or not any(part not in ("", ".") for part in parts):
@@ -123,7 +124,7 @@ def relative_path(folder: str, path: str) -> str:
 
 @contextlib.contextmanager
 def _opened_below(folder: str, path: str) -> Iterator[int]:
-    """A descriptor of the folder `path`, none of whose parts below `folder` is a link."""
+    """A descriptor of the folder `path`, none of whose components below `folder` is a symbolic link."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for part in relative_path(folder, path).split("/"):
@@ -158,8 +159,8 @@ def _unusable(path: str, reason: str) -> TritonError:
 
 
 def _check_header(source: BinaryIO, size_bytes: int) -> None:
-    """Raises ValueError unless the header describes the whole file, and only matrices as large as an adapter's. Done
-    before gigabytes are copied. Source: the format of safetensors."""
+    """Raises ValueError unless the header describes the whole file, and only matrices of an adapter's size. Done before
+    gigabytes are copied. Source: the safetensors format."""
     header_bytes = int.from_bytes(source.read(8), "little")
     if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size_bytes - 8):
         raise ValueError(f"its header has {header_bytes} bytes, expected 1 to {_MAX_HEADER_BYTES}, within the file")
@@ -192,7 +193,7 @@ def _why(path: str, error: OSError) -> TritonError:
     if isinstance(error, FileNotFoundError):
         missing = "" if error.filename in (None, *path.split("/")) else f": it has no '{error.filename}'"
         return TritonError(f"No adapter found for '{path}'{missing}", ErrorCode.NOT_FOUND, "lora_path")
-    if isinstance(error, NotADirectoryError) or error.errno == 40:  # ELOOP: a link
+    if isinstance(error, NotADirectoryError) or error.errno == 40:  # ELOOP: a symbolic link
         text = "expected a folder of plain files, without symbolic links"
         return TritonError(f"'lora_path' is '{path}', {text}", ErrorCode.INVALID_ARG, "lora_path")
     return TritonError(
@@ -201,14 +202,14 @@ def _why(path: str, error: OSError) -> TritonError:
 
 
 class AdapterHandle:
-    """An adapter in use: engines keep it as long as the handle exists."""
+    """An adapter in use: engines keep it loaded as long as this handle exists."""
 
     __slots__ = ("__weakref__", "key", "name")
 
     def __init__(self, key: str, name: str = "") -> None:
-        """name: as clients know it; "": the key."""
+        """name: the clients' name for it; "" = same as the key."""
         self.key = key
-        """Its name in engines and in the prefix cache, different for each load of a name."""
+        """Its name in engines and in the prefix cache, different for each load of the same name."""
         self.name = name or key
 
 
@@ -216,8 +217,8 @@ NO_ADAPTER = AdapterHandle("")
 
 
 LORA_CHANGE: Final = "triton_lora_change"
-"""A request parameter: JSON of a LoraChange. Only a frontend that has checked the API key's role can send it: clients'
-parameters never begin with `triton_`."""
+"""A request parameter: JSON of a LoraChange. Only a frontend that has checked the API key's role can send it: the names
+of clients' parameters never begin with `triton_`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,18 +226,18 @@ class LoraChange:
     action: Literal["load", "unload"]
     name: str
     folder: str = ""
-    """The operator's folder of adapters."""
+    """The operator's folder for adapters."""
     path: str = ""
-    """As the operator gave it, below the folder."""
+    """Relative to the folder, as given by the operator."""
     in_place: bool = False
-    """Whether it may replace a loaded adapter of this name."""
+    """Whether it may replace a loaded adapter with the same name."""
 
 
 _decode_change = msgspec.json.Decoder(LoraChange).decode
 
 
 def lora_change(request: Request) -> LoraChange | None:
-    """None for a request for inference."""
+    """None for an inference request."""
     value = request.parameters.get(LORA_CHANGE)
     return None if value is None else _decode_change(str(value))
 
@@ -246,16 +247,16 @@ class _Loading:
     change: LoraChange
     answer: Answer
     alarm: Alarm
-    """At its deadline."""
+    """Fires at the deadline."""
     copy: str = ""
     """"" while the files are being read."""
     handle: AdapterHandle = NO_ADAPTER
     engines: set[int] = field(default_factory=set)
-    """Those that have not reported the result."""
+    """Engines that have not yet reported the result."""
 
 
 class LoraRegistry:
-    """Any thread. The lock may be taken again by its holder: dropping a handle ends in `_retire`."""
+    """Thread-safe. The lock is reentrant, because dropping a handle ends in `_retire`."""
 
     def __init__(
         self,
@@ -265,10 +266,10 @@ class LoraRegistry:
         on_names: Callable[[str, bool], None] = lambda name, is_served: None,
         load_timeout_s: float = LOAD_TIMEOUT_S,
     ) -> None:
-        """configured: name → folder; None = this model takes no adapters
+        """configured: name → folder; None = this model accepts no adapters
         timer: for the deadlines of loads; stopped after `close`
         on_change: called after a change of `wanted`
-        on_names: called when an adapter that was loaded at run time is served, or no longer served
+        on_names: called when an adapter that was loaded at run time becomes available or unavailable
         """
         self._is_enabled = configured is not None
         self._configured = dict(configured or {})
@@ -285,11 +286,11 @@ class LoraRegistry:
         self._num_reads = 0
 
     def wanted(self) -> Mapping[str, str]:
-        """The adapters that engines should have, key → folder; a changed mapping is another object."""
+        """The adapters that engines should have, key → folder. A change creates a new mapping."""
         return self._wanted
 
     def take(self, name: str) -> AdapterHandle:
-        """The adapter for one request. Raises LoraError with vllm_backend's texts."""
+        """Takes the adapter for one request. Raises LoraError with vllm_backend's texts."""
         if not name:
             return NO_ADAPTER
         if not self._is_enabled:
@@ -301,11 +302,11 @@ class LoraRegistry:
             return handle
 
     def load(self, change: LoraChange, engines: Callable[[], Iterable[int]], answer: Answer) -> None:
-        """Begins to copy the adapter and load it in the engines; `answer` is called when all engines have it, when it
+        """Begins to copy the adapter and load it into the engines. `answer` is called once all engines have it, if it
         cannot be loaded, or with UNAVAILABLE at the deadline.
 
-        engines: asked for the running engines when the files have been copied
-        Raises TritonError when the load cannot begin; then `answer` is not called.
+        engines: returns the running engines; called when the files have been copied
+        Raises TritonError if the load cannot begin; then `answer` is not called.
         """
         with self._lock:
             self._check_name(change.name, change.in_place)
@@ -337,7 +338,7 @@ class LoraRegistry:
                 self._num_reads -= 1
 
     def _offer(self, key: str, copy: str, engines: set[int]) -> None:
-        """Offers the copy to the engines, unless the load was given up meanwhile."""
+        """Offers the copy to the engines, unless the load has been given up in the meantime."""
         with self._lock:
             loading = self._loading.get(key)
             if loading is None or not engines:
@@ -351,7 +352,7 @@ class LoraRegistry:
         self._on_change()
 
     def _give_up(self, key: str, error: TritonError) -> None:
-        """Ends a load with an error; does nothing when it has ended. A copy that is being made is removed later."""
+        """Ends a load with an error, unless it has ended. A copy still in progress is removed later."""
         with self._lock:
             loading = self._loading.pop(key, None)
         if loading is not None:
@@ -371,11 +372,11 @@ class LoraRegistry:
 
     @property
     def is_loading(self) -> bool:
-        """Whether requests wait for engines to load an adapter."""
+        """Whether requests are waiting for engines to load an adapter."""
         return bool(self._loading)
 
     def unload(self, name: str) -> None:
-        """Requests that use it continue. Raises TritonError when there is no such adapter."""
+        """Requests that use the adapter continue. Raises TritonError if there is no such adapter."""
         if name in self._configured:
             raise invalid_argument(f"The lora adapter '{name}' is part of the model's configuration: it stays loaded.")
         with self._lock:
@@ -386,7 +387,7 @@ class LoraRegistry:
             del handle
 
     def loaded(self, engine: int, result: AdapterResult) -> None:
-        """An engine has loaded the adapter, or reports why it cannot, or why it lost it."""
+        """Called when an engine has loaded the adapter, or reports why it cannot or why it lost it."""
         with self._lock:
             loading = self._loading.get(result.name)
             if loading is None:
@@ -406,7 +407,7 @@ class LoraRegistry:
         loading.answer(invalid_argument(text, param="lora_path") if text else None)
 
     def engine_ended(self, engine: int) -> None:
-        """Also when it will be replaced. Its loads are given up: one of them may have killed it."""
+        """Called even if the engine will be replaced. Its loads are given up, as one may have killed it."""
         with self._lock:
             waiting = [key for key, one in self._loading.items() if engine in one.engines]
         for key in waiting:
@@ -419,7 +420,7 @@ class LoraRegistry:
         served, self._served = self._served, {}
         for name in served.keys() - self._configured.keys():
             self._on_names(name, False)
-        served.clear()  # what `_retire` needs is here until then
+        served.clear()  # until here, `_retire` needs it
         self._copies.close()
 
     def _check_name(self, name: str, in_place: bool) -> None:
@@ -437,7 +438,7 @@ class LoraRegistry:
                 )
 
     def _retire(self, key: str, copy: str) -> None:
-        """The adapter's last handle is gone."""
+        """Called when the adapter's last handle is gone."""
         with self._lock:
             self._wanted = {one: path for one, path in self._wanted.items() if one != key}
         self._copies.remove(copy)
@@ -445,4 +446,4 @@ class LoraRegistry:
 
 
 NO_LORAS = LoraRegistry(None, Timer(), lambda: None)
-"""The registry of a model without adapters."""
+"""The registry of a model that accepts no adapters."""

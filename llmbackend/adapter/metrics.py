@@ -1,7 +1,7 @@
-"""The model's metrics: vLLM's, and TensorRT-LLM's of KV-cache blocks.
+"""The model's metrics: vLLM's, and TensorRT-LLM's metrics of KV-cache blocks.
 
-For: dashboards and autoscalers that read those names, and the host's ORCA header. Does not know: how they are served.
-Invariants: counters of an engine that was restarted continue from where they were; of KV blocks, used + free = max.
+For dashboards and autoscalers that use those names, and for the host's ORCA header. Independent of how metrics are
+exported. Invariants: counters continue across engine restarts; for KV blocks, used + free = max.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .tasks.infer_task import InferTask
 
 _LABELS = ("model", "version")
 _VLLM_LABELS = (*_LABELS, "model_name", "engine")
-"""Labels of metrics with vLLM's names: those of vllm_backend and those of vLLM's own server, which gateways and
-dashboards read: the name that clients use, and the engine, always 0, since the series are of all engines together."""
+"""Labels of vLLM's metrics, both vllm_backend's and those of vLLM's own server, which gateways and dashboards use: the
+name used by clients, and the engine, always 0 because each series covers all engines."""
 _SECONDS_SHORT = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -70,7 +70,7 @@ _COUNTED_BY_ENGINES = {
     "vllm:spec_decode_num_accepted_tokens_total": ("num_accepted_tokens", "Accepted draft tokens."),
     _BREACHES: ("num_invariant_breaches", "Self-checks that found something lost or left behind."),
 }
-"""Counters that grow with a field of the engines' EngineStats."""
+"""Counters derived from fields of the engines' EngineStats."""
 _COUNTERS = {
     _RECOVERED: "Requests that continued after their engine died.",
     _POISON: "Requests that were ended because they killed the engine.",
@@ -103,7 +103,7 @@ _KV_TYPES = ("max", "used", "free", "tokens_per", "fraction")
 
 
 class SeriesUsers:
-    """Counts the loaded models that write each series: on a reload the new one starts before the old one ends.
+    """Counts the loaded models that write each series: during a reload, the new one starts before the old one ends.
 
     Owner: the backend's state slot.
     """
@@ -124,7 +124,7 @@ class SeriesUsers:
 
 
 class _Unreported:
-    """A metric family that is not reported."""
+    """A metric family that is not exported."""
 
     def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None: ...
     def increment(self, value: float = 1.0, /, **labels: str) -> None: ...
@@ -138,10 +138,10 @@ class _Unreported:
 
 
 class LlmMetrics:
-    """The metrics of one model version, written once per step. `_lock` owns the engines' last snapshots."""
+    """The metrics of one model version, written once per step. `_lock` guards the engines' latest snapshots."""
 
     def __init__(self, backend: Backend, model: str, version: int, reports_vllm: bool, client_name: str) -> None:
-        """reports_vllm: whether metrics with vLLM's names are written. client_name: what clients call the model."""
+        """reports_vllm: whether to write metrics with vLLM's names. client_name: the model's name for clients."""
 
         def family(
             kind: MetricKind, name: str, description: str, more: Sequence[str] = (), *buckets: Sequence[float]
@@ -184,11 +184,11 @@ class LlmMetrics:
         self._create_series()
 
     def set_max_tokens(self, max_tokens: int) -> None:
-        """The model's context, known when an engine was loaded."""
+        """Sets the model's context length, known once an engine has been loaded."""
         self._set(_CONTEXT, max_tokens)
 
     def set_adapter(self, name: str, is_served: bool) -> None:
-        """An adapter was loaded at run time, or unloaded."""
+        """Called when an adapter is loaded or unloaded at run time."""
         if is_served:
             self._adapters.set(1, lora_name=name, **self._labels)
         else:
@@ -209,7 +209,7 @@ class LlmMetrics:
             self._cache_config.remove(**labels)
 
     def set_lora_requests(self, running: Collection[str], waiting: Collection[str], max_loras: int) -> None:
-        """The adapters of requests in engines, and of requests that wait for one."""
+        """Sets the adapters of running requests, and of waiting requests."""
         labels = {**self._vllm_labels, "max_lora": str(max_loras)}
         labels |= {"running_lora_adapters": ",".join(sorted(running))}
         labels |= {"waiting_lora_adapters": ",".join(sorted(waiting))}
@@ -223,7 +223,7 @@ class LlmMetrics:
             self._lora_requests.remove(**self._lora_labels)
 
     def engine_stats(self, engine: int, stats: EngineStats, num_queued: int) -> None:
-        """One engine's snapshot after a step. num_queued: requests in the model's queue."""
+        """Records one engine's snapshot after a step. num_queued: requests in the model's queue."""
         with self._lock:
             before = self._engines.get(engine, EngineStats())
             self._engines[engine] = stats
@@ -236,7 +236,7 @@ class LlmMetrics:
                 self._families[name].increment(grown, **self._labels_of(name))
 
     def engine_removed(self, engine: int, num_queued: int) -> None:
-        """The engine was stopped while others continue: its requests and blocks are no longer counted."""
+        """Called when an engine was stopped while others continue: its requests and blocks no longer count."""
         with self._lock:
             self._engines.pop(engine, None)
             engines = list(self._engines.values())
@@ -245,7 +245,7 @@ class LlmMetrics:
         self._update_gauges(engines, num_queued)
 
     def engine_lost(self, engine: int, cause: DeathKind, num_queued: int) -> None:
-        """The engine died; the next one with this index counts from zero."""
+        """Called when an engine has died; its successor with the same index counts from zero."""
         self.engine_stats(engine, EngineStats(), num_queued)
         self._restarts.increment(1, cause=cause, **self._labels)
 
@@ -253,7 +253,7 @@ class LlmMetrics:
         self._families[_POISON].increment(1, **self._labels)
 
     def recovered(self, duration_ns: int) -> None:
-        """A request got an output again, `duration_ns` after its engine died."""
+        """Called when a request gets output again, `duration_ns` after its engine died."""
         self._families[_RECOVERED].increment(1, **self._labels)
         self._observe_seconds(_RECOVERY, duration_ns)
 
@@ -261,7 +261,7 @@ class LlmMetrics:
         self._families[_BREACHES].increment(1, **self._labels)
 
     def set_num_queued(self, num_queued: int) -> None:
-        """The waiting gauge also moves between steps."""
+        """Updates the waiting gauge between steps."""
         in_engines = sum(stats.num_requests_waiting for stats in tuple(self._engines.values()))
         self._set("vllm:num_requests_waiting", num_queued + in_engines)
 
@@ -269,7 +269,7 @@ class LlmMetrics:
         self._observe_seconds("vllm:request_queue_time_seconds", now_ns - task.times.exec_start_ns)
 
     def outputs(self, first_s: Sequence[float], next_s: Sequence[float]) -> None:
-        """The latencies that a step's tokens end. first_s: from arrival to first token; next_s: between two outputs."""
+        """Records a step's latencies. first_s: from arrival to first token; next_s: between outputs."""
         if first_s:
             self._first_token.observe_all(first_s, **self._vllm_labels)
         if next_s:
@@ -304,7 +304,7 @@ class LlmMetrics:
             self._restarts.remove(cause=cause, **self._labels)
 
     def _create_series(self) -> None:
-        """Creates all series at 0, so that a rate over them is right from the first request on."""
+        """Creates all series at 0, so that rates are correct from the first request on."""
         for name in _GAUGES:
             self._set(name, 0)
         for name in _COUNTERS:
@@ -338,7 +338,7 @@ class LlmMetrics:
 
 
 class KvBlockMetrics:
-    """TensorRT-LLM's gauges of KV-cache blocks, summed over the model's engines. `_lock` owns all fields."""
+    """TensorRT-LLM's gauges of KV-cache blocks, summed over the model's engines. `_lock` guards all fields."""
 
     def __init__(self, backend: Backend, labels: Mapping[str, str]) -> None:
         self._labels = dict(labels)
@@ -371,7 +371,7 @@ class KvBlockMetrics:
             self._family.remove(kv_cache_block_type=kind, **self._labels)
 
     def _update_gauges(self) -> None:
-        """After each step, under the lock; writes only what changed."""
+        """Called after each step while holding the lock; writes only what has changed."""
         now = total, used = sum(self._max.values()), sum(self._used.values())
         if now == self._written:
             return

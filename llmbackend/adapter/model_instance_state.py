@@ -1,9 +1,8 @@
-"""ModelInstanceState: one instance of a model: requests from Execute into the queue, and the callbacks of its engine.
+"""ModelInstanceState: one instance of a model. Queues Execute's requests, and handles its engine's callbacks.
 
-For: backend.py and the loop of the instance's LlmManager. Does not know: the inside of the queue, deadlines.
-Invariants: when `enqueue` returns, every request is queued, on its way into the queue, or answered and released; the
-callbacks run on the engine's loop alone, and a failure to deliver one task does not affect others. Name and role are
-MindIE's.
+Used by backend.py and the loop of the instance's LlmManager. Independent of the queue's internals and of deadlines.
+Invariants: when `enqueue` returns, every request is queued, about to be queued, or answered and released; callbacks run
+only on the engine's loop, and failing to deliver one task's output does not affect others. Name and role are MindIE's.
 """
 
 from __future__ import annotations
@@ -45,21 +44,21 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimes:
-    """When the outputs of one step came, and the latencies that they end."""
+    """When the outputs of one step arrived, and the latencies that they complete."""
 
     def __init__(self, now_ns: int) -> None:
         self.now_ns = now_ns
         self.first_token_s: list[float] = []
-        """From a request's arrival to its first token."""
+        """Time from a request's arrival to its first token."""
         self.inter_token_s: list[float] = []
-        """Between two outputs of a request."""
+        """Time between two outputs of a request."""
 
 
 class ModelInstanceState:
     """Owner of the instance's engine."""
 
     def __init__(self, model_state: ModelState, instance: ModelInstance) -> None:
-        """Starts the instance's engine; returns when its model is loaded. Raises TritonError when it cannot."""
+        """Starts the instance's engine and returns when its model is loaded. Raises TritonError if that fails."""
         self._model = model_state
         self._instance = instance
         self._tasks = model_state.tasks
@@ -90,7 +89,7 @@ class ModelInstanceState:
         return LlmManager(config, callbacks, stall_timeout_s=stall_timeout_s, index=index, policy=policy)
 
     def check_ready(self) -> None:
-        """Raises TritonError UNAVAILABLE saying why the engine is not ready."""
+        """Raises TritonError UNAVAILABLE with the reason if the engine is not ready."""
         try:
             self._engine.manager.check_ready()
         except RuntimeError as error:
@@ -98,24 +97,24 @@ class ModelInstanceState:
 
     def kill_engine(self) -> int:
         """Kills the engine's process and returns its id; its requests continue in another engine. Raises TritonError
-        UNAVAILABLE while there is none."""
+        UNAVAILABLE if there is no process."""
         pid = self._engine.manager.kill_engine()
         if not pid:
             raise unavailable(f"instance '{self._instance.name}' has no engine process with a loaded model")
         return pid
 
     def watch(self, kinds: frozenset[str]) -> None:
-        """What the engine is to report from now on. Any thread."""
+        """Sets what the engine reports from now on. Thread-safe."""
         self._engine.manager.watch(Watch(steps="steps" in kinds, blocks="blocks" in kinds))
 
     def describe(self) -> InstanceDescription:
-        """The instance now, for watching clients. Any thread."""
+        """Describes the instance's present state for watching clients. Thread-safe."""
         engine = self._engine
         return self._reports.describe(engine.manager.state, engine.config, engine.info)
 
     def memory_usage(self) -> Sequence[MemoryUsage]:
-        """What the engine holds now. The resident memory of an engine on another machine, or on a thread of this
-        process, is not known. Any thread."""
+        """The engine's current memory usage. The resident memory of an engine on another machine, or on a thread of
+        this process, is unknown. Thread-safe."""
         engine = self._engine
         pid, info = engine.manager.state.pid, engine.info
         usage = process_memory(pid) if pid else []
@@ -134,7 +133,7 @@ class ModelInstanceState:
     # --- requests in, on the instance's thread ------------------------------------------------------------------------
 
     def enqueue(self, requests: Sequence[Request]) -> None:
-        """Takes ownership of `requests`; one that cannot be served is answered, the others continue."""
+        """Takes ownership of `requests`. Those that cannot be served are answered with an error."""
         for request in requests:
             if is_stop(request):
                 self._handle_stop_request(request)
@@ -150,7 +149,7 @@ class ModelInstanceState:
                 self._model.convert_later(request, convert, partial(self._refuse, request))
 
     def _convert(self, request: Request, exec_start_ns: int) -> Sequence[InferTask]:
-        """The request's tasks; none when it cannot be served, and was answered."""
+        """The request's tasks; none if it cannot be served and has been answered."""
         converter = self._model.converter
         try:
             if converter is None:
@@ -164,7 +163,8 @@ class ModelInstanceState:
         return ()
 
     def _handle_stop_request(self, request: Request) -> None:
-        """Ends its client's requests with this id; its answer is empty. Source: TensorRT-LLM's handleStopRequest."""
+        """Ends the requests of the same client with this id. Its own response is empty. Source: TensorRT-LLM's
+        handleStopRequest."""
         if not request.id:
             self._refuse(request, internal("Trying to stop a request but request ID is not provided"))
             return
@@ -172,7 +172,7 @@ class ModelInstanceState:
         self._answer(request, time.monotonic_ns())
 
     def _change_loras(self, request: Request, change: LoraChange, start_ns: int) -> None:
-        """Answered when the engines have loaded the adapter, or its deadline is over."""
+        """Answered once the engines have loaded the adapter, or at the deadline."""
 
         def answer(error: TritonError | None) -> None:
             self._answer(request, start_ns, error)
@@ -189,7 +189,7 @@ class ModelInstanceState:
         self._answer(request, 0, self._model.schema.client_error(error))
 
     def _answer(self, request: Request, start_ns: int, error: TritonError | None = None) -> None:
-        """Ends a request of which no task is made. start_ns: ignored with an error"""
+        """Ends a request for which no task is created. start_ns: ignored if there is an error"""
         request.new_response().send(ResponseFlag.FINAL, error)
         self._instance.report_statistics(request, error is None, start_ns, start_ns, start_ns, time.monotonic_ns())
         request.release()
@@ -197,8 +197,8 @@ class ModelInstanceState:
     # --- callbacks, on the engine's loop ------------------------------------------------------------------------------
 
     def _get_requests(self, room: int) -> Sequence[InferRequest]:
-        """At most `room` requests in the queue's order, without those that wait for another engine; none for an engine
-        that is not ready while another one is."""
+        """Up to `room` requests in queue order, except those that wait for another engine; none for an engine that is
+        not ready while another one is."""
         if not self._tasks.num_queued:
             return ()
         ready = self._model.ready_engines()
@@ -216,7 +216,7 @@ class ModelInstanceState:
         return [request for task in tasks if (request := self._resumed(task)) is not None]
 
     def _resumed(self, task: InferTask) -> InferRequest | None:
-        """The task's request for the engine; None when it cannot be made, and the task was answered."""
+        """The task's request for the engine; None if it cannot be created and the task has been answered."""
         try:
             return task.resume_request()
         except Exception as error:
@@ -232,7 +232,7 @@ class ModelInstanceState:
             for output in outputs:
                 task = self._tasks.get(output.request_id)
                 if task is None:
-                    continue  # cancelled or stopped while the step ran
+                    continue  # cancelled or stopped during the step
                 try:
                     self._handle_output(task, output, step)
                 except Exception as error:
@@ -242,7 +242,7 @@ class ModelInstanceState:
         self._metrics.outputs(step.first_token_s, step.inter_token_s)
 
     def _control_signal(self) -> Sequence[tuple[str, Operation]]:
-        """Answers requests that were stopped, and names those that this engine must drop."""
+        """Answers stopped requests, and returns those that this engine must drop."""
         controls = self._tasks.take_controls(self._engine.assignment)
         if controls is NO_CONTROLS:
             return ()
@@ -255,14 +255,14 @@ class ModelInstanceState:
         return [(request_id, Operation.STOP) for request_id in controls.stop]
 
     def _engine_lost(self, request_ids: Sequence[str], cause: EngineDeadError) -> None:
-        """The dead engine's requests continue in the next free engine, except one that keeps killing engines."""
+        """The dead engine's requests continue in the next free engine, except one that repeatedly kills engines."""
         engine, model = self._engine, self._model
         lost = self._tasks.engine_died(engine.assignment, request_ids, cause.kind, time.monotonic_ns())
         num_requeued = len(lost.requeued)
         logger.warning("%s: engine %d died, %d requests continue: %s", model.name, engine.index, num_requeued, cause)
         try:
             self._report_lost(lost.requeued, cause)
-        finally:  # a report that fails keeps no request from another engine, or from its answer
+        finally:  # a failing report must not keep requests from another engine, or from being answered
             if lost.blamed is not None:
                 engine.manager.reset_failures()
                 self._fail_blamed(lost.blamed, cause)
@@ -283,7 +283,7 @@ class ModelInstanceState:
         for event in events:
             task = self._tasks.get(event.request_id)
             if task is not None:
-                task.engine_told(event)
+                task.engine_reported(event)
 
     def _on_stats(self, stats: EngineStats) -> None:
         self._metrics.engine_stats(self._engine.index, stats, self._tasks.num_waiting)
@@ -331,7 +331,7 @@ class ModelInstanceState:
         self._model.fail(task, error, reason)
 
     def _remove(self, task: InferTask, output: StepOutput) -> None:
-        """Takes the task out of the map, and stops it in an engine that has not ended it."""
+        """Removes the task from the map, and stops it in its engine unless it has ended there."""
         if output.finish_reason is not None:
             self._tasks.pop(task.request_id)
         else:
@@ -339,7 +339,7 @@ class ModelInstanceState:
             self._engine.manager.wake()
 
     def _end_stopped(self, task: InferTask, error: TritonError | None) -> None:
-        """error: None ends the task with what it has so far, because its client stopped it."""
+        """error: None ends the task with its output so far, because its client stopped it."""
         if error is not None:
             self._model.fail(task, error, "abort")
             return

@@ -1,8 +1,8 @@
-"""ModelState: one model version: its request queue and infer-task map, its engines, its tokenizer, its limits.
+"""ModelState: one model version with its request queue and infer-task map, engines, tokenizer and limits.
 
-For: ModelInstanceState, whose Execute thread submits requests here and whose engine's loop pulls them. Does not know:
-tensors, text, how outputs become responses. Invariant: every submitted task is answered with exactly one FINAL, and
-removed. Names and roles are MindIE's.
+Used by ModelInstanceState: its Execute thread submits requests here, and its engine's loop pulls them. Independent of
+tensors, text, and how outputs become responses. Invariant: every submitted task is answered with exactly one FINAL, and
+then removed. Names and roles are MindIE's.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SENT_TOGETHER: Final = 32
-"""Repeated responses of a resumed request that are sent in one portion."""
+"""Number of repeated responses of a resumed request that are sent together."""
 
 
 class ModelState:
-    """One model version. `_lock` owns `_engines` and `converter`.
+    """One model version. `_lock` guards `_engines` and `converter`.
 
-    A task ends by its engine, a cancel, its deadline, or with the last engine. The tasks of an engine that stops or
-    dies continue in another one; they get an error only when no engine will come back. A task is used by the
-    loop of the engine that took it, or by the thread that popped it from the map.
+    A task is ended by its engine, by cancellation, at its deadline, or with the last engine. Tasks of an engine that
+    stops or dies continue in another one; they get an error only if no engine will come back. A task is used only by
+    the loop of the engine that took it, or by the thread that popped it from the map.
     """
 
     def __init__(self, model: Model, schema: Schema, model_yaml: ModelYaml | None = None) -> None:
@@ -101,7 +101,7 @@ class ModelState:
         self._engines: list[EngineHandle] = []
         self._engine_indices = itertools.count()
         self.converter: RequestConverter | None = None
-        """None until the first engine has reported its limits; of several engines, the strictest limits count."""
+        """None until the first engine has reported its limits. With several engines, the strictest limits apply."""
         engine = self.arguments.engine
         reads_text = schema.needs_tokenizer and not engine.skip_tokenizer_init
         self._tokenizer = TokenizerLoader(engine) if reads_text else None
@@ -109,8 +109,8 @@ class ModelState:
         self.loras = LoraRegistry(configured, self._timer, self.wake_engines, self.metrics.set_adapter)
 
     def public_parameters(self) -> dict[str, str]:
-        """Parameters of the model's configuration for frontends: its adapters, its chat template, its formats of tool
-        calls and reasoning, and its sampling defaults (a JSON object)."""
+        """Parameters that are added to the model's configuration for frontends: adapters, chat template, formats of
+        tool calls and reasoning, and sampling defaults (a JSON object)."""
         engine = self.arguments.engine
         values = {name: getattr(engine, name) for name in TEXT_PARAMETERS}
         values["chat_template"] = self._tokenizer.chat_template if self._tokenizer is not None else ""
@@ -120,8 +120,8 @@ class ModelState:
         return {name: value for name, value in values.items() if value}
 
     def describe_text(self) -> dict[str, Any]:
-        """The tokenizer, the chat template, and the model's own sampling defaults, as JSON values. Raises TritonError
-        INVALID_ARG for a tokenizer that cannot be loaded."""
+        """The tokenizer, the chat template and the model's own sampling defaults, as JSON values. Raises TritonError
+        INVALID_ARG if the tokenizer cannot be loaded."""
         description: dict[str, Any] = {"sampling_defaults": dict(self._sampling_defaults)}
         if self._tokenizer is not None:
             self._tokenizer.load()
@@ -133,15 +133,15 @@ class ModelState:
     def new_engine(
         self, instance: ModelInstance, make_manager: Callable[[EngineConfig, int], LlmManager]
     ) -> EngineHandle:
-        """An engine that is not started, on the device of `instance`."""
+        """A new, unstarted engine on the device of `instance`."""
         index = next(self._engine_indices)
         placed = self._placement.place(self.arguments.engine, instance.name, instance.kind, instance.device_id)
         config = self.arguments.with_device_defaults(placed).of_instance(index)
         return EngineHandle(index, config, make_manager(config, index))
 
     def start_engine(self, engine: EngineHandle, instance_name: str) -> None:
-        """Starts an engine; returns when its model is loaded. Raises TritonError: INTERNAL with the engine's reason,
-        INVALID_ARG for a tokenizer that cannot be loaded."""
+        """Starts an engine and returns when its model is loaded. Raises TritonError: INTERNAL with the engine's reason,
+        INVALID_ARG if the tokenizer cannot be loaded."""
         try:
             engine.info = engine.manager.start(meanwhile=self._prepare)
         except TritonError:
@@ -166,15 +166,15 @@ class ModelState:
         logger.info("%s: %s", instance_name, engine.info.summary)
 
     def _prepare(self) -> None:
-        """Loads what requests need, while the engine loads. Raises TritonError."""
+        """Loads what requests need while the engine loads. Raises TritonError."""
         from .requests import request_conversion  # noqa: F401
 
         if self._tokenizer is not None:
             self._tokenizer.load()
 
     def stop_engine(self, engine: EngineHandle) -> None:
-        """Ends an engine; its unfinished requests continue in another one. When it was the last, they and the queued
-        requests are answered UNAVAILABLE."""
+        """Ends an engine; its unfinished requests continue in another one. If it was the last one, they and the queued
+        requests are answered with UNAVAILABLE."""
         with self._lock:
             if engine in self._engines:
                 self._engines.remove(engine)
@@ -195,7 +195,7 @@ class ModelState:
         self.fail_all(unloaded)
 
     def close(self) -> None:
-        """After the last engine has ended."""
+        """To be called after the last engine has ended."""
         self.loras.close()
         if self._tokenizer is not None:
             self._tokenizer.close()
@@ -204,12 +204,12 @@ class ModelState:
         self.metrics.close()
 
     def vocabulary(self) -> Vocabulary | None:
-        """The tokenizer's, for requests with a grammar."""
+        """The tokenizer's vocabulary, for requests with a grammar."""
         return None if self._tokenizer is None else self._tokenizer.verified().vocabulary()
 
     def change_loras(self, change: LoraChange, answer: Callable[[TritonError | None], None]) -> None:
-        """Loads or unloads an adapter without waiting for it; `answer` is called when it is done or has failed. Raises
-        TritonError, and does not call it, when it cannot begin."""
+        """Loads or unloads an adapter asynchronously; `answer` is called when this is done or has failed. If it cannot
+        begin, raises TritonError and does not call `answer`."""
         if change.action == "unload":
             self.loras.unload(change.name)
             answer(None)
@@ -219,42 +219,43 @@ class ModelState:
         self.loras.load(change, lambda: [engine.index for engine in tuple(self._engines)], answer)
 
     def needs_engine(self) -> bool:
-        """Whether an engine that ended because it was idle must start again."""
+        """Whether an engine that ended because it was idle must be restarted."""
         return bool(self.tasks.num_queued) or self.loras.is_loading
 
     def ready_engines(self) -> list[EngineHandle]:
-        """The engines that take requests now. One that is down has the most room: no request should wait for it."""
+        """The engines that take requests now. One that is down would appear to have the most free slots: no request
+        should wait for it."""
         return [engine for engine in tuple(self._engines) if engine.manager.is_up and not engine.why_not_ready()]
 
     def assignments(self) -> list[EngineAssignment]:
         return [engine.assignment for engine in tuple(self._engines)]
 
     def is_being_replaced(self, engine: EngineHandle) -> bool:
-        """Whether the engine was stopped while others continue, which then get its requests."""
+        """Whether the engine was stopped while others, which then get its requests, continue."""
         with self._lock:
             return bool(self._engines) and engine not in self._engines
 
     def why_no_engine(self) -> str:
-        """Why no engine will take a request; "" when one will."""
+        """Why no engine will take a request; "" if one will."""
         engines = tuple(self._engines)
         if not engines:
             return "no engine is running"
         return engines[0].why_not_ready() if all(engine.manager.is_given_up for engine in engines) else ""
 
     def _why_waiting(self) -> str:
-        """Why a new request is not taken at once; "" when it is."""
+        """Why a new request is not taken immediately; "" if it is."""
         ready = self.ready_engines()
         if not ready:
             return NO_ENGINE
-        return "" if self.tasks.num_queued < sum(engine.manager.room for engine in ready) else NO_ROW
+        return "" if self.tasks.num_queued < sum(engine.manager.capacity for engine in ready) else NO_ROW
 
     def wake_engines(self) -> None:
         for engine in tuple(self._engines):
             engine.manager.wake()
 
     def wake_later(self, engine: EngineHandle, due_ns: int) -> None:
-        """Has an engine that left requests to others look again at `due_ns`, or earlier if its alarm is set already. On
-        the engine's loop."""
+        """Makes an engine that left requests to others check again at `due_ns`, or at its existing alarm if that is
+        earlier. Called on the engine's loop."""
         if not time.monotonic_ns() < engine.wakes_at_ns <= due_ns:
             engine.wakes_at_ns = due_ns
             self._timer.start()
@@ -278,7 +279,7 @@ class ModelState:
         )
 
     def report_lora_requests(self) -> None:
-        """On the engine's loop, after a step."""
+        """Called on the engine's loop after a step."""
         if self.arguments.engine.enable_lora:
             self.metrics.set_lora_requests(*self.tasks.lora_names(), self.arguments.engine.max_loras)
 
@@ -290,7 +291,7 @@ class ModelState:
         convert: Callable[[], Sequence[InferTask]],
         refuse: Callable[[TritonError], None],
     ) -> None:
-        """Converts a long request on another thread than its instance's, and submits its tasks. For `convert` and
+        """Converts a long request on a thread other than its instance's, and submits its tasks. For `convert` and
         `refuse` see Conversion."""
         level = self._policies.level(self._policies.priority(request.priority))
         whole_ns, queue_ns = self._deadlines_ns(level, request.timeout_us, time.monotonic_ns())
@@ -302,8 +303,8 @@ class ModelState:
             refuse(self._refused(refusal))
 
     def submit(self, tasks: Sequence[InferTask]) -> None:
-        """Queues the tasks of a request and wakes the engines. If they cannot be queued, all are answered: UNAVAILABLE,
-        or INTERNAL after an error. A task that has ended before (its client has all its tokens) is answered at once.
+        """Queues the tasks of a request and wakes the engines. If they cannot be queued, all are answered with
+        UNAVAILABLE, or INTERNAL after an error. A task that has ended before (its client has all tokens) is answered.
         """
         try:
             self._submit(tasks)
@@ -313,7 +314,7 @@ class ModelState:
                 self._give_up(task, internal(f"the request could not be queued: {error}"))
 
     def _give_up(self, task: InferTask, error: TritonError) -> None:
-        """Ends a task in any state."""
+        """Ends a task in whatever state it is."""
         if task.request_id in self.tasks:
             self._request_stop(task.request_id, error)
         elif not task.has_ended:
@@ -332,7 +333,7 @@ class ModelState:
         if sender.activity.kinds:
             sender.activity.report(received(tasks, self._why_waiting()))
         self.prefixes.place(tasks)
-        # Before they are queued: afterwards they may be finished and released at any time.
+        # Before they are queued: afterwards they can be finished and released at any time.
         for task in tasks:
             sender.on_cancel(partial(self._cancel, task.request_id))
             self._set_deadlines(task)
@@ -342,7 +343,7 @@ class ModelState:
         self.wake_engines()
 
     def _unfinished(self, tasks: Sequence[InferTask]) -> Sequence[InferTask]:
-        """The tasks that continue. Repeats the responses of a resumed request before, in portions, so that its receiver
+        """The tasks that continue. First repeats the responses of a resumed request in portions, so that its receiver
         never gets many at once."""
         pieces = tasks[0].sender.take_earlier_pieces()
         for start in range(0, len(pieces), _SENT_TOGETHER):
@@ -355,7 +356,7 @@ class ModelState:
         return [task for task in tasks if not task.has_ended]
 
     def _repeat(self, task: InferTask, piece: Piece) -> None:
-        """Makes a response of a resumed request again."""
+        """Recreates a response of a resumed request."""
         if task.has_ended:
             logger.error("%s: request %s: a delta is after the end of its generation", self.name, task.request_id)
             return
@@ -374,7 +375,7 @@ class ModelState:
         task.respond()
 
     def update_waiting_gauge(self) -> None:
-        """After a change of the queue. Steps update it, too."""
+        """Called after a change of the queue. Steps update the gauge too."""
         self.metrics.set_num_queued(self.tasks.num_waiting)
 
     def _refused(self, reason: str) -> TritonError:
@@ -401,10 +402,10 @@ class ModelState:
         self._timer.start()
         self._timer.set(alarm, due_ns)
 
-    # --- requests are stopped before they end by themselves -----------------------------------------------------------
+    # --- requests stopped early ---------------------------------------------------------------------------------------
 
     def stop_requests(self, client_id: str, by: Tenant) -> None:
-        """Ends all requests with this id that `by` may end, with what they have so far and without an error."""
+        """Ends all requests with this id that `by` may end, with their output so far and without an error."""
         self._conversions.stop(client_id, by)
         for request_id in self.tasks.ids_of(client_id, by):
             self._request_stop(request_id, None)
@@ -420,8 +421,7 @@ class ModelState:
             self._expire(request_id)
 
     def _request_stop(self, request_id: str, error: TritonError | None) -> None:
-        """Asks an engine's loop to end the task, so that no other thread uses it at the same time. None: without an
-        error."""
+        """Asks an engine's loop to end the task, so that no other thread uses it. None: without an error."""
         engines = tuple(self._engines)
         assignment = self.tasks.request_stop(request_id, error, engines[0].assignment) if engines else None
         if assignment is not None:
@@ -430,7 +430,7 @@ class ModelState:
     # --- tasks end ----------------------------------------------------------------------------------------------------
 
     def fail(self, task: InferTask, error: TritonError, reason: str = "error") -> None:
-        """Answers a task that is not in the map with an error, also when a count or report of its end fails."""
+        """Answers a task that is not in the map with an error, even if counting or reporting its end fails."""
         try:
             self.end_task(task, reason, time.monotonic_ns())
         except Exception:
@@ -442,7 +442,7 @@ class ModelState:
             self.fail(task, error)
 
     def end_task(self, task: InferTask, reason: str, now_ns: int) -> None:
-        """Clears a task's deadlines and counts it as finished; the caller sends its last response afterwards."""
+        """Clears a task's deadlines and counts it as finished. The caller sends its last response afterwards."""
         for alarm in task.alarms:
             self._timer.clear(alarm)
         self.metrics.finished(task, reason, now_ns)
@@ -455,8 +455,8 @@ def _template_options(config: EngineConfig) -> dict[str, Any]:
 
 
 def _sampling_defaults(model_name: str, schema: Schema, config: EngineConfig) -> dict[str, Any]:
-    """The model's own defaults, where its schema has them; otherwise engine arguments that ask for some are warned of.
-    Raises TritonError INVALID_ARG for an engine argument with a bad value."""
+    """The model's own defaults if its schema has them; otherwise warns about engine arguments that request some. Raises
+    TritonError INVALID_ARG for an engine argument with an invalid value."""
     if schema.has_model_defaults:
         return read_sampling_defaults(config)
     if config.generation_config not in (AUTO, VLLM_DEFAULTS) or config.override_generation_config:

@@ -1,9 +1,9 @@
-"""What backends that compute on numpy arrays share: entry points, `parameters`, Execute from tensors to tensors.
+"""Common code of backends that compute on numpy arrays: entry points, `parameters`, Execute from tensors to tensors.
 
-Invariants: when the model batches, the requests of a call are joined along their first dimension and computed together;
-if that fails, each is computed alone, so that an error reaches only its own request. Every request gets exactly one
-FINAL and is released once. Ragged inputs (`allow_ragged_batch`) are joined in one dimension; `batch_input` describes
-them to the model, and `batch_output` cuts its outputs.
+Invariants: if the model batches, the requests of a call are concatenated along their first dimension and computed
+together; if that fails, each is computed alone, so that an error reaches only its own request. Every request gets
+exactly one FINAL and is released once. Ragged inputs (`allow_ragged_batch`) are flattened and concatenated;
+`batch_input` describes them to the model, and `batch_output` splits its outputs.
 Source: Triton's framework backends (ModelInstanceState: ProcessRequests, SetInputTensors, Execute, ReadOutputTensors);
 BackendInputCollector and BackendOutputResponder of its backend utilities; model_config.proto.
 """
@@ -45,7 +45,7 @@ Readers = Mapping[str, Callable[[str], Any]]
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
 
-# --- entry points, which backends export beside their own -------------------------------------------------------------
+# --- entry points that backends export in addition to their own ------------------------------------------------------
 
 
 def TRITONBACKEND_Initialize(backend: Backend) -> None:
@@ -86,7 +86,7 @@ def positive(text: str) -> int:
 
 
 def read_parameters(config: ModelConfig, readers: Readers) -> dict[str, Any]:
-    """The values of the parameters that are set, by key; a key without a reader is logged and ignored, as in Triton.
+    """The values of the parameters that are set, by key. As in Triton, an unknown key is logged and ignored.
 
     Raises TritonError INVALID_ARG.
     """
@@ -122,7 +122,7 @@ def state_types(config: ModelConfig) -> dict[str, int]:
 
 
 def output_names(config: ModelConfig) -> list[str]:
-    """The outputs that the program must have: those configured, then the states that are not among them."""
+    """The outputs that the program must have: the configured ones, then those states that are not among them."""
     outputs = [output.name for output in config.output]
     return [*outputs, *(name for name in state_types(config) if name not in outputs)]
 
@@ -145,15 +145,15 @@ class ArrayInstance(ABC):
         self._ragged_outputs = frozenset(name for item in config.batch_output for name in item.target_name)
 
     def memory_usage(self) -> Sequence[MemoryUsage]:
-        """The memory that the instance is known to hold; it has no process of its own."""
+        """The known memory usage of the instance, which has no process of its own."""
         return ()
 
     @abstractmethod
     def execute(self, inputs: Arrays) -> Mapping[str, Array]:
-        """The model's outputs by name. Raises what the framework raises."""
+        """The model's outputs by name. Raises whatever the framework raises."""
 
     def process_requests(self, requests: Sequence[Request]) -> None:
-        """Takes the requests over: each is answered and released on return."""
+        """Takes over the requests: on return, each has been answered and released."""
         exec_start_ns = time.monotonic_ns()
         for group in [requests] if self._batches else [[request] for request in requests]:
             self._execute_together(group, exec_start_ns)
@@ -180,7 +180,7 @@ class ArrayInstance(ABC):
             self._respond(request, tensors)
 
     def set_input_tensors(self, requests: Sequence[Request]) -> Arrays:
-        """The inputs of all requests by name, joined by rows, ragged ones in one dimension; and the batch inputs."""
+        """The inputs of all requests by name (concatenated by rows, ragged ones flattened), and the batch inputs."""
         first = requests[0].inputs
         joined = [ragged_input(requests, name) for name in self._ragged_inputs if name in first]
         ragged = {tensor.name: tensor.data for tensor in (*joined, *batch_inputs(self._config, requests))}
@@ -200,7 +200,7 @@ class ArrayInstance(ABC):
         ]
 
     def update_states(self, outputs: Mapping[str, Array], requests: Sequence[Request]) -> None:
-        """Gives the host the new states of each sequence."""
+        """Passes the new states of each sequence to the host."""
         for name in self._states:
             for request, part in zip(requests, self._parts(name, outputs, requests), strict=True):
                 request.new_state(Tensor.of(name, part)).update()
@@ -225,7 +225,7 @@ class ArrayInstance(ABC):
             raise internal(f"model '{model}' returned output '{name}' in shape {array.shape}, expected {num_rows} rows")
 
     def _num_rows(self, request: Request) -> int:
-        """The batch dimension of the request; 1 for a model that does not batch."""
+        """The request's batch dimension; 1 if the model does not batch."""
         first = next(iter(request.inputs.values()), None)
         return first.shape[0] if self._batches and first is not None else 1
 
@@ -248,16 +248,16 @@ def _dtype(data_type: int) -> np.dtype[Any]:
     return NUMPY_DTYPE[DATATYPE_OF_CONFIG_TYPE[DataType.Name(data_type)]]
 
 
-# --- ragged batches; the host lets requests with unequal ragged inputs share a batch ----------------------------------
+# --- ragged batches: the host lets requests with unequal ragged inputs share a batch ----------------------------------
 
 
 def batch_input_names(config: ModelConfig) -> list[str]:
-    """Inputs of the model that are made from a batch and that no request has."""
+    """Inputs of the model that are derived from a batch and that no request has."""
     return [name for item in config.batch_input for name in item.target_name]
 
 
 def ragged_input(requests: Sequence[Request], name: str) -> Tensor:
-    """An `allow_ragged_batch` input of the whole batch: all elements in one dimension, in the order of the requests."""
+    """An `allow_ragged_batch` input of the whole batch: all elements in one dimension, in request order."""
     parts = [request.inputs[name] for request in requests]
     joined = np.concatenate([part.data.reshape(-1) for part in parts])
     return Tensor(name, parts[0].datatype, joined.shape, joined)
@@ -283,15 +283,15 @@ def _batch_input(item: BatchInput, requests: Sequence[Request]) -> Array:
         case "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO":
             return np.cumsum([0, *counts])
         case "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE":
-            return np.zeros(max(counts))  # only its shape has a meaning
+            return np.zeros(max(counts))  # only its shape matters
     items = np.array([shape[1:] for shape in shapes for _ in range(shape[0])]).reshape(-1, len(shapes[0]) - 1)
     return items if kind == "BATCH_ITEM_SHAPE" else items.reshape(-1)  # BATCH_ITEM_SHAPE_FLATTEN
 
 
 def scattered_output(config: ModelConfig, name: str, joined: Array, requests: Sequence[Request]) -> list[Array]:
-    """An output of `batch_output` cut into one array per request: variable dimensions are those of the source input.
+    """An output of `batch_output`, split into one array per request. Variable dimensions are those of the source input.
 
-    Raises TritonError INTERNAL when the model returned another number of elements than the requests ask for.
+    Raises TritonError INTERNAL if the number of elements does not match the requests.
     """
     item = next(item for item in config.batch_output if name in item.target_name)
     dims = next(output.dims for output in config.output if output.name == name)

@@ -1,1 +1,1 @@
-"""The llmbackend command: its subcommands and flags, one module for each feature."""
+"""The `llmbackend` command: subcommands and flags, one module per feature."""

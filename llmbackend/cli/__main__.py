@@ -1,4 +1,4 @@
-"""`python -m llmbackend.cli`: the `llmbackend` command without its installed script."""
+"""`python -m llmbackend.cli`: the `llmbackend` command without the installed script."""
 
 from .main import main
 

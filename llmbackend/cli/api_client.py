@@ -1,7 +1,7 @@
-"""An HTTP client for `llmbackend chat` and `llmbackend top`: JSON, and streams of events.
+"""An HTTP client for `llmbackend chat` and `llmbackend top`: JSON and event streams.
 
 Invariants: every failure is an ApiError that names the URL and the cause; a connection is closed when its block ends,
-which cancels the request on the server. Uses the standard library alone, and no proxy.
+which cancels the request on the server. Uses only the standard library, and no proxy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_SHOWN_CHARACTERS: Final = 500
 
 
 class ApiError(Exception):
-    """status: the HTTP status; 0 = there was no answer."""
+    """status: the HTTP status; 0 = no answer."""
 
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
@@ -47,7 +47,7 @@ class ApiClient:
     """url: http or https, with the prefix of all paths; http if it has no scheme."""
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
-        """timeout_s: longest silence of the server. Raises ValueError for a wrong URL."""
+        """timeout_s: the longest time that the server may be silent. Raises ValueError for an invalid URL."""
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._parts = _parsed(self.url)
         self._timeout_s = timeout_s
@@ -63,8 +63,8 @@ class ApiClient:
 
     @contextlib.contextmanager
     def events(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[Iterator[ServerEvent]]:
-        """The events of a stream as they arrive: of a GET, or of a POST with a JSON body. Raises ApiError, also while
-        the events are read."""
+        """The events of a stream as they arrive, from a GET or from a POST with a JSON body. Raises ApiError, also
+        while the events are read."""
         with self._answer("GET" if body is None else "POST", path, body) as answer:
             yield self._read_events(answer, path)
 
@@ -160,7 +160,7 @@ def _reason(error: Exception) -> str:
 
 
 def _message(body: bytes) -> str:
-    """The text of an error's body in OpenAI's, Triton's or FastAPI's form, else the body."""
+    """The error text in the format of OpenAI, Triton or FastAPI, else the body."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
@@ -169,7 +169,7 @@ def _message(body: bytes) -> str:
 
 
 def error_text(document: Any) -> str:
-    """The text of an error in a document, "" where there is none."""
+    """The text of an error in a document, "" if there is none."""
     if not isinstance(document, dict):
         return ""
     found = document.get("error") or document.get("message") or document.get("detail")

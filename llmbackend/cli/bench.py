@@ -1,6 +1,6 @@
-"""`llmbackend bench`: one workload through the engine alone, in this process, all requests at once.
+"""`llmbackend bench`: runs one workload through the engine alone, in this process, submitting all requests at once.
 
-For: comparing engines, versions of this one, and its optimisations. Invariants: every request generates exactly the
+For comparing engines, versions of this one, and its optimisations. Invariants: every request generates exactly the
 tokens of the workload (greedy, end of sequence ignored), or the run fails; loading and one short warm-up are not
 measured.
 """
@@ -36,7 +36,7 @@ WARM_UP_REQUESTS, WARM_UP_PROMPT_TOKENS, WARM_UP_OUTPUT_TOKENS = 8, 48, 8
 _OWN_FLAGS: Final = frozenset(
     {"model", "dtype", "device", "load_format", "max_num_seqs", "max_num_batched_tokens", "quantization"}
 )
-"""Engine arguments that are flags of this command, too."""
+"""Engine arguments that are also flags of this command."""
 ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "no prefix cache": {"enable_prefix_caching": False},
     "no overlap": {"async_scheduling": False},
@@ -46,11 +46,11 @@ ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "torch kernels": {"kernels": "torch"},
     "one thread": {"num_threads": 1},
 }
-"""What `--ablate` changes, one at a time, unless the configuration already has it."""
+"""The changes made by `--ablate`, one at a time, unless the configuration already has them."""
 
 
 class WorkloadItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One request of a workload file: a prompt, or the length of a random one, and how many tokens to generate."""
+    """One request of a workload file: a prompt, or the length of a random one, and the number of tokens to generate."""
 
     output_tokens: int
     prompt_token_ids: tuple[int, ...] = ()
@@ -67,8 +67,8 @@ class WorkloadItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a run. A step consists of the engine core's own work (schedule, commit, outputs: `host`) and of
-    the runner's two parts, forward and sample."""
+    """The results of a run. A step consists of the engine core's own work (schedule, commit, outputs: `host`) and the
+    runner's two parts, forward and sample."""
 
     model: str
     dtype: str
@@ -89,11 +89,11 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     itl_mean_ms: float
     peak_rss_mb: float
     pss_mb: float
-    """Memory of this process and its children after the run, as the next two fields; 0 if the system does not tell."""
+    """Memory of this process and its children after the run; 0 if unknown, like the next two fields."""
     weights_mb: float
-    """Packed weights that every step reads; 0 for a model computed by modules, whose weights are in the rest."""
+    """Packed weights that every step reads; 0 for a model computed by modules, whose weights are part of the rest."""
     kv_mb: float
-    """KV blocks, at the most that were in use at once."""
+    """KV blocks, at peak usage."""
     other_mb: float
     load_s: float
     """The engine's part of `ready_s`."""
@@ -102,21 +102,21 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float
     """CPU time of the whole process."""
     cores_used: float
-    """During the measured time."""
+    """Over the measured time."""
     num_steps: int
     num_preemptions: int
     cached_tokens: int
     draft_tokens: int
     accepted_draft_tokens: int
     step_ms: float
-    """Mean per step, as the next three."""
+    """Mean per step, like the next three."""
     forward_ms: float
     sample_ms: float
     host_us_per_step: float
 
 
 class _Times:
-    """When each request's tokens came, in seconds since the start, and the times of the steps."""
+    """When each request's tokens arrived, in seconds since the start, and the times of the steps."""
 
     def __init__(self, before: EngineStats) -> None:
         self.tokens_s: dict[str, list[float]] = {}
@@ -173,7 +173,7 @@ def further_arguments(text: str) -> dict[str, Any]:
 
 
 def check_output(flag: str, path: Path | None) -> None:
-    """Raises BadParameter for a file that could not be written after the run."""
+    """Raises BadParameter if the file could not be written after the run."""
     if path is None:
         return
     if path.is_dir():
@@ -183,7 +183,7 @@ def check_output(flag: str, path: Path | None) -> None:
 
 
 def check_task(workload: Path | None, profile: bool, of_workloads: Mapping[str, object]) -> None:
-    """of_workloads: the flags that only a workload has. Raises BadParameter."""
+    """of_workloads: the flags that only workloads have. Raises BadParameter."""
     if profile == (workload is not None):
         raise bad_option("--workload", "expected either --workload or --profile")
     if profile and (given := next((flag for flag, value in of_workloads.items() if value), None)):
@@ -201,13 +201,13 @@ def run_bench(
     plot_path: Path | None = None,
     **engine_arguments: Any,
 ) -> BenchResult:
-    """Runs a workload file and prints a table and plots; `json_path` gets the same figures as JSON, `plot_path` the
+    """Runs a workload file and prints a table and plots. `json_path` gets the same figures as JSON, `plot_path` the
     plots as SVG.
 
-    `engine_arguments` are further fields of EngineConfig. `ablate` runs the workload again with each optimisation
-    turned off in turn. `as_served`: the weights come from the cache, as in a server, and are packed into it first where
-    they are missing; else this process loads the checkpoint. Raises ValueError for a bad file or argument, RuntimeError
-    when a request cannot be served as asked.
+    `engine_arguments`: additional fields of EngineConfig. `ablate`: runs the workload again with each optimisation
+    turned off in turn. `as_served`: takes the weights from the cache, as a server does, after packing them into it if
+    they are missing; otherwise this process loads the checkpoint. Raises ValueError for an invalid file or argument,
+    RuntimeError if a request cannot be served.
     """
     arguments = {"model": model, "dtype": dtype, "seed": seed, **engine_arguments}
     if arguments.get("device", "cpu") != "cpu":
@@ -236,7 +236,8 @@ def _run(arguments: Mapping[str, Any], items: list[WorkloadItem], as_served: boo
 
 
 def _ablate(arguments: Mapping[str, Any], items: list[WorkloadItem], base: BenchResult) -> None:
-    """Prints the effect of each change. The first row repeats the base, to show how much equal runs differ."""
+    """Prints the effect of each change. The first row repeats the base, to show the variation between identical
+    runs."""
     table = Table("configuration", "output tokens/s", "of the base", "step ms", "host µs per step", "cached tokens")
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
@@ -253,7 +254,7 @@ def _ablate(arguments: Mapping[str, Any], items: list[WorkloadItem], base: Bench
 
 
 def _changes_nothing(given: Mapping[str, Any], change: Mapping[str, Any]) -> bool:
-    """Whether the configuration has this change already. One kind of speculation is enough; no steps overlap on CPU."""
+    """Whether the change has no effect: it is set already, so is another speculation, or steps never overlap (CPU)."""
     if "async_scheduling" in change and given["device"] == "cpu" and not given["mock_steps_in_flight"]:
         return True
     if change.get("speculative_config") and given["speculative_config"]:
@@ -262,7 +263,7 @@ def _changes_nothing(given: Mapping[str, Any], change: Mapping[str, Any]) -> boo
 
 
 def read_workload(path: Path) -> list[WorkloadItem]:
-    """Raises ValueError naming the item and field that is wrong."""
+    """Raises ValueError that names the invalid item and field."""
     try:
         items = msgspec.json.decode(path.read_bytes(), type=list[WorkloadItem])
     except msgspec.DecodeError as error:
@@ -273,7 +274,7 @@ def read_workload(path: Path) -> list[WorkloadItem]:
 
 
 def make_requests(items: list[WorkloadItem], info: ModelInfo, seed: int) -> list[InferRequest]:
-    """Greedy requests that ignore the end of sequence; random prompts depend on (seed, place in the file) alone."""
+    """Greedy requests that ignore the end of sequence. Random prompts depend only on (seed, position in the file)."""
     requests = []
     for index, item in enumerate(items):
         draw = np.random.default_rng([seed, index])
@@ -284,7 +285,7 @@ def make_requests(items: list[WorkloadItem], info: ModelInfo, seed: int) -> list
 
 
 def _warm_up(engine: OfflineEngine, seed: int) -> EngineStats:
-    """The engine's counters afterwards."""
+    """Returns the engine's counters afterwards."""
     item = WorkloadItem(prompt_tokens=WARM_UP_PROMPT_TOKENS, output_tokens=WARM_UP_OUTPUT_TOKENS)
     *_, last = engine.generate(make_requests([item] * WARM_UP_REQUESTS, engine.info, seed + 1))
     return last.stats

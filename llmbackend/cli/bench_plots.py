@@ -1,6 +1,6 @@
-"""Plots of a bench, on the terminal and as SVG: latencies as histograms, throughput over time.
+"""Plots of a bench, on the terminal and as SVG: latency histograms, throughput over time.
 
-Invariant: every measured value is in a plot; the last bin also counts the values beyond it.
+Invariant: every measured value is in a plot; the last bin includes all values beyond it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .terminal_text import bar, sparkline
 _ROWS, _BAR_WIDTH, _BUCKETS = 10, 40, 60
 _MOST_DECIMALS: Final = 9
 _MOST_PERCENT: Final = 99.0
-"""The percentile where bins end, so that one slow value does not narrow the others."""
+"""The percentile at which bins end, so that one slow value does not narrow the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The times of one run, in seconds since its start: the requests' first tokens, the gaps between tokens, and all
+    """The times of one run, in seconds since its start: first tokens of the requests, gaps between tokens, all
     tokens."""
 
     first_tokens_s: Sequence[float]
@@ -36,7 +36,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Holds low_ms <= value < high_ms; the last bin has no end. decimals: how its limits are shown."""
+    """Counts low_ms <= value < high_ms; the last bin is open-ended. decimals: with which its limits are shown."""
 
     low_ms: float
     high_ms: float
@@ -51,7 +51,7 @@ class Bin:
 
 
 def histogram(values_s: Sequence[float], num_bins: int = _ROWS) -> list[Bin]:
-    """Bins of equal width; one where all values are alike."""
+    """Bins of equal width; a single one if all values are equal."""
     if not values_s:
         return []
     values_ms = np.asarray(values_s) * 1e3
@@ -69,7 +69,7 @@ def histogram(values_s: Sequence[float], num_bins: int = _ROWS) -> list[Bin]:
 
 
 def _decimals(limits: Sequence[float]) -> int:
-    """The fewest decimals that keep all limits distinct; at least 1."""
+    """The smallest number of decimals, at least 1, that keeps all limits distinct."""
     enough = (
         each for each in range(1, _MOST_DECIMALS) if len({f"{limit:.{each}f}" for limit in limits}) == len(limits)
     )
@@ -77,7 +77,7 @@ def _decimals(limits: Sequence[float]) -> int:
 
 
 def tokens_per_s(tokens_s: Sequence[float], num_buckets: int = _BUCKETS) -> list[float]:
-    """Output tokens per second in equal parts of the run."""
+    """Output tokens per second in equal intervals of the run."""
     if not tokens_s:
         return []
     end_s = max(max(tokens_s), 1e-9)

@@ -1,7 +1,7 @@
-"""`llmbackend bench --profile`: where the time of a prompt and of decode steps goes, as tables.
+"""`llmbackend bench --profile`: tables of where the time of a prompt and of decode steps is spent.
 
-For: the `bench` command. Does not know: how operations are timed or counted. Invariant: an
-engine without a native program is refused, with what it lacks.
+Used by the `bench` command. Independent of how operations are timed or counted. Invariant: an engine without a native
+program is refused, with what it lacks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmbackend.engine.offline import make_served_runner
 
 def run_profile(json_path: Path | None = None, as_served: bool = False, **arguments: Any) -> EngineProfile:
     """Prints the tables; `json_path` gets their figures as JSON. `arguments`: those of EngineConfig. `as_served`: see
-    `run_bench`. Raises ValueError if there is no native program, and as loading a model does."""
+    `run_bench`. Raises ValueError if there is no native program, and whatever loading a model raises."""
     config = with_directories(msgspec.convert(arguments, EngineConfig))
     if reason := why_modules(config):
         raise _no_program(reason)

@@ -1,8 +1,8 @@
 """`llmbackend check`: whether a model would load, how it would be computed, and how much memory it would take.
 
-For: people before `serve`, and scripts. Invariants: exit code 0 = every model would load, 1 = one would not, or there
-is none; the host and the backend judge, with a dry load: the host loads a model as `serve` does, but makes no
-instances, so that no engine is started and no weights are read.
+For people before `serve`, and for scripts. Invariants: exit code 0 = every model would load, 1 = one would not, or
+there is none; the host and the backend decide, by a dry load: the host loads a model as `serve` does, but creates no
+instances, so no engine is started and no weights are read.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class CheckFlags:
         ),
     ]
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per model, on standard output.")] = False
-    backend_directory: Annotated[Path | None, typer.Option(help="As for serve.")] = None
-    model_config_name: Annotated[str, typer.Option(help="As for serve.")] = ""
-    offline: Annotated[bool, typer.Option("--offline", help="As for serve.")] = False
+    backend_directory: Annotated[Path | None, typer.Option(help="Same as for serve.")] = None
+    model_config_name: Annotated[str, typer.Option(help="Same as for serve.")] = ""
+    offline: Annotated[bool, typer.Option("--offline", help="Same as for serve.")] = False
 
 
 @app.command(cls=PlainHelpCommand)
@@ -81,7 +81,7 @@ def check(context: typer.Context, flags: CheckFlags, engine: EngineFlags) -> Non
 
 
 def _models(target: str, engine: EngineFlags) -> tuple[Path, list[str], str]:
-    """Repository, models in it, and the name of the model of engine flags. Raises BadParameter."""
+    """Repository, the models in it, and the name of the model given by engine flags. Raises BadParameter."""
     path = Path(target)
     if not path.is_dir() or (path / "config.json").is_file() or is_gguf_model(path):
         try:
@@ -123,7 +123,7 @@ class Finding:
     version: int = 0
     """0 = no version was reached."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why it would not load, by model, with an ensemble's parts; empty = it would."""
+    """Why it would not load, by model, including an ensemble's parts; empty = it would."""
     forecast: Mapping[str, Any] = field(default_factory=dict)
     """The forecast of the backend."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -133,8 +133,8 @@ class Finding:
 
 
 def _check_model(name: str, repository: Path, options: ServerOptions) -> list[Finding]:
-    """One finding for each version that would be served, or one that says why none would. options: all but which model
-    is loaded, and from where."""
+    """One finding for each version that would be served, or one that says why none would. options: everything except
+    which model is loaded, and from where."""
     options = replace(
         options,
         model_repositories=(repository,),
@@ -176,7 +176,7 @@ class _Collector(logging.Handler):
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collects the warnings that are logged meanwhile; nothing reaches the log. Errors are reasons of findings."""
+    """Collects the warnings logged in this context; nothing reaches the log. Errors are in the findings' reasons."""
     texts: list[str] = []
     logger, handler = logging.getLogger(_LOG), _Collector(texts)
     logger.addHandler(handler)
@@ -284,7 +284,7 @@ def _kv_memory(engine: Mapping[str, Any]) -> str:
 
 
 def _free_memory(engine: Mapping[str, Any]) -> str:
-    """Pages of keys and values are taken when they are used."""
+    """Pages for keys and values are allocated when first used."""
     available = _available_bytes()
     if engine["device"] != "cpu" or not available or not engine["weight_bytes"]:
         return ""
@@ -297,7 +297,7 @@ def _free_memory(engine: Mapping[str, Any]) -> str:
 
 
 def _available_bytes() -> int:
-    """Memory that this machine could give to new processes; 0 = unknown."""
+    """Memory available to new processes on this machine; 0 = unknown."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
@@ -315,7 +315,7 @@ def _chat_template(finding: Finding) -> str:
 
 
 def _parsers(finding: Finding) -> tuple[str, str]:
-    """Formats of tool calls and of reasoning: named in the configuration, else shown by the template."""
+    """Formats of tool calls and reasoning: those named in the configuration, else those detected in the template."""
     parameters = finding.config.get("parameters") or {}
     named = [(parameters.get(name) or {}).get("string_value", "") for name in ("tool_call_parser", "reasoning_parser")]
     shown = detect(finding.forecast.get("chat_template", ""))

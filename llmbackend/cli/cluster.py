@@ -1,6 +1,6 @@
 """Several machines as one server: the flags of `llmbackend serve`, and `llmbackend cluster init`.
 
-Does not know: what is done with the flags, what the secrets are. Invariants: a wrong value ends with a message that
+Independent of how the flags are used and of what the secrets are. Invariants: an invalid value ends with a message that
 names its flag; an existing cluster's secrets are never replaced.
 """
 
@@ -34,7 +34,7 @@ class ClusterFlags:
     cluster_bind: Annotated[
         str, typer.Option(help="This machine's address for the others. The default is a cluster of one machine.")
     ] = LOOPBACK
-    cluster_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the first machine's Ray; 0: any.")] = (
+    cluster_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of Ray on the first machine; 0 = any.")] = (
         DEFAULT_PORT
     )
     cluster_secrets: Annotated[
@@ -51,7 +51,7 @@ class ClusterFlags:
     ] = None
 
     def settings(self) -> ClusterSettings | None:
-        """None: no cluster."""
+        """None = no cluster."""
         if self.cluster is None:
             return None
         try:
@@ -79,7 +79,7 @@ def cluster() -> None:
 @app.command(cls=PlainHelpCommand)
 def init(
     folder: Annotated[
-        Path | None, typer.Argument(help="Default: the default of --cluster-secrets.", show_default=False)
+        Path | None, typer.Argument(help="Default: as for --cluster-secrets.", show_default=False)
     ] = None,
 ) -> None:
     """Make the secrets of a new cluster."""

@@ -1,10 +1,10 @@
-"""How commands declare, read and show their flags.
+"""How commands declare, parse and show their flags.
 
-A group of flags is a frozen dataclass with one field per flag, or a class that says which flags it has (`parameters`).
+A group of flags is a frozen dataclass with one field per flag, or a class that lists its flags itself (`parameters`).
 
 Invariants: typer sees every field of every group as a parameter of the command, in order, so that help, parsing and
-errors are typer's; a long name may be abbreviated if that is unambiguous; the help truncates nothing (typer's own
-tables do at 80 columns); a wrong value ends with a message that names the flag or the expectation.
+errors are typer's; a long name may be abbreviated if unambiguous; the help truncates nothing (typer's own tables do at
+80 columns); an invalid value ends with a message that names the flag or the expectation.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typer.core import TyperCommand
 
 
 def takes_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """`command(context, group: Group, ...)` as a function of the context and the groups' fields. A field's name must be
-    unique among them."""
+    """Turns `command(context, group: Group, ...)` into a function of the context and the groups' fields. Field names
+    must be unique among the groups."""
     groups = {name: kind for name, kind in get_type_hints(command).items() if name not in ("context", "return")}
 
     def flat(context: typer.Context, **flags: Any) -> None:
@@ -39,7 +39,7 @@ def takes_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fields(group: Any) -> dict[str, inspect.Parameter]:
-    """A dataclass may name the group in the help: PANEL."""
+    """A dataclass may set PANEL, the group's name in the help."""
     if not dataclasses.is_dataclass(group):
         made: dict[str, inspect.Parameter] = group.parameters()
         return made
@@ -72,7 +72,7 @@ def boolean(text: str | bool) -> bool:
 
 
 def switch_of(name: str) -> str:
-    """Both forms of a flag without a value, as typer takes them. name: that of the parameter."""
+    """Both forms of a flag without a value, as typer expects them. name: the parameter's."""
     return "--{0}/--no-{0}".format(name.replace("_", "-"))
 
 
@@ -86,7 +86,7 @@ def one_of(*values: str) -> Callable[[str], list[str]]:
 
 
 def warn(text: str) -> None:
-    """Writes to standard error, as Triton does: the log does not exist yet."""
+    """Writes to standard error, as Triton does, because the log does not exist yet."""
     typer.echo(f"Warning: {text}", err=True)
 
 
@@ -95,13 +95,13 @@ def bad_option(flag: str, message: str) -> typer.BadParameter:
 
 
 class PlainHelpCommand(TyperCommand):
-    """A command class for `app.command(cls=…)`. The help has one section for each `rich_help_panel`."""
+    """A command class for `app.command(cls=…)`. The help has one section per `rich_help_panel`."""
 
     def __init__(self, *arguments: Any, **given: Any) -> None:
         super().__init__(*arguments, **given | {"rich_markup_mode": None})
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing:  # as a shell completes it
+        if not ctx.resilient_parsing:  # resilient parsing is used for completion in a shell
             args = _with_whole_names(args, self.get_params(ctx))
         return super().parse_args(ctx, args)
 
@@ -117,8 +117,8 @@ class PlainHelpCommand(TyperCommand):
 
 
 def _with_whole_names(args: list[str], parameters: list[Any]) -> list[str]:
-    """The command line with each unambiguous abbreviation of a long name expanded, as getopt_long does. Raises
-    BadParameter for an ambiguous one; unknown names are left to the parser."""
+    """Expands each unambiguous abbreviation of a long name on the command line, like getopt_long. Raises BadParameter
+    for an ambiguous one; unknown names are left to the parser."""
     named = {name: each for each in parameters for name in (*each.opts, *each.secondary_opts) if name[:2] == "--"}
     whole: list[str] = []
     rest = iter(args)
@@ -144,8 +144,8 @@ def _whole_name(name: str, named: dict[str, Any]) -> str:
 
 
 def lazy_command(module: str, only_completion: bool = False) -> type[TyperCommand]:
-    """A command class for `app.command(cls=…)`: the one command of the typer application `app` in `module`, a name
-    relative to this package. only_completion: the declared function reads the arguments when the command is called."""
+    """A command class for `app.command(cls=…)`: the only command of the typer application `app` in `module`, a name
+    relative to this package. only_completion: the declared function itself reads the arguments when called."""
 
     class LazyCommand(TyperCommand):
         def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
@@ -159,7 +159,7 @@ def lazy_command(module: str, only_completion: bool = False) -> type[TyperComman
 
 
 def join_equals_signs(environment: MutableMapping[str, str]) -> None:
-    """Makes one word of `--flag`, `=` and `value` in COMP_WORDS, up to the word that is completed."""
+    """Joins `--flag`, `=` and `value` in COMP_WORDS to one word, up to the word being completed."""
     words, last = environment.get("COMP_WORDS", "").split("\n"), environment.get("COMP_CWORD", "")
     if "=" not in words or not last.isdigit():
         return

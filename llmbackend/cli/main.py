@@ -1,7 +1,7 @@
 """The `llmbackend` command and its subcommands.
 
-Invariants: a wrong flag ends with a message that names it and exit code 2; a subcommand's module is imported when it is
-called or completed in a shell, not for the help and the version.
+Invariants: an invalid flag ends with a message that names it and exit code 2; a subcommand's module is imported when it
+is called or completed in a shell, but not for help or version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmbackend import __version__
 from .command_line import PlainHelpCommand, join_equals_signs, lazy_command
 
 _UNREAD = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
-"""Settings of a subcommand that reads its arguments by itself."""
+"""Settings of a subcommand that reads its arguments itself."""
 
 _USAGE_ERROR = 2
 
@@ -40,7 +40,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command(cls=lazy_command(".serve", only_completion=True), add_help_option=False, context_settings=_UNREAD)
 def serve(context: typer.Context) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
-    gc.disable()  # imports make objects that stay; the server enables it when it has what it needs
+    gc.disable()  # imports create objects that stay; the server enables it when its imports are complete
     try:
         from .serve import app as command
 
@@ -86,17 +86,17 @@ def bench(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     load_format: Annotated[str, typer.Option(help="safetensors, or dummy for random weights.")] = "safetensors",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Largest number of requests in a step.")] = 64,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 512,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum number of requests per step.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget per step.")] = 512,
     quantization: Annotated[str | None, typer.Option(help="int8, int4 or fp8; default: none.")] = None,
-    engine_args: Annotated[str, typer.Option(help='Further engine arguments, as JSON: {"num_threads": 1}.')] = "{}",
+    engine_args: Annotated[str, typer.Option(help='Other engine arguments, as JSON: {"num_threads": 1}.')] = "{}",
     ablate: Annotated[
         bool, typer.Option("--ablate", help="Repeat the run with each optimisation turned off in turn.")
     ] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Instead: where the time of a prompt and of decode steps goes, on CPU.")
+        bool, typer.Option("--profile", help="Instead, show where a prompt and decode steps spend their time, on CPU.")
     ] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="As for serve.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Same as for serve.")] = False,
 ) -> None:
     """Run a workload through the engine alone, all requests at once, end-of-sequence ignored."""
     from .bench import check_output, check_task, further_arguments, run_bench
@@ -151,7 +151,7 @@ def install_triton_backend(
 
 
 def main() -> None:
-    """Entry point of the `llmbackend` command. It ends with exit code 2 when its command line is wrong."""
+    """Entry point of the `llmbackend` command. Exits with code 2 if its command line is invalid."""
     join_equals_signs(os.environ)
     try:
         sys.exit(app(prog_name="llmbackend", args=sys.argv[1:], standalone_mode=False))
@@ -161,10 +161,10 @@ def main() -> None:
 
 
 def _wrong_usage(error: typer.TyperException) -> str:
-    """How the command is used, and at the bottom, where it is seen, what was wrong; in Triton's words."""
+    """The command's usage, followed by the error, where it is seen; in Triton's words."""
     context = getattr(error, "ctx", None)
     usage = f"{context.get_usage()}\n\n" if context is not None else ""
-    if not isinstance(error, typer.BadParameter) or not error.message:  # a missing one has no message of its own
+    if not isinstance(error, typer.BadParameter) or not error.message:  # a missing parameter has no message
         return f"{usage}{error.format_message()}"
     option = error.param_hint or (error.param.opts[0] if error.param is not None else "")
     if not option:

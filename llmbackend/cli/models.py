@@ -1,4 +1,4 @@
-"""Models that are known by name: `llmbackend models` lists them, other commands take the names."""
+"""Models known by name: `llmbackend models` lists them, other commands accept the names."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def models() -> None:
 
 
 def go_offline() -> None:
-    """From now on, this process and its engines fetch nothing, not even from a hub."""
+    """From now on, this process and its engines download nothing, not even from a hub."""
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def local_model(model: str) -> str:
-    """The file of a known model, fetched where it is missing; anything else as it is. Ends the command with exit code 1
-    and the reason where the file cannot be had."""
+    """The file of a known model, fetched if missing; anything else is returned unchanged. If the file cannot be
+    fetched, ends the command with exit code 1 and the reason."""
     if (known := known_model(model)) is None:
         return model
     from ..server.package_files import file_of
@@ -44,7 +44,7 @@ def local_model(model: str) -> str:
 
 @contextlib.contextmanager
 def _ends_the_command() -> Iterator[None]:
-    """A model that cannot be had ends it, with the reason; so does Ctrl+C, as shells expect it."""
+    """Ends the command with the reason if a model cannot be fetched; also on Ctrl+C, as shells expect."""
     try:
         yield
     except (FetchError, KeyboardInterrupt) as error:

@@ -1,5 +1,5 @@
-"""`llmbackend serve`: makes the server's settings of the flags in `flags/`. Wrong flags are refused before any model is
-read."""
+"""`llmbackend serve`: builds the server's settings from the flags in `flags/`. Invalid flags are refused before any
+model is read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class _ServeCommand(PlainHelpCommand):
-    """Reads vLLM's notation, too."""
+    """Also accepts vLLM's notation."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
@@ -115,7 +115,7 @@ def _check_endpoints(endpoints: Mapping[str, Endpoint]) -> None:
 
 
 def _single_model(models: ModelFlags, engine: EngineFlags, vllm: VllmServerFlags) -> SingleModel | None:
-    """The model of the command line, which is fetched if it is not on this machine."""
+    """The model of the command line, fetched if it is not on this machine."""
     checkpoint = models.checkpoint
     if checkpoint:
         checkpoint, engine = vllm.fetched(checkpoint, engine)

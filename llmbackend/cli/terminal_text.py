@@ -1,4 +1,4 @@
-"""Text for a terminal: bars of block characters, and untrusted text in which newline and tab are the only control
+"""Text for a terminal: bars of block characters, and untrusted text, in which newline and tab are the only control
 characters that pass."""
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from typing import Final
 
 _SHOWN: Final = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},  # pictures of control characters
-    0x0D: None,  # beside a newline it means nothing
+    0x0D: None,  # next to a newline it means nothing
     0x7F: "␡",
-    **dict.fromkeys(range(0x80, 0xA0), "�"),  # the second set of control characters, some terminals' escape
+    **dict.fromkeys(range(0x80, 0xA0), "�"),  # C1 control characters, which some terminals treat as escape sequences
     **{code: f"<U+{code:04X}>" for code in (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))},
     0x2028: "\n",
     0x2029: "\n",
@@ -19,7 +19,7 @@ _SHOWN: Final = {
 
 
 def harmless(text: str) -> str:
-    """`text` as it may be written to a terminal."""
+    """`text` in a form that can safely be written to a terminal."""
     return text.translate(_SHOWN)
 
 
@@ -33,13 +33,13 @@ _HEIGHTS: Final = "▁▂▃▄▅▆▇█"
 
 
 def bar(share: float, width: int, rest: str = "░") -> str:
-    """A bar from the left, filled up with `rest`. share: 0 to 1."""
+    """A bar that starts at the left, padded with `rest`. share: 0 to 1."""
     full, part = divmod(round(min(max(share, 0.0), 1.0) * width * 8), 8)
     return ("█" * full + (_PARTS[part - 1] if part else "")).ljust(width, rest)
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One character for each value, as high as its share of the largest."""
+    """One character per value, with a height proportional to the largest value."""
     largest = max(values, default=0.0)
     if largest <= 0:
         return _HEIGHTS[0] * len(values)

@@ -1,8 +1,8 @@
-"""vLLM's notation of a command line, rewritten into the plain one: `--config FILE`, underscores in names, `-tp 2`,
-`--flag.key value`, several values after one flag.
+"""Rewrites vLLM's command-line notation into the plain one: `--config FILE`, underscores in names, `-tp 2`, `--flag.key
+value`, several values after one flag.
 
-Invariants: a command line in plain notation is returned unchanged; flags of a file are placed before those of the
-command line, which therefore win.
+Invariants: a command line in plain notation is returned unchanged; flags from a file are placed before those of the
+command line, which therefore take precedence.
 Source: vLLM's documentation of `vllm serve` and of its FlexibleArgumentParser.
 """
 
@@ -60,7 +60,7 @@ _NUMBER: Final = re.compile(r"(\d+(?:\.\d+)?)([kmgt])", re.IGNORECASE)
 
 
 def in_plain_notation(args: Sequence[str], parameters: Sequence[Any]) -> list[str]:
-    """parameters: typer's, of the command. Raises BadParameter for a file that cannot be read, or with unknown keys."""
+    """parameters: those of the command, from typer. Raises BadParameter for an unreadable file or unknown keys."""
     named = {name: each for each in parameters for name in (*each.opts, *each.secondary_opts)}
     words = [_plain_name(word) for word in args]
     words = _with_config_file(words, named)
@@ -68,7 +68,7 @@ def in_plain_notation(args: Sequence[str], parameters: Sequence[Any]) -> list[st
 
 
 def whole_number(text: str) -> str:
-    """vLLM's short forms: 32k is 32000, 32K is 32768; other texts as they are."""
+    """vLLM's short forms: 32k is 32000, 32K is 32768. Other texts are returned unchanged."""
     found = _NUMBER.fullmatch(text)
     if found is None:
         return text
@@ -78,7 +78,7 @@ def whole_number(text: str) -> str:
 
 
 def _plain_name(word: str) -> str:
-    """The flag with dashes instead of underscores, and with the long name instead of a short one."""
+    """The flag with dashes in place of underscores, and with the long name in place of a short one."""
     if (level := _LEVEL.fullmatch(word)) is not None:
         return f"--optimization-level={level[1]}"
     if not word.startswith("-"):
@@ -88,7 +88,7 @@ def _plain_name(word: str) -> str:
 
 
 def _with_config_file(words: list[str], named: Mapping[str, Any]) -> list[str]:
-    """The flags of the file of `--config` before the others."""
+    """The flags in the file of `--config`, followed by the others."""
     for index, word in enumerate(words):
         name, equals, path = word.partition("=")
         if name == _CONFIG:
@@ -103,7 +103,7 @@ def _with_config_file(words: list[str], named: Mapping[str, Any]) -> list[str]:
 
 
 def _flags_of_file(path: Path, named: Mapping[str, Any], has_model: bool) -> list[str]:
-    """has_model: the command line names the model, which wins over the file's."""
+    """has_model: the command line names the model, which takes precedence over the file's."""
     import yaml
 
     try:
@@ -157,7 +157,7 @@ def _put(target: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     for key in keys[:-1]:
         target = target.setdefault(key, {})
         if not isinstance(target, dict):
-            raise typer.BadParameter(f"'{'.'.join(keys)}' has a value beside those of its keys")
+            raise typer.BadParameter(f"'{'.'.join(keys)}' has a value in addition to those of its keys")
     known = target.get(keys[-1])
     target[keys[-1]] = known + value if isinstance(known, list) and isinstance(value, list) else value
 
@@ -172,7 +172,7 @@ def _value(text: str) -> Any:
 
 
 def _with_repeated_flags(words: Sequence[str], named: Mapping[str, Any]) -> list[str]:
-    """A flag that takes several values once for each of them, or with a JSON list where it may be given only once."""
+    """Repeats a flag for each of its several values, or passes a JSON list if it may be given only once."""
     plain: list[str] = []
     index = 0
     while index < len(words):

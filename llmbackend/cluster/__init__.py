@@ -1,4 +1,4 @@
-"""Several machines as one server: Ray places engines and restarts them, and knows the hosts. Begin with launcher.py.
+"""Several machines as one server. Ray places engines, restarts them, and knows the hosts. Start with launcher.py.
 
-Only the node's own processes, the agent and Ray's workers import Ray. It is never in a token's path.
+Ray is imported only by the node's own processes, the agent and Ray's workers. It is never on a token's path.
 """

@@ -1,8 +1,8 @@
-"""`python -m llmbackend.cluster.agent`: this machine's driver of Ray, between its host and the cluster.
+"""`python -m llmbackend.cluster.agent`: this machine's Ray driver, which connects its host with the cluster.
 
-For: the launcher, which starts and restarts it. It is a separate process because Ray ends its drivers when the head is
-away for long, and hosts must survive that. Does not know: tokens. Invariants: it ends when its standard input closes;
-it reports its start or its refusal as a line of JSON on the descriptor of READY_DESCRIPTOR.
+Started and restarted by the launcher. A separate process, because Ray ends its drivers when the head is away for long,
+which hosts must survive. Independent of tokens. Invariants: it ends when its standard input closes; it reports its
+start or its refusal as a line of JSON on the descriptor READY_DESCRIPTOR.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 LEAVE_TIMEOUT_S: Final = 5.0
 RETRY_S: Final = 1.0
 HOST_RESTARTS_S: Final = 120.0
-"""How long engines stay loaded for the successor of a host that died."""
+"""How long engines stay loaded for the successor of a dead host."""
 MAX_FAILURES: Final = 3
-"""Consecutive failed reads of the list of hosts, RETRY_S apart, before the agent ends."""
+"""After this many consecutive failures to read the list of hosts, RETRY_S apart, the agent ends."""
 LINE_BYTES: Final = 1 << 22
 _decode = msgspec.json.Decoder(FromHost).decode
 _encode = msgspec.json.Encoder().encode
@@ -50,9 +50,9 @@ class Agent:
         self._host: asyncio.StreamWriter | None = None
         self._engines: dict[str, EngineWatch] = {}
         self._wanted: set[str] = set()
-        """Keys that the current host asked for; `_engines` may also have those of its predecessor."""
+        """Keys requested by the current host; `_engines` may also contain those of its predecessor."""
         self._peers: tuple[HostAddress, ...] | None = None
-        """None: the cluster's list was not read yet."""
+        """None = the cluster's list has not been read yet."""
         self._registry: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -64,7 +64,7 @@ class Agent:
         return refusal
 
     async def run(self) -> None:
-        """Serves the host until this task is cancelled, then releases its engines. Raises RayError when Ray no longer
+        """Serves the host until this task is cancelled, then releases its engines. Raises RayError if Ray no longer
         answers; the next agent connects to the next node."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._order.socket)
@@ -114,11 +114,11 @@ class Agent:
         for key in asked:
             if (watch := self._engines.get(key)) is None:
                 self._engines[key] = EngineWatch(wanted[key], self._order.host.id, self._tell)
-            elif watch.state is not None:  # only the previous host was told
+            elif watch.state is not None:  # only the previous host has been told
                 self._tell(watch.state)
 
     def _release_left(self, writer: asyncio.StreamWriter) -> None:
-        """Releases the previous host's engines that the host of `writer` has not requested."""
+        """Releases engines of the previous host that the host of `writer` has not requested."""
         if self._host is writer:
             self._release(self._engines.keys() - self._wanted)
 
@@ -158,7 +158,7 @@ class Agent:
 
 
 def _others(me: HostAddress, peers: Sequence[HostAddress]) -> tuple[HostAddress, ...]:
-    """Ordered differently on each host, so that not all frontends choose the same one."""
+    """Ordered differently on each host, so that frontends do not all choose the same one."""
     others = (peer for peer in peers if peer.id != me.id)
     return tuple(sorted(others, key=lambda peer: (peer.id < me.id, peer.id)))
 

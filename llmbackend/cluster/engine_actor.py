@@ -1,7 +1,7 @@
-"""The Ray actor of one engine: starts it on its node, watches it, and tells hosts' agents where it is.
+"""The Ray actor of one engine: starts the engine on its node, watches it, and tells hosts' agents where it is.
 
-For: Ray, which creates it on a node with room, and again on another node when that one is lost. Does not know: tokens,
-which hosts and the engine exchange directly. Invariants: `watch` waits for news, so that agents need not poll; an
+Created by Ray on a node with enough free resources, and again on another node if that one is lost. Independent of
+tokens, which hosts and the engine exchange directly. Invariants: `watch` waits for news, so agents need not poll; an
 engine that no host has held for ORPHAN_S ends together with its actor.
 """
 
@@ -33,9 +33,9 @@ from .ray_node import RUN_FOLDER_VARIABLE, SECRETS_VARIABLE
 from .settings import DEFAULT_SECRETS, default_run_folder
 
 NEWS_WAIT_S: Final = 20.0
-"""The longest that `watch` waits; then a live agent calls again."""
+"""The longest time that `watch` waits; a live agent then calls again."""
 ORPHAN_S: Final = 60.0
-"""Several NEWS_WAIT_S: agents need time to return after the loss of the cluster's head."""
+"""Several times NEWS_WAIT_S: after the loss of the cluster's head, agents need time to return."""
 
 
 class _Holder(NamedTuple):
@@ -54,7 +54,7 @@ class EngineActor:
         self._state = EngineLocation(self._spec.key, version=time.time_ns(), node=self._node)
         self._changed = asyncio.Event()
         self._holders: dict[str, _Holder] = {}
-        """By the host's id."""
+        """By host id."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._files: LocalFiles | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -69,8 +69,8 @@ class EngineActor:
         self._keeper = EngineKeeper(self._prepare, self._folder, self._spec.key, self._heard)
 
     async def watch(self, host: str, version: int, node: str) -> bytes:
-        """The EngineLocation in msgpack: at once unless its version is `version`, else at its next change or after
-        NEWS_WAIT_S. From now on the host holds the engine. node: Ray's id of the host's machine."""
+        """Returns the EngineLocation in msgpack: immediately if its version is not `version`, else at its next change
+        or after NEWS_WAIT_S. From now on, the host holds the engine. node: Ray's id of the host's machine."""
         self._holders[host] = _Holder(time.monotonic(), node)
         await self._begin()
         if self._state.version == version:
@@ -136,7 +136,7 @@ class EngineActor:
         return remote_model(self._machines(), model)
 
     def _machines(self) -> tuple[str, ...]:
-        """Ray's ids of the machines whose hosts hold the engine; they have its files."""
+        """Ray's ids of the machines whose hosts hold the engine and which therefore have its files."""
         return tuple(dict.fromkeys(holder.node for holder in tuple(self._holders.values())))
 
     def _heard(self, news: ServedEngineNews) -> None:

@@ -1,7 +1,7 @@
 """EngineWatch: the location of one engine that this machine's host needs. HostRegistry: the cluster's list of hosts.
 
-For: the agent. Does not know: sockets. Invariants: when no node has room for an engine, the host is told within seconds
-what it needs; a lost actor is created again.
+Used by the agent. Independent of sockets. Invariants: if no node has the resources for an engine, the host is told
+within seconds what is missing; a lost actor is recreated.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import ray.exceptions
 from .engine_actor import EngineActor
 from .messages import EngineLocation, EngineSpec, HostAddress, Versions, WantedEngine
 from .model_cache import ModelFilesError, manifests
-from .rank_actors import DETACHED, NAMESPACE, actor_options, answer, free_resources, needs, room_problem
+from .rank_actors import DETACHED, NAMESPACE, actor_options, answer, free_resources, needs, placement_problem
 
 NEWS_WAIT_S: Final = 10.0
 LEASE_S: Final = 25.0
-"""Several NEWS_WAIT_S, so that a late call does not remove its host."""
+"""Several times NEWS_WAIT_S, so that a late call does not remove its host."""
 NAME: Final = "hosts"
 
 
@@ -59,8 +59,7 @@ class HostRegistry:
         return ""
 
     async def watch(self, host: str, version: int) -> tuple[int, list[bytes]]:
-        """The version of the list, and all hosts; waits as `EngineActor.watch`. A host that is not listed should
-        join."""
+        """The version of the list, and all hosts. Waits like `EngineActor.watch`. Hosts not listed should join."""
         self._heard_at_s[host] = time.monotonic()
         self._forget_silent()
         if self._version == version:
@@ -92,11 +91,11 @@ class HostRegistry:
 
 log = logging.getLogger(__name__)
 
-ROOM_S: Final = 5.0
-"""How long a lack of room must last to be an error: Ray frees the resources of ended actors late."""
+SHORTAGE_S: Final = 5.0
+"""How long resources must be insufficient before this is an error: Ray frees those of ended actors late."""
 PLACEMENT_S: Final = 30.0
-"""Wait for an actor's first answer before room is checked again, as others may have taken it. A busy machine needs
-seconds to start an actor's process."""
+"""How long to wait for an actor's first answer before resources are checked again, because others may have taken them.
+A busy machine needs seconds to start an actor's process."""
 RETRY_S: Final = 0.5
 
 
@@ -109,7 +108,7 @@ class EngineWatch:
         self._tell = tell
         self._actor: Any = None
         self.state: EngineLocation | None = None
-        """The last one passed to `tell`."""
+        """The last state passed to `tell`."""
         self._task = asyncio.create_task(self._watch())
 
     def stop(self) -> None:
@@ -123,7 +122,7 @@ class EngineWatch:
     async def _watch(self) -> None:
         while True:
             try:
-                await self._wait_for_room()
+                await self._wait_for_resources()
                 self._actor = await asyncio.to_thread(self._make_actor)
                 await self._listen()
             except ModelFilesError as error:
@@ -145,7 +144,7 @@ class EngineWatch:
         version, node = 0, ray.get_runtime_context().get_node_id()
         call = asyncio.ensure_future(answer(self._actor.watch.remote(self._host, version, node)))
         while not (await asyncio.wait((call,), timeout=PLACEMENT_S))[0]:
-            if problem := await asyncio.to_thread(self._room_problem):
+            if problem := await asyncio.to_thread(self._placement_problem):
                 self._show(EngineLocation(self._wanted.key, error=problem, is_final=True))
         while True:
             state = msgspec.msgpack.decode(await call, type=EngineLocation)
@@ -154,14 +153,14 @@ class EngineWatch:
                 self._show(state)
             call = asyncio.ensure_future(answer(self._actor.watch.remote(self._host, version, node)))
 
-    async def _wait_for_room(self) -> None:
-        """Returns at once where the actor exists."""
+    async def _wait_for_resources(self) -> None:
+        """Returns immediately if the actor exists."""
         began_s = time.monotonic()
         while not await asyncio.to_thread(self._exists):
-            problem = await asyncio.to_thread(self._room_problem)
+            problem = await asyncio.to_thread(self._placement_problem)
             if not problem:
                 return
-            if time.monotonic() - began_s >= ROOM_S:
+            if time.monotonic() - began_s >= SHORTAGE_S:
                 self._show(EngineLocation(self._wanted.key, error=problem, is_final=True))
             await asyncio.sleep(RETRY_S)
 
@@ -172,9 +171,9 @@ class EngineWatch:
             return False
         return True
 
-    def _room_problem(self) -> str:
-        """Why no node can take the engine; "" = one may."""
-        return room_problem(needs(self._wanted.config), ray.nodes(), free_resources())
+    def _placement_problem(self) -> str:
+        """Why no node can take the engine; "" = one may be able to."""
+        return placement_problem(needs(self._wanted.config), ray.nodes(), free_resources())
 
     def _show(self, state: EngineLocation) -> None:
         if state != self.state:

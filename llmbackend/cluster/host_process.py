@@ -1,6 +1,6 @@
 """`python -m llmbackend.cluster.host_process`: this machine's host, whose engines run anywhere in the cluster.
 
-For: the launcher. Does not know: Ray. Invariant: it drains and ends when its standard input closes.
+Started by the launcher. Independent of Ray. Invariant: it drains and ends when its standard input closes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class AgentLocator:
-    """An EngineLocator. Only its own thread uses the agent's socket, so that callers never wait for the agent."""
+    """An EngineLocator. Only its own thread uses the agent's socket, so callers never wait for the agent."""
 
     def __init__(self, agent: Path) -> None:
         """agent: its Unix socket."""
@@ -57,9 +57,9 @@ class AgentLocator:
         self._serving: HostServing | None = None
         self._peers_changed: Callable[[tuple[HostAddress, ...]], None] | None = None
         self._outbox: list[FromHost] = []
-        """Unsent messages. What one agent misses, the next one is told when it accepts the connection."""
+        """Unsent messages. Whatever one agent misses is sent to the next one when it accepts the connection."""
         self._peers: tuple[HostAddress, ...] | None = None
-        """None: unknown. Only the thread uses it and the next one."""
+        """None = unknown. Used only by the thread and the next one."""
         self._shown_peers: tuple[HostAddress, ...] | None = None
         self._is_closed = False
         self._wakeup = Wakeup()
@@ -92,7 +92,7 @@ class AgentLocator:
 
     def serve(self, endpoint: str, peers_changed: Callable[[tuple[HostAddress, ...]], None]) -> None:
         """Frontends of other machines reach this host at `endpoint`. peers_changed: called on this object's thread with
-        the cluster's other hosts, once they are known and when they change."""
+        the cluster's other hosts, once they are known and whenever they change."""
         with self._lock:
             self._serving, self._peers_changed = HostServing(endpoint), peers_changed
             self._outbox.append(self._serving)
@@ -118,7 +118,7 @@ class AgentLocator:
             time.sleep(RECONNECT_S)
 
     def _exchange(self, link: socket.socket) -> None:
-        """Until the agent ends or this object is closed."""
+        """Runs until the agent ends or this object is closed."""
         link.setblocking(False)
         poll, unsent, unread = select.poll(), b"", b""
         poll.register(self._wakeup, select.POLLIN)
@@ -163,7 +163,7 @@ class AgentLocator:
 
 @dataclass(frozen=True)
 class HostOrder:
-    """The host's standard input, a pipe from its parent alone."""
+    """The host's standard input, a pipe that only its parent writes."""
 
     settings: ServerSettings
     agent: Path

@@ -1,9 +1,9 @@
 """`llmbackend serve --cluster`: runs this machine's Ray node, agent, host and frontends, and drains them on a signal.
 
-For: the command line. Does not know: models, protocols, Ray's API. Invariants: processes that die are restarted, after
-growing pauses if they die soon; a failed first start ends the command with the reason; SIGTERM or SIGINT begins one
-drain, and a second signal ends everything at once; nothing that the command started outlives it, except after SIGKILL:
-then the next launcher of the run folder takes over the node.
+Used by the command line. Independent of models, protocols and Ray's API. Invariants: processes that die are restarted,
+with increasing pauses if they die soon; if the first start fails, the command ends with the reason; SIGTERM or SIGINT
+begins one drain, a second signal ends everything immediately; nothing that the command started outlives it, except
+after SIGKILL: the next launcher with the same run folder then takes over the node.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class MachineFrontends:
     """This machine's ports and the frontend processes on them. Created on the event loop."""
 
     metrics_port: int | None = None
-    """The host has it."""
+    """The host has the metrics port."""
 
     def __init__(self, settings: ServerSettings, folder: Path, keys: ClusterSecrets) -> None:
-        """folder: used by this launcher alone. keys: for links to hosts on other machines. Raises OSError that names a
-        port of another process."""
+        """folder: used only by this launcher. keys: for links to hosts on other machines. Raises OSError that names a
+        port in use by another process."""
         folder.mkdir(mode=0o700)
         self.host_settings = replace(settings, host_folder=folder)
         self._claims = claims = ClaimedPorts.claim(
@@ -69,7 +69,7 @@ class MachineFrontends:
         self.processes = FrontendProcesses(orders, self._counts.forget)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new requests and lets running ones finish for `grace_s` seconds. Call it once."""
+        """Refuses new requests and lets running ones finish for `grace_s` seconds. To be called once."""
         await self.processes.stop(grace_s)
         self._claims.close()
         self._counts.close()
@@ -80,7 +80,7 @@ log = logging.getLogger(__name__)
 AGENT_START_S: Final = 60.0
 AGENT_END_S: Final = 15.0
 HOST_END_S: Final = 15.0
-"""Time in addition to the exit timeout of its requests."""
+"""Time added to the exit timeout of its requests."""
 NODE_CHECK_S: Final = 1.0
 
 
@@ -144,7 +144,7 @@ class _Launcher:
         return await self._stop()
 
     async def _start(self) -> str:
-        """Why this machine does not serve; "" = it serves."""
+        """Returns why this machine does not serve; "" = it serves."""
         try:
             log.info("looking for the cluster's Ray node on this machine (%s)", self._cluster.address)
             await in_thread(self._node.ensure)

@@ -30,7 +30,7 @@ class WantedEngine(msgspec.Struct, frozen=True):
 
 
 class Wants(msgspec.Struct, frozen=True, tag=True):
-    """Host → agent: all engines that the host needs, each time something changes."""
+    """Host → agent: all engines that the host needs, sent whenever this changes."""
 
     engines: tuple[WantedEngine, ...]
 
@@ -44,11 +44,11 @@ class HostServing(msgspec.Struct, frozen=True, tag=True):
 class EngineLocation(msgspec.Struct, frozen=True, tag=True):
     """Agent → host, actor → agent: where an engine is.
 
-    version      grows with each change
+    version      increases with each change
     endpoint     tcp://host:port; "" = not up
     incarnation  identifies its process
-    node         the name of its machine, for messages to people
-    error        why it is not up, for messages to people; "" = it is starting
+    node         the name of its machine, for display
+    error        why it is not up, for display; "" = it is starting
     is_final     whether waiting is useless, so that a first load should fail
     """
 
@@ -62,7 +62,7 @@ class EngineLocation(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostAddress(msgspec.Struct, frozen=True):
-    """A host of the cluster. endpoint: where frontends of other machines reach it; "" = nowhere."""
+    """A host of the cluster. endpoint: where frontends on other machines reach it; "" = nowhere."""
 
     id: str
     endpoint: str
@@ -79,7 +79,7 @@ FromAgent = EngineLocation | Peers
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """What the actor of an engine runs. models: the folders that `config` names, on the machine that asked first."""
+    """What an engine's actor runs. models: the folders that `config` names, on the machine that asked first."""
 
     key: str
     config: EngineConfig

@@ -1,9 +1,9 @@
-"""This machine's copies of models that are not at their path here: one folder for each, received once.
+"""This machine's copies of models that are not at their configured path here: one folder per model, received once.
 
-For: engines' actors. Does not know: how files are sent. Invariants: a copy appears by a rename, complete and synced;
+Used by engines' actors. Independent of how files are sent. Invariants: a copy appears by a rename, complete and synced;
 its checksums are verified before each use; one process receives a copy while others wait for it; above the size limit,
-the least recently used copies that are not in use are removed; only the user can enter the folder. The locks are
-`flock`s, which end with the processes that hold them.
+the least recently used copies not in use are removed; only the user can access the folder. The locks are `flock`s,
+which are released when their processes end.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DIRECTORY: Final = "LLMBACKEND_MODEL_CACHE_DIR"
 SIZE: Final = "LLMBACKEND_MODEL_CACHE_SIZE"
 DEFAULT_SIZE_GIB: Final = 256.0
 _CHECKSUMS: Final = ".checksums"
-"""File of a copy: file name -> sha256."""
+"""File in a copy: file name -> sha256."""
 _UNFINISHED: Final = ".unfinished"
 _USED: Final = ".used"
-"""Lock of the users of a copy; its modification time is that of the last use."""
+"""Lock of a copy's users; its modification time is that of the last use."""
 _WRITING: Final = ".writing"
-"""Lock of the process that receives a copy."""
+"""Lock of the process that is receiving a copy."""
 _decode_checksums = msgspec.json.Decoder(dict[str, str]).decode
 
 Fetch = Callable[[ManifestFile], Iterable[bytes]]
@@ -49,7 +49,7 @@ Connect = Callable[[ModelManifest], AbstractContextManager[Fetch]]
 
 
 class HeldModel(NamedTuple):
-    """A copy that is kept while `descriptor` is open in any process."""
+    """A copy that is retained while `descriptor` is open in any process."""
 
     folder: Path
     descriptor: int
@@ -59,10 +59,10 @@ class HeldModel(NamedTuple):
 
 
 class ModelCache:
-    """Any process of the user and any thread may use it."""
+    """May be used by any process of the user, and by any thread."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        """Raises OSError, also for a folder that other users own or can access."""
+        """Raises OSError, also if other users own or can access the folder."""
         self._folder = folder
         self._limit_bytes = limit_bytes
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class ModelCache:
         with self._locked():
             self._sweep()
             used, writing = self._open_lock(name + _USED), self._open_lock(name + _WRITING)
-            fcntl.flock(used, fcntl.LOCK_SH)  # from now on the copy is not removed
+            fcntl.flock(used, fcntl.LOCK_SH)  # from now on the copy will not be removed
         try:
             fcntl.flock(writing, fcntl.LOCK_EX)
             if not self._is_whole(self._folder / name):
@@ -91,7 +91,7 @@ class ModelCache:
         return HeldModel(self._folder / name, used)
 
     def _is_whole(self, copy: Path) -> bool:
-        """A damaged copy is removed."""
+        """Removes a damaged copy."""
         if not copy.exists():
             return False
         try:
@@ -105,7 +105,7 @@ class ModelCache:
         return not damaged
 
     def _receive(self, name: str, manifest: ModelManifest, connect: Connect) -> None:
-        """The caller has the writer's lock."""
+        """The caller holds the writer's lock."""
         unfinished = self._folder / (name + _UNFINISHED)
         try:
             self._reserve(unfinished, manifest)
@@ -123,16 +123,16 @@ class ModelCache:
             raise
 
     def _reserve(self, unfinished: Path, manifest: ModelManifest) -> None:
-        """Allocates the files, so that a full disk or cache is an error before anything is sent."""
+        """Allocates the files, so that a full disk or cache is detected before anything is sent."""
         with self._locked():
             shutil.rmtree(unfinished, ignore_errors=True)
-            self._make_room(manifest.size_bytes)
+            self._evict(manifest.size_bytes)
             unfinished.mkdir(mode=0o700)
             for file in manifest.files:
                 _reserve(unfinished / file.name, file.size_bytes)
 
-    def _make_room(self, size_bytes: int) -> None:
-        """The caller has the cache's lock. Raises OSError."""
+    def _evict(self, size_bytes: int) -> None:
+        """Evicts copies. The caller holds the cache's lock. Raises OSError."""
         folders = [path for path in self._folder.iterdir() if path.is_dir()]
         sizes = {path: sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in folders}
         copies = [path for path in folders if path.suffix != _UNFINISHED]
@@ -154,7 +154,7 @@ class ModelCache:
         return is_unused
 
     def _sweep(self) -> None:
-        """Removes what killed writers left."""
+        """Removes what killed writers have left."""
         for unfinished in self._folder.glob("*" + _UNFINISHED):
             with self._try_lock(unfinished.with_suffix(_WRITING)) as is_left:
                 if is_left:
@@ -162,7 +162,7 @@ class ModelCache:
 
     @contextlib.contextmanager
     def _try_lock(self, path: Path) -> Iterator[bool]:
-        """Holds the lock if it is free; yields whether it is."""
+        """Takes the lock if it is free; yields whether it was."""
         descriptor = self._open_lock(path.name)
         try:
             try:
@@ -176,7 +176,7 @@ class ModelCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Held briefly, never while files are received. Only its holder opens or removes locks of copies."""
+        """Held briefly, never while files are received. Locks of copies are opened and removed only by its holder."""
         descriptor = self._open_lock("lock")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -189,7 +189,7 @@ class ModelCache:
 
 
 def machine_cache() -> ModelCache | None:
-    """None when it is switched off. Raises OSError, and ValueError for a size that is not a number."""
+    """None if it is switched off. Raises OSError, and ValueError for a size that is not a number."""
     text = os.environ.get(SIZE, "") or str(DEFAULT_SIZE_GIB)
     try:
         limit_bytes = int(float(text) * 2**30)
@@ -251,7 +251,7 @@ class LocalFiles(msgspec.Struct, frozen=True):
 
 
 def manifests(config: EngineConfig) -> tuple[ModelManifest, ...]:
-    """The manifests of the folders that the configuration names by an absolute path; other names are hub ids, or no
+    """The manifests of the folders that the configuration names by an absolute path; other names are hub ids, or not
     files. Raises ModelFilesError."""
     named = {"model": config.model} | {f"LoRA adapter '{name}'": path for name, path in config.lora_modules.items()}
     found = []

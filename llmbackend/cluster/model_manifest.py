@@ -1,7 +1,7 @@
-"""ModelManifest: what a model's folder holds, in a few kilobytes, so that machines can compare their files.
+"""ModelManifest: a summary of a model's folder in a few kilobytes, so that machines can compare their files.
 
-For: agents, engines' actors and the model cache. Does not know: Ray, caches. Invariants: of large files only samples
-are read; only files that an engine reads are listed; names stay inside the folder.
+Used by agents, engines' actors and the model cache. Independent of Ray and caches. Invariants: large files are only
+sampled; only files that an engine reads are listed; names stay inside the folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NUM_BLOCKS: Final = 32
 class ManifestFile(msgspec.Struct, frozen=True):
     """name      relative to the folder
     size_bytes
-    mtime_ns  of the last change; a copy of the file may have another one
+    mtime_ns  time of the last change; copies may differ
     digest    sha256 of the file, or of parts of a large one, in hex
     """
 
@@ -49,7 +49,7 @@ class ModelManifest(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """A hexadecimal key, which differs for each content of the files."""
+        """A hexadecimal key that depends on the content of the files."""
         return hashlib.sha256(msgspec.msgpack.encode(self.files)).hexdigest()[:40]
 
     @property

@@ -1,8 +1,8 @@
-"""Sends a model's files between machines: an actor where the files are, read by a machine that lacks them.
+"""Sends a model's files between machines: an actor on the machine that has them, read by a machine that lacks them.
 
-For: engines' actors. Does not know: where copies are kept. Invariants: only files of one manifest are sent, and only
-while they match it; each part comes with its checksum; at most PARTS_AHEAD parts are in Ray's memory. Ray, and so TLS,
-carries them; tokens never take this way.
+Used by engines' actors. Independent of where copies are stored. Invariants: only the files of one manifest are sent,
+and only while they match it; each part comes with its checksum; at most PARTS_AHEAD parts are in Ray's memory. Ray, and
+hence TLS, carries them; tokens never take this path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .model_manifest import ManifestFile, ModelManifest
 PART_BYTES: Final = 4 << 20
 PARTS_AHEAD: Final = 4
 ANSWER_S: Final = 120.0
-"""Timeout of each answer; Ray notices a lost machine sooner."""
+"""Timeout per answer. Ray detects a lost machine sooner."""
 
 
 class ModelSource:
@@ -55,14 +55,14 @@ class ModelSource:
 
 
 class RemoteModel:
-    """Reads a ModelSource on another machine. Used by one thread."""
+    """Reads a ModelSource on another machine. For one thread."""
 
     def __init__(self, actor: Any, manifest: ModelManifest) -> None:
         self._actor = actor
         self._manifest = manifest
 
     def check(self) -> None:
-        """Raises OSError unless that machine still has the model."""
+        """Raises OSError if that machine no longer has the model."""
         if problem := self._ask(self._actor.problem.remote()):
             raise OSError(errno.ENOENT, problem)
 
@@ -96,7 +96,7 @@ class RemoteModel:
 
 @contextmanager
 def remote_model(nodes: Iterable[str], manifest: ModelManifest) -> Iterator[Fetch]:
-    """nodes: Ray's ids of machines that may have the model, best first. Raises OSError when none does."""
+    """nodes: Ray's ids of machines that may have the model, best first. Raises OSError if none does."""
     problems = []
     with ExitStack() as connected:
         for node in nodes:

@@ -1,6 +1,6 @@
-"""Certificates of a cluster: the authority in its secrets folder, and one certificate for each machine.
+"""Certificates of a cluster: the authority in its secrets folder, and one certificate per machine.
 
-For: the secrets folder and the Ray node. Does not know: Ray. Invariants: a machine's certificate names only its own
+Used by the secrets folder and the Ray node. Independent of Ray. Invariants: a machine's certificate names only its own
 addresses; only this user can read private keys.
 """
 
@@ -40,8 +40,8 @@ def make_authority(certificate: Path, key: Path) -> None:
 
 
 def issue(authority: Path, authority_key: Path, address: str, certificate: Path, key: Path) -> None:
-    """Writes, or replaces, the certificate of this machine, which others reach at `address`. Raises OSError or
-    ValueError when the authority's files cannot be read."""
+    """Writes or replaces the certificate of this machine, which others reach at `address`. Raises OSError or ValueError
+    if the authority's files cannot be read."""
     issuer = x509.load_pem_x509_certificate(authority.read_bytes())
     issuer_key = serialization.load_pem_private_key(authority_key.read_bytes(), password=None)
     if not isinstance(issuer_key, ec.EllipticCurvePrivateKey):

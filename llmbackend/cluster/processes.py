@@ -1,4 +1,4 @@
-"""Processes of one machine in a cluster: the launcher's children, and served engines, which outlive their starters."""
+"""A machine's processes in a cluster: the launcher's children, and served engines, which outlive their starters."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .ray_node import THREADS_VARIABLE
 log = logging.getLogger(__name__)
 
 _LASTED_S: Final = 60.0
-"""A process that ran at least so long is restarted without a pause."""
+"""A process that ran at least this long is restarted without a pause."""
 
 
 class Child:
     """A process that is restarted when it ends. Used on the launcher's event loop."""
 
     def __init__(self, name: str, command: Sequence[str], order: Callable[[], bytes], environment: Mapping[str, str]):
-        """order: makes the standard input of each process."""
+        """order: creates the standard input of each process."""
         self.name = name
         self._command = command
         self._order = order
@@ -46,14 +46,14 @@ class Child:
         self._first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> bytes:
-        """The first line that the first process writes to the descriptor of READY_DESCRIPTOR; b"" when it ends before
-        that, after which it is not restarted."""
+        """Returns the first line that the first process writes to the descriptor READY_DESCRIPTOR, or b"" if it ends
+        before that; it is then not restarted."""
         self._keeping = asyncio.create_task(self._keep())
         return await self._first
 
     @property
     def exit_code(self) -> int:
-        """0 while the process runs, and before it was started."""
+        """0 while the process runs, and before it is started."""
         return 0 if self._process is None else self._process.returncode or 0
 
     def signal(self, number: int) -> None:
@@ -88,9 +88,9 @@ class Child:
             await asyncio.sleep(pause_s)
 
     async def _run_once(self) -> subprocess.Popen[bytes]:
-        """A process that has ended."""
+        """Returns a process that has ended."""
         reader, writer = os.pipe()
-        # In a session of its own: only the launcher gets the terminal's Ctrl+C, and then stops this process.
+        # In a session of its own: only the launcher gets the terminal's Ctrl+C, and it then stops this process.
         process = subprocess.Popen(
             self._command,
             stdin=PIPE,
@@ -140,14 +140,15 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class EngineKeeper:
-    """Starts and restarts one engine on its own thread. Any thread may call it."""
+    """Starts and restarts one engine on its own thread. Thread-safe."""
 
     def __init__(
         self, prepare: Callable[[], Launch | None], folder: Path, name: str, heard: Callable[[ServedEngineNews], None]
     ) -> None:
-        """prepare: called on this object's thread before each launch; may take long; None = not now.
-        folder: the run folder of this machine.
-        heard: called on this object's thread; news with an error mean that the engine has ended and is restarted."""
+        """prepare: called on this object's thread before each launch; may take long; None = not now
+        folder: the run folder of this machine
+        heard: called on this object's thread; news with an error mean that the engine has ended and is being restarted
+        """
         self._prepare = prepare
         self._record_file = folder / f"{name}.json"
         self._heard = heard
@@ -177,7 +178,7 @@ class EngineKeeper:
             num_failures = 0 if time.monotonic() - began_s >= _LASTED_S else num_failures + 1
 
     def _adopt(self) -> bool:
-        """Waits for the end of an engine that a previous process of the actor started; False when there is none."""
+        """Waits for the end of an engine started by a previous process of the actor. Returns False if there is none."""
         record = read_record(self._record_file)
         if record is None:
             return False
@@ -215,7 +216,7 @@ class EngineKeeper:
         self._heard(ServedEngineNews(error=error or "the engine's process has exited"))
 
     def _hear_until_end(self, descriptor: int, news: int | None) -> str:
-        """The error that the engine reports, "" for none."""
+        """The error reported by the engine, "" if there is none."""
         error, lines = "", b""
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)

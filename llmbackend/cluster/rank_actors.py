@@ -1,8 +1,8 @@
-"""Ranks 1 and up of a split model: one actor each, in one placement group. Resources that engines need of Ray.
+"""Ranks 1 and up of a split model: one actor each, in one placement group. Also, engines' resources in Ray.
 
-For: the engine's actor, whose node has rank 0. Does not know: what ranks compute, hosts. Invariants: the ranks end with
-the actor that created them; a rank whose process or node is lost is restarted and waits for the next rank 0; the
-meeting is the same while rank 0's process runs, also when the engine's actor is restarted.
+Used by the engine's actor, whose node has rank 0. Independent of hosts and of what ranks compute. Invariants: the ranks
+end with the actor that created them; a rank whose process or node is lost is restarted and waits for the next rank 0;
+the rendezvous stays the same as long as rank 0's process runs, even if the engine's actor is restarted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DETACHED: Final[dict[str, Any]] = {
 
 
 def free_resources() -> dict[str, dict[str, float]]:
-    """The free resources by node id. Ray's public functions tell only those of the whole cluster."""
+    """The free resources by node id. Ray's public functions report only those of the whole cluster."""
     found: dict[str, dict[str, float]] = available_resources_per_node()
     return found
 
@@ -59,7 +59,7 @@ _MEMORY: Final = "memory"
 
 
 def needs(config: EngineConfig) -> dict[str, float]:
-    """Ray's resources of each rank, by name. An engine without a number of threads counts as one CPU."""
+    """Ray's resources for each rank, by name. An engine without a number of threads counts as one CPU."""
     gpus = 1 if config.device.startswith("cuda") else 0
     return {CPU: float(max(1, config.num_threads)), GPU: float(gpus)} | config.cluster_resources
 
@@ -71,19 +71,19 @@ def actor_options(wanted: Mapping[str, float]) -> dict[str, Any]:
     return options | {"resources": {name: amount for name, amount in wanted.items() if name not in own}}
 
 
-def room_problem(
+def placement_problem(
     wanted: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
 ) -> str:
-    """Why no node has room now; "" = one has. nodes: from ray.nodes(). free: from free_resources()."""
+    """Why no node has enough free resources now; "" = one has. nodes: from ray.nodes(). free: from free_resources()."""
     if any(fits(wanted, free.get(node["NodeID"], {})) for node in nodes if node["Alive"]):
         return ""
-    return no_room(wanted, nodes, free)
+    return insufficient_resources(wanted, nodes, free)
 
 
-def no_room(
+def insufficient_resources(
     wanted: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
 ) -> str:
-    """The text of `room_problem` when there is no room."""
+    """The text of `placement_problem` if there is no such node."""
     alive = [node for node in nodes if node["Alive"]]
     lacking = [name for name in wanted if wanted[name] and not any(node["Resources"].get(name) for node in alive)]
     unknown = f" (no node has any {' or '.join(lacking)})" if lacking else ""
@@ -108,7 +108,7 @@ def fits(wanted: Mapping[str, float], free: Mapping[str, float]) -> bool:
 
 
 PLACEMENT_S: Final = 10.0
-"""Time after which a placement group counts as impossible for lack of room."""
+"""How long to wait before a placement group counts as impossible for lack of resources."""
 _decode_models = msgspec.msgpack.Decoder(tuple[ModelManifest, ...]).decode
 
 
@@ -133,7 +133,7 @@ class RankActor:
 
 
 class RankGroup:
-    """Used by one thread at a time."""
+    """For one thread at a time."""
 
     def __init__(self, spec: EngineSpec, meeting: RankMeeting) -> None:
         self._config = spec.config
@@ -149,7 +149,7 @@ class RankGroup:
         count = config.num_ranks - 1
         self._group = ray.util.placement_group([{k: v for k, v in wanted.items() if v}] * count, strategy="PACK")
         if not self._group.wait(PLACEMENT_S):
-            return f"{count} more ranks: {no_room(wanted, ray.nodes(), free_resources())}"
+            return f"{count} more ranks: {insufficient_resources(wanted, ray.nodes(), free_resources())}"
         self._actors = [self._actor(i, wanted, machines) for i in range(count)]
         return next(filter(None, ray.get([actor.problem.remote() for actor in self._actors])), "")
 
@@ -170,8 +170,8 @@ class RankGroup:
 
 
 def meeting_at(address: str, file: Path, is_running: bool) -> RankMeeting:
-    """The place where the ranks of an engine on this machine meet. file: stores it. is_running: whether rank 0's
-    process already runs, started by an earlier process of the engine's actor; it uses the stored place."""
+    """The rendezvous of the ranks of an engine on this machine. file: stores it. is_running: whether rank 0's process
+    is already running, started by an earlier process of the engine's actor; it uses the stored rendezvous."""
     if is_running and file.exists():
         return msgspec.json.decode(file.read_bytes(), type=RankMeeting)
     with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as free:

@@ -1,7 +1,7 @@
 """The Ray node of this machine: found, or started as a cluster's head or member, and ended.
 
-For: the launcher. Does not know: what runs on it. Invariants: each run folder has at most one node, and a record of it;
-a start ends within START_TIMEOUT_S, and a failed one leaves no process; a node at loopback listens nowhere else.
+Used by the launcher. Independent of what runs on it. Invariants: each run folder has at most one node, and a record of
+it; a start ends within START_TIMEOUT_S, and leaves no process if it fails; a loopback node listens nowhere else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .settings import AUTO, LOOPBACK, ClusterError, ClusterSettings
 
 SECRETS_VARIABLE: Final = "LLMBACKEND_CLUSTER_SECRETS"
 RUN_FOLDER_VARIABLE: Final = "LLMBACKEND_CLUSTER_RUN_FOLDER"
-"""Variables of the node's environment, which engines' actors inherit."""
+"""Environment variables of the node, inherited by engines' actors."""
 THREADS_VARIABLE: Final = "OMP_NUM_THREADS"
 
 
@@ -39,7 +39,7 @@ def ray_environment(secrets: SecretsFolder, run_folder: Path, bind: str) -> dict
     certificate, key = run_folder / "node.pem", run_folder / "node.key"
     issue(secrets.authority, secrets.authority_key, bind, certificate, key)
     found = dict(os.environ)
-    found.pop("RAY_AUTH_TOKEN", None)  # Ray would prefer it to the file
+    found.pop("RAY_AUTH_TOKEN", None)  # Ray would prefer this to the file
     found |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(secrets.token.resolve()),
@@ -54,7 +54,7 @@ def ray_environment(secrets: SecretsFolder, run_folder: Path, bind: str) -> dict
         RUN_FOLDER_VARIABLE: str(run_folder),
     }
     if bind == LOOPBACK:
-        # Only with this does a node listen on loopback alone; otherwise Ray takes another address of the machine.
+        # Only then does a node listen on loopback alone; otherwise Ray takes another address of the machine.
         found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return found
 
@@ -109,17 +109,17 @@ class NodeRecord(msgspec.Struct, frozen=True):
 
 
 class RayNode:
-    """Its process outlives a launcher that is killed; the next launcher finds it by the record."""
+    """Its process outlives a killed launcher; the next launcher finds it by the record."""
 
     def __init__(self, settings: ClusterSettings, secrets: SecretsFolder) -> None:
-        """Raises ClusterError when the run folder cannot be written or belongs to another user."""
+        """Raises ClusterError if the run folder cannot be written or belongs to another user."""
         self._settings = settings
         self._folder = settings.run_folder
         self._ray_folder = self._folder / "ray"  # Ray opens it for all users
         self._record = self._folder / "node.json"
         self._child: subprocess.Popen[bytes] | None = None
         self.pid = 0
-        """0: `llmbackend serve` did not start the node, and does not end it."""
+        """0 = `llmbackend serve` did not start the node, and will not end it."""
         self.address = ""
         """Address of the cluster's head, host:port."""
         try:
@@ -159,14 +159,14 @@ class RayNode:
         self.pid = 0
 
     def is_running(self) -> bool:
-        """True also for a node that `llmbackend serve` did not start."""
+        """True also for a node not started by `llmbackend serve`."""
         if self._child is not None:
             return self._child.poll() is None
         return not self.pid or _is_node(self.pid)
 
     @property
     def _head(self) -> str:
-        """The head's numeric address, which its certificate names. Raises ClusterError."""
+        """The head's numeric address, as named in its certificate. Raises ClusterError."""
         host, _, port = self._settings.address.rpartition(":")
         try:
             family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0]
@@ -179,7 +179,7 @@ class RayNode:
         return os.environ.get(RAY_ADDRESS, "") if self._settings.address == AUTO else ""
 
     def _environment(self, secrets: SecretsFolder) -> dict[str, str]:
-        """A Ray that was started otherwise has its own environment."""
+        """A Ray that was started in another way has its own environment."""
         if self._given_address:
             return dict(os.environ) | {SECRETS_VARIABLE: str(secrets.path.resolve())}
         return ray_environment(secrets, self._folder, self._settings.bind)

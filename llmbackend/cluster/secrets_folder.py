@@ -1,7 +1,7 @@
-"""The folder of a cluster's secrets, equal on all machines: Ray's token, the certificate authority, the CURVE key.
+"""The folder with a cluster's secrets, the same on all machines: Ray's token, the certificate authority, the CURVE key.
 
-For: the launcher, the agent and `llmbackend cluster init`. Does not know: how they are used. Invariants: only this user
-can read the folder, since whoever has it can join the cluster; an existing folder is never changed.
+Used by the launcher, the agent and `llmbackend cluster init`. Independent of how they are used. Invariants: only this
+user can read the folder, because whoever has it can join the cluster; an existing folder is never changed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SecretsFolder:
 
     @classmethod
     def create(cls, path: Path) -> SecretsFolder:
-        """Raises ClusterError when the folder has secrets already or cannot be written."""
+        """Raises ClusterError if the folder already contains secrets or cannot be written."""
         from .node_certificate import make_authority, write_private
 
         folder = cls(path.expanduser())

@@ -10,7 +10,7 @@ from typing import Final
 
 
 class ClusterError(Exception):
-    """This machine cannot join the cluster, or stay in it."""
+    """This machine cannot join the cluster, or cannot stay in it."""
 
 
 AUTO: Final = "auto"
@@ -20,7 +20,7 @@ DEFAULT_SECRETS: Final = Path("~/.llmbackend/cluster")
 
 
 def default_run_folder() -> Path:
-    """One for each user. The path is short because Ray's Unix sockets are in it."""
+    """One per user. The path is short because it contains Ray's Unix sockets."""
     return Path(tempfile.gettempdir()) / f"llmbackend-ray-{os.getuid()}"
 
 
@@ -29,11 +29,11 @@ class ClusterSettings:
     """Raises ValueError that names the field, its value and what was expected."""
 
     address: str
-    """AUTO: this machine's Ray node, or a new cluster with this machine as its head; host:port: the head to join."""
+    """AUTO = this machine's Ray node, or a new cluster with this machine as its head; host:port = the head to join."""
     bind: str = LOOPBACK
-    """The address at which other machines reach this one; LOOPBACK: a cluster of this machine alone."""
+    """The address at which other machines reach this one; LOOPBACK = a cluster of this machine alone."""
     port: int = DEFAULT_PORT
-    """The port of Ray if this machine is the head; 0: any."""
+    """Ray's port if this machine is the head; 0 = any."""
     secrets: Path = DEFAULT_SECRETS
     num_cpus: int | None = None
     """CPUs for engines; None: all."""

@@ -1,1 +1,1 @@
-"""The host: what Triton's core does. Knows no LLM and no wire protocol."""
+"""The host, the counterpart of Triton's core. Independent of LLMs and wire protocols."""

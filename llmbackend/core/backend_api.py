@@ -1,6 +1,6 @@
-"""The contract between the host and a backend: what a backend must export, and what it can use of the host.
+"""The contract between the host and a backend: what a backend exports, and what the host offers it.
 
-A backend imports only this module of the host. Source: Triton's `tritonbackend.h` (API 1.19). A C function
+A backend imports no other module of the host. Source: Triton's `tritonbackend.h` (API 1.19). A C function
 `TRITONBACKEND_XDoY(x, …)` is the method `X.do_y(…)` here.
 
 Functions
@@ -21,11 +21,11 @@ Functions
     TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None
         Once per instance, after ModelInitialize.
     TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequence[Request]) -> None
-        Computes a batch, or takes it over to compute it later. Calls for one instance do not overlap.
+        Computes a batch, or takes it over for later computation. Calls for one instance do not overlap.
     TRITONBACKEND_ModelInstanceReady(instance: ModelInstance) -> None
-        Raises TritonError when the instance is not ready. Called from any thread.
+        Raises TritonError if the instance is not ready. Called from any thread.
     TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None
-        When the instance has no requests any more.
+        Once the instance has no more requests.
 
     Not in Triton's API (LLMBACKEND_API_VERSION):
 
@@ -173,7 +173,7 @@ class SendPolicy(Enum):
     IMMEDIATE = "IMMEDIATE"
     """Returns at once; the response is held, up to a limit."""
     BLOCKING = "BLOCKING"
-    """Blocks until the ensemble has room, for at most 300 s."""
+    """Blocks until the ensemble can take the response, for at most 300 s."""
 
 
 class InstanceGroupKind(Enum):
@@ -191,11 +191,11 @@ class ReleaseFlag(IntFlag):
 class Backend(Protocol):
     """A loaded backend. The policies and `resumes` may be set in Initialize.
 
-    state: for the backend's own use; None at first
+    state: for the backend's own use; initially None
     execution_policy: default BLOCKING
     send_policy: default IMMEDIATE
-    resumes: whether it reads `Request.resume` and sends deltas; default false; the host refuses requests with deltas
-        to other backends. Not in Triton's API
+    resumes: whether the backend reads `Request.resume` and sends deltas; default False; otherwise the host refuses
+        requests with deltas. Not in Triton's API
     """
 
     state: Any
@@ -213,7 +213,7 @@ class Backend(Protocol):
     def api_version(self) -> tuple[int, int]: ...
     @property
     def config(self) -> Mapping[str, str]:
-        """The merged settings of `--backend-config`, which Triton gives as `{"cmdline": {...}}`."""
+        """The merged settings of `--backend-config`; Triton passes them as `{"cmdline": {...}}`."""
 
     def metric_family(
         self,
@@ -223,12 +223,12 @@ class Backend(Protocol):
         label_names: Sequence[str] | None = (),
         buckets: Sequence[float] | None = None,
     ) -> MetricFamily:
-        """The family of that name. The first call creates it, with this description.
+        """The family with that name. The first call creates it, with this description.
 
-        label_names: the labels of all its metrics; None = each metric names its own
-        buckets: upper bounds of its histograms; None = Prometheus's usual ones
+        label_names: the labels of all its metrics; None = each metric has its own
+        buckets: upper bounds of its histograms; None = Prometheus's default ones
 
-        Raises TritonError ALREADY_EXISTS when it exists with another kind or other label names.
+        Raises TritonError ALREADY_EXISTS if it exists with another kind or other label names.
         """
 
 
@@ -238,8 +238,8 @@ class BackendAttributes:
 
     preferred_groups: kind and count of the instance groups of models whose configuration has none
     parallel_instance_loading: whether instances of a model may be initialised at the same time
-    follows_accelerators: the backend acts on `optimization.execution_accelerators`, and logs those that it does not
-        follow; else the host does. Not in Triton's API
+    follows_accelerators: whether the backend acts on `optimization.execution_accelerators` and logs those that it
+        ignores; otherwise the host logs them. Not in Triton's API
     """
 
     preferred_groups: list[tuple[InstanceGroupKind, int]] = field(default_factory=list)
@@ -248,7 +248,7 @@ class BackendAttributes:
 
 
 class Model(Protocol):
-    """One version of a model. state: for the backend's own use; None at first."""
+    """One version of a model. state: for the backend's own use; initially None."""
 
     state: Any
 
@@ -270,27 +270,27 @@ class Model(Protocol):
 
     def set_config(self, config: ModelConfig) -> None:
         """Auto-complete: takes from `config` max_batch_size, inputs, outputs, model_transaction_policy, the scheduling
-        choice unless one is set, and, not in Triton, parameters that are not set. Raises TritonError UNSUPPORTED
-        outside of ModelInitialize."""
+        choice if none is set, and (unlike Triton) parameters that are not set. Raises TritonError UNSUPPORTED outside
+        ModelInitialize."""
 
     @property
     def auto_complete_config(self) -> bool:
-        """False with --disable-auto-complete-config; then `set_config` must not be called."""
+        """False with --disable-auto-complete-config; `set_config` must then not be called."""
 
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
-        """Runs an inference on another model of the host (BLS; TRITONSERVER_ServerInferAsync). Returns at once.
+        """Runs an inference on another model of the host (BLS; TRITONSERVER_ServerInferAsync). Returns immediately.
 
         `callback` gets one response from an ordinary model, any number from a decoupled one. The request is validated,
-        scheduled, counted and cancelled like a client's, keeps its model loaded, and is also served while the server
-        stops. It is not cancelled with the request that it is made for, unless `handle.cancel` is passed to that
-        request's `on_cancel`.
+        scheduled, counted and cancelled like a client's, keeps its model loaded, and is served even while the server
+        stops. It is not cancelled together with the request on whose behalf it is made, unless `handle.cancel` is
+        passed to that request's `on_cancel`.
 
-        Raises TritonError with Triton's texts when the request is refused (unknown or unready model, invalid input,
-        full queue); then `callback` is never called.
+        Raises TritonError with Triton's texts if the request is refused (unknown or unready model, invalid input, full
+        queue); then `callback` is never called.
         """
 
     def is_decoupled(self, name: str, version: int = -1) -> bool:
-        """Whether a READY model may send any number of responses. Raises TritonError as `infer_async`."""
+        """Whether a READY model may send any number of responses. Raises the same errors as `infer_async`."""
 
     def is_model_ready(self, name: str, version: int = -1) -> bool:
         """False also for a model that is unknown or not loaded."""
@@ -301,15 +301,15 @@ class Model(Protocol):
 
         parameters: "config" = JSON text of a configuration, "file:<path>" = a file's content
 
-        Raises TritonError when the load fails, and UNAVAILABLE unless the model control mode is explicit.
+        Raises TritonError if the load fails, and UNAVAILABLE unless the model control mode is explicit.
         """
 
     def unload_model(self, name: str, unload_dependents: bool = False) -> None:
-        """Begins to unload a model, whose requests in flight are finished. Raises TritonError as `load_model`."""
+        """Begins to unload a model; its requests in flight are finished. Raises the same errors as `load_model`."""
 
 
 class ModelInstance(Protocol):
-    """One instance of a model version. state: for the backend's own use; None at first."""
+    """One instance of a model version. state: for the backend's own use; initially None."""
 
     state: Any
 
@@ -326,11 +326,11 @@ class ModelInstance(Protocol):
     @property
     def host_policy(self) -> HostPolicy:
         """The resources to which the instance's threads are bound. The host binds the threads of Initialize and
-        Execute; a backend binds the processes that it starts."""
+        Execute; a backend must bind the processes that it starts."""
 
     @property
     def activity(self) -> InstanceActivity:
-        """Where the backend reports what the instance does. Not in Triton's API."""
+        """Through which the backend reports what the instance does. Not in Triton's API."""
 
     def report_statistics(
         self,
@@ -341,13 +341,13 @@ class ModelInstance(Protocol):
         compute_end_ns: int,
         exec_end_ns: int,
     ) -> None:
-        """Call it once per request, before its release. Times are those of time.monotonic_ns(). Without success the
-        times are ignored, and a failure with reason BACKEND is counted."""
+        """To be called once per request, before its release. Times are those of time.monotonic_ns(). Without success,
+        the times are ignored and a failure with reason BACKEND is counted."""
 
     def report_batch_statistics(
         self, batch_size: int, exec_start_ns: int, compute_start_ns: int, compute_end_ns: int, exec_end_ns: int
     ) -> None:
-        """Call it once per executed batch. Without it, the model's execution_count stays 0."""
+        """To be called once per executed batch. Otherwise the model's execution_count stays 0."""
 
     def report_response_statistics(
         self,
@@ -357,7 +357,7 @@ class ModelInstance(Protocol):
         response_end_ns: int,
         error: TritonError | None = None,
     ) -> None:
-        """Call it once per response, in the order of the responses. compute_output_start_ns: 0 = an empty response."""
+        """To be called once per response, in response order. compute_output_start_ns: 0 = an empty response."""
 
 
 @runtime_checkable
@@ -366,11 +366,11 @@ class Request(Protocol):
 
     @property
     def id(self) -> str:
-        """The client's id, "" = none. Not unique: do not use it as a key."""
+        """The client's id, "" = none. Not unique, so do not use it as a key."""
 
     @property
     def number(self) -> int:
-        """Unique in this process; operators name the request by it. Not in Triton's API."""
+        """Unique in this process; identifies the request for operators. Not in Triton's API."""
 
     @property
     def correlation_id(self) -> int | str: ...
@@ -386,7 +386,7 @@ class Request(Protocol):
     def inputs(self) -> Mapping[str, Tensor]: ...
     @property
     def requested_outputs(self) -> Sequence[str]:
-        """If the client named no outputs: all outputs of the model."""
+        """All outputs of the model if the client named none."""
 
     @property
     def trace(self) -> RequestTrace | None:
@@ -394,7 +394,7 @@ class Request(Protocol):
 
     @property
     def tenant(self) -> Tenant:
-        """The client that the request is made for. Not in Triton's API; NO_TENANT inside NVIDIA's Triton."""
+        """The client on whose behalf the request is made. Not in Triton's API; NO_TENANT inside NVIDIA's Triton."""
 
     @property
     def resume(self) -> Resume | None:
@@ -403,24 +403,24 @@ class Request(Protocol):
     @property
     def is_cancelled(self) -> bool: ...
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once when the request is cancelled, on the thread that cancels, or at once if it was
-        cancelled before. The callback must only enqueue. It stays registered after the release, until the request
+        """Calls `callback` once when the request is cancelled, on the cancelling thread, or immediately if it has
+        already been cancelled. The callback must only enqueue. It stays registered after the release, until the request
         completes. Not in Triton's API, where a backend can only poll."""
 
     def new_response(self) -> Response: ...
     def response_factory(self) -> ResponseFactory:
-        """A factory, usable also after the request's release. Raises TritonError INVALID_ARG after release."""
+        """A factory that remains usable after the request's release. Raises TritonError INVALID_ARG after release."""
 
     def new_state(self, tensor: Tensor) -> State:
-        """TRITONBACKEND_StateNew: a new value of an implicit state, by the state's output name. Raises TritonError
-        INVALID_ARG after release, for a model without states, and for an unknown name."""
+        """TRITONBACKEND_StateNew: a new value for an implicit state, identified by the state's output name. Raises
+        TritonError INVALID_ARG after release, for a model without states, and for an unknown name."""
 
     def release(self, flags: ReleaseFlag = ReleaseFlag.ALL) -> None:
-        """Returns the request to the host; its inputs must not be used afterwards. With RESCHEDULE the host passes it
+        """Returns the request to the host; its inputs must not be used afterwards. With RESCHEDULE, the host passes it
         to Execute again (iterative sequences only).
 
-        Raises TritonError INVALID_ARG when it was released before, and for RESCHEDULE on a model without iterative
-        sequences or after the end of the sequence; then the backend still owns the request.
+        Raises TritonError INVALID_ARG if it has already been released, and for RESCHEDULE on a model without iterative
+        sequences or after the end of the sequence; the backend then still owns the request.
         """
 
 
@@ -432,7 +432,7 @@ class State(Protocol):
 
 
 class Response(Protocol):
-    """A response under construction. It must not be used after `send`, also if that failed."""
+    """A response under construction. It must not be used after `send`, even if that failed."""
 
     def add_output(self, tensor: Tensor) -> None: ...
     def set_parameter(self, name: str, value: ParameterValue) -> None: ...
@@ -443,13 +443,13 @@ class Response(Protocol):
 
 
 class ResponseFactory(Protocol):
-    """Makes the responses of one request, also after its release."""
+    """Makes the responses of one request, even after its release."""
 
     @property
     def is_cancelled(self) -> bool: ...
     def new_response(self) -> Response: ...
     def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE, delta: bytes = b"") -> None:
-        """The same as `new_response`, `add_output` for each output, and `Response.send`."""
+        """Equivalent to `new_response`, `add_output` for each output, and `Response.send`."""
 
     def send_flags(self, flags: ResponseFlag) -> None:
         """Sends flags without a response: `send_flags(ResponseFlag.FINAL)` ends a stream."""
@@ -459,10 +459,10 @@ class ResponseFactory(Protocol):
 
 
 def check_api_version(backend: Backend, built_for: tuple[int, int]) -> None:
-    """Call it in Initialize: logs both versions of this interface, as Triton's backends do. built_for: the backend's
-    constant.
+    """To be called in Initialize. Logs both versions of this interface, as Triton's backends do. built_for: the
+    backend's constant.
 
-    Raises TritonError UNSUPPORTED unless the host has the same major version and at least the minor version.
+    Raises TritonError UNSUPPORTED unless the host has the same major version and at least that minor version.
     """
     (host_major, host_minor), (major, minor) = backend.api_version, built_for
     _log.info("Triton TRITONBACKEND API version: %d.%d", host_major, host_minor)

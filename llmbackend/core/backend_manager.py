@@ -1,7 +1,7 @@
-"""Finds backends, shared libraries and Python modules, loads them once, and calls their TRITONBACKEND_* functions.
+"""Finds backends (shared libraries or Python modules), loads each once, and calls its TRITONBACKEND_* functions.
 
-Invariants: a path in a model configuration does not leave its directory; a backend is initialised once, and finalised
-at `close` or after a failed Initialize. Source: Triton's backend manager, and its search for libtriton_<backend>.so.
+Invariants: a path in a model configuration cannot leave its directory; a backend is initialised once, and finalised by
+`close` or after a failed Initialize. Source: Triton's backend manager and its search for libtriton_<backend>.so.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class BackendFunctions:
 class LoadedBackend:
     """backend_api.Backend, and the backend's functions.
 
-    runtime: of models whose configuration has none
-    is_compiled: it is a shared library, which may read any field of a model configuration
+    runtime: the default for models whose configuration names none
+    is_compiled: whether it is a shared library, which may read any field of a model configuration
     """
 
     api_version = API_VERSION
@@ -112,7 +112,7 @@ class LoadedBackend:
         self.is_compiled = False
 
     def attributes(self) -> BackendAttributes:
-        """The result of GetBackendAttribute; the defaults if it fails."""
+        """The result of GetBackendAttribute, or the defaults if that fails."""
         attributes = BackendAttributes()
         try:
             self.functions.call("TRITONBACKEND_GetBackendAttribute", self, attributes)
@@ -123,7 +123,7 @@ class LoadedBackend:
 
 
 class BackendManager:
-    """Loads and keeps backends. Thread-safe. As in Triton, one backend is loaded and initialised at a time."""
+    """Loads and owns backends. Thread-safe. As in Triton, backends are loaded and initialised one at a time."""
 
     def __init__(
         self,
@@ -140,9 +140,9 @@ class BackendManager:
         self._backends: dict[tuple[str, str], LoadedBackend] = {}
 
     def get(self, backend: str, model: str, version_directory: Path, runtime: str) -> LoadedBackend:
-        """The backend of a model, loaded and initialised at first use; one without functions for the name "".
+        """The backend of a model, loaded and initialised on first use. "" = one without functions.
 
-        Raises TritonError when it is not found, has no Execute function, or fails to initialise.
+        Raises TritonError if the backend is not found, has no Execute function, or fails to initialise.
         """
         if not backend:
             return LoadedBackend("", Path(), {}, BackendFunctions("", None), self._families, "")
@@ -165,7 +165,7 @@ class BackendManager:
         )
 
     def close(self) -> None:
-        """Finalises every backend, the last loaded first."""
+        """Finalises all backends in reverse order of loading."""
         with self._lock:
             for loaded in reversed(self._backends.values()):
                 loaded.functions.finalize("TRITONBACKEND_Finalize", loaded)
@@ -207,7 +207,7 @@ class BackendManager:
         return loaded
 
     def _config(self, location: BackendLocation) -> dict[str, str]:
-        """Triton's defaults, overridden by the settings of all backends, overridden by those of this backend."""
+        """Triton's defaults, overridden by the settings for all backends, then by those for this backend."""
         config = {
             "backend-directory": str(self._directory or ""),
             "min-compute-capability": "6.000000",
@@ -222,7 +222,7 @@ class BackendManager:
 def check_extension_version(backend: str, module: object) -> None:
     """Compares a backend's LLMBACKEND_API_VERSION with the host's, as check_api_version does for Triton's API.
 
-    Raises TritonError UNSUPPORTED for another major version or a later minor one, INVALID_ARG for what is no version.
+    Raises TritonError UNSUPPORTED for another major or a later minor version, INVALID_ARG for a malformed one.
     """
     needed = getattr(module, "LLMBACKEND_API_VERSION", None)
     if needed is None:
@@ -245,7 +245,7 @@ def check_extension_version(backend: str, module: object) -> None:
 
 
 def _is_llmapi(version_directory: Path) -> bool:
-    """Whether a model of the python backend has TensorRT-LLM's llmapi layout."""
+    """Whether a model of the python backend has the layout of TensorRT-LLM's llmapi models."""
     try:
         return _LLMAPI_SECTION.search((version_directory / LLMAPI_FILE).read_bytes()) is not None
     except OSError:
@@ -254,7 +254,7 @@ def _is_llmapi(version_directory: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BackendLocation:
-    """The place of a backend's module: a file, or an installed package (`file` is None)."""
+    """Where a backend's module is: in a file, or in an installed package (then `file` is None)."""
 
     key: str
     """A backend is initialised once per key."""
@@ -276,10 +276,10 @@ class BackendLocation:
 def find_backend(
     backend: str, model: str, version_directory: Path, backend_directory: Path | None, runtime: str
 ) -> BackendLocation:
-    """Searches the version, model and backend directory, then python-based backends, then installed entry points.
+    """Searches the version, model and backend directories, then Python-based backends, then installed entry points.
 
-    runtime: file name from the model's configuration, "" = the default names. Raises TritonError INVALID_ARG, with
-    Triton's text, when nothing is found or a path leaves its directory.
+    runtime: file name from the model's configuration; "" = the default names. Raises TritonError INVALID_ARG, with
+        Triton's text, if nothing is found or a path leaves its directory.
     """
     _check_name(backend)
     own_directory = backend_directory / backend if backend_directory is not None else None
@@ -304,7 +304,7 @@ def _loader(file: Path) -> Callable[[], ModuleType | CompiledBackend]:
 
 
 def _load_module(backend: str, location: BackendLocation, config: Mapping[str, str]) -> ModuleType | CompiledBackend:
-    """Raises TritonError INVALID_ARG for an isolation that does not exist. Backends in Python have none."""
+    """Raises TritonError INVALID_ARG for an unknown isolation. Python backends support none."""
     isolation = config.get(ISOLATION, "")
     if location.file is None or not location.is_compiled or isolation in ("", "none"):
         return location.load()
@@ -318,7 +318,7 @@ def _load_module(backend: str, location: BackendLocation, config: Mapping[str, s
 def _python_based(
     backend: str, own_directory: Path, directories: list[Path], backend_directory: Path | None
 ) -> BackendLocation:
-    """The python backend, which serves `<backend-directory>/<backend>/model.py` under the name `backend`."""
+    """The python backend, serving `<backend-directory>/<backend>/model.py` under the name `backend`."""
     key = str((own_directory / PYTHON_BASED_FILE).resolve())
     python_directory = backend_directory / PYTHON_BACKEND if backend_directory is not None else own_directory
     for directory in (*directories, python_directory):
@@ -351,7 +351,8 @@ def _check_name(backend: str) -> None:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """`directory/name`. The name must not leave the directory; a symbolic link of the repository's owner may."""
+    """`directory/name`. `name` must not lead out of the directory, except through a symbolic link made by the
+    repository's owner."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise invalid_argument(
             f"backend library '{name}' escapes backend directory '{directory}', check model config runtime field"

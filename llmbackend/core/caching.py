@@ -1,4 +1,4 @@
-"""The response cache: its lookup for requests, and its two stores, in memory and in Redis."""
+"""The response cache: the interface, and its implementations in memory and in Redis."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ class ResponseCache(Protocol):
     """Whether it is another process, which servers may share and whose answers take time."""
 
     def run_lookup(self, task: Callable[[], None], skip: Callable[[], None]) -> None:
-        """Calls `task`, which looks up: at once, or, if that waits for a network, on a thread of the cache; calls
-        `skip` instead where `task` has waited for a thread for too long."""
+        """Calls `task`, which does a lookup: immediately, or on a thread of the cache if the lookup involves a network.
+        If `task` has waited too long for a thread, calls `skip` instead."""
 
     def run_insert(self, task: Callable[[], None]) -> None:
-        """Calls `task`, which inserts, at once or on a thread of the cache; drops it when too many wait."""
+        """Calls `task`, an insertion, at once or on a thread of the cache. Drops it if too many are waiting."""
 
     def lookup(self, key: bytes) -> bytes | None:
-        """The entry; None when there is none, or when it cannot be read (which is logged)."""
+        """The entry; None if there is none, or if it cannot be read (which is logged)."""
 
     def insert(self, key: bytes, entry: bytes) -> None:
-        """Raises TritonError ALREADY_EXISTS when there is one, INTERNAL when it cannot be stored."""
+        """Raises TritonError ALREADY_EXISTS for an existing key, INTERNAL if the entry cannot be stored."""
 
     def close(self) -> None: ...
 
 
 class LocalCache:
-    """The response cache in memory, bounded in bytes; the least recently used entries are evicted."""
+    """The response cache in memory: bounded in bytes, evicts the least recently used entries."""
 
     is_remote = False
 
@@ -155,7 +155,7 @@ _GAUGES = {
 
 
 class LocalCacheMetrics:
-    """A collector. Values are read at each scrape; Triton copies them once a second."""
+    """A collector that reads the values at each scrape; Triton copies them once a second."""
 
     def __init__(self, cache: LocalCache) -> None:
         self._cache = cache
@@ -178,10 +178,10 @@ _SETTINGS = frozenset({"host", "user", "password", *_NUMBERS, *_TLS_OPTIONS})
 class RedisCache:
     """The response cache in Redis, with one thread per connection.
 
-    A lookup that waits longer than wait_timeout for a connection is skipped, so that a Redis that hangs delays a
-    request by one lookup of another and not by all that came before. At most MAX_WAITING_INSERTS insertions wait. By
-    design different from Triton: connect_timeout and socket_timeout are 1 second unless set. The lifetime of entries
-    and their memory are configured in Redis (`maxmemory`, `maxmemory-policy allkeys-lru`).
+    A lookup that waits longer than wait_timeout for a connection is skipped: if Redis hangs, a request is delayed by at
+    most one other lookup rather than by all earlier ones. At most MAX_WAITING_INSERTS insertions wait. Deliberate
+    difference from Triton: connect_timeout and socket_timeout default to 1 second. The lifetime and memory of entries
+    are configured in Redis (`maxmemory`, `maxmemory-policy allkeys-lru`).
     """
 
     is_remote = True
@@ -193,12 +193,12 @@ class RedisCache:
         self._wait_timeout_s = wait_timeout_s
         self._clock = clock
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="redis-cache")
-        self._insert_room = threading.BoundedSemaphore(MAX_WAITING_INSERTS)
+        self._insert_slots = threading.BoundedSemaphore(MAX_WAITING_INSERTS)
 
     @classmethod
     def create(cls, settings: Mapping[str, str]) -> RedisCache:
         """Connects. Raises TritonError: INVALID_ARG for invalid settings, UNSUPPORTED without the `redis` package,
-        INTERNAL when Redis does not answer."""
+        INTERNAL if Redis does not answer."""
         if "host" not in settings or "port" not in settings:
             raise invalid_argument(
                 "Failed to initialize RedisCache, didn't specify address. Must at a minimum specify 'host' and 'port' "
@@ -223,11 +223,11 @@ class RedisCache:
         (task if self._clock() <= deadline_s else skip)()
 
     def run_insert(self, task: Callable[[], None]) -> None:
-        if not self._insert_room.acquire(blocking=False):
+        if not self._insert_slots.acquire(blocking=False):
             log.warning("RedisCache: %d insertions are waiting; dropping one more", MAX_WAITING_INSERTS)
             return
         future = self._threads.submit(task)
-        future.add_done_callback(lambda _: self._insert_room.release())
+        future.add_done_callback(lambda _: self._insert_slots.release())
 
     def lookup(self, key: bytes) -> bytes | None:
         try:
@@ -280,7 +280,7 @@ def _client(settings: Mapping[str, str], numbers: dict[str, int]) -> Redis:
         password=settings.get("password"),
         socket_connect_timeout=numbers["connect_timeout"] / 1000 or None,
         socket_timeout=numbers["socket_timeout"] / 1000 or None,
-        retry=Retry(NoBackoff(), 1),  # reopens a connection that Redis closed
+        retry=Retry(NoBackoff(), 1),  # reopens a connection closed by Redis
         **tls,
     )
     return redis.Redis(connection_pool=pool)
@@ -305,18 +305,19 @@ _decoder = msgspec.msgpack.Decoder(_Entry)
 
 
 class CacheKeys:
-    """The keys of one model version. load_id: differs between loads; empty where loads share entries.
+    """The keys of one model version. load_id: identifies the load; empty if loads share entries.
 
-    By design stricter than Triton's key (a 64-bit hash of model name, version and inputs' names and bytes): 128 bits,
-    also of the tenant's cache name, datatypes, shapes, requested outputs and, in a local cache, the load, so that a
-    reloaded model gets no older responses. As in Triton, request parameters do not count.
+    Deliberately stricter than Triton's key, a 64-bit hash of model name, version, and the inputs' names and bytes: this
+    one has 128 bits and also covers the tenant's cache name, datatypes, shapes and requested outputs. In a local cache
+    it covers the load too, so that a reloaded model never gets older responses. As in Triton, request parameters are
+    not part of the key.
     """
 
     def __init__(self, model: str, version: int, load_id: bytes) -> None:
         self._of_model = hashlib.blake2b(repr((_ENTRY_FORMAT, model, version, load_id)).encode(), digest_size=16)
 
     def of(self, request: QueuedRequest) -> bytes:
-        """A hash over a header with each tensor's name, datatype, shape and size, then the tensors' bytes."""
+        """A hash of a header with each tensor's name, datatype, shape and size, followed by the tensors' bytes."""
         tensors = sorted(request.inputs.items())
         views = [wire_view(tensor) for _, tensor in tensors]
         described = [
@@ -337,7 +338,7 @@ def pack(response: InferenceResponse) -> bytes:
 
 
 def unpack(entry: bytes) -> tuple[Iterable[Tensor], Mapping[str, ParameterValue]]:
-    """Outputs and parameters. Raises ValueError or TritonError for a malformed entry."""
+    """Returns outputs and parameters. Raises ValueError or TritonError for a malformed entry."""
     found = _decoder.decode(entry)
     return [from_wire(each.name, each.datatype, each.shape, each.raw) for each in found.outputs], found.parameters
 
@@ -347,9 +348,11 @@ def create_cache(
     directory: Path | None = None,
     metric_family: Callable[..., MetricFamily] | None = None,
 ) -> ResponseCache | None:
-    """The cache of `--cache-config`. config: cache name → settings; {} = None. directory: has the libraries of caches;
-    metric_family: for their metrics. Raises TritonError with the texts of
-    Triton and its caches."""
+    """Creates the cache of `--cache-config`. Raises TritonError with the texts of Triton and its caches.
+
+    config: settings by cache name; {} = no cache, None is returned
+    directory: where caches in shared libraries are
+    metric_family: creates their metrics"""
     if not config:
         return None
     if len(config) > 1:
@@ -367,7 +370,7 @@ def create_cache(
 
 
 class CacheSlot:
-    """The server's cache from `open` to `close`; `current` is None outside of it and without --cache-config."""
+    """The server's cache, from `open` to `close`. `current` is None outside that time and without --cache-config."""
 
     def __init__(
         self,
@@ -383,7 +386,7 @@ class CacheSlot:
         self.current: ResponseCache | None = None
 
     def open(self) -> None:
-        """Raises TritonError when the cache cannot be made."""
+        """Raises TritonError if the cache cannot be created."""
         self.current = create_cache(self._config, self._directory, self._metric_family)
         if isinstance(self.current, LocalCache):
             self._registry.register(LocalCacheMetrics(self.current))

@@ -1,4 +1,4 @@
-"""Readings of a model configuration that the host and backends share: Triton's JSON of it, names that are in it."""
+"""What the host and backends both read from a model configuration: Triton's JSON form, and the names in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ACCELERATORS_FIELD = "optimization.execution_accelerators"
 
 
 def served_names(config: ModelConfig) -> tuple[str, ...]:
-    """The names of the parameter `served_model_name`; clients may use them besides the model's own."""
+    """The names in the parameter `served_model_name`, by which clients may call the model besides its own name."""
     given = config.parameters
     return split_names(given[SERVED_MODEL_NAME].string_value) if SERVED_MODEL_NAME in given else ()
 
@@ -26,7 +26,7 @@ def split_names(text: str) -> tuple[str, ...]:
 
 
 def accelerator_names(config: ModelConfig) -> list[str]:
-    """`<name> (<device>)` of each execution accelerator, those of the CPU first."""
+    """`<name> (<device>)` of each execution accelerator, those for the CPU first."""
     accelerators = config.optimization.execution_accelerators
     return [
         *(f"{each.name} (cpu)" for each in accelerators.cpu_execution_accelerator),
@@ -35,8 +35,8 @@ def accelerator_names(config: ModelConfig) -> list[str]:
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Triton's JSON (ModelConfigToJson; golden transcripts 04 and 57): fields in order of declaration, scalars always
-    present, 64-bit integers as numbers, enums by name, sub-messages only when set."""
+    """Triton's JSON (ModelConfigToJson; golden transcripts 04 and 57): fields in declaration order, scalars always
+    present, 64-bit integers as numbers, enums by name, sub-messages only if set."""
     return _message_to_json(config)
 
 
@@ -62,7 +62,7 @@ def _value_to_json(descriptor: Any, value: Any) -> Any:
         return _message_to_json(value)
     if descriptor.enum_type is not None:
         return descriptor.enum_type.values_by_number[value].name
-    if isinstance(value, float):  # the shortest number of its precision, without a fraction where it has none
+    if isinstance(value, float):  # the shortest representation in its precision; whole numbers without a fraction
         shortest = float(str(float32(value))) if descriptor.type == FieldDescriptor.TYPE_FLOAT else value
         return int(shortest) if shortest.is_integer() else shortest
     return value

@@ -1,4 +1,4 @@
-"""Every failure that a client or a backend can see: one tree of exceptions with Triton's eight codes.
+"""All failures visible to clients and backends: one exception hierarchy with Triton's eight codes.
 
     TritonError                         any failure; `code` is Triton's
     ├── LoadError                       no version of a model was changed by a load
@@ -24,7 +24,7 @@ from enum import Enum
 
 
 class ErrorCode(Enum):
-    """Triton's error codes; `value` is the label that Triton prints before a message."""
+    """Triton's error codes; `value` is the label that Triton prints before the message."""
 
     UNKNOWN = "Unknown"
     INTERNAL = "Internal"
@@ -40,7 +40,7 @@ class TritonError(Exception):
     """An error with a Triton code. `str(error)` is the bare message, `error.status` is `"<Code>: <message>"`."""
 
     def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL, param: str | None = None) -> None:
-        """param: the request parameter that is wrong, if the error is about one."""
+        """param: the invalid request parameter, if the error concerns one."""
         super().__init__(message)
         self.message = message
         self.code = code
@@ -51,8 +51,8 @@ class TritonError(Exception):
         return f"{self.code.value}: {self.message}"
 
     def copy(self, prefix: str = "") -> TritonError:
-        """A new error of the same code, with `prefix` before its message. For an error that outlives its `except`: its
-        traceback holds frames, and they hold requests."""
+        """A new error with the same code, and `prefix` before its message. For errors that outlive their `except`
+        block: the traceback of the original refers to frames, and they to requests."""
         return TritonError(prefix + self.message, self.code, self.param)
 
     def __reduce__(self) -> tuple[type[TritonError], tuple[str, ErrorCode, str | None]]:
@@ -61,7 +61,7 @@ class TritonError(Exception):
 
 
 class LoadError(TritonError):
-    """A load that changed no version of its model. INVALID_ARG. causes: the errors of the versions."""
+    """A load that changed no version of its model (INVALID_ARG). causes: the errors of the versions."""
 
     def __init__(self, name: str, reason: str, causes: Sequence[TritonError] = ()) -> None:
         super().__init__(f"load failed for model '{name}': {reason}", ErrorCode.INVALID_ARG)
@@ -84,7 +84,7 @@ def _reason(error: TritonError) -> str:
 
 
 class OverrideError(TritonError):
-    """A load request's override that cannot be used; its text reaches the client unchanged."""
+    """An unusable override in a load request. Its text reaches the client unchanged."""
 
     def __init__(self, message: str, code: ErrorCode = ErrorCode.INVALID_ARG) -> None:
         super().__init__(message, code)
@@ -115,7 +115,7 @@ def cancelled(message: str) -> TritonError:
 
 
 def as_triton_error(error: BaseException) -> TritonError:
-    """Exceptions other than TritonErrors become INTERNAL."""
+    """Any exception other than a TritonError becomes INTERNAL."""
     if isinstance(error, TritonError):
         return error
     return TritonError(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
@@ -126,7 +126,7 @@ _shortened.maxlevel, _shortened.maxstring, _shortened.maxother = 4, 80, 80
 
 
 def shown(value: object) -> str:
-    """`value` for an error text, shortened: a client's value may have any size and depth."""
+    """`value` for an error text, shortened: a value from a client may have any size and depth."""
     return _shortened.repr(value)
 
 

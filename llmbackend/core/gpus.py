@@ -1,8 +1,8 @@
-"""The NVIDIA GPUs that this process may use, from the driver's management library (NVML).
+"""The NVIDIA GPUs that this process may use, as reported by the driver's management library (NVML).
 
-Not from torch, whose import takes seconds, nor CUDA, whose initialisation takes memory on every GPU. Ids are CUDA's,
-counted from 0 over the visible GPUs in bus order, which engines also set (gpu/device.py). A host whose driver is
-missing or does not answer has no GPUs.
+torch is not asked because its import takes seconds, nor CUDA because its initialisation takes memory on every GPU. Ids
+are CUDA's: they count the visible GPUs from 0 in bus order, an order that engines set too (gpu/device.py). A host whose
+driver is missing or does not answer has no GPUs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UUID_BYTES = 96
 
 @dataclass(frozen=True, slots=True)
 class DriverGpu:
-    """A GPU of the machine. instances: names of the instances that it is divided into (MIG)."""
+    """A GPU of the machine. instances: names of its MIG instances."""
 
     uuid: str
     compute_capability: float
@@ -54,8 +54,8 @@ class HostGpus:
 
 
 def supported_gpus(min_compute_capability: float = MIN_COMPUTE_CAPABILITY) -> tuple[int, ...]:
-    """Ids of the visible GPUs with at least this compute capability, ascending. Raises ValueError for an invalid
-    variable STAND_IN."""
+    """Ids of the visible GPUs with at least this compute capability, ascending. Raises ValueError if the environment
+    variable STAND_IN is invalid."""
     stand_in = os.environ.get(STAND_IN)
     if stand_in is not None:
         return _parse(stand_in)
@@ -65,8 +65,8 @@ def supported_gpus(min_compute_capability: float = MIN_COMPUTE_CAPABILITY) -> tu
 
 
 def visible_gpus(gpus: Sequence[DriverGpu], environment: Mapping[str, str]) -> list[DriverGpu]:
-    """The GPUs that CUDA shows, in CUDA's order. As in CUDA, the list ends before the first name that matches no GPU or
-    a GPU for the second time, and after an instance of a GPU (MIG), of which a process has one."""
+    """The GPUs visible to CUDA, in CUDA's order. As in CUDA, the list ends before the first name that matches no GPU or
+    repeats one, and after a MIG instance, since a process can use only one."""
     wanted = environment.get(VISIBLE_DEVICES)
     if wanted is None:
         return list(gpus)
@@ -87,7 +87,7 @@ def _names(name: str, gpu: DriverGpu) -> bool:
 
 @cache
 def _warn_of_names(wanted: str, order: str, is_one_shown: bool) -> None:
-    """Once for each setting."""
+    """Warns once per setting."""
     if wanted and wanted != "-1" and _devices() and not is_one_shown:
         log.warning("%s is '%s', which names none of this host's %d GPUs", VISIBLE_DEVICES, wanted, len(_devices()))
     if order == "FASTEST_FIRST" and len({gpu.compute_capability for gpu in _devices()}) > 1:
@@ -118,14 +118,14 @@ def _devices() -> tuple[DriverGpu, ...]:
 
 
 def driver_gpus(nvml: ctypes.CDLL) -> tuple[DriverGpu, ...]:
-    """nvml: initialised."""
+    """nvml: initialised library."""
     count = ctypes.c_uint()
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     return tuple(_gpu(nvml, index) for index in range(count.value))
 
 
 def _gpu(nvml: ctypes.CDLL, index: int) -> DriverGpu:
-    """A GPU that does not answer gets compute capability 0, so that the others keep their ids."""
+    """A GPU that does not answer gets compute capability 0, so that the ids of the others do not shift."""
     handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
     failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) or nvml.nvmlDeviceGetCudaComputeCapability(
         handle, ctypes.byref(major), ctypes.byref(minor)
@@ -137,7 +137,7 @@ def _gpu(nvml: ctypes.CDLL, index: int) -> DriverGpu:
 
 
 def _instances(nvml: ctypes.CDLL, gpu: ctypes.c_void_p, gpu_uuid: str) -> Iterator[str]:
-    """Both names of each MIG instance: that of current drivers, and that of drivers before 470."""
+    """Both names of each MIG instance: the current form, and the form of drivers before 470."""
     count, instance = ctypes.c_uint(), ctypes.c_void_p()
     if nvml.nvmlDeviceGetMaxMigDeviceCount(gpu, ctypes.byref(count)):
         return
@@ -155,6 +155,6 @@ def _instances(nvml: ctypes.CDLL, gpu: ctypes.c_void_p, gpu_uuid: str) -> Iterat
 
 
 def _uuid(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> str:
-    """Empty when the driver does not answer."""
+    """Empty if the driver does not answer."""
     uuid = ctypes.create_string_buffer(_UUID_BYTES)
     return "" if nvml.nvmlDeviceGetUUID(handle, uuid, _UUID_BYTES) else uuid.value.decode("ascii", "replace")

@@ -1,6 +1,6 @@
-"""Host: the InferenceServer as frontends see it, in their own process or in another one.
+"""Host: the InferenceServer as seen by frontends, in the same process or in another one.
 
-No method waits for a backend unless it says so.
+No method waits for a backend unless its documentation says so.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Host(Protocol):
     def tracing(self) -> Sampling: ...
 
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
-        """Thread-safe. A host in another process refuses a request in its only response."""
+        """Thread-safe. A host in another process reports a refusal in the request's only response."""
 
     async def infer_accepted(
         self, request: InferenceRequest, callback: ResponseCallback, in_thread: InThread | None = None
     ) -> InferenceHandle:
-        """Returns when the request is accepted. Raises TritonError when it is refused; then `callback` is never called.
+        """Returns once the request is accepted. Raises TritonError if it is refused; then `callback` is never called.
 
-        in_thread: for a request that takes long to validate or to encode
+        in_thread: for a request that takes long to validate or encode
         """
 
     def is_live(self) -> bool: ...

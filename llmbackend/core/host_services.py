@@ -1,4 +1,4 @@
-"""The services of the host that all model versions share: timer, reaper, response cache, rate limiter …
+"""Services of the host that all model versions share: timer, reaper, response cache, rate limiter …
 
 They start before the first model is loaded and stop after the last one is finalised.
 """
@@ -34,7 +34,7 @@ LEAKS_DESCRIPTION = "Number of times the host found something left behind by fin
 
 class LeakLog:
     """Logs and counts leaked resources of idle model versions, once per version and kind. Thread-safe. The metric is
-    created at the first leak, so that a server without leaks shows only Triton's metrics."""
+    created on the first leak, so that a server without leaks exports only Triton's metrics."""
 
     def __init__(self, families: MetricFamilies) -> None:
         self._families = families
@@ -56,7 +56,7 @@ class LeakLog:
                 metric.increment(model=model, version=str(version))
 
     def forget(self, model: str, version: int) -> None:
-        """The version was unloaded: after another load its leaks are new."""
+        """Called when the version has been unloaded: leaks after another load are reported again."""
         with self._lock:
             self._seen = {seen for seen in self._seen if seen[:2] != (model, version)}
 
@@ -93,7 +93,7 @@ class HostServices:
         )
 
     def start(self) -> None:
-        """Raises TritonError when the response cache cannot be created."""
+        """Raises TritonError if the response cache cannot be created."""
         self.reaper.start()
         self.timer.start()
         self.caches.open()

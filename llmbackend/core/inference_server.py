@@ -1,8 +1,8 @@
-"""The server: the whole host behind one object, also as models see it (ModelHost).
+"""InferenceServer: the whole host behind one object, for frontends and (as ModelHost) for models.
 
-Invariants: a request is accepted only while the server is READY, or while it exits if it continues a sequence or comes
-from a model; after `stop` returned True no model, backend or thread of the host is left.
-Source: Triton's in-process API and server.cc.
+Invariants: a request is accepted only while the server is READY, or while it exits if the request continues a sequence
+or comes from a model; once `stop` has returned True, no model, backend or thread of the host is left. Source: Triton's
+in-process API and server.cc.
 """
 
 from __future__ import annotations
@@ -100,17 +100,17 @@ class InferenceServer:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Loads the startup models; blocks until they are READY or failed.
+        """Loads the startup models; blocks until they are READY or have failed.
 
-        With options.exit_on_error raises StartupError when a startup model failed; raises another TritonError when the
-        server itself cannot start; then the server is stopped. Without it the server serves the other models; as
-        Triton, it is neither live nor ready if a repository cannot be read.
+        With options.exit_on_error, raises StartupError if a startup model failed, and another TritonError if the server
+        itself cannot start; the server is then stopped. Otherwise it serves the remaining models; as in Triton, it is
+        neither live nor ready if a repository cannot be read.
         """
         self._state = ServerState.INITIALIZING
         try:
             self._services.start()
             self.tracing.start()
-            self._leave_out_repositories()
+            self._exclude_repositories()
             names = self._loader.startup_models()
         except TritonError:
             self._fail_to_start(timeout_s=0.0)
@@ -130,19 +130,19 @@ class InferenceServer:
         if self._options.model_control_mode == "poll" and self._options.repository_poll_secs:
             self._poller.start()
 
-    def _leave_out_repositories(self) -> None:
-        """Raises TritonError INTERNAL with options.exit_on_error."""
-        for error in self._loader.repository.leave_out_unreadable():
+    def _exclude_repositories(self) -> None:
+        """Raises TritonError INTERNAL if options.exit_on_error is set."""
+        for error in self._loader.repository.exclude_unreadable():
             if self._options.exit_on_error:
                 raise error
             log.error("%s", error)
             self._lacks_repository = True
 
     def stop(self, timeout_s: float) -> bool:
-        """Refuses new work, waits up to `timeout_s` for in-flight requests, cuts off the others, unloads every model
-        and finalises backends. Any thread, also during `start`, and repeatedly.
+        """Refuses new requests, waits up to `timeout_s` for those in flight, cuts off the others, unloads all models
+        and finalises backends. May be called from any thread, during `start`, and repeatedly.
 
-        False = requests were cut off, or a model did not unload; then backends are not finalised.
+        Returns False if requests were cut off or a model did not unload; backends are then not finalised.
         """
         with self._state_lock:
             self._state = ServerState.EXITING
@@ -174,8 +174,8 @@ class InferenceServer:
         return self._state in (ServerState.READY, ServerState.EXITING) and not self._lacks_repository
 
     def is_ready(self) -> bool:
-        """READY; with strict readiness also every known version READY or unloaded, and every instance ready. Returns
-        within seconds, also when a backend hangs."""
+        """Whether the server is READY and, with strict readiness, every known version is READY or unloaded and every
+        instance is ready. Returns within seconds even if a backend hangs."""
         if self._state is not ServerState.READY or self._lacks_repository:
             return False
         return not self._options.strict_readiness or self._models.all_are_ready()
@@ -185,18 +185,18 @@ class InferenceServer:
         return self._state is ServerState.EXITING
 
     def forecasts(self) -> dict[tuple[str, int], Mapping[str, Any]]:
-        """LoadedModel.forecast by name and version; for options.starts_instances false."""
+        """LoadedModel.forecast by name and version; requires options.starts_instances to be False."""
         return {(model.name, model.version): model.forecast for model in self._versions.ready_models()}
 
     def check(self) -> list[str]:
-        """Resource leaks, one sentence each, when no request runs and nothing is loaded or unloaded. (Each model
-        version also checks itself whenever it becomes idle.)"""
+        """Describes each resource leak in one sentence. To be called while no request runs and no model is loading or
+        unloading. (Each model version also checks itself whenever it becomes idle.)"""
         found = []
         models = self._versions.live_models()
         for model in models:
             left = {"in-flight inferences": model.in_flight.count, **model.leaked_resources()}
             found += _leaks(f"model '{model.name}' version {model.version}", left)
-        timers = max(len(self._services.timer) - len(models), 0)  # a queue may keep one
+        timers = max(len(self._services.timer) - len(models), 0)  # a queue may have one
         left = {
             **self._loader.leaked_resources(),
             **self.shared_memory.leaked_resources(),
@@ -217,8 +217,8 @@ class InferenceServer:
     # --- inference --------------------------------------------------------------------------------------------------
 
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
-        """Validates and enqueues. While the server exits, requests of open sequences are still accepted. Raises
-        TritonError when the request is refused; then `callback` is never called."""
+        """Validates and enqueues a request. While the server exits, requests of open sequences are still accepted.
+        Raises TritonError if the request is refused; then `callback` is never called."""
         if not (self.is_exiting and self._continues_sequence(request)):
             self._check_serving()
         if request.shared_inputs:
@@ -232,23 +232,23 @@ class InferenceServer:
     async def infer_accepted(
         self, request: InferenceRequest, callback: ResponseCallback, in_thread: InThread | None = None
     ) -> InferenceHandle:
-        """`infer_async`, on a thread with `in_thread`: see Host."""
+        """`infer_async`, on another thread if `in_thread`: see Host."""
         if in_thread is None:
             return self.infer_async(request, callback)
         handle: InferenceHandle = await in_thread(partial(self.infer_async, request, callback))
         return handle
 
     def acquire_model(self, name: str, version: int = -1) -> LoadedModel:
-        """A READY model for a request of another model, also while the server exits: see ModelHost."""
+        """A READY model for a request from another model, even while the server exits: see ModelHost."""
         return self._versions.acquire(self._loader.names.key(name), version)
 
     def cancel_requests(
         self, model_name: str, version: int = -1, request_id: str = "", by: Tenant | None = None
     ) -> int:
-        """Cancels every live request of the model with that client id; returns how many. Version -1 = all versions,
-        also those that drain. The empty id matches nothing. by: only requests that this tenant may end.
+        """Cancels all live requests of the model with that client id; returns how many. Version -1 = all versions,
+        including draining ones. The empty id matches nothing. by: only requests that this tenant may end.
 
-        Raises TritonError as `infer_async` for a model or version that is unknown and has no requests.
+        Raises TritonError as `infer_async` does for a model or version that is unknown and has no requests.
         """
         channels = [
             channel
@@ -262,7 +262,7 @@ class InferenceServer:
 
     def cancel_request(self, number: int, by: Tenant | None = None) -> None:
         """Cancels the live request with this number (ResponseChannel.number). by: only if this tenant may end it.
-        Raises TritonError NOT_FOUND when there is none."""
+        Raises TritonError NOT_FOUND if there is none."""
         for model in self._versions.live_models():
             for channel in model.live_requests.all():
                 if channel.number == number and not channel.is_final and (by is None or by.may_end(channel.tenant)):
@@ -271,10 +271,10 @@ class InferenceServer:
         raise not_found(f"request {number} is not in flight")
 
     def kill_instance(self, model_name: str, version: int, instance_name: str) -> list[int]:
-        """Kills the processes of a model's instances of that name (LLMBACKEND_ModelInstanceKill). Returns their ids.
+        """Kills the processes of the model's instances with that name (LLMBACKEND_ModelInstanceKill). Returns the ids.
 
-        Raises TritonError: NOT_FOUND for an unknown instance, UNSUPPORTED when its backend has no processes for
-        instances, UNAVAILABLE when there is no process now.
+        Raises TritonError: NOT_FOUND for an unknown instance, UNSUPPORTED if the backend's instances have no processes,
+        UNAVAILABLE if there is no process at present.
         """
         model = self._models.get(model_name, version)
         named = [instance for instance in model.instances if instance.name == instance_name]
@@ -298,32 +298,32 @@ class InferenceServer:
     # --- watching ---------------------------------------------------------------------------------------------------
 
     def watch(self, kinds: frozenset[EventKind], wake: Callable[[], None], by: Tenant | None = None) -> Viewer:
-        """Opens a viewer of the server's activity. by: only what this tenant may see. wake: see Viewer. Raises
-        TritonError UNAVAILABLE when there are too many viewers, or the server has stopped."""
+        """Opens a viewer of the server's activity. by: the viewer sees only what this tenant may see. wake: see Viewer.
+        Raises TritonError UNAVAILABLE if there are too many viewers, or the server has stopped."""
         key_name = None if by is None or by.is_operator else by.key_name
         return self._services.activity.open(kinds, key_name, wake)
 
     def report_log(self, line: LogLine) -> None:
-        """Shows a line of the log to viewers. Thread-safe; never blocks."""
+        """Shows a log line to viewers. Thread-safe; never blocks."""
         self._services.activity.report(Source(), LogActivity(time=line.time, level=line.level, text=line.text))
 
     def describe_instances(self) -> list[tuple[Source, InstanceDescription]]:
-        """Every instance with its requests, in time proportional to these."""
+        """All instances and their requests. Takes time proportional to the number of requests."""
         return self._services.activity.describe()
 
     # --- model control ----------------------------------------------------------------------------------------------
 
     def load_model(self, name: str, parameters: LoadParameters | None = None) -> None:
-        """Loads or reloads; blocks until done. A loaded model without changed files is left alone.
+        """Loads or reloads; blocks until done. A loaded model whose files have not changed is left alone.
 
-        Raises TritonError: UNAVAILABLE unless the model control mode is explicit, INTERNAL when the model cannot be
-        polled, INVALID_ARG when the load fails.
+        Raises TritonError: UNAVAILABLE unless the model control mode is explicit, INTERNAL if the model cannot be
+        polled, INVALID_ARG if the load fails.
         """
         self._check_explicit()
         self._loader.load(name, parameters)
 
     def start_load(self, name: str, parameters: LoadParameters | None = None) -> Future[None]:
-        """`load_model` on a thread for loads, so that a slow load does not block other calls."""
+        """`load_model` on a load thread, so that a slow load does not block other calls."""
         self._check_explicit()
         try:
             return self._control.submit(self.load_model, name, parameters)
@@ -332,8 +332,8 @@ class InferenceServer:
 
     def unload_model(self, name: str, unload_dependents: bool = False) -> None:
         """Begins to unload a model and the ensembles that use it; requests in flight are finished. unload_dependents:
-        also composing models that nothing else needs. Raises TritonError UNAVAILABLE unless the model control mode is
-        explicit."""
+        also unload composing models that nothing else needs. Raises TritonError UNAVAILABLE unless the model control
+        mode is explicit."""
         self._check_explicit()
         self._loader.unload(name, unload_dependents)
 
@@ -363,7 +363,7 @@ class InferenceServer:
         return self._models.get(name, version).description.parameters
 
     def model_config(self, name: str, version: int = -1) -> ModelConfig:
-        """A copy, which takes time; the other methods read the Description."""
+        """A copy, which takes time to make; the other methods read the Description."""
         return self._models.get(name, version).config
 
     def is_decoupled(self, name: str, version: int = -1) -> bool:

@@ -1,4 +1,4 @@
-"""Counts in a JSON text before it is parsed: milliseconds per megabyte, mostly without the interpreter's lock."""
+"""Counts characters and nesting in JSON text before it is parsed. Milliseconds per megabyte, mostly without the GIL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def count_outside_strings(text: bytes, characters: bytes) -> int:
-    """Occurrences of `characters` (ASCII, neither quote nor backslash) outside of strings."""
+    """Counts occurrences of `characters` (ASCII, no quote or backslash) outside strings."""
     data = np.frombuffer(text.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     is_outside = np.cumsum(data == ord('"'), dtype=np.uint8) & 1 == 0  # wraps around at 256, which is even
     is_counted = np.zeros(len(data), np.bool_)
@@ -16,7 +16,7 @@ def count_outside_strings(text: bytes, characters: bytes) -> int:
 
 
 def json_depth(text: str | bytes) -> int:
-    """The deepest nesting of brackets outside of strings. A loop in Python: for short texts."""
+    """The deepest nesting of brackets outside strings. A Python loop: for short texts."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     depth = deepest = 0
     in_string = escaped = False

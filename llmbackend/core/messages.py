@@ -1,4 +1,4 @@
-"""The messages of frontends, models and the host: inference requests, responses, and descriptions of models.
+"""Messages between frontends, models and the host: inference requests, responses, and descriptions of models.
 
 All are frozen.
 """
@@ -36,15 +36,15 @@ class ResponseFlag(IntFlag):
 
 
 def is_final(flags: ResponseFlag) -> bool:
-    """Whether FINAL is set. (An operation on enum flags takes a microsecond; this runs several times per response.)"""
+    """Whether FINAL is set. (Operations on enum flags take a microsecond, and this runs several times per response.)"""
     return flags is ResponseFlag.FINAL or (flags is not ResponseFlag.NONE and bool(flags & ResponseFlag.FINAL))
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The client on whose behalf a request is made. It separates clients in caches, request ids and sequences.
+    """The client on whose behalf a request is made. Separates clients in caches, request ids and sequences.
 
-    A client cannot choose it. A request that a model makes for another request has that request's tenant.
+    Clients cannot choose it. A request that a model makes on behalf of another request has the tenant of that request.
 
     key_name: name of the API key; "" = none
     is_operator: whether it may end the requests of others
@@ -57,31 +57,30 @@ class Tenant:
     cache_name: str = ""
 
     def may_end(self, request_of: Tenant) -> bool:
-        """Whether it may stop that tenant's requests."""
+        """Whether this tenant may stop requests of `other`."""
         return self.is_operator or self.key_name == request_of.key_name
 
 
 NO_TENANT: Final = Tenant()
-"""The tenant of requests to a server without API keys, and of requests that the host and its models make for
-themselves."""
+"""The tenant of requests to a server without API keys, and of requests by the host and models themselves."""
 
 
 def common_tenant(tenants: frozenset[Tenant]) -> Tenant:
-    """The tenant of work for all of `tenants`. For several it is a new one, which shares no cache entry and may end no
-    request."""
+    """The tenant of work done for all of `tenants`. If there are several, a new one that shares no cache entries and
+    may end no requests."""
     if not tenants:
         return NO_TENANT
     if len(tenants) == 1:
         return next(iter(tenants))
-    return Tenant(key_name=(name := f"#{secrets.token_hex(8)}"), cache_name=name)  # no key's name contains #
+    return Tenant(key_name=(name := f"#{secrets.token_hex(8)}"), cache_name=name)  # key names cannot contain #
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """Marks a request as resumable: each of its responses has a delta. The same request with the deltas of all
-    responses so far continues after the last of them, on any host that serves the same model.
+    """Marks a request as resumable: each of its responses has a delta. If the same request is sent again with the
+    deltas of all responses so far, it continues after the last of them, on any host that serves the same model.
 
     deltas: the deltas of the responses so far, in order; () = a new request
-    replays: whether the responses that belong to `deltas` are sent again first
+    replays: whether the responses described by `deltas` are sent again first
     """
 
     deltas: tuple[bytes, ...] = ()
@@ -96,15 +95,15 @@ class InferenceRequest:
     id: the client's id, "" = none; not unique
     inputs: a RawTensor is checked against the model's configuration before it is decoded
     requested_outputs: () = all outputs of the model
-    correlation_id: identifies the sequence; 0 or "" = no sequence
+    correlation_id: the sequence's id; 0 or "" = no sequence
     flags: whether the request starts or ends its sequence
     priority: 0 = the model's default; 1 is the highest
     timeout_us: the longest time in the queue; 0 = the model's default
     raw_input: the only input, whose shape the host deduces from the configuration (Triton's raw binary request)
-    shared_inputs: inputs in shared memory; only clients use it
-    shared_outputs: where in shared memory to write outputs, by name; only clients use it
-    classes: for an output, how many of its largest elements are returned as text
-    trace: the trace of a client's sampled request; a model's request has the trace of the request it is made for
+    shared_inputs: inputs in shared memory; set only by clients
+    shared_outputs: where in shared memory to write outputs, by name; set only by clients
+    classes: by output, how many of the largest elements are returned as text (classification)
+    trace: set if the client's request is sampled; requests made by models inherit it
     resume: None = the request is not resumable
     """
 
@@ -128,12 +127,12 @@ class InferenceRequest:
 
 
 class InferenceResponse(msgspec.Struct, frozen=True):
-    """One response of a model. (A Struct, because one is made per token: five times as fast as a dataclass.)
+    """One response of a model. (A Struct, because one is created per token: five times as fast as a dataclass.)
 
     request_id: the client's id
-    outputs: a tuple, or Outputs; () where `error` is set
-    delta: what a resumable request needs to continue after this response, in a format of its backend; b"" when the
-        request is not resumable, or its backend cannot resume
+    outputs: a tuple, or Outputs; () if `error` is set
+    delta: what a resumable request needs in order to continue after this response, in a backend-specific format; b"" if
+        the request is not resumable, or its backend does not support resuming
     """
 
     model_name: str
@@ -150,7 +149,7 @@ RESPONSE_BYTES: Final = 512
 
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
-    """About how much memory a response with these tensors holds, in bytes."""
+    """The approximate memory of a response with these tensors, in bytes."""
     if type(tensors) is Outputs:
         return RESPONSE_BYTES + tensors.num_bytes()
     size = RESPONSE_BYTES
@@ -181,9 +180,9 @@ _waiting = _Waiting()
 
 
 class responses_together:  # noqa: N801  as context managers of the standard library
-    """Within this context, the calling thread wakes the receivers of its responses only once, at the end (also after an
-    exception). A receiver that ran earlier would only take the interpreter's lock from a thread that has more responses
-    for it. The thread must not block: responses of other threads to the same receiver wait, too."""
+    """Within this context, receivers of the calling thread's responses are woken only once, at the end (even after an
+    exception). A receiver woken earlier would compete for the GIL with a thread that has more responses for it. The
+    thread must not block, because other threads' responses to the same receiver are delayed too."""
 
     __slots__ = ("_is_outermost",)
 
@@ -211,13 +210,13 @@ class InferenceHandle(Protocol):
     """The result of infer_async."""
 
     def cancel(self) -> None:
-        """Asks the request to stop: idempotent, any thread. The call with FINAL follows, with a CANCELLED error or with
-        what the backend had in flight."""
+        """Asks the request to stop. Idempotent; may be called from any thread. The callback with FINAL follows, either
+        with a CANCELLED error or with whatever the backend had in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIndex:
-    """One row of the repository index. For a model that was never loaded, all but the name is ""."""
+    """One row of the repository index. For a model that was never loaded, all fields but the name are ""."""
 
     name: str
     version: str = ""
@@ -236,10 +235,10 @@ class TensorMetadata:
 class ModelMetadata:
     """Triton's model metadata, and two fields that are not in the protocol: optional_inputs and fingerprint.
 
-    versions: every READY one, unless one version was requested
+    versions: all READY versions, or the requested one
     inputs, outputs: shapes have a leading -1 when the model batches
     optional_inputs: names of inputs that a request may leave out
-    fingerprint: a short text that changes with the server's release, the model's configuration and its version's files
+    fingerprint: short text that changes with the server's release, the model's configuration and the version's files
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Metrics of backends, and the memory of their instances.
+"""Metrics of backends, and memory usage of instances.
 
-Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric; the message MemoryUsage of Triton's statistics, whose types
-are CPU and GPU; the types of the parts are this server's.
+Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric; the message MemoryUsage of Triton's statistics with its types
+CPU and GPU. The types of the parts are this server's own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class MetricKind(Enum):
 
 
 class MetricFamily(Protocol):
-    """One Prometheus family."""
+    """One Prometheus metric family."""
 
     def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None:
-        """Creates the metric with these labels at 0, unless it exists. buckets: a histogram's upper bounds, ascending,
-        instead of its family's. Raises TritonError INVALID_ARG for invalid labels or buckets."""
+        """Creates the metric with these labels at 0 unless it exists. buckets: upper bounds of the histogram,
+        ascending, replacing those of its family. Raises TritonError INVALID_ARG for invalid labels or buckets."""
 
     def increment(self, value: float = 1.0, /, **labels: str) -> None: ...
     def set(self, value: float, /, **labels: str) -> None: ...
@@ -42,8 +42,8 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryType(Enum):
-    """CPU and GPU are totals, the others parts. CPU_KV_CACHE is reserved memory; CPU includes only its resident
-    part."""
+    """CPU and GPU are totals, the others are parts of them. CPU_KV_CACHE is reserved memory; CPU includes only its
+    resident part."""
 
     CPU = "CPU"
     """Resident memory of the instance's process, including shared pages; without its own process, the memory that the
@@ -65,7 +65,7 @@ class MemoryUsage(NamedTuple):
 
 
 def process_memory(pid: int) -> list[MemoryUsage]:
-    """The resident memory of a process; [] when it has ended. Takes microseconds."""
+    """The resident memory of a process; [] if it has ended. Takes microseconds."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             resident_pages = int(file.read().split()[1])

@@ -1,6 +1,6 @@
-"""Outputs of a response as plain Python values, converted to tensors on first access.
+"""Response outputs as plain Python values, converted to tensors on first access.
 
-For backends that send many small responses, and frontends that write text or JSON and need no arrays.
+For backends that send many small responses, and for frontends that write text or JSON and need no arrays.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MEMBER_BYTES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class OutputLayout:
-    """Names and datatypes (KServe's, or JSON) of a response's outputs. Equal ones are one object (`layout_of`), which
-    the responses of a stream share, so that what is the same in all of them can be prepared once.
+    """Names and datatypes (KServe's, or JSON) of a response's outputs. `layout_of` returns the same object for equal
+    layouts: the responses of a stream share it, so whatever they have in common is prepared only once.
 
     is_text: whether each output is one string
     """
@@ -47,14 +47,14 @@ def layout_of(names: tuple[str, ...], datatypes: tuple[str, ...]) -> OutputLayou
 
 @functools.lru_cache(maxsize=_LAYOUTS)
 def _others(layout: OutputLayout, names: frozenset[str]) -> tuple[list[int], OutputLayout]:
-    """The indices of the outputs that are not in `names`, and the layout of these."""
+    """The indices of the outputs not in `names`, and their layout."""
     kept = [index for index, name in enumerate(layout.names) if name not in names]
     return kept, layout_of(tuple(layout.names[one] for one in kept), tuple(layout.datatypes[one] for one in kept))
 
 
 class Outputs(Sequence[Tensor]):
-    """One value for each output of `layout`: `str` or `bytes` for BYTES, a (nested) list of numbers for other
-    datatypes, any value that msgspec can encode for JSON. As a sequence: the tensors, the same objects each time."""
+    """One value per output of `layout`: `str` or `bytes` for BYTES, a (nested) list of numbers for other datatypes, any
+    value that msgspec can encode for JSON. As a sequence, contains the tensors, created once."""
 
     __slots__ = ("_tensors", "layout", "values")
 
@@ -78,7 +78,7 @@ class Outputs(Sequence[Tensor]):
         return Outputs(layout, tuple([self.values[index] for index in kept]))
 
     def num_bytes(self) -> int:
-        """About how much memory the values hold."""
+        """Approximate memory of the values."""
         if self.layout.is_text:  # a token's text; this runs once per token
             return sum(map(len, self.values))
         return sum(map(_num_bytes, self.values))

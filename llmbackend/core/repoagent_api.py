@@ -1,6 +1,6 @@
-"""The contract between the host and a repository agent: what an agent must export, and what it can use of the host.
+"""The contract between the host and a repository agent: what an agent exports, and what the host offers it.
 
-An agent imports only this module of the host. Source: Triton's `tritonrepoagent.h` (API 0.1). A C function
+An agent imports no other module of the host. Source: Triton's `tritonrepoagent.h` (API 0.1). A C function
 `TRITONREPOAGENT_ModelXDoY(agent, model, …)` is the method `model.do_y(…)` here.
 
 A repository agent acts before a model is loaded, and is notified of how the load ended. It may check the model's files
@@ -83,19 +83,19 @@ class AgentModel(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """A copy of the configuration file's content, without defaults. If another agent has moved the model, that of
-        the file in the new directory; empty if there is no file."""
+        """A copy of the configuration file's content, without defaults. If another agent has moved the model, the file
+        in the new directory is read. Empty if there is no file."""
 
     @property
     def location(self) -> Path:
         """The model's local directory (TRITONREPOAGENT_ModelRepositoryLocation)."""
 
     def acquire_location(self) -> Path:
-        """A new directory for this load's files, the same at each call. It is removed after ModelFinalize."""
+        """A new directory for this load's files; the same one on every call. It is removed after ModelFinalize."""
 
     def release_location(self) -> None:
-        """Removes the acquired directory now. Raises TritonError UNAVAILABLE when there is none."""
+        """Removes the acquired directory now. Raises TritonError UNAVAILABLE if there is none."""
 
     def update_location(self, location: Path) -> None:
         """Loads the model from `location` instead (TRITONREPOAGENT_ModelRepositoryUpdate). Raises TritonError
-        INVALID_ARG outside of action LOAD."""
+        INVALID_ARG outside the action LOAD."""

@@ -1,4 +1,4 @@
-"""Readiness, metadata and statistics of models, the repository index, and the tables at start.
+"""Readiness, metadata and statistics of models, the repository index, and the tables logged at startup.
 
 Source: PrintBackendAndModelSummary in Triton's server.cc; golden transcript 57.
 """
@@ -33,7 +33,7 @@ class ModelRow:
 
     descriptions: of READY versions
     decoupled: the decoupled versions
-    resumes: whether requests can continue after their responses so far
+    resumes: whether the model's requests are resumable
     """
 
     key: str
@@ -47,7 +47,7 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelTable:
-    """The models of a host, as a frontend in another process needs them."""
+    """The models of a host, in the form that a frontend in another process needs."""
 
     is_namespacing: bool
     rows: Sequence[ModelRow]
@@ -60,14 +60,14 @@ class ServedModels:
         self._repository = repository
 
     def get(self, name: str, version: int = -1) -> LoadedModel:
-        """The READY model that clients mean by `name`; -1 = the highest READY version. Use only what stays valid after
-        an unload. Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts, INVALID_ARG for an ambiguous
-        name."""
+        """The READY model that clients mean by `name`; -1 = the highest READY version. Of the model, use only what
+        remains valid after an unload. Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts, INVALID_ARG for
+        an ambiguous name."""
         return self._versions.get(self._names.key(name), version)
 
     def live_versions(self, name: str, version: int = -1) -> list[LoadedModel]:
-        """The versions (-1 = all) of a model, by name or key, that may have requests. Raises as `get` when there are
-        none, or the name is ambiguous."""
+        """The versions (-1 = all) of a model, by name or key, that may have requests. If there are none or the name is
+        ambiguous, raises the errors of `get`."""
         models = [
             model
             for model in self._versions.live_models()
@@ -79,7 +79,7 @@ class ServedModels:
         return models
 
     def all_are_ready(self) -> bool:
-        """Whether every known model has versions, and each is READY, with ready instances, or was unloaded."""
+        """Whether every known model has versions, each READY with ready instances, or unloaded."""
         for key in self._versions.names():
             states = self._states(key)
             if not states:
@@ -90,15 +90,15 @@ class ServedModels:
         return True
 
     def is_ready(self, name: str, version: int = -1) -> bool:
-        """False also for an unknown model. Returns within seconds, also when a backend hangs."""
+        """False also for an unknown model. Returns within seconds even if a backend hangs."""
         try:
             return not self.get(name, version).not_ready_reason()
         except TritonError:
             return False
 
     def readinesses(self) -> list[VersionReadiness]:
-        """The readiness of every known version that is neither unloaded nor being unloaded. A backend that hangs delays
-        this by at most half a second, so that a scrape still gets the other metrics."""
+        """The readiness of all known versions except those unloaded or being unloaded. A hanging backend delays this by
+        at most half a second, so that a scrape still gets the other metrics."""
         found = []
         for key in self._versions.names():
             name, namespace = self._names.plain(key), self._names.namespace(key)
@@ -154,8 +154,8 @@ class ServedModels:
         return message
 
     def repository_index(self, ready_only: bool = False) -> list[ModelIndex]:
-        """Every model of the repositories with the states of its known versions, sorted by name. As in Triton, without
-        models that were loaded and have no version."""
+        """All models in the repositories with the states of their known versions, sorted by name. As in Triton, models
+        that were loaded and have no version are omitted."""
         rows: list[ModelIndex] = []
         known = set(self._versions.names())
         for key, sources in self._repository.listing().items():
@@ -170,7 +170,7 @@ class ServedModels:
         return [row for row in rows if not ready_only or row.state == ModelReadyState.READY.value]
 
     def _states(self, key: str, timeout_s: float | None = None) -> dict[int, tuple[ModelReadyState, str]]:
-        """State and reason of each known version; UNAVAILABLE when its backend reports that it is not ready."""
+        """State and reason of each known version; UNAVAILABLE if its backend reports that it is not ready."""
         states = self._versions.states(key)
         for number, (state, _) in states.items():
             if state is ModelReadyState.READY and (reason := self._reason(key, number, timeout_s)):
@@ -181,7 +181,7 @@ class ServedModels:
         try:
             return self._versions.get(ModelIdentifier(key), version).not_ready_reason(timeout_s)
         except TritonError as error:
-            return error.message  # unloaded meanwhile
+            return error.message  # unloaded in the meantime
 
 
 def _reported(state: ModelReadyState, is_served: bool) -> ModelReadyState:
@@ -190,13 +190,13 @@ def _reported(state: ModelReadyState, is_served: bool) -> ModelReadyState:
 
 
 def log_summary(agents: Iterable[Sequence[str]], backends: Iterable[Sequence[str]], versions: ModelVersions) -> None:
-    """Logs Triton's three tables at the end of a start: repository agents, backends, models."""
+    """Logs Triton's three tables after startup: repository agents, backends, models."""
     for text in (
         _table(("Repository Agent", "Path"), agents),
         _table(("Backend", "Path", "Config"), backends),
         _table(("Model", "Version", "Status"), _model_rows(versions)),
     ):
-        log.info("\n%s", text, extra={"is_table": True})  # the log does not escape the line ends of tables
+        log.info("\n%s", text, extra={"is_table": True})  # the log does not escape line ends in tables
 
 
 def _model_rows(versions: ModelVersions) -> Iterable[tuple[str, str, str]]:

@@ -1,6 +1,6 @@
-"""The log of a server process: Triton's line formats, levels that can change, and repeated errors.
+"""The log of a server process: Triton's line formats, adjustable levels, suppression of repeated errors.
 
-One record is one line, except for tables; errors of one cause are logged once a minute.
+One record is one line, except for tables; errors with the same cause are logged once a minute.
 Source: Triton's logging extension, its --log-* flags and `--log-format`.
 """
 
@@ -41,8 +41,8 @@ Follower = Callable[[LogLine], None]
 
 
 class RecentLog:
-    """The last lines of the log. Thread-safe. Followers are called under a lock on the logging thread: they must only
-    enqueue."""
+    """The most recent log lines. Thread-safe. Followers are called on the logging thread while a lock is held: they
+    must only enqueue."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class RecentLog:
         self._followers: list[Follower] = []
 
     def add(self, record: logging.LogRecord) -> bool:
-        """A logging filter, after those that drop records; passes every record."""
+        """A logging filter that runs after those that drop records; passes all records."""
         text = _FORMATTER.format(record)[:MAX_LINE_CHARACTERS]
         line = LogLine(record.created, record.levelname, text.encode("utf-8", "replace").decode())
         with self._lock:
@@ -60,12 +60,12 @@ class RecentLog:
         return True
 
     def lines(self) -> list[LogLine]:
-        """The oldest first."""
+        """Oldest first."""
         with self._lock:
             return list(self._lines)
 
     def follow(self, follower: Follower) -> None:
-        """Calls `follower` with all further lines."""
+        """Calls `follower` with each further line."""
         with self._lock:
             self._followers.append(follower)
 
@@ -83,7 +83,7 @@ _ESCAPE_VARIABLE = "TRITON_SERVER_ESCAPE_LOG_MESSAGES"
 REPEAT_INTERVAL_S: Final = 60.0
 _MAX_CAUSES: Final = 256
 CAUSE: Final = "cause"
-"""`extra` of an error's record without `exc_info`: a hashable, equal for the same cause."""
+"""`extra` of an error record without `exc_info`: a hashable value, equal for the same cause."""
 
 
 class TritonFormatter(logging.Formatter):
@@ -109,7 +109,7 @@ class TritonFormatter(logging.Formatter):
 
 
 class RepeatedErrors:
-    """Counts errors by cause; one in REPEAT_INTERVAL_S is to be logged. Bounded. Thread-safe."""
+    """Counts errors by cause, of which one per REPEAT_INTERVAL_S is to be logged. Bounded. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -117,7 +117,7 @@ class RepeatedErrors:
         self._seen: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
 
     def take(self, cause: Hashable) -> int | None:
-        """How many errors of this cause were left out since the last logged one; None = leave this one out."""
+        """How many errors with this cause were suppressed since the last one logged; None = suppress this one."""
         now_s = self._clock()
         with self._lock:
             logged_s, left_out = self._seen.get(cause, (-REPEAT_INTERVAL_S, 0))
@@ -132,7 +132,7 @@ class RepeatedErrors:
 
 
 class RepeatFilter(logging.Filter):
-    """Drops repeated errors: with a full disk, every request fails in the same way."""
+    """Drops repeated errors: with a full disk, for example, every request fails in the same way."""
 
     def __init__(self, repeats: RepeatedErrors) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def cause_of(error: BaseException) -> Hashable:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """Which levels are logged, and how. verbose: > 0 = debug lines, too. file: path; "" = stderr."""
+    """Which levels are logged, and how. verbose: > 0 = also debug lines. file: path; "" = stderr."""
 
     verbose: int = 0
     info: bool = True
@@ -174,7 +174,7 @@ class LogSettings:
 
 
 class _BoundedHandler(logging.Handler):
-    """Prints one line a minute for records that cannot be written, instead of a traceback for each."""
+    """For records that cannot be written, prints one line a minute instead of a traceback for each."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -206,7 +206,7 @@ class _StreamHandler(_BoundedHandler, logging.StreamHandler[Any]):
 
 
 class ServerLog:
-    """Thread-safe. A log that is not installed does not change the process's logging."""
+    """Thread-safe. The process's logging is unchanged until `install`."""
 
     def __init__(self, settings: LogSettings | None = None) -> None:
         self.recent = RecentLog()
@@ -219,8 +219,8 @@ class ServerLog:
         return self._settings
 
     def install(self) -> None:
-        """Writes this package's log, and other libraries' from WARNING on, to the file or stderr. Raises OSError when
-        the file cannot be written."""
+        """Writes this package's log records, and those of other libraries from WARNING on, to the file or stderr.
+        Raises OSError if the file cannot be written."""
         file = self._settings.file
         self._handler = _FileHandler(file, "a", "utf-8") if file else _StreamHandler()
         self._handler.addFilter(lambda record: self._lets_through(record.levelno))

@@ -20,17 +20,17 @@ class ServerOptions:
 
     server_id: the server's name in its metadata
     repository_poll_secs: seconds between two polls in mode poll; 0 = no polls
-    startup_models: models to load at start in mode explicit; ["*"] = all
+    startup_models: models to load at startup in mode explicit; ["*"] = all
     backend_directory, repoagent_directory: directories of backends and repository agents, each in `<name>/`
     backend_config: settings by backend; "" = every backend
-    exit_on_error: `start` fails when a startup model fails
+    exit_on_error: `start` fails if a startup model fails
     model_load_retry_count: retries of a failed load
     model_config_name: a model's `configs/<name>.pbtxt` replaces its config.pbtxt; "" = none
     model_namespacing: models of different repositories may have the same name
     cache_config: settings by response cache
-    cache_directory: directory of response caches that are shared libraries, each in `<name>/`
-    host_policies: what the instances of a group are bound to, by name
-    starts_instances: false = models are initialised without instances, for forecasts
+    cache_directory: directory of response caches in shared libraries, each in `<name>/`
+    host_policies: by name, the resources to which the instances of a group are bound
+    starts_instances: False = models are initialised without instances, for forecasts
     """
 
     model_repositories: Sequence[Path] = ()

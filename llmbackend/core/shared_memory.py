@@ -1,8 +1,8 @@
-"""Memory that clients share with the server: its regions, and tensors that are read from and written to them.
+"""Shared memory regions of clients, and the tensors read from and written to them.
 
 Invariants: a region is closed exactly once; an input is copied before its request is accepted; an output is written
-before its response is sent.
-Source: Triton's shared_memory_manager.cc (which maps), texts of release 2.73; golden transcript 40.
+before its response is sent. Source: Triton's shared_memory_manager.cc (which maps the memory), texts of release 2.73;
+golden transcript 40.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ Submitted = TypeVar("Submitted")
 
 
 class MemoryKind(Enum):
-    """`value` is Triton's word in texts."""
+    """`value` is Triton's word for it in texts."""
 
     SYSTEM = "system"
     CUDA = "CUDA"
 
 
 class SystemMemory:
-    """`byte_size` bytes, from `offset` on, of the POSIX shared memory (`shm_open`) named `key`.
+    """`byte_size` bytes, starting at `offset`, of the POSIX shared memory (`shm_open`) named `key`.
 
-    A key names a plain file directly in /dev/shm: no path, no link, no pipe. The memory is never mapped: when a client
-    truncates its file, `read` and `write` raise TritonError, where a mapping would end the process with SIGBUS. Their
-    offsets count from the beginning of the region.
+    A key names a plain file directly in /dev/shm, never a path, a link or a pipe. The memory is never mapped: if a
+    client truncates its file, `read` and `write` raise TritonError, whereas access to a mapping would kill the process
+    with SIGBUS. Their offsets are relative to the start of the region.
     """
 
     def __init__(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Raises TritonError: INVALID_ARG for an invalid or reserved key and for memory that is too small, INTERNAL
-        when there is no such memory."""
+        """Raises TritonError: INVALID_ARG for an invalid or reserved key and for memory that is too small, INTERNAL if
+        there is no such memory."""
         _check_key(name, key)
         self._key = key
         self._start = offset
@@ -80,7 +80,7 @@ class SystemMemory:
         while data:
             try:
                 written = os.pwrite(self._descriptor, data[:MAX_TRANSFER_BYTES], position)
-            except OSError as error:  # a sparse file, and no memory for its holes
+            except OSError as error:  # a sparse file, and no memory left for its holes
                 raise internal(f"cannot write to shared memory region '{self._key}': {error.strerror}") from None
             position += written
             data = data[written:]
@@ -89,7 +89,7 @@ class SystemMemory:
         os.close(self._descriptor)
 
     def _is_whole(self) -> bool:
-        """Whether the file has all bytes of the region."""
+        """Whether the file still has all bytes of the region."""
         return os.fstat(self._descriptor).st_size >= self._end
 
     def _shrunk(self) -> TritonError:
@@ -111,13 +111,13 @@ def _check_key(name: str, key: str) -> None:
 
 
 def _open(key: str) -> int:
-    """A descriptor of the file that `shm_open` would open: leading slashes are ignored, others not allowed."""
+    """A descriptor of the file that `shm_open` would open. Leading slashes are ignored, others not allowed."""
     name = key.lstrip("/")
     refusal = internal(f"Unable to open shared memory region: '{key}'")
     if not name.isprintable() or "/" in name or name in ("", ".", "..") or len(name.encode()) > MAX_NAME_BYTES:
         raise refusal
     try:
-        # NONBLOCK: opening a named pipe would block.
+        # Opening a named pipe would block without O_NONBLOCK.
         descriptor = os.open(f"{DIRECTORY}/{name}", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         raise refusal from None
@@ -142,8 +142,8 @@ class Region:
 
 
 class SharedMemoryManager:
-    """Thread-safe. A region is closed when it is unregistered or the server stops, and no request uses it any more.
-    CUDA memory is refused with the text of a Triton without GPU support."""
+    """Thread-safe. A region is closed when it has been unregistered (or the server stops) and no request uses it any
+    more. CUDA memory is refused with the text of a Triton without GPU support."""
 
     def __init__(self, allowed: bool) -> None:
         self._allowed = allowed
@@ -154,8 +154,8 @@ class SharedMemoryManager:
     # --- control ----------------------------------------------------------------------------------------------------
 
     def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Raises TritonError: UNSUPPORTED when shared memory is disabled, ALREADY_EXISTS, INVALID_ARG, INTERNAL for a
-        key without a file."""
+        """Raises TritonError: UNSUPPORTED if shared memory is disabled, ALREADY_EXISTS, INVALID_ARG, INTERNAL for a key
+        without a file."""
         self._check_allowed()
         if not name:
             raise invalid_argument("'region name' is necessary to register system shared memory region")
@@ -167,7 +167,7 @@ class SharedMemoryManager:
             self._regions[name] = Region(name, key, offset, byte_size, MemoryKind.SYSTEM, memory)
 
     def register_cuda(self, name: str, raw_handle: bytes, byte_size: int, device_id: int) -> None:
-        """Always raises TritonError: this host maps no memory of GPUs."""
+        """Always raises TritonError: this host does not map GPU memory."""
         self._check_allowed()
         if not name:
             raise invalid_argument("'region name' is necessary to register cuda shared memory region")
@@ -183,8 +183,8 @@ class SharedMemoryManager:
             return [region for _, region in sorted(self._regions.items()) if region.kind is kind]
 
     def unregister(self, kind: MemoryKind, name: str = "") -> None:
-        """Removes the region of that name, or all of the kind; ignores an unknown name. New requests cannot use a
-        region that is removed later because requests use it."""
+        """Removes the region with that name, or all regions of the kind; ignores an unknown name. A region still in use
+        is closed later, but new requests cannot use it."""
         self._check_allowed()
         with self._lock:
             chosen = [self._regions[name]] if name in self._regions else []
@@ -205,7 +205,7 @@ class SharedMemoryManager:
 
     def with_inputs(self, request: InferenceRequest) -> InferenceRequest:
         """`request` with copies of its inputs in regions. Raises TritonError: NOT_FOUND for an unknown region,
-        INVALID_ARG for a range outside of it."""
+        INVALID_ARG for a range outside it."""
         copies = tuple(map(self._copied, request.shared_inputs))
         return replace(request, inputs=(*request.inputs, *copies), shared_inputs=())
 
@@ -216,7 +216,7 @@ class SharedMemoryManager:
         submit: Callable[[ResponseCallback], Submitted],
     ) -> Submitted:
         """Calls `submit` with a callback that writes `outputs` to memory before it passes responses to `callback`. The
-        regions stay open until the request has ended or was refused. Raises TritonError as `with_inputs`."""
+        regions stay open until the request has ended or was refused. Raises the same errors as `with_inputs`."""
         ranges = self._open(outputs)
         try:
             return submit(TransformedCallback(callback, ranges.write_outputs, on_final=lambda: self._release(ranges)))
@@ -232,7 +232,7 @@ class SharedMemoryManager:
             self._release(ranges)
 
     def _open(self, ranges: Mapping[str, SharedRange]) -> _OpenRanges:
-        """Marks all regions as used; on an error none."""
+        """Marks all regions as used, or none if there is an error."""
         with self._lock:
             found = {name: (self._region_of(each), each) for name, each in ranges.items()}
             for region, _ in found.values():
@@ -296,7 +296,7 @@ class SharedMemoryManager:
 
 
 class _OpenRanges:
-    """Ranges by the name of their tensor; their regions stay open until `close`."""
+    """Ranges by tensor name; their regions stay open until `close`."""
 
     def __init__(self, ranges: dict[str, tuple[Region, SharedRange]]) -> None:
         self._ranges = ranges
@@ -321,7 +321,7 @@ class _OpenRanges:
         return response
 
     def close(self) -> list[Region]:
-        """The regions to release: all on the first call, none later."""
+        """The regions to release: all of them on the first call, then none."""
         regions = [region for region, _ in self._ranges.values()]
         self._ranges = {}
         return regions

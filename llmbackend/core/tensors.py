@@ -1,7 +1,7 @@
 """Named tensors inside the host, and Triton's datatypes.
 
-A tensor's `data` has its `shape` and the dtype `NUMPY_DTYPE[datatype]`; BYTES tensors are object arrays of `bytes`.
-Tensors are never written to. Source: KServe v2 "Tensor Data Types" and Triton's model configuration.
+A tensor's `data` has the shape `shape` and the dtype `NUMPY_DTYPE[datatype]`; BYTES tensors are object arrays of
+`bytes`. Tensors are never modified. Source: KServe v2 "Tensor Data Types" and Triton's model configuration.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
 }
 _LENGTH = struct.Struct("<I")
 STRINGS_PER_CALL = 8192
-"""Strings per call in C, so that other threads can take the interpreter's lock."""
+"""Strings per C call, so that other threads can take the GIL in between."""
 MAX_COUNT: Final = 2**63 - 1
 DATATYPE_OF_DTYPE: dict[np.dtype[Any], str] = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
 """Numpy dtype → datatype. Arrays of unicode or byte strings must be converted to object arrays of bytes first."""
@@ -48,7 +48,7 @@ DATATYPE_OF_CONFIG_TYPE: dict[str, str] = {config: name for name, config in CONF
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """datatype: KServe's name (FP32, BYTES, …). shape: with the batch dimension, if there is one."""
+    """datatype: KServe's name (FP32, BYTES, …). shape: including the batch dimension, if there is one."""
 
     name: str
     datatype: str
@@ -75,8 +75,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class JsonTensor(Tensor):
-    """A BYTES tensor whose only element is the JSON text of `value`, so that a backend in the same process need not
-    parse it."""
+    """A BYTES tensor whose only element is the JSON text of `value`, which a local backend need not parse."""
 
     value: Any
 
@@ -88,8 +87,7 @@ class JsonTensor(Tensor):
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor from a client, not decoded and not checked: `datatype` may be unknown, `shape` may have negative
-    numbers.
+    """A client's tensor, neither decoded nor checked: `datatype` may be unknown, `shape` may contain negative numbers.
 
     The core checks it against the model's configuration, so that errors have Triton's order and texts.
     """
@@ -102,7 +100,7 @@ class RawTensor:
 
 @dataclass(frozen=True, slots=True)
 class SharedRange:
-    """`byte_size` bytes from `offset` on in a registered shared memory region."""
+    """`byte_size` bytes, starting at `offset`, in a registered shared memory region."""
 
     region: str
     offset: int
@@ -133,12 +131,12 @@ def element_count(shape: tuple[int, ...]) -> int:
 
 
 def shape_text(shape: Iterable[int]) -> str:
-    """A shape as in Triton's errors: [2,-1]."""
+    """A shape in the notation of Triton's errors: [2,-1]."""
     return f"[{','.join(map(str, shape))}]"
 
 
 def check_size(name: str, datatype: str, shape: Iterable[int]) -> None:
-    """Raises TritonError INVALID_ARG with Triton's texts when the count of elements or bytes exceeds int64."""
+    """Raises TritonError INVALID_ARG with Triton's texts if the number of elements or bytes exceeds int64."""
     count = 1
     for dim in shape:
         count *= dim
@@ -151,8 +149,8 @@ def check_size(name: str, datatype: str, shape: Iterable[int]) -> None:
 
 
 def reshaped(name: str, data: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """`data` in `shape`, which has as many elements. Raises TritonError INVALID_ARG for a shape that numpy cannot have
-    (more than 64 dimensions, or a huge dimension besides one of 0)."""
+    """`data` with shape `shape`, which has the same number of elements. Raises TritonError INVALID_ARG for a shape that
+    numpy does not support (more than 64 dimensions, or a huge dimension next to one of 0)."""
     if data.shape == shape:
         return data
     try:
@@ -165,7 +163,7 @@ def to_wire(tensor: Tensor) -> bytes:
     """The raw little-endian bytes of a tensor; each BYTES element follows its uint32 length."""
     if tensor.datatype != "BYTES":
         return np.ascontiguousarray(tensor.data).tobytes()
-    if tensor.data.size == 1:  # fast path: the text of a token
+    if tensor.data.size == 1:  # fast path: one token's text
         item = _to_bytes(tensor.data.item())
         return struct.pack("<I", len(item)) + item
     flat = tensor.data.reshape(-1)
@@ -182,7 +180,7 @@ def _packed(elements: npt.NDArray[np.object_]) -> bytes:
 
 
 def wire_view(tensor: Tensor) -> memoryview:
-    """The bytes of `to_wire`, without a copy unless the datatype is BYTES or the data not contiguous."""
+    """The bytes of `to_wire`; copied only if the datatype is BYTES or the data is not contiguous."""
     if tensor.datatype == "BYTES":
         return memoryview(to_wire(tensor))
     return np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8).data
@@ -203,7 +201,7 @@ def split_strings(raw: bytes | memoryview, limit: int) -> tuple[list[bytes], int
 
 
 def count_strings(raw: bytes | memoryview, offset: int, limit: int) -> tuple[int, int]:
-    """How many complete elements follow `offset`, up to `limit`, and the offset after them."""
+    """The number of complete elements from `offset` on, up to `limit`, and the offset after them."""
     count, end = 0, len(raw)
     while count < limit and offset + 4 <= end:
         stop = offset + 4 + _LENGTH.unpack_from(raw, offset)[0]
@@ -215,7 +213,7 @@ def count_strings(raw: bytes | memoryview, offset: int, limit: int) -> tuple[int
 
 
 def bytes_tensor(name: str, shape: tuple[int, ...], elements: list[bytes]) -> Tensor:
-    """A BYTES tensor of `elements`, as many as `shape` has. Raises TritonError INVALID_ARG as `reshaped` does."""
+    """A BYTES tensor of `elements`, as many as `shape` has. Raises TritonError INVALID_ARG like `reshaped`."""
     data = np.empty(len(elements), dtype=np.object_)
     for start in range(0, len(elements), STRINGS_PER_CALL):
         data[start : start + STRINGS_PER_CALL] = elements[start : start + STRINGS_PER_CALL]
@@ -223,8 +221,8 @@ def bytes_tensor(name: str, shape: tuple[int, ...], elements: list[bytes]) -> Te
 
 
 def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> Tensor:
-    """The inverse of `to_wire`. Data of a fixed-size type is a view of `raw`. Raises TritonError INVALID_ARG for an
-    unknown datatype, and when the size of `raw` does not match `shape`."""
+    """The inverse of `to_wire`. Fixed-size data is a view of `raw`. Raises TritonError INVALID_ARG for an unknown
+    datatype, and if the size of `raw` does not match `shape`."""
     dtype = NUMPY_DTYPE.get(datatype)
     if dtype is None:
         raise invalid_argument(f"invalid datatype for input {name}")
@@ -235,7 +233,7 @@ def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | mem
                 f"input byte size mismatch for input '{name}'. Expected {count * dtype.itemsize}, got {len(raw)}"
             )
         data = np.frombuffer(raw, dtype=dtype)
-        if not data.flags.aligned:  # part of a body; backends' libraries may need aligned data
+        if not data.flags.aligned:  # part of a body; backends' libraries may require aligned data
             data = data.copy()
         return Tensor(name, datatype, shape, reshaped(name, data, shape))
     elements, offset = split_strings(raw, max(count, 0))

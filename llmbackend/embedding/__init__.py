@@ -1,1 +1,1 @@
-"""Servers and engines inside other programs: the contents of `import llmbackend` (docs/embedding.md)."""
+"""Servers and engines inside other programs: the public API of `import llmbackend` (docs/embedding.md)."""

@@ -1,8 +1,8 @@
 """Engine: a model in this program, without ports.
 
-For: programs that generate text in Python. Does not know: how requests are checked or computed. It is a host with one
-model of the `llm` backend, so that parameters, defaults and errors are those of a server. The model runs in its own
-process; if that dies, another one continues after the last token. Invariant: `close` leaves no process, thread or file.
+For programs that generate text in Python. It is a host with one model of the `llm` backend, so parameters, defaults and
+errors are those of a server. The model runs in a separate process; if that dies, another one continues after the last
+token. Invariant: `close` leaves no process, thread or file behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .generation import MODEL, Completion, Generation, Prompt, completion_of, ge
 from .sampling_params import SamplingParams
 
 STOP_TIMEOUT_S: Final = 30.0
-"""How long `close` waits for generations that still run."""
+"""How long `close` waits for running generations."""
 MAX_WAITING: Final = 512
 """Concurrent outputs of one call; fewer than the model's queue holds."""
 _DEFAULTS: Final = SamplingParams()
@@ -34,15 +34,15 @@ _Response = tuple[InferenceResponse | None, ResponseFlag]
 
 
 class Engine:
-    """One loaded model. Any thread may call it; it is a context manager."""
+    """One loaded model. May be used from any thread, and as a context manager."""
 
     def __init__(self, model: str | Path, **arguments: Any) -> None:
-        """Returns when the model is loaded.
+        """Returns once the model is loaded.
 
         model      a checkpoint's directory, a GGUF file, or a hub id
         arguments  engine arguments with vLLM's names (docs/llm_backend.md): dtype="bfloat16", max_model_len=4096, …
 
-        Raises TritonError that names the argument and what was expected, or says why the model cannot be loaded.
+        Raises TritonError naming the argument and what was expected, or why the model cannot be loaded.
         """
         single = SingleModel.checked(str(model), (MODEL,), arguments)
         self._max_waiting = min(MAX_WAITING, int(single.parameters.get("max_queue_size", MAX_WAITING)))
@@ -55,12 +55,12 @@ class Engine:
                 raise internal(error.reasons.get(MODEL, error.message)) from None
 
     def generate(self, prompts: Iterable[Prompt], sampling: SamplingParams = _DEFAULTS) -> list[Generation]:
-        """All outputs of the prompts, in their order; the prompts are computed together.
+        """All outputs of the prompts, in order; the prompts are computed together.
 
-        Raises TritonError for a refused prompt or parameter, and then cancels the other prompts.
+        Raises TritonError if a prompt or parameter is refused, and cancels the other prompts.
         """
         _check_prompts(prompts)
-        room = self._room(sampling)
+        room = self._max_concurrent_prompts(sampling)
         found: list[Generation] = []
         running: deque[_Call] = deque()
         try:
@@ -76,14 +76,14 @@ class Engine:
         return found
 
     def stream(self, prompt: Prompt, sampling: SamplingParams = _DEFAULTS) -> Iterator[Completion]:
-        """The output's new parts as they are generated. Closing the iterator ends the generation. Raises
+        """Yields the new parts of the output as they are generated. Closing the iterator ends the generation. Raises
         TritonError."""
         yield from _Call(self._host, prompt, sampling, stream=True)
 
     async def generate_async(self, prompts: Iterable[Prompt], sampling: SamplingParams = _DEFAULTS) -> list[Generation]:
         """`generate` for an event loop. Cancelling the task ends its generations."""
         _check_prompts(prompts)
-        room = self._room(sampling)
+        room = self._max_concurrent_prompts(sampling)
         found: list[Generation] = []
         running: deque[_AsyncCall] = deque()
         try:
@@ -103,8 +103,8 @@ class Engine:
         async for completion in _AsyncCall(self._host, prompt, sampling, stream=True):
             yield completion
 
-    def _room(self, sampling: SamplingParams) -> int:
-        """How many prompts are computed at the same time."""
+    def _max_concurrent_prompts(self, sampling: SamplingParams) -> int:
+        """How many prompts to compute at the same time."""
         return max(self._max_waiting // max(sampling.n or 1, sampling.best_of or 1), 1)
 
     def close(self) -> None:

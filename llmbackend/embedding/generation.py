@@ -1,7 +1,4 @@
-"""Prompts as requests, and responses as plain objects without tensors.
-
-For: engine.py. Does not know: engines, threads.
-"""
+"""Converts prompts to requests, and responses to plain objects without tensors."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ from .sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """A text; token ids; a conversation's messages, for the model's chat template; or an object with `messages`, `tools`
-and other variables of the template (docs/llm_backend.md, input `messages`)."""
+and other template variables (docs/llm_backend.md, input `messages`)."""
 
 MODEL: Final = "model"
-"""The name of an engine's model."""
+"""The name under which an engine serves its model."""
 _ASKED: Final = ("finish_reason", "stop_reason", "output_ids", "usage", "sequence_index")
 _TRUE: Final = np.array([True])
 _MAX_INT32: Final = 0x7FFFFFFF
@@ -33,12 +30,12 @@ _MAX_INT32: Final = 0x7FFFFFFF
 @dataclass(frozen=True, slots=True)
 class Logprob:
     logprob: float | None
-    """None: minus infinity."""
+    """None = minus infinity."""
     rank: int | None
     """From 1; None for a token of `logprob_token_ids`."""
     decoded_token: str
     bytes: Sequence[int] | None = None
-    """The bytes of a token that is a part of a character."""
+    """The token's bytes, if it is only part of a character."""
 
 
 Position = Mapping[int, Logprob]
@@ -51,7 +48,7 @@ class Usage:
     completion_tokens: int
     """So far."""
     cached_tokens: int
-    """Prompt tokens that the prefix cache had."""
+    """Prompt tokens found in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +60,24 @@ class Completion:
     index: int = 0
     """Which of the `n` outputs."""
     finish_reason: str | None = None
-    """"stop" or "length"; None: more follows."""
+    """"stop" or "length"; None = more follows."""
     stop_reason: str | int | None = None
-    """The requested stop text or stop token that ended it."""
+    """The requested stop text or stop token that ended the output."""
     usage: Usage | None = None
     """In a stream, only in the first and the last part."""
     logprobs: tuple[Position, ...] = ()
-    """One for each token, if requested."""
+    """One per token, if requested."""
     prompt_logprobs: tuple[Position | None, ...] = ()
-    """One for each prompt token, if requested, in the first part; None for the first token."""
+    """One per prompt token, if requested, in the first part; None for the first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """All outputs of a prompt."""
-
     completions: tuple[Completion, ...]
 
     @property
     def text(self) -> str:
-        """Of the first output, as the two below."""
+        """Text of the first output; the two below likewise."""
         return self.completions[0].text
 
     @property
@@ -95,7 +90,7 @@ class Generation:
 
 
 def request_of(prompt: Prompt, sampling: SamplingParams, *, stream: bool) -> InferenceRequest:
-    """Raises TypeError for an object that is no Prompt or cannot be encoded as JSON."""
+    """Raises TypeError if the object is not a Prompt or cannot be encoded as JSON."""
     flags = {f"return_{name}": True for name in _ASKED}
     wants_logprobs = sampling.logprobs is not None or sampling.logprob_token_ids is not None
     flags |= {"stream": stream, "exclude_input_in_output": True, "return_logprobs": wants_logprobs}
@@ -144,7 +139,7 @@ def generation_of(completions: Iterable[Completion]) -> Generation:
 
 
 def _values(outputs: Sequence[Tensor]) -> dict[str, Any]:
-    """Values by output name: JSON values, lists or texts."""
+    """By output name: JSON values, lists or texts."""
     if isinstance(outputs, Outputs):
         return outputs.named()
     return {tensor.name: tensor.value if isinstance(tensor, JsonTensor) else tensor.data.tolist() for tensor in outputs}

@@ -1,7 +1,7 @@
 """SamplingParams: sampling parameters with vLLM's names, for programs that embed an engine.
 
-Does not know: ranges, which the adapter checks as for any client (adapter/schemas/sampling.py). Invariant: each field
-is a sampling parameter of a server, and unset fields have the model's defaults.
+Ranges are checked by the adapter, as for any client (adapter/schemas/sampling.py). Invariant: each field is a sampling
+parameter of a server, and unset fields have the model's defaults.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An unset field has the default of the model's generation_config.json, else the one that ends its line.
+    """Unset fields have the default of the model's generation_config.json, else the value at the end of their line.
 
-    max_tokens                     of the output; None = the rest of the context; 16
-    min_tokens                     of the output, which does not end before; 0
+    max_tokens                     limit of the output; None = the rest of the context; 16
+    min_tokens                     the output does not end before this many tokens; 0
     temperature                    0 = always the most likely token; 1
-    top_k                          only so many most likely tokens; 0 = all
-    top_p                          only the most likely tokens that together have this probability; 1
-    min_p                          only tokens with this share of the most likely one's probability; 0
-    seed                           the same seed gives the same tokens; None = drawn
-    n                              outputs of a prompt; 1
-    best_of                        generated outputs, of which the n most likely ones are returned; n
+    top_k                          sample from this many most likely tokens; 0 = all
+    top_p                          sample from the most likely tokens with this total probability; 1
+    min_p                          minimum probability relative to the most likely token; 0
+    seed                           the same seed gives the same tokens; None = random
+    n                              outputs per prompt; 1
+    best_of                        outputs to generate, of which the n most likely are returned; n
     stop                           texts that end the output
-    stop_token_ids                 tokens that end the output, beside the model's own
+    stop_token_ids                 tokens that end the output, in addition to the model's own
     include_stop_str_in_output     False
-    ignore_eos                     whether the model's end tokens do not end the output; False
+    ignore_eos                     whether to ignore the model's end-of-sequence tokens; False
     repetition_penalty             1 = none
     presence_penalty               0 = none
     frequency_penalty              0 = none
     logit_bias                     by token id, -100 to 100
     allowed_token_ids              the only tokens that may be generated
     bad_words                      texts that must not be generated
-    logprobs                       None = none; n = of the token and of the n most likely ones
+    logprobs                       None = none; n = those of the token and of the n most likely ones
     logprob_token_ids              further tokens whose logprobs are returned
     prompt_logprobs                as logprobs, for the prompt
     structured_outputs             form of the output: {"json": schema}, {"regex": "…"}, {"choice": […]}, …
     skip_special_tokens            True
     spaces_between_special_tokens  True
-    add_special_tokens             whether the tokenizer adds its own to a text; by default to a prompt, not to messages
+    add_special_tokens             whether to add the tokenizer's special tokens; by default to a text, not to messages
     truncate_prompt_tokens         number of prompt tokens to keep
-    truncation_side                the end of the prompt that is cut: "left" or "right"
+    truncation_side                the side of the prompt to cut: "left" or "right"
     suffix                         text after the generated one, for fill-in-the-middle models
     lora_name                      the adapter
     cache_salt                     only requests with the same salt share cached prefixes

@@ -1,8 +1,8 @@
-"""Server: `llmbackend serve` as an object of this program.
+"""Server: `llmbackend serve` as an object.
 
-For: programs, notebooks and tests that need a server's protocols. Does not know: what flags mean. The server is a child
-process: it does not compete for the program's interpreter lock or handle its signals, and neither crashes with the
-other. Invariants: a Server object is ready; after `close`, or any end of the program, no process is left.
+For programs, notebooks and tests that need a server's protocols. The server is a child process: it neither competes for
+the program's interpreter lock nor handles its signals, and neither crashes with the other. Invariants: an existing
+Server is ready; after `close`, or however the program ends, no process is left.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Server:
         start_timeout_s: float = 600.0,
         stop_timeout_s: int = 30,
     ) -> None:
-        """Starts the server; returns when its models are loaded and its ports listen.
+        """Starts the server; returns once its models are loaded and its ports listen.
 
         model             a checkpoint's directory or a hub id, served without a repository
         model_repository  a folder of models in Triton's layout
@@ -52,13 +52,13 @@ class Server:
         address           of all endpoints
         http_port         0 = any free port, also for the two below
         grpc_port         None = no gRPC
-        metrics_port      None = no port for metrics
+        metrics_port      None = no metrics endpoint
         arguments         further flags of `llmbackend serve`: ("--dtype=bfloat16", "--max-model-len=4096")
-        log_file          the server's output is appended to it; None = a temporary file
-        start_timeout_s   limit of the start
-        stop_timeout_s    limit of running requests in `close`
+        log_file          file to which the server's output is appended; None = a temporary file
+        start_timeout_s   time limit for the start
+        stop_timeout_s    time limit for running requests in `close`
 
-        Raises RuntimeError with the end of the server's log when it does not start.
+        Raises RuntimeError with the end of the server's log if it does not start.
         """
         self._stop_timeout_s = stop_timeout_s
         self._log: IO[bytes] = tempfile.TemporaryFile("a+b") if log_file is None else open(log_file, "a+b")  # noqa: SIM115
@@ -101,7 +101,7 @@ class Server:
         return self._process.poll()
 
     def close(self) -> int:
-        """Waits for running requests, stops the server and returns its exit code; 0 = a clean end. Idempotent."""
+        """Waits for running requests, stops the server and returns its exit code; 0 = clean. Idempotent."""
         self._process.terminate()
         try:
             self._process.wait(self._stop_timeout_s + STOP_GRACE_S)

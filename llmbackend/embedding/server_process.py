@@ -1,4 +1,4 @@
-"""`python -m llmbackend.embedding.server_process FLAGS`: `llmbackend serve` that drains and ends when its standard
+"""`python -m llmbackend.embedding.server_process FLAGS`: `llmbackend serve` that drains and exits when its standard
 input closes."""
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The LoRA adapters that PEFT writes: what their files hold, read without torch.
+"""Reads LoRA adapters in PEFT's format (adapter_config.json, adapter_model.safetensors) without torch.
 
-For: the adapters of native programs and of models that run as modules, on a thread that reads files. Does not know:
-models, requests. Invariant: an adapter that holds more than the two matrices of linear layers, or states numbers beyond
-their limits, is refused by name.
-Source: the files of PEFT (adapter_config.json, adapter_model.safetensors).
+Used for native programs and for models that run as modules, on a thread that reads files. Invariant: an adapter with
+anything beyond the two matrices of linear layers, or with numbers outside their limits, is refused with the reason.
 """
 
 from __future__ import annotations
@@ -30,16 +28,16 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "fan_in_fan_out": (False, None),
 }
-"""Fields of adapter_config.json that ask for more than two matrices, with the values that do not."""
+"""Fields of adapter_config.json that may require more than two matrices, with the values that do not."""
 _MAX_SCALE = 10_000
-"""Of alpha over the rank, which is 0.5 to 4 in adapters that were trained: beyond it activations overflow."""
+"""Limit of alpha / rank, which is 0.5 to 4 in trained adapters; larger values make activations overflow."""
 _TYPES: Final[dict[str, tuple[str, Callable[[npt.NDArray[Any]], Float32Array]]]] = {
     "F64": ("<f8", lambda x: x.astype(np.float32)),
     "F32": ("<f4", lambda x: x.astype(np.float32)),
     "F16": ("<f2", lambda x: x.astype(np.float32)),
     "BF16": ("<u2", lambda x: (x.astype(np.uint32) << np.uint32(16)).view(np.float32)),
 }
-"""How numbers are stored, by safetensors' names, and how they become float32."""
+"""By safetensors' type names: the stored type, and the conversion to float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +45,7 @@ class LoraArrays:
     down: Float32Array
     """[rank, in_features]"""
     up: Float32Array
-    """[out_features, rank], multiplied by the adapter's scale"""
+    """[out_features, rank], premultiplied by the adapter's scale"""
 
     @property
     def rank(self) -> int:
@@ -55,23 +53,23 @@ class LoraArrays:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the layer: outputs and inputs."""
+        """Outputs and inputs of the layer."""
         return len(self.up), self.down.shape[1]
 
 
 AdapterArrays = dict[str, LoraArrays]
-"""By the names of the layers that they change."""
+"""By the name of the layer."""
 
 
 class AdapterFiles:
-    """Any thread."""
+    """May be used from any thread."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, int]], max_lora_rank: int) -> None:
         """shapes: outputs and inputs of each layer that an adapter may change, by its name in the model"""
         self._shapes, self._max_lora_rank = shapes, max_lora_rank
 
     def read(self, name: str, path: str) -> AdapterArrays:
-        """The adapter in the folder `path`, checked. Raises ValueError naming adapter, file and reason."""
+        """The validated adapter in the folder `path`. Raises ValueError naming adapter, file and reason."""
         try:
             found = _read(Path(path), self._max_lora_rank)
         except (OSError, _FileError, json.JSONDecodeError) as error:
@@ -134,7 +132,7 @@ def _matrices(module: str, pair: Mapping[str, Float32Array], config: Mapping[str
 
 
 def _alpha(module: str, config: Mapping[str, Any]) -> tuple[str, Any]:
-    """The field and its value: the module's own alpha where a pattern matches the end of its name, as in PEFT; else the
+    """The field and its value: the module's own alpha if a pattern matches the end of its name, as in PEFT, else the
     adapter's."""
     for pattern, alpha in (config.get("alpha_pattern") or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
@@ -144,11 +142,11 @@ def _alpha(module: str, config: Mapping[str, Any]) -> tuple[str, Any]:
 
 def _tensors(path: Path) -> dict[str, Float32Array]:
     """By name. Raises OSError or _FileError."""
-    from safetensors import SafetensorError, deserialize  # 10 ms that engines without adapters do not pay
+    from safetensors import SafetensorError, deserialize  # 10 ms that engines without adapters save
 
     try:
         found = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
-        # deserialize knows no order: by name, so that the same fault is always the first one
+        # deserialize returns no fixed order; sorted, so the same fault is always reported first
         return {name: _tensor(**tensor) for name, tensor in sorted(found, key=itemgetter(0))}
     except (SafetensorError, ValueError) as error:
         raise _FileError(f"{path.name} is not a safetensors file of float matrices: {error}") from error

@@ -1,8 +1,8 @@
-"""Loads and removes LoRA adapters while an engine runs; a thread of its own reads their files.
+"""Loads and removes LoRA adapters while an engine runs; a separate thread reads their files.
 
-For: the engine core, whose thread owns it. Does not know: what an adapter is, or who wants it. Invariants: each load
-ends with one result; an adapter is removed only when no live request uses it; the engine's thread never waits for a
-file: a request whose adapter is still being read is held here until it has been read.
+Owned by the engine core's thread. Independent of what an adapter is and who wants it. Invariants: each load ends with
+one result; an adapter is removed only when no live request uses it; the engine's thread never waits for a file, because
+requests whose adapter is still being read are held here.
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ class Adapters(Protocol):
 
 @runtime_checkable
 class AdaptingRunner(Protocol):
-    """A runner whose model takes adapters, unless they are None."""
+    """A runner whose model takes adapters; None = it does not."""
 
     @property
     def adapters(self) -> Adapters | None: ...
 
 
 def num_in_memory(config: EngineConfig) -> int | None:
-    """How many adapters an engine keeps; None: all, or what a GPU has room for."""
+    """Maximum number of adapters in memory; None = all of them, or as many as a GPU has memory for."""
     return None if config.device.startswith("cuda") else config.max_cpu_loras
 
 
 def first_adapters(config: EngineConfig) -> list[tuple[str, str]]:
-    """Name and folder of those that an engine loads when it starts."""
+    """Name and folder of the adapters to load at start."""
     return list(config.lora_modules.items())[: num_in_memory(config)]
 
 
 def refuse_adapter(name: str) -> None:
-    """For an engine without adapters. Raises ValueError for any name but ""."""
+    """For an engine without adapters: raises ValueError for any name but ""."""
     if name:
         raise ValueError(f"'lora_name' is '{name}', but this engine has no LoRA adapters")
 
 
-def number_of_adapter(name: str, numbers: Mapping[str, int], none: int) -> int:
-    """none: the number of "", the model without an adapter. Raises ValueError for an adapter that is not loaded."""
+def adapter_number(name: str, numbers: Mapping[str, int], none: int) -> int:
+    """none: the number that stands for "", the model without an adapter. Raises ValueError if the adapter is not
+    loaded."""
     if name and name not in numbers:
         raise ValueError(f"'lora_name' is '{name}', expected one of: {', '.join(numbers)}")
     return numbers.get(name, none)
@@ -67,26 +68,26 @@ class AdapterLoads:
         known: Mapping[str, str] | None = None,
         limit: int | None = None,
     ) -> None:
-        """is_used: whether a live request uses the adapter. known: name → folder of those that the engine's config
-        names, of which the runner has the first `limit`. limit: adapters in memory, None: as many as there are. Beyond
-        it, those that requests named longest ago make room, and are read again when a request names them."""
+        """is_used: whether a live request uses the adapter. known: name → folder of the adapters in the engine's
+        config, of which the runner already has the first `limit`. limit: maximum number of adapters in memory, None =
+        no limit. Beyond it, the least recently named adapters are evicted, and read again when a request names them."""
         self._adapters = runner.adapters if isinstance(runner, AdaptingRunner) else None
         self._is_used = is_used
         self._limit = limit
         self._known = dict(known or {})
         self._in_memory = dict.fromkeys(list(self._known)[:limit])
-        """In the order in which they were named last."""
+        """Least recently named first."""
         self._leaving: set[str] = set()
-        """Those in memory that make room as soon as no live request uses them."""
+        """Adapters to evict as soon as no live request uses them."""
         self._thread: ThreadPoolExecutor | None = None
         self._wanted: dict[str, None] = {}
-        """Those that wait for room, in the order in which they were wanted: none waits for ever."""
+        """Adapters waiting for memory, in order of arrival, so none starves."""
         self._loading: dict[str, Future[Any]] = {}
         self._announced: set[str] = set()
-        """Those whose load ends with a result."""
+        """Adapters whose load must be reported."""
         self._results: list[AdapterResult] = []
         self._failures: dict[str, str] = {}
-        """Errors of those that could not be read again."""
+        """Why adapters could not be read again."""
         self._unwanted: set[str] = set()
         self._held: dict[str, InferRequest] = {}
         """Requests by id, in order of arrival."""
@@ -109,12 +110,12 @@ class AdapterLoads:
         self._begin_reads()
 
     def drop(self, name: str) -> None:
-        """Removes the adapter as soon as no request uses it."""
+        """Removes the adapter once no request uses it."""
         self._unwanted.add(name)
         self._drop_unused()
 
     def holds(self, request: InferRequest) -> bool:
-        """True = the request is held, because its adapter is not in memory yet; `take_results` hands it back."""
+        """Whether the request is held because its adapter is not in memory yet; `take_results` returns it later."""
         name = request.lora_name
         if name not in self._known:
             return False
@@ -128,14 +129,14 @@ class AdapterLoads:
         return True
 
     def refusal(self, request: InferRequest) -> str:
-        """Why its adapter could not be read again; "": it could, or never was known."""
+        """Why the adapter could not be read again; "" = it could, or is unknown."""
         return self._failures.get(request.lora_name, "")
 
     def is_held(self, request_id: str) -> bool:
         return request_id in self._held
 
     def forget(self, request_id: str) -> bool:
-        """Ends a request that is held; False when it is not."""
+        """Removes a held request; False = it is not held."""
         return self._held.pop(request_id, None) is not None
 
     def wait(self, timeout_s: float) -> None:
@@ -143,8 +144,8 @@ class AdapterLoads:
         wait(self._loading.values(), timeout_s, "FIRST_COMPLETED")
 
     def take_results(self, add: Callable[[InferRequest], None]) -> tuple[AdapterResult, ...]:
-        """Results of the loads that have ended; their adapters can be used from now on. add: called with each request
-        that was held for them, also when the load has failed."""
+        """Results of completed loads; their adapters are now usable. add: called with each request held for them, also
+        after a failed load."""
         for name in [name for name, future in self._loading.items() if future.done()]:
             self._take(name)
         waiting = self._loading.keys() | self._wanted.keys()
@@ -162,7 +163,7 @@ class AdapterLoads:
             self._thread.shutdown(cancel_futures=True)
 
     def _begin_reads(self) -> None:
-        """Reads those that there is room for."""
+        """Starts reading the adapters that there is memory for."""
         assert self._adapters is not None
         if self._limit is not None:
             self._make_room(len(self._in_memory) + len(self._loading) + len(self._wanted) - self._limit)
@@ -174,7 +175,7 @@ class AdapterLoads:
             self._loading[name] = self._thread.submit(partial(self._adapters.read, name, self._known[name]))
 
     def _make_room(self, count: int) -> None:
-        """For so many adapters, or as many of them as live requests allow."""
+        """Makes room for this many adapters, as far as live requests allow."""
         assert self._adapters is not None
         staying = [name for name in self._in_memory if name not in self._leaving]
         self._leaving |= set(staying[: max(0, count - len(self._leaving))])

@@ -1,8 +1,7 @@
-"""The engine's arguments: one frozen message, validated once.
+"""The engine's arguments: one frozen, validated message.
 
-For: everything that starts an engine. The names are vLLM's EngineArgs where they exist there, so that a model.json
-written for vllm_backend is understood. Does not know: where the values came from. Invariant: a config that exists is
-valid.
+Used by everything that starts an engine, wherever the values come from. Field names are those of vLLM's EngineArgs if
+it has the argument, so a model.json written for vllm_backend works. Invariant: every existing config is valid.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ MAX_PORT: Final = 65535
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where an engine publishes which KV blocks it has, for routers of other projects (llm-d, Dynamo). Raises
+    """Where an engine publishes its KV block events, for external routers (llm-d, Dynamo). Raises
     ValueError naming field, value and what was expected.
 
-    enable_kv_cache_events  whether it publishes
-    publisher               "zmq", or "null" = nothing is published
-    endpoint                tcp:// with a loopback address and a port, where subscribers connect; vLLM connects to an
-                            address without "*", here it is bound
+    enable_kv_cache_events  whether events are published
+    publisher               "zmq", or "null" = events are discarded
+    endpoint                tcp:// with a loopback address and a port, always bound here; vLLM connects to an address
+                            without "*" instead of binding it
     replay_endpoint         the same, for subscribers that ask for missed batches; None = no replay
-    buffer_steps            batches of events that are kept for replay
-    hwm                     batches that may wait for one subscriber before it misses some
-    max_queue_size          accepted, without effect: what waits is bounded by `hwm`
-    topic                   of all batches
-    data_parallel_rank      added to both ports, and sent with each batch: set for the instances of a model, in their
-                            order
+    buffer_steps            batches of events kept for replay
+    hwm                     batches queued for one subscriber before further ones are dropped
+    max_queue_size          accepted without effect: `hwm` bounds the queue
+    topic                   the topic of all batches
+    data_parallel_rank      added to both ports and sent with each batch; the index of the instance among those of its
+                            model
     """
 
     enable_kv_cache_events: bool = False
@@ -63,7 +62,6 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def own_endpoint(self) -> str:
-        """Of this instance."""
         return self._own(self.endpoint, "endpoint")
 
     @property
@@ -91,7 +89,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _wrong(endpoint: str, name: str) -> ValueError:
         return ValueError(
             f"'{name}' is '{endpoint}', expected tcp:// with a loopback address and a port ({DEFAULT_ENDPOINT}): "
-            "events hold the tokens of prompts in plain text, and are not sent to other machines"
+            "events contain prompt tokens in plain text, and must not leave this machine"
         )
 
 
@@ -107,16 +105,16 @@ HOST_FIELDS: Final = frozenset(
         *("skip_tokenizer_init", "max_logprobs"),
     }
 )
-"""Arguments that the model's host alone uses: models that differ in nothing else share fork servers and engines."""
+"""Arguments that only the model's host uses. Models that differ only in these share fork servers and engines."""
 
 
 MAX_FORCED_STEP_TOKENS = 64
-"""Most drafts that grammars force in one step, over all rows. Runners reserve room for their logits."""
+"""Maximum number of grammar-forced drafts in one step, over all rows. Runners reserve memory for their logits."""
 
 
-GUESS_STEP_TOKENS, GUESS_STEP_TOKENS_ON_GPU = 8, 64
-"""Tokens of the largest step with guesses, by default. A GPU multiplies about a hundred rows in the time in which it
-reads the weights, but attention reads the keys once for each guess."""
+SPECULATIVE_STEP_TOKENS, SPECULATIVE_STEP_TOKENS_ON_GPU = 8, 64
+"""Default size in tokens of the largest step that may contain speculative drafts. A GPU multiplies about a hundred rows
+in the time it takes to read the weights, but attention reads the keys once per draft."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,13 +122,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     expected.
 
     method                    only "ngram"
-    num_speculative_tokens    most drafts of a row in a step; 4
-    prompt_lookup_max         tokens of the longest ending of a row's text that is searched for in the text; None = as
+    num_speculative_tokens    maximum number of drafts per row and step; 4
+    prompt_lookup_max         longest n-gram at the end of a row's text to look up in that text; None = the same as
                               prompt_lookup_min, or 3
-    prompt_lookup_min         tokens of the shortest such ending; None = as prompt_lookup_max, or 3
-    max_step_tokens           tokens of the largest step that has drafts, these included; None = 8 on CPU, 64 on a GPU.
-                              In small steps reading the weights takes the time and tokens are nearly free; a processor
-                              with more arithmetic can take more
+    prompt_lookup_min         shortest such n-gram; None = the same as prompt_lookup_max, or 3
+    max_step_tokens           size of the largest step that may have drafts, these included; None = 8 on CPU, 64 on GPU.
+                              Small steps are bound by reading the weights, so further tokens are nearly free; devices
+                              with more compute can afford larger values
     """
 
     method: Literal["ngram"] = "ngram"
@@ -161,13 +159,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Structured output, with vLLM's names. Raises ValueError naming field, value and what was expected.
 
-    backend                        "auto" and "guidance" are the same here: llguidance
-    disable_fallback               without effect on what is served: there is one backend, and never a fallback
-    disable_any_whitespace         whether JSON is generated without any whitespace
-    disable_additional_properties  whether an object's schema without additionalProperties forbids them
-    enable_in_reasoning            only false: a grammar begins after the reasoning
-    disable_jump_forward           SGLang's name: whether tokens that a grammar forces are computed one by one, not
-                                   several in a step; the tokens are the same
+    backend                        "auto" or "guidance", both llguidance
+    disable_fallback               accepted without effect: there is one backend and no fallback
+    disable_any_whitespace         whether JSON is generated without whitespace
+    disable_additional_properties  whether object schemas forbid additional properties by default
+    enable_in_reasoning            only false: a grammar applies after the reasoning
+    disable_jump_forward           SGLang's name: whether grammar-forced tokens are computed one per step instead of
+                                   several; the output is the same
     """
 
     backend: Literal["auto", "guidance"] = "auto"
@@ -179,7 +177,7 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
     def __post_init__(self) -> None:
         if self.enable_in_reasoning:
-            raise ValueError("'enable_in_reasoning' is true, expected false: a grammar begins after the reasoning")
+            raise ValueError("'enable_in_reasoning' is true, expected false: a grammar applies after the reasoning")
 
 
 _AT_LEAST_ONE: Final = (
@@ -190,91 +188,91 @@ _AT_LEAST_ONE: Final = (
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Raises ValueError naming field, value and what was expected. Units are in the names; defaults follow below.
-    Fields marked (host) are used by the host alone (see HOST_FIELDS).
+    Fields marked (host) are used only by the host (see HOST_FIELDS).
 
     The model:
     model                         directory of a Hugging Face checkpoint, hub id, or "mock" (logits from a hash)
     tokenizer                     directory or hub id; "" = the model's
-    skip_tokenizer_init           whether requests and answers are token ids alone, and no tokenizer is loaded (host)
+    skip_tokenizer_init           whether requests and responses are token ids, without a tokenizer (host)
     generation_config             source of sampling defaults: "auto" = the model's generation_config.json, "vllm" =
-                                  none, else a directory that has one (host)
-    override_generation_config    sampling defaults that win over generation_config (host)
-    chat_template                 Jinja template or its file; "" = the model's (host)
-    tool_call_parser              how the model writes tool calls, by vLLM's names; "" = as the template shows (host)
+                                  none, else a directory that contains one (host)
+    override_generation_config    sampling defaults that override generation_config (host)
+    chat_template                 Jinja template, or a file with one; "" = the model's (host)
+    tool_call_parser              format of tool calls, by vLLM's names; "" = detected from the template (host)
     reasoning_parser              the same for reasoning (host)
-    chat_template_content_format  what a template gets as a message's content: "string" and "auto" = its text,
+    chat_template_content_format  message content passed to the template: "string" and "auto" = its text,
                                   "openai" = a list of parts (host)
-    default_chat_template_kwargs  variables of the template where a request has none of the name (host)
-    trust_request_chat_template   whether a conversation may bring its own template (host)
-    max_logprobs                  most likely tokens that a request may ask for at a position; -1 = all (host)
+    default_chat_template_kwargs  template variables, unless the request sets them (host)
+    trust_request_chat_template   whether a request may bring its own template (host)
+    max_logprobs                  maximum top logprobs per position in a request; -1 = no limit (host)
     dtype                         of weights and activations; "auto" = the checkpoint's
-    max_model_len                 tokens of a request, prompt and output; None = the model's limit
+    max_model_len                 limit of a request in tokens, prompt and output; None = the model's limit
     trust_remote_code             whether code from the checkpoint may run
     load_format                   "safetensors", or "dummy" = random weights
-    weight_cache_dir              folder of packed weights, from which the next start on CPU reads them; "" = the
+    weight_cache_dir              folder of packed weights, read by later starts on CPU; "" = the environment
                                   variable LLMBACKEND_WEIGHT_CACHE_DIR, else llmbackend/weights in $XDG_CACHE_HOME
-    weight_cache_size             GiB that it may hold; 0 = none; None = $LLMBACKEND_WEIGHT_CACHE_SIZE, else 32
-    quantization                  weights per output channel and activations per token in 8 bits: "int8" integers,
-                                  "fp8" floats (e4m3, on a GPU); "int4": weights in 4 bits, the output head's in 8,
-                                  or all as a GGUF file has them, activations as int8 (on a CPU); None = none
+    weight_cache_size             its limit in GiB; 0 = no cache; None = $LLMBACKEND_WEIGHT_CACHE_SIZE, else 32
+    quantization                  8-bit weights (per channel) and activations (per token): "int8" integers or
+                                  "fp8" floats (e4m3, on a GPU); "int4": 4-bit weights, the output head in 8 bits,
+                                  or all as stored in a GGUF file, with int8 activations (on a CPU); None = none
     enable_lora                   whether requests may name adapters
-    lora_modules                  adapters: name -> directory that PEFT wrote
-    max_loras                     adapters that a GPU has memory for at the same time, at least those of lora_modules
-    max_cpu_loras                 adapters in memory on a CPU; others are read when requests name them; None = all
+    lora_modules                  adapters: name -> directory in PEFT's format
+    max_loras                     adapters resident on a GPU at a time, at least those of lora_modules
+    max_cpu_loras                 adapters resident on a CPU; others are loaded on demand; None = all
     max_lora_rank                 largest rank of an adapter
 
     Device and process:
     device                        "cpu", "cuda", "cuda:1" …
-    tensor_parallel_size          ranks that share every layer, each with a part of it
-    pipeline_parallel_size        stages that the layers are split over, of tensor_parallel_size ranks each; every rank
-                                  has a device, from `device` on where all are on one machine
-    transport                     "process" = an own process, "inline" = a thread of the host
+    tensor_parallel_size          ranks among which every layer is sharded
+    pipeline_parallel_size        stages that the layers are split into, of tensor_parallel_size ranks each. Every rank
+                                  has its own device; on one machine, consecutive ones starting at `device`
+    transport                     "process" = a separate process, "inline" = a thread of the host
     engine_python                 interpreter of the engine's process; "" = the host's
     num_threads                   CPU threads; 0 = all cores
-    cluster_resources             what each rank takes of its machine in a cluster, by Ray's names, instead of what
-                                  num_threads and device say: {"CPU": 4, "accelerator_type:H100": 0.001}; without a
-                                  cluster nothing is placed (not used by the engine itself)
-    enforce_eager                 CPU: the model's modules compute, not one native program; GPU: no graphs
-    kernels                       "torch" = plain torch in place of all own kernels
-    cudagraph_capture_sizes       sizes in tokens that steps on a GPU are captured for; None = see gpu/graphs.py
-    batch_invariant               whether a GPU's matrix products sum in an order that does not depend on the batch
+    cluster_resources             resources that a rank needs in a cluster, by Ray's names, in place of those that
+                                  num_threads and device imply: {"CPU": 4, "accelerator_type:H100": 0.001}; ignored
+                                  outside a cluster (and by the engine itself)
+    enforce_eager                 CPU: run the model's modules, not the native program; GPU: no CUDA graphs
+    kernels                       "torch" = plain torch in place of all custom kernels
+    cudagraph_capture_sizes       step sizes in tokens to capture CUDA graphs for; None = see gpu/graphs.py
+    batch_invariant               whether matrix products on a GPU sum in an order independent of the batch
 
     KV memory:
-    block_size                    tokens of a KV block
-    num_kv_blocks                 each of one group of layers; None = as many as kv_cache_memory_bytes holds
-    kv_cache_memory_bytes         None = 1 GiB on CPU; on a GPU what weights, largest step and graphs leave
-    kv_cache_dtype                "fp8" = keys and values in 8 bits, on a GPU; "auto" = dtype
-    gpu_memory_utilization        share of the GPU's memory that may be used, above 0 and up to 1
-    kv_offloading_size            GiB of host memory for KV blocks that leave a GPU; None = none
-    num_host_kv_blocks            the same as a number of blocks; wins over kv_offloading_size
-    enable_prefix_caching         whether computed prefixes are shared
-    kv_events_config              where changes of the prefix cache are published; None = nowhere
+    block_size                    tokens per KV block
+    num_kv_blocks                 blocks, each of one layer group; None = as many as fit kv_cache_memory_bytes
+    kv_cache_memory_bytes         None = 1 GiB on CPU; on a GPU what weights, the largest step and graphs leave
+    kv_cache_dtype                "fp8" = 8-bit keys and values, on a GPU; "auto" = dtype
+    gpu_memory_utilization        fraction of the GPU's memory to use, above 0 and up to 1
+    kv_offloading_size            GiB of host memory for KV blocks evicted from a GPU; None = none
+    num_host_kv_blocks            the same as a number of blocks; overrides kv_offloading_size
+    enable_prefix_caching         whether requests share computed prefixes
+    kv_events_config              where changes of the prefix cache are published; None = not published
 
     Scheduling:
-    max_num_seqs                  requests that run at the same time
+    max_num_seqs                  maximum number of running requests
     max_num_batched_tokens        token budget of a step
-    step_target_ms                longest step that computes prompts beside requests that generate; None = on CPU two
-                                  and a half times the step without, longer in a burst, elsewhere none; 0 = no limit
-    long_prefill_token_threshold  tokens; longer prompts leave half of a step to shorter ones; 0 =
+    step_target_ms                target duration of steps with both prefill and decode; None = on CPU 2.4 times a
+                                  decode-only step, longer in a burst, on other devices no limit; 0 = no limit
+    long_prefill_token_threshold  tokens; longer prompts leave half of the step budget to shorter ones; 0 =
                                   max_num_batched_tokens
     seed                          of the random weights of load_format "dummy"
     speculative_config            None = no speculation
     structured_outputs_config     see StructuredOutputsConfig
-    async_scheduling              whether the next step is launched before the last one's tokens are read; None = where
+    async_scheduling              whether the next step is launched before the last one's tokens are read; None = if
                                   the runner supports it
 
     Failures:
-    step_timeout_s                an engine whose step takes longer is replaced
-    load_timeout_s                an engine whose load takes longer is replaced
-    idle_unload_s                 an engine without requests for so long ends, and starts again with the next one; 0 =
+    step_timeout_s                an engine is replaced if a step takes longer
+    load_timeout_s                an engine is replaced if its load takes longer
+    idle_unload_s                 an engine idle for this long is stopped, and restarted by the next request; 0 =
                                   never
-    max_engine_failures           engines that may die in a row without finishing a step before requests are refused
+    max_engine_failures           engines lost in a row without finishing a step, after which requests are refused
     fault_directory               see llmbackend/testing/faults.py; "" = no faults
 
     The mock:
-    mock_vocab_size               tokens
-    mock_step_ms                  least duration of a step
-    mock_steps_in_flight          steps that may be launched on its device, a thread; 0 = it computes when called
+    mock_vocab_size               vocabulary size in tokens
+    mock_step_ms                  minimum duration of a step
+    mock_steps_in_flight          steps in flight on its device (a thread); 0 = it computes synchronously
     """
 
     model: str
@@ -360,7 +358,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"engine argument 'weight_cache_size' is {self.weight_cache_size:g}, expected a number of at least 0"
             )
         if self.lora_modules and not self.enable_lora:
-            raise ValueError("engine argument 'lora_modules' is set, expected 'enable_lora' to be true with it")
+            raise ValueError("engine argument 'lora_modules' is set, expected 'enable_lora' to be true")
         if self.quantization == "int4" and self.device.startswith("cuda"):
             raise ValueError("engine argument 'quantization' is 'int4', expected 'int8', 'fp8' or null on a GPU")
         if self.enable_lora and self.quantization is not None and self.device.startswith("cuda"):
@@ -374,9 +372,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "expected a number above 0 and up to 1"
             )
         if self.kv_events_config is not None and self.kv_events_config.is_on and not self.enable_prefix_caching:
-            raise ValueError(
-                "engine argument 'kv_events_config' is set, expected 'enable_prefix_caching' to be true with it"
-            )
+            raise ValueError("engine argument 'kv_events_config' is set, expected 'enable_prefix_caching' to be true")
         if taken := {"messages", "tools", "add_generation_prompt"} & self.default_chat_template_kwargs.keys():
             raise ValueError(
                 f"engine argument 'default_chat_template_kwargs' has '{min(taken)}', which is a field of requests"
@@ -386,17 +382,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def eight_bits(self) -> Literal["int8", "fp8"] | None:
-        """Of `quantization`, what weights on a GPU may become."""
+        """What `quantization` makes of the weights on a GPU."""
         return None if self.quantization == "int4" else self.quantization
 
     @property
     def num_ranks(self) -> int:
-        """Processes that one engine consists of."""
+        """Number of processes (ranks) that make up one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def split(self) -> str:
-        """The engine argument that splits the model, with its value, for messages."""
+        """The argument that splits the model, with its value, for messages."""
         if self.pipeline_parallel_size > 1:
             return f"engine argument 'pipeline_parallel_size' is {self.pipeline_parallel_size}"
         return f"engine argument 'tensor_parallel_size' is {self.tensor_parallel_size}"
@@ -413,7 +409,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"{what}, expected at most 1: each rank has one")
 
     def _check_split(self) -> None:
-        """An engine over several ranks has a process for each."""
+        """An engine with several ranks needs a process for each."""
         wrong = {
             "model": self.model == "mock",
             "transport": self.transport != "process",
@@ -424,10 +420,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if is_wrong:
                 value = getattr(self, name)
                 shown = f"'{value}'" if isinstance(value, str) else "set"
-                raise ValueError(f"{self.split}, expected 1 where '{name}' is {shown}")
+                raise ValueError(f"{self.split}, expected 1 if '{name}' is {shown}")
 
     def of_instance(self, index: int) -> EngineConfig:
-        """The config of one engine of a model: without the fields of the host, and with its own ports for KV events."""
+        """The config of one engine of a model, without the host's fields and with its own ports for KV events."""
         plain, events = EngineConfig(model=self.model), self.kv_events_config
         if events is not None and index:
             events = msgspec.structs.replace(events, data_parallel_rank=index)
@@ -436,36 +432,38 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def may_overlap(self) -> bool:
-        """Whether a step may be launched before the last one's tokens are read."""
+        """Whether a step may be launched before the tokens of the previous one have been read."""
         return self.async_scheduling is not False
 
     @property
     def may_draft(self) -> bool:
-        """Whether steps of an overlapping runner may have drafts: those that only grammars force need each step to be
-        read first."""
+        """Whether steps of an overlapping runner may have drafts. Drafts that only grammars force require each step to
+        be read before the next is launched."""
         return self.speculative_config is not None or not self.may_overlap
 
     @property
-    def max_guess_step_tokens(self) -> int:
-        """Tokens of the largest step that has guesses, these included; 0 without speculation."""
+    def max_speculative_step_tokens(self) -> int:
+        """Size in tokens of the largest step that may contain speculative drafts, these included; 0 without
+        speculation."""
         if self.speculative_config is None:
             return 0
-        default = GUESS_STEP_TOKENS_ON_GPU if self.device.startswith("cuda") else GUESS_STEP_TOKENS
+        default = SPECULATIVE_STEP_TOKENS_ON_GPU if self.device.startswith("cuda") else SPECULATIVE_STEP_TOKENS
         return min(self.speculative_config.max_step_tokens or default, self.max_num_batched_tokens)
 
     @property
     def max_step_samples(self) -> int:
-        """Rows and drafts of a step, and so the tokens that it may sample; guesses have a bound of their own."""
+        """Maximum number of tokens that a step samples: one per row and one per draft. Speculative drafts have their
+        own bound."""
         forced = 0 if self.structured_outputs_config.disable_jump_forward else MAX_FORCED_STEP_TOKENS
-        return min(self.max_num_batched_tokens, self.max_num_seqs + max(self.max_guess_step_tokens, forced))
+        return min(self.max_num_batched_tokens, self.max_num_seqs + max(self.max_speculative_step_tokens, forced))
 
     @property
     def offloads_kv(self) -> bool:
-        """Whether KV blocks go to host memory when the device has no room for them."""
+        """Whether KV blocks move to host memory when the device runs out."""
         return bool(self.kv_offloading_size or self.num_host_kv_blocks)
 
     def num_host_blocks(self, block_bytes: int) -> int:
-        """KV blocks of that size to keep in host memory. Raises ValueError when there is no room for one."""
+        """Number of KV blocks of this size to keep in host memory. Raises ValueError if not even one fits."""
         if self.num_host_kv_blocks is not None or not self.kv_offloading_size:
             return self.num_host_kv_blocks or 0
         num_blocks = int(self.kv_offloading_size * 2**30) // block_bytes
@@ -487,12 +485,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         name = "kv_offloading_size" if size else "num_host_kv_blocks"
         if not self.enable_prefix_caching:
             raise ValueError(
-                f"engine argument '{name}' is set, expected 'enable_prefix_caching' to be true with it: "
-                "blocks are found again as prefixes"
+                f"engine argument '{name}' is set, expected 'enable_prefix_caching' to be true: "
+                "blocks are looked up as prefixes"
             )
         if self.num_ranks > 1:
             split = "tensor_parallel_size" if self.pipeline_parallel_size == 1 else "pipeline_parallel_size"
-            raise ValueError(f"engine argument '{name}' is set, expected null or 0 where '{split}' is above 1")
+            raise ValueError(f"engine argument '{name}' is set, expected null or 0 if '{split}' is above 1")
 
     @staticmethod
     def _at_least(name: str, value: int, minimum: int) -> None:

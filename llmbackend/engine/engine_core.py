@@ -1,10 +1,10 @@
 """Continuous batching, one step at a time: schedule → run → commit → emit.
 
-For: what drives an engine: the loop of a process or thread, a benchmark. Does not know: where requests come from, or
-where outputs go. `step()` launches steps while the runner has room for them, and then waits for the oldest, so that an
-accelerator computes while the host commits, emits and schedules. Invariants: every request that was added gets exactly
-one output with a finish_reason, and its row and blocks are free when that output is emitted; an error belongs to the
-request that caused it. One thread owns a core.
+Driven by the loop of a process or thread, or by a benchmark; it does not know where requests come from or where outputs
+go. `step()` launches steps as long as the runner accepts them, then waits for the oldest, so an accelerator computes
+while the host commits, emits and schedules. Invariants: every added request gets exactly one output with a
+finish_reason, and its row and blocks are free when that output is emitted; an error affects only the request that
+caused it. One thread owns a core.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from .step import Int32Array, OffloadingRunner, OverlappingRunner, RowTable, Run
 logger = logging.getLogger(__name__)
 
 _COMPILE_POLL_S = 0.002
-"""How long an engine that has nothing else to do waits for a grammar before it looks for messages."""
+"""How long an engine with nothing else to do waits for a grammar before it checks for messages again."""
 
 
 def _overlapping_runner(config: EngineConfig, runner: Runner) -> OverlappingRunner | None:
-    """The runner, if steps are launched before the last one's tokens are read."""
+    """The runner, if steps are launched before the tokens of the previous one are read."""
     if not config.may_overlap or not isinstance(runner, OverlappingRunner):
         return None
     return runner if config.speculative_config is None or runner.launches_drafts else None
 
 
 def _offloading_runner(config: EngineConfig, runner: Runner) -> OffloadingRunner | None:
-    """The runner, if it keeps KV blocks in host memory. Raises ValueError when it cannot and should."""
+    """The runner, if it keeps KV blocks in host memory. Raises ValueError if it should but cannot."""
     if runner.info.num_host_blocks and isinstance(runner, OffloadingRunner):
         return runner
     if config.offloads_kv:
         raise ValueError(
             "engine argument 'kv_offloading_size' or 'num_host_kv_blocks' is set, expected null or 0: this model's "
-            f"runner on '{runner.info.device}' does not move KV blocks to host memory (on a CPU they are there: "
-            "'kv_cache_memory_bytes' is for how many there is room)"
+            f"runner on '{runner.info.device}' does not move KV blocks to host memory (on a CPU they already are: "
+            "set 'kv_cache_memory_bytes')"
         )
     return None
 
 
 def _pacer(config: EngineConfig) -> StepPacer | None:
-    """None where tokens alone limit a step."""
+    """None if only the token budget limits a step."""
     if config.step_target_ms is None:
         return StepPacer(None) if config.device == "cpu" and config.model != "mock" else None
     return StepPacer(config.step_target_ms / 1e3) if config.step_target_ms else None
@@ -107,25 +107,25 @@ class EngineCore:
         self._drafter = Drafter(config, self._rows, self._kv_cache, self._constraints, overlapping is not None)
         self._tracer = RequestTracer(self._table, now_s)
         self._is_launch_failed = False
-        """Whether the next step, once nothing is in flight, runs its rows one by one."""
+        """Whether the rows of the next step run one by one, once nothing is in flight."""
         self._live: dict[str, Sequence] = {}
         self.adapters = AdapterLoads(runner, self._has_adapter, config.lora_modules, num_in_memory(config))
         self._ended: list[StepOutput] = []
-        """Outputs of requests that ended outside a step; the next step emits them."""
+        """Outputs of requests that ended outside a step; emitted by the next one."""
         self._arrivals = 0
         self._num_steps = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._num_invariant_breaches = 0
         self._step_end_s = 0.0
-        """When the last step was read, by `now_s`."""
+        """When the last step was collected, by `now_s`."""
         self._reporter: StepReporter | None = None
-        """None while steps are not watched."""
+        """None unless steps are watched."""
         self.prefixes = PrefixPublishing(self._kv_cache, config.kv_events_config)
 
     @property
     def has_work(self) -> bool:
-        """Whether `step()` has something to compute or to emit."""
+        """Whether `step()` has anything to compute or emit."""
         has_work = self._live or self._ended or self._in_flight or self.adapters.has_work or self.prefixes.has_work
         return bool(has_work) or (self._reporter is not None and self._reporter.has_work)
 
@@ -140,7 +140,7 @@ class EngineCore:
 
     def add(self, request: InferRequest) -> None:
         """Queues a request. One that can never run ends at the next step with finish_reason "error" and the reason.
-        Raises ValueError for the id of one that has not ended."""
+        Raises ValueError if a live request has the same id."""
         request_id = request.request_id
         if request_id in self._live or self.adapters.is_held(request_id):
             raise ValueError(f"request_id '{request_id}' is already running in this engine, expected a unique id")
@@ -152,7 +152,7 @@ class EngineCore:
         sequence = Sequence(request, self._arrivals, self.info)
         self._arrivals += 1
         output = request.output_token_ids
-        # A request that is resumed with nothing left to generate.
+        # A resumed request with nothing left to generate.
         if output and (reason := sequence.end.finish_reason(output[-1], len(request.prompt_token_ids) + len(output))):
             self._ended.append(StepOutput(request_id, (), reason, output[-1] if reason == "stop" else None))
             return
@@ -171,7 +171,7 @@ class EngineCore:
         self._constraints.set_vocabulary(vocabulary)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request in any state; its blocks are free on return. An unknown id belongs to a request that has
+        """Ends a request in any state; its blocks are free on return. Unknown ids are ignored: such a request has
         already ended."""
         if sequence := self._live.get(request_id):
             self._end(sequence)
@@ -179,7 +179,7 @@ class EngineCore:
             self._ended.append(StepOutput(request_id, finish_reason="abort"))
 
     def step(self) -> StepResult:
-        """Runs one step of all rows that can run; also emits requests that ended since the last one. An exception ends
+        """Runs one step of all rows that can run, and emits requests that ended since the last one. An exception ends
         the engine."""
         if self._constraints.is_compiling:
             self._take_compiled()
@@ -209,7 +209,7 @@ class EngineCore:
         return StepResult(self._num_steps, tuple(outputs), stats, adapters, self._tracer.take(), report, blocks)
 
     def check(self) -> None:
-        """Raises AssertionError when a block or a row is lost, or held without a live request."""
+        """Raises AssertionError if a block or row is lost, or held without a live request."""
         self._kv_cache.check()
         self._rows.check()
         if not self._live:
@@ -217,7 +217,7 @@ class EngineCore:
             assert self._rows.num_free == self._table.max_num_seqs, "an idle engine holds rows"
 
     def check_idle(self) -> StepResult | None:
-        """The self-check of an idle engine: logs a breach and returns a result that reports it."""
+        """Self-check of an idle engine: logs a violation and returns a result that reports it."""
         try:
             self.check()
         except AssertionError as error:
@@ -234,7 +234,7 @@ class EngineCore:
         self.prefixes.close()
 
     def _take_compiled(self) -> None:
-        """Requests whose grammar is compiled are scheduled from now on."""
+        """Hands requests whose grammar has been compiled to the scheduler."""
         for request_id, constraint in self._constraints.take_compiled():
             sequence = self._live[request_id]
             self._tracer.happened(request_id, "compiled")
@@ -245,7 +245,7 @@ class EngineCore:
                 self._scheduler.add(sequence)
 
     def _run(self) -> CompletedStep | None:
-        """Launches steps, and then reads the oldest one in flight; None when there is nothing to compute."""
+        """Launches steps, then reads the oldest one in flight; None if there is nothing to compute."""
         in_flight = self._in_flight
         while in_flight.has_room and not (self._is_launch_failed and in_flight):
             planned_s = self._now_s()
@@ -267,7 +267,7 @@ class EngineCore:
             except DeviceLostError:
                 raise
             except Exception:
-                # The plan is dropped; the rows that it admitted and their blocks stay, for the next plan.
+                # The plan is dropped, but the rows it admitted and their blocks stay for the next plan.
                 logger.exception("a step of %d rows failed; running its rows one by one", len(plan.rows))
                 self._is_launch_failed = True
         if not in_flight:
@@ -277,7 +277,7 @@ class EngineCore:
         return step
 
     def _begin_pacing(self, plan: StepPlan, computed: Int32Array | None) -> None:
-        """Tells the pacer what the step computes. computed int32 [rows]: tokens computed before it, of each row."""
+        """Tells the pacer what the step computes. computed: int32 [rows], tokens of each row computed before it."""
         if self._pacer is None or computed is None:
             return
         is_chunk = plan.num_scheduled_tokens > 1
@@ -300,13 +300,13 @@ class EngineCore:
         return schedule.plan
 
     def _with_masks(self, plan: StepPlan) -> StepPlan:
-        """The plan with masks for constrained rows, which are computed while the model runs."""
+        """The plan with masks for constrained rows; they are computed while the model runs."""
         constraints = self._rows.constraints
         masks = self._constraints.masks(plan, constraints) if constraints else None
         return plan if masks is None else replace(plan, masks=masks)
 
     def _execute_one_by_one(self, plan: StepPlan) -> SampledTokens:
-        """Runs a step one row at a time, so that only the rows that fail end with an error."""
+        """Runs a step one row at a time, so that only the failing rows end with an error."""
         token_ids: list[int] = []
         logprobs: dict[int, Items[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
@@ -328,7 +328,7 @@ class EngineCore:
         return SampledTokens(np.array(token_ids, np.int32), logprobs, errors, prompt_logprobs=prompt_logprobs)
 
     def _commit(self, step: CompletedStep) -> list[StepOutput]:
-        """Ends the rows that failed and those that are finished; the prefix cache gets what the others computed."""
+        """Ends rows that failed or finished, and registers what the others computed in the prefix cache."""
         rows, num_tokens, outputs, sampled = step.rows, step.num_computed_tokens, [], step.sampled
         errors, refusals = sampled.errors, sampled.refusals
         if errors:
@@ -367,9 +367,9 @@ class EngineCore:
     def _emit(
         self, row: int, position: int, token_ids: list[int], logprobs: Items[TokenLogprobs], num_drafts: int
     ) -> StepOutput:
-        """The new tokens of a row, from `position` on, up to the one that ends its request, if any does."""
+        """The new tokens of a row from `position` on, up to the one that ends its request, if any."""
         sequence, reason = self._rows[row], None
-        if position >= sequence.max_total_tokens:  # max_tokens 0: only the prompt is computed
+        if position >= sequence.max_total_tokens:  # max_tokens 0: prefill only
             self._end(sequence)
             return StepOutput(sequence.request.request_id, (), "length", num_cached_tokens=sequence.num_cached_tokens)
         for index, token_id in enumerate(token_ids):
@@ -398,7 +398,7 @@ class EngineCore:
         return StepOutput(sequence.request.request_id, finish_reason="error", error=error)
 
     def _refuse(self, sequence: Sequence, error: str) -> StepOutput:
-        self._end(sequence)  # without `invalidate`: what it computed is sound
+        self._end(sequence)  # no `invalidate`: its computed blocks are valid
         return StepOutput(sequence.request.request_id, finish_reason="error", error=error, is_bad_input=True)
 
     def _end(self, sequence: Sequence) -> None:
@@ -409,8 +409,8 @@ class EngineCore:
         self._scheduler.remove(sequence)
 
     def _times_s(self, step: CompletedStep) -> tuple[float, float, float]:
-        """Seconds of the step, and of these the forward pass and sampling. Where steps overlap, a step's time begins at
-        the end of the one before it, so that the sum is the time in which the engine worked."""
+        """Seconds of the step, its forward pass and its sampling. If steps overlap, a step's time starts at the end of
+        the previous one, so the sum is the time in which the engine was busy."""
         now_s = self._now_s()
         began_s = max(step.planned_s, self._step_end_s)
         self._step_end_s = now_s

@@ -1,14 +1,14 @@
-"""The engine's exceptions, one tree; the adapter makes TritonErrors (core/errors.py) of them.
+"""The engine's exceptions, as one tree; the adapter translates them into TritonErrors (core/errors.py).
 
 Exception
-├── ProgramUnsupportedError     the model must run as modules; nothing is wrong with it
+├── ProgramUnsupportedError     the model must run as modules; not a failure
 ├── RuntimeError
-│   ├── DeviceLostError         an accelerator that no call of this process can use any more
+│   ├── DeviceLostError         an accelerator that this process can no longer use
 │   └── EngineDeadError         an engine process or thread was lost
-└── ValueError                  an engine argument that cannot be served
-    ├── BadInputError           a request's fields cannot be served together, or not by this model
-    ├── CheckpointError         `model`: the files are broken or do not fit config.json
-    └── UnshardableError        `tensor_parallel_size`, `pipeline_parallel_size`: the model cannot be split so
+└── ValueError                  an engine argument that cannot be honoured
+    ├── BadInputError           a request's fields conflict, or the model does not support them
+    ├── CheckpointError         `model`: the files are broken or do not match config.json
+    └── UnshardableError        `tensor_parallel_size`, `pipeline_parallel_size`: the model cannot be split that way
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _SHORTAGES: Final = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.ENOSPC, errno.EDQUOT}
 )
 _NO_THREAD: Final = "can't start new thread"
-"""The interpreter's text."""
+"""CPython's message."""
 
 LOST_RANK_EXIT_CODE: Final = 70
-"""The exit code of an engine's process that lost another rank. The last line of its output says which."""
+"""Exit code of an engine process that lost another rank. The last line of its output says which."""
 
 DeathKind = Literal[
     "exit", "signal", "killed", "memory", "hang", "message", "load", "thread", "loop", "shortage", "disconnect"
 ]
-"""How an engine was lost; a label of the restart metric. killed: SIGKILL; memory: SIGKILL, by the kernel, when memory
-ran out; signal: any other signal; shortage: it could not be started because the machine lacked descriptors, memory or
-processes; disconnect: the link to an engine elsewhere has ended, or could not be made."""
+"""How an engine was lost; a label of the restart metric. killed: SIGKILL; memory: SIGKILL by the kernel's OOM killer;
+signal: any other signal; shortage: the machine had too few descriptors, processes or too little memory to start it;
+disconnect: the link to a remote engine ended or could not be made."""
 
 
 class EngineDeadError(RuntimeError):
@@ -43,11 +43,11 @@ class EngineDeadError(RuntimeError):
 
 
 class DeviceLostError(RuntimeError):
-    """The engine's process has to end: another one gets the device back."""
+    """The engine's process must exit; a new one can use the device again."""
 
 
 class BadInputError(ValueError):
-    """What is wrong with a request, for its client: names the fields."""
+    """What is wrong with a request, for its client; names the fields."""
 
 
 class CheckpointError(ValueError):
@@ -55,15 +55,15 @@ class CheckpointError(ValueError):
 
 
 class UnshardableError(ValueError):
-    """Why a model cannot be split among that many ranks; the text is for the user."""
+    """Why a model cannot be split among that many ranks; the message is for the user."""
 
 
 class ProgramUnsupportedError(Exception):
-    """Why a model cannot run as a program. It runs as its modules instead."""
+    """Why a model cannot run as a program; it runs as modules instead."""
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether the machine lacks descriptors, processes, threads, memory or disk, so that the engine is not to blame.
+    """Whether the machine lacks descriptors, processes, threads, memory or disk, so the engine is not at fault.
     ZMQError also has an errno."""
     if isinstance(error, MemoryError):
         return True

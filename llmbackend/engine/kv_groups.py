@@ -1,9 +1,8 @@
-"""Which layers share a KV block, and how many blocks a request takes at once.
+"""Which layers share a KV block, and how many blocks a request needs at once.
 
-For: runners, which know their layers' windows and make the KV memory; the scheduler, which admits what fits; hosts,
-which refuse what never will. Does not know: which block is whose, how attention is computed. Invariant: a request that
-runs in a given memory never exceeds `most_tokens`, so that it is admitted again after a preemption or on another
-engine.
+Used by runners, which know their layers' windows and allocate the KV memory; by the scheduler, which admits what fits;
+and by hosts, which refuse what never will. Invariant: a request that runs in a given memory never exceeds
+`max_request_tokens`, so it can be admitted again after a preemption or by another engine.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 Count = TypeVar("Count", int, npt.NDArray[np.int32])
-"""One number, or one for each row."""
+"""One value, or one per row."""
 
 
 class KVGroups(msgspec.Struct, frozen=True, array_like=True):
-    """A block holds the keys and values of one group of layers for block_size positions of a request.
+    """A block stores the keys and values of one group of layers for block_size positions of a request.
 
-    num_full      groups whose layers see all positions: a request keeps their blocks
-    num_windowed  groups whose layers see a window: blocks that lie wholly behind it are free again
-    window        positions that a query of those layers sees, itself included
+    num_full      groups whose layers attend to all positions: a request keeps their blocks
+    num_windowed  groups whose layers attend to a window: blocks entirely outside it are freed
+    window        positions that a query of those layers attends to, its own included
     """
 
     num_full: int = 1
@@ -37,19 +36,20 @@ class KVGroups(msgspec.Struct, frozen=True, array_like=True):
     def count(self) -> int:
         return self.num_full + self.num_windowed
 
-    def most_blocks(self, num_tokens: int, chunk_tokens: int, block_size: int) -> int:
-        """Most blocks that a request of `num_tokens` holds at once, when it is computed in chunks of `chunk_tokens`."""
+    def max_blocks(self, num_tokens: int, chunk_tokens: int, block_size: int) -> int:
+        """Maximum number of blocks that a request of `num_tokens` holds at once if computed in chunks of
+        `chunk_tokens`."""
         columns = -(-num_tokens // block_size)
-        at_once = self.most_windowed(chunk_tokens, block_size)
+        at_once = self.max_windowed_blocks(chunk_tokens, block_size)
         return self.num_full * columns + self.num_windowed * min(columns, at_once)
 
-    def most_windowed(self, chunk_tokens: Count, block_size: int) -> Count:
-        """Blocks of a windowed group that a chunk's queries see at most, their own positions included, wherever in a
-        block it begins."""
+    def max_windowed_blocks(self, chunk_tokens: Count, block_size: int) -> Count:
+        """Maximum number of blocks of a windowed group that a chunk's queries attend to, their own positions included,
+        wherever in a block the chunk begins."""
         return (self.window + chunk_tokens + 2 * block_size - 3) // block_size
 
     def max_chunk(self, num_tokens: int, block_size: int, num_blocks: int) -> int:
-        """The largest chunks in which a request of `num_tokens` can be computed in `num_blocks`; 0: it cannot."""
+        """The largest chunk size with which a request of `num_tokens` can be computed in `num_blocks`; 0 = none."""
         columns = -(-num_tokens // block_size)
         if self.count * columns <= num_blocks:
             return num_tokens
@@ -58,11 +58,11 @@ class KVGroups(msgspec.Struct, frozen=True, array_like=True):
         at_once = (num_blocks - self.num_full * columns) // self.num_windowed
         return max((at_once - 1) * block_size + 2 - self.window, 0)
 
-    def most_tokens(self, block_size: int, num_blocks: int, chunk_tokens: int = 1) -> int:
-        """Tokens of the longest request that can be computed in `num_blocks`, in chunks of `chunk_tokens`; sys.maxsize:
+    def max_request_tokens(self, block_size: int, num_blocks: int, chunk_tokens: int = 1) -> int:
+        """Length of the longest request that can be computed in `num_blocks` in chunks of `chunk_tokens`; sys.maxsize =
         no limit."""
         columns = num_blocks // self.count
-        at_once = self.most_windowed(chunk_tokens, block_size)
+        at_once = self.max_windowed_blocks(chunk_tokens, block_size)
         if self.num_windowed and at_once <= columns:
             if not self.num_full:
                 return sys.maxsize
@@ -72,12 +72,12 @@ class KVGroups(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """Where each layer's keys and values are: in the blocks of its group, at its place among the layers of a block.
+    """Where each layer's keys and values are: in the blocks of its group, at its place within a block.
 
-    groups      those that see all come first
-    group_of    of each layer
-    place_of    of each layer, from 0
-    num_places  layers that a block has room for
+    groups      full groups first
+    group_of    group of each layer
+    place_of    place of each layer, from 0
+    num_places  layers per block
     """
 
     groups: KVGroups
@@ -86,17 +86,17 @@ class LayerGroups:
     num_places: int
 
     def share_of_block(self, num_bytes: int) -> int:
-        """Of the bytes that all layers keep for a position, those of the layers of one block."""
+        """The part of `num_bytes`, the bytes per position in all layers, that belongs to one block."""
         return num_bytes * self.num_places // max(len(self.place_of), 1)
 
 
 def layer_groups(windows: Sequence[int], max_model_len: int, are_alike: bool) -> LayerGroups:
-    """windows: of each layer, the positions that a query sees, itself included; 0: all. are_alike: whether all layers
-    keep as many bytes for a position.
+    """windows: for each layer, the positions that a query attends to, its own included; 0 = all. are_alike: whether all
+    layers store the same number of bytes per position.
 
-    Neighbouring layers with a window form groups of as many layers as there are without one. All layers form one group,
-    with the widest window, where layers are not alike or more than a fifth of the memory would be padding. Without any
-    layer, blocks keep nothing; they name the text that states of recurrent layers are kept for.
+    Neighbouring windowed layers form groups as large as the number of full layers. All layers form one group with the
+    widest window if they are not alike, or if more than a fifth of the memory would be padding. Without attention
+    layers, blocks are empty; they only name the prefixes whose recurrent states are cached.
     """
     if not windows:
         return LayerGroups(KVGroups(), (), (), 0)

@@ -1,12 +1,12 @@
-"""The background loop of one engine: pulls requests, submits and aborts them, and hands out every step's outputs.
+"""The background loop of one engine: pulls requests, submits and aborts them, and delivers the outputs of every step.
 
-For: the owner of a request queue (the adapter's ModelState), which it serves through callbacks, as MindIE's LlmManager
-does. Does not know: text, Triton, clients. Invariants: the loop blocks in one poll and never sleeps; every request that
-was pulled ends with exactly one output that has a finish_reason, or is given back to its owner because its engine has
-ended, which includes an engine that is discarded because get_requests or send_responses failed; at most max_num_seqs
-requests are live, fewer where other hosts have requests in the engine, and the rest stay in their owner's queue.
+Used by the owner of a request queue (the adapter's ModelState) through callbacks, like MindIE's LlmManager. Independent
+of text, Triton and clients. Invariants: the loop blocks in one poll and never sleeps. Every pulled request ends with
+exactly one output that has a finish_reason, or is returned to its owner because its engine has ended; an engine is also
+discarded if get_requests or send_responses fails. At most max_num_seqs requests are live (fewer if other hosts share
+the engine); the rest stay in the owner's queue.
 
-All callbacks run on the loop's thread. `_live` and `_supervisor` belong to that thread between start() and shutdown().
+All callbacks run on the loop's thread. Between start() and shutdown(), `_live` and `_supervisor` belong to that thread.
 """
 
 from __future__ import annotations
@@ -46,33 +46,32 @@ from .reports import EngineHistory, EngineReport, EngineState, Watch
 
 class Operation(IntEnum):
     STOP = 1
-    """Ends a request, and gives back its KV."""
+    """Ends a request and frees its KV blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManagerCallbacks:
-    """get_requests(n)                     drains at most n requests from the shared queue; this engine has room for n
-    send_responses(outputs)             gets all outputs of a step at once
+    """get_requests(n)                     drains at most n requests, the engine's free capacity, from the shared queue
+    send_responses(outputs)             receives all outputs of a step at once
     control_signal()                    drains the requests to stop; one that is not live has ended meanwhile
     stats(stats)                        after each batch of steps
     status_response(id, error)          for each pulled request that is refused
     engine_lost(request_ids, cause)     the engine has ended, and with it these requests, in the order in which they
-                                        were pulled; get_requests may give them out again, to the next engine. After
-                                        an exception of get_requests the owner may have given out more, and after one
-                                        of send_responses some of them may have ended.
-    vocabulary()                        what tokens stand for, for requests with a grammar; once per engine; None = such
-                                        requests cannot be served
+                                        were pulled; get_requests may hand them out again, to the next engine. After an
+                                        exception in get_requests the owner may have handed out more; after one in
+                                        send_responses some of them may have ended.
+    vocabulary()                        the bytes of the model's tokens, for requests with a grammar; once per engine;
+                                        None = such requests cannot be served
     adapters()                          the LoRA adapters that the engine should have, name → folder; None = those of
-                                        the config. A changed mapping is another object.
-    adapter_loaded(result)              for each adapter that was loaded for it, again in each new engine
+                                        the config. A changed mapping is a new object.
+    adapter_loaded(result)              for each adapter in adapters() that was loaded, again in each new engine
     request_events(events)              of traced requests, before the outputs of the same step
-    reported(report)                    before the outputs of the same step; after `watch` alone
+    reported(report)                    before the outputs of the same step; only after `watch`
     state_changed(state)                when the engine is ready, was lost, or has stopped
     progress(progress)                  while an engine loads
-    blocks_changed(changes)             of its prefix cache, before the outputs of the same step; after
-                                        `follow_prefixes` alone
-    needs_engine()                      whether an engine that ended because it was idle must start again
-    """
+    blocks_changed(changes)             in its prefix cache, before the outputs of the same step; only after
+                                        `follow_prefixes`
+    needs_engine()                      whether an engine that was stopped because it was idle must start again"""
 
     get_requests: Callable[[int], Sequence[InferRequest]]
     send_responses: Callable[[Sequence[StepOutput]], None]
@@ -94,27 +93,27 @@ class ManagerCallbacks:
 logger = logging.getLogger(__name__)
 
 RUNNERS = "llmbackend.engine.make_runner"
-"""A name, so that the host does not import what computes."""
+"""By name, so the host does not import the code that computes."""
 NOT_WATCHED = Watch()
 STALL_TIMEOUT_S = 60.0
-"""An engine with requests that finishes no step for this long is not ready."""
+"""An engine with requests that completes no step for this long is not ready."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def _source(config: EngineConfig, index: int, wakeup: Wakeup, policy: HostPolicy) -> EngineSource:
-    """Child processes, unless a cluster places the engines; then their machines bind them."""
+    """Child processes, unless a cluster places the engines; then the engines' machines decide."""
     engines = remote_engines()
     if engines is None or config.transport != "process":
         return ForkedEngines(config, RUNNERS, policy)
-    from .process.served.remote import EnginesElsewhere
+    from .process.served.remote import RemoteEngineSource
 
-    return EnginesElsewhere(engines, config, index, wakeup.set)
+    return RemoteEngineSource(engines, config, index, wakeup.set)
 
 
 def _refuse_to_wait() -> None:
-    """Raises EngineDeadError where this process is about to end, and an engine elsewhere may never come."""
+    """Raises EngineDeadError if this process is about to end, since a remote engine may never come."""
     engines = remote_engines()
     if engines is not None and engines.users.are_stopping:
         raise EngineDeadError("this host is stopping and no longer waits for engines", "load")
@@ -130,25 +129,23 @@ class LlmManager:
         index: int = 0,
         policy: HostPolicy = NO_POLICY,
     ) -> None:
-        """callbacks: called on the loop's thread
-        index: of the instance, by which a cluster knows its engine
-        policy: what the loop and the engine are bound to; it does not apply to an engine on another machine
-        """
+        """callbacks: called on the loop's thread index: of the instance; identifies its engine in a cluster policy:
+        core and memory binding of the loop and the engine; not applied to an engine on another machine"""
         self._max_num_seqs = config.max_num_seqs
         self._reads_ahead = config.transport == "process"
         self._on = callbacks
         self._stall_timeout_s = stall_timeout_s
         self._wakeup = Wakeup()
         self._has_sent_vocabulary = False
-        """Whether this engine has the vocabulary, from this host or another one."""
+        """Whether this engine has the vocabulary, from this or another host."""
         self._prepares_grammars = False
-        """Whether the engine gets it before its first request with a grammar."""
+        """Whether to send the vocabulary before the first request with a grammar."""
         self._configured_adapters: Mapping[str, str] = config.lora_modules
         self._sent_adapters: Mapping[str, str] = config.lora_modules
-        """What the engine has, or will have."""
+        """Adapters that the engine has or will have."""
         self._history = EngineHistory()
         self._watch = self._sent_watch = NOT_WATCHED
-        """What to report, and what the engine was last asked to report."""
+        """What to report, and what the engine was last told to report."""
         self._follows_prefixes = self._sent_prefixes = False
         """The same for changes of its prefix cache."""
         self._policy = policy
@@ -156,21 +153,21 @@ class LlmManager:
         self._supervisor = Supervisor(config, source, self._wakeup, callbacks.progress)
         self._thread = threading.Thread(target=self._run, name="llm-manager", daemon=True)
         self._is_ordered = threading.Event()
-        """Set once the first engine was ordered."""
+        """Set once the first engine has been ordered."""
         self._first_load: Future[ModelInfo] = Future()
         self._is_up = False
-        """Whether there is an engine that has loaded the model."""
+        """Whether an engine has loaded the model."""
         self._live: dict[str, None] = {}
         self._stopping = False
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the engine failed too often in a row for requests to wait for it. Any thread."""
+        """Whether the engine failed so many times in a row that requests no longer wait for it. Any thread."""
         return self._supervisor.is_given_up
 
     @property
     def is_up(self) -> bool:
-        """Whether there is an engine now that has loaded the model. Any thread."""
+        """Whether there is now an engine that has loaded the model. Any thread."""
         return self._is_up
 
     @property
@@ -179,25 +176,25 @@ class LlmManager:
         return self._history.current
 
     @property
-    def room(self) -> int:
-        """How many requests it would take now; below 1 = none. Any thread."""
+    def capacity(self) -> int:
+        """How many more requests the engine would take now; below 1 = none. Any thread."""
         return self._max_num_seqs - len(self._live) - self._supervisor.num_requests_of_others
 
     def watch(self, watch: Watch) -> None:
-        """Sets what this engine and later ones report from now on. Any thread, cheap."""
+        """Sets what this and later engines report. Any thread, cheap."""
         self._watch = watch
         self._wakeup.set()
 
     def follow_prefixes(self, is_wanted: bool) -> None:
-        """Sets whether this engine and later ones report changes of their prefix cache. Any thread, cheap."""
+        """Sets whether this and later engines report changes of their prefix cache. Any thread, cheap."""
         self._follows_prefixes = is_wanted
         self._wakeup.set()
 
     def start(self, meanwhile: Callable[[], object] = lambda: None) -> ModelInfo:
-        """Starts the loop's thread and the engine; returns when the model is loaded.
+        """Starts the loop's thread and the engine; returns once the model is loaded.
 
-        meanwhile: work for the time in which the model loads; what it raises ends the engine, and is raised again.
-        Raises RuntimeError with a text for the operator when the model cannot load. Whatever it raises, no process or
+        meanwhile: work to do while the model loads; an exception from it ends the engine and is re-raised. Raises
+        RuntimeError with a message for the operator if the model cannot be loaded. After any exception, no process or
         thread is left.
         """
         self._thread.start()
@@ -217,26 +214,25 @@ class LlmManager:
             raise RuntimeError(f"{error} while the model was loading{output}") from error
 
     def wake(self) -> None:
-        """There may be new requests or control signals. Any thread, cheap; the loop blocks otherwise."""
+        """Tells the blocked loop that there may be new requests or control signals. Any thread, cheap."""
         self._wakeup.set()
 
     def prepare_grammars(self) -> None:
-        """Makes an engine in its own process read the vocabulary now, while it is idle: with its first request with a
-        grammar, other requests would wait for that. Later engines read it when it is needed. Any thread."""
+        """Makes an engine in its own process read the vocabulary now, while it is idle, so that the first request with
+        a grammar does not delay others. Later engines read it on demand. Any thread."""
         self._prepares_grammars = self._reads_ahead
         self._wakeup.set()
 
     def kill_engine(self) -> int:
-        """Kills the engine's process with SIGKILL, and returns its id; 0 = there is none that has loaded. Any
-        thread."""
+        """Sends SIGKILL to the engine's process and returns its pid; 0 = no engine has loaded. Any thread."""
         return self._supervisor.kill()
 
     def reset_failures(self) -> None:
-        """From engine_lost: a request is to blame for the failure, not the engine."""
+        """Called from engine_lost if a request, not the engine, is to blame for the failure."""
         self._supervisor.reset_failures()
 
     def check_ready(self) -> None:
-        """Raises RuntimeError saying why, when the engine is given up or makes no progress. Any thread."""
+        """Raises RuntimeError with the reason if the engine is given up or makes no progress. Any thread."""
         if self._stopping or not self._first_load.done():
             raise RuntimeError("the engine is not running")
         self._supervisor.check_ready(len(self._live), self._stall_timeout_s)
@@ -244,7 +240,7 @@ class LlmManager:
     def shutdown(self) -> None:
         """Ends loop and engine and reaps the process; outstanding requests end with finish_reason "abort".
 
-        Not from a callback. Requests still in the owner's queue stay there. May be called again.
+        Must not be called from a callback. Requests still in the owner's queue stay there. May be called again.
         """
         self._stopping = True
         self._wakeup.set()
@@ -253,7 +249,7 @@ class LlmManager:
         self._wakeup.close()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # the instance's own thread has reported it
+        with contextlib.suppress(OSError):  # already reported by the instance's own thread
             self._policy.bind()
         while not self._stopping:
             try:
@@ -298,7 +294,7 @@ class LlmManager:
                 self._call(self._on.state_changed, self._history.slept())
 
     def _forget_engine(self) -> None:
-        """Resets what is known of the engine to how the next one begins."""
+        """Resets the state kept about an engine to that of a new one."""
         self._has_sent_vocabulary = self._prepares_grammars = False
         self._sent_adapters = self._configured_adapters
         self._is_up = False
@@ -357,7 +353,7 @@ class LlmManager:
         return is_wanted
 
     def _adapter_changes(self) -> tuple[tuple[AdapterLoad, ...], tuple[str, ...]]:
-        """Adapters to load and adapters to drop. Called after requests were pulled: these only name adapters that are
+        """Adapters to load and to drop. Must be called after requests were pulled: those name only adapters that are
         wanted by then."""
         wanted, sent = None if self._on.adapters is None else self._call(self._on.adapters), self._sent_adapters
         if wanted is None or wanted is sent:
@@ -367,7 +363,7 @@ class LlmManager:
         return tuple(load), tuple(name for name in sent if name not in wanted)
 
     def _first_vocabulary(self, add: Sequence[InferRequest]) -> Vocabulary | None:
-        """The vocabulary, once per engine: when it is to be prepared, or with its first request with a grammar."""
+        """The vocabulary, once per engine: when it is to be prepared, or with the first request with a grammar."""
         if self._has_sent_vocabulary or not (self._prepares_grammars or any(request.grammar for request in add)):
             return None
         vocabulary = self._call(self._on.vocabulary)
@@ -377,7 +373,7 @@ class LlmManager:
     def _pull(self) -> list[InferRequest]:
         if not self._live:
             self._supervisor.idle()
-        room = self.room
+        room = self.capacity
         accepted = []
         for request in self._on.get_requests(room) if room > 0 else ():
             if request.request_id in self._live:
@@ -392,11 +388,11 @@ class LlmManager:
         return [request_id for request_id, _ in self._call(self._on.control_signal) or () if request_id in self._live]
 
     def _lose_engine(self, error: EngineDeadError) -> None:
-        """The owner gets back what was live; the first load is not tried again."""
+        """Returns the live requests to their owner. A failed first load is not retried."""
         self._forget_engine()
         if not self._first_load.done():
             if error.kind == "disconnect" and not self._supervisor.is_given_up:
-                return  # it may come back, or the cluster names another place
+                return  # it may come back, or the cluster may name another address
             self._stopping = True
             self._first_load.set_exception(error)
             return
@@ -405,10 +401,10 @@ class LlmManager:
         self._call(self._on.engine_lost, lost, error)
 
     def _call(self, callback: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Calls a callback whose failure loses no request: it is logged, and the loop continues.
+        """Calls a callback whose failure loses no request: the exception is logged, and the loop continues.
 
-        `get_requests` and `send_responses` are not called through this: after an exception it is unknown which requests
-        were taken or which outputs were recorded, so the engine is discarded and its requests are given back.
+        `get_requests` and `send_responses` are not called through this. After an exception it is unknown which requests
+        were taken or which outputs were recorded, so the engine is discarded and its requests are returned.
         """
         try:
             return callback(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""What a load would produce and need, found without reading weights.
+"""What a load would produce and need, determined without reading weights.
 
-For: the adapter's forecast for `llmbackend check`. Does not know: text, Triton. Imports torch and transformers, as the
-load itself does. Invariant: nothing is decided here; every value comes from the code that loads.
+Used by `llmbackend check` through the adapter. Imports torch and transformers, as the load does. Invariant: nothing is
+decided here; every value comes from the code that loads.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class LoadForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that would not start has no forecast.
+    """Result of `forecast`, which raises instead if the engine would not start.
 
     path              "native program", "transformers modules", "accelerator" or "mock"
-    why_not_faster    why it is not the native program; "" = it is, or the device is no CPU
+    why_not_faster    why it is not the native program; "" = it is, or the device is not a CPU
     device            "cpu", "cuda:0" …
     threads           on CPU
-    weight_bytes      in memory, as packed; without embedding_bytes, of which a step reads few rows
-    kv_bytes_per_token  None: unknown until the weights are loaded, as the next three
-    state_bytes       of one sequence in recurrent layers; 0 = there are none
-    num_kv_blocks     of the whole KV memory; on an accelerator known when it is loaded
-    kv_bytes          the whole KV memory; pages are taken when they are used
+    weight_bytes      in memory, as packed; without embedding_bytes, of which a step reads only a few rows
+    kv_bytes_per_token  None = unknown until the weights are loaded, like the next three
+    state_bytes       recurrent state of one sequence; 0 = no recurrent layers
+    num_kv_blocks     blocks in the whole KV memory; on an accelerator unknown until loaded
+    kv_bytes          the whole KV memory; pages are committed when first used
     full_length_requests  how many requests of max_model_len tokens fit at once
     kernels           the CPU kernels that this machine would choose, and what was measured
     weight_cache      where the packed weights are, or why they would be packed again
@@ -60,7 +60,7 @@ class LoadForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def forecast(config: EngineConfig) -> LoadForecast:
-    """Raises ValueError or OSError with the text that the engine's load would fail with."""
+    """Raises ValueError or OSError with the message with which the engine's load would fail."""
     if config.model == "mock":
         return LoadForecast(path="mock", device="cpu", max_num_seqs=config.max_num_seqs, block_size=config.block_size)
     from .model.unloaded_model import unloaded_model
@@ -99,7 +99,7 @@ def _kv_memory(config: EngineConfig, model: UnloadedModel) -> dict[str, Any]:
     groups = KVGroups() if model.layers is None else model.layers.groups
     bytes_of_block = bytes_per_token if model.layers is None else model.layers.share_of_block(bytes_per_token)
     num_blocks = num_kv_blocks(config, bytes_of_block, max_model_len, groups)
-    at_once = groups.most_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
+    at_once = groups.max_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
     return {
         "kv_bytes_per_token": bytes_per_token,
         "state_bytes": model.state_bytes,
@@ -110,7 +110,7 @@ def _kv_memory(config: EngineConfig, model: UnloadedModel) -> dict[str, Any]:
 
 
 def _num_states(config: EngineConfig, state_bytes: int, num_blocks: int) -> int:
-    """How many requests can run at once for what they need beside KV blocks."""
+    """How many requests can run at once, as limited by recurrent states."""
     if not state_bytes:
         return config.max_num_seqs
     from .cpu.recurrent_states import num_state_slots

@@ -1,6 +1,6 @@
-"""Reports of a load, from the loader to the host: its progress, the duration of its parts, the choices that it made.
+"""Reports of a load, from the loader to the host: progress, duration of its parts, and choices made.
 
-Invariants: a report without a listener costs nothing; no part of a load depends on one.
+Invariants: a report without a listener costs nothing; no part of a load depends on a listener.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 0.1
-"""Reports within one stage are no more frequent."""
+"""Minimum interval between reports of one stage."""
 
 
 class LoadProgress(msgspec.Struct, frozen=True):
-    """A report.
-
-    stage  what is being done, for people
+    """stage  what is being done, for people
     done   how much of it
-    total  of how much; 0 = unknown
-    """
+    total  out of how much; 0 = unknown"""
 
     stage: str
     done: int = 0
@@ -42,7 +39,7 @@ _sink: ContextVar[Sink | None] = ContextVar("load_progress_sink", default=None)
 
 @contextlib.contextmanager
 def reporting_to(sink: Sink) -> Iterator[None]:
-    """Reports of this thread go to `sink`: the first of each stage, the last, and between them some."""
+    """Sends this thread's reports to `sink`: the first and last of each stage, and some in between."""
     last_stage, last_s = "", 0.0
 
     def sparse(progress: LoadProgress) -> None:
@@ -67,7 +64,7 @@ def report(stage: str, done: int = 0, total: int = 0) -> None:
 
 
 def counted(stage: str, items: Collection[T]) -> Iterator[T]:
-    """`items`, each reported when it is done with."""
+    """`items`, reporting each when it has been processed."""
     total = len(items)
     report(stage, 0, total)
     for done, item in enumerate(items, 1):
@@ -76,14 +73,14 @@ def counted(stage: str, items: Collection[T]) -> Iterator[T]:
 
 
 def show(engine: int, model: str, progress: LoadProgress | None) -> None:
-    """On the host: logs the progress of an engine, with the values on the record for a handler; None = the load is
-    over."""
+    """On the host: logs the progress of an engine, with the values on the record for a handler; None = the load has
+    ended."""
     logger.debug("%s: %s", model, progress, extra={"engine": engine, "model": model, "progress": progress})
 
 
 def download_bar() -> type | None:
-    """A class in place of tqdm for downloads of huggingface_hub: it reports bytes, from any thread, to this thread's
-    listener, and draws nothing. None: there is no listener."""
+    """A replacement for tqdm in huggingface_hub's downloads: reports bytes, from any thread, to this thread's listener,
+    and draws nothing. None = there is no listener."""
     sink = _sink.get()
     if sink is None:
         return None
@@ -99,7 +96,7 @@ def download_bar() -> type | None:
                 sink(LoadProgress("downloading weights (MB)", done // 10**6, max(total, done) // 10**6))
 
     class DownloadBar(tqdm):  # type: ignore[misc]
-        monitor_interval = 0  # no thread that watches bars
+        monitor_interval = 0  # no monitor thread
 
         def __init__(self, *args: Any, **options: Any) -> None:
             options.pop("name", None)
@@ -114,7 +111,7 @@ def download_bar() -> type | None:
 
 
 class CountedBar:
-    """In place of a progress bar of transformers (tqdm): reports, and draws nothing."""
+    """Replaces a progress bar of transformers (tqdm): reports, and draws nothing."""
 
     def __init__(self, bar: Any, stage: str, items: Collection[Any]) -> None:
         self._bar = bar
@@ -135,7 +132,7 @@ class CountedBar:
 
 
 def bar_hook(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """For transformers' `set_tqdm_hook`: its loop over the weights is reported."""
+    """For transformers' `set_tqdm_hook`: reports the progress of its loop over the weights."""
     bar = factory(*args, **options)
     if options.get("desc") == "Loading weights" and args and isinstance(args[0], Collection):
         return CountedBar(bar, "reading weights", args[0])
@@ -143,24 +140,24 @@ def bar_hook(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[s
 
 
 class StartPart(msgspec.Struct, frozen=True, array_like=True):
-    """One part of a start, and its duration without the parts inside it."""
+    """One part of a start, and its duration without nested parts."""
 
     name: str
     seconds: float
 
 
 class Start:
-    """The parts and notes of a start so far. One thread writes to it."""
+    """The parts and notes of a start so far. Only one thread writes to it."""
 
     def __init__(self, parts: tuple[StartPart, ...] = ()) -> None:
         self.parts = parts
-        """In the order of their ends."""
+        """In the order in which they ended."""
         self.notes: tuple[str, ...] = ()
         self._inner_s = 0.0
-        """Of the parts within the one that is being measured."""
+        """Time spent in parts nested in the one being measured."""
 
     def begin(self, earlier: Start) -> None:
-        """Puts what was done before for this start first."""
+        """Prepends what was done earlier for this start."""
         self.parts, self.notes = earlier.parts + self.parts, earlier.notes + self.notes
 
     @contextlib.contextmanager
@@ -180,7 +177,7 @@ _start: ContextVar[Start | None] = ContextVar("start", default=None)
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Start]:
-    """Collects what this thread does meanwhile."""
+    """Collects the parts and notes of this thread."""
     start = Start()
     token = _start.set(start)
     try:
@@ -201,14 +198,14 @@ def part(name: str) -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Notes for the log which way was chosen, and why."""
+    """Records for the log which choice was made, and why."""
     start = _start.get()
     if start is not None:
         start.notes += (text,)
 
 
 def text_of(parts: Sequence[StartPart]) -> str:
-    """For the log: "read image 0.31 s, program 0.04 s". What took no time is left out."""
+    """For the log: "read image 0.31 s, program 0.04 s". Parts with negligible duration are left out."""
     seconds: dict[str, float] = {}
     for each in parts:
         seconds[each.name] = seconds.get(each.name, 0.0) + each.seconds

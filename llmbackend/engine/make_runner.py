@@ -1,11 +1,11 @@
-"""The runner that a config names, and what engines of one config share in the fork server they come from.
+"""Makes the runner that a config asks for, and what engines with the same config share in their fork server.
 
-For: what drives an engine core; LlmManager hands this module to the engine's process, which imports it by name. Does
-not know: requests, lifetimes of processes. A model that is a native program is packed once, by the first engine's
-process, which then ends (`ModelPrepared`); the fork server reads the packed weights into memory that all later engines
-share. All other models are loaded in each engine, which shares imports alone. Invariants: importing this module imports
-neither torch nor transformers; a forked engine finds what was made here unchanged, and writes to none of it; a fork
-server imports torch only where its engines compute with it.
+Used by whatever drives an engine core; LlmManager passes this module to the engine's process, which imports it by name.
+Independent of requests and process lifetimes. A model that runs as a native program is packed once, by the first
+engine's process, which then exits (`ModelPrepared`); the fork server reads the packed weights into memory that all
+later engines share. Any other model is loaded by each engine, which shares only imports. Invariants: importing this
+module imports neither torch nor transformers; a forked engine finds everything made here unchanged and writes to none
+of it; a fork server imports torch only if its engines compute with it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class SharedParts:
         self._why_whole = self._prepare_imports()
 
     def before_fork(self, is_whole: bool) -> None:
-        """Reads the packed weights, or makes a place for them; or imports what loading a checkpoint needs. A failure is
-        repeated in the engine, or makes it load the checkpoint."""
+        """Reads the packed weights, or allocates space for them, or imports what loading a checkpoint needs. A failure
+        recurs in the engine, or makes it load the checkpoint."""
         if self._config.model == "mock":
             return
         if is_whole:
@@ -83,18 +83,18 @@ class SharedParts:
 
     @property
     def is_unpacked(self) -> bool:
-        """Whether engines run packed weights, and there are none yet."""
+        """Whether engines run packed weights but none exist yet."""
         return not self._why_whole and self._packed is None
 
     def publish(self) -> None:
-        """In the process that has packed the model: puts it into the cache, and returns when it is on the disk."""
+        """In the process that packed the model: moves it into the cache; returns once it is on disk."""
         if self._draft is not None:
             self._draft.publish()
 
     def _prepare_imports(self) -> str:
         """Imports what all engines of this config need. Returns why they load the checkpoint themselves, or ""."""
         if self._config.model == "mock":
-            return "it is the mock"
+            return "it is the mock model"
         from .cpu.native_runner import why_modules
 
         if reason := why_modules(self._config):
@@ -107,7 +107,7 @@ class SharedParts:
         return "" if library.load() is not None else "there are no native kernels"
 
     def _find(self) -> PackedModel | None:
-        """The packed model. None: it is not packed yet, and there is a place for it. Raises OSError or MemoryError."""
+        """The packed model; None = not packed yet, but there is space for it. Raises OSError or MemoryError."""
         from .kernels import library
         from .weight_cache.cache import CachedModel
 
@@ -134,7 +134,7 @@ class SharedParts:
         return None
 
     def _check_adapters(self) -> None:
-        """Engines load the checkpoint where the packed model cannot have the adapters that are enabled."""
+        """Makes engines load the checkpoint if the packed model cannot take the enabled adapters."""
         from .cpu.native_runner import why_no_adapters
 
         reason = "" if self._packed is None else why_no_adapters(self._config, self._packed.decoder)
@@ -156,7 +156,7 @@ class SharedParts:
         return runner
 
     def _pack(self, draft: Draft) -> Runner | ModelPrepared:
-        """Packs the model. Returns its runner where it cannot be packed."""
+        """Packs the model. Returns its runner instead if it cannot be packed."""
         from .cpu.packed_decoder import PackedModel
 
         with self._sole_writer():
@@ -177,7 +177,7 @@ class SharedParts:
 
     @contextlib.contextmanager
     def _sole_writer(self) -> Iterator[None]:
-        """Lets one process at a time write; the lock ends with its process."""
+        """Lets one process at a time write; the lock is released when the process ends."""
         descriptor = os.open(f"/proc/self/fd/{self._writers}", os.O_RDWR | os.O_CLOEXEC)  # a lock of its own
         try:
             try:
@@ -195,7 +195,7 @@ class SharedParts:
 
 
 def _import_torch(config: EngineConfig) -> None:
-    """Imports what loading a checkpoint needs. An import that fails here fails again there, with its reason."""
+    """Imports what loading a checkpoint needs. A failing import fails again during the load, with its reason."""
     with contextlib.suppress(Exception):
         lean_imports.import_for(config.model)
         from .model import module_runner  # noqa: F401
@@ -212,14 +212,14 @@ T = TypeVar("T")
 
 
 def shared_parts(config: EngineConfig) -> SharedParts:
-    """In a fork server: what the engines of this config have in common."""
+    """For a fork server: what the engines of this config have in common."""
     return SharedParts(config)
 
 
 def make_runner(config: EngineConfig, others: Followers | RankMeeting | None = None) -> Runner:
     """others: the other ranks of a split model, or where they connect.
 
-    Raises ValueError, OSError or RuntimeError with a text for the user.
+    Raises ValueError, OSError or RuntimeError with a message for the user.
     """
     if others is None:
         runner = _make_runner(config)
@@ -241,23 +241,23 @@ def _make_runner(config: EngineConfig) -> Runner:
         return MockRunner(config)
     from .model.module_runner import make_model_runner
 
-    return _leanly(config, make_model_runner)
+    return _with_lean_imports(config, make_model_runner)
 
 
 def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> PackedModel | Runner:
-    """A checkpoint on CPU: packed for native runners, in `place`, or its runner where it must run as modules.
-    Raises as `make_runner`."""
+    """A checkpoint on CPU: packed for native runners, in `place`, or its runner if it must run as modules. Raises as
+    `make_runner` does."""
     from .model.module_runner import pack_or_run
 
-    return _leanly(config, partial(pack_or_run, place=place))
+    return _with_lean_imports(config, partial(pack_or_run, place=place))
 
 
-def _leanly(config: EngineConfig, load: Callable[[EngineConfig], T]) -> T:
-    """`load`, in a CPU engine's own process without torch's compiler."""
+def _with_lean_imports(config: EngineConfig, load: Callable[[EngineConfig], T]) -> T:
+    """Runs `load`; without torch's compiler if this process belongs to a CPU engine."""
     if config.device != "cpu" or config.transport != "process":
         return load(config)
     try:
-        with lean_imports.without_compiler():  # for the whole process, which is the engine's own
+        with lean_imports.without_compiler():  # for the whole process, which belongs to the engine
             return load(config)
     except (AttributeError, ImportError):
         logger.warning("loading without torch's compiler failed; loading with it", exc_info=True)

@@ -1,8 +1,8 @@
-"""The messages between an engine and the host: requests in, outputs of a step out.
+"""The messages between an engine and its host: requests in, one result per step out.
 
-For: every thread and process boundary of the engine. Does not know: text, tensors, clients. Invariant: all are frozen
-and self-contained, so that a request and the tokens sent so far are enough to continue it in another engine process.
-Names are vLLM's.
+They cross every thread and process boundary of the engine and contain token ids, never text, tensors or clients.
+Invariant: all are frozen and self-contained; a request and the tokens sent so far suffice to continue it in another
+engine process. Names are vLLM's.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .reports import EngineReport, Watch
 class BlockChanges(msgspec.Struct, frozen=True, array_like=True):
     """Changes since the last message. A block is in at most one of `stored` and `removed`.
 
-    stored       hashes of blocks that are found from now on, 8 bytes each
-    removed      hashes of blocks that are not found any more
-    is_snapshot  whether `stored` is all that is found, and what was known before is void
+    stored       hashes of blocks added to the cache, 8 bytes each
+    removed      hashes of blocks no longer in the cache
+    is_snapshot  whether `stored` is the whole cache and replaces earlier messages
     """
 
     stored: bytes = b""
@@ -38,9 +38,9 @@ class RequestEvent(msgspec.Struct, frozen=True, array_like=True):
     """One event of a traced request.
 
     request_id
-    name        compile, compiled: its grammar; prefill: a chunk of its prompt; recompute: tokens that were computed
-                before a preemption, or by an engine that died; preempted: it lost its blocks
-    time_ns     monotonic, the same for all processes of a machine
+    name        compile, compiled: its grammar; prefill: a chunk of its prompt; recompute: tokens already computed
+                before a preemption or by an engine that died; preempted: its blocks were released
+    time_ns     monotonic, comparable between processes of one machine
     num_tokens  of the chunk
     """
 
@@ -52,18 +52,18 @@ class RequestEvent(msgspec.Struct, frozen=True, array_like=True):
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 PrefixSalt = tuple[str, str, str]
-"""Tenant, LoRA adapter, the client's salt. Not joined to one string: a client could write any separator."""
+"""Tenant, LoRA adapter, the client's salt. A tuple, because a client could put any separator into a joined string."""
 
 
 BANNED_BIAS: Final = -1e9
-"""The bias of a token that must not be sampled: larger than any logit, and finite also when a penalty multiplies it."""
+"""Bias of a token that must not be sampled: outweighs any logit, and stays finite when a penalty multiplies it."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose tokens. Defaults leave the model's distribution as it is.
+    """How to sample tokens. The defaults leave the model's distribution unchanged.
 
-    max_tokens          of the output; cut to what max_model_len leaves after the prompt; 0 = the prompt is computed
-    min_tokens          of the output, before which no stop token is sampled
+    max_tokens          output tokens, limited to what max_model_len leaves after the prompt; 0 = prefill only
+    min_tokens          output tokens before which no stop token is sampled
     temperature         0 = greedy
     top_k               0 = off
     top_p               1 = off
@@ -72,14 +72,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty    0 = off
     frequency_penalty   0 = off
     logit_bias          by token id; BANNED_BIAS = never
-    seed                always set by the caller: the draw of the token at position p depends on (seed, p) alone
-    stop_token_ids      end the request, beside the model's end-of-sequence tokens
-    ignore_eos          whether end-of-sequence tokens are like any other
-    logprobs            None = none, n = the sampled token's and the n most likely ones', of the raw distribution
-                        (before penalties and temperature), as vLLM's default
-    logprob_token_ids   further tokens whose logprobs are given at each position; only with logprobs
-    prompt_logprobs     as logprobs, for the prompt's tokens except the first; -1 = of the whole vocabulary
-    bad_words           sequences of two or more tokens that must not be completed, also where they begin in the prompt
+    seed                always set by the caller; the draw for position p depends only on (seed, p)
+    stop_token_ids      end the request, in addition to the model's end-of-sequence tokens
+    ignore_eos          whether end-of-sequence tokens are treated as ordinary tokens
+    logprobs            None = none, n = those of the sampled token and of the n most likely ones, from the raw
+                        distribution (before penalties and temperature), as in vLLM by default
+    logprob_token_ids   further tokens whose logprobs are returned at each position; requires logprobs
+    prompt_logprobs     as logprobs, for all prompt tokens but the first; -1 = of the whole vocabulary
+    bad_words           sequences of two or more tokens that must not be completed, even if begun in the prompt
     allowed_token_ids   the only tokens that may be sampled; () = all
     """
 
@@ -104,13 +104,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What part of an output is reasoning: its tokens up to and including the end sequence. All of it follows from the
-    tokens alone.
+    """Which part of an output is reasoning: its tokens up to and including the end sequence. Determined by the tokens
+    alone.
 
-    start_token_ids  where the prompt does not end inside reasoning, there is reasoning only if the output begins with
-                     these; () = there is none then
+    start_token_ids  unless the prompt ends inside reasoning, the output contains reasoning only if it begins with
+                     these; () = none
     end_token_ids    the end sequence, at least one token
-    max_tokens       of reasoning, the start sequence not counted; then the end sequence is forced; None = no limit
+    max_tokens       of reasoning, without the start sequence; then the end sequence is forced; None = no limit
     is_open          whether the prompt ends inside reasoning
     """
 
@@ -125,18 +125,18 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     request_id        unique in its engine
     prompt_token_ids  at least one
-    output_token_ids  generated (and sent) by an engine that died: generation continues after them
-    num_prompt_logprobs  tokens of the prompt whose logprobs that engine sent
-    sampling          how to choose tokens
+    output_token_ids  generated and sent by an engine that died; generation continues after them
+    num_prompt_logprobs  prompt tokens whose logprobs that engine sent
+    sampling          how to sample tokens
     priority          smaller is earlier
     tenant            set by the host
     cache_salt        set by the client, "" = none
     lora_name         the adapter, "" = none
-    grammar           which texts may be generated, in llguidance's form: the JSON of its TopLevelGrammar, or Lark; it
-                      holds from the first token on, or from the one behind the reasoning; "" = all
-    reasoning         None = the output has none, as far as the engine is concerned
-    prefix_group      requests of one group share their prompt's KV also where prefix caching is off; "" = none
-    is_traced         whether the engine tells what its steps do with the request
+    grammar           the allowed outputs, as llguidance's TopLevelGrammar in JSON, or Lark; applies from the first
+                      token, or from the one after the reasoning; "" = all
+    reasoning         None = the engine does not track reasoning
+    prefix_group      requests of one group share the KV of their prompt even without prefix caching; "" = none
+    is_traced         whether results contain RequestEvents of this request
     """
 
     request_id: str
@@ -155,7 +155,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def prefix_salt(self) -> PrefixSalt:
-        """Requests with an equal one may share computed prefixes: an adapter changes keys and values."""
+        """Only requests with equal salts may share computed prefixes; an adapter changes keys and values."""
         return self.tenant, self.lora_name, self.cache_salt
 
 
@@ -181,14 +181,14 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
 
     request_id
     token_ids          the new tokens, with the end-of-sequence or stop token
-    finish_reason      None = more outputs follow; else the request's KV blocks are free
-    stop_token_id      the token that ended it, with finish_reason "stop"
+    finish_reason      None = more outputs follow; otherwise the request's KV blocks are already free
+    stop_token_id      the token that ended the request, with finish_reason "stop"
     logprobs           one for each new token, or empty
-    num_cached_tokens  tokens of the prompt that the prefix cache had
-    error              for its client, with finish_reason "error"
-    prompt_logprobs    of the next tokens of the prompt, the first of all is at position 1; there may be no new tokens
-    is_bad_input       whether the error lies in the request's own fields
-    num_draft_tokens   guesses of the step's tokens; all new tokens but the last are accepted ones, if there are any
+    num_cached_tokens  prompt tokens found in the prefix cache
+    error              message for the client, with finish_reason "error"
+    prompt_logprobs    of the next prompt tokens, starting at position 1; may come without new tokens
+    is_bad_input       whether the error was caused by the request's own fields
+    num_draft_tokens   drafts in the step; all new tokens but the last are accepted drafts
     """
 
     request_id: str
@@ -206,27 +206,27 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot after a step; "+" marks counters since the engine started.
 
-    num_requests_running      requests
-    num_requests_waiting      requests
-    num_blocks                KV blocks of the device
-    num_free_blocks           of them, free or cached without a request that uses them
-    num_preemptions         + requests
-    prompt_tokens           + tokens
-    generation_tokens       + tokens
-    num_drafts              + speculations of one row in one step
-    num_draft_tokens        + their tokens
-    num_accepted_tokens     + of them, those that the model sampled as well
+    num_requests_running      running requests
+    num_requests_waiting      waiting requests
+    num_blocks                KV blocks on the device
+    num_free_blocks           of them, free or cached but not in use by a request
+    num_preemptions         + preempted requests
+    prompt_tokens           + prompt tokens
+    generation_tokens       + output tokens
+    num_drafts              + times that a row had drafts in a step
+    num_draft_tokens        + drafts
+    num_accepted_tokens     + of them, accepted
     num_steps               + steps
-    last_step_s               seconds of the last step; where steps overlap, since the end of the one before
-    last_forward_s            of them, computing logits
-    last_sample_s             of them, sampling
+    last_step_s               seconds of the last step; if steps overlap, since the end of the previous one
+    last_forward_s            of them, spent on the forward pass
+    last_sample_s             of them, spent on sampling
     num_invariant_breaches  + self-checks that failed
     num_host_blocks           KV blocks in host memory
-    num_cached_host_blocks    of them, those that hold a text
+    num_cached_host_blocks    of them, in the prefix cache
     num_offloaded_blocks    + blocks copied to host memory
     num_reloaded_blocks     + blocks copied back
-    prefix_cache_queries    + tokens of requests that were admitted
-    prefix_cache_hits       + of them, those that the prefix cache had
+    prefix_cache_queries    + tokens of admitted requests
+    prefix_cache_hits       + of them, found in the prefix cache
     """
 
     num_requests_running: int = 0
@@ -253,20 +253,20 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of KV blocks in use, 0 to 1."""
+        """Fraction of KV blocks in use, 0 to 1."""
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
     @property
     def last_host_s(self) -> float:
-        """Seconds of the last step in which nothing was computed, because the host was at work."""
+        """Seconds of the last step in which the device was idle because the host was working."""
         return max(self.last_step_s - self.last_forward_s - self.last_sample_s, 0.0)
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a model's tokens stand for: one of these two, from which grammars are matched.
+    """The bytes of a model's tokens, for matching grammars: one of the two fields.
 
     tokenizer_json  the text of a Hugging Face tokenizer.json
-    token_bytes     by token id, where each byte is a token and others have no text
+    token_bytes     by token id, for vocabularies of bytes; other tokens have no text
     """
 
     tokenizer_json: str = ""
@@ -274,15 +274,15 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter that requests may name. An engine never has two of one name."""
+    """A LoRA adapter for requests to name. Names are unique within an engine."""
 
     name: str
     path: str
-    """A folder that PEFT wrote."""
+    """Folder in PEFT's format."""
 
 
 class AdapterResult(msgspec.Struct, frozen=True, array_like=True):
-    """How loading an adapter ended. error: "" = requests may name it."""
+    """Outcome of loading an adapter. error: "" = loaded."""
 
     name: str
     error: str = ""
@@ -291,15 +291,15 @@ class AdapterResult(msgspec.Struct, frozen=True, array_like=True):
 class EngineInput(msgspec.Struct, frozen=True, array_like=True):
     """Host → engine, one message per wake-up.
 
-    add         requests
-    abort       request ids
+    add         new requests
+    abort       ids of requests to end
     shutdown    whether the engine ends after this message
-    vocabulary  before or with the first request with a grammar, at most once for each engine
-    load        adapters, before the requests that name them
-    drop        names of adapters that no further request will have
-    watch       what to report from now on; None = as before
-    prefixes    whether results report changes of the prefix cache from now on; true also asks for a snapshot; None = as
-                before
+    vocabulary  sent once per engine, at the latest with the first request with a grammar
+    load        adapters to load, before the requests that name them
+    drop        names of adapters that no further request will use
+    watch       what to report from now on; None = no change
+    prefixes    whether results report changes of the prefix cache from now on; true also requests a snapshot; None =
+                no change
     """
 
     add: tuple[InferRequest, ...] = ()
@@ -318,10 +318,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     step_id  counts from 1
     outputs  of all requests that the step advanced or ended
     stats    after the step
-    adapters of loads that have ended since the last one
-    events   of traced requests since the last one
-    report   None unless someone watches
-    blocks   of the prefix cache; None = no change, or no host asked for them
+    adapters of loads that ended since the last result
+    events   of traced requests since the last result
+    report   None unless someone is watching
+    blocks   changes of the prefix cache; None = none, or not requested
     """
 
     step_id: int
@@ -337,30 +337,30 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Engine → host, once, when the model is loaded.
 
     model_type       transformers' name of the architecture
-    vocab_size       tokens
-    max_model_len    tokens of a request
+    vocab_size       vocabulary size in tokens
+    max_model_len    limit of a request in tokens
     eos_token_ids    end-of-sequence tokens
-    block_size       tokens of a KV block
-    num_blocks       KV blocks of the device
+    block_size       tokens per KV block
+    num_blocks       KV blocks on the device
     dtype            of weights and activations
     device           "cpu", "cuda:0" …
-    load_s           seconds that the load took; of a process, from its order on
+    load_s           seconds that the load took, including the start of the process
     description      for the log: device, dtype, threads, instruction set
-    paths            for the log: which way parts of the model are computed, and why
-    parts            for the log: what the load consisted of
-    num_host_blocks  KV blocks in host memory, beside num_blocks
-    weight_bytes     packed weights that every step reads; 0 = not known
-    kv_bytes_per_token  0 = not known
-    held_weight_bytes   all weights in the device's memory; 0 = not known
-    kv_bytes            memory of the device's KV blocks; 0 = not known
-    device_bytes        memory that the engine's process has of an accelerator; 0 on CPU
-    needs_torch      whether torch computes, so that the next engine's process needs it, too
+    paths            for the log: how parts of the model are computed, and why
+    parts            for the log: the phases of the load
+    num_host_blocks  KV blocks in host memory, in addition to num_blocks
+    weight_bytes     packed weights read by every step; 0 = unknown
+    kv_bytes_per_token  0 = unknown
+    held_weight_bytes   all weights in the device's memory; 0 = unknown
+    kv_bytes            memory of the device's KV blocks; 0 = unknown
+    device_bytes        accelerator memory used by the engine's process; 0 on CPU
+    needs_torch      whether the model is computed by torch, so that the next engine's process needs it too
     kv_groups        which layers share a block, and for how long a request keeps it
-    state_bytes      of one sequence, in recurrent layers; 0 = there are none
-    num_state_slots  states that there is room for: of sequences that run, and of prefixes
-    path             what computes: "native" (one program on a CPU), "modules" (those of transformers), "gpu" (one
-                     program) or "mock"
-    path_reason      why modules compute; "" = they do not
+    state_bytes      recurrent state of one sequence; 0 = no recurrent layers
+    num_state_slots  slots for recurrent states, of running sequences and of cached prefixes
+    path             how the model runs: "native" (one program on a CPU), "modules" (those of transformers), "gpu"
+                     (one program) or "mock"
+    path_reason      why it runs as modules; "" = it does not
     """
 
     model_type: str
@@ -390,22 +390,22 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_request_tokens(self) -> int:
-        """Tokens of the longest request that the KV memory has room for, at most max_model_len."""
-        return min(self.max_model_len, self.kv_groups.most_tokens(self.block_size, self.num_blocks))
+        """Length in tokens of the longest request that fits the KV memory, at most max_model_len."""
+        return min(self.max_model_len, self.kv_groups.max_request_tokens(self.block_size, self.num_blocks))
 
     @property
     def summary(self) -> str:
-        """For the log: how the model is computed, why so, and what its start consisted of."""
+        """For the log: how the model is computed, why, and what the start consisted of."""
         took = f"loaded in {self.load_s:.2f} s" + (f" ({text_of(self.parts)})" if self.parts else "")
         return "; ".join(text for text in (self.description, *self.paths, took) if text)
 
 
 class ModelPrepared(msgspec.Struct, frozen=True):
-    """Engine → host, in place of a ModelInfo: the process has packed the model for later engines, and ends. The next
+    """Engine → host, instead of a ModelInfo: the process has packed the model for later engines, and exits. The next
     engine can be started at once.
 
-    paths  for the log, as a ModelInfo has them
-    parts  of the load, as a ModelInfo has them
+    paths  for the log, as in ModelInfo
+    parts  for the log, as in ModelInfo
     """
 
     paths: tuple[str, ...] = ()
@@ -413,13 +413,13 @@ class ModelPrepared(msgspec.Struct, frozen=True):
 
 
 class EngineStarted(msgspec.Struct, frozen=True, kw_only=True):
-    """Engine → host, the first messages: any number with `progress`, and then one of the others.
+    """Engine → host, the first messages: any number with `progress`, then one with another field.
 
     info         the loaded model
-    prepared     in its place: the model is packed, and the process ends
-    progress     how far the load has come
-    error        why the model cannot be loaded; the engine ends
-    is_shortage  whether the machine lacked memory, descriptors or processes
+    prepared     instead: the model is packed, and the process exits
+    progress     of the load
+    error        why the model cannot be loaded; the engine exits
+    is_shortage  whether the machine ran out of memory, descriptors or processes
     """
 
     info: ModelInfo | None = None
@@ -430,28 +430,28 @@ class EngineStarted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stop_token_ids(sampling: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:
-    """The tokens that end an output: the model's end-of-sequence tokens, unless they are ignored, and the request's."""
+    """Tokens that end an output: the request's own, and the model's end-of-sequence tokens unless they are ignored."""
     return frozenset((*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids))
 
 
 def own_stop_token_ids(sampling: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:
-    """The request's own among them: an end-of-sequence token is the model's also where the request names it (as in
+    """The request's own stop tokens. An end-of-sequence token that the request names still counts as the model's (as in
     vLLM)."""
     return frozenset(sampling.stop_token_ids).difference(() if sampling.ignore_eos else eos_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputEnd:
-    """Its user decides whether numbers of tokens include the prompt."""
+    """When an output ends. Whether counts include the prompt is up to the caller."""
 
     stop_token_ids: frozenset[int]
     min_tokens: int
-    """A stop token does not end the output up to this number of tokens."""
+    """Stop tokens do not end outputs of up to this many tokens."""
     max_tokens: int
-    """This number of tokens ends the output."""
+    """The output ends at this many tokens."""
 
     def finish_reason(self, last_token_id: int, num_tokens: int) -> FinishReason | None:
-        """Why `num_tokens` tokens with this last one are the whole output, if they are."""
+        """Why an output of `num_tokens` tokens with this last one is complete; None = it is not."""
         if last_token_id in self.stop_token_ids and num_tokens > self.min_tokens:
             return "stop"
         return "length" if num_tokens >= self.max_tokens else None

@@ -1,8 +1,8 @@
-"""An engine as a plain object on the caller's thread, and the runner that a server's engine would have.
+"""An engine as a plain object on the caller's thread, with the runner that a server's engine would have.
 
-For: benchmarks, tests and programs that embed the engine. Does not know: queues, callbacks. Invariants: when `generate`
-ends, even early, the engine is idle: every row and block is free; a model that is not in the weight cache is packed by
-its own process, whose libraries and memory end with it.
+For benchmarks, tests and programs that embed the engine. Invariants: when `generate` ends, even early, the engine is
+idle, with every row and block free; a model that is not in the weight cache is packed by a separate process, which
+takes its libraries and memory with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .step import Runner
 
 
 class OfflineEngine:
-    """A loaded model and its core, on the caller's thread whatever `config.transport` is."""
+    """A loaded model and its core, on the caller's thread regardless of `config.transport`."""
 
     def __init__(self, config: EngineConfig, make: Callable[[EngineConfig], Runner] = make_runner) -> None:
         self._core = EngineCore(config, make(config))
@@ -33,9 +33,9 @@ class OfflineEngine:
         return self._core.info
 
     def generate(self, requests: Iterable[InferRequest]) -> Generator[StepResult, None, None]:
-        """Submits all requests at once and yields every step until the last request has ended.
+        """Submits all requests at once, and yields every step until the last request has ended.
 
-        More than max_num_seqs requests wait for each other. Closing the iterator aborts those that are left.
+        Requests beyond max_num_seqs wait. Closing the iterator aborts the remaining ones.
         """
         request_ids = []
         try:
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_served_runner(config: EngineConfig) -> Runner:
-    """Raises as `make_runner`."""
+    """Raises as `make_runner` does."""
     parts = _looked_up(config)
     if parts.is_unpacked:
         command = [sys.executable, "-m", __name__, msgspec.json.encode(config).decode()]
@@ -88,7 +88,7 @@ def _looked_up(config: EngineConfig) -> SharedParts:
 
 
 def main() -> None:
-    """Packs the model, in a process of its own."""
+    """Packs the model, in its own process."""
     parts = _looked_up(msgspec.json.decode(sys.argv[1], type=EngineConfig))
     if parts.is_unpacked:
         parts.in_own_process(is_whole=False, lifeline_fd=-1)()

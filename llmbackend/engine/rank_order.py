@@ -1,5 +1,5 @@
-"""The order for a rank of an engine on several machines: its number, and where rank 0 waits; the key is proved at the
-meeting, never sent."""
+"""The order for a rank of an engine that spans machines: its number and the address of rank 0. Knowledge of the key is
+proved on connection; the key is never sent."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MIN_KEY_LENGTH = 32
 class RankMeeting(msgspec.Struct, frozen=True):
     """Raises ValueError.
 
-    address  IP address of rank 0's machine, by which the others reach it
-    port     of that address, free on that machine as long as the engine lives
+    address  IP address of rank 0's machine, as reached by the others
+    port     of that address, free on that machine while the engine lives
     key      secret of this engine's ranks, 32 characters or more
     """
 
@@ -25,7 +25,7 @@ class RankMeeting(msgspec.Struct, frozen=True):
     key: str
 
     def __repr__(self) -> str:
-        """Without the key."""
+        """Omits the key."""
         return f"RankMeeting({self.address} port {self.port})"
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class RankMeeting(msgspec.Struct, frozen=True):
 
 
 class RankOrder(msgspec.Struct, frozen=True):
-    """`python -m llmbackend.engine.gpu.parallel.rank_process` reads it as JSON. Raises ValueError.
+    """Read as JSON by `python -m llmbackend.engine.gpu.parallel.rank_process`. Raises ValueError.
 
     config   rank 0's; `model`, `device` and `num_threads` may be this machine's
     rank     1 .. config.num_ranks - 1

@@ -1,8 +1,7 @@
-"""What an engine reports while it is watched: its state, each step, what waits and why, which block holds what.
+"""What a watched engine reports: its state, each step, what waits and why, and the use of each KV block.
 
-For: the engine core, which makes reports of steps only while someone watches; the LLM manager, whose loop owns an
-EngineHistory; the host, which passes both on. Does not know: how they are made or shown. Invariants: all messages are
-frozen; none holds a token or a text.
+The engine core makes reports of steps only while someone is watching; the LLM manager's loop owns an EngineHistory; the
+host forwards both. Invariants: all messages are frozen; none contains tokens or text.
 """
 
 from __future__ import annotations
@@ -13,25 +12,26 @@ from typing import Any, Final, Literal
 import msgspec
 
 RowKind = Literal["prefill", "decode", "recompute"]
-"""prefill: tokens of a prompt; decode: tokens behind it; recompute: tokens that were computed before a preemption, or
-by an engine that died."""
+"""prefill: prompt tokens; decode: tokens after the prompt; recompute: tokens computed before a preemption or by an
+engine that died."""
 WaitReason = Literal["max_num_seqs", "kv_blocks", "token_budget", "state_slots", "prefix", "long_prefill", "grammar"]
-"""Why a request is not among the running ones: no row; no KV blocks; the step's tokens are spent; a running request is
-computing the beginning that both share; another long prompt is being computed; its grammar is being compiled."""
+"""Why a request is not running: no row; no KV blocks; the step's token budget is spent; no slot for its recurrent
+state; a running request is computing their common prefix; another long prompt is being computed; its grammar is being
+compiled."""
 ROW_KINDS: Final[tuple[RowKind, ...]] = ("decode", "prefill", "recompute")
-"""By their place in StepReport.kinds."""
+"""Indexed by the bytes of StepReport.kinds."""
 RowReport = tuple[str, RowKind, int, int, int]
-"""Request id; kind; tokens computed, with drafts; drafts accepted; tokens that the request got."""
+"""Request id; kind; computed tokens, drafts included; accepted drafts; new tokens of the request."""
 BlockState = Literal["free", "cached", "used"]
 BlockRun = tuple[int, int, BlockState, str | None, int]
-"""First block; number of blocks; state; id of a request that holds them; how many requests do."""
+"""First block; number of blocks; state; id of a request that uses them; number of requests that do."""
 
 
 class Watch(msgspec.Struct, frozen=True, array_like=True):
     """Host → engine: what to report from now on.
 
     steps   each step
-    blocks  which block holds what, at intervals and when work ends
+    blocks  the use of each KV block, at intervals and when work ends
     """
 
     steps: bool = False
@@ -39,21 +39,21 @@ class Watch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):
-    """One step. Its rows are in columns, in the order of the batch: that is several times as fast as a tuple for each.
+    """One step. Its rows are in columns, in batch order, which is several times as fast as a tuple per row.
 
     step_id            as in StepResult
     time_s             when it began, Unix time
-    duration_s         what it took; where steps overlap, since the end of the one before
+    duration_s         what it took; if steps overlap, since the end of the previous one
     schedule_s         of that, until its computation began
     commit_s           of that, after its results were read
     request_ids        of the rows
-    kinds              of the rows, a byte each: places in ROW_KINDS
-    num_tokens         of the rows: computed, with drafts
+    kinds              of the rows, one byte each: indices into ROW_KINDS
+    num_tokens         of the rows: computed tokens, drafts included
     num_output_tokens  of the rows: new tokens of the request
-    preempted          requests whose blocks were taken back for it
-    waiting            requests and reasons, in the order of their turn
-    num_running        requests after the step
-    num_blocks         KV blocks of the device
+    preempted          requests preempted for it
+    waiting            waiting requests and reasons, in queue order
+    num_running        running requests after the step
+    num_blocks         KV blocks on the device
     num_free_blocks    after the step
     num_cached_blocks  after the step
     """
@@ -76,7 +76,7 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_accepted_drafts(self) -> list[int]:
-        """Of the rows. A row gets its accepted drafts and one token behind them."""
+        """Per row. A row gets its accepted drafts and one further token."""
         if max(self.num_output_tokens, default=0) <= 1:
             return [0] * len(self.num_output_tokens)
         return [max(count - 1, 0) for count in self.num_output_tokens]
@@ -89,12 +89,12 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockMap(msgspec.Struct, frozen=True, array_like=True):
-    """All KV blocks of the device, as runs of neighbours that are alike.
+    """All KV blocks on the device, as runs of equal neighbours.
 
     time_s        Unix time
-    num_blocks    of the device
-    runs          in the order of the blocks
-    is_truncated  there were more runs than are sent
+    num_blocks    on the device
+    runs          in block order
+    is_truncated  whether there were more runs than are sent
     """
 
     time_s: float
@@ -104,7 +104,7 @@ class BlockMap(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, array_like=True):
-    """With a StepResult, while someone watches."""
+    """Sent with a StepResult while someone is watching."""
 
     step: StepReport | None = None
     blocks: BlockMap | None = None
@@ -116,13 +116,13 @@ StateName = Literal["starting", "ready", "recovering", "failed", "asleep", "stop
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an engine since its last change.
 
-    name          "asleep": it has ended because nobody used it, and starts again with the next request; "failed": it
-                  ended too often in a row for requests to wait for it; it is still tried again
+    name          "asleep": stopped because it was idle, starts again with the next request; "failed": it failed too
+                  often in a row for requests to wait for it, but is still restarted
     time_s        of the change, Unix time
     reason        why the last engine ended; "" = none has
     pid           of its process; None = it has none now, or runs on a thread
-    num_restarts  engines that have ended and were followed by another one
-    recovery_s    of a "ready" that follows a lost engine: how long there was none
+    num_restarts  engines that ended and were replaced
+    recovery_s    for a "ready" that follows a lost engine: how long there was none
     """
 
     name: StateName = "starting"
@@ -134,12 +134,12 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineHistory:
-    """One thread changes it."""
+    """Changed by one thread only."""
 
     def __init__(self) -> None:
         self.current = EngineState(time_s=time.time())
         self._lost_s: float | None = None
-        """Since when there is no engine, by the monotonic clock; None = there is one, or was none yet."""
+        """Since when there is no engine, by the monotonic clock; None = there is one, or there was none yet."""
 
     def ready(self, pid: int | None) -> EngineState:
         recovery_s = None if self._lost_s is None else time.monotonic() - self._lost_s
@@ -159,7 +159,7 @@ class EngineHistory:
         return self._change("stopped", reason="")
 
     def _change(self, name: StateName, **changes: Any) -> EngineState:
-        """Keeps reason and num_restarts unless they change, but neither pid nor recovery_s."""
+        """Keeps reason and num_restarts unless given, but not pid and recovery_s."""
         fields = {"pid": None, "recovery_s": None} | changes
         self.current = msgspec.structs.replace(self.current, name=name, time_s=time.time(), **fields)
         return self.current

@@ -1,8 +1,7 @@
-"""Which tokens may be sampled: masks of a step's samples as bits, and words that must not be completed.
+"""Which tokens may be sampled: bit masks of a step's samples, and words that must not be completed.
 
-For: row constraints, which make masks, and samplers, which apply them. Does not know: requests, logits. Invariant: a
-mask has one bit for each token of the vocabulary, 32 to a word; what a bad word bans follows from the tokens so far
-alone.
+Row constraints make masks; samplers apply them. Invariant: a mask has one bit per token of the vocabulary, 32 to a
+word; the tokens that bad words ban depend only on the tokens so far.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ Words = npt.NDArray[np.uint32]
 
 
 FORBIDDEN: Final = -1e30
-"""The logit of a token that is not allowed: below every logit, bans included, and finite, so that a block of the
-vocabulary without an allowed token has finite weights."""
+"""The logit of a forbidden token: below every logit, even banned ones, and finite, so that a vocabulary block without
+an allowed token still has finite weights."""
 
 
 def num_words(vocab_size: int) -> int:
@@ -48,7 +47,7 @@ def has(words: Words, token_id: int) -> bool:
 
 
 def as_bools(words: Words, vocab_size: int) -> npt.NDArray[np.bool_]:
-    """bool [vocab_size], or [n, vocab_size] of words [n, …]."""
+    """bool [vocab_size]; for words [n, …], [n, vocab_size]."""
     bits = np.unpackbits(words.view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
     return bits.view(np.bool_)
 
@@ -57,9 +56,9 @@ def as_bools(words: Words, vocab_size: int) -> npt.NDArray[np.bool_]:
 class TokenMasks:
     """The masks of a step.
 
-    index   int32 [samples]  in `words`; -1 = all tokens
+    index   int32 [samples]  rows of `words`; -1 = all tokens are allowed
     words   uint32 [n, num_words(vocab_size)]
-    errors  by sample, why it has no token; its mask is to be ignored
+    errors  by sample, why no token is allowed; its mask is to be ignored
     """
 
     index: npt.NDArray[np.int32]
@@ -72,33 +71,33 @@ class TokenMasks:
         return TokenMasks(self.index[begin:end], self.words, errors)
 
     def result(self) -> TokenMasks:
-        """So that computed masks can stand for `PendingMasks`."""
+        """Makes computed masks usable as `PendingMasks`."""
         return self
 
 
 class PendingMasks(Protocol):
-    """Masks that are computed while the model runs."""
+    """Masks that are computed in parallel with the forward pass."""
 
     def result(self) -> TokenMasks:
-        """Waits for them. May be called again."""
+        """Waits for the masks. May be called again."""
 
 
 class BadWords:
-    """One request's words of several tokens that may not be generated: the token that would complete one is banned.
+    """The bad words of one request that have several tokens: bans the token that would complete one.
 
-    A step's cost grows with the number of different lengths, not of words. Source: TensorRT-LLM's bad words, which may
-    begin in the prompt.
+    The cost per step grows with the number of distinct lengths, not of words. As in TensorRT-LLM, bad words may begin
+    in the prompt.
     """
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
-        """`words`: token ids, two or more each."""
+        """words: token ids, at least two each."""
         self._endings: dict[int, dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
         for word in words:
             self._endings[len(word) - 1][word[:-1]].append(word[-1])
         self._max_length = max(self._endings, default=0)
 
     def banned(self, token_ids: npt.NDArray[np.int32]) -> list[int]:
-        """The tokens that may not follow `token_ids`, int32 [n]."""
+        """The tokens that must not follow `token_ids`, int32 [n]."""
         tail = token_ids[-self._max_length :].tolist()
         found: list[int] = []
         for length, endings in self._endings.items():

@@ -1,9 +1,9 @@
 """The host's end of fork servers: a ForkServer for each kind of child, and a ForkedProcess for each child.
 
-For: engines and stubs of python models. Does not know: what children do. Why: when a child dies, its clients would wait
-seconds for imports; a fork takes milliseconds and shares the imported memory. Invariants: the server process is started
-at its first use, and again after its end; the thread that started it waits for it, because the kernel kills it together
-with that thread; `close` leaves no process, thread or descriptor.
+Used for engines and for stubs of python models. Independent of what children do. Without fork servers, the clients of a
+child that died would wait seconds for its successor's imports; a fork takes milliseconds and shares the imported
+memory. Invariants: the server process is started on first use, and again after it has ended; the thread that started it
+waits for it, because the kernel kills it together with that thread; `close` leaves no process, thread or descriptor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S: Final = 5.0
 SERVER_END_TIMEOUT_S: Final = 2.0
-"""How long the server may take to end after the end of file on a child's status socket."""
+"""How long the server may take to end after end-of-file on a child's status socket."""
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 60.0
 _SERVER_PACKAGE = ("llmbackend_fork_server", str(Path(__file__).parent))
@@ -53,7 +53,7 @@ def is_this(interpreter: str) -> bool:
 
 
 def command(interpreter: str, module: str, package: tuple[str, str] = HOST_PACKAGE) -> list[str]:
-    """A command that calls `main` of a module of `package`; the caller appends the arguments."""
+    """A command that calls `main` of a module of `package`; the caller appends its arguments."""
     return [interpreter or sys.executable, "-u", boot.__file__, *package, module]
 
 
@@ -65,13 +65,12 @@ def environment(interpreter: str) -> dict[str, str]:
 
 
 def restart_pause_s(num_failures: int) -> float:
-    """Pause before the next start, which doubles with each consecutive failure; 0 without failures."""
+    """How long to pause before the next start; doubles with each consecutive failure; 0 without failures."""
     return min(FIRST_PAUSE_S * 2.0 ** (num_failures - 1), MAX_PAUSE_S) if num_failures > 0 else 0.0
 
 
 def wait_readable(descriptor: int, timeout_s: float | None) -> bool:
-    """Whether `descriptor` became readable in time; None = no limit. Unlike select(), takes descriptors of any
-    number."""
+    """Whether `descriptor` became readable in time; None = no limit. Unlike select(), takes any descriptor."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1e3))
@@ -100,10 +99,10 @@ class Program:
 
 
 class ForkServer:
-    """Starts children of one program. Any thread may use it."""
+    """Starts children of one program. Thread-safe."""
 
     def __init__(self, program: Program, write: Callable[[str], object]) -> None:
-        """`write` gets each line that the server prints."""
+        """`write` receives each line that the server prints."""
         self._program = program
         self._write = write
         self._lock = threading.Lock()
@@ -114,12 +113,12 @@ class ForkServer:
         return self._program.interpreter or sys.executable
 
     def fork(self, order: str, output_fd: int, *descriptors: int, policy: HostPolicy = NO_POLICY) -> ForkedProcess:
-        """Begins to start a child with `order` and copies of the descriptors; returns at once.
+        """Begins to start a child with `order` and copies of the descriptors; returns immediately.
 
-        output_fd  gets the child's output
+        output_fd  receives the child's output
         policy     cores and NUMA node of the child
 
-        Raises OSError, ValueError or RuntimeError when no server can be started.
+        Raises OSError, ValueError or RuntimeError if no server can be started.
         """
         self.replace()
         with self._lock:
@@ -144,7 +143,7 @@ class ForkServer:
                 logger.warning("the process that %s are forked from cannot be started yet: %s", children, error)
 
     def close(self) -> None:
-        """Ends the server. Call it after its children have ended."""
+        """Ends the server. To be called after its children have ended."""
         with self._lock:
             if self._server is not None:
                 self._server.close()
@@ -158,7 +157,7 @@ class _Server:
 
     def __init__(self, program: Program, write: Callable[[str], object]) -> None:
         self.cause = ""
-        """How it ended and what it printed last, once it is over."""
+        """How it ended and what it printed last; "" while it runs."""
         self.ends_children = program.ends_children
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._over = threading.Event()
@@ -192,13 +191,13 @@ class _Server:
             self.process.kill()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it ends in time; then all that it printed is known."""
+        """Whether it ends in time; all that it printed is then known."""
         return self._over.wait(timeout_s)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
-        if not self.wait(CLOSE_TIMEOUT_S):  # it still imports
+        if not self.wait(CLOSE_TIMEOUT_S):  # it is still importing
             self.kill()
         self._thread.join()
 
@@ -243,7 +242,7 @@ def _popen(program: Program, control: socket.socket, output_fd: int) -> subproce
 
 
 class ForkedProcess:
-    """A child that is being started, runs, or has ended. `wait` is for one thread, `kill` for any."""
+    """A child that is being started, runs, or has ended. `wait` may be called by one thread, `kill` by any."""
 
     def __init__(self, server: _Server, status: socket.socket) -> None:
         self._server = server
@@ -251,13 +250,13 @@ class ForkedProcess:
         self._lock = threading.RLock()
         self._pid = 0
         self._pidfd = -1
-        """Of a child that has outlived its server; -1 = none."""
+        """Pidfd of a child that has outlived its server; -1 = none."""
         self.returncode: int | None = None
         """The exit code, or minus the signal that ended it; -SIGKILL if the server ended first."""
         self.cause = ""
         """How it ended, as a sentence; "" before."""
         self.fork_errno = 0
-        """Of a failed fork; 0 = none."""
+        """Errno of a failed fork; 0 = none."""
 
     def fileno(self) -> int:
         """Readable when there is something for `take_status`."""
@@ -269,7 +268,7 @@ class ForkedProcess:
 
     @property
     def pid(self) -> int:
-        """Blocks until the child is forked. 0 when that failed."""
+        """Blocks until the child is forked. 0 if that failed."""
         while not self._pid and self.returncode is None:
             wait_readable(self._descriptor, None)
             self.take_status()
@@ -305,11 +304,11 @@ class ForkedProcess:
                 self._kill_group()
 
     def kill_server(self) -> None:
-        """For a fork server that hangs. Its children continue, unless the program `ends_children`."""
+        """For a hung fork server. Its children continue, unless the program `ends_children`."""
         self._server.kill()
 
     def take_status(self) -> None:
-        """Reads one message of the server, if there is one: first the process id, then the returncode."""
+        """Reads one message from the server, if there is one: first the process id, then the returncode."""
         with self._lock:
             if self.returncode is not None or not wait_readable(self._descriptor, 0.0):
                 return
@@ -345,7 +344,7 @@ class ForkedProcess:
         self._end(1)
 
     def _lose_server(self) -> None:
-        """The server has ended: the child's exit status will stay unknown."""
+        """Called when the server has ended: the child's exit status will remain unknown."""
         if not self._server.wait(None if self._pid else SERVER_END_TIMEOUT_S):
             self._fail(errno.EMFILE)  # the status socket itself did not arrive
         elif not self._pid:
@@ -362,7 +361,7 @@ class ForkedProcess:
                 self._end(-signal.SIGKILL)
 
     def _kill_group(self) -> None:
-        for kill in (os.killpg, os.kill):  # also alone: it may not have made its group yet
+        for kill in (os.killpg, os.kill):  # individually as well, because it may not have created its group yet
             with contextlib.suppress(OSError):
                 kill(self._pid, signal.SIGKILL)
 
@@ -385,8 +384,8 @@ class OutputReader:
     """Owns the pipe `output_fd` and reads it on its own thread."""
 
     def __init__(self, output_fd: int, write: Callable[[str], object], thread_name: str) -> None:
-        """write: called on the thread with each line, including its end. Raises RuntimeError when no thread can be
-        started; then `output_fd` is closed."""
+        """write: called on the thread with each line, including its end. If no thread can be started, closes
+        `output_fd` and raises RuntimeError."""
         self._output = os.fdopen(output_fd, "rb")
         self._write = write
         self._last_lines: collections.deque[str] = collections.deque(maxlen=NUM_LINES_KEPT)
@@ -402,8 +401,8 @@ class OutputReader:
         return "\n".join(self._last_lines)
 
     def wait(self) -> None:
-        """Waits until the output of an ended process is passed on, at most END_TIMEOUT_S: another process may hold the
-        pipe."""
+        """Waits until the output of an ended process has been passed on, at most END_TIMEOUT_S because another process
+        may have the pipe open."""
         self._thread.join(END_TIMEOUT_S)
 
     def _read(self) -> None:

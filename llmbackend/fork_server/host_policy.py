@@ -1,8 +1,8 @@
 """Host policies: the cores and the NUMA node to which an instance's threads and process are bound.
 
-For: the host, which reads them from --host-policy, and fork servers, whose children bind themselves. Invariant: `bind`
-also binds what the calling thread starts later; a policy that cannot be applied raises OSError. Source: Triton's
---host-policy (`numa-node`, `cpu-cores`) and the thread settings of its core.
+Used by the host, which reads them from --host-policy, and by fork servers, whose children bind themselves. Invariant:
+`bind` also applies to everything that the calling thread starts later; a policy that cannot be applied raises OSError.
+Source: Triton's --host-policy (`numa-node`, `cpu-cores`) and the thread settings of its core.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HostPolicy(NamedTuple):
     """The binding of a thread or process.
 
     cores      empty = unchanged
-    numa_node  node for memory; _ANY_NODE = the kernel chooses, _UNCHANGED = as the starting thread
+    numa_node  node for memory; _ANY_NODE = chosen by the kernel, _UNCHANGED = that of the starting thread
     """
 
     cores: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class HostPolicy(NamedTuple):
         return f"{','.join(map(str, self.cores))};{self.numa_node}"
 
     def bind(self) -> None:
-        """Binds the calling thread and what it starts later. Raises OSError."""
+        """Binds the calling thread and everything that it starts later. Raises OSError."""
         if self.cores:
             os.sched_setaffinity(0, self.cores)
         if self.numa_node >= 0:
@@ -82,7 +82,7 @@ NO_POLICY: Final = HostPolicy()
 
 
 def policy_of(policies: Mapping[str, HostPolicy], name: str) -> HostPolicy:
-    """A name without a policy is unbound; without any policies nothing is changed."""
+    """A name without a policy is unbound; if there are no policies, nothing is changed."""
     if not policies:
         return NO_POLICY
     return policies.get(name) or HostPolicy.of({})
@@ -130,7 +130,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _set_memory_policy(mode: int, node: int = -1) -> None:
-    """For the calling thread and threads that it starts. Raises OSError."""
+    """For the calling thread and the threads that it starts. Raises OSError."""
     call = _SET_MEMPOLICY.get(platform.machine())
     if call is None:
         raise OSError(f"setting 'numa-node' has no effect on processors of the kind {platform.machine()}")

@@ -1,12 +1,14 @@
 """The server process: imports what its children need, and forks a child for each order.
 
-For: boot.py. Does not know: what children do. A module of their package provides `prepare(*arguments)`, which imports
-what they share and returns `run(order, *descriptors)`, which a child runs. If `run` has a method `before_fork(order)`,
-the server calls it before it forks the child of that order; all later children share its results. Invariants: the
-server has no other thread when it forks; each child has its own session and no descriptor of another child; the host is
-told each child's process id and, after the child's end and the kill of its process group, how it ended; the server ends
-with the host or with the control socket, and then kills its children. Handlers ignore the signals that stop the host
-(SIGINT, SIGTERM, SIGHUP); programs that a child starts do not inherit them.
+Used by boot.py. Independent of what children do: a module of their package provides `prepare(*arguments)`, which
+imports what they share and returns `run(order, *descriptors)`, which each child calls. If `run` has a method
+`before_fork(order)`, the server calls it before it forks the child for that order; all later children share its
+results.
+
+Invariants: the server has no other thread when it forks; each child has its own session and no descriptor of another
+child; the host is told each child's process id and, once the child has ended and its process group was killed, how it
+ended; the server ends with the host or with the control socket, and then kills its children. Handlers ignore the
+signals that stop the host (SIGINT, SIGTERM, SIGHUP); programs started by a child do not inherit them.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from .boot import load_package
 from .host_policy import HostPolicy
 
 NUMBER = struct.Struct("<i")
-"""A message on a child's status socket: its process id, or minus the errno of a failed fork; at its end the exit code,
+"""A message on a child's status socket: its process id, or minus the errno of a failed fork; at its end, the exit code
 or minus the signal."""
 MAX_ORDER_BYTES = 128 << 10
-"""The kernel's limit of a command's argument. An order may hold an engine's configuration with its chat template."""
+"""The kernel's limit on a command's argument. An order may contain an engine's configuration with its chat template."""
 MAX_DESCRIPTORS = 8
 ENDS_WITH_SERVER = "ends-with-server"
 _HOST_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = 300
-"""Thousandths of all memory that the kernel takes as used by this process in addition."""
+"""In thousandths of total memory: the kernel treats this process as if it used that much more."""
 _MAX_OOM_SCORE = 1000
 
 
@@ -67,7 +69,7 @@ class _Order(NamedTuple):
 def main(
     control_fd: str, host_pid: str, end: str, release: str, package: str, directory: str, module: str, *arguments: str
 ) -> None:
-    """end: ENDS_WITH_SERVER = the kernel kills the children when the server ends. release: of the host."""
+    """end: ENDS_WITH_SERVER = the kernel kills the children when the server ends. release: the host's."""
     end_with(int(host_pid))
     end_before_host()
     for number in _HOST_SIGNALS:
@@ -93,23 +95,23 @@ def main(
 
 
 def check_release(package: str, directory: str, release: str) -> None:
-    """Ends this process when the files of the package were replaced while the host runs: its messages may differ."""
+    """Ends this process if the package's files were replaced while the host is running, as its messages may differ."""
     found = getattr(sys.modules[package], "__version__", release)
     if found != release:
         sys.exit(f"'{directory}' has release {found} now, this server was started with {release}: restart the server")
 
 
 def end_with(parent_pid: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends, even while no Python code can run."""
-    with contextlib.suppress(OSError, AttributeError):  # other systems rely on the end of file
+    """Makes the kernel kill this process when the thread that started it ends, even while no Python code can run."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems rely on end-of-file
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent has ended already
+    if os.getppid() != parent_pid:  # the parent has already ended
         os._exit(1)
 
 
 def end_before_host() -> None:
-    """When memory runs out, the kernel ends this process or a child rather than the host: what they do can be done
-    again, and the host's clients stay."""
+    """If memory runs out, the kernel should kill this process or a child rather than the host: their work can be
+    repeated, and the host's clients stay connected."""
     with contextlib.suppress(OSError, ValueError), open("/proc/self/oom_score_adj", "r+") as file:
         raised = min(int(file.read()) + _OOM_SCORE, _MAX_OOM_SCORE)
         file.seek(0)
@@ -130,14 +132,13 @@ def _preparation(run: Any) -> Callable[[bytes], None]:
 
 
 def _freeze() -> None:
-    """Keeps the collectors of children from touching, and so copying, shared memory."""
+    """Keeps the children's garbage collectors from touching, and thereby copying, shared memory."""
     gc.collect()
     gc.freeze()
 
 
 def _serve(control: socket.socket, prepare: Callable[[bytes], None]) -> _Order | None:
-    """Forks and reaps children until the host closes the control socket, then returns None. In each child, returns its
-    order."""
+    """Forks and reaps children until the host closes the control socket; then None. In each child, its order."""
     children: dict[int, _Child] = {}  # by pidfd
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -161,7 +162,7 @@ def _serve(control: socket.socket, prepare: Callable[[bytes], None]) -> _Order |
 
 
 def _fork(message: bytes, descriptors: list[int], control: socket.socket, children: dict[int, _Child]) -> _Order | None:
-    """Returns the order in the child; None in the server, after it has told the host."""
+    """Returns the order in the child; None in the server, after telling the host."""
     count, server_pid = message[0], os.getpid()
     has_all = len(descriptors) == count  # at the limit of open files, some do not arrive
     pid = _try_fork() if has_all else -errno.EMFILE
@@ -189,7 +190,7 @@ def _policy_and_text(message: bytes) -> tuple[HostPolicy, bytes]:
 
 
 def _try_fork() -> int:
-    """The process id; 0 in the child; minus an errno when the fork failed."""
+    """Returns the process id; 0 in the child; minus an errno if the fork failed."""
     try:
         return os.fork()
     except OSError as error:
@@ -197,7 +198,7 @@ def _try_fork() -> int:
 
 
 def _reap(pidfd: int, child: _Child) -> None:
-    _kill_group(child.pid)  # before the wait, as its group's number may be reused afterwards
+    _kill_group(child.pid)  # before the wait, because its group's number may be reused afterwards
     _tell(child.status_fd, os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]))
     os.close(child.status_fd)
     os.close(pidfd)

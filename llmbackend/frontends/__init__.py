@@ -1,5 +1,5 @@
-"""Protocols: requests of HTTP and gRPC clients become requests to the host, and its responses become theirs.
+"""Wire protocols: translates HTTP and gRPC requests into host requests, and host responses back.
 
-Does not know: any backend. Begin with http_app.py (HTTP), grpc/server.py (gRPC) and inference_gate.py, through which
+Independent of backends. Entry points: http_app.py (HTTP), grpc/server.py (gRPC) and inference_gate.py, through which
 every inference reaches the host.
 """

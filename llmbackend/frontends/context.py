@@ -20,7 +20,7 @@ from .protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 
 DEFAULT_MAX_INPUT_SIZE_BYTES: Final = 64 << 20
 DEFAULT_MAX_BODY_BYTES: Final = 4 << 20
-"""The text of a million tokens; parsing JSON of that size holds the interpreter's lock for about 50 ms."""
+"""Enough for the text of a million tokens. Parsing JSON of this size holds the GIL for about 50 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class FrontendContext:
     """None: nothing is stored."""
     streams: ResumableStreams
     max_input_size_bytes: int
-    """Limit for a body outside of /v1, compressed and unpacked (Triton's --http-max-input-size)."""
+    """Limit for a body outside of /v1, both compressed and decompressed (Triton's --http-max-input-size)."""
     max_body_bytes: int
     """Limit for a body under /v1."""
 

@@ -1,8 +1,7 @@
-"""Errors of the frontends that have no code in Triton, and the log line of a bug.
+"""Frontend errors that have no Triton error code of their own, and logging of internal errors.
 
-Does not know: statuses and bodies, which each protocol derives from these types (core/errors.py shows the whole tree).
-Invariant: no text that a client sent is logged above debug level, so the text of an unexpected exception, which may
-quote it, is logged only there.
+Each protocol derives statuses and bodies from these types (core/errors.py shows the whole tree). Invariant: client data
+is logged only at debug level, and so is the text of an unexpected exception, which may quote it.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument
 from llmbackend.core.server_log import CAUSE, cause_of
 
 RETRY_AFTER_S: Final = "1"
-"""Retry-After of a refusal at a limit; there may be room after one decoding step."""
+"""Retry-After of a refusal at a limit: one decode step may already free capacity."""
 _INCREASE: Final = "Use --http-max-input-size to increase the limit."
 log = logging.getLogger(__name__)
 
 
 class LimitReachedError(TritonError):
-    """A limit of the server is reached: HTTP 429, gRPC RESOURCE_EXHAUSTED, UNAVAILABLE among Triton's codes."""
+    """A server limit is reached: HTTP 429, gRPC RESOURCE_EXHAUSTED, Triton code UNAVAILABLE."""
 
     def __init__(self, message: str, retry_after: str = RETRY_AFTER_S, kind: str = "requests") -> None:
         """kind: OpenAI's type of the error"""
@@ -31,7 +30,7 @@ class LimitReachedError(TritonError):
 
 
 class PermissionDeniedError(TritonError):
-    """The client may not do this: HTTP 403, gRPC PERMISSION_DENIED, UNAVAILABLE among Triton's codes."""
+    """The client lacks permission: HTTP 403, gRPC PERMISSION_DENIED, Triton code UNAVAILABLE."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ErrorCode.UNAVAILABLE)
@@ -49,13 +48,13 @@ class BodyTooLargeError(TritonError):
 
 
 class UnpackedBodyTooLargeError(BodyTooLargeError):
-    """A compressed HTTP body is longer than --http-max-input-size once unpacked. INVALID_ARG."""
+    """A compressed HTTP body exceeds --http-max-input-size after decompression. INVALID_ARG."""
 
     text = "Decompressed data size exceeds the maximum allowed value of {limit} bytes"
 
 
 def input_too_large(what: str, size_bytes: int, max_bytes: int) -> TritonError:
-    """An input of /infer is longer than --http-max-input-size. what: beginning of the message"""
+    """An input of /infer exceeds --http-max-input-size. what: beginning of the message"""
     return invalid_argument(
         f"{what} has a byte_size ({size_bytes} bytes) that exceeds the maximum allowed value of {max_bytes} bytes. "
         f"{_INCREASE}"
@@ -67,7 +66,7 @@ class MalformedError(TritonError):
 
 
 def log_bug(what: str, error: BaseException) -> None:
-    """Logs the frames of `error` and its causes as one error line, at most once a minute for each cause."""
+    """Logs the stack of `error` and its causes as one error line, at most once a minute per cause."""
     places = "".join(
         f"{type(cause).__name__}:\n{''.join(traceback.format_tb(cause.__traceback__))}" for cause in _chain(error)
     )

@@ -1,10 +1,10 @@
 """Forwards requests that a frontend process does not answer itself to its host's HTTP application and gRPC server.
 
-Does not know: keys, what an RPC does, how either side is started. Invariants: bodies and messages are forwarded piece
-by piece in both directions; so are metadata, deadlines, cancellation, statuses with their details and trailers; a
-client that leaves ends its request at the host; if the host is gone, the client gets 503 or UNAVAILABLE, unless this
-process knows the answer, and within a response the end of its connection. Each HTTP request has its own connection: on
-a unix socket that takes less than 0.1 ms, and none is ever found closed.
+Independent of API keys, of what an RPC does and of how either side is started. Invariants: bodies and messages are
+forwarded piece by piece in both directions, as are metadata, deadlines, cancellation, statuses with their details, and
+trailers. A client disconnect ends the request at the host. If the host is gone, the client gets 503 or UNAVAILABLE
+(unless this process can answer), or its connection is closed if the response has begun. Each HTTP request opens its own
+connection: on a unix socket that takes less than 0.1 ms, and stale connections cannot occur.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _KEPT: Final = frozenset({b"x-resumable-stream", b"last-event-id", b"idempotency
 
 
 def is_own_request(scope: Scope) -> bool:
-    """Whether this process answers a request over HTTP itself."""
+    """Whether this process answers an HTTP request itself."""
     if scope["method"] != "POST":
         return False
     path: str = scope["path"]
@@ -58,7 +58,7 @@ def is_own_request(scope: Scope) -> bool:
 
 
 def is_known_request(scope: Scope) -> bool:
-    """Whether this process can answer a request over HTTP while the host is away."""
+    """Whether this process can answer an HTTP request while the host is down."""
     path: str = scope["path"]
     return scope["method"] == "GET" and (path in _KNOWN_PATHS or _KNOWN_MODEL.fullmatch(path) is not None)
 
@@ -67,7 +67,7 @@ CLIENT_ADDRESS: Final = b"x-llmbackend-client-address"
 
 
 def from_frontends(app: ASGIApp) -> ASGIApp:
-    """`app`, for requests that frontend processes forward: it sees their clients' addresses."""
+    """Wraps `app` for requests forwarded by frontend processes, so that it sees the original client addresses."""
 
     async def addressed(scope: Scope, receive: Receive, send: Send) -> None:
         headers = scope["headers"]
@@ -90,17 +90,17 @@ _NOT_FORWARDED: Final = HOP_BY_HOP | {CLIENT_ADDRESS, b"expect", b"te", b"traile
 
 
 class HostApplication:
-    """The host's, as an ASGI application and as the target of websockets (see `Tunnels`)."""
+    """The host's HTTP application, as an ASGI application and as the target of websockets (see `Tunnels`)."""
 
     def __init__(self, socket_path: Path, websocket_path: str = "") -> None:
-        """socket_path: the socket of the host's application. websocket_path: prefix of the host's websocket targets;
-        "": it has none."""
+        """socket_path: the socket of the host's application
+        websocket_path: prefix of the host's websocket targets; "": no websockets
+        """
         self._path = str(socket_path)
         self._websocket_path = websocket_path.encode()
 
-    def behind(self, app: ASGIApp) -> ASGIApp:
-        """`app` for its own requests, and while the host is away for those that it knows; the host's application for
-        all others."""
+    def route(self, app: ASGIApp) -> ASGIApp:
+        """Routes `app`'s own requests, and those it can answer while the host is down, to `app`; others to the host."""
 
         async def dispatched(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -119,7 +119,7 @@ class HostApplication:
         await self._forward(scope, receive, send, _REFUSING)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send, fallback: ASGIApp) -> None:
-        """fallback: answers while the host is away"""
+        """fallback: answers while the host is down"""
         response = ForwardedResponse(send, has_body=scope["method"] != "HEAD")
         try:
             reader, writer = await asyncio.open_unix_connection(self._path, limit=_PIECE_BYTES)
@@ -156,7 +156,7 @@ class HostApplication:
         return bool(self._websocket_path) and target.startswith(self._websocket_path)
 
     def websocket_refusal(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """None: the host itself refuses."""
+        """None: the host itself checks them."""
         return ""
 
     async def connect(self, make_protocol: Callable[[], P]) -> P:
@@ -171,7 +171,7 @@ class HostApplication:
 
 
 async def _send_request(scope: Scope, receive: Receive, writer: StreamWriter) -> None:
-    """If the body ends too early or the host stops reading, the response says so."""
+    """Does not raise if the body ends early or the host stops reading; the response reports it."""
     names = {name for name, _ in scope["headers"]}
     is_chunked = b"content-length" not in names and b"transfer-encoding" in names
     writer.write(_head(scope, is_chunked))
@@ -239,8 +239,8 @@ _OPTIONS: Final = (
 )
 _OF_THE_CHANNEL: Final = frozenset({"user-agent", "content-type", "te"})
 _KEPT_PARAMETERS: Final = (RESUMABLE, RESUME_FROM)
-"""The first request of a ModelStreamInfer whose responses the host keeps has one."""
-_IN_THEIR_NAMES: Final = b"resum"
+"""Parameters in the first request of a ModelStreamInfer whose responses the host retains."""
+_COMMON_NAME_PART: Final = b"resum"
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[Any], Awaitable[Any]]
 FindHandler = Callable[[], Awaitable[Any]]
@@ -249,10 +249,10 @@ _RETRY_AFTER: Final = (("retry-after", RETRY_AFTER_S),)
 
 
 class HostRpcs(grpc.aio.ServerInterceptor):
-    """The outermost interceptor. `kept_streams` is the innermost one."""
+    """Forwards RPCs; the outermost interceptor. `kept_streams` is the innermost one."""
 
     def __init__(self, socket_path: Path) -> None:
-        """socket_path: the socket of the host's gRPC server. Call it on the event loop."""
+        """socket_path: the socket of the host's gRPC server. Must be called on the event loop."""
         self._channel = grpc.aio.insecure_channel(f"unix:{socket_path}", options=_OPTIONS)
         self.kept_streams = _KeptStreams(self._forward_stream)
 
@@ -261,7 +261,7 @@ class HostRpcs(grpc.aio.ServerInterceptor):
         if method in _RPCS:
             return await continuation(handler_call_details)
         find_handler = partial(continuation, handler_call_details) if method in _KNOWN_RPCS else None
-        # On the wire every kind of RPC is a stream in both directions.
+        # On the wire, every kind of RPC is a bidirectional stream.
         return grpc.stream_stream_rpc_method_handler(partial(self._forward_one, method, find_handler))
 
     async def close(self) -> None:
@@ -270,7 +270,7 @@ class HostRpcs(grpc.aio.ServerInterceptor):
     async def _forward_one(
         self, method: str, find_handler: FindHandler | None, requests: AsyncIterator[bytes], context: Context
     ) -> None:
-        """An RPC with one request, sent in one piece: sending does not fail if the host refuses it unread."""
+        """Forwards a one-request RPC in one piece, so that sending does not fail if the host refuses it unread."""
         async for request in requests:
             start: Any = self._channel.unary_stream(method)
             fallback = None if find_handler is None else partial(_answer_here, find_handler, request, context)
@@ -284,7 +284,7 @@ class HostRpcs(grpc.aio.ServerInterceptor):
     async def _answer(
         self, start: Callable[..., Any], context: Context, fallback: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """fallback: answers while the host is away"""
+        """fallback: answers while the host is down"""
         metadata = [
             pair
             for pair in context.invocation_metadata() or ()
@@ -309,13 +309,13 @@ class HostRpcs(grpc.aio.ServerInterceptor):
             call.cancel()
 
     def _is_gone(self, error: grpc.aio.AioRpcError) -> bool:
-        """Whether the host has ended; it may also answer UNAVAILABLE itself."""
+        """Whether the host is down; a running host may also answer UNAVAILABLE."""
         is_connected = self._channel.get_state() is grpc.ChannelConnectivity.READY
         return error.code() is grpc.StatusCode.UNAVAILABLE and not is_connected
 
 
 async def _answer_here(find_handler: FindHandler, request: bytes, context: Context) -> None:
-    """Answers an RPC with one request and one response by this process's handler, or by access control's refusal."""
+    """Answers a unary RPC with this process's handler, or with the refusal of access control."""
     handler = await find_handler()
     if handler.unary_unary is None:
         await handler.stream_stream(None, context)
@@ -325,8 +325,8 @@ async def _answer_here(find_handler: FindHandler, request: bytes, context: Conte
 
 
 class _KeptStreams(grpc.aio.ServerInterceptor):
-    """Forwards a ModelStreamInfer whose first request asks the host to keep responses, or for kept ones. It is behind
-    access control, so that a refused call ends before a message is read."""
+    """Forwards a ModelStreamInfer whose first request asks for a resumable stream or resumes one. Runs after access
+    control, so that a refused call ends before a message is read."""
 
     def __init__(self, forward: Callable[[str, AsyncIterator[bytes], Context], Awaitable[None]]) -> None:
         self._forward = forward
@@ -350,7 +350,7 @@ class _KeptStreams(grpc.aio.ServerInterceptor):
 
 
 def _is_kept(request: bytes) -> bool:
-    if _IN_THEIR_NAMES not in request:
+    if _COMMON_NAME_PART not in request:
         return False
     try:
         parameters = pb.ModelInferRequest.FromString(request).parameters
@@ -367,7 +367,7 @@ async def _chained(first: bytes | None, rest: AsyncIterator[bytes]) -> AsyncIter
 
 
 Announce = Callable[[], Awaitable[object]]
-"""Returns once every frontend process knows the host's current models and settings."""
+"""Returns once every frontend process has the host's current models and settings."""
 _CHANGING_PATHS: Final = ("/v2/repository/models/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _TRACE_SETTING: Final = "/trace/setting"
 _CHANGING_RPCS: Final = frozenset(
@@ -377,7 +377,7 @@ _CHANGING_RPCS: Final = frozenset(
 
 
 def announcing(app: ASGIApp, announce: Announce) -> ASGIApp:
-    """`app`, whose responses to changes begin when every frontend process knows them."""
+    """Wraps `app`: responses to changes begin only when every frontend process has them."""
 
     async def known(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_known(message: Message) -> None:
@@ -396,7 +396,7 @@ def _changes(scope: Scope) -> bool:
 
 
 class AnnouncingRpcs(grpc.aio.ServerInterceptor):
-    """Does the same for RPCs."""
+    """The same for RPCs."""
 
     def __init__(self, announce: Announce) -> None:
         self._announce = announce
@@ -418,15 +418,14 @@ class AnnouncingRpcs(grpc.aio.ServerInterceptor):
 class Edge(Protocol):
     """How a server with several processes wraps its frontends."""
 
-    def around(self, app: ASGIApp) -> ASGIApp:
-        """The application of connections. app: with access control"""
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        """Wraps the application that serves connections. app: includes access control"""
 
     def tunnels(self, pages: Tunnels | None) -> Tunnels | None:
-        """Where websockets go. pages: those of this process."""
+        """Where websockets are forwarded. pages: the tunnels of this process"""
 
     def interceptors(self, access: Sequence[grpc.aio.ServerInterceptor]) -> Sequence[grpc.aio.ServerInterceptor]:
-        """The interceptors of the gRPC server, outermost first; called on the event loop. access: those of access
-        control."""
+        """The interceptors of the gRPC server, outermost first; called on the event loop. access: access control's"""
 
     async def close(self) -> None: ...
 
@@ -437,8 +436,8 @@ class FrontendEdge:
         self._grpc_socket = grpc_socket
         self._rpcs: HostRpcs | None = None
 
-    def around(self, app: ASGIApp) -> ASGIApp:
-        return self._application.behind(app)
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        return self._application.route(app)
 
     def tunnels(self, pages: Tunnels | None) -> Tunnels:
         return self._application
@@ -453,12 +452,12 @@ class FrontendEdge:
 
 
 class HostEdge:
-    """The edge of a host whose requests come from frontend processes."""
+    """The edge of a host that receives its requests from frontend processes."""
 
     def __init__(self, announce: Announce) -> None:
         self._announce = announce
 
-    def around(self, app: ASGIApp) -> ASGIApp:
+    def wrap(self, app: ASGIApp) -> ASGIApp:
         return from_frontends(announcing(app, self._announce))
 
     def tunnels(self, pages: Tunnels | None) -> Tunnels | None:
@@ -468,4 +467,4 @@ class HostEdge:
         return (*access, AnnouncingRpcs(self._announce))
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""

@@ -1,7 +1,7 @@
-"""The HTTP application: KServe v2 with Triton's extensions, and other protocols' routers on the same port.
+"""The HTTP application: KServe v2 with Triton's extensions, and the routers of other protocols on the same port.
 
-Does not know: sockets, the content of other protocols (they come as routers). Invariant: a path is served exactly as
-written (no slash redirects, no implicit HEAD); anything else is Triton's 404 or 405.
+Independent of sockets and of the content of other protocols. Invariant: a path is served exactly as written (no slash
+redirects, no implicit HEAD); anything else gets Triton's 404 or 405.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _READABLE_HEADERS: Final = (
     "X-Schema-Not-Enforced",
     "X-Schema-Valid",
 )
-"""Response headers that a page of another site may read, besides those that the Fetch standard always allows."""
+"""Response headers that a page of another site may read, in addition to those that the Fetch standard always allows."""
 Handler = Callable[[Request], Awaitable[Response]]
 _MODEL_PATH: Final = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/([^/]+)").fullmatch
 
@@ -66,9 +66,9 @@ def create_http_app(
     """The application of a host in this process.
 
     routers: other protocols, such as the OpenAI API
-    idempotent: keeps answers for retried requests; None: `Idempotency-Key` has no effect
+        idempotent: stores responses for retried requests; None: `Idempotency-Key` has no effect
     """
-    context.gate.bodies.make_room_for(context.max_input_size_bytes)
+    context.gate.bodies.raise_to_fit(context.max_input_size_bytes)
     app = _application((_kserve_router(context), *routers), context.gate)
     FirstLines(app.routes).add_to(app.router)
     if context.options.documents_api:
@@ -79,7 +79,7 @@ def create_http_app(
 
 def create_inference_app(context: FrontendContext, routers: Sequence[APIRouter]) -> FastAPI:
     """Inference, metadata and readiness, for a frontend process; the host's process serves the rest."""
-    context.gate.bodies.make_room_for(context.max_input_size_bytes)
+    context.gate.bodies.raise_to_fit(context.max_input_size_bytes)
     kserve = _inference_router(context)
     HealthEndpoints(context.server).add_to(kserve)
     MetadataEndpoints(context.server).add_to(kserve)
@@ -88,7 +88,7 @@ def create_inference_app(context: FrontendContext, routers: Sequence[APIRouter])
 
 
 def _application(routers: Sequence[APIRouter], gate: InferenceGate) -> _App:
-    """The first of `routers` has the paths of inference."""
+    """The first of `routers` has the inference paths."""
     app = _App(
         routes=[route for router in routers for route in router.routes],
         redirect_slashes=False,
@@ -102,9 +102,10 @@ def _application(routers: Sequence[APIRouter], gate: InferenceGate) -> _App:
 
 
 class DirectRoutes:
-    """Handlers of inference, found by the path without the routers, whose middlewares cost more than a small inference.
+    """Inference handlers, found by path without the routers, whose middleware costs more than a small inference.
 
-    A request that is found is handled and answered as by the routers; all others, also near matches, go through them.
+    A request that is found here is handled and answered exactly as through the routers; all others, including near
+    matches, go through them.
     """
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
@@ -112,7 +113,7 @@ class DirectRoutes:
 
     @classmethod
     def of(cls, router: APIRouter) -> DirectRoutes:
-        """The POST routes of `router` that are a model's path and one word, and read their bodies themselves."""
+        """The POST routes of `router` that consist of a model's path and one word, and read their bodies themselves."""
         prefix = f"{MODEL_PATHS[0]}/"
         return cls(
             {
@@ -123,7 +124,7 @@ class DirectRoutes:
         )
 
     def find(self, scope: Scope) -> Handler | None:
-        """The handler, after the path's parameters were put into `scope`; None: use the routers."""
+        """The handler, after the path parameters were put into `scope`; None: use the routers."""
         if scope["type"] != "http" or scope["method"] != "POST" or scope.get("root_path"):
             return None
         match = _MODEL_PATH(scope["path"])
@@ -137,7 +138,7 @@ class DirectRoutes:
 
 
 async def _serve(handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
-    """Sends the response of `handler`, or the one to its error. A bug is raised again after the response."""
+    """Sends the response of `handler`, or the one to its error. Internal errors are raised again afterwards."""
     request = Request(scope, receive, send)
     bug: Exception | None = None
     try:
@@ -150,7 +151,7 @@ async def _serve(handler: Handler, scope: Scope, receive: Receive, send: Send) -
 
 
 class _App(FastAPI):
-    """Replays answers to retried requests, and gives each request a lease of the body budget."""
+    """Replays stored responses to retried requests, and gives each request a lease of the body budget."""
 
     direct: DirectRoutes
     bodies: BodyBudget
@@ -219,8 +220,8 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
 
 
 def imported_middleware(path: str) -> Callable[[ASGIApp], ASGIApp]:
-    """path: module.name of a class of ASGI middleware, or of a coroutine function of a request and the next handler, as
-    in vLLM. Raises ValueError."""
+    """path: module.name of an ASGI middleware class or of a coroutine function (request, next), as in vLLM. Raises
+    ValueError."""
     module, _, name = path.rpartition(".")
     try:
         found: Any = getattr(importlib.import_module(module), name)
@@ -234,8 +235,7 @@ def imported_middleware(path: str) -> Callable[[ASGIApp], ASGIApp]:
 
 
 def with_middleware(app: ASGIApp, middleware: Sequence[Callable[[ASGIApp], ASGIApp]]) -> ASGIApp:
-    """`app` inside `middleware`, the last one outermost; its bodies are then all ASGI messages, which middleware can
-    see."""
+    """Wraps `app` in `middleware`, the last one outermost; all bodies become ASGI messages, visible to middleware."""
     if not middleware:
         return app
     for make in middleware:
@@ -243,7 +243,7 @@ def with_middleware(app: ASGIApp, middleware: Sequence[Callable[[ASGIApp], ASGIA
     inner = app
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        DirectBody.take_out_of(scope)
+        DirectBody.remove_from(scope)
         await inner(scope, receive, send)
 
     return served
@@ -252,7 +252,7 @@ def with_middleware(app: ASGIApp, middleware: Sequence[Callable[[ASGIApp], ASGIA
 def with_cors(app: ASGIApp, options: CorsOptions) -> ASGIApp:
     """`app` with the CORS protocol of the Fetch standard; `app` itself if no origin is allowed.
 
-    Belongs before access control: a browser's preflight has no key, and a page may read why it was refused.
+    Must be outside access control: a browser's preflight has no key, and a page may read why it was refused.
     """
     if not options.origins:
         return app

@@ -1,9 +1,8 @@
 """An open inference of a frontend: receives the responses of one request on the event loop, and can cancel it.
 
-For: HTTP and gRPC handlers; InferenceGate makes inferences. Does not know: formats, backends. Invariants: an engine
-step wakes the event loop once, and calls each listener once for all its responses; the bytes that wait for one client
-are bounded by its Backlog; an accepted inference ends with `close`, which cancels it unless its FINAL response was
-taken.
+Used by HTTP and gRPC handlers; created by InferenceGate. Independent of formats and backends. Invariants: an engine
+step wakes the event loop once, and calls each listener once for all its responses; a client's waiting bytes are bounded
+by its Backlog; an accepted inference ends with `close`, which cancels it unless its FINAL response was taken.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from .http.request_scope import PRESENCE, ClientPresence
 log = logging.getLogger(__name__)
 
 _NONE = ResponseFlag.NONE
-"""Looking up the member takes longer than the rest of a check of flags."""
+"""A module constant: looking up the enum member takes longer than the rest of a flag check."""
 
 Item = tuple[InferenceResponse | None, ResponseFlag]
 """The arguments of a response callback."""
 
 
 class Mailbox:
-    """Carries responses from the threads of backends into the event loop on which it is made."""
+    """Carries responses from backend threads to the event loop on which it was created."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._thread = threading.get_ident()
         self._arrived: deque[tuple[Inference, InferenceResponse | None, ResponseFlag, int]] = deque()
         self._is_woken = False
-        """Whether `_deliver` will be called. Needs no lock: a response is put before this is read, and this is reset
-        before responses are taken; at worst the loop is woken once too often."""
+        """Whether `_deliver` will be called. Needs no lock: a response is enqueued before this is read, and this is
+        reset before responses are taken; at worst the loop is woken once too often."""
 
     def put(self, inference: Inference, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         """Thread-safe; never waits."""
-        size_bytes = response_bytes(response)  # here and not on the event loop: for many strings it takes a while
+        size_bytes = response_bytes(response)  # not on the event loop: slow for many strings
         self._arrived.append((inference, response, flags, size_bytes))
         if not self._is_woken:
             self._is_woken = True
@@ -53,11 +52,11 @@ class Mailbox:
 
     def _wake(self) -> None:
         if threading.get_ident() == self._thread:
-            self.loop.call_soon(self._deliver)  # saves the system calls of the other one
+            self.loop.call_soon(self._deliver)  # saves the system calls of call_soon_threadsafe
             return
         try:
             self.loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the loop is closed: its clients are gone
+        except RuntimeError:  # the loop is closed, and its clients are gone
             return
 
     def _deliver(self) -> None:
@@ -72,7 +71,7 @@ class Mailbox:
             try:
                 listener(inferences)
             except Exception:
-                log.exception("the listener of an inference failed")  # the responses of others continue
+                log.exception("the listener of an inference failed")  # other inferences continue
 
 
 class Backlog:
@@ -90,7 +89,7 @@ class Inference:
 
     The instance is the request's response callback, which any thread may call; everything else is used on the event
     loop. A `listener` reads with `pop`, other code with `next` or `collect`. When `backlog` is full, the request ends
-    with an error after the responses that wait. One response may always wait, whatever its size.
+    with an error after the waiting responses. One response may always wait, whatever its size.
     """
 
     __slots__ = (
@@ -113,7 +112,7 @@ class Inference:
         self._is_closed = False
 
     def accepted(self, handle: InferenceHandle, on_close: Callable[[], None] | None = None) -> Inference:
-        """The host has accepted the request; `close` must follow."""
+        """To be called once the host has accepted the request; `close` must follow."""
         self._handle, self._on_close = handle, on_close
         return self
 
@@ -123,7 +122,7 @@ class Inference:
         self._mailbox.put(self, response, flags)
 
     def deliver(self, response: InferenceResponse | None, flags: ResponseFlag, size_bytes: int) -> bool:
-        """Called by the mailbox. False: dropped, after FINAL, an overflow or `close`."""
+        """Called by the mailbox. Returns False if the response is dropped: after FINAL, an overflow or `close`."""
         if self._takes_no_more:
             return False
         backlog = self._backlog
@@ -142,7 +141,7 @@ class Inference:
 
     @property
     def is_over(self) -> bool:
-        """Nothing follows what was popped."""
+        """Whether FINAL was taken."""
         return self._takes_no_more and not self._ready
 
     @property
@@ -151,7 +150,7 @@ class Inference:
         return bool(self._ready)
 
     def pop(self) -> Item:
-        """The oldest response that waits. Raises IndexError when none does."""
+        """The oldest waiting response. Raises IndexError if there is none."""
         response, flags, size_bytes = self._ready.popleft()
         self._waiting_bytes -= size_bytes
         self._backlog.waiting_bytes -= size_bytes
@@ -170,7 +169,7 @@ class Inference:
         return self.pop()
 
     async def collect(self, at_most: int) -> list[InferenceResponse]:
-        """The first `at_most` responses, after FINAL; the others are dropped as they come."""
+        """The first `at_most` responses, after FINAL; the others are dropped as they arrive."""
         responses: list[InferenceResponse] = []
         while (item := await self.next()) is not None:
             if item[0] is not None and len(responses) < at_most:
@@ -180,17 +179,17 @@ class Inference:
     # --- end --------------------------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """Asks the host to end the request, whose FINAL response still comes. No effect once FINAL was taken."""
+        """Asks the host to end the request; its FINAL response still arrives. No effect once FINAL was taken."""
         if self._handle is not None and (self._ready or not self._takes_no_more):
             self._handle.cancel()
 
     def cancel_on_disconnect(self, request: Request) -> None:
-        """Until `close`, the end of the client's connection cancels. The body must have been read."""
+        """Until `close`, a client disconnect cancels the inference. The body must have been read."""
         self._presence = request.scope[PRESENCE]
         self._presence.when_lost(self.cancel)
 
     def outlive_client(self) -> None:
-        """Ends the effect of `cancel_on_disconnect`."""
+        """Undoes `cancel_on_disconnect`."""
         if self._presence is not None:
             self._presence.forget(self.cancel)
 
@@ -201,7 +200,7 @@ class Inference:
         self._is_closed = True
         self.outlive_client()
         self.cancel()
-        self._handle = None  # it holds this object
+        self._handle = None  # it refers to this object
         self._takes_no_more = True
         self._ready.clear()
         self._backlog.waiting_bytes -= self._waiting_bytes
@@ -211,8 +210,8 @@ class Inference:
 
 
 Listener = Callable[[Sequence[Inference]], None]
-"""Called on the event loop, once for all responses of a wake-up, with the inference of each in order of arrival.
-Inferences may share a listener."""
+"""Called on the event loop, once for all responses of a wake-up, with the inference of each response in order of
+arrival. Inferences may share a listener."""
 
 
 def _too_slow(response: InferenceResponse, limit_bytes: int) -> InferenceResponse:
@@ -224,7 +223,7 @@ def _too_slow(response: InferenceResponse, limit_bytes: int) -> InferenceRespons
 
 
 def response_bytes(response: InferenceResponse | None) -> int:
-    """About how much memory a response holds."""
+    """Approximate memory of a response."""
     if response is None:
         return RESPONSE_BYTES
     outputs = response.outputs

@@ -1,6 +1,6 @@
 """Where frontends submit inferences to the host: within the limits, and with large bodies off the event loop.
 
-Does not know: formats. Invariant: the open inferences of the server, and of each API key, never exceed its limit.
+Independent of formats. Invariant: the open inferences of the server, and of each API key, never exceed their limits.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _KNOWN_RESPONSE_BYTES: Final = 4096
 _OPEN: Final = "inferences"
 _LARGE_ELEMENTS: Final = 16 << 10
 _LARGE_BYTES: Final = 256 << 10
-"""Above one of these, making JSON of tensors takes more than 2 to 5 ms."""
+"""Above either of these, converting tensors to JSON takes more than 2 to 5 ms."""
 
 
 class InferenceGate:
-    """The frontends of one event loop share one gate, its limits and its mailbox."""
+    """Shared by the frontends of one event loop, with its limits and its mailbox."""
 
     def __init__(self, server: Host, limits: InferenceLimits | None = None, counts: Counts | None = None) -> None:
-        """counts: the number of open inferences, shared with the server's other processes."""
+        """counts: the number of open inferences, shared with the server's other processes"""
         self.server = server
         self._limits = limits or InferenceLimits()
         self._mailbox: Mailbox | None = None
@@ -60,7 +60,7 @@ class InferenceGate:
         self._workers = WorkerPool()
 
     def close(self) -> None:
-        """Ends the threads and processes; after the last request."""
+        """Ends the threads and processes. To be called after the last request."""
         self._threads.close()
         self._workers.close()
 
@@ -72,16 +72,16 @@ class InferenceGate:
         return self._shares.held(account)
 
     def new_backlog(self, num_known_responses: int = 0) -> Backlog:
-        """The backlog of one client. num_known_responses: which are repeated to it, all at once"""
+        """The backlog of one client. num_known_responses: responses repeated to it at once when it resumes"""
         return Backlog(self._limits.max_stream_buffer_bytes + num_known_responses * _KNOWN_RESPONSE_BYTES)
 
-    def check_room(self, count: int = 1) -> None:
+    def check_capacity(self, count: int = 1) -> None:
         """Raises LimitReachedError if `count` more inferences exceed the limit of the server or of the API key."""
         account = _account()
         self._check(count, self._counts.held(_OPEN), account, 0 if account is None else self._shares.held(account))
 
     def _check(self, count: int, num_open: int, account: Account | None, num_of_account: int) -> None:
-        """num_open, num_of_account: open inferences without these `count`"""
+        """num_open, num_of_account: open inferences, excluding these `count`"""
         most = self._limits.max_concurrent_requests
         if num_open + count > most:
             raise LimitReachedError(f"the server is at its limit of {most} concurrent requests")
@@ -89,19 +89,19 @@ class InferenceGate:
             self._shares.check(account, count, num_of_account, most - num_open - count)
 
     def admit(self, count: int) -> None:
-        """Admits all `count` generations of a body, or none. Raises LimitReachedError if there is no room for them, or
-        the API key has fewer left in this minute."""
-        self.check_room(count)
+        """Admits all `count` generations of a body, or none. Raises LimitReachedError if they exceed a concurrency
+        limit or the rate limit of the API key."""
+        self.check_capacity(count)
         identity = REQUEST_IDENTITY.get()
         refusal = None if identity is None else identity.take(count)
         if refusal is not None:
             raise refusal.error()
 
     async def decode_in_process(self, size_bytes: int, decode: Callable[..., T], body: bytes, *arguments: Any) -> T:
-        """`decode(body, *arguments)`, in a worker process if `size_bytes` of the body, those to be parsed, exceed
-        LARGE_BODY_BYTES: no parser shall hold the interpreter's lock for long. WorkerPool.run says what may be passed.
+        """`decode(body, *arguments)`, in a worker process if `size_bytes`, the part of the body to be parsed, exceeds
+        LARGE_BODY_BYTES: no parser may hold the GIL for long. WorkerPool.run says what may be passed.
 
-        Raises what `decode` raises, and TritonError UNAVAILABLE if no process can be started or it dies meanwhile.
+        Raises what `decode` raises, and TritonError UNAVAILABLE if no process can be started or it dies.
         """
         if size_bytes <= LARGE_BODY_BYTES:
             return decode(body, *arguments)
@@ -110,8 +110,8 @@ class InferenceGate:
     async def encode(
         self, as_json: Sequence[Tensor], encode: Callable[..., T], response: InferenceResponse, *arguments: Any
     ) -> T:
-        """`encode(response, *arguments)`, which makes JSON of the outputs `as_json` and copies the others. Much JSON is
-        made in a worker process, large copies in a thread."""
+        """`encode(response, *arguments)`, which converts the outputs `as_json` to JSON and copies the others. Large
+        JSON is created in a worker process, large copies in a thread."""
         if not are_large(response.outputs):
             return encode(response, *arguments)
         if are_large(as_json):
@@ -119,14 +119,14 @@ class InferenceGate:
         return await self._threads.run(encode, response, *arguments)
 
     async def read_content(self, request: Request, max_bytes: int) -> bytes:
-        """The body of `request`, unpacked. Raises as `request_body.read_content` does."""
+        """The decompressed body of `request`. Raises as `request_body.read_content` does."""
         return await read_content(request, max_bytes, self._threads)
 
     async def decode_in_thread(self, body_bytes: int, decode: Callable[[], T]) -> T:
         """`decode()`; for a body above LARGE_BODY_BYTES in a thread, one body at a time.
 
-        JSON parsers hold the interpreter's lock: a stall is at most the longest single call (measured, 8 MiB: a list of
-        numbers 190 ms instead of 600), and the memory of several large bodies does not add up.
+        JSON parsers hold the GIL: a stall is at most the longest single call (measured for 8 MiB: a list of numbers
+        takes 190 ms instead of 600), and the memory of several large bodies does not add up.
         """
         if body_bytes <= LARGE_BODY_BYTES:
             return decode()
@@ -138,7 +138,7 @@ class InferenceGate:
         return await self._threads.run(work)
 
     async def with_shared_inputs(self, request: InferenceRequest) -> InferenceRequest:
-        """`request` with its inputs from shared memory, large ones read in a thread. Raises as
+        """`request` with its inputs read from shared memory, large ones in a thread. Raises as
         SharedMemoryManager.with_inputs, and PermissionDeniedError unless the API key is an operator's."""
         identity = REQUEST_IDENTITY.get()
         uses_regions = bool(request.shared_inputs or request.shared_outputs)
@@ -185,8 +185,8 @@ class InferenceGate:
     ) -> Inference:
         """Sends `request` to the host. count: the choices that it generates, each of which counts as one inference
 
-        Raises TritonError if the host refuses it, LimitReachedError if there is no room. The refusal of a host in
-        another process is the only response.
+        Raises TritonError if the host refuses it, LimitReachedError if a limit is reached. If the host is another
+        process, its refusal arrives as the only response.
         """
         inference = self._new_inference(backlog, listener)
         leave = self._enter(count)
@@ -197,9 +197,9 @@ class InferenceGate:
             raise
 
     def _enter(self, count: int = 1) -> Callable[[], None]:
-        """Counts further open inferences, until the returned function is called. Raises as `check_room`.
+        """Counts `count` more open inferences until the returned function is called. Raises as `check_capacity`.
 
-        They are counted before they are compared: processes that enter at the same moment see each other's.
+        Counting precedes comparing, so that processes that enter at the same moment see each other's counts.
         """
         account = _account()
         num_open = self._counts.add(_OPEN, count)
@@ -243,7 +243,7 @@ def _close_accepted(
 
 
 def are_large(tensors: Sequence[Tensor]) -> bool:
-    """Whether their JSON or a copy takes more than a few milliseconds to make."""
+    """Whether converting them to JSON or copying them takes more than a few milliseconds."""
     if type(tensors) is Outputs and tensors.layout.is_text:  # one string each
         return tensors.num_bytes() > _LARGE_BYTES
     return sum(tensor.data.size for tensor in tensors) > _LARGE_ELEMENTS or held_bytes(tensors) > _LARGE_BYTES

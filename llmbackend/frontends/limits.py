@@ -1,4 +1,4 @@
-"""How much the clients of one server may hold: requests, connections, bytes, seconds.
+"""How much the clients of one server may use: requests, connections, bytes, seconds.
 
 Invariant: each default suits a server that is open to unknown clients.
 """
@@ -14,7 +14,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def networks(texts: Sequence[str]) -> tuple[Network, ...]:
-    """The addresses and networks (10.0.0.0/8) in comma-separated texts. Raises ValueError for a wrong one."""
+    """The addresses and networks (10.0.0.0/8) in comma-separated texts. Raises ValueError for an invalid one."""
     return tuple(ipaddress.ip_network(part.strip()) for text in texts for part in text.split(",") if part.strip())
 
 
@@ -25,8 +25,8 @@ class InferenceLimits:
     max_concurrent_requests: int = 4096
     """Open inferences."""
     max_stream_buffer_bytes: int = 4 << 20
-    """Responses that wait for one client, over all requests of its stream; a client that is further behind loses its
-    request. A streamed token counts as about 600 bytes (`messages.held_bytes`): the default is 7,000 tokens."""
+    """Responses that wait for one client, over all requests of its stream; beyond it, the client's request is
+    cancelled. A streamed token counts as about 600 bytes (`messages.held_bytes`), so the default is 7,000 tokens."""
     max_body_memory_bytes: int = 512 << 20
     """HTTP bodies, each from its first byte until the host has its content; at least four of the largest size."""
 
@@ -35,18 +35,18 @@ class InferenceLimits:
 class HttpLimits:
     max_connections: int = 4096
     max_refused_connections: int = 64
-    """Beyond max_connections, open at the same time to be refused with a response."""
+    """Connections beyond max_connections that may be open at the same time, to be refused with a response."""
     max_connections_per_peer: int = 1024
     """Limit for one address (IPv6: one /64); 0: no limit."""
     max_websockets_per_peer: int = 32
     """Limit for the web pages' websockets, which clients open without a key; 0: no limit."""
     trusted_proxies: tuple[Network, ...] = ()
-    """Proxies, to which the limits per peer do not apply: many clients come through them."""
+    """Proxies, which carry many clients and are exempt from the limits per peer."""
     max_url_bytes: int = 16 << 10
     max_header_bytes: int = 64 << 10
     max_headers: int = 128
     handshake_timeout_s: float = 20.0
-    """Time for the TLS handshake."""
+    """Timeout of the TLS handshake."""
     header_timeout_s: float = 20.0
     """Time from the connection, or from the first byte of the next request, to the end of the header."""
     body_timeout_s: float = 30.0
@@ -58,7 +58,7 @@ class HttpLimits:
     write_timeout_s: float = 60.0
     """Longest time in which the client reads no byte."""
     keep_alive_s: float = 75.0
-    """Longest time without a request."""
+    """Longest idle time between requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class GrpcLimits:
     keepalive_permit_without_calls: bool = False
     http2_max_pings_without_data: int = 2
     http2_min_recv_ping_interval_without_data_ms: int = 300_000
-    """A ping that comes earlier counts as a strike."""
+    """A ping that arrives earlier counts as a strike."""
     http2_max_ping_strikes: int = 2
     """Further strikes close the connection."""
     max_connection_age_ms: int = 0

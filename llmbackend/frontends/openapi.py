@@ -1,4 +1,4 @@
-"""/openapi.json, which FastAPI makes from routes and types on the first request, its page /docs, and GET /."""
+"""/openapi.json, which FastAPI generates from routes and types on the first request, its page /docs, and GET /."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FIRST_PATHS: Final = (
     ("GET", "/metrics", "metrics (Prometheus)"),
     ("GET", PATH, "every path and its fields"),
 )
-"""Those of them that are served are shown."""
+"""Of these, the paths that are served are shown."""
 _VARIABLE: Final = re.compile(r"\{\w+\}")
 _KEY_SCHEME: Final = {"apiKey": {"type": "http", "scheme": "bearer", "description": "If the server has API keys."}}
 
@@ -50,7 +50,7 @@ class FirstLines(Endpoints):
 
     @get("/", response_class=PlainTextResponse)
     async def first_lines(self, http: Request) -> Response:
-        """What to ask this server for"""
+        """The main paths of this server"""
         served = {_VARIABLE.sub("{}", route.path_format) for route in self._routes if isinstance(route, Route)}
         rows = [row for row in _FIRST_PATHS if _VARIABLE.sub("{}", row[1]) in served]
         lines = (f"{method:4} {path:34} {text}" for method, path, text in rows)
@@ -61,7 +61,7 @@ class DocumentEndpoints(Endpoints):
     """Documents `routes`; its own routes are added to these."""
 
     def __init__(self, routes: list[BaseRoute], root_path: str = "") -> None:
-        """root_path: what a proxy puts before all paths."""
+        """root_path: the prefix that a proxy adds to all paths"""
         self._routes = routes
         self._root_path = root_path
         self._made = b""
@@ -75,7 +75,7 @@ class DocumentEndpoints(Endpoints):
 
     @get("/docs", response_class=HTMLResponse)
     async def page(self, http: Request) -> Response:
-        """This document as a page, whose scripts the browser loads from jsdelivr.net"""
+        """This document as an HTML page, whose scripts the browser loads from jsdelivr.net"""
         return get_swagger_ui_html(openapi_url=f"{self._root_path}{PATH}", title="llmbackend")
 
 
@@ -86,14 +86,14 @@ def document(routes: Iterable[BaseRoute], root_path: str = "") -> Json:
         made["servers"] = [{"url": root_path}]
     for path, operations in made["paths"].items():
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # FastAPI's own
+            operation["responses"].pop("422", None)  # added by FastAPI
             operation["security"] = [] if path in OPEN_PATHS else [{}, {"apiKey": []}]
     made["components"] = {"schemas": _schemas(served), "securitySchemes": _KEY_SCHEME}
     return made
 
 
 def _schemas(routes: Iterable[ApiRoute]) -> Json:
-    """The components of `routes`, without FastAPI's titles, and with integers, which FastAPI makes floats."""
+    """The components of `routes`, without FastAPI's titles, and with integers, which FastAPI turns into floats."""
     models = enumerate(model for route in routes for model in route.models)
     adapters = [(index, mode, TypeAdapter(model)) for index, (model, mode) in models]
     _, made = TypeAdapter.json_schemas(
@@ -106,8 +106,7 @@ def _schemas(routes: Iterable[ApiRoute]) -> Json:
 
 
 class PlainJsonSchema(GenerateJsonSchema):
-    """A schema without titles, which only repeat names, and without defaults, which are all null. Answers have no
-    further members."""
+    """A schema without titles (they repeat names) and defaults (all null). Responses have no additional members."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

@@ -1,7 +1,7 @@
-"""Forwards browsers' requests for pages to the page process, which runs while there are viewers.
+"""Forwards browser requests for pages to the page process, which runs while there are viewers.
 
 Only GET and HEAD are forwarded; the application gets all other requests. The page process listens on a socket in a
-folder that only this user can enter, and ends when its pipe to this process closes.
+folder that only this user can enter, and exits when its pipe to this process closes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 _MODULE: Final = "llmbackend.pages.main"
 _BACKLOG: Final = 256
-"""Connections that wait for the process, which takes a second or two to start."""
+"""Connections that wait while the process starts, which takes a second or two."""
 _START_INTERVAL_S: Final = 2.0
-"""Least time between two starts of a process that ends at once."""
+"""Minimum time between two starts of a process that exits at once."""
 _STOP_TIMEOUT_S: Final = 3.0
 _MAX_CONNECTIONS: Final = 256
-"""Each connection needs a descriptor in addition to that of its browser."""
+"""Each connection needs a file descriptor in addition to that of its browser."""
 
 
 class PagesUnavailableError(Exception):
@@ -67,8 +67,7 @@ class PageProcess:
         return None if self._process is None else self._process.pid
 
     async def connect(self, make_protocol: Callable[[], P]) -> P:
-        """A connection to the process, which is started if necessary. It counts until `left` is called. Raises
-        PagesUnavailableError."""
+        """A connection to the process, started if necessary; counted until `left`. Raises PagesUnavailableError."""
         if self._num_connections >= _MAX_CONNECTIONS:
             raise PagesUnavailableError(f"the pages are at their limit of {_MAX_CONNECTIONS} connections")
         self._num_connections += 1
@@ -87,7 +86,7 @@ class PageProcess:
         watching = await self._start_once()
         try:
             _, protocol = await loop.create_unix_connection(make_protocol, str(self._socket_path))
-        except OSError:  # the process has just ended
+        except OSError:  # the process has just exited
             await asyncio.wait((watching,), timeout=_STOP_TIMEOUT_S)
             await self._start_once()
             _, protocol = await loop.create_unix_connection(make_protocol, str(self._socket_path))
@@ -112,7 +111,7 @@ class PageProcess:
         return self._folder / "pages.sock"
 
     async def _start_once(self) -> asyncio.Task[None]:
-        """The task that waits for the end of the process, which is started unless it runs."""
+        """The task that waits for the process to exit; starts the process unless it is running."""
         async with self._starting:
             if self._is_stopped:
                 raise PagesUnavailableError("the server is stopping")
@@ -132,8 +131,8 @@ class PageProcess:
             listener.listen(_BACKLOG)
             number = listener.fileno()
             arguments = ("--socket-descriptor", str(number), "--api-socket", str(self.api_path))
-            # asyncio would fork, for which gRPC's handlers stop its threads. In a session of its own, Ctrl+C at the
-            # terminal ends only the server, which ends this process.
+            # asyncio would fork, for which gRPC's handlers stop its threads. A session of its own, so that Ctrl+C at
+            # the terminal ends only the server, which then ends this process.
             return subprocess.Popen(
                 [sys.executable, "-m", _MODULE, *arguments],
                 stdin=PIPE,
@@ -165,12 +164,12 @@ class PageProcess:
                 await self._end()
 
     async def _end(self) -> None:
-        """Needs `_starting`."""
+        """Requires `_starting`."""
         process, self._process = self._process, None
         if process is None:
             return
         assert process.stdin is not None and self._watching is not None
-        process.stdin.close()  # asks it to end
+        process.stdin.close()  # asks it to exit
         done, _ = await asyncio.wait((self._watching,), timeout=_STOP_TIMEOUT_S)
         if not done:
             process.kill()
@@ -184,7 +183,7 @@ _FILES: Final = frozenset({"/favicon.ico"})
 
 
 def is_for_pages(path: str, accept: bytes) -> bool:
-    """A probe of `/`, which does not accept HTML, starts no process."""
+    """A probe of `/` that does not accept HTML starts no process."""
     return path.startswith(_ASSETS) or path in _FILES or (path in _PAGES and b"text/html" in accept)
 
 
@@ -204,7 +203,7 @@ class PageProxy:
         self.process = PageProcess(settings.idle_timeout_s)
         self._sites = sites
 
-    def around(self, app: ASGIApp) -> ASGIApp:
+    def wrap(self, app: ASGIApp) -> ASGIApp:
         async def dispatched(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and _is_forwarded(scope):
                 await self._forward(scope, receive, send)
@@ -239,7 +238,7 @@ class PageProxy:
         try:
             try:
                 await self._exchange(scope, response)
-            except ConnectionError:  # the process was about to end
+            except ConnectionError:  # the process was about to exit
                 if response.has_begun:
                     raise
                 response = ForwardedResponse(send, dropped=_DROPPED)
@@ -275,7 +274,7 @@ def _is_forwarded(scope: Scope) -> bool:
 
 
 def _head(scope: Scope) -> bytes:
-    """The forwarded request: what a page needs, no cookies, no keys."""
+    """The forwarded request: only what a page needs, without cookies and keys."""
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     lines = [b"%b %b HTTP/1.1" % (scope["method"].encode(), target)]
     lines += [b"%b: %b" % pair for pair in scope["headers"] if pair[0] in _SENT]

@@ -1,4 +1,4 @@
-"""Options of the protocols; the defaults are Triton's behaviour."""
+"""Protocol options; the defaults are Triton's behaviour."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CompressionLevel = Literal["none", "low", "medium", "high"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorsOptions:
-    """Which pages of other sites may use the HTTP port from a browser, under vLLM's names."""
+    """Which pages of other sites may use the HTTP port from a browser; vLLM's names."""
 
     origins: tuple[str, ...] = ()
     """Origins of the pages; "*": any; (): none, and responses have no CORS headers."""
@@ -33,16 +33,16 @@ NO_ORIGINS: Final = CorsOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDefaults:
-    """Defaults of the server for chat and completion requests of /v1, under vLLM's names."""
+    """Server-wide defaults for chat and completion requests of /v1; vLLM's names."""
 
     return_tokens_as_token_ids: bool = False
-    """Whether log probabilities name tokens by their ids."""
+    """Whether logprobs identify tokens by their ids."""
     force_include_usage: bool = False
     """Whether every chunk of every stream has the usage so far."""
     stream_interval_tokens: int = 1
     """Tokens of a choice per chunk."""
     per_request_metrics: bool = False
-    """Whether answers with one choice have their times, unless a request says otherwise."""
+    """Whether answers with one choice include their timings, unless a request says otherwise."""
     sse_keep_alive_s: float | None = 15.0
     """Seconds of silence after which a stream sends a comment; None: never."""
 
@@ -53,9 +53,9 @@ NO_DEFAULTS: Final = RequestDefaults()
 @dataclass(frozen=True, kw_only=True)
 class ProtocolOptions:
     http_forward: HeaderForward = FORWARD_NOTHING
-    """Which headers of /infer the model sees."""
+    """Which headers of /infer are forwarded to the model."""
     grpc_forward: HeaderForward = FORWARD_NOTHING
-    """Which metadata of ModelInfer and ModelStreamInfer the model sees."""
+    """Which metadata of ModelInfer and ModelStreamInfer are forwarded to the model."""
     grpc_response_compression: CompressionLevel = "none"
     """Compression of inference responses."""
     grpc_reuse_port: bool = False
@@ -65,16 +65,16 @@ class ProtocolOptions:
     openai_lora_separator: str = ""
     """Separates the names of a model and its LoRA adapter in OpenAI requests; "": adapters have no such names."""
     openai_fingerprint: str | None = None
-    """`system_fingerprint` of OpenAI's answers; None: made of the server's release and the model, "": null."""
+    """`system_fingerprint` of OpenAI's answers; None: derived from the server's release and the model, "": null."""
     request_defaults: RequestDefaults = NO_DEFAULTS
     reasoning_secret: bytes = field(default=b"", repr=False)
-    """Signs reasoning that clients send back; b"": a key that everyone knows."""
+    """Signs reasoning that clients send back; b"": a publicly known key."""
     cors: CorsOptions = NO_ORIGINS
     allowed_hosts: frozenset[str] = frozenset()
-    """Names of this server in lower case, besides IP addresses, localhost and the machine's name. Pages, and requests
-    to a loopback address without API keys, are served only under these names."""
+    """Names of this server in lower case, in addition to IP addresses, localhost and the machine's name. Pages, and
+    requests to a loopback address without API keys, are served only under these names."""
     root_path: str = ""
-    """A proxy's prefix of all paths."""
+    """The prefix that a proxy adds to all paths."""
     documents_api: bool = True
     """Whether /openapi.json and /docs are served."""
     answers_request_ids: bool = False
@@ -84,7 +84,7 @@ class ProtocolOptions:
     middleware: tuple[Callable[[ASGIApp], ASGIApp], ...] = ()
     """Wraps the HTTP application, the last one outermost. Not available with frontend processes."""
     http_metrics: bool = True
-    """Whether the HTTP port serves metrics, too."""
+    """Whether the HTTP port also serves metrics."""
     allow_fault_injection: bool = False
     """Whether operators may kill the processes of instances."""
 
@@ -96,12 +96,12 @@ DEFAULT_OPTIONS: Final = ProtocolOptions()
 class PageSettings:
     enabled: bool = False
     idle_timeout_s: float = 300.0
-    """How long the page process continues after its last viewer has left."""
+    """How long the page process runs after its last viewer has left."""
 
 
 NO_PAGES = PageSettings()
 
 
 def pages_are_installed() -> bool:
-    """Imports nothing."""
+    """Checks without importing anything."""
     return find_spec("nicegui") is not None

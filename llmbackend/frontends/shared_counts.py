@@ -1,7 +1,7 @@
-"""Counts and token buckets that the processes of one server share, in a file that all of them map.
+"""Counts and token buckets that the processes of one server share, in a memory-mapped file.
 
-For: limits that a host and its frontend processes share. Does not know: what is counted. Invariants: a process changes
-only its own counts, and `forget` removes those of one that died; no process waits for one that hangs; `add` never
+Used for limits that a host and its frontend processes share. Independent of what is counted. Invariants: a process
+changes only its own counts, and `forget` removes those of a dead one; no process waits for one that hangs; `add` never
 fails, so that a caller that counts under several names can always undo it. An operation takes about 5 µs.
 """
 
@@ -52,13 +52,13 @@ _HEAD: Final = struct.Struct("<i")
 """The number of processes."""
 _WINDOWS: Final = 4096
 _WINDOW: Final = 64
-"""Number of records in which a name may be, from where its digest points to."""
+"""How many records, starting where its digest points, may hold a name."""
 _DIGEST_BYTES: Final = 16
 _FREE: Final = bytes(_DIGEST_BYTES)
 _DIGESTS_AT: Final = 64
 _RECORDS_AT: Final = _DIGESTS_AT + _WINDOWS * _WINDOW * _DIGEST_BYTES
 _BUCKET: Final = struct.Struct("<dd")
-"""Units, and the time of their count (monotonic seconds, the same in all processes of a machine); 0: not used yet."""
+"""Units, and when they were counted (monotonic seconds, the same in all processes of a machine); 0: not used yet."""
 _COUNT: Final = struct.Struct("<i")
 """The count of one process."""
 _LOCK_TIMEOUT_S: Final = 0.02
@@ -71,7 +71,7 @@ class SharedCounts:
     """Thread-safe. Each record has one count per process."""
 
     def __init__(self, path: Path, process: int) -> None:
-        """path: a file that `create` made. process: the index of this process."""
+        """path: a file made by `create`. process: the index of this process"""
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._memory = mmap.mmap(self._file, 0)
         (processes,) = _HEAD.unpack_from(self._memory)
@@ -83,19 +83,19 @@ class SharedCounts:
 
     @classmethod
     def create(cls, path: Path, processes: int) -> SharedCounts:
-        """Makes the file, and maps it as process 0."""
+        """Creates the file, and maps it as process 0."""
         with path.open("xb") as file:
             file.write(_HEAD.pack(processes))
             file.truncate(_RECORDS_AT + _WINDOWS * _WINDOW * _record_bytes(processes))
         return cls(path, 0)
 
     def held(self, name: str) -> int:
-        """Over all processes."""
+        """The count over all processes."""
         record = self._find(name)
         return 0 if record is None else sum(self._columns.unpack_from(self._memory, self._counts_at(record)))
 
     def add(self, name: str, change: int) -> int:
-        """If no record is free, a new name is not counted (0 is returned), and so not limited; a warning is logged."""
+        """If no record is free, a new name is neither counted (returns 0) nor limited; a warning is logged."""
         with self.lock:
             try:
                 record = self._take(name)
@@ -110,14 +110,14 @@ class SharedCounts:
             return held
 
     def forget(self, process: int) -> None:
-        """Removes the counts of a process that has ended."""
+        """Removes the counts of a process that has exited."""
         with self.lock:
             for record in self._records():
                 _COUNT.pack_into(self._memory, self._counts_at(record) + process * _COUNT.size, 0)
                 self._free_if_unused(record)
 
     def bucket(self, name: str, full: float) -> SharedCell:
-        """The bucket of that name, which is never freed. full: units of a new one"""
+        """The bucket of this name, which is never freed. full: units of a new one"""
         with self.lock:
             cell = SharedCell(self._memory, self._record_at(self._take(name)))
             if not cell.is_used:
@@ -135,7 +135,7 @@ class SharedCounts:
         return self._in_window(digest, digest)
 
     def _take(self, name: str) -> int:
-        """The record of `name`, made if necessary."""
+        """The record of `name`, created if necessary."""
         digest = _digest(name)
         record = self._in_window(digest, digest)
         if record is None:
@@ -155,7 +155,7 @@ class SharedCounts:
         return None if at < 0 else first + at // _DIGEST_BYTES
 
     def _records(self) -> list[int]:
-        """Used ones."""
+        """The records in use."""
         table = self._memory[_DIGESTS_AT:_RECORDS_AT]
         found = []
         for begin in range(0, len(table), _WINDOW * _DIGEST_BYTES):
@@ -182,7 +182,7 @@ class SharedCounts:
 
 
 class SharedCell:
-    """The units of a bucket, and their time. Needs the lock."""
+    """The units of a bucket and when they were counted. Requires the lock."""
 
     __slots__ = ("_at", "_memory")
 

@@ -1,9 +1,9 @@
 """A worker process: `python -m llmbackend.frontends.worker_process DESCRIPTOR`, and its messages with the server.
 
-Messages are pickles with their large buffers beside them, so that tensors and bodies are neither pickled nor copied
-under the interpreter's lock. Pickle never reads data from clients: both ends are this package, on an unnamed socket.
-The process ends with its server. If memory is short, the kernel kills it first: a body of 64 MiB of brackets takes 2
-GiB to parse, and a limit of address space does not help, since orjson reserves 8 GiB and uses little.
+Messages are pickles with out-of-band buffers, so that tensors and bodies are neither pickled nor copied under the GIL.
+Pickle never reads client data: both ends are this package, on an unnamed socket. The process ends with its server. If
+memory runs out, the kernel kills this process first: a 64 MiB body of brackets takes 2 GiB to parse, and an
+address-space limit does not help, since orjson reserves 8 GiB and uses little.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def to_worker(connection: socket.socket, message: Any) -> None:
 
 
 def to_server(connection: socket.socket, message: Any) -> None:
-    """Like `to_worker`, but tensors of strings arrive as RawTensors."""
+    """Like `to_worker`, but string tensors arrive as RawTensors."""
     _send(connection, message, RawTensor)
 
 
@@ -73,7 +73,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    """`recv` does not hold the interpreter's lock while it fills its result."""
+    """`recv` releases the GIL while it fills its result."""
     parts: list[bytes] = []
     missing = size
     while missing:
@@ -104,15 +104,15 @@ def _answer(server: socket.socket) -> None:
     function, arguments = receive(server)
     result: Any
     try:
-        is_good, result = True, function(*arguments)
+        succeeded, result = True, function(*arguments)
     except TritonError as error:
-        is_good, result = False, TritonError(error.message, error.code)
+        succeeded, result = False, TritonError(error.message, error.code)
     except MemoryError:
-        is_good, result = False, unavailable("decoding the request takes more memory than allowed")
+        succeeded, result = False, unavailable("decoding the request takes more memory than allowed")
     except Exception:
         traceback.print_exc()
-        is_good, result = False, internal("internal error, see the server's log")
-    to_server(server, (is_good, result))
+        succeeded, result = False, internal("internal error, see the server's log")
+    to_server(server, (succeeded, result))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Threads and worker processes for work in proportion to a request's size.
+"""Threads and worker processes for work that grows with a request's size.
 
-Does not know: what the work is. Invariants: health probes, which use the event loop's default executor, never wait for
-this work; at most WORKERS processes run, each with one call; a call fails only if a fresh process ends during it;
+Independent of what the work is. Invariants: health probes, which use the event loop's default executor, never wait for
+this work; at most WORKERS processes run, each with one call; a call fails only if a fresh process exits during it;
 processes end after IDLE_S without work, with `close`, and with their pool.
 """
 
@@ -51,9 +51,8 @@ class WorkerPool:
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """`function(*arguments)` in a worker process.
 
-        The function must be at the top level of a module; arguments and result must be small to pickle except for
-        tensors and PickleBuffers, which arrive as bytes. Raises TritonError: the function's, or UNAVAILABLE if the
-        process ends.
+        The function must be at module level; arguments and result must be small to pickle, except for tensors and
+        PickleBuffers, which arrive as bytes. Raises the function's TritonError, or UNAVAILABLE if the process exits.
         """
         if self._retirement is not None:
             self._retirement.cancel()
@@ -76,7 +75,7 @@ class WorkerPool:
                 if is_fresh:
                     log.error("a worker process exited while decoding a large body: %s", error)
                     raise unavailable("the process that decodes large bodies exited on this request") from None
-                continue  # the process had ended before the call
+                continue  # the process had exited before the call
             except TritonError:
                 self._give_back(worker)
                 raise
@@ -101,7 +100,7 @@ class WorkerPool:
                 self._idle.append(worker)
 
     def _drop(self, worker: WorkerProcess) -> bool:
-        """Ends the process. False if `close` had done so."""
+        """Ends the process. Returns False if `close` has already done so."""
         worker.close()
         with self._lock:
             is_known = worker in self._all
@@ -132,14 +131,14 @@ def _close_all(workers: Iterable[WorkerProcess]) -> None:
 
 
 class WorkerLostError(Exception):
-    """The process ended during a call, or did not answer in time."""
+    """The process exited during a call, or did not answer in time."""
 
 
 class WorkerProcess:
     """Serves one call at a time, and none after a WorkerLostError."""
 
     def __init__(self) -> None:
-        """Raises OSError if no process or socket can be made."""
+        """Raises OSError if no process or socket can be created."""
         self._connection, theirs = socket.socketpair()
         timeout = struct.pack("@ll", CALL_S, 0)  # with `settimeout`, MSG_WAITALL would return partial reads
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
@@ -166,15 +165,15 @@ class WorkerProcess:
         """message: (function, arguments). Blocks. Raises WorkerLostError, and what the function raised."""
         try:
             to_worker(self._connection, message)
-            is_good, result = receive(self._connection)
+            succeeded, result = receive(self._connection)
         except (OSError, EOFError) as error:
             raise WorkerLostError(str(error)) from None
-        if not is_good:
+        if not succeeded:
             raise result
         return result
 
     def close(self) -> None:
-        """Kills the process, also during a call. Idempotent."""
+        """Kills the process, even during a call. Idempotent."""
         self._process.kill()
         self._process.wait()
         self._connection.close()

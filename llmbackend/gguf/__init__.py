@@ -1,1 +1,1 @@
-"""GGUF files, as a model directory for the adapter and as tensors for the engine. Begin at `model_directory`."""
+"""Reads GGUF files: as a model directory for the adapter, and as tensors for the engine. Start at `model_directory`."""

@@ -1,9 +1,9 @@
-"""The families of models whose GGUF files are read, and which tensor of a file is which of the model.
+"""The supported model families of GGUF files, and the mapping of a file's tensors to the model's.
 
-Does not know: types, values. Invariant: a tensor of the file that no rule names keeps its name, by which the check of
-the checkpoint refuses it. Source: llama.cpp's conversion, which this undoes: it orders rows and columns (orders.py),
-adds 1 to norms of Gemma and Qwen3.5, keeps a recurrence's decay itself instead of its logarithm, and may join queries,
-keys and values, or divide a gate and its up.
+Invariant: a tensor of the file that no rule matches keeps its name, so that the checkpoint check refuses it. Source:
+llama.cpp's conversion, which this reverses: it reorders rows and columns (orders.py), adds 1 to norms of Gemma and
+Qwen3.5, stores a recurrence's decay instead of its logarithm, and may merge queries, keys and values, or separate a
+gate from its up projection.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _mamba(outer: str) -> dict[str, str]:
 
 
 _SEPARATE: Final = {
-    "ffn_norm": "pre_ff_layernorm.weight",  # of Falcon-H1, without a kind
+    "ffn_norm": "pre_ff_layernorm.weight",  # Falcon-H1's, without a suffix
     "ffn_norm.weight": "pre_ff_layernorm.weight",
     "ffn_gate": "feed_forward.gate_proj",
     "ffn_up": "feed_forward.up_proj",
@@ -124,7 +124,7 @@ _NEMOTRON_H: Final = {
 }
 _CONVOLUTIONS: Final = ("shortconv.conv", "ssm_conv1d")
 _FLAT: Final = ("ssm_a", "ssm_d", "ssm_norm")
-"""Vectors, which files may have as matrices."""
+"""Vectors that files may store as matrices."""
 _TOP: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _NAME: Final = re.compile(r"(?:blk\.(\d{1,4})\.)?([\w.]+?)(?:\.(weight|bias))?")
 _IN_THE_CONFIG: Final = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight")
@@ -136,27 +136,27 @@ class Family:
     architecture: str
     """The field `general.architecture`."""
     model_type: str
-    """transformers' name, as the next one."""
+    """transformers' name, like the next one."""
     class_name: str
     names: Mapping[str, str] = field(default_factory=dict)
-    """Of a layer's tensors, where they differ from Llama's."""
+    """Names of a layer's tensors that differ from Llama's."""
     by_pairs: bool = False
-    """Whether the rows of queries and keys are ordered by pairs."""
+    """Whether the rows of queries and keys are ordered by rotary pairs."""
     adds_one: bool = False
-    """Whether norms have 1 added, except those of recurrences."""
+    """Whether 1 was added to norms, except those of recurrences."""
     experts: str = ""
-    """The module that has them, within a layer; "": there are none."""
+    """The experts' module within a layer; "" = none."""
     transposes_experts: bool = False
-    """Whether transformers has their matrices as [inputs, outputs]."""
+    """Whether transformers stores their matrices as [inputs, outputs]."""
     takes_turns: bool = False
-    """Whether a recurrence's heads of values are ordered by turns."""
+    """Whether a recurrence's value heads are interleaved (orders.Turns)."""
 
     @property
     def has_experts(self) -> bool:
         return bool(self.experts)
 
     def name(self, part: str, kind: str | None, of_layer: bool) -> str | None:
-        """Of the model's tensor, within its layer."""
+        """The name of the model's tensor, within its layer."""
         whole = part if kind is None else f"{part}.{kind}"
         if whole in self.names:
             return self.names[whole]
@@ -194,9 +194,8 @@ FAMILIES: Final = {
     )
 }  # fmt: skip
 _MIXTRAL: Final = Family("llama", "mixtral", "MixtralForCausalLM", _MOE, by_pairs=True, experts="mlp.experts")
-"""A Llama with experts."""
 _BAMBA: Final = Family("granitehybrid", "bamba", "BambaForCausalLM", _mamba("mamba") | _SEPARATE, by_pairs=True)
-"""A Granite hybrid whose attention knows positions."""
+"""A Granite hybrid with rotary attention."""
 
 
 def family_of(header: Header) -> Family:
@@ -214,7 +213,7 @@ def family_of(header: Header) -> Family:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A tensor of the model as rows of one in the file."""
+    """A tensor of the model, as rows of one in the file."""
 
     name: str
     """In the file."""
@@ -224,12 +223,12 @@ class ModelTensor:
     shape: Shape
     """In the model."""
     rows: Order | None = None
-    """None: as in the file."""
+    """None = as in the file."""
     columns: Order | None = None
     undo: Callable[[Floats], Floats] | None = None
-    """What makes the model's values of the file's."""
+    """Converts the file's values to the model's."""
     below: ModelTensor | None = None
-    """Whose rows follow, where the file divides the model's tensor."""
+    """The tensor whose rows follow, if the file splits the model's tensor."""
 
     @property
     def pieces(self) -> list[ModelTensor]:
@@ -241,18 +240,18 @@ class ModelTensor:
 
 
 def num_layers(fields: Fields) -> int:
-    """Those that only guess further tokens come behind them, and are left out."""
+    """Excludes the layers after these that only draft further tokens."""
     return fields.integer("block_count", most=MAX_LAYERS) - fields.integer("nextn_predict_layers", 0, least=0)
 
 
 def tensors_of(files: Sequence[Path]) -> dict[str, ModelTensor]:
-    """By the model's names, of all parts; of experts one by one. The last model's are remembered as long as its files
-    are the same: its header is mostly vocabulary, and passing over it takes time. Raises GgufError or OSError."""
+    """By the model's names, from all parts, with experts individually. The last model's are cached while its files are
+    unchanged: skipping the vocabulary, most of the header, takes time. Raises GgufError or OSError."""
     return dict(_read(files)[1])
 
 
 def shapes_of(files: Sequence[Path]) -> dict[str, Shape]:
-    """Of the parameters of transformers' modules, which have all experts in one. As `tensors_of`."""
+    """Shapes of the parameters of transformers' modules, which store all experts in one. Raises as `tensors_of`."""
     family, tensors = _read(files)
     shapes: dict[str, Shape] = {}
     for name, tensor in tensors.items():
@@ -293,7 +292,7 @@ def model_tensors(header: Header) -> dict[str, ModelTensor]:
 
 
 def _stacked(model_name: str, first: ModelTensor, second: ModelTensor) -> ModelTensor:
-    """A gate and its up, in whichever order the file has them."""
+    """A gate and its up projection, in either order."""
     gate, up = sorted((first, second), key=lambda tensor: tensor.name)
     is_a_pair = first.below is None and "ffn_gate" in gate.name and up.name == gate.name.replace("gate", "up")
     if not (is_a_pair and gate.shape == up.shape):
@@ -302,7 +301,7 @@ def _stacked(model_name: str, first: ModelTensor, second: ModelTensor) -> ModelT
 
 
 class _File:
-    """What is needed of a header to read the names of its tensors."""
+    """What is needed of a header to map its tensor names."""
 
     def __init__(self, header: Header) -> None:
         self.family = family_of(header)
@@ -328,7 +327,7 @@ class _File:
         self.columns = {"ssm_out": Turns(0, key_heads, width)}
 
     def pieces(self, name: str, info: TensorInfo) -> Iterator[tuple[str, ModelTensor]]:
-        """The model's tensors of which this one consists, by their names."""
+        """The model's tensors in this one, by name."""
         match = _NAME.fullmatch(name)
         layer, part, kind = match.groups() if match else (None, name, None)
         if _IN_THE_CONFIG.fullmatch(name) or (layer is not None and int(layer) >= self.num_layers):
@@ -356,7 +355,7 @@ class _File:
         return ModelTensor(name, info, 0, info.shape[0], _model_shape(part, info.shape), rows, columns, undo)
 
     def _joined(self, name: str, info: TensorInfo, outer: str, kind: str | None) -> Iterator[tuple[str, ModelTensor]]:
-        """Queries, keys and values, one above the other, of heads of the same width."""
+        """Queries, keys and values, stacked by rows, with heads of equal width."""
         sizes = {**self.heads, "v": self.heads["k"]}
         width, rest = divmod(info.shape[0], sum(sizes.values()))
         if rest:
@@ -399,7 +398,7 @@ def _minus_one(values: Floats) -> Floats:
 
 
 def _log_of_negative(values: Floats) -> Floats:
-    """Of other numbers NaN, with which no model passes its trial."""
+    """NaN for other numbers, with which no model passes its check."""
     with np.errstate(all="ignore"):
         return np.log(-values)
 

@@ -1,4 +1,4 @@
-"""A file's fields, read with a type and bounds.
+"""Reads a file's fields with type and bounds.
 
 Invariant: an error names the field, its value and what was expected.
 """
@@ -16,12 +16,12 @@ from .errors import GgufError, short
 from .header import Strings
 
 MAX_SIZE: Final = 1 << 24
-"""Of a count or a width."""
+"""Limit of a count or a width."""
 
 
 class Fields:
     def __init__(self, fields: Mapping[str, Any], architecture: str = "") -> None:
-        """architecture: begins the names of hyperparameters."""
+        """architecture: prefix of the names of hyperparameters."""
         self._fields = fields
         self._prefix = f"{architecture}." if architecture else ""
 
@@ -29,11 +29,11 @@ class Fields:
         return self._prefix + name in self._fields
 
     def value(self, name: str) -> Any:
-        """None: there is no such field."""
+        """None = there is no such field."""
         return self._fields.get(self._prefix + name)
 
     def integer(self, name: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
-        """Raises GgufError, also for a field that is missing and has no default."""
+        """Raises GgufError, also if the field is missing and has no default."""
         value = self._required(name, default, f"a number from {least} to {most}")
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self._wrong(name, value, f"a number from {least} to {most}")
@@ -70,7 +70,7 @@ class Fields:
         return value.decoded(self._prefix + name)
 
     def numbers(self, name: str, count: int) -> npt.NDArray[Any]:
-        """Of that many or more; the first ones are returned."""
+        """The first `count` numbers of a list of at least that many."""
         expected = f"a list of {count} numbers"
         value = self._required(name, None, expected)
         if not isinstance(value, np.ndarray) or len(value) < count:
@@ -78,7 +78,7 @@ class Fields:
         return value[:count]
 
     def common(self, name: str, default: int | None = None) -> int:
-        """An integer, or a list of the same one for each layer, with 0 for a layer that has nothing of the kind."""
+        """An integer, or a list with the same one for each layer, or 0 for layers that lack it."""
         value = self.value(name)
         if not isinstance(value, np.ndarray):
             return self.integer(name, default)
@@ -100,7 +100,7 @@ class Fields:
 
 
 def _shortest(value: float) -> float:
-    """1e-05 for the number next to it that has 32 bits."""
+    """The shortest decimal with this float32 value, such as 1e-05."""
     with np.errstate(over="ignore"):
         single = np.float32(value)
     return float(str(single)) if float(single) == value else value

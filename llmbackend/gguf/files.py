@@ -1,7 +1,6 @@
-"""Which files hold one GGUF model: a file, its parts, or what a directory has; and what they say together.
+"""Which files make up a GGUF model: a file, its parts, or the contents of a directory; and their combined header.
 
-Does not know: what fields mean. Invariant: the fields are those of the first part, the tensors those of all parts, and
-no part is missing.
+Invariant: the fields are those of the first part, the tensors those of all parts, and no part is missing.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from .header import MAGIC, Header, read_header
 SUFFIX: Final = ".gguf"
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _PROJECTOR: Final = "mmproj"
-"""Begins the names of files with the image part of a model."""
+"""Prefix of files with the vision part of a model."""
 MAX_PARTS: Final = 1000
 _NUM_PARTS, _NUM_TENSORS = "split.count", "split.tensors.count"
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this is such a file, by its first bytes; a link in a hub's cache may lead to another name."""
+    """Whether this is a GGUF file, by its first bytes; a link in a hub's cache may point to any name."""
     try:
         if not path.is_file():
             return False
@@ -34,14 +33,14 @@ def is_gguf(path: Path) -> bool:
 
 
 def model_name(path: Path) -> str:
-    """The file's name without its ending and its number among parts."""
+    """The file's name without suffix and part number."""
     match = _PART.fullmatch(path.name)
     return match.group(1) if match else path.name.removesuffix(SUFFIX)
 
 
 def file_in(directory: Path) -> Path | None:
-    """The GGUF model of a directory, its first part of several; None where it has none, or has safetensors. Raises
-    GgufError when it holds several models."""
+    """The GGUF model of a directory, or its first part; None if it has none, or has safetensors. Raises GgufError if
+    there are several models."""
     try:
         names = sorted(path.name for path in directory.iterdir() if path.suffix in (SUFFIX, ".safetensors"))
     except OSError:
@@ -54,12 +53,12 @@ def file_in(directory: Path) -> Path | None:
             models.setdefault(model_name(Path(name)), directory / name)
     if len(models) > 1:
         shown = ", ".join(path.name for path in list(models.values())[:5])
-        raise GgufError(f"it holds {len(models)} GGUF models, expected 1; name one of its files: {shown}")
+        raise GgufError(f"it contains {len(models)} GGUF models, expected 1; name one of its files: {shown}")
     return next(iter(models.values()), None)
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All files of the model that `path` is, or is a part of. Raises GgufError naming those that are missing."""
+    """All files of the model to which `path` belongs. Raises GgufError naming missing ones."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -74,7 +73,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def files_in(directory: Path) -> list[Path]:
-    """All files of the directory's GGUF model; [] as `file_in`. Raises GgufError."""
+    """All files of the directory's GGUF model; [] if `file_in` returns None. Raises GgufError."""
     path = file_in(directory)
     return [] if path is None else parts_of(path)
 
@@ -91,7 +90,7 @@ def read_parts(files: Sequence[Path]) -> Header:
     tensors = dict(first.tensors)
     for path, header in zip(files[1:], headers[1:], strict=True):
         if twice := _first(tensors.keys() & header.tensors.keys()):
-            raise GgufError(f"{path.name}: its tensor '{short(twice)}' is in another part, too")
+            raise GgufError(f"{path.name}: its tensor '{short(twice)}' is also in another part")
         tensors |= header.tensors
     stated = first.fields.get(_NUM_TENSORS, len(tensors))
     if stated != len(tensors):
@@ -102,7 +101,7 @@ def read_parts(files: Sequence[Path]) -> Header:
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """Equal as long as the file is the same. Raises OSError."""
+    """Identifies the version of a file. Raises OSError."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 

@@ -1,10 +1,9 @@
-"""What a GGUF file says before its tensors' data: fields by name, and each tensor's type, shape and place.
+"""Reads the header of a GGUF file: fields by name, and each tensor's type, shape and offset.
 
-For: everything that reads such files. Does not know: what fields mean. Invariants: a number from the file is compared
-with the file's size and the limits here before it is used, so that reading costs no more than a header of the largest
-allowed size; what is returned lies inside the file and does not overlap. Source: the GGUF format, versions 2 and 3:
-magic, version, counts of tensors and fields; then name, type and value of each field; then name, shape, type and offset
-of each tensor; then the data, aligned. All numbers are little-endian.
+Invariants: a number from the file is checked against the file's size and the limits here before it is used, so reading
+costs no more than a header of the largest allowed size; returned tensors lie inside the file and do not overlap.
+Source: the GGUF format, versions 2 and 3: magic, version, counts of tensors and fields; then name, type and value of
+each field; then name, shape, type and offset of each tensor; then the data, aligned. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MAX_FIELDS: Final = 1 << 16
 MAX_TENSORS: Final = 1 << 17
 MAX_NAME_BYTES: Final = 1 << 10
 MAX_STRINGS: Final = 1 << 22
-"""In one list. Larger than any vocabulary and its merges."""
+"""Per list. Larger than any vocabulary and its merges."""
 MAX_DIMENSIONS: Final = 4
 MAX_ALIGNMENT: Final = 1 << 20
 DEFAULT_ALIGNMENT: Final = 32
@@ -42,7 +41,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class Strings:
-    """A list of strings, decoded when it is asked for."""
+    """A list of strings, decoded on demand."""
 
     raw: bytes
     count: int
@@ -65,16 +64,16 @@ class TensorInfo:
     file: Path
     type: TensorType
     shape: tuple[int, ...]
-    """As torch has it: rows first."""
+    """In torch's order: rows first."""
     offset: int
-    """Of its data, from the start of the file."""
+    """Of the data, from the start of the file."""
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
     fields: Mapping[str, Any]
-    """Numbers, booleans, strings, `Strings`, and arrays of numbers as numpy's."""
+    """Numbers, booleans, strings, `Strings`, and numpy arrays of numbers."""
     tensors: Mapping[str, TensorInfo]
 
 
@@ -92,7 +91,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    """A place in a file's header, which moves on with everything that is read."""
+    """A cursor in a file's header."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -103,7 +102,7 @@ class _Reader:
     def header(self) -> Header:
         version = self._number("I", "its version")
         if version not in VERSIONS:
-            byteswapped = " (big-endian files are not read)" if version & 0xFFFF == 0 else ""
+            byteswapped = " (big-endian files are not supported)" if version & 0xFFFF == 0 else ""
             raise GgufError(f"its version is {version}, expected {' or '.join(map(str, VERSIONS))}{byteswapped}")
         num_tensors = self._count("its number of tensors", MAX_TENSORS)
         num_fields = self._count("its number of fields", MAX_FIELDS)
@@ -111,7 +110,7 @@ class _Reader:
         for _ in range(num_fields):
             name = self._name("the name of a field")
             if name in fields:
-                raise GgufError(f"its field '{short(name)}' is there twice")
+                raise GgufError(f"its field '{short(name)}' appears twice")
             fields[name] = self._value(f"its field '{short(name)}'", self._number("I", f"the type of '{short(name)}'"))
         entries = [self._tensor_entry() for _ in range(num_tensors)]
         start = _aligned(self._place, alignment := _alignment(fields))
@@ -132,7 +131,7 @@ class _Reader:
         tensors: dict[str, TensorInfo] = {}
         for name, shape, number, offset in entries:
             if name in tensors:
-                raise GgufError(f"its tensor '{short(name)}' is there twice")
+                raise GgufError(f"its tensor '{short(name)}' appears twice")
             what = f"its tensor '{short(name)}'"
             if number not in TYPES:
                 read = ", ".join(each.name for each in TYPES.values())

@@ -1,7 +1,7 @@
 """A GGUF model's config.json and generation_config.json: its hyperparameters by transformers' names.
 
-Does not know: texts, tensors' values other than rotary factors. Invariant: what a field leaves open is what llama.cpp
-takes it for. Sources: llama.cpp's conversion of each family and its model loader; transformers' configurations.
+Invariant: missing fields have llama.cpp's defaults. Sources: llama.cpp's conversion of each family and its model
+loader; transformers' configurations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_TAPS: Final = 64
 ROPE_FACTORS: Final = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of every Llama since 3.1. A file holds what follows from them."""
+"""Those of every Llama since 3.1. Files contain only the resulting factors."""
 
 
 def model_config(header: Header, token_ids: Mapping[str, Any]) -> Config:
@@ -119,7 +119,7 @@ def _yarn(fields: Fields) -> Config:
 
 
 def _of_factors(factors: list[float], theta: float, head_dim: int, fields: Fields) -> Config:
-    """What divides each frequency: by the rule that made them, where that is known, else as they are."""
+    """The divisors of the frequencies: as the rule that produced them, if known, else literally."""
     if len(factors) != head_dim // 2:
         raise GgufError(f"its tensor '{ROPE_FACTORS}' has {len(factors)} numbers, expected {head_dim // 2}")
     factor = max(factors)
@@ -143,7 +143,7 @@ def _llama3_factors(factor: float, theta: float, head_dim: int) -> Any:
 
 
 def _longrope(header: Header, fields: Fields, config: Config) -> Config:
-    """Of Phi: factors for short and for long sequences."""
+    """Phi's factors for short and for long sequences."""
     rotary = fields.integer("rope.dimension_count", config["head_dim"])
     rope = {**config["rope_parameters"], "partial_rotary_factor": rotary / config["head_dim"]}
     original = fields.integer("rope.scaling.original_context_length", config["max_position_embeddings"], most=1 << 31)
@@ -181,7 +181,9 @@ def _llama(header: Header, fields: Fields, config: Config) -> Config:
 
 def _granite(header: Header, fields: Fields, config: Config) -> Config:
     if not fields.boolean("rope.scaling.finetuned", True):
-        raise GgufError("its field 'granite.rope.scaling.finetuned' is false: models without positions are not read")
+        raise GgufError(
+            "its field 'granite.rope.scaling.finetuned' is false: models without positions are not supported"
+        )
     return _llama(header, fields, config) | _scales_of_granite(fields, config)
 
 
@@ -195,7 +197,7 @@ def _scales_of_granite(fields: Fields, config: Config) -> Config:
 
 
 def _granite_hybrid(header: Header, fields: Fields, config: Config) -> Config:
-    """Without experts, a layer's MLP is what with them is the shared one."""
+    """Without experts, a layer's MLP is stored as the shared one."""
     experts = {"num_local_experts": 0}
     if fields.integer("expert_count", 0, least=0):
         experts = _expert_counts(fields, "num_local_experts")
@@ -212,7 +214,7 @@ def _granite_hybrid(header: Header, fields: Fields, config: Config) -> Config:
 
 
 def _bamba(header: Header, fields: Fields, config: Config) -> Config:
-    """Half of each head is rotated, in every Bamba of transformers."""
+    """transformers' Bamba always rotates half of each head."""
     rotary = fields.integer("rope.dimension_count", config["head_dim"])
     if 2 * rotary != config["head_dim"]:
         raise GgufError(
@@ -228,7 +230,7 @@ def _bamba(header: Header, fields: Fields, config: Config) -> Config:
 
 
 def _falcon_h1(header: Header, fields: Fields, config: Config) -> Config:
-    """The file's weights contain all multipliers."""
+    """The file's weights include all multipliers."""
     _check_whole_rotary(fields, config)
     return {
         **_mamba(header, fields),
@@ -241,7 +243,7 @@ def _falcon_h1(header: Header, fields: Fields, config: Config) -> Config:
 
 
 def _nemotron_h(header: Header, fields: Fields, config: Config) -> Config:
-    """A layer is one thing: a recurrence, attention, or an MLP."""
+    """A layer is either a recurrence, attention, or an MLP."""
     widths = fields.numbers("feed_forward_length", config["num_hidden_layers"])
     attends = _attention_layers(fields, config)
     kinds = zip(attends, widths, strict=True)
@@ -261,7 +263,7 @@ def _nemotron_h(header: Header, fields: Fields, config: Config) -> Config:
 
 
 def _mamba(header: Header, fields: Fields) -> Config:
-    """By the names of most families with Mamba2."""
+    """With the names used by most Mamba2 families."""
     heads = fields.integer("ssm.time_step_rank")
     return {
         "mamba_n_heads": heads,
@@ -279,7 +281,7 @@ def _expansion(fields: Fields, config: Config) -> int:
 
 
 def _attention_layers(fields: Fields, config: Config) -> list[bool]:
-    """Of each layer, whether it has key heads."""
+    """For each layer, whether it has key heads."""
     return [int(heads) > 0 for heads in fields.numbers("attention.head_count_kv", config["num_hidden_layers"])]
 
 
@@ -297,7 +299,7 @@ def _qwen3(header: Header, fields: Fields, config: Config) -> Config:
 
 
 def _qwen3moe(header: Header, fields: Fields, config: Config) -> Config:
-    """Every layer has experts. llama.cpp divides shares by their sum."""
+    """Every layer has experts. llama.cpp renormalises shares."""
     return _qwen3(header, fields, config) | {
         **_expert_counts(fields, "num_experts"),
         "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
@@ -308,7 +310,7 @@ def _qwen3moe(header: Header, fields: Fields, config: Config) -> Config:
 
 
 def _qwen2moe(header: Header, fields: Fields, config: Config) -> Config:
-    """llama.cpp does not divide shares by their sum."""
+    """llama.cpp does not renormalise shares."""
     return _qwen2(header, fields, config) | {
         **_expert_counts(fields, "num_experts"),
         "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
@@ -325,7 +327,7 @@ def _olmoe(header: Header, fields: Fields, config: Config) -> Config:
 
 
 def _gpt_oss(header: Header, fields: Fields, config: Config) -> Config:
-    """Files do not state that the ends of YaRN's range stay fractions, as in the model's own config."""
+    """Files do not state that the ends of YaRN's range are not rounded, as in the model's own config."""
     return {
         **_expert_counts(fields, "num_local_experts"),
         "intermediate_size": fields.integer("expert_feed_forward_length"),
@@ -416,13 +418,13 @@ def _recurrent_layers(fields: Fields, count: int) -> list[str]:
 
 
 def _expert_counts(fields: Fields, name: str) -> Config:
-    """name: of the number of experts."""
+    """name: transformers' name for the number of experts."""
     count = fields.integer("expert_count", most=MAX_EXPERTS)
     return {name: count, "num_experts_per_tok": fields.integer("expert_used_count", most=count)}
 
 
 def _layer_types(fields: Fields, config: Config, every: int) -> list[str]:
-    """Every so many layers, one sees the whole text."""
+    """One layer in every `every` has full attention."""
     count, name = config["num_hidden_layers"], "attention.sliding_window_pattern"
     if isinstance(fields.value(name), np.ndarray):
         is_sliding = [bool(value) for value in fields.numbers(name, count)]
@@ -433,7 +435,8 @@ def _layer_types(fields: Fields, config: Config, every: int) -> list[str]:
 
 
 def _attention_width(config: Config, layers_of_the_largest: int) -> int:
-    """Logits are divided by its square root. Files do not state it; the largest Gemma differs from the others."""
+    """The width whose square root divides attention scores. Files do not state it; the largest Gemma differs from the
+    others."""
     if config["num_hidden_layers"] == layers_of_the_largest:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])

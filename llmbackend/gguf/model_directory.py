@@ -1,8 +1,8 @@
-"""A GGUF file as a model directory: what a checkpoint has in small files, beside links to the file and its parts.
+"""A GGUF file as a model directory: a checkpoint's small files, next to links to the file and its parts.
 
-For: the code that reads the engine argument `model`. Does not know: engines, where caches are. Invariants: a directory
-is complete when it appears, by a rename; it is used only for the same files (size, times, inode) and the same program;
-one that has not been used for long is removed. Takes seconds for a new file, milliseconds for a known one.
+Used by the code that reads the engine argument `model`. Invariants: a directory appears complete, by a rename; it is
+used only for the same files (size, times, inode) and the same program; the least recently used are removed. Takes
+seconds for a new file, milliseconds for a known one.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from .vocabulary import Vocabulary
 
 CheckTemplate = Callable[[str, dict[str, str]], None]
 MAX_DIRECTORIES: Final = 32
-"""The least recently used are removed."""
+"""Beyond this, the least recently used are removed."""
 _CONFIG: Final = "config.json"
 _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _NO_TOKENS: Final = {"bos_token_id": None, "pad_token_id": None}
-"""In place of the family's own, which may lie outside of this vocabulary."""
+"""Replaces the family's defaults, which may be outside this vocabulary."""
 _UNFINISHED: Final = ".unfinished-"
 _SAMPLING: Final = {
     "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
 }  # fmt: skip
-"""Fields of generation_config.json by their names in a file."""
+"""Fields of generation_config.json, with their names in a file."""
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """The files of the GGUF model that `path` is or holds, the first part first; [] where it is something else. Raises
+    """The files of the GGUF model that `path` is or contains, the first part first; [] if it is something else. Raises
     GgufError."""
     if path.is_dir():
         return [] if is_made_of_gguf(path) else files_in(path)
@@ -53,7 +53,7 @@ def gguf_files(path: Path) -> list[Path]:
 def model_directory(
     files: Sequence[Path], parent: Path, check_template: CheckTemplate = lambda _source, _tokens: None
 ) -> Path:
-    """The directory of this model in `parent`, made where there is none. check_template: gets the chat template and its
+    """The directory of this model in `parent`, created if needed. check_template: called with the chat template and its
     special tokens; raises ValueError to refuse it. Raises GgufError or OSError."""
     paths = [Path(os.path.abspath(path)) for path in files]
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def is_made_of_gguf(directory: Path) -> bool:
 
 
 def source_of(model: str) -> str:
-    """The GGUF file that a directory was made of, its first part of several; of anything else, itself. For messages."""
+    """For messages: the GGUF file from which a directory was made, or its first part; anything else unchanged."""
     directory = Path(model)
     if not is_made_of_gguf(directory):
         return model
@@ -102,7 +102,7 @@ def _make(paths: Sequence[Path], directory: Path, check_template: CheckTemplate)
             (unfinished / path.name).symlink_to(path)
         unfinished.rename(directory)
     except OSError:
-        if not (directory / _CONFIG).is_file():  # else another process was faster
+        if not (directory / _CONFIG).is_file():  # otherwise another process was faster
             raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Orders of rows and columns in which llama.cpp's conversion puts a model's heads.
+"""The permutations of rows and columns that llama.cpp's conversion applies to heads.
 
-Invariant: `of(count)` says which row, or column, of the file each of the model's is, where `why_not(count)` is empty.
+Invariant: if `why_not(count)` is empty, `of(count)` maps each row (or column) of the model to one of the file.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Indices = npt.NDArray[np.int64]
 
 class Order(Protocol):
     def why_not(self, count: int) -> str:
-        """What is expected of their number; "": it fits."""
+        """What is expected of their number; "" = it fits."""
 
     def of(self, count: int) -> Indices: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """In the file, the two rows of each pair for rotary embeddings lie side by side; in the model, of each head the
-    first rows of all pairs come first."""
+    """In the file, the two rows of each rotary pair are adjacent; in the model, the first rows of all pairs of a head
+    come first."""
 
     num_heads: int
 
@@ -37,13 +37,12 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Heads of values behind `first` others. In the file, those of different key heads take turns; in the model, those
-    of one key head lie side by side."""
+    """Value heads after `first` other rows. In the file, those of different key heads are interleaved; in the model,
+    those of one key head are adjacent."""
 
     first: int
     num_key_heads: int
     width: int
-    """Of a head."""
 
     def why_not(self, count: int) -> str:
         unit = self.num_key_heads * self.width

@@ -1,7 +1,7 @@
-"""How a BPE tokenizer cuts text into words, by the field `tokenizer.ggml.pre`.
+"""How a BPE tokenizer splits text into words, by the field `tokenizer.ggml.pre`.
 
-For: tokenizer.json. Does not know: vocabularies. Invariant: each is what the tokenizer.json of the models behind that
-name says, not llama.cpp's rewriting of it. Sources: llama.cpp's table of names, which quotes those files' patterns.
+For tokenizer.json. Invariant: each entry is what the tokenizer.json of the models with that name says, not llama.cpp's
+rewrite of it. Sources: llama.cpp's table of names, which quotes those files' patterns.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Part = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
     parts: tuple[Part, ...]
-    """Of tokenizer.json, in order."""
+    """Parts of tokenizer.json, in order."""
     composes: bool = False
-    """Whether text is brought to Unicode's composed form (NFC) first."""
+    """Whether text is normalised to Unicode's composed form (NFC) first."""
     ignore_merges: bool = False
-    """Whether a word of the vocabulary is one token even where no merges build it."""
+    """Whether a word in the vocabulary is one token even if no merges produce it."""
     adds_bos: bool = False
-    """Where the file does not say."""
+    """Default if the file does not say."""
 
 
 def _split(pattern: str) -> Part:
@@ -29,7 +29,7 @@ def _split(pattern: str) -> Part:
 
 
 def _byte_level(use_regex: bool) -> Part:
-    """use_regex: cuts as GPT-2."""
+    """use_regex: splits like GPT-2."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 

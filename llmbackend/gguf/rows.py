@@ -1,6 +1,6 @@
 """The rows of a GGUF model's tensor: their bytes in the mapped file, and their order in the model.
 
-Does not know: types. Invariant: needs no torch.
+Independent of tensor types and of torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def ordered_rows(tensor: ModelTensor) -> Bytes:
 
 
 def blocks_fit(tensor: ModelTensor) -> bool:
-    """Whether a row's blocks of the file are blocks of the model's row, in an order of their own."""
+    """Whether the blocks of a row in the file are whole blocks of the model's row, possibly reordered."""
     return tensor.columns is None or _order_of_blocks(tensor) is not None
 
 

@@ -1,9 +1,8 @@
-"""A GGUF model's matrices as the file has them, in types of 2 to 8 bits.
+"""A GGUF model's matrices as stored in the file, in types of 2 to 8 bits.
 
-For: the engine's packing. Does not know: layouts of kernels. Invariant: rows and columns are in the model's order; a
-matrix whose blocks this order would divide is not among them. Source of Q4_0 and Q4_1: ggml's block_q4_0 and
-block_q4_1: of 32 weights of a row a float16 scale, of Q4_1 a float16 minimum, and 16 bytes, whose lower halves are the
-first 16 numbers.
+Used by the engine's packing. Invariant: rows and columns are in the model's order; a matrix whose blocks this order
+would split is excluded. Source of Q4_0 and Q4_1: ggml's block_q4_0 and block_q4_1: for 32 weights of a row, a float16
+scale, in Q4_1 a float16 minimum, and 16 bytes, whose low nibbles are the first 16 numbers.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from .rows import Bytes, blocks_fit, ordered_rows
 
 GROUP: Final = 32
 _HEAD_BYTES: Final = {"Q4_0": 2, "Q4_1": 4}
-"""Of a block's scale, and minimum."""
+"""Bytes of a block's scale and minimum."""
 _HEAD, _EMBEDDING = "lm_head.weight", "token_embd.weight"
-"""The model's name of one, the file's of the other."""
+"""The model's name of the head, the file's name of the embedding."""
 
 
 class FourBitMatrix(NamedTuple):
-    """scale * (number - 8), or with minima scale * number + min; of k in groups of GROUP."""
+    """scale * (number - 8), or with minima scale * number + min; groups of GROUP along k."""
 
     numbers: npt.NDArray[np.uint8]
     """[n, k]"""
     scales: npt.NDArray[np.float16]
     """[n, k / GROUP]"""
     mins: npt.NDArray[np.float16] | None
-    """As scales; of Q4_1."""
+    """Shaped like scales; for Q4_1."""
 
 
 class FileMatrices:
-    """Each is read when it is asked for. An output head that the file lacks is the embedding."""
+    """Each is read on demand. If the file has no output head, it is the embedding."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         """Raises GgufError or OSError."""
@@ -48,12 +47,11 @@ class FileMatrices:
 
     @property
     def count(self) -> int:
-        """Of the layers' matrices."""
         layers = (name for name, tensor in self._tensors.items() if name != _HEAD and tensor.name != _EMBEDDING)
         return sum(self.type_of(name) is not None for name in layers)
 
     def type_of(self, name: str) -> str | None:
-        """None: the tensor of this name is no matrix in a type of few bits."""
+        """None = the tensor with this name is not a matrix in a type of 2 to 8 bits."""
         tensor = self._tensors.get(name)
         if tensor is None or tensor.info.type.is_plain or len(tensor.info.shape) < 2:
             return None
@@ -61,12 +59,11 @@ class FileMatrices:
         return types.pop() if len(types) == 1 else None
 
     def blocks(self, name: str) -> Bytes:
-        """The bytes of each row."""
         pieces = [ordered_rows(piece) for piece in self._tensors[name].pieces]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def four_bits(self, name: str) -> FourBitMatrix:
-        """Of Q4_0 or Q4_1."""
+        """For Q4_0 and Q4_1."""
         return _four_bits(self._tensors[name], self.blocks(name))
 
 

@@ -1,6 +1,7 @@
-"""The types of a GGUF file's tensors: which are read, and how many bytes they take.
+"""The supported tensor types of GGUF files, and their sizes in bytes.
 
-Source: the GGUF format's ggml_type. A matrix's rows are sequences of blocks; a block is some numbers and their scales.
+Source: the GGUF format's ggml_type. A matrix's rows are sequences of blocks; a block contains some numbers and their
+scales.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Final
 class TensorType:
     name: str
     block: int
-    """Numbers in a block."""
     block_bytes: int
 
     @property
@@ -39,7 +39,7 @@ TYPES: Final = {
     30: TensorType("BF16", 1, 2),
     39: TensorType("MXFP4", 32, 17),
 }
-"""Those that are read, by their number in the file."""
+"""Supported types, by their number in the file."""
 
 _OTHERS: Final = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",

@@ -1,8 +1,8 @@
-"""A GGUF model's tensors by the model's names, as torch has them: read one by one, when they are asked for.
+"""A GGUF model's tensors by the model's names, as torch tensors that are read one by one on demand.
 
-For: the engine's loader. Does not know: modules. Invariants: at no time is there more than one tensor beside what the
-caller keeps, and a few blocks of it as 32-bit floats; values are those that llama.cpp computes with, rounded once to
-the wanted type. The gguf package has the layouts of the types.
+Used by the engine's loader. Invariants: at any time, at most one tensor exists beyond what the caller keeps, plus a few
+blocks of it as float32; values are those that llama.cpp computes with, rounded once to the requested type. The gguf
+package knows the layouts of the types.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .rows import Bytes, mapped_rows
 
 T = TypeVar("T")
 Unpack = Callable[[str, Bytes], Floats | None]
-"""The values of rows of blocks of a type; None: use the gguf package, which takes ten times as long."""
+"""The values of rows of blocks of a type; None = use the gguf package, which takes ten times as long."""
 _CHUNK = 1 << 18
 """Numbers that one thread converts at a time."""
 
 
 class GgufTensors(Mapping[str, torch.Tensor]):
-    """Each look-up reads the tensor again, into memory of its own."""
+    """Each lookup reads the tensor again, into new memory."""
 
     def __init__(self, files: Sequence[Path], dtype: torch.dtype, unpack: Unpack = lambda kind, rows: None) -> None:
         """dtype: of every tensor. unpack: called on several threads. Raises GgufError or OSError."""
@@ -51,7 +51,7 @@ class GgufTensors(Mapping[str, torch.Tensor]):
 
     @property
     def description(self) -> str:
-        """Which types the files have and what they are read as, for the log."""
+        """For the log: the types in the files, and the type they are converted to."""
         read_as = str(self._dtype).removeprefix("torch.")
         infos = {piece.name: piece.info for tensor in self._tensors.values() for piece in tensor.pieces}
         counts = Counter(info.type.name for info in infos.values())
@@ -79,7 +79,8 @@ def _read(tensor: ModelTensor, dtype: torch.dtype, unpack: Unpack) -> torch.Tens
 
 
 def _in_turn(make: Callable[[int], T], starts: Sequence[int]) -> Iterator[T]:
-    """What is made of each, by several threads, no more of it at a time than there are threads."""
+    """The results of `make` for each start, computed by several threads, with at most as many in memory as there are
+    threads."""
     if len(starts) == 1:
         yield make(starts[0])
         return
@@ -93,9 +94,9 @@ def _values(raw: Bytes, tensor: ModelTensor) -> Floats:
     from gguf import GGMLQuantizationType, quants
 
     kind = tensor.info.type.name
-    with np.errstate(all="ignore"):  # a file may hold infinities
+    with np.errstate(all="ignore"):  # a file may contain infinities
         if kind in ("F32", "F16"):
             return np.ascontiguousarray(raw).view("<f4" if kind == "F32" else "<f2").astype(np.float32)
-        one_row = np.ascontiguousarray(raw).reshape(1, -1)  # quants converts few rows at a time, however short
+        one_row = np.ascontiguousarray(raw).reshape(1, -1)  # quants converts only a few rows at a time, however short
         values: Floats = quants.dequantize(one_row, GGMLQuantizationType[kind])
         return values.reshape(len(raw), -1)

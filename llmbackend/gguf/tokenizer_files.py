@@ -1,8 +1,8 @@
 """A GGUF model's tokenizer.json and tokenizer_config.json.
 
-Does not know: weights. Invariant: the token ids are those of the tokenizer.json that the file was converted from, as
-far as the file tells; a kind of tokenizer that is not known is refused by name. Sources: llama.cpp's tokenizers, for
-what fields mean; the tokenizers library, for what its file means.
+Invariant: the token ids are those of the tokenizer.json from which the file was converted, as far as the file tells;
+unknown kinds of tokenizers are refused by name. Sources: llama.cpp's tokenizers, for the meaning of fields; the
+tokenizers library, for the meaning of its file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .vocabulary import BYTE, NORMAL, Vocabulary, read_vocabulary
 Json = dict[str, Any]
 BPE, SENTENCEPIECE = "gpt2", "llama"
 MARKER: Final = "made_of_gguf"
-"""The entry of tokenizer_config.json that says what the files were made of."""
+"""The entry of tokenizer_config.json that names the source of the files."""
 MAX_MERGES: Final = 1 << 22
 MAX_TEMPLATE_CHARACTERS: Final = 1 << 20
 MAX_PIECE_CHARACTERS: Final = 1 << 8
@@ -73,7 +73,7 @@ def chat_template(fields: Mapping[str, Any]) -> str:
 
 
 def _added(index: int, text: str, is_special: bool, strips: bool) -> Json:
-    """strips: Phi-3's tokens take the whitespace behind them, which its files do not say."""
+    """strips: Phi-3's tokens include the whitespace after them, which its files do not say."""
     return {
         "id": index,
         "content": text,
@@ -119,7 +119,7 @@ def _framing(reader: Fields, vocabulary: Vocabulary, name: str, default: bool) -
 
 
 def _bpe(reader: Fields, vocabulary: Vocabulary) -> tuple[Json, bool]:
-    """Parts of tokenizer.json, and whether texts begin with bos unless the file says otherwise."""
+    """Parts of tokenizer.json, and whether texts begin with bos by default."""
     name = reader.text("pre")
     if name not in PRE_TOKENIZERS:
         raise GgufError(
@@ -197,8 +197,8 @@ def _sentencepiece(reader: Fields, vocabulary: Vocabulary) -> Json:
 
 
 def _merges_of_scores(reader: Fields, vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours that make the token of the highest score. As merges: every way to make each
-    token of two, in the order of scores."""
+    """SentencePiece merges the neighbours that form the token with the highest score. As merges: every way to form each
+    token from two, in the order of scores."""
     scores = np.asarray(reader.numbers("scores", len(vocabulary.tokens))).astype(np.float64)
     if not np.isfinite(scores).all():
         raise GgufError("its field 'tokenizer.ggml.scores' has numbers that are not finite")
@@ -220,6 +220,6 @@ def _merges_of_scores(reader: Fields, vocabulary: Vocabulary) -> list[tuple[str,
             if token[:place] in pieces and token[place:] in pieces
         ]
         if len(found) > MAX_MERGES:
-            raise GgufError(f"its field 'tokenizer.ggml.tokens' has more than {MAX_MERGES} ways to make tokens of two")
+            raise GgufError(f"its field 'tokenizer.ggml.tokens' has more than {MAX_MERGES} ways to merge two tokens")
     found.sort(key=lambda one: one[:3], reverse=True)
     return [(token[:place], token[place:]) for _, place, _, token in found]

@@ -1,7 +1,7 @@
 """A file's tokens: their texts and kinds, and which of them begin, end or pad a text.
 
-Does not know: how text is cut into tokens. Invariant: texts are distinct, and ids lie in the list. Source: the fields
-`tokenizer.ggml.*` as llama.cpp reads them.
+Invariant: texts are distinct, and ids are within the list. Source: the fields `tokenizer.ggml.*` as llama.cpp reads
+them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ _FIELDS: Final = {
     "pad": "padding_token_id",
 }
 _SENTENCEPIECE: Final = {"bos": 1, "eos": 2, "unk": 0}
-"""Where the file does not say."""
+"""Defaults if the file does not say."""
 _ENDS: Final = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
     "<EOT>", "<end_of_utterance>",
 })  # fmt: skip
-"""Tokens that end an answer whether or not the file says so."""
+"""Tokens that end a response even if the file does not say so."""
 
 _PARSED: Final = ("<|tool_call", "<|/tool_call")
-"""Begin tokens that parsers of tool calls look for in an answer; the conversion calls all tokens <|…|> special."""
+"""Prefixes of tokens that tool-call parsers look for in a response; the conversion marks all tokens <|…|> as
+special."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,13 @@ class Vocabulary:
 
     @property
     def ends(self) -> list[int]:
-        """Ids that end an answer, eos first."""
+        """Ids that end a response, eos first."""
         named = [self.special[name] for name in ("eos", "eot", "eom") if name in self.special]
         return list(dict.fromkeys([*named, *(i for i, token in enumerate(self.tokens) if token in _ENDS)]))
 
     def added(self) -> Iterator[tuple[int, str, bool]]:
-        """Tokens that are found in text before it is cut into words; whether they are left out of an answer."""
+        """Tokens that are matched in text before it is split into words; and whether they are omitted from a
+        response."""
         for index, kind in enumerate(self.kinds):
             if kind in (CONTROL, USER_DEFINED, UNKNOWN):
                 text = self.tokens[index]

@@ -1,7 +1,7 @@
-"""The CURVE key of a cluster's ZeroMQ links over TCP, in a folder that each of its machines has.
+"""The CURVE key for a cluster's ZeroMQ links over TCP, stored in a folder on each of its machines.
 
 All servers and clients of the cluster share one key pair. Invariants: a secured link accepts nobody without the key;
-the secret key appears in no message, log or error.
+the secret key never appears in a message, log or error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 import zmq
 
 CURVE_KEY: Final = "curve.key"
-"""A file with the secret key in z85, 40 characters; the public key is derived from it."""
+"""A file that contains the secret key in z85, 40 characters; the public key is derived from it."""
 _KEY_CHARACTERS: Final = 40
 _MAX_FILE_BYTES: Final = 1 << 12
 
@@ -46,7 +46,7 @@ class ClusterSecrets:
 
     @classmethod
     def create(cls, folder: str | Path) -> ClusterSecrets:
-        """Creates the key, readable for this user alone. Raises FileExistsError when there is one."""
+        """Creates the key, readable only by this user. Raises FileExistsError if there is one."""
         public, secret = zmq.curve_keypair()
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(os.open(Path(folder) / CURVE_KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -54,18 +54,18 @@ class ClusterSecrets:
         return cls(public, secret)
 
     def secure_client(self, socket: zmq.Socket[Any]) -> None:
-        """Call before it connects."""
+        """To be called before it connects."""
         socket.curve_serverkey = self.curve_public_key
         socket.curve_publickey, socket.curve_secretkey = self.curve_public_key, self.curve_secret_key
 
     def secure_server(self, socket: zmq.Socket[Any]) -> None:
-        """Call before it binds. Its context needs a `ClientCheck`."""
+        """To be called before it binds. Its context needs a `ClientCheck`."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.curve_public_key, self.curve_secret_key
 
 
 class ClientCheck:
-    """Refuses clients without the cluster's key at all secured servers of a context, on its own thread."""
+    """Refuses clients without the cluster's key on all secured servers of a context, on its own thread."""
 
     def __init__(self, context: zmq.Context[Any], public_key: bytes) -> None:
         """public_key: the cluster's, in z85."""
@@ -81,5 +81,5 @@ class ClientCheck:
         return key == self._key
 
     def close(self) -> None:
-        """Call before the context is terminated."""
+        """To be called before the context is terminated."""
         self._authenticator.stop()

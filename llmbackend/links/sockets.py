@@ -1,8 +1,8 @@
-"""ZeroMQ sockets of links between processes: heartbeats, encryption, connection events.
+"""ZeroMQ sockets for links between processes: heartbeats, encryption, connection events.
 
-For: links between frontends and hosts, between hosts, and between hosts and engines. Does not know: what messages mean.
-Invariants: a socket does not limit its messages (senders count unread bytes) and keeps no process from ending unless it
-is closed with a linger time; a connection that is silent for longer than the heartbeat timeout is closed.
+Used for links between frontends and hosts, between hosts, and between hosts and engines. Independent of what messages
+mean. Invariants: a socket does not limit its messages (senders count unread bytes) and does not keep a process from
+ending unless it is closed with a linger time; connections silent for longer than the heartbeat timeout are closed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def new_socket(
 
 
 def descriptor(socket: zmq.Socket[bytes]) -> int:
-    """Becomes readable when `is_readable` should be called again; stays silent until it was called once more."""
+    """Becomes readable when `is_readable` should be called again; then stays silent until that has been called."""
     return cast(int, socket.getsockopt(zmq.FD))
 
 
@@ -92,6 +92,6 @@ class Monitor:
         return found
 
     def close(self) -> None:
-        """Call before the socket is closed."""
+        """To be called before the socket is closed."""
         self._watched.disable_monitor()
         self.socket.close()

@@ -1,1 +1,1 @@
-"""The web pages: a separate process that uses only the server's public HTTP API. Begin with main.py."""
+"""The web pages: a separate process that uses only the server's public HTTP API. Entry point: main.py."""

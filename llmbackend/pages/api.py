@@ -1,6 +1,6 @@
 """Api: the server's HTTP API, called with the viewer's key.
 
-For: every page. Does not know: what is shown. Invariants: all viewers share a pool of connections over the Unix socket
+Used by every page. Independent of what is shown. Invariants: all viewers share a connection pool over the Unix socket
 that the server opened for this process; a key is only sent with requests, never stored; errors have the API's own text.
 """
 
@@ -23,7 +23,7 @@ _pool: httpx.AsyncClient | None = None
 
 
 class ApiError(Exception):
-    """The text is that of the API. status: the HTTP status; 0 = there was no response."""
+    """The text is that of the API. status: the HTTP status; 0 = there was no response"""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -35,14 +35,14 @@ class ServerEvent:
     """One server-sent event."""
 
     name: str
-    """ "message" if the stream names none."""
+    """"message" if the stream does not name it."""
     data: str
     id: str = ""
 
 
 @asynccontextmanager
 async def connected(api_socket: Path) -> AsyncIterator[None]:
-    """Opens the pool of connections; Api works only within this context."""
+    """Opens the connection pool; Api works only within this context."""
     global _pool
     transport = httpx.AsyncHTTPTransport(uds=str(api_socket), limits=httpx.Limits(max_connections=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://server", trust_env=False) as _pool:
@@ -56,11 +56,11 @@ class Api:
         self._key = key
 
     async def get(self, path: str) -> Any:
-        """The answer's JSON. Raises ApiError."""
+        """The JSON of the response. Raises ApiError."""
         return await self._json("GET", path, None, _TIMEOUT_S)
 
     async def post(self, path: str, body: Any = None, timeout_s: float | None = _TIMEOUT_S) -> Any:
-        """The answer's JSON, None for an empty answer. Raises ApiError."""
+        """The JSON of the response, None for an empty one. Raises ApiError."""
         return await self._json("POST", path, body, timeout_s)
 
     async def stream(
@@ -68,7 +68,7 @@ class Api:
     ) -> AsyncGenerator[ServerEvent]:
         """The events of a stream until its end. Raises ApiError. Closing the generator cancels the request, unless
         `headers` ask for a resumable stream."""
-        request = self._request(method, path, body, None)  # without a timeout: its request may wait for long
+        request = self._request(method, path, body, None)  # without a timeout: the request may stay silent for long
         request.headers.update(headers or {})
         try:
             response = await _opened().send(request, stream=True)
@@ -106,7 +106,7 @@ def _opened() -> httpx.AsyncClient:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
-    """Not `aiter_lines`, which also ends lines at U+2028 and other characters that a model may write."""
+    """Not `aiter_lines`, which also splits lines at U+2028 and other characters that a model may write."""
     rest = b""
     async for part in response.aiter_bytes():
         *lines, rest = (rest + part).split(b"\n")
@@ -142,7 +142,7 @@ async def _beginning(response: httpx.Response) -> bytes:
 
 
 def _error(status: int, body: bytes) -> ApiError:
-    """Reads the error bodies of OpenAI's and Triton's APIs; any other body is the text."""
+    """Reads the error bodies of OpenAI's and Triton's APIs; any other body becomes the text."""
     text = body[:_MAX_ERROR_BYTES].decode("utf-8", "replace")
     try:
         found = json.loads(text)["error"]

@@ -1,4 +1,4 @@
-"""Events of engines from the server's feed; answers in progress with the same key share a stream."""
+"""Engine events from the server's feed; answers in progress with the same key share one stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _of_key: dict[str, _Stream] = {}
 
 @contextlib.contextmanager
 def listening(key: str, listener: Listener) -> Iterator[None]:
-    """Calls `listener` with the data of each event `engine` until the context ends."""
+    """Calls `listener` with the data of each `engine` event until the context ends."""
     stream = _of_key.get(key)
     if stream is None:
         stream = _of_key[key] = _Stream(key)

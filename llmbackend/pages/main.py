@@ -1,7 +1,7 @@
 """`python -m llmbackend.pages.main`: the page process, which the server starts for the first viewer.
 
-For: frontends/page_proxy. Does not know: the server; it has a socket to listen on and one to the API. Invariants: it
-ends when its standard input closes, which the server keeps open; it writes no files.
+Started by frontends/page_proxy. Independent of the server; it has one socket to listen on and one to the API.
+Invariants: it ends when its standard input, which the server keeps open, closes; it writes no files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 
 _RECONNECT_TIMEOUT_S = 20.0
-"""How long a page without connection is kept."""
+"""How long the state of a disconnected page is kept."""
 _MAX_MESSAGE_BYTES = 4 << 20
-"""Limit of a browser's message, which may be a stored chat."""
+"""Limit of a browser's message, which may contain a stored chat."""
 
 
 def main() -> None:
@@ -37,11 +37,11 @@ def main() -> None:
 
 
 def _before_nicegui(folder: Path) -> None:
-    """Sets what NiceGUI reads at its import. Nothing is stored, so that any folder is suitable; looking for a temporary
-    one would write a file, and fail on a full disk."""
+    """Sets what NiceGUI reads at import. Nothing is stored, so any folder is suitable; creating a temporary one would
+    write a file, and fail on a full disk."""
     tempfile.tempdir = str(folder)
     os.environ.pop("PYTEST_CURRENT_TEST", None)  # NiceGUI would behave differently under a test
-    os.environ["NICEGUI_STORAGE_PATH"] = str(folder)  # the default is the working folder
+    os.environ["NICEGUI_STORAGE_PATH"] = str(folder)  # the default is the working directory
 
 
 async def _serve(descriptor: int, api_socket: Path) -> None:

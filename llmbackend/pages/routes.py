@@ -28,7 +28,7 @@ def add_to(app: App) -> None:
 
 
 def _add_katex(app: App) -> None:
-    """Serves the copy that NiceGUI has for its diagrams; the file's name contains a hash."""
+    """Serves NiceGUI's own copy, which it uses for diagrams; the file's name contains a hash."""
     found = sorted(Path(nicegui.__file__).parent.glob("elements/mermaid/dist/katex-*.js"))
     if found:
         app.add_static_file(local_file=found[0], url_path=KATEX_URL)

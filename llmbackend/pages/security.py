@@ -1,6 +1,6 @@
 """SecurityHeaders: the content security policy and related headers of every response of the page process.
 
-For: main.py. Does not know: what a page shows. Invariants: only this server's scripts run: its files, and the page's
+Used by main.py. Independent of what a page shows. Invariants: only this server's scripts run: its files, and the page's
 inline scripts, which carry a nonce of the response; a script in a model's text would not run even if the sanitiser
 missed it. Nothing is loaded from or sent to other hosts.
 
@@ -33,7 +33,7 @@ _SCRIPT: Final = re.compile(rb"<script(?=[\s>])")
 
 
 class SecurityHeaders:
-    """ASGI middleware. Buffers HTML, a page's shell of about 100 kB without text of models or viewers."""
+    """ASGI middleware. Buffers HTML responses: page shells of about 100 kB without text of models or viewers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -52,7 +52,7 @@ class _Marked:
         self._send = send
         self._nonce = secrets.token_urlsafe(16)
         self._start: dict[str, Any] | None = None
-        """Delayed start of an HTML response, whose length is unknown yet."""
+        """Delayed start of an HTML response, whose length is not known yet."""
         self._body = b""
 
     async def send(self, message: Message) -> None:

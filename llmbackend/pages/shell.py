@@ -1,6 +1,6 @@
 """The common parts of all pages: header with navigation, theme, the viewer's key.
 
-For: routes.py, and the pages' builders, which get a Viewer. Does not know: what a page shows. Invariant: only the
+Used by routes.py and the pages' builders, which get a Viewer. Independent of what a page shows. Invariant: only the
 browser stores key and theme (static/shell.js); in this process, a key lives as long as its page.
 """
 
@@ -24,7 +24,7 @@ class Page:
     title: str
     path: str
     module: str
-    """Has `build(viewer)`."""
+    """Contains `build(viewer)`."""
     icon: str
 
 
@@ -34,7 +34,7 @@ PAGES: Final = (
     Page("Operations", "/operations", "llmbackend.pages.operations.page", "tune"),
 )
 
-_NEEDS_KEY: Final = "This server needs an API key. Enter the one that its operator gave you."
+_NEEDS_KEY: Final = "This server requires an API key. Enter the one that its operator gave you."
 _WRONG_KEY: Final = "The server does not accept this API key. Enter another one."
 
 OnKey = Callable[[], Awaitable[None]]
@@ -54,7 +54,7 @@ class Viewer:
         """Right of the navigation, for a page's buttons."""
 
     def on_key(self, callback: OnKey) -> None:
-        """`callback` is called when the browser is connected and its key is known, and when the key changes."""
+        """`callback` is called once the browser is connected and its key is known, and when the key changes."""
         self._on_key.append(callback)
 
     def ask_for_key(self, why: str = "") -> None:
@@ -62,7 +62,7 @@ class Viewer:
         self._dialog.open(why)
 
     def need_key(self) -> None:
-        """Opens the key dialog because the API has refused the viewer's key, or a request without one."""
+        """Opens the key dialog because the API refused the viewer's key, or a request without one."""
         self.ask_for_key(_WRONG_KEY if self.key else _NEEDS_KEY)
 
     async def arrive(self) -> None:
@@ -89,7 +89,7 @@ class _KeyDialog:
         with ui.dialog() as self._dialog, ui.card().classes("dialog").props('role="dialog" aria-label="API key"'):
             ui.label("API key").classes("dialog__title")
             self._why = ui.label().classes("dialog__text")
-            ui.label("It is kept in this browser's storage and sent with each request of the pages.").classes("muted")
+            ui.label("It is stored in this browser and sent with each request of the pages.").classes("muted")
             self._input = ui.input("Key", password=True, password_toggle_button=True).classes("full-width")
             self._input.props('outlined dense autocomplete="off" spellcheck="false"').on("keydown.enter", self._save)
             with ui.row().classes("dialog__actions"):

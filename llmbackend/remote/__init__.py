@@ -1,4 +1,4 @@
-"""Frontends and hosts in different processes: RemoteServer on the frontend's side, HostEndpoint on the host's.
+"""Frontends and hosts in different processes: RemoteServer on the frontend's side, HostEndpoint on the host's side.
 
-Begin with wire.py, then remote_server.py and host_endpoint.py.
+Start with wire.py, then remote_server.py and host_endpoint.py.
 """

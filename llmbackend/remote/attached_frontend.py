@@ -1,8 +1,9 @@
-"""AttachedFrontend: the host's view of a frontend and its open requests. HostStates: what all frontends are told.
+"""AttachedFrontend: the host's view of a frontend and its open requests. HostStates: the state announced to all
+frontends.
 
-For: HostEndpoint. Does not know: sockets (it is given a function that sends). Invariants: responses of one step go out
-in one message, in order; unread bytes are bounded, except for one response of each request; when a frontend is lost,
-its requests are cancelled.
+Used by HostEndpoint. Independent of sockets (it receives a function for sending). Invariants: responses of one step are
+sent in one message, in order; unread bytes are bounded, except for one response of each request; when a frontend is
+lost, its requests are cancelled.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ from .wire import (
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES: Final = 64 << 20
-"""Limit of the bytes sent to a frontend and not yet read. A large response whose request has nothing else unread is not
-counted."""
+"""Limit on bytes sent to a frontend and not yet read. A large response is not counted if its request has no
+other."""
 _NONE = ResponseFlag.NONE
 _FINAL: Final = int(ResponseFlag.FINAL)
 _NO_LAYOUT: Final = -1
 Send = Callable[[list[Frame]], bool]
-"""Sends a message to the frontend from any thread; False when the frontend is lost."""
+"""Sends a message to the frontend from any thread. Returns False if the frontend is lost."""
 RawItem = (
     tuple[int, int, int, tuple[Any, ...]]
     | tuple[int, int, int, tuple[Any, ...], bytes]
     | tuple[int, int, int, tuple[Any, ...], bytes, WireResponse]
 )
-"""The fields of an Item; trailing ones may be left out."""
+"""The fields of an Item; trailing ones may be omitted."""
 
 
 class HostedRequest:
@@ -71,11 +72,11 @@ class HostedRequest:
         self._is_cancelled = False
         self._is_over = False
         self._like: InferenceResponse | None = None
-        """The last response that was sent with all its fields."""
+        """The last response sent with all its fields."""
         self._layout: OutputLayout | None = None
         self._layout_number = _NO_LAYOUT
         self._sent_at = 0
-        """Position of its last response among the bytes sent to the frontend."""
+        """Position of its last response in the byte stream to the frontend."""
 
     def accepted(self, handle: InferenceHandle) -> None:
         self._handle = handle
@@ -83,7 +84,7 @@ class HostedRequest:
             handle.cancel()
 
     def cancel(self) -> None:
-        """Called by any thread, also before `accepted`."""
+        """Called by any thread, possibly before `accepted`."""
         self._is_cancelled = True
         if self._handle is not None:
             self._handle.cancel()
@@ -93,7 +94,7 @@ class HostedRequest:
         if flags is _NONE and response is not None and not frontend.is_behind and not self._is_over:
             outputs = response.outputs
             if type(outputs) is Outputs and outputs.layout is self._layout and self._has_only_new_outputs(response):
-                # a token of a stream
+                # one token of a stream
                 item = (self.number, 0, self._layout_number, outputs.values)
                 frontend.put((*item, response.delta) if response.delta else item)
                 self._sent_at = frontend.sent_bytes + 1
@@ -162,7 +163,7 @@ class HostedRequest:
 
 
 class _Framed(NamedTuple):
-    """An item with large tensors. is_counted: whether they count towards the limit of unread bytes."""
+    """An item with large tensors. is_counted: whether they count towards the limit on unread bytes."""
 
     item: RawItem
     frames: list[Frame]
@@ -170,7 +171,7 @@ class _Framed(NamedTuple):
 
 
 class AttachedFrontend:
-    """Any thread may read `requests`. is_behind: whether more than `max_unread_bytes` are unread."""
+    """`requests` may be read by any thread. is_behind: whether more than `max_unread_bytes` are unread."""
 
     def __init__(
         self, name: str, families: tuple[str, ...], send: Send, max_unread_bytes: int = MAX_UNREAD_BYTES
@@ -180,23 +181,23 @@ class AttachedFrontend:
         self.max_unread_bytes = max_unread_bytes
         self.requests: dict[int, HostedRequest] = {}
         self.traces: dict[int, RequestTrace] = {}
-        """By request number, until the frontend reports the end of the request."""
+        """By request number, until the frontend reports the request's end."""
         self.sent_bytes = 0
         self.read_bytes = 0
         self.read_state = 0
-        """Number of the latest HostState that the frontend has read."""
+        """Number of the latest HostState read by the frontend."""
         self.is_behind = False
         self.is_lost = False
         self._send = send
         self._lock = threading.Lock()
-        """Held while sending, so that messages keep the order of `put`."""
+        """Held while sending, so that messages preserve the order of `put`."""
         self._is_woken = False
         self._items: list[RawItem | _Framed] = []
         self._decisions: list[Decision | TraceName] = []
         self._layouts: dict[OutputLayout, int] = {}
         self._new_layouts: list[Layout] = []
         self._unread: deque[tuple[int, int]] = deque()
-        """For each counted unread message: where it ends among the sent bytes, and its size."""
+        """For each counted unread message: its end position in the byte stream, and its size."""
         self._unread_bytes = 0
 
     def has_not_read(self, position: int) -> bool:
@@ -232,7 +233,7 @@ class AttachedFrontend:
         wake_receiver(self._flush)
 
     def _flush(self) -> None:
-        """Sends what was put. What is put meanwhile is sent here or by the next flush."""
+        """Sends everything put so far. Whatever is put meanwhile is sent here or by the next flush."""
         try:
             with self._lock:
                 self._is_woken = False
@@ -285,14 +286,14 @@ class AttachedFrontend:
 
 
 def _taken(waiting: list[Any]) -> list[Any]:
-    """Empties the list. Other threads may append meanwhile without a lock."""
+    """Empties and returns the list. Other threads may append concurrently without a lock."""
     taken = waiting[:]
     del waiting[: len(taken)]
     return taken
 
 
 def _groups(items: list[RawItem | _Framed]) -> list[tuple[list[RawItem], list[Frame], bool]]:
-    """The items in as few messages as possible: one for each item with frames, which are numbered within a message."""
+    """The items in as few messages as possible: one for each item with frames, which are numbered per message."""
     if _Framed not in set(map(type, items)):  # the usual case
         return [(cast(list[RawItem], items), [], True)] if items else []
     groups: list[tuple[list[RawItem], list[Frame], bool]] = []
@@ -318,7 +319,7 @@ ANNOUNCED_WITHIN_S: Final = 2.0
 
 
 class HostStates:
-    """Sends frontends the host's state when it changes, from its own thread."""
+    """Sends the host's state to frontends when it changes, from its own thread."""
 
     def __init__(
         self, server: InferenceServer, host_id: str, frontends: Callable[[], Iterable[AttachedFrontend]]
@@ -329,9 +330,9 @@ class HostStates:
         self._peers: tuple[HostPeer, ...] = ()
         self._changed = threading.Condition()
         self._asked = 0
-        """Number of calls of `ask`."""
+        """Number of calls to `ask`."""
         self._number = 0
-        """`_asked` when the latest state was made."""
+        """Value of `_asked` when the latest state was created."""
         self._is_leaving = False
         self._is_closed = False
         self._told: dict[AttachedFrontend, HostState] = {}
@@ -347,19 +348,19 @@ class HostStates:
         self._thread.join()
 
     def set_peers(self, peers: Iterable[HostPeer]) -> None:
-        """The other hosts that frontends can use, in order of preference."""
+        """Sets the other hosts that frontends can use, in order of preference."""
         self._peers = tuple(peers)
         self.ask()
 
     def ask(self) -> int:
-        """Soon tells frontends the current state; its number is at least the returned one."""
+        """Schedules sending the current state to frontends. Its number will be at least the returned one."""
         with self._changed:
             self._asked += 1
             self._changed.notify_all()
             return self._asked
 
     def announce(self, timeout_s: float = ANNOUNCED_WITHIN_S) -> bool:
-        """Blocks until every frontend has read the current state; False when one has not within `timeout_s`."""
+        """Blocks until every frontend has read the current state. Returns False if one has not within `timeout_s`."""
         number, deadline_s = self.ask(), time.monotonic() + timeout_s
         with self._changed:
             return self._changed.wait_for(

@@ -1,6 +1,6 @@
-"""Sockets by the kind of endpoint: ipc://PATH is a Unix socket, tcp://HOST:PORT is ZeroMQ with CURVE.
+"""Creates sockets by the kind of endpoint: ipc://PATH is a Unix socket, tcp://HOST:PORT is ZeroMQ with CURVE.
 
-For: HostEndpoint and HostLink. Does not know: what messages mean. Invariant: links over a network are encrypted.
+Used by HostEndpoint and HostLink. Independent of what messages mean. Invariant: links over a network are encrypted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .unix_sockets import SILENCE_TIMEOUT_S, UnixConnection, UnixHostSocket
 from .wire import Frame
 
 FRONTEND_HEARTBEAT_TIMEOUT_S: Final = 5.0
-"""Time without a heartbeat after which the other end counts as lost."""
+"""If there is no heartbeat for this long, the other end counts as lost."""
 _MESSAGES_AT_ONCE: Final = 64
 _EVENTS: Final = HANDSHAKE_FAILURES | zmq.Event.DISCONNECTED
 _FAILURES: Final = {
@@ -36,7 +36,7 @@ _FAILURES: Final = {
 
 
 def receive(socket: zmq.Socket[bytes]) -> Parts | None:
-    """The next message; None when there is none."""
+    """The next message; None if there is none."""
     if not is_readable(socket):
         return None
     return [frame.buffer for frame in socket.recv_multipart(zmq.NOBLOCK, copy=False)]
@@ -110,7 +110,7 @@ class ZmqHostSocket:
 
 
 class ZmqConnection:
-    """A Connection. Until it has begun, ZeroMQ keeps trying."""
+    """A Connection. ZeroMQ keeps trying until it is established."""
 
     def __init__(
         self, endpoint: str, keys: ClusterSecrets | None, heartbeat_timeout_s: float, owner: ConnectionOwner
@@ -125,12 +125,12 @@ class ZmqConnection:
     def open(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context, zmq.DEALER, self._keys, self._heartbeat_timeout_s)
-        self._socket.routing_id = os.urandom(16).replace(b"\0", b"\1")  # a leading 0 is ZeroMQ's own
+        self._socket.routing_id = os.urandom(16).replace(b"\0", b"\1")  # ids with a leading 0 are reserved by ZeroMQ
         self._monitor = Monitor(self._socket, _EVENTS)
         self._loop.add_reader(descriptor(self._socket), self._owner.on_readable)
         self._loop.add_reader(descriptor(self._monitor.socket), self._read_monitor)
         self._socket.connect(self._endpoint)
-        self._loop.call_soon(self._owner.on_readable)  # a descriptor may stay silent until its socket is queried
+        self._loop.call_soon(self._owner.on_readable)  # the descriptor may stay silent until its socket is queried
         self._loop.call_soon(self._read_monitor)
 
     def receive(self) -> Parts | None:
@@ -169,7 +169,7 @@ _TCP: Final = "tcp://"
 
 
 def check_endpoint(endpoint: str, keys: ClusterSecrets | None) -> None:
-    """Raises ValueError for an endpoint of another kind, and for a TCP endpoint without keys."""
+    """Raises ValueError for an unknown kind of endpoint, and for a TCP endpoint without keys."""
     if endpoint.startswith(_TCP):
         if keys is None:
             raise ValueError(f"endpoint '{endpoint}' needs the cluster's key: links over a network are encrypted")
@@ -178,7 +178,7 @@ def check_endpoint(endpoint: str, keys: ClusterSecrets | None) -> None:
 
 
 def new_host_socket(endpoint: str, keys: ClusterSecrets | None, timeout_s: float | None) -> HostSocket:
-    """timeout_s: a peer that is silent for longer is lost; None = default of the kind. Raises as `check_endpoint`."""
+    """timeout_s: a peer that is silent for longer is lost; None = the kind's default. Raises as `check_endpoint`."""
     check_endpoint(endpoint, keys)
     if endpoint.startswith(_IPC):
         return UnixHostSocket(_path(endpoint), timeout_s or SILENCE_TIMEOUT_S)
@@ -188,7 +188,7 @@ def new_host_socket(endpoint: str, keys: ClusterSecrets | None, timeout_s: float
 def new_connection(
     endpoint: str, keys: ClusterSecrets | None, timeout_s: float | None, owner: ConnectionOwner
 ) -> Connection:
-    """A frontend's connection, on an event loop; arguments and errors as of `new_host_socket`."""
+    """A frontend's connection, on an event loop. Arguments and errors as for `new_host_socket`."""
     check_endpoint(endpoint, keys)
     if endpoint.startswith(_IPC):
         return UnixConnection(_path(endpoint), timeout_s or SILENCE_TIMEOUT_S, owner)

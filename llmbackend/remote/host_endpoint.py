@@ -1,8 +1,8 @@
 """HostEndpoint: serves an InferenceServer to frontends in other processes.
 
-For: the process of a host. Does not know: protocols, what requests mean. Invariants: one thread reads all messages; a
-frontend of another release is refused with an error that names both releases; requests of a lost frontend are
-cancelled; work in proportion to a request's size does not delay other requests.
+Used by a host's process. Independent of protocols and of what requests mean. Invariants: one thread reads all messages;
+a frontend of another release is refused with an error that names both releases; requests of a lost frontend are
+cancelled; work proportional to a request's size does not delay other requests.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from .wire import (
 log = logging.getLogger(__name__)
 
 CallHandler = Callable[[Call, Callable[[CallResult], object]], None]
-"""Called with the call and a function that takes its result on any thread."""
+"""Called with the call and a function that accepts its result on any thread."""
 LARGE_BYTES: Final = 256 << 10
 """Larger requests are decoded and validated on other threads."""
 MAX_WAITING_BYTES: Final = 256 << 20
-"""Limit of the large requests of all frontends that wait to be decoded; more are refused."""
+"""Limit on the large requests of all frontends that are waiting to be decoded; further ones are refused."""
 _BEAT_S: Final = 1.0
 _PROBES_S: Final = 0.1
-"""Interval of beats after a connection was lost, until its frontend is known."""
+"""Interval between beats after a connection was lost, until it is known which frontend it was."""
 _PROBED_FOR_S: Final = 2.0
 _BEAT: Final = encode(Beat())
 
@@ -81,9 +81,9 @@ class HostEndpoint:
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         release: str = __version__,
     ) -> None:
-        """heartbeat_timeout_s  a frontend that is silent for longer is lost; None = default of the endpoint's kind
+        """heartbeat_timeout_s  a frontend that is silent for longer is lost; None = the endpoint kind's default
         max_unread_bytes     of one frontend
-        max_waiting_bytes    of large requests that wait to be decoded; a single one may be larger
+        max_waiting_bytes    for large requests waiting to be decoded; a single one may exceed it
 
         Raises ValueError for an endpoint that cannot be used.
         """
@@ -95,7 +95,7 @@ class HostEndpoint:
         self._on_call: CallHandler | None = None
         self._on_peers: Callable[[Sequence[HostPeer] | None], None] = lambda peers: None
         self._peers: Sequence[HostPeer] | None = None
-        """None: unknown."""
+        """None = unknown."""
         self._is_closing = False
         self._probe_until_s = 0.0
         self._states = HostStates(server, host_id, lambda: list(self._frontends.values()))
@@ -107,39 +107,38 @@ class HostEndpoint:
 
     @property
     def endpoint(self) -> str:
-        """Has the actual port from `start` on."""
+        """Contains the actual port from `start` on."""
         return self._socket.endpoint
 
     def start(self) -> None:
-        """Raises OSError when the endpoint cannot be bound."""
+        """Raises OSError if the endpoint cannot be bound."""
         self._socket.bind()
         self._thread.start()
         self._states.start()
 
     def set_peers(self, peers: Sequence[HostPeer]) -> None:
-        """The other hosts that frontends can use after this one, in order of preference."""
+        """Sets the other hosts that frontends can use after this one, in order of preference."""
         self._states.set_peers(peers)
         self._peers = peers
         self._on_peers(peers)
 
     def serve_calls(self, on_call: CallHandler, on_peers: Callable[[Sequence[HostPeer] | None], None]) -> None:
         """Answers calls of other hosts. on_call: called on this endpoint's thread, must only enqueue. on_peers: called
-        on any thread with the other hosts, now and when they change; None = unknown."""
+        on any thread with the other hosts, now and whenever they change; None = unknown."""
         self._on_call, self._on_peers = on_call, on_peers
         on_peers(self._peers)
 
     def announce(self, timeout_s: float = ANNOUNCED_WITHIN_S) -> bool:
-        """Blocks until every frontend knows the current models and settings; False when one does not within
-        `timeout_s`."""
+        """Blocks until every frontend knows the current models and settings. False after `timeout_s`."""
         return self._states.announce(timeout_s)
 
     def leave(self, timeout_s: float = ANNOUNCED_WITHIN_S) -> bool:
         """Blocks until every frontend knows that this host is about to end and has moved the requests that other hosts
-        can continue; False when one has not within `timeout_s`. Other requests are served until `close`."""
+        can continue. Returns False if one has not within `timeout_s`. Other requests are served until `close`."""
         return self._states.leave(timeout_s)
 
     def close(self) -> None:
-        """Ends all links and their open requests. Not to be called by callbacks."""
+        """Ends all links and their open requests. Must not be called by callbacks."""
         self._is_closing = True
         self._socket.wake()
         self._thread.join()
@@ -167,7 +166,7 @@ class HostEndpoint:
             frontend.lost()
 
     def _read_messages(self) -> bool:
-        """Whether there may be more."""
+        """Returns whether there may be more."""
         messages = self._socket.receive()
         with responses_together():
             for sender, (header, *frames) in messages:

@@ -1,7 +1,8 @@
 """HostLink: a frontend's connection to one host.
 
-For: RemoteServer. Does not know: other hosts, kinds of sockets. Invariants: it is used on one event loop; nothing of a
-connection is sent or received after its end; it reconnects for ever; a host with many messages does not block the loop.
+Used by RemoteServer. Independent of other hosts and of the kinds of sockets. Invariants: it is used on one event loop;
+nothing is sent or received on a connection after its end; it reconnects forever; a host with many messages does not
+block the loop.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class KnownHost:
     """A host as a frontend knows it."""
 
     def __init__(self, state: HostState, before: KnownHost | None = None) -> None:
-        """before: what was known of the same host until now."""
+        """before: the previous knowledge about the same host."""
         self.state = state
         self._rows: dict[str, ModelRow]
         self._names: ModelNames
@@ -73,19 +74,19 @@ class KnownHost:
             self._names.add(row.name, ModelIdentifier(row.key), row.served_names)
 
     def find(self, name: str, version: int = -1) -> KnownModel | None:
-        """None when the host does not serve it."""
+        """None if the host does not serve it."""
         try:
             return self.get(name, version)
         except TritonError:
             return None
 
     def get(self, name: str, version: int = -1) -> KnownModel:
-        """Raises TritonError as ServedModels.get."""
+        """Raises TritonError like ServedModels.get."""
         row, number = self._find(name, version)
         return KnownModel(row.descriptions[number], number in row.decoupled, row.resumes)
 
     def metadata(self, name: str, version: int = -1) -> ModelMetadata:
-        """Raises TritonError as ServedModels.metadata."""
+        """Raises TritonError like ServedModels.metadata."""
         row, number = self._find(name, version)
         return row.descriptions[number].metadata([number] if version >= 0 else sorted(row.descriptions))
 
@@ -111,16 +112,16 @@ class LinkOwner(Protocol):
     """The user of a link. Called on the event loop."""
 
     def link_changed(self, link: HostLink) -> None:
-        """The host has sent its state."""
+        """Called when the host has sent its state."""
 
     def link_lost(self, link: HostLink) -> None:
-        """The connection has ended; open requests get no further answers."""
+        """Called when the connection has ended; open requests get no further answers."""
 
     def receive(self, link: HostLink, message: Responses, frames: list[memoryview]) -> None: ...
 
 
 class HostLink:
-    """Works between `open` and `close`. host: None unless attached; fault: why it is not attached, if known."""
+    """Operates between `open` and `close`. host: None unless attached; fault: why it is not attached, if known."""
 
     def __init__(
         self,
@@ -130,8 +131,7 @@ class HostLink:
         keys: ClusterSecrets | None = None,
         heartbeat_timeout_s: float | None = None,
     ) -> None:
-        """heartbeat_timeout_s: None = default of the endpoint's kind. Raises ValueError for an endpoint that cannot be
-        used."""
+        """heartbeat_timeout_s: None = the endpoint kind's default. Raises ValueError for an unusable endpoint."""
         check_endpoint(endpoint, keys)
         self.endpoint = endpoint
         self.host: KnownHost | None = None
@@ -159,7 +159,7 @@ class HostLink:
         self._connection.send([self._hello])
 
     def close(self) -> None:
-        """Waits up to GOODBYE_S for a host that does not read."""
+        """Waits up to GOODBYE_S for a host that is not reading."""
         if self._again is not None:
             self._again.cancel()
         if self.host is None:
@@ -169,7 +169,7 @@ class HostLink:
             self._disconnect(GOODBYE_S)
 
     def send(self, message: list[Frame]) -> None:
-        """Does nothing without a connection: then `link_lost` is or was called."""
+        """Does nothing without a connection; `link_lost` has been or will then be called."""
         if self._connection is not None:
             self._connection.send(message)
 
@@ -232,16 +232,16 @@ class HostLink:
 _NONE = ResponseFlag.NONE
 _FLAGS: Final = (_NONE, ResponseFlag.FINAL)
 LARGE_STRINGS_BYTES: Final = 256 << 10
-"""A response with more bytes in BYTES tensors is decoded on a thread."""
+"""A response with more bytes than this in BYTES tensors is decoded on a thread."""
 
 
 class OpenRequest:
     """A frontend's open request; also its InferenceHandle.
 
     number         of the latest submission
-    link           to the host that has it; None = it waits for a host
-    acceptance     awaited by callers that must know of a refusal
-    fingerprint    of the answering model; another model would continue differently
+    link           to the host that has it; None = it is waiting for a host
+    acceptance     awaited by callers that need to know about a refusal
+    fingerprint    of the answering model; a different model would continue differently
     model_resumes  whether the model can continue requests of other hosts
     is_resumable   whether responses carry deltas, if the model gives any
     """
@@ -262,7 +262,7 @@ class OpenRequest:
         self.link: HostLink | None = None
         self.acceptance: asyncio.Future[None] | None = None
         self.deadline: asyncio.TimerHandle | None = None
-        """Set while it waits for a host."""
+        """Set while it is waiting for a host."""
         self.fingerprint = ""
         self.model_resumes = False
         self.has_response = False
@@ -274,15 +274,15 @@ class OpenRequest:
         """Whether further responses only need to be passed to the callback."""
         self._cancel = cancel
         self._whole: InferenceResponse | None = None
-        """The latest response that came with all its fields."""
+        """The latest response that arrived with all its fields."""
         self._held: list[Callable[[], None]] | None = None
-        """Deliveries that wait for a response that is being decoded."""
+        """Deliveries that wait until a response is decoded."""
         self._deltas: list[bytes] = list(request.resume.deltas) if request.resume is not None else []
         self._has_no_delta = request.resume is not None and request.resume.replays
-        """A response came without a delta, or the host repeats responses and it is unknown how many came before."""
+        """Whether a response came without a delta, or the host repeats responses after an unknown number."""
 
     def cancel(self) -> None:
-        """Thread-safe; idempotent."""
+        """Thread-safe and idempotent."""
         if not self.is_cancelled:
             self.is_cancelled = True
             self._cancel(self)
@@ -296,20 +296,20 @@ class OpenRequest:
 
     @property
     def resume(self) -> Resume | None:
-        """What another host needs in order to continue after the delivered responses."""
+        """What another host needs in order to continue after the responses delivered so far."""
         if not self.is_resumable:
             return None
         return self.request.resume if self._has_no_delta else Resume(tuple(self._deltas))
 
     @property
     def version(self) -> int:
-        """The model's version, as requested until a response names it."""
+        """The model's version: the requested one until a response names it."""
         return self.request.model_version if self._whole is None else self._whole.model_version
 
     def can_move(self) -> bool:
         """Whether another host can continue it."""
         if self.is_cancelled or self.request.correlation_id:
-            return False  # only its host has a sequence's state
+            return False  # only its host has the sequence's state
         if not self.has_response:
             return self.model_resumes
         return self.is_resumable and not self._has_no_delta and self._held is None
@@ -339,7 +339,7 @@ class OpenRequest:
     def take(self, item: Item, layouts: Sequence[OutputLayout], frames: Sequence[Frame]) -> None:
         whole = self._whole
         if self.is_plain and whole is not None and not item.flags and item.response is None and item.layout >= 0:
-            # a token of a stream
+            # one token of a stream
             outputs = Outputs(layouts[item.layout], item.values)
             self.callback(InferenceResponse(whole.model_name, whole.model_version, whole.request_id, outputs), _NONE)
             return

@@ -1,7 +1,7 @@
 """Calls between hosts, over their endpoints for frontends.
 
-For: copies of streams on other hosts. Does not know: what calls mean. Invariants: a call ends with its answer or an
-error, at once when its host is lost; hosts of different releases refuse each other's calls; the loss of a host is
+Used for copies of streams on other hosts. Independent of what calls mean. Invariants: a call ends with its answer or an
+error, immediately if its host is lost; hosts of different releases refuse each other's calls; the loss of a host is
 reported before it can be called again. Used on one event loop.
 """
 
@@ -35,7 +35,7 @@ _EVENTS: Final = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
 class PeerCalls:
-    """The calls that one host makes and answers."""
+    """The calls made and answered by one host."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class PeerCalls:
         heartbeat_timeout_s: float = FRONTEND_HEARTBEAT_TIMEOUT_S,
         release: str = __version__,
     ) -> None:
-        """endpoint: this host's, started; its peers can be called. To be created on the event loop."""
+        """endpoint: this host's, already started; its peers can be called. To be created on the event loop."""
         self._host_id = host_id
         self._keys = keys
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -56,13 +56,12 @@ class PeerCalls:
         self._handlers: dict[str, Handler] = {}
         self._on_change: Callable[[], None] = lambda: None
         self._is_told = False
-        """Whether this host knows the other hosts."""
+        """Whether this host has been told about the other hosts."""
         self._is_closed = False
         endpoint.serve_calls(partial(self._in_loop, self._answer), partial(self._in_loop, self._set_peers))
 
     def live(self) -> Sequence[str]:
-        """Connected hosts in a cyclic order of ids that begins after this host's, so that hosts choose different
-        ones."""
+        """Connected hosts in cyclic order of ids, starting after this host's, so that hosts choose different ones."""
         ids = sorted(id for id, link in self._links.items() if link.is_connected)
         return sorted(ids, key=lambda id: id < self._host_id)
 
@@ -71,22 +70,22 @@ class PeerCalls:
         return self._is_told and all(link.is_connected for link in self._links.values())
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """`callback` is called when a host is connected or lost."""
+        """Registers `callback`, which is called when a host is connected or lost."""
         self._on_change = callback
 
     async def call(self, peer: str, topic: str, payload: bytes) -> bytes:
-        """Raises TritonError: UNAVAILABLE when the host is lost, or what its handler raised."""
+        """Raises TritonError: UNAVAILABLE if the host is lost, or whatever its handler raised."""
         link = self._links.get(peer)
         if link is None or not link.is_connected:
             raise unavailable(f"host '{peer}' is gone")
         return await link.call(self._release, self._host_id, topic, payload)
 
     def on_call(self, topic: str, handler: Handler) -> None:
-        """`handler` answers calls of `topic`."""
+        """Registers `handler` for calls of `topic`."""
         self._handlers[topic] = handler
 
     def close(self) -> None:
-        """Ends all links. Before the endpoint is closed."""
+        """Ends all links. To be called before the endpoint is closed."""
         self._is_closed, self._on_change = True, lambda: None
         for link in self._links.values():
             link.close()

@@ -1,8 +1,8 @@
 """RemoteServer: hosts in other processes, with the interface of a host in the frontend's own process.
 
-For: frontend processes. Does not know: protocols, what requests mean. Invariants: a new request goes to the first host,
-in order of preference, that serves its model; every request ends, also when no host is left; no response is delivered
-twice; a request that was moved to another host can be cancelled like any other.
+Used by frontend processes. Independent of protocols and of what requests mean. Invariants: a new request goes to the
+first host, in order of preference, that serves its model; every request ends, even if no host is left; no response is
+delivered twice; a request that was moved to another host can be cancelled like any other.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from .wire import PROTOCOL, Cancel, Decision, Frame, Hello, Responses, Traced, e
 log = logging.getLogger(__name__)
 
 WAIT_FOR_HOST_S: Final = 10.0
-"""How long a request waits when no host can take it."""
+"""How long a request waits if no host can take it."""
 
 
 class _UnreadRegions:
-    """Shared memory regions, which the host reads before it accepts a request."""
+    """Shared memory regions that the host reads before it accepts a request."""
 
     def with_inputs(self, request: InferenceRequest) -> InferenceRequest:
         return request
@@ -65,10 +65,10 @@ class RemoteServer:
         heartbeat_timeout_s: float | None = None,
         release: str = __version__,
     ) -> None:
-        """endpoints            of HostEndpoints, in order of preference; hosts name further ones
-        name                 of this frontend, for messages to people
+        """endpoints            of HostEndpoints, in order of preference; hosts announce additional ones
+        name                 of this frontend, for display
         metric_families      that `metric_samples` can return
-        heartbeat_timeout_s  a host that is silent for longer is lost; None = default of its endpoint's kind
+        heartbeat_timeout_s  a host that is silent for longer is lost; None = the endpoint kind's default
 
         Raises ValueError for an endpoint that cannot be used.
         """
@@ -82,16 +82,16 @@ class RemoteServer:
         self._links = [self._new_link(endpoint) for endpoint in endpoints]
         self._numbers = itertools.count(1)
         self._open: dict[int, OpenRequest] = {}
-        """Requests that a host has, by number."""
+        """Requests at a host, by number."""
         self._waiting: dict[OpenRequest, None] = {}
-        """Requests that wait for a host, oldest first."""
+        """Requests waiting for a host, oldest first."""
         self._known: KnownHost | None = None
-        """The preferred host with its latest known state."""
+        """The preferred host and its latest known state."""
         self._attached = asyncio.Event()
 
     async def start(self, timeout_s: float) -> None:
-        """Attaches to the hosts; returns when one has sent its state. Raises TritonError UNAVAILABLE, with the fault of
-        each host, when none has within `timeout_s`."""
+        """Attaches to the hosts; returns when one has sent its state. If none has within `timeout_s`, raises
+        TritonError UNAVAILABLE with the fault of each host."""
         for link in self._links:
             link.open()
         try:
@@ -101,7 +101,7 @@ class RemoteServer:
             raise unavailable("; ".join(link.fault for link in self._links)) from None
 
     def close(self) -> None:
-        """Leaves the hosts; open requests are cancelled there and end here with an error."""
+        """Leaves the hosts. Open requests are cancelled there and end here with an error."""
         links, self._links = self._links, []
         for link in links:
             link.close()
@@ -133,7 +133,7 @@ class RemoteServer:
     def _packed(
         self, request: InferenceRequest, callback: ResponseCallback, *, is_confirmed: bool
     ) -> tuple[OpenRequest, list[Frame]]:
-        """Called on any thread. Raises TritonError for a request that no message can hold."""
+        """Thread-safe. Raises TritonError for a request that cannot be represented in a message."""
         opened = OpenRequest(request, callback, self._cancel)
         opened.is_resumable = opened.is_resumable or (len(self._links) > 1 and self._resumes(request))
         return opened, self._message(opened, is_confirmed)
@@ -162,7 +162,7 @@ class RemoteServer:
         self._submit(opened, self._message(opened, opened.acceptance is not None))
 
     def _link_for(self, opened: OpenRequest) -> HostLink | None:
-        """The first host that serves the model; for a new request else the first host, which reports the error."""
+        """The first host that serves the model; else, for a new request, the first host, which reports the error."""
         name, version = opened.request.model_name, opened.version
         attached = [(link, link.host) for link in self._links if link.host is not None]
         staying = [(link, host) for link, host in attached if not host.state.is_exiting] or attached
@@ -178,14 +178,14 @@ class RemoteServer:
         self._end(opened, unavailable(f"no host took the request within {self._wait_for_host_s:g} s: {faults}"))
 
     def _end(self, opened: OpenRequest, error: TritonError) -> None:
-        """Ends a request that no host has."""
+        """Ends a request that is not at a host."""
         self._open.pop(opened.number, None)
         self._waiting.pop(opened, None)
         opened.stop_waiting()
         opened.refused(error)
 
     def _cancel(self, opened: OpenRequest) -> None:
-        """Called on any thread."""
+        """Thread-safe."""
         self._on_loop(self._cancel_now, opened)
 
     def _cancel_now(self, opened: OpenRequest) -> None:
@@ -251,7 +251,7 @@ class RemoteServer:
             self._move_from(link)
 
     def _attach_to(self, endpoints: Iterable[str]) -> None:
-        """Known endpoints are left out."""
+        """Skips known endpoints."""
         known = {link.endpoint for link in self._links}
         for endpoint in endpoints:
             if endpoint not in known:
@@ -304,7 +304,7 @@ class RemoteServer:
         return self._host().state.server
 
     def metric_samples(self, name: str) -> list[Sample]:
-        """The samples of one of `metric_families`, at most about a second old."""
+        """The samples of one of `metric_families`, at most about one second old."""
         return [Sample(*sample) for sample in self._host().state.samples.get(name, ())]
 
     def model_is_ready(self, name: str, version: int = -1) -> bool:
@@ -329,7 +329,7 @@ class RemoteServer:
         return [link.host for link in self._links if link.host is not None]
 
     def _host(self) -> KnownHost:
-        """The preferred host, also after it was lost. Raises TritonError before any was known."""
+        """The preferred host, even after it was lost. Raises TritonError before any host was known."""
         if self._known is None:
             raise unavailable("; ".join(link.fault for link in self._links) or "the frontend is stopping")
         return self._known

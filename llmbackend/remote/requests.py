@@ -1,7 +1,7 @@
 """InferenceRequests as messages, and traces of requests that frontends send.
 
-For: RemoteServer (`packed_request`) and HostEndpoint (`unpacked_request`). Does not know: links. Invariant: a request
-arrives unchanged, except for its trace, which the host creates if it samples the request.
+Used by RemoteServer (`packed_request`) and HostEndpoint (`unpacked_request`). Independent of links. Invariant: a
+request arrives unchanged, except for its trace, which the host creates if it samples the request.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .wire import Frame, Submit, TraceStart, elements, encode, packed, unpacked
 def packed_request(
     number: int, request: InferenceRequest, *, is_confirmed: bool, trace: TraceStart | None, resume: Resume | None
 ) -> list[Frame]:
-    """Header and frames. resume: replaces the request's own. Raises TritonError INVALID_ARG for a request beyond the
-    host's bounds, and for values that no message can hold."""
+    """Returns header and frames. resume: replaces the request's own. Raises TritonError INVALID_ARG for a request
+    beyond the host's bounds, and for values that cannot be represented in a message."""
     check_request(request)
     frames: list[Frame] = []
     raw = request.raw_input
@@ -58,8 +58,7 @@ def packed_request(
 
 
 def unpacked_request(submit: Submit, frames: Sequence[Frame]) -> InferenceRequest:
-    """Takes time in proportion to the number of strings. Raises TritonError INVALID_ARG when elements do not match
-    their shape."""
+    """Takes time proportional to the number of strings. Raises TritonError INVALID_ARG if elements and shape differ."""
     raw = submit.raw_input
     return InferenceRequest(
         model_name=submit.model_name,
@@ -92,9 +91,9 @@ class _FrontendSink:
     def __init__(self, headers: dict[str, str]) -> None:
         self.headers = headers
         self.root_number = 0
-        """Number of the root's submission; 0 before it."""
+        """Number of the root's submission; 0 = not submitted yet."""
         self.num_told = 0
-        """How many of the root's marks were sent to the host."""
+        """How many of the root's marks have been sent to the host."""
         self.end: Callable[[list[tuple[int, str]]], None] = lambda items: None
 
     def begin(self, trace: Trace) -> None: ...
@@ -112,7 +111,7 @@ class RemoteTracing:
         self._ids = itertools.count(1)
 
     def sample(self, model_name: str, header: HeaderLookup) -> RequestTrace | None:
-        """The trace of a client's new request, which the host may sample."""
+        """The trace for a client's new request, which the host may sample."""
         if self.is_idle:
             return None
         headers = {name: value for name in _TRACE_HEADERS if (value := header(name))}
@@ -120,8 +119,8 @@ class RemoteTracing:
 
 
 def begun(trace: RequestTrace, number: int, end: Callable[[list[tuple[int, str]]], None]) -> TraceStart:
-    """Sent with the submission `number` of the request of `trace`. end: called with the later marks when the frontend
-    closes the trace."""
+    """To be sent with the submission `number` of the request of `trace`. end: called with the later marks when the
+    frontend closes the trace."""
     sink = trace.trace.sink
     assert isinstance(sink, _FrontendSink), "made by RemoteTracing"
     if trace.parent is not None:

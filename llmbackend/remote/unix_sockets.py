@@ -1,7 +1,7 @@
-"""Links within one machine: Unix sockets that the sending thread writes itself.
+"""Links within one machine: Unix sockets to which the sending thread writes directly.
 
-For: endpoints.py. Does not know: what messages mean. Invariants: a message wakes no thread but its receiver; a frontend
-that does not read delays no other; a peer that hangs is lost after the timeout, one that ends at once.
+Used by endpoints.py. Independent of what messages mean. Invariants: a message wakes no thread but its receiver; a
+frontend that does not read delays no other; a peer that hangs is lost after the timeout, one that ends immediately.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _PONG: Final = _COUNT.pack(_PONG_COUNT)
 _MAX_PARTS: Final = 1 << 16
 _READ_BYTES: Final = 64 << 10
 _READS_AT_ONCE: Final = 16
-"""Limit of consecutive reads, so that others on the same thread are served."""
+"""Limit on consecutive reads, so that others on the same thread are served."""
 _LARGE_READ_BYTES: Final = 256 << 10
 _COPIED_BYTES: Final = 64 << 10
-"""Messages up to this size are copied into one buffer."""
+"""Messages up to this size are copied into a single buffer."""
 _WRITES_AT_ONCE: Final = 16
 _BUFFERS_AT_ONCE: Final = 64
 
 
 class MessageSocket:
-    """Messages over a connected socket. Any thread may call `send` and `flush`, one thread the others. An OSError means
-    that the peer is lost."""
+    """Messages over a connected socket. `send` and `flush` may be called by any thread, the rest by one thread. An
+    OSError means that the peer is lost."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -55,16 +55,16 @@ class MessageSocket:
         """Held while sending."""
         self._outbox: deque[memoryview] = deque()
         self._read = memoryview(b"")
-        """Bytes that were read; those from `_at` on are not handed out yet."""
+        """Bytes read so far; those from `_at` on have not been handed out yet."""
         self._at = 0
         self._large: memoryview | None = None
-        """Buffer of a message that takes several reads."""
+        """Buffer for a message that takes several reads."""
         self._num_large_bytes = 0
-        """How many of its bytes were read."""
+        """How many of its bytes have been read."""
         self._is_dry = False
         """Whether the last read took all available bytes."""
         self._has_heard = True
-        """Whether bytes came since the last `check_peer`."""
+        """Whether bytes have arrived since the last `check_peer`."""
         self._num_silent_checks = 0
 
     def fileno(self) -> int:
@@ -78,7 +78,7 @@ class MessageSocket:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something waits to be sent; then call `flush` when the socket is writable."""
+        """Whether something waits to be sent; `flush` must then be called when the socket is writable."""
         return bool(self._outbox)
 
     def send(self, message: Sequence[Frame]) -> None:
@@ -130,8 +130,9 @@ class MessageSocket:
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def receive(self) -> Parts | None:
-        """The next message; None when none is complete, or after _READS_AT_ONCE reads. Call it until it returns None.
-        Raises EOFError when the peer has ended and all its messages were received, ValueError for malformed bytes."""
+        """The next message; None if none is complete, or after _READS_AT_ONCE reads. To be called until it returns
+        None. Raises EOFError if the peer has ended and all its messages were received, ValueError for malformed bytes.
+        """
         for _ in range(_READS_AT_ONCE):
             while (message := self._next()) is not None:
                 if message:
@@ -143,7 +144,7 @@ class MessageSocket:
         return None
 
     def _next(self) -> Parts | None:
-        """The next message among the read bytes, [] for one that is handled here; None: it is incomplete."""
+        """The next message among the bytes read, [] for one that is handled here; None = incomplete."""
         read, at = self._read, self._at
         num_bytes = len(read) - at
         if num_bytes < _COUNT.size:
@@ -183,7 +184,7 @@ class MessageSocket:
         self._read, self._at = memoryview(b""), 0
 
     def _read_some(self) -> bool:
-        """Whether all available bytes were read."""
+        """Returns whether all available bytes were read."""
         try:
             wanted, found = self._read_small() if self._large is None else self._read_large(self._large)
         except BlockingIOError:
@@ -210,7 +211,7 @@ class MessageSocket:
     # --- silence ----------------------------------------------------------------------------------------------------
 
     def check_peer(self) -> bool:
-        """False when the peer counts as lost. Call it CHECKS times within the timeout, after everything was
+        """Returns False if the peer counts as lost. To be called CHECKS times within the timeout, after everything was
         received; asks a silent peer for a sign of life."""
         self._num_silent_checks = 0 if self._has_heard else self._num_silent_checks + 1
         self._has_heard = False
@@ -222,7 +223,7 @@ class MessageSocket:
 log = logging.getLogger(__name__)
 
 SILENCE_TIMEOUT_S: Final = 15.0
-"""Longer than over a network, because the peer's own loop must answer, not ZeroMQ's threads."""
+"""Longer than over a network, because the peer's own loop must answer rather than ZeroMQ's threads."""
 _BACKLOG: Final = 128
 _ENDS: Final = (OSError, EOFError, ValueError)
 """Errors that end a MessageSocket."""
@@ -239,9 +240,9 @@ class UnixHostSocket:
         self._numbers = itertools.count(1)
         self._connections: dict[Sender, MessageSocket] = {}
         self._senders: dict[int, Sender] = {}
-        """The senders by file descriptor."""
+        """Senders by file descriptor."""
         self._full: set[Sender] = set()
-        """Senders whose outbox is not empty and whose writability is not polled yet."""
+        """Senders with a non-empty outbox whose writability is not polled yet."""
         self._has_lost = False
         self._poll = select.poll()
 
@@ -249,7 +250,7 @@ class UnixHostSocket:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
         try:
-            self._path.unlink(missing_ok=True)  # left by a previous host
+            self._path.unlink(missing_ok=True)  # left behind by a previous host
             self._listener.bind(str(self._path))
             self._listener.listen(_BACKLOG)
         except OSError as error:
@@ -312,7 +313,7 @@ class UnixHostSocket:
             return
         except OSError as error:
             log.error("a frontend cannot be connected: %s", error)
-            self._poll.unregister(self._listener)  # until the next check_peer: its connection stays ready
+            self._poll.unregister(self._listener)  # until the next check_peer, because its connection stays ready
             return
         connection, sender = MessageSocket(accepted), next(self._numbers).to_bytes(8)
         self._poll.register(connection, select.POLLIN)
@@ -367,14 +368,14 @@ class UnixConnection:
         self._is_writing = False
         """Whether the loop watches for writability."""
         self._next: asyncio.Handle | None = None
-        """The next `_check_peers`, or `on_end` of a connection that could not begin."""
+        """The next `_check_peers`, or `on_end` of a connection that could not be established."""
 
     def open(self) -> None:
         connection = socket.socket(socket.AF_UNIX)
         connection.setblocking(False)
         try:
             connection.connect(str(self._path))
-        except OSError:  # nobody listens, or the backlog is full
+        except OSError:  # nobody is listening, or the backlog is full
             connection.close()
             self._next = self._loop.call_soon(self._owner.on_end)
             return

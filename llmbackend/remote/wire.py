@@ -1,8 +1,8 @@
 """Messages between frontends and hosts in different processes, and their encoding.
 
-For: both ends of a link. Does not know: sockets, what requests mean. Invariants: a message is a msgpack header and
-frames with the elements of large tensors; both ends compare their releases first, and only equal ones go on, so that
-each release may change messages.
+Used by both ends of a link. Independent of sockets and of what requests mean. Invariants: a message is a msgpack header
+plus frames with the elements of large tensors; both ends compare their releases first and continue only if they are
+equal, so each release may change messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Frame = bytes | memoryview
 
 
 def packed(tensor: Tensor | RawTensor, frames: list[Frame]) -> WireTensor:
-    """Large elements are appended to `frames`."""
+    """Appends large elements to `frames`."""
     is_raw = isinstance(tensor, RawTensor)
     data: Frame = tensor.raw if isinstance(tensor, RawTensor) else wire_view(tensor)
     shape = tuple(map(int, tensor.shape))
@@ -37,7 +37,7 @@ def elements(wire: WireTensor, frames: Sequence[Frame]) -> Frame:
 
 
 def unpacked(wire: WireTensor, frames: Sequence[Frame]) -> Tensor | RawTensor:
-    """The inverse of `packed`. Takes time in proportion to the number of strings."""
+    """The inverse of `packed`. Takes time proportional to the number of strings."""
     if wire.is_raw:
         return RawTensor(wire.name, wire.datatype, wire.shape, elements(wire, frames))
     return from_wire(wire.name, wire.datatype, wire.shape, elements(wire, frames))
@@ -50,7 +50,7 @@ PROTOCOL: Final = 1
 class WireTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """data    the elements as KServe's raw bytes; b"" = they are in a frame
     frame   the index of the frame; -1 = no frame
-    is_raw  whether the tensor is yet to be validated (RawTensor)
+    is_raw  whether the tensor has not been validated yet (RawTensor)
     """
 
     name: str
@@ -91,7 +91,7 @@ class TraceStart(msgspec.Struct, frozen=True, array_like=True):
 
     headers  of the client's own trace
     items    (monotonic ns, activity)
-    parent   number of the request whose trace this one belongs to, 0 = none
+    parent   number of the request to whose trace this one belongs, 0 = none
     """
 
     headers: dict[str, str]
@@ -100,8 +100,8 @@ class TraceStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """An InferenceRequest. number: unique in the link; is_confirmed: whether acceptance, not only refusal, is answered
-    with a Decision."""
+    """An InferenceRequest. number: unique in the link; is_confirmed: whether acceptance (and not only refusal) is
+    answered with a Decision."""
 
     number: int
     is_confirmed: bool
@@ -148,7 +148,7 @@ class StateRead(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """A call of another host, which need not be attached. number: unique in the link. host_id: the caller. topic:
+    """A call from another host, which need not be attached. number: unique in the link. host_id: the caller. topic:
     selects the handler."""
 
     number: int
@@ -193,7 +193,7 @@ class WireSample(NamedTuple):
 class HostState(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The host's state; the first one means that the frontend is attached.
 
-    number   grows with each state
+    number   increases with each state
     models   a ModelTable
     samples  by metric family
     peers    the other hosts
@@ -213,21 +213,21 @@ class HostState(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """A request was accepted; with `error`, refused."""
+    """Reports that a request was accepted or, with `error`, refused."""
 
     number: int
     error: WireError | None = None
 
 
 class TraceName(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The traceparent of a sampled request. Comes before anything else about the request."""
+    """The traceparent of a sampled request. Precedes everything else about the request."""
 
     number: int
     traceparent: str
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Defines the OutputLayout that later Items name by number."""
+    """Defines the OutputLayout to which later Items refer by number."""
 
     number: int
     names: tuple[str, ...]
@@ -235,7 +235,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WireResponse(msgspec.Struct, frozen=True, array_like=True):
-    """The fields of an InferenceResponse that differs from its predecessor in more than outputs. The outputs are
+    """The fields of an InferenceResponse that differs from its predecessor in more than its outputs. The outputs are
     `tensors`, or the values of its Item."""
 
     model_name: str
@@ -265,7 +265,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Responses(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Everything that the host has for a frontend at the moment, such as the responses of a step."""
+    """Everything that the host currently has for a frontend, such as the responses of a step."""
 
     decisions: Sequence[Decision | TraceName]
     layouts: Sequence[Layout]
@@ -273,7 +273,7 @@ class Responses(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Empty: sending it shows the host whether the frontend is connected."""
+    """Empty. Sending it shows the host whether the frontend is connected."""
 
 
 class CallResult(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -1,1 +1,1 @@
-"""A server process: start, announce, drain, end."""
+"""A server process: startup, readiness announcement, drain, shutdown."""

@@ -1,7 +1,7 @@
-"""The endpoints of a frontend process: inference APIs, with everything else forwarded to the host.
+"""The endpoints of a frontend process: inference APIs are served here, everything else is forwarded to the host.
 
-For: frontend_process.py, which imports this module, in half a second, after its log is set up. Does not know: its
-parent, models. Invariant: it has no state that another process needs.
+Used by frontend_process.py, which sets up its log before it imports this module (that takes half a second). Independent
+of its parent and of models. Invariant: it has no state that another process needs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .ports import Endpoint
 
 
 class KeyedRemoteServer(RemoteServer):
-    """Counts requests by API key, as KeyedServer."""
+    """Counts requests by API key, like KeyedServer."""
 
     metrics_registry: CollectorRegistry
 
@@ -47,7 +47,7 @@ class KeyedRemoteServer(RemoteServer):
 
 
 _HOST_TIMEOUT_S: Final = 30.0
-"""Timeout of the host's first answer."""
+"""Timeout for the host's first answer."""
 _FAMILIES: Final = (KV_CACHE_FAMILY, ADAPTERS_FAMILY, MAX_MODEL_LEN_FAMILY)
 """The host's metrics that frontends read."""
 
@@ -92,10 +92,10 @@ class FrontendEndpoints:
         self._access.reload()
 
     async def leave(self) -> None:
-        """gRPC refuses new connections and calls; running ones continue until `stop`."""
+        """gRPC refuses new connections and calls. Those in progress continue until `stop`."""
         await self._endpoints.leave()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new work; running work gets `grace_s` seconds."""
+        """Refuses new work. Work in progress gets `grace_s` seconds to finish."""
         await self._endpoints.stop(grace_s)
         self._server.close()

@@ -1,7 +1,7 @@
-"""`python -m llmbackend.server.frontend_process`: a frontend process of a host or a cluster's launcher.
+"""`python -m llmbackend.server.frontend_process`: a frontend process of a host or of a cluster's launcher.
 
-Several of them share a port, each with its event loop. Does not know: models, backends, its parent. Invariants: it
-listens when told to; it ends at once with its parent, or when told to, after its running requests.
+Several of them share a port; each has its own event loop. Independent of models, backends and its parent. Invariants:
+it listens when told to; it ends immediately if its parent ends, and when told to, after its running requests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 GC_THRESHOLD_OBJECTS: Final = 10_000
 """The same as in serve.py."""
 GONE: Final = 1
-"""Exit code when the parent has ended or the ports cannot be bound."""
+"""Exit code if the parent has ended or the ports cannot be bound."""
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def main() -> int:
     except EOFError:
         return GONE
     write_records((RepeatFilter(RepeatedErrors()),), settings.is_verbose)
-    for number in (signal.SIGINT, signal.SIGHUP):  # the parent handles signals of a terminal
+    for number in (signal.SIGINT, signal.SIGHUP):  # the parent handles the terminal's signals
         signal.signal(number, signal.SIG_IGN)
     raise_limit(settings.limits.connections)
     gc.set_threshold(GC_THRESHOLD_OBJECTS)

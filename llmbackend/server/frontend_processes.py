@@ -1,7 +1,7 @@
 """FrontendProcesses: starts, controls, restarts and drains the frontend processes of one machine.
 
-For: the host, and the launcher of a cluster. Does not know: what a frontend does. Invariants: a frontend that dies is
-restarted, after growing pauses if it dies soon; its log is part of this process's log; all frontends end with this
+Used by the host and by a cluster's launcher. Independent of what a frontend does. Invariants: a frontend that dies is
+restarted, with increasing pauses if it dies soon; its log is part of this process's log; all frontends end with this
 process. Used only on the event loop.
 """
 
@@ -41,14 +41,14 @@ _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 SILENCE_S: Final = 30.0
 _LASTED_S: Final = 5.0
-"""A process that ran so long is restarted after the shortest pause."""
+"""A process that has run this long is restarted after the shortest pause."""
 _END_TIMEOUT_S: Final = 5.0
 _LAST_LINES_S: Final = 1.0
 _LINE_BYTES: Final = 1 << 20
 
 
 class FrontendsFailedError(Exception):
-    """The text names the frontend process that did not begin to serve."""
+    """The text names the frontend process that did not begin serving."""
 
 
 class FrontendProcesses:
@@ -58,8 +58,8 @@ class FrontendProcesses:
         on_end: Callable[[int], None] = lambda number: None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """on_end: called with the number of a frontend after its process has ended, before the next one is started.
-        silence_s: a frontend that sends nothing for so long is killed."""
+        """on_end: called with a frontend's number after its process has ended and before the next one is started.
+        silence_s: a frontend that sends nothing for this long is killed"""
         self._keepers = [_Keeper(one, on_end, silence_s) for one in settings]
 
     @property
@@ -73,24 +73,24 @@ class FrontendProcesses:
             keeper.start()
 
     async def serve(self) -> None:
-        """Returns when all listen. Raises FrontendsFailedError when one ends first."""
+        """Returns when all frontends are listening. Raises FrontendsFailedError if one ends first."""
         for keeper in self._keepers:
             keeper.serve()
         for keeper in self._keepers:
             await keeper.first_serves
 
     def reload(self) -> None:
-        """Has all processes reread API keys and certificates."""
+        """Makes all processes reread API keys and certificates."""
         for keeper in self._keepers:
             keeper.tell(Reload())
 
     def leave(self) -> None:
-        """The host is stopping: gRPC refuses new connections and calls; running ones continue until `stop`."""
+        """Called when the host is stopping: gRPC refuses new connections and calls; others continue until `stop`."""
         for keeper in self._keepers:
             keeper.leave()
 
     async def stop(self, grace_s: float) -> None:
-        """Has all processes refuse new work and end after their running work, at the latest after `grace_s` seconds."""
+        """Makes all processes refuse new work and end after their running work, at most after `grace_s` seconds."""
         await asyncio.gather(*(keeper.stop(grace_s) for keeper in self._keepers))
 
 
@@ -107,7 +107,7 @@ class _Keeper:
         self._leaves = False
         self._is_stopping = False
         self.first_serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the first process serves."""
+        """Done when the first process is serving."""
         self._keeping: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -165,8 +165,8 @@ class _Keeper:
         ours, theirs = socket.socketpair()
         ours.setblocking(True)
         with theirs:
-            # Not the event loop's method, which forks and so has gRPC's handlers stop its threads.
-            # In a session of its own: only the server gets the terminal's Ctrl+C, and then stops this process.
+            # Not the event loop's method, whose fork would make gRPC's handlers stop its threads. In a session of its
+            # own: only the server gets the terminal's Ctrl+C, and it then stops this process.
             process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE],
                 stdin=theirs.fileno(),
@@ -187,14 +187,14 @@ class _Keeper:
         hearing = asyncio.create_task(self._receive_heartbeats(control, process))
         code = await in_thread(process.wait)
         self.process = self._control = None
-        # For its last lines; a process that it left behind may hold its standard error open.
+        # Wait for its last lines; a process that it left behind may keep its standard error open.
         await asyncio.wait((logging_its_lines, hearing), timeout=_LAST_LINES_S)
         control.close()
         self._on_end(self._settings.number)
         return code
 
     async def _receive_heartbeats(self, control: ControlChannel, process: subprocess.Popen[bytes]) -> None:
-        """Reads messages until the process ends. Before it serves, it may be silent for any time."""
+        """Reads messages until the process ends. Before it serves, it may be silent for any length of time."""
         message = await control.receive()
         while isinstance(message, Serving):
             if not self.first_serves.done():

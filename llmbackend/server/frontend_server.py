@@ -1,8 +1,8 @@
 """FrontendServer: the HTTP, gRPC and metrics endpoints of a server, on one event loop.
 
-For: servers and tests. Does not know: models, signals, processes; the caller stops the host afterwards. Invariants:
-after `bind` this process has all ports, after `start` they answer; if one of the two raises, no port stays open. `stop`
-refuses new work at once and lets running work finish within its grace.
+Used by servers and tests. Independent of models, signals and processes; the caller stops the host afterwards.
+Invariants: `bind` claims all ports, and after `start` they answer; if either raises, no port stays open. `stop` refuses
+new work immediately and lets running work finish within its grace period.
 """
 
 from __future__ import annotations
@@ -52,44 +52,44 @@ STREAMS_COPIED: Final = "llmbackend:resumable_streams_copied"
 def copy_streams(
     streams: ResumableStreams, app: ASGIApp, gate: InferenceGate, peers: Peers, registry: CollectorRegistry
 ) -> None:
-    """From now on, resumable streams are copied to `peers`, and recreated when their clients return to this host. app:
+    """From now on, copies resumable streams to `peers`, and recreates them when their clients return to this host. app:
     the HTTP application without access control."""
-    makers = {
+    regenerators = {
         resumable.PATH: partial(resumable.regenerate, gate, streams),
         "/": partial(regenerate, app),
     }
-    copies = streams.copies = StreamCopies(peers, makers, streams.hand_over)
-    registry.register(CopiesMetric(lambda: copies.are_made))
+    copies = streams.copies = StreamCopies(peers, regenerators, streams.hand_over)
+    registry.register(CopiesMetric(lambda: copies.are_active))
 
 
 class CopiesMetric:
     """A collector: whether other hosts have copies of this host's streams."""
 
-    def __init__(self, are_made: Callable[[], bool]) -> None:
-        self._are_made = are_made
+    def __init__(self, are_active: Callable[[], bool]) -> None:
+        self._are_active = are_active
 
     def collect(self) -> Iterator[Metric]:
         metric = Metric(STREAMS_COPIED, "1: another host has a copy of each resumable stream; 0: none has.", "gauge")
-        metric.add_sample(STREAMS_COPIED, {}, float(self._are_made()))
+        metric.add_sample(STREAMS_COPIED, {}, float(self._are_active()))
         yield metric
 
 
 class ServedHost(Host, Protocol):
     @property
     def metrics_registry(self) -> CollectorRegistry:
-        """Shown at the metrics port; access control adds its counters."""
+        """Exported on the metrics port; access control adds its counters."""
 
 
 _GRPC_DRAIN_S: Final = 86_400.0
-"""Limit of calls in flight when the host begins to stop; the host ends them earlier, with an error."""
+"""How long calls in flight may continue when the host begins to stop; the host ends them earlier, with an error."""
 
 
 class FrontendServer:
     """The endpoints of one host.
 
-    The context's `access` guards HTTP and gRPC; the metrics port is open. `claims`: ports that are bound already.
-    `edge`: set when frontend processes have the clients' connections; then the address of `grpc` is a Unix socket.
-    `counts`: of HTTP connections, shared by the processes on the port.
+    The context's `access` guards HTTP and gRPC; the metrics port is open. `claims`: ports already bound. `edge`: set if
+    frontend processes have the clients' connections; the address of `grpc` is then a Unix socket. `counts`: the number
+    of HTTP connections, shared by the processes on the port.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class FrontendServer:
         self.metrics_port: int | None = None
 
     def bind(self) -> None:
-        """Binds all ports without listening, so that ports of other processes are found before anything is loaded.
-        Raises OSError; then no port is kept."""
+        """Binds all ports without listening, so that conflicts with other processes are detected before anything is
+        loaded. Raises OSError; then no port stays bound."""
         self._claims = self._claims or self._bind()
         self._is_bound = True
         try:
@@ -149,12 +149,12 @@ class FrontendServer:
     def _make_endpoints(self, claims: ClaimedPorts) -> None:
         registry = self._server.metrics_registry
         if claims.http is not None:
-            guarded = with_cors(self._access.around_http(self._http_app, registry), self._protocols.cors)
+            guarded = with_cors(self._access.wrap_http(self._http_app, registry), self._protocols.cors)
             guarded = with_middleware(guarded, self._protocols.middleware)
             served = self._with_pages(guarded)
             tunnels: Tunnels | None = self._pages
             if self._edge is not None:
-                served, tunnels = self._edge.around(served), self._edge.tunnels(tunnels)
+                served, tunnels = self._edge.wrap(served), self._edge.tunnels(tunnels)
             faces_clients = self._edge is None or claims.http.family != socket.AF_UNIX
             if self._protocols.answers_request_ids and faces_clients:
                 served = with_request_ids(served)
@@ -172,14 +172,14 @@ class FrontendServer:
             self.metrics_port = self._metrics.port
 
     def _sites_of(self, claim: socket.socket) -> SiteCheck | None:
-        """None for a Unix socket, whose requests a frontend process has checked."""
+        """None for a Unix socket, whose requests have been checked by a frontend process."""
         if claim.family == socket.AF_UNIX:
             return None
         is_open = not self._access.has_keys and is_local(claim.getsockname()[0])
         return SiteCheck(self._protocols.cors.origins, self._protocols.allowed_hosts, checks_host=is_open)
 
     def _with_pages(self, app: ASGIApp) -> ASGIApp:
-        """`app` behind the web pages, whose process reaches `app` over a Unix socket."""
+        """`app` behind the web pages, whose process accesses `app` over a Unix socket."""
         if not self._page_settings.enabled:
             return app
         from llmbackend.frontends.page_proxy import PageProxy
@@ -188,11 +188,11 @@ class FrontendServer:
         self._page_api_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._page_api_socket.bind(str(self._pages.process.api_path))
         self._page_api = HttpEndpoint(app, self._page_api_socket, lambda: None)
-        return self._pages.around(app)
+        return self._pages.wrap(app)
 
     async def start(self) -> None:
-        """Listens on all ports, after `bind` if needed, for as many connections as there are descriptors. Raises
-        OSError or RuntimeError when a port is taken; then none stays open."""
+        """Listens on all ports (after `bind` if needed) for as many connections as there are descriptors. Raises
+        OSError or RuntimeError if a port is taken; then none stays open."""
         if not self._is_bound:
             self.bind()
         room = DescriptorRoom.now()
@@ -216,7 +216,7 @@ class FrontendServer:
         if not endpoint.enabled:
             return
         if self._claims is not None and self._claims.grpc is not None:
-            self._claims.grpc.close()  # gRPC binds by itself
+            self._claims.grpc.close()  # gRPC binds its own socket
         check_threads()
         registry = self._server.metrics_registry
         access = self._access.grpc_interceptors(registry)
@@ -229,13 +229,13 @@ class FrontendServer:
         await self._grpc.start()
 
     def copy_streams(self, peers: Peers) -> None:
-        """From now on, resumable streams are copied to other hosts of the cluster."""
+        """From now on, copies resumable streams to other hosts of the cluster."""
         context = self._context
         copy_streams(context.streams, self._http_app, context.gate, peers, self._server.metrics_registry)
 
     async def leave(self) -> None:
-        """Call before the host stops: resumable streams move to the hosts with copies. As in Triton, gRPC refuses new
-        connections and calls; calls in flight continue until `stop`."""
+        """To be called before the host stops: resumable streams move to the hosts with copies. As in Triton, gRPC
+        refuses new connections and calls; those in progress continue until `stop`."""
         self._context.streams.leave()
         if self._grpc is not None:
             self._grpc_stopping = asyncio.ensure_future(self._grpc.stop(_GRPC_DRAIN_S))

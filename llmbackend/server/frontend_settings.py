@@ -1,7 +1,7 @@
 """The settings of a frontend process, and the messages between it and its parent.
 
-For: the frontend process and its parent, the host or the launcher of a cluster. Invariant: the settings, which hold
-secrets, go only to a child process over a socket pair, never over a network.
+Used by the frontend process and its parent, which is the host or a cluster's launcher. Invariant: the settings contain
+secrets and are sent only to a child process over a socket pair, never over a network.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HostFolder:
 
     @property
     def counts(self) -> Path:
-        """File of the SharedCounts; the host is process 0, a frontend has its number."""
+        """File of the SharedCounts. The host is process 0; a frontend has its own number."""
         return self.path / "counts"
 
     @property
@@ -71,9 +71,9 @@ class FrontendSettings:
     host: HostFolder
     """The folder of the host on this machine."""
     peers: tuple[str, ...] = ()
-    """Endpoints of hosts on other machines, in order of preference; hosts name further ones."""
+    """Endpoints of hosts on other machines, in order of preference; hosts announce additional ones."""
     keys: ClusterSecrets | None = None
-    """The cluster's keys for links to its hosts; None on a single machine."""
+    """The cluster's keys for links to its hosts; None for a single machine."""
     http: Endpoint
     """Has the actual port, which all frontends of the machine share."""
     grpc: Endpoint
@@ -83,7 +83,7 @@ class FrontendSettings:
     http_max_input_size_bytes: int
     openai_max_input_size_bytes: int
     exit_timeout_s: float = 30
-    """Limit of running requests when this process gets a SIGTERM."""
+    """Time limit for running requests when this process gets SIGTERM."""
     has_pages: bool = False
     """Whether the host serves web pages."""
     is_verbose: bool = False
@@ -104,10 +104,10 @@ class ClusterMember:
     keys: ClusterSecrets
     """The cluster's keys."""
     on_serving: Callable[[Sequence[HostEndpoint]], None]
-    """Called on the event loop when the host answers, with its endpoints in the host's folder and over TCP. It should
-    set the peers of both (`set_peers`)."""
+    """Called on the event loop when the host answers, with its endpoints in the host's folder and over TCP. Should set
+    the peers of both (`set_peers`)."""
     on_stopping: Callable[[], None] = lambda: None
-    """Called first when the host is told to end, so that no load waits for other machines any longer."""
+    """Called first when the host is told to end, so that no load keeps waiting for other machines."""
 
 
 _SIZE_BYTES: Final = 4
@@ -118,7 +118,7 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reload(msgspec.Struct, frozen=True, tag=True):
-    """To the process: reread API keys and certificates."""
+    """To the process: reload API keys and certificates."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -126,13 +126,13 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """To the process: refuse new work, give running work so many seconds, then end."""
+    """To the process: refuse new work, give running work this many seconds, then end."""
 
     grace_s: float
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
-    """From the process: it listens. Repeated every HEARTBEAT_INTERVAL_S, so that a process that hangs is noticed."""
+    """From the process: it is listening. Repeated every HEARTBEAT_INTERVAL_S, so that a hung process is detected."""
 
 
 HEARTBEAT_INTERVAL_S: Final = 5.0
@@ -140,13 +140,13 @@ Message = Serve | Reload | Leave | Drain | Serving
 
 
 def send_settings(channel: socket.socket, settings: FrontendSettings) -> None:
-    """The parent's first message. (Pickled, as only a child process reads it.)"""
+    """Sends the parent's first message. (Pickled, because only a child process reads it.)"""
     content = pickle.dumps(settings)
     channel.sendall(len(content).to_bytes(_SIZE_BYTES) + content)
 
 
 def receive_settings(channel: socket.socket) -> FrontendSettings:
-    """Raises EOFError when the parent has ended."""
+    """Raises EOFError if the parent has ended."""
     size = int.from_bytes(_receive(channel, _SIZE_BYTES))
     settings: FrontendSettings = pickle.loads(_receive(channel, size))
     return settings
@@ -174,11 +174,11 @@ class ControlChannel:
         return cls(*await asyncio.open_connection(sock=channel))
 
     def send(self, message: Message) -> None:
-        """Does nothing when the other process has ended."""
+        """Does nothing if the other process has ended."""
         self._writer.write(msgspec.json.encode(message) + b"\n")
 
     async def receive(self) -> Message | None:
-        """None: the other process has ended."""
+        """None = the other process has ended."""
         try:
             line = await self._reader.readline()
         except OSError:

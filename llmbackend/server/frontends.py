@@ -1,7 +1,7 @@
-"""All frontends of a server process, made from its settings.
+"""Creates all frontends of a server process from its settings.
 
-For: serve.py, which imports this module, in half a second, while engines load. Does not know: the life of the process.
-Invariant: the frontends share one gate, one store and one access control.
+Used by serve.py, which imports this module while engines load, because that takes half a second. Independent of the
+life of the process. Invariant: the frontends share one gate, one store and one access control.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def make_frontends(
 ) -> FrontendServer:
     """Frontends on the claimed ports, ready to start.
 
-    folder, counts, edge: given when the host has frontend processes. Its gRPC socket is then in `folder`, and its HTTP
-    socket in `claims`.
+    folder, counts, edge: set if the host has frontend processes. Its gRPC socket is then in `folder`, and its HTTP
+        socket in `claims`.
     """
     kept = KeptAnswers(settings.store.resume_grace_s)
     context = FrontendContext.of(

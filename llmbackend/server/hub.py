@@ -1,4 +1,4 @@
-"""Downloads the files of a Hugging Face hub checkpoint that a server reads and its cache does not have."""
+"""Downloads those files of a Hugging Face hub checkpoint that a server reads and its cache lacks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ CHECKPOINT: Final = (*TOKENIZER, "*.safetensors")
 """Patterns of files to read. CODE is read only with --trust-remote-code."""
 CODE: Final = "*.py"
 _LEFT_OUT: Final = ("*/*", "consolidated*")
-"""Other formats of the weights, and files for other programs."""
+"""Other weight formats, and files for other programs."""
 _ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 _NOT_IDS: Final = frozenset({"mock"})
 
 
 class HubError(Exception):
-    """The text is for the user."""
+    """The text is shown to the user."""
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` has the form of a hub id, and is neither a known model nor an existing path."""
+    """Whether `model` looks like a hub id, and is neither a known model nor an existing path."""
     is_other = model in _NOT_IDS or known_model(model) is not None or Path(model).exists()
     return not is_other and _ID.fullmatch(model) is not None
 
@@ -56,6 +56,6 @@ def fetch(model: str, revision: str = "", patterns: Sequence[str] = CHECKPOINT) 
         raise HubError(
             f"'{model}' is not a directory here, and not in the cache '{constants.HF_HUB_CACHE}', and {why}"
         ) from None
-    except Exception as error:  # of the library, of its HTTP client, of the disk
+    except Exception as error:  # raised by the library, its HTTP client, or the disk
         raise HubError(f"'{model}' cannot be fetched from {where}: {str(error).splitlines()[0]}") from None
     return Path(path)

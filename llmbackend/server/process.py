@@ -1,4 +1,4 @@
-"""Helpers of server processes: signals, threads, end, log records, file descriptors, readiness."""
+"""Helpers for server processes: signals, threads, exit, log records, file descriptors, readiness."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _directories: list[OwnedFolder] = []
 
 
 def stop_on_signal() -> asyncio.Event:
-    """The first SIGTERM or SIGINT sets the event; a second one ends the process at once with exit code 1."""
+    """The first SIGTERM or SIGINT sets the event; a second one ends the process immediately with exit code 1."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal(number: int) -> None:
@@ -48,7 +48,7 @@ def stop_on_signal() -> asyncio.Event:
 
 
 def reload_on_hangup(stop: asyncio.Event, reloads: Sequence[Callable[[], None]]) -> None:
-    """SIGHUP calls `reloads`; if it means that this process's terminal was closed, it sets `stop` instead."""
+    """SIGHUP calls `reloads`; but if it means that this process's terminal was closed, it sets `stop`."""
     loop = asyncio.get_running_loop()
     had_terminal = _has_terminal()
 
@@ -73,8 +73,8 @@ def _has_terminal() -> bool:
 
 
 def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-    """Runs `function` on a new daemon thread. (The threads of asyncio.to_thread are limited, so that hanging calls
-    would block others, and the process waits for them at its exit.)"""
+    """Runs `function` on a new daemon thread. (asyncio.to_thread has a limited number of threads, so hanging calls
+    would block others, and the process would wait for them on exit.)"""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -140,12 +140,12 @@ class _RecordWriter(logging.Handler):
         try:
             sys.stderr.buffer.write(msgspec.json.encode(kept) + b"\n")
             sys.stderr.buffer.flush()
-        except (OSError, ValueError):  # the parent has ended, and this process will soon
+        except (OSError, ValueError):  # the parent has ended, and this process will soon do so
             return
 
 
 def write_records(filters: tuple[logging.Filter, ...], is_verbose: bool) -> None:
-    """From now on, log records go to standard error as LogRecordLines; other libraries' only from WARNING."""
+    """Log records now go to standard error as LogRecordLines; other libraries' from WARNING on."""
     handler = _RecordWriter()
     for each in filters:
         handler.addFilter(each)
@@ -189,7 +189,7 @@ class DescriptorRoom:
 
     @property
     def first_reserved(self) -> int:
-        """The lowest descriptor that connections may not use."""
+        """The lowest descriptor that connections must not use."""
         return self.limit - max(_MIN_RESERVE, min(self.limit // 8, _MAX_RESERVE))
 
     @property
@@ -198,7 +198,7 @@ class DescriptorRoom:
 
 
 def raise_limit(connections: int) -> None:
-    """Raises the soft limit of open files for so many connections, within the hard limit."""
+    """Raises the soft limit of open files for this many connections, within the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(connections + _MAX_RESERVE + _OWN_DESCRIPTORS, _finite(hard))
     if _finite(soft) < wanted:
@@ -206,8 +206,8 @@ def raise_limit(connections: int) -> None:
 
 
 def fitted(limits: FrontendLimits, room: DescriptorRoom) -> FrontendLimits:
-    """`limits` with the numbers of connections reduced in proportion to fit the descriptors; logs a warning if they
-    are. Then no other stays open to be refused with a response: it could take those of an engine that died."""
+    """`limits` with the numbers of connections reduced proportionally to fit the descriptors; logs a warning if so.
+    Surplus connections are then not kept open for a refusal: they could take a recovering engine's descriptors."""
     permitted = limits.connections
     if room.connections >= permitted:
         return limits
@@ -246,7 +246,7 @@ READY_DESCRIPTOR: Final = "LLMBACKEND_READY_FD"
 
 
 def take_ready_descriptor() -> int | None:
-    """The descriptor that this process was given; None in later calls."""
+    """The descriptor passed to this process; None in later calls."""
     text = os.environ.pop(READY_DESCRIPTOR, "")
     if not text:
         return None

@@ -1,7 +1,7 @@
 """A host with frontend processes: they have the clients' ports, the host has private sockets.
 
-For: the serve process with `--frontend-processes` above 1, and a host of a cluster. Does not know: how a frontend
-works. Invariant: frontends listen after the host answers, and end after its requests.
+Used by the serve process if `--frontend-processes` is above 1, and by the hosts of a cluster. Independent of how a
+frontend works. Invariant: frontends begin to listen after the host answers, and end after its requests.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .process import in_thread
 from .settings import ServerSettings
 
 _ANNOUNCED_WITHIN_S = 5.0
-"""A frontend that hangs for longer learns of a change later."""
+"""A frontend that hangs for longer learns about a change later."""
 _MANY = (1 << 31) - 1
 
 
 class ProcessFrontends:
-    """Has those ports and methods of a FrontendServer that serve.py uses."""
+    """Implements the ports and methods of FrontendServer that serve.py uses."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class ProcessFrontends:
         shared: SharedCounts,
         member: ClusterMember | None = None,
     ) -> None:
-        """Call it on the event loop. Starts the processes, unless another process does (`settings.host_folder` is set);
-        they import their modules while models load. access: without TLS, which the frontends terminate."""
+        """To be called on the event loop. Starts the processes, unless another process does (`settings.host_folder` is
+        set); they import their modules while models load. access: without TLS, which the frontends terminate."""
         self._claims = claims
         self.http_port, self.grpc_port = port_of(claims.http), port_of(claims.grpc)
         starts = () if settings.host_folder is not None else frontend_settings_of(settings, folder, claims)
@@ -70,7 +70,7 @@ class ProcessFrontends:
         self.metrics_port = self._private.metrics_port
 
     async def start(self) -> None:
-        """Raises OSError or RuntimeError when the ports cannot be bound."""
+        """Raises OSError or RuntimeError if the ports cannot be bound."""
         for endpoint in self._requests:
             endpoint.start()
         if self._member is not None:
@@ -92,7 +92,7 @@ class ProcessFrontends:
         await asyncio.gather(*(in_thread(endpoint.announce, _ANNOUNCED_WITHIN_S) for endpoint in self._requests))
 
     async def leave(self) -> None:
-        """Frontends move the requests that other hosts can continue; clients of resumable streams move, too. gRPC
+        """Frontends move the requests that other hosts can continue; clients of resumable streams move too. gRPC
         refuses new connections and calls."""
         self._processes.leave()
         await self._private.leave()
@@ -143,7 +143,7 @@ def frontend_settings_of(
 def _bound(folder: HostFolder, settings: ServerSettings) -> socket.socket | None:
     if not settings.http.enabled:
         return None
-    folder.http.unlink(missing_ok=True)  # left by a previous host
+    folder.http.unlink(missing_ok=True)  # left behind by a previous host
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     bound.bind(str(folder.http))
     return bound
@@ -155,7 +155,7 @@ def _inside(limits: FrontendLimits) -> FrontendLimits:
 
 
 def _share(limits: FrontendLimits, processes: int) -> FrontendLimits:
-    """Limits of one frontend. Each has an equal part of the gRPC connections, which gRPC counts by itself; everything
-    else is counted together (SharedCounts)."""
+    """Limits of one frontend. Each gets an equal share of the gRPC connections, which gRPC counts itself; everything
+    else is counted jointly (SharedCounts)."""
     connections = -(-limits.grpc.max_connections // processes)
     return replace(limits, grpc=replace(limits.grpc, max_connections=connections))

@@ -1,7 +1,7 @@
-"""How much memory processes hold, and which are a process's children.
+"""Memory usage of processes, and a process's children.
 
-For: figures of servers and benchmarks. Does not know: any package but the standard library, since benchmarks use it in
-the environments of other engines.
+Used by servers and benchmarks. Depends only on the standard library, because benchmarks use it in other engines'
+environments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def pss_mb(pid: int | None = None) -> float:
-    """The memory of one process, by default this one. Raises OSError on systems without this figure."""
+    """The memory of one process, by default this one. Raises OSError on systems that do not report it."""
     text = Path(f"/proc/{pid or os.getpid()}/smaps_rollup").read_text()
     return int(text.partition("\nPss:")[2].split()[0]) * 1024 / 1e6
 
@@ -29,7 +29,7 @@ def peak_rss_mb() -> float:
 
 
 def descendants(pid: int | None = None) -> list[int]:
-    """The process's children, recursively; [] on systems without this information."""
+    """The process's children, recursively; [] on systems that do not report them."""
     found: list[int] = []
     waiting = [pid or os.getpid()]
     while waiting:
@@ -42,7 +42,7 @@ def descendants(pid: int | None = None) -> list[int]:
 
 
 def tree_pss_mb(pid: int | None = None) -> dict[int, float]:
-    """The memory of a process and its descendants by process id; {} on systems without these figures."""
+    """The memory of a process and its descendants by process id; {} on systems that do not report it."""
     sizes_mb: dict[int, float] = {}
     for each in (pid or os.getpid(), *descendants(pid)):
         with contextlib.suppress(OSError, IndexError):  # it has ended

@@ -1,8 +1,8 @@
-"""The life of a server process: start, announce, drain, stop.
+"""The life of a server process: startup, readiness announcement, drain, shutdown.
 
-For: `llmbackend serve`. Does not know: protocols or models. Invariant: SIGTERM or SIGINT begins a drain, also while
+Used by `llmbackend serve`. Independent of protocols and models. Invariant: SIGTERM or SIGINT begins a drain, even while
 models load: new work is refused, running requests may finish within the exit timeout, every engine is stopped, and the
-exit code is 0, or 1 if requests were cut off or something did not end. A second signal ends the process at once.
+exit code is 0, or 1 if requests were cut off or something did not end. A second signal ends the process immediately.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOAD_GRACE_S = 2.0
-"""When the server is stopped, a load that does not end by itself in this time is ended by killing its engine."""
+"""When the server is stopped, a load that does not end within this time is ended by killing its engine."""
 GC_THRESHOLD_OBJECTS = 10_000
-"""New objects that start a collection of the youngest generation. Objects of requests are freed without it; Python's
-default of 700 costs a thirtieth of a small request's time."""
+"""Number of new objects that triggers a collection of the youngest generation. Request objects are freed without the
+collector; Python's default of 700 costs 3 % of a small request's time."""
 CLOSE_GRACE_S = 1.0
-"""Time for clients to read their last bytes after the end of all requests."""
+"""Time for clients to read their last bytes after all requests have ended."""
 
 
 def run_server(settings: ServerSettings, member: ClusterMember | None = None) -> int:
-    """Serves until a signal; returns the process's exit code. member: set for a host of a cluster, whose launcher sets
+    """Serves until a signal. Returns the exit code. member: for a host of a cluster, whose launcher sets
     `settings.host_folder`."""
     server_log = ServerLog(settings.log)
     try:
@@ -94,10 +94,10 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
         return 1
     server = access.host(settings.options)
     loading = await begin_load(server.start)
-    from .terminal import load_bars  # this and the frontends take half a second, while the engines start
+    from .terminal import load_bars  # importing this and the frontends takes half a second, while the engines start
 
     with load_bars():
-        store = settings.store.around(storage)
+        store = settings.store.store_on(storage)
         frontends: Frontends
         if apart is None:
             from .frontends import make_frontends
@@ -108,7 +108,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
 
             frontends = ProcessFrontends(server, settings, access, server_log, store, claims, *apart, member)
             reloads.append(frontends.reload)
-        gc.freeze()  # collections skip the imported objects
+        gc.freeze()  # collections then skip the imported objects
         gc.enable()
         is_over = await _ends_before(loading, stop)
     if not is_over:
@@ -131,7 +131,7 @@ def _announce_stop(member: ClusterMember | None) -> None:
 
 
 async def _has_loaded(loading: asyncio.Future[None], flag_model: str) -> bool:
-    """Whether a load that has ended succeeded; prints why not."""
+    """Whether a finished load succeeded. Prints why not."""
     try:
         await loading
     except TritonError as error:
@@ -166,7 +166,7 @@ def _announce(
     urls = urls_of(frontends, settings)
     announce(server, page_url(urls, settings) | urls, process_age_s(), settings.is_on_one_port)
     report_ready(ready_descriptor, urls)
-    with contextlib.suppress(RuntimeError):  # no thread can be started: the server works without it
+    with contextlib.suppress(RuntimeError):  # if no thread can be started, the server works without it
         in_thread(give_back_freed_memory)
     http, grpc = settings.http.address_or_none, settings.grpc.address_or_none
     if warning := exposure(settings.access, http_address=http, grpc_address=grpc):
@@ -193,7 +193,7 @@ def _claim_ports(settings: ServerSettings) -> ClaimedPorts:
             http=http, metrics=settings.metrics, grpc=grpc, for_processes=settings.frontend_processes > 1
         )
     except OSError as error:
-        if isinstance(error, PortTakenError):  # also in Triton's words
+        if isinstance(error, PortTakenError):  # in Triton's words as well
             text = "failed to start %s service: Unavailable - Socket '%s' already in use"
             log.error(text, error.service, error.socket)
         text = f"cannot listen: {error}. Stop the process that uses the port, or choose another port."
@@ -218,12 +218,12 @@ def _access_control(settings: AccessSettings, apart: tuple[HostFolder, SharedCou
 
 
 def reasons_with_flags(reasons: Mapping[str, str], flag_model: str) -> dict[str, str]:
-    """The reasons; that of the model of `--model` names flags instead of engine arguments."""
+    """The reasons; the one for the model of `--model` names flags rather than engine arguments."""
     return {name: as_flags(reason) if name == flag_model else reason for name, reason in reasons.items()}
 
 
 async def _ends_before(loading: asyncio.Future[None], stop: asyncio.Event) -> bool:
-    """Waits for the end of loading or a signal. True: loading ended first."""
+    """Waits for the end of loading or a signal. Returns True if loading ended first."""
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -231,7 +231,7 @@ async def _ends_before(loading: asyncio.Future[None], stop: asyncio.Event) -> bo
 
 
 async def _stop_while_loading(server: InferenceServer, loading: asyncio.Future[None], timeout_s: float) -> int:
-    """Stops a server that does not serve yet; kills the engines of loads that do not end within LOAD_GRACE_S."""
+    """Stops a server that does not serve yet. Kills the engines of loads that do not end within LOAD_GRACE_S."""
     log.info("stopping while models are loading")
     stopping = in_thread(server.stop, timeout_s)
     await asyncio.wait((stopping, loading), timeout=LOAD_GRACE_S, return_when=asyncio.ALL_COMPLETED)
@@ -247,8 +247,8 @@ async def _stop_while_loading(server: InferenceServer, loading: asyncio.Future[N
 
 
 async def _drain(server: InferenceServer, frontends: Frontends, store: ResponseStore, timeout_s: float) -> int:
-    """Refuses new work, waits for running requests, unloads models, closes the ports. Background responses in a
-    persistent store are not waited for: the next server continues them."""
+    """Refuses new work, waits for running requests, unloads models, closes the ports. Does not wait for background
+    responses in a persistent store: the next server continues them."""
     log.info("shutting down: waiting up to %g s for running requests", timeout_s)
     await frontends.leave()
     stopping = in_thread(server.stop, timeout_s)

@@ -1,7 +1,7 @@
-"""ServerSettings: the frozen settings of one server process. SingleModel: a repository for the one model of `--model`.
+"""ServerSettings: the frozen settings of one server process. SingleModel: a repository for the only model of `--model`.
 
-For: the command line, which makes them, and the server. Does not know: the spelling of flags, the meaning of engine
-arguments. Invariants: existing settings are consistent; names and defaults are Triton's.
+Used by the command line, which creates them, and by the server. Independent of the spelling of flags and the meaning of
+engine arguments. Invariants: an existing settings object is consistent; names and defaults are Triton's.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class ServerSettings:
     openai_max_input_size_bytes: int = 4 << 20
     exit_timeout_s: int = 30
     frontend_processes: int = 1
-    """1: the host's process has the clients' connections; more: so many separate processes have them."""
+    """1 = the host's process has the clients' connections; more = the number of separate processes that have them."""
     host_folder: Path | None = None
-    """Set by a process that itself starts the host's frontend processes: the folder that the host shares with them."""
+    """The folder that the host shares with its frontend processes, if another process starts them."""
     limits: FrontendLimits = field(default_factory=FrontendLimits)
     store: StoreSettings = IN_MEMORY
     access: AccessSettings = NO_ACCESS_CONTROL
     log: LogSettings = field(default_factory=LogSettings)
     protocols: ProtocolOptions = DEFAULT_OPTIONS
     flags: Mapping[str, str] = field(default_factory=dict)
-    """The given flags, as shown to operators."""
+    """The flags on the command line, as shown to operators."""
     pages: PageSettings = NO_PAGES
     is_on_one_port: bool = False
     """Whether gRPC and a separate metrics port are closed unless requested."""
@@ -69,7 +69,7 @@ class ServerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SingleModel:
-    """The one model of `llmbackend serve --model`."""
+    """The only model of `llmbackend serve --model`."""
 
     model: str
     """A checkpoint's directory, a GGUF file or a hub id."""
@@ -82,8 +82,8 @@ class SingleModel:
 
     @classmethod
     def checked(cls, model: str, names: Sequence[str], given: Mapping[str, Any]) -> SingleModel:
-        """given: engine arguments and bounds on requests (OWN_PARAMETERS) by name. Raises TritonError or ValueError
-        that names the argument."""
+        """given: engine arguments and request limits by name. Raises TritonError or ValueError that names the
+        argument."""
         parameters = {key: str(value) for key, value in given.items() if key in OWN_PARAMETERS}
         others = {key: value for key, value in given.items() if key not in OWN_PARAMETERS}
         arguments = read_given_arguments({"model": model, **others}, Path.cwd())
@@ -104,7 +104,7 @@ class SingleModel:
         return gguf_name(path) if path.is_file() else path.resolve().name
 
     def make_repository(self) -> Path:
-        """A repository with this model, which is removed with the process."""
+        """A repository with this model, removed together with the process."""
         repository = temporary_directory("repository")
         self.write_into(repository)
         return repository

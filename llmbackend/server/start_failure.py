@@ -1,7 +1,7 @@
-"""The last output of a server that did not start: for each model, the reason and advice.
+"""The last output of a server that failed to start: for each model, the reason and advice.
 
-For: `llmbackend serve`. Does not know: how models are loaded. Invariant: the model's own reason is always shown; advice
-is added when the reason does not say what to do.
+Used by `llmbackend serve`. Independent of how models are loaded. Invariant: the model's own reason is always shown;
+advice is added if the reason does not say what to do.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MAX_MODELS_SHOWN = 5
 _SEE_LOG = "See the log above."
 _MAX_REASON_CHARACTERS = 600
 _ENGINE_ARGUMENT = re.compile(r"(?:arguments: )?(?:engine argument|parameter) '(\w+)'")
-_NEEDED_ARGUMENT = re.compile(r"expected '(\w+)' to be true with it")
+_NEEDED_ARGUMENT = re.compile(r"expected '(\w+)' to be true\b( with it)?")
 
 
 def failure_summary(reasons: Mapping[str, str], otherwise: str = _SEE_LOG) -> str:
-    """reasons: why models were not loaded, by name; not empty. otherwise: shown when no advice is known."""
+    """reasons: why models were not loaded, by name; not empty. otherwise: shown if no advice is known."""
     lines = [_line(name, reason, otherwise) for name, reason in list(reasons.items())[:MAX_MODELS_SHOWN]]
     if (left := len(reasons) - len(lines)) > 0:
         lines.append(f"and {left} more models; see the log above.")
@@ -33,7 +33,7 @@ def flag_of(name: str) -> str:
 
 
 def as_flags(text: str) -> str:
-    """`text` with flags instead of engine arguments."""
+    """`text` with engine arguments replaced by flags."""
     text = _ENGINE_ARGUMENT.sub(lambda found: flag_of(found[1]), text)
     return _NEEDED_ARGUMENT.sub(lambda found: f"expected {flag_of(found[1])} with it", text)
 
@@ -46,7 +46,7 @@ def _line(name: str, reason: str, otherwise: str) -> str:
 
 
 def advice(reason: str, otherwise: str = _SEE_LOG) -> str:
-    """What to do about a load that failed for `reason`; `otherwise` if no advice is known."""
+    """What to do about a load that failed with `reason`; `otherwise` if no advice is known."""
     for pattern, text in _ADVICE:
         if pattern.search(reason):
             return text if isinstance(text, str) else text()
@@ -98,5 +98,5 @@ _ADVICE: tuple[tuple[re.Pattern[str], str | Callable[[], str]], ...] = tuple(
 
 
 def print_error(text: str) -> None:
-    """Prints in bold to standard error."""
+    """Prints to standard error in bold."""
     typer.secho(text, err=True, bold=True)

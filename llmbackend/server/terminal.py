@@ -1,7 +1,7 @@
 """Terminal output of a starting server: progress bars of loads, then models, URLs and an example.
 
-For: `llmbackend serve`. Does not know: engines. Invariants: if standard error is no terminal, log lines replace the
-bars, at least one for each stage of a load; log lines appear above the bars; the bars disappear when loading ends.
+Used by `llmbackend serve`. Independent of engines. Invariants: if standard error is not a terminal, log lines replace
+the bars, at least one for each stage of a load; log lines appear above the bars; the bars disappear when loading ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # rich is imported while the engines start
     from rich.progress import Progress, TaskID
 
 ORDER_TIMEOUT_S = 2.0
-"""Limit of the wait, because models without an engine report nothing."""
+"""Limit on the wait, because models without an engine report nothing."""
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def handled_by(handler: logging.Handler) -> Iterator[None]:
 
 
 class _FirstReport(logging.Handler):
-    """Sets `event` at the first report, from any thread."""
+    """Sets `event` at the first report. Thread-safe."""
 
     def __init__(self, event: asyncio.Event) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ class _FirstReport(logging.Handler):
 
 
 async def begin_load(load: Callable[[], None]) -> asyncio.Future[None]:
-    """Runs `load` on a thread; returns when it has ordered an engine or has ended, or after ORDER_TIMEOUT_S.
+    """Runs `load` on a thread. Returns when it has ordered an engine or has ended, or after ORDER_TIMEOUT_S.
 
-    Until then, other work of the caller would hold the interpreter lock and delay the engine's start."""
+    Until then, other work by the caller would hold the GIL and delay the engine's start."""
     ordered = asyncio.Event()
     with handled_by(_FirstReport(ordered)):
         loading = in_thread(load)
@@ -88,7 +88,7 @@ class Listening(Protocol):
 
 
 def log_endpoints(listening: Listening, settings: ServerSettings) -> None:
-    """Writes Triton's log lines, for which tools wait."""
+    """Writes Triton's log lines, for which some tools wait."""
     started = (
         ("GRPCInferenceService", settings.grpc.address, listening.grpc_port),
         ("HTTPService", settings.http.address, listening.http_port),
@@ -112,7 +112,7 @@ def urls_of(listening: Listening, settings: ServerSettings) -> dict[str, str]:
 
 
 def page_url(urls: Mapping[str, str], settings: ServerSettings) -> dict[str, str]:
-    """The pages' URL for a browser on this machine, if there are pages."""
+    """The pages' URL for a browser on this machine; "" if there are no pages."""
     if not settings.pages.enabled or "http" not in urls or settings.http.is_unix:
         return {}
     return {"pages": f"{urls['http'].replace('0.0.0.0', 'localhost')}/"}
@@ -131,7 +131,7 @@ LINE_INTERVAL_S: Final = 10.0
 
 
 class LoadLines(logging.Handler):
-    """Logs progress instead of showing bars."""
+    """Logs progress instead of drawing bars."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class LoadLines(logging.Handler):
 
 
 class _Bars(logging.Handler):
-    """A task of `progress` for each engine that loads."""
+    """One task of `progress` for each loading engine."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class _Bars(logging.Handler):
 
 @contextlib.contextmanager
 def load_bars(console: Console | None = None) -> Iterator[None]:
-    """Shows bars until the block ends, by default on standard error; if that is not a terminal, log lines."""
+    """Shows bars until the block ends, by default on standard error; log lines if that is not a terminal."""
     if console is None and not sys.stderr.isatty():
         with handled_by(LoadLines()):
             yield
@@ -222,7 +222,7 @@ def announce(server: InferenceServer, urls: dict[str, str], startup_s: float, is
 
 
 def _paths(server: InferenceServer) -> dict[tuple[str, str], str]:
-    """What computes each model, by name and version, and why nothing faster does."""
+    """The implementation that computes each model, by name and version, and why a faster one is not used."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for source, instance in server.describe_instances():
         if instance.path:

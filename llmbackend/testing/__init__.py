@@ -1,1 +1,1 @@
-"""Engines for tests and demonstrations: a model without weights (`--model mock`), and faults on demand."""
+"""Engines for tests and demonstrations: a model without weights (`--model mock`), and fault injection."""

@@ -1,9 +1,9 @@
 """Fault injection: engines that die, hang or send malformed messages on request.
 
-For: tests and `make chaos`, through the engine argument `fault_directory`, without which none of this runs. A file in
-the directory, named after a fault, triggers the fault once, at the next step; it is removed first, so that the next
-engine works. The file `poison` stays: it holds a token id, and a step with a request that has this token in its prompt
-kills the process.
+Used by tests and `make chaos`, through the engine argument `fault_directory`; otherwise none of this runs. A file in
+that directory, named after a fault, triggers the fault once, at the next step; the file is removed first, so that the
+next engine works. The file `poison` stays: it contains a token id, and a step kills the process if a request in it has
+this token in its prompt.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Faults:
         self._directory = Path(directory)
 
     def take(self, name: str) -> bool:
-        """Whether this fault was requested; removes the request."""
+        """Whether this fault was requested. Removes the request."""
         try:
             (self._directory / name).unlink()
         except FileNotFoundError:
@@ -64,11 +64,11 @@ class Faults:
             text = (self._directory / POISON).read_text()
         except FileNotFoundError:
             return None
-        return int(text) if text else None  # empty: it is being written
+        return int(text) if text else None  # empty = still being written
 
 
 class FaultyRunner:
-    """Wraps `runner` and commits requested faults."""
+    """Wraps `runner` and injects requested faults."""
 
     def __init__(self, runner: Runner, faults: Faults) -> None:
         self._runner = runner
@@ -134,8 +134,7 @@ class FaultyRunner:
 
 
 class FaultyOverlappingRunner(FaultyRunner):
-    """For a runner with overlapping steps: faults raise at the launch; `lost` raises in `collect`, which ends the
-    runner."""
+    """For a runner with overlapping steps: faults raise at launch; `lost` raises in `collect` and ends the runner."""
 
     def __init__(self, runner: OverlappingRunner, faults: Faults) -> None:
         super().__init__(runner, faults)
@@ -163,13 +162,13 @@ class FaultyOverlappingRunner(FaultyRunner):
 
 
 def _break_device() -> None:
-    """Indexes out of bounds in a kernel, after which all CUDA calls of this process fail."""
-    torch: Any = sys.modules["torch"]  # every engine on a GPU has imported it
+    """Indexes out of bounds in a kernel, after which all CUDA calls in this process fail."""
+    torch: Any = sys.modules["torch"]  # already imported by every engine on a GPU
     torch.zeros(1, device="cuda")[torch.full((1,), 1 << 30, device="cuda")]
 
 
 def with_faults(runner: Runner, faults: Faults) -> Runner:
-    """Overlaps steps if `runner` does."""
+    """Steps overlap if those of `runner` do."""
     if isinstance(runner, OverlappingRunner):
         return FaultyOverlappingRunner(runner, faults)
     return FaultyRunner(runner, faults)

@@ -1,8 +1,8 @@
-"""`--model mock`: a model without weights, whose logits are a hash of all tokens so far, read through the paged KV.
+"""`--model mock`: a model without weights. Its logits are a hash of all tokens so far, read through the paged KV cache.
 
-For: tests of the scheduler, the adapter and protocols in milliseconds, with an exact oracle
-(tests/helpers/mock_oracle). Does not know: torch, steps in flight (overlapping_mock.py). Invariants: all state of a
-sequence is in its KV slots, so that a wrong block table, a lost block or a wrong recomputation changes the tokens; a
+Tests of the scheduler, the adapter and protocols use it: they take milliseconds and have an exact oracle
+(tests/helpers/mock_oracle). Independent of torch and of steps in flight (overlapping_mock.py). Invariants: all state of
+a sequence is in its KV slots, so that a wrong block table, a lost block or a wrong recomputation changes the tokens; a
 token depends only on logits, parameters, the row's tokens and (seed, position).
 
 The vocabulary ends with bos, eos, pad (256, 257, 258 of 259; smaller ids are bytes). Printable ASCII is more likely
@@ -33,10 +33,10 @@ EOS_PERIOD = 32
 
 
 class MockRunner:
-    """A Runner over an int32 array of slots that hold token ids."""
+    """A Runner over an int32 array of slots that contain token ids."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises ValueError for a vocabulary without room for ASCII, bos, eos and pad."""
+        """Raises ValueError for a vocabulary too small for ASCII, bos, eos and pad."""
         if config.mock_vocab_size < MIN_VOCAB_SIZE:
             raise ValueError(
                 f"engine argument 'mock_vocab_size' is {config.mock_vocab_size}, expected at least {MIN_VOCAB_SIZE}"
@@ -92,7 +92,7 @@ class MockRunner:
         return SampledTokens(np.array(token_ids, np.int32), logprobs, prompt_logprobs=prompt_logprobs)
 
     def copy_blocks(self, copies: KVCopies) -> None:
-        """As an OffloadingRunner. The source is overwritten, so that reading it again changes tokens."""
+        """As an OffloadingRunner. The source is overwritten, so that reading it again would change tokens."""
         blocks = self._slots.reshape(-1, self.info.block_size)
         if copies.to_host:
             self._host_blocks[copies.host_blocks] = blocks[copies.blocks]
@@ -201,7 +201,7 @@ def _penalise(logits: FloatArray, token_ids: Int32Array, num_prompt_tokens: int,
 
 
 def _draw(logits: FloatArray, sampling: SamplingParams, u: float) -> int:
-    """The token at share `u` of the cumulated probability, most likely tokens first."""
+    """The token at quantile `u` of the cumulative distribution, most likely tokens first."""
     order = np.argsort(-logits, kind="stable")
     probs = np.exp(logits[order] - logits[order[0]])
     probs[probs < sampling.min_p] = 0.0
@@ -228,9 +228,9 @@ def logprobs_of(
 
 @dataclass(frozen=True, slots=True)
 class PromptToken:
-    """A prompt token whose logprobs are requested, with those of the `count` most likely ones.
+    """A prompt token whose logprobs are requested, together with those of the `count` most likely tokens.
 
-    context_slots: of all tokens before it.
+    context_slots: those of all tokens before it
     """
 
     row: int

@@ -1,8 +1,8 @@
-"""The mock model on a simulated device: a thread that runs launched steps in order while the host continues.
+"""The mock model on a simulated device: a thread that executes launched steps in order while the host continues.
 
-For: tests of steps in flight without an accelerator. Invariants: a step copies all it needs at its launch, and never
-reads the host's table, which may have changed when it runs; of a row, the device keeps only the position and id of the
-last sampled token, everything else is in KV slots.
+For tests of steps in flight without an accelerator. Invariants: a step copies everything it needs when launched and
+never reads the host's table, which may have changed when it runs; of each row, the device keeps only the position and
+id of the last sampled token; everything else is in KV slots.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .mock_model import MockRunner, PromptToken, allowed_tokens, context_slots, 
 
 @dataclass(frozen=True, slots=True)
 class _DeviceRow:
-    """A row of a step at its launch.
+    """A row of a step when launched.
 
     num_tokens  without this step's drafts, and as if all earlier drafts were accepted
     may_differ  whether the host does not know yet which earlier drafts were accepted
     token_ids   int32 [n]: tokens to compute, this step's drafts last; some may be PENDING_TOKEN
-    slots       int32: of all positions from 0
+    slots       int32: those of all positions from 0
     allowed     allowed tokens of each sample; empty for a row that does not sample
     """
 
@@ -118,7 +118,7 @@ class OverlappingMockRunner(MockRunner):
         return rows
 
     def _compute(self, step: DeviceStep) -> SampledTokens:
-        """On the device."""
+        """Runs on the device."""
         start_s = time.perf_counter()
         if self._step_s:
             time.sleep(self._step_s)
@@ -177,6 +177,6 @@ def _copied(masks: TokenMasks | None, sample: int) -> Words | None:
 
 
 def _num_equal(token_ids: list[int], drafts: list[int]) -> int:
-    """How many tokens equal their drafts before the first that does not."""
+    """How many leading tokens equal their drafts."""
     pairs = zip(token_ids, drafts, strict=False)
     return next((i for i, (token_id, draft) in enumerate(pairs) if token_id != draft), len(drafts))

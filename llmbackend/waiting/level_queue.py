@@ -1,4 +1,4 @@
-"""A queue by priority level, for the requests of the host and of the adapter."""
+"""A queue with priority levels, for the requests of the host and of the adapter."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Lane = tuple[int, bool]
-"""A priority level, and whether the items in it are delayed."""
+"""A priority level, and whether the items in this lane are delayed."""
 
 
 class LevelQueue(Generic[Item]):
     """Lower levels come first; within a level the order is that of arrival, with delayed items last. A lane exists
-    while it has items. Operations on one item are O(1). The owner's lock guards it."""
+    while it contains items. Operations on one item are O(1). Guarded by its owner's lock."""
 
     def __init__(self) -> None:
         self._lanes: dict[Lane, OrderedDict[Item, None]] = {}
-        """OrderedDict, because a dict finds its first entry slowly after deletions."""
+        """OrderedDict, because a dict is slow at finding its first entry after deletions."""
         self._order: list[Lane] = []
         self._lane_of: dict[Item, Lane] = {}
 
@@ -46,12 +46,12 @@ class LevelQueue(Generic[Item]):
         self._lane_of[item] = lane
 
     def put_back(self, item: Item, level: int, is_delayed: bool = False) -> None:
-        """Before all others of its lane."""
+        """Inserts it before all other items of its lane."""
         self.append(item, level, is_delayed)
         self._lanes[level, is_delayed].move_to_end(item, last=False)
 
     def first(self, count: int) -> Iterator[Item]:
-        """The first `count` items in order. Yielded items may be removed meanwhile."""
+        """The first `count` items in order. Items already yielded may be removed during iteration."""
         for lane in tuple(self._order):
             some = list(islice(self._lanes[lane], count))
             yield from some
@@ -60,13 +60,13 @@ class LevelQueue(Generic[Item]):
                 return
 
     def pop_first(self) -> Item:
-        """Raises IndexError when there is none."""
+        """Raises IndexError if the queue is empty."""
         item = next(iter(self._lanes[self._order[0]]))
         self.remove(item)
         return item
 
     def remove(self, item: Item) -> bool:
-        """Whether it was queued."""
+        """Returns whether it was queued."""
         lane = self._lane_of.pop(item, None)
         if lane is None:
             return False
@@ -77,7 +77,7 @@ class LevelQueue(Generic[Item]):
         return True
 
     def delay(self, item: Item) -> bool:
-        """Moves an item after all others of its level. Whether it was queued."""
+        """Moves an item behind all others of its level. Returns whether it was queued."""
         lane = self._lane_of.get(item)
         if lane is None:
             return False

@@ -1,7 +1,7 @@
-"""Triton's queue policies: how many requests may wait at a priority level, how long, and what happens after that.
+"""Triton's queue policies: how many requests may wait at a priority level, how long, and what happens afterwards.
 
-Source: PolicyQueue and PriorityQueue of Triton's scheduler_utils.cc, InferenceRequest::SetPriority. By design
-different: if the default timeout is 0 (none), a request's own timeout still counts if overriding is allowed.
+Source: PolicyQueue and PriorityQueue in Triton's scheduler_utils.cc, InferenceRequest::SetPriority. Deliberate
+difference: if the default timeout is 0 (none), a request's own timeout still applies if overriding is allowed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tritonclient.grpc.model_config_pb2 import ModelDynamicBatching, ModelQueuePolicy
 
 ONLY_LEVEL = 0
-"""The level of every request of a model without priority levels."""
+"""The level of all requests of a model without priority levels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class QueuePolicy:
 
     max_queue_size: requests; 0 = no limit
     timeout_us: longest time in the queue; 0 = no limit
-    reject: after the timeout the request fails; False = it is served after the others of its level
+    reject: whether a request fails after the timeout; False = it is served after the others of its level
     allow_timeout_override: whether a request may shorten the timeout
     """
 
@@ -40,7 +40,7 @@ class QueuePolicy:
         )
 
     def deadline_ns(self, queue_start_ns: int, request_timeout_us: int) -> int:
-        """End of a request's time in the queue (monotonic ns); 0 = none."""
+        """When a request's time in the queue ends (monotonic ns); 0 = never."""
         timeout_us = self.timeout_us
         if self.allow_timeout_override and request_timeout_us > 0:
             timeout_us = min(request_timeout_us, timeout_us or request_timeout_us)
@@ -52,7 +52,7 @@ class QueuePolicies:
     """The policies of one model.
 
     levels: 0 = no priorities; else 1 is the highest level and `levels` the lowest
-    by_level: policies of levels, where they are not `default`
+    by_level: policies of the levels that do not have the `default`
     """
 
     default: QueuePolicy = field(default_factory=QueuePolicy)
@@ -70,8 +70,8 @@ class QueuePolicies:
         )
 
     def priority(self, requested: int) -> int:
-        """The priority of a request: 0 and values above `levels` become the default level. Without levels backends
-        interpret it."""
+        """The priority of a request: 0 and values above `levels` become the default level. Else backends interpret
+        it."""
         if not self.levels:
             return requested
         return requested if 0 < requested <= self.levels else self.default_level

@@ -1,4 +1,4 @@
-"""Alarms at given times, on one thread that sleeps until the earliest of them; items by deadline."""
+"""Alarms at given times, run by a thread that sleeps until the earliest one; and items ordered by deadline."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item", bound=Hashable)
 Alarm = Callable[[], None]
 MAX_SLEEP_S = 3600.0
-"""A configuration may ask for centuries, which a lock's timeout cannot express."""
+"""A configuration may specify centuries, which a lock's timeout cannot express."""
 
 _SLACK = 64
-"""How many discarded entries the heap may have beyond twice the number of items."""
+"""Maximum number of discarded entries in the heap, beyond twice the number of items."""
 
 
 class Deadlines(Generic[Item]):
-    """Items by deadline. Operations are O(log n) amortised. Discarded items are not referenced, so that no request is
-    kept alive. The owner's lock guards it."""
+    """Items by deadline. Operations are O(log n) amortised. Discarded items are not referenced, so no request is kept
+    alive. Guarded by its owner's lock."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, list[Item]]] = []
@@ -52,7 +52,7 @@ class Deadlines(Generic[Item]):
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now_ns: int) -> list[Item]:
-        """Removes and returns the items due at `now_ns`, the earliest first."""
+        """Removes and returns the items due at `now_ns`, earliest first."""
         due = []
         while (earliest_ns := self.earliest_ns()) is not None and earliest_ns <= now_ns:
             (item,) = heapq.heappop(self._heap)[2]
@@ -67,8 +67,8 @@ class Deadlines(Generic[Item]):
 
 
 class Timer:
-    """Runs alarms between `start` and `stop`, outside its lock; they must be short. One time per alarm. Without alarms
-    the thread sleeps without a timeout, so that an idle server uses no CPU. Any thread may set and clear alarms."""
+    """Runs alarms between `start` and `stop`, outside its lock; they must be short. Each alarm has one time. Without
+    alarms the thread sleeps without a timeout, so that an idle server uses no CPU. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -83,7 +83,7 @@ class Timer:
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; other alarms never run."""
+        """Ends the thread. Alarms that have not begun never run."""
         if self._thread is not None:
             with self._changed:
                 self._stopped = True
@@ -114,10 +114,10 @@ class Timer:
                     alarm()
                 except Exception:
                     log.exception("an alarm failed")
-            del due, alarm  # they would keep a queue alive until the next alarm
+            del due, alarm  # otherwise they would keep a queue alive until the next alarm
 
     def _wait(self) -> list[Alarm] | None:
-        """Sleeps until an alarm is due; None when stopped."""
+        """Sleeps until an alarm is due. Returns None if stopped."""
         with self._changed:
             while not self._stopped:
                 now_ns = time.monotonic_ns()

@@ -11,29 +11,29 @@ _CLOSED: Final = -1
 
 
 class Wakeup:
-    """A level-triggered flag with a file descriptor. Work done before `set()` is visible after the next `clear()`; the
-    calls of `set()` between two clears cost one system call."""
+    """A level-triggered flag with a file descriptor. Work done before `set()` is visible after the next `clear()`; any
+    number of `set()` calls between two clears cost one system call."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_pending = False
         self._lock = threading.RLock()
-        """For closing, since a later write could go to another file with the same descriptor. Reentrant: a finalizer
+        """Prevents a write after closing from going to another file with the same descriptor. Reentrant: a finalizer
         within `set` may call `set`."""
 
     def fileno(self) -> int:
         return self._fd
 
     def set(self) -> None:
-        """Any thread. Does nothing after close()."""
+        """Thread-safe. Does nothing after close()."""
         if not self._is_pending:
-            self._is_pending = True  # before the write: after it, the flag could stay set after a `clear`
+            self._is_pending = True  # before the write: otherwise the flag could stay set after a `clear`
             with self._lock:
                 if self._fd != _CLOSED:
                     os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Resets the flag. Look for work after this call, not before it."""
+        """Resets the flag. Look for work after this call, not before."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         self._is_pending = False

@@ -68,10 +68,10 @@ def test_a_wrong_line_is_named_without_the_key(line: str, complaint: str) -> Non
 def test_two_keys_of_one_name_and_one_key_of_two_names_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("a:1\na:2\n")
-    with pytest.raises(ValueError, match="the name 'a' is given twice"):
+    with pytest.raises(ValueError, match="the name 'a' occurs twice"):
         KeyRing((), KeyFile(file, DEFAULTS))
     file.write_text("a:1\nb:1\n")
-    with pytest.raises(ValueError, match="the key of 'b' is given twice"):
+    with pytest.raises(ValueError, match="the key of 'b' occurs twice"):
         KeyRing((), KeyFile(file, DEFAULTS))
 
 
@@ -141,7 +141,7 @@ def test_a_broken_file_leaves_the_last_keys_valid_and_is_logged_once(
             clock.now_s += 1
             assert name_of(ring, "sk-a") == "a"
         (record,) = (record for record in caplog.records if record.levelno == logging.ERROR)
-        assert str(file) in record.message and "stay in force" in record.message
+        assert str(file) in record.message and "remain in use" in record.message
     write(file, "b:sk-b\n")
     clock.now_s += 1
     assert (name_of(ring, "sk-a"), name_of(ring, "sk-b")) == (None, "b")

@@ -52,7 +52,7 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 def test_without_settings_nothing_is_checked() -> None:
     control = AccessControl(NO_ACCESS_CONTROL)
-    assert control.around_http(answer, CollectorRegistry()) is answer
+    assert control.wrap_http(answer, CollectorRegistry()) is answer
     assert control.grpc_interceptors(CollectorRegistry()) == ()
 
 

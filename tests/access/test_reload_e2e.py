@@ -76,7 +76,7 @@ def test_keys_and_certificates_are_read_again_at_sighup(tmp_path: Path) -> None:
 
         Path(key).write_text("no key")
         server.process.send_signal(signal.SIGHUP)
-        eventually(lambda: log_path.read_text().count("the previous content stays in force") == 2)
+        eventually(lambda: log_path.read_text().count("the previous content remains in use") == 2)
         assert serial_of(server.http, ca) == serial_of(server.grpc, ca) == after
         assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()

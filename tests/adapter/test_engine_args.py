@@ -119,7 +119,7 @@ def test_nothing_to_serve_says_what_was_looked_for(model: Path) -> None:
         ({"mock_step_ms": "nan"}, "'mock_step_ms' is nan, expected a number of at least 0"),
         ({"dtype": "int8"}, "'dtype' is 'int8', expected 'auto' or 'float32' or 'bfloat16' or 'float16'"),
         ({"pipeline_parallel_size": 0}, "'pipeline_parallel_size' is 0, expected at least 1"),
-        ({"pipeline_parallel_size": 2}, "'pipeline_parallel_size' is 2, expected 1 where 'model' is 'mock'"),
+        ({"pipeline_parallel_size": 2}, "'pipeline_parallel_size' is 2, expected 1 if 'model' is 'mock'"),
         ({"data_parallel_size": 2}, "'data_parallel_size' is 2, only 1 is supported"),
         ({"tensor_parallel_size": 0}, "'tensor_parallel_size' is 0, expected at least 1"),
         ({"quantization": "awq"}, "'quantization' is 'awq', expected 'int8' or 'int4' or 'fp8' or null"),
@@ -141,7 +141,7 @@ def test_nothing_to_serve_says_what_was_looked_for(model: Path) -> None:
         ({"gpu_memory_utilization": 1.5}, "'gpu_memory_utilization' is 1.5, expected a number above 0 and up to 1"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "'kv_cache_dtype' is 'fp8_e5m2', expected 'auto' or 'fp8' or 'fp8_e4m3'"),
         ({"cudagraph_capture_sizes": [0]}, "'cudagraph_capture_sizes' is 0, expected at least 1"),
-        ({"lora_modules": {"doll": "/x"}}, "'lora_modules' is set, expected 'enable_lora' to be true with it"),
+        ({"lora_modules": {"doll": "/x"}}, "'lora_modules' is set, expected 'enable_lora' to be true"),
     ],
 )
 def test_a_bad_engine_argument_is_named(model: Path, arguments: dict[str, Any], expected: str) -> None:

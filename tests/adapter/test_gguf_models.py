@@ -81,7 +81,7 @@ def test_what_is_wrong_is_said_with_the_arguments_name(tmp_path: Path, cache: Pa
     with pytest.raises(TritonError, match="which is neither a directory nor a GGUF file"):
         check_checkpoint(EngineConfig(model=str(tmp_path / "other.gguf")))
     write(tmp_path / "third.gguf")
-    with pytest.raises(TritonError, match="it holds 3 GGUF models, expected 1"):
+    with pytest.raises(TritonError, match="it contains 3 GGUF models, expected 1"):
         check_checkpoint(EngineConfig(model=str(tmp_path)))
 
 

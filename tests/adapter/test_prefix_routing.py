@@ -64,7 +64,7 @@ def test_two_engines_work_at_once_though_one_has_what_all_begin_with(tmp_path: P
         turn(host, "We all begin with this text. " * 3)
         texts = [f"{'We all begin with this text. ' * 3}{i}" for i in range(8)]
         calls = [host.start(text_input=text, sampling={"max_tokens": 40, "ignore_eos": True}) for text in texts]
-        eventually(lambda: [engine.manager.room for engine in state._engines] == [0, 0])
+        eventually(lambda: [engine.manager.capacity for engine in state._engines] == [0, 0])
         assert all(call.wait().error is None for call in calls)
         eventually(lambda: min(num_blocks(state)) > 20)
 

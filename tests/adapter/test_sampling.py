@@ -10,8 +10,8 @@ from llmbackend.adapter.schemas.sampling import ACCEPTED, GenerationParams, pars
 from llmbackend.core.backend_api import ErrorCode, TritonError
 
 
-def parse(room_tokens: int = 100, **values: Any) -> GenerationParams:
-    return parse_sampling_parameters(values, room_tokens=room_tokens, vocab_size=259)
+def parse(remaining_tokens: int = 100, **values: Any) -> GenerationParams:
+    return parse_sampling_parameters(values, remaining_tokens=remaining_tokens, vocab_size=259)
 
 
 def refusal(**values: Any) -> TritonError:
@@ -119,11 +119,11 @@ def test_the_requests_id_is_no_sampling_parameter() -> None:
 
 
 def test_max_tokens_is_capped_to_the_room_and_null_means_all_of_it() -> None:
-    assert parse(room_tokens=5, max_tokens=50).sampling.max_tokens == 5
-    assert parse(room_tokens=5).sampling.max_tokens == 5
-    assert parse(room_tokens=500, max_tokens=None).sampling.max_tokens == 500
+    assert parse(remaining_tokens=5, max_tokens=50).sampling.max_tokens == 5
+    assert parse(remaining_tokens=5).sampling.max_tokens == 5
+    assert parse(remaining_tokens=500, max_tokens=None).sampling.max_tokens == 500
     with pytest.raises(TritonError, match=r"'min_tokens' is 6.*the 5 tokens that fit"):
-        parse(room_tokens=5, min_tokens=6, max_tokens=10)
+        parse(remaining_tokens=5, min_tokens=6, max_tokens=10)
 
 
 def test_null_means_the_default_elsewhere() -> None:
@@ -142,8 +142,8 @@ def test_a_seed_is_always_set() -> None:
 
 
 def test_logprobs_of_the_sampled_token_are_asked_for_when_they_are_needed() -> None:
-    assert parse_sampling_parameters({}, room_tokens=9, vocab_size=9, logprobs_needed=True).sampling.logprobs == 0
-    wanted = parse_sampling_parameters({"logprobs": 3}, room_tokens=9, vocab_size=9, logprobs_needed=True)
+    assert parse_sampling_parameters({}, remaining_tokens=9, vocab_size=9, logprobs_needed=True).sampling.logprobs == 0
+    wanted = parse_sampling_parameters({"logprobs": 3}, remaining_tokens=9, vocab_size=9, logprobs_needed=True)
     assert wanted.sampling.logprobs == 3
 
 
@@ -175,7 +175,7 @@ def test_the_bounds_themselves_are_allowed() -> None:
     parse(stop=["x" * 1024])
     sampling = parse_sampling_parameters(
         {"stop_token_ids": list(range(1024)), "logit_bias": {str(index): 1 for index in range(1024)}},
-        room_tokens=100,
+        remaining_tokens=100,
         vocab_size=2000,
     ).sampling
     assert (len(sampling.stop_token_ids), len(sampling.logit_bias)) == (1024, 1024)

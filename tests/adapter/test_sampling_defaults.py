@@ -76,8 +76,8 @@ def test_a_wrong_value_is_left_out_of_a_file_and_refused_of_an_operator(
 
 
 def test_a_request_wins_over_the_defaults_and_null_asks_for_them() -> None:
-    def parsed(room_tokens: int = 100, **values: Any) -> Any:
-        params = parse_sampling_parameters(values, room_tokens=room_tokens, vocab_size=259, defaults=DEFAULTS)
+    def parsed(remaining_tokens: int = 100, **values: Any) -> Any:
+        params = parse_sampling_parameters(values, remaining_tokens=remaining_tokens, vocab_size=259, defaults=DEFAULTS)
         return params.sampling
 
     silent = parsed()
@@ -86,7 +86,7 @@ def test_a_request_wins_over_the_defaults_and_null_asks_for_them() -> None:
     asked = parsed(temperature=1, top_k=0, max_tokens=50)
     assert (asked.temperature, asked.top_k, asked.top_p, asked.max_tokens) == (1.0, 0, 0.95, 50)
     assert (parsed(temperature=None, max_tokens=None).temperature, parsed(max_tokens=None).max_tokens) == (0.6, 7)
-    assert parsed(room_tokens=3).max_tokens == 3
+    assert parsed(remaining_tokens=3).max_tokens == 3
 
 
 def num_tokens(host: LlmHost, **inputs: Any) -> int:

@@ -357,7 +357,7 @@ def test_a_broken_model_and_absent_weights_are_named(tmp_path: Path) -> None:
     (tmp_path / "weightless" / "1" / "model.bin").unlink()
     (version_directory(tmp_path, "broken", CONFIGURED) / "model.xml").write_text("<net name='half'")
     with serving(tmp_path) as server:
-        with pytest.raises(TritonError, match=r"'weightless': model.xml: .*\('model.bin' is not beside it\)"):
+        with pytest.raises(TritonError, match=r"'weightless': model.xml: .*\('model.bin' is missing next to it\)"):
             server.load_model("weightless")
         with pytest.raises(TritonError, match=r"failed to load model 'broken': model.xml: Unable to read the model"):
             server.load_model("broken")

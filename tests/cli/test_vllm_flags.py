@@ -83,7 +83,7 @@ def test_a_flag_without_effect_is_accepted_with_its_reason(
     assert engine_arguments(served) == {"model": "mock"}
     warnings = capsys.readouterr().err
     assert "--max-log-len has no effect: requests are logged with --log-requests alone" in warnings
-    assert "--enable-expert-parallel has no effect here: every rank holds a part of each expert" in warnings
+    assert "--enable-expert-parallel has no effect here: every rank has a part of each expert" in warnings
 
 
 @pytest.mark.parametrize(

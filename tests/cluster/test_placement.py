@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from llmbackend.cluster.messages import engine_key
-from llmbackend.cluster.rank_actors import actor_options, fits, needs, no_room, room_problem
+from llmbackend.cluster.rank_actors import actor_options, fits, insufficient_resources, needs, placement_problem
 from llmbackend.engine.config import EngineConfig
 
 NODES = [
@@ -34,7 +34,7 @@ def test_what_is_free_must_be_enough_of_each() -> None:
 
 
 def test_no_room_names_what_is_needed_free_and_there() -> None:
-    text = no_room({"CPU": 16.0, "GPU": 0.0}, NODES, {"a": {"CPU": 3.0}, "c": {"CPU": 1.0, "GPU": 2.0}})
+    text = insufficient_resources({"CPU": 16.0, "GPU": 0.0}, NODES, {"a": {"CPU": 3.0}, "c": {"CPU": 1.0, "GPU": 2.0}})
     assert "needs 16 CPU;" in text
     assert "a (10.0.0.1) 4 CPU and 0 GPU, free 3 CPU and 0 GPU, c (10.0.0.3) 8 CPU and 2 GPU, free 1 CPU" in text
     assert "10.0.0.2" not in text, "a dead node has no room"
@@ -42,14 +42,14 @@ def test_no_room_names_what_is_needed_free_and_there() -> None:
 
 def test_room_is_that_of_one_living_node() -> None:
     wanted = {"CPU": 4.0, "GPU": 0.0}
-    assert room_problem(wanted, NODES, {"a": {"CPU": 3.0}, "c": {"CPU": 3.0}}), "together they would have it"
-    assert room_problem(wanted, NODES, {"b": {"CPU": 64.0}})
-    assert not room_problem(wanted, NODES, {"a": {"CPU": 3.0}, "c": {"CPU": 4.0}})
+    assert placement_problem(wanted, NODES, {"a": {"CPU": 3.0}, "c": {"CPU": 3.0}}), "together they would have it"
+    assert placement_problem(wanted, NODES, {"b": {"CPU": 64.0}})
+    assert not placement_problem(wanted, NODES, {"a": {"CPU": 3.0}, "c": {"CPU": 4.0}})
 
 
 def test_a_resource_that_no_node_has_is_named() -> None:
     wanted = needs(EngineConfig(model="/m", cluster_resources={"tape drive": 1}))
-    assert "needs 1 CPU and 1 tape drive (no node has any tape drive)" in room_problem(
+    assert "needs 1 CPU and 1 tape drive (no node has any tape drive)" in placement_problem(
         wanted, NODES, {"c": {"CPU": 8.0}}
     )
 

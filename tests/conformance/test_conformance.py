@@ -53,7 +53,7 @@ def test_a_rule_pins_our_answer_and_hides_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "heading"), [(RULES, "## Differences by design"), (LIVE_RULES, "## Beside a running Triton")]
+    ("path", "heading"), [(RULES, "## Differences by design"), (LIVE_RULES, "## Comparison with a running Triton")]
 )
 def test_every_difference_by_design_is_explained_with_its_release(path: Path, heading: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text()

@@ -13,7 +13,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from llmbackend.core.config.model_config_rules import validate_scheduling
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.lifecycle.ensembles import circles, in_levels
+from llmbackend.core.lifecycle.ensembles import dependency_cycles, dependency_levels
 from tests.helpers.core_host import STAGE, WAIT_S, Repository, send, serving, version_of, x
 from tests.helpers.ensemble_host import AB_TO_Y, X_TO_Y, X_TO_YZ, chain, ensemble, part, step, tensors
 from tests.helpers.waiting import eventually
@@ -210,7 +210,7 @@ def test_a_part_that_no_repository_has(repository: Repository) -> None:
         )
 
 
-def test_circles_are_refused(repository: Repository) -> None:
+def test_dependency_cycles_are_refused(repository: Repository) -> None:
     part(repository, "a", "add")
     chain(repository, "self", "a", "self")
     chain(repository, "one", "two")
@@ -396,8 +396,8 @@ def test_a_flow_that_can_not_work_is_not_polled(repository: Repository, caplog: 
 def test_levels_put_every_model_after_its_parts() -> None:
     parts = {"d": ["b", "c"], "b": ["a"], "c": ["a", "x"], "p": ["q"], "q": ["p"], "r": ["q", "d"]}
     names = ["a", "b", "c", "d", "p", "q", "r"]
-    assert in_levels(names, parts) == [["a"], ["b", "c"], ["d"], ["p", "q"], ["r"]]
-    assert circles(parts).keys() == {"p", "q"}
+    assert dependency_levels(names, parts) == [["a"], ["b", "c"], ["d"], ["p", "q"], ["r"]]
+    assert dependency_cycles(parts).keys() == {"p", "q"}
 
 
 def test_threads_that_load_and_unload_parts_and_ensembles_end(repository: Repository) -> None:

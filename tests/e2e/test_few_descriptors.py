@@ -48,5 +48,5 @@ def test_idle_clients_leave_descriptors_for_an_engine(tmp_path: Path) -> None:
     assert post(server, "/v2/models/mock/generate", BODY) == before
     assert stop_server(server) == 0
     text = (tmp_path / "log").read_text()
-    assert "the limit of 64 open files" in text and "connections are refused: " in text
+    assert "the limit of 64 open files" in text and "refusing connections: " in text
     assert "Too many open files" not in text

@@ -136,16 +136,20 @@ def test_every_flag_of_triton_is_known_with_its_default(flag: Flag) -> None:
         assert str(option.default).removesuffix(".0") == expected.removesuffix(".0")
 
 
+def _section(heading: str) -> str:
+    return PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
 def test_the_page_lists_exactly_the_flags_of_triton() -> None:
-    of_triton = PAGE.read_text().partition("\n## ")[0]
+    of_triton = _section("Flags of `tritonserver`")
     rows = re.findall(r"^\| `--([a-z0-9-]+)` \|", of_triton, re.MULTILINE)
     assert sorted(rows) == sorted(flag.name for flag in FLAGS)
 
 
 def test_the_page_lists_limits_with_their_defaults() -> None:
-    of_limits = PAGE.read_text().partition("\n## Limits for clients (flags that Triton does not have)\n")[2]
+    of_limits = _section("Limits for clients")
     listed: dict[str, str] = {}
-    for names, defaults in re.findall(r"^\| (`--.*?) \| (.*?) \|", of_limits.partition("\n## ")[0], re.MULTILINE):
+    for names, defaults in re.findall(r"^\| (`--.*?) \| (.*?) \|", of_limits, re.MULTILINE):
         listed |= zip(re.findall(r"`--(.*?)`", names), defaults.split(", "), strict=True)
     flags = {field.name.replace("_", "-"): field.default for field in fields(LimitFlags)}
     known_to_triton = {flag.name for flag in FLAGS}
@@ -157,7 +161,7 @@ def test_the_page_lists_limits_with_their_defaults() -> None:
 
 
 def test_the_page_names_every_flag_without_effect_as_such() -> None:
-    table = PAGE.read_text().partition("\n## ")[0]
+    table = _section("Flags of `tritonserver`")
     without = re.findall(r"^\| `--([a-z0-9-]+)` \|.*\| no effect: ", table, re.MULTILINE)
     assert {name.replace("-", "_") for name in without} == set(TRITON)
 

@@ -128,7 +128,7 @@ def test_an_engine_without_a_prefix_cache_has_no_blocks_to_tell_of() -> None:
 
 def test_blocks_behind_a_forgotten_one_are_not_found_until_they_are_computed_again() -> None:
     cache, journal = PrefixCache(8), BlockJournal()
-    cache.tell(journal)
+    cache.set_journal(journal)
     one = cache.register(("",), b"1111", 0)
     two = cache.register(one, b"2222", 1)
     cache.register(two, b"3333", 2)

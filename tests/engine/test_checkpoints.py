@@ -177,7 +177,7 @@ def test_the_host_refuses_it_before_it_starts_an_engine(tmp_path: Path) -> None:
 def test_numbers_count_where_they_are_nested(tmp_path: Path) -> None:
     tensors = read_headers([save(tmp_path) / "model.safetensors"])
     check_numbers({"text_config": {"num_hidden_layers": 3, "n_routed_experts": 64}}, tensors)
-    with pytest.raises(CheckpointError, match="states depth 5000, but its tensors are of 3 layers or experts"):
+    with pytest.raises(CheckpointError, match="states depth 5000, but its tensors belong to 3 layers or experts"):
         check_numbers({"vision_config": {"depth": 5000}}, tensors)
 
 

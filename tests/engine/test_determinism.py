@@ -7,6 +7,7 @@ near-ties; for the native program, for modules on native kernels, and for plain 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ import transformers as tf
 from llguidance import LLMatcher
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig, StructuredOutputsConfig
+from llmbackend.engine.cpu.native_runner import NativeRunner, why_modules
+from llmbackend.engine.cpu.packed_decoder import PackedModel
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.messages import EngineStats, InferRequest, SamplingParams, TokenLogprobs, Vocabulary
-from llmbackend.engine.model.module_runner import make_model_runner
+from llmbackend.engine.model.module_runner import make_model_runner, pack_or_run
+from llmbackend.engine.step import Runner
 from tests.helpers.mock_engine import run_counted
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -110,7 +114,7 @@ def run(
     """Each request's tokens with their logprobs, or those of its prompt, and the engine's counters at the end."""
     settings = {"num_threads": 1, "block_size": 32, "step_target_ms": 0, **options}
     config = EngineConfig(model=str(model), load_format="dummy", transport="inline", **settings)
-    core = EngineCore(config, make_model_runner(config))
+    core = EngineCore(config, _runner(config))
     if vocabulary is not None:
         core.set_vocabulary(vocabulary)
     outcomes, stats = run_counted(core, wanted)
@@ -118,6 +122,29 @@ def run(
     assert not {outcome.error for outcome in outcomes.of.values()} - {None, ""}
     stories = {name: one.prompt_logprobs if of_prompt else one.logprobs for name, one in outcomes.of.items()}
     return stories, stats
+
+
+def _runner(config: EngineConfig) -> Runner:
+    """A program is packed once, as by a fork server whose engines share it: packing takes longer than the requests."""
+    if why_modules(config):
+        return make_model_runner(config)
+    packed = _packed(config.model, config.dtype, config.quantization, config.enable_lora)
+    return make_model_runner(config) if packed is None else NativeRunner(config, packed)
+
+
+@functools.lru_cache(maxsize=2)
+def _packed(model: str, dtype: Any, quantization: Any, enable_lora: bool) -> PackedModel | None:
+    """None: it has no program."""
+    made = pack_or_run(
+        EngineConfig(
+            model=model, load_format="dummy", transport="inline", num_threads=1, dtype=dtype, quantization=quantization,
+            enable_lora=enable_lora,
+        )
+    )  # fmt: skip
+    if isinstance(made, PackedModel):
+        return made
+    made.close()
+    return None
 
 
 @pytest.mark.parametrize("kind", KINDS)

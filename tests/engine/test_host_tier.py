@@ -261,7 +261,7 @@ def test_its_size_is_given_in_gib_or_in_blocks() -> None:
         ({"kv_offloading_size": -1}, "'kv_offloading_size' is -1, expected a number of at least 0"),
         ({"num_host_kv_blocks": -1}, "'num_host_kv_blocks' is -1, expected at least 0"),
         ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "expected 'enable_prefix_caching' to be true"),
-        ({"kv_offloading_size": 1, "model": "/m", "tensor_parallel_size": 2}, "expected null or 0 where 'tensor_par"),
+        ({"kv_offloading_size": 1, "model": "/m", "tensor_parallel_size": 2}, "expected null or 0 if 'tensor_par"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:

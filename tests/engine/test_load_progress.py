@@ -73,7 +73,7 @@ def test_a_real_load_is_told_over_the_transport(shown: Shown, capfd: pytest.Capt
     wakeup.close()
     stages = [progress.stage for progress in shown.progress if progress is not None]
     assert stages[0] == "reading weights"
-    assert stages[-1] == "trying the model"
+    assert stages[-1] == "checking the model"
     whole = [one for one in shown.progress if one is not None and one.total and one.done == one.total]
     assert whole
     assert shown.progress[-1] is None
@@ -129,13 +129,13 @@ def test_each_stage_of_a_load_is_logged_once_and_long_ones_now_and_then(caplog: 
             show(1, "slow", LoadProgress("packing weights", done, 100))
             show(2, "fast", LoadProgress("reading weights", done, 100) if done < 5 else None)
             clock.now_s += 0.3
-        show(1, "slow", LoadProgress("trying the model"))
+        show(1, "slow", LoadProgress("checking the model"))
     assert [record.getMessage() for record in caplog.records] == [
         "slow: loading: packing weights 0 of 100",
         "fast: loading: reading weights 0 of 100",
         "slow: loading: packing weights 34 of 100",
         "slow: loading: packing weights 68 of 100",
-        "slow: loading: trying the model",
+        "slow: loading: checking the model",
     ]
 
 

@@ -95,12 +95,12 @@ def test_tokens_and_logprobs_are_those_of_rows_that_keep_all(
     model = pack_model(config_of(tmp_path), load_model(config_of(tmp_path)))
     plenty, few = (
         config_of(tmp_path, num_kv_blocks=200),
-        config_of(tmp_path, num_kv_blocks=groups.most_blocks(190, 1, 32)),
+        config_of(tmp_path, num_kv_blocks=groups.max_blocks(190, 1, 32)),
     )
     assert NativeRunner(plenty, model).info.kv_groups == groups
     outputs, most, num_preemptions, num_hits = run(plenty, model)
     assert num_hits >= 64 and not num_preemptions
-    assert most <= 2 * groups.most_blocks(190, 64, 32)
+    assert most <= 2 * groups.max_blocks(190, 64, 32)
     in_few_blocks, _, num_preemptions, _ = run(few, model)
     assert num_preemptions > 0
     with monkeypatch.context() as patch:
@@ -122,4 +122,4 @@ def test_memory_is_counted_by_blocks_of_a_group(tmp_path: Path) -> None:
     assert info.kv_bytes_per_token == 6 * bytes_per_block // 32
     forecasted = forecast(msgspec.structs.replace(config, max_num_seqs=99))
     assert (forecasted.num_kv_blocks, forecasted.kv_bytes) == (192, 3 << 20)
-    assert forecasted.full_length_requests == 192 // groups.most_blocks(512, 64, 32)
+    assert forecasted.full_length_requests == 192 // groups.max_blocks(512, 64, 32)

@@ -30,14 +30,13 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "chunks of a tile and a row": {"max_num_batched_tokens": 17},
     "two threads": {"num_threads": 2},
 }
-NIGHTLY = pytest.mark.nightly
 MODELS = [
     ("qwen3_moe", "bfloat16"),
-    pytest.param("qwen3_moe", "int8", marks=NIGHTLY),
-    pytest.param("qwen3_moe", "int4", marks=NIGHTLY),
-    pytest.param("gpt_oss", "mxfp4", marks=NIGHTLY),
-    pytest.param("deepseek_v3", "bfloat16", marks=NIGHTLY),
-    pytest.param("deepseek_v3", "int8", marks=NIGHTLY),
+    ("qwen3_moe", "int8"),
+    ("qwen3_moe", "int4"),
+    ("gpt_oss", "mxfp4"),
+    ("deepseek_v3", "bfloat16"),
+    ("deepseek_v3", "int8"),
 ]
 
 

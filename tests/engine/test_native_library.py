@@ -61,7 +61,7 @@ def test_a_library_of_other_sources_is_refused(
 ) -> None:
     monkeypatch.setattr(library, "STRUCTURES", STRUCTURES[::-1])
     assert library.load("generic") is None
-    assert "built from other sources" in caplog.text
+    assert "built from different sources" in caplog.text
 
 
 @native

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +12,14 @@ from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import KernelLibrary, NativeKernels, fault_of, op_pointers, packed_bytes
 from llmbackend.engine.kernels.operations import Epilogue, Kind, LinearOp, Rows, Step, Type
 from tests.helpers.native_engines import (
+    COMPILER,
     NAN_BFLOAT16,
     Array,
     best_is_fast,
     bounded_swiglu,
     check_bad_row,
     check_sampled_rows,
+    compiled,
     engine,
     in_tiles,
     numbers,
@@ -305,16 +305,12 @@ def test_it_writes_tiles(tiles: NativeKernels, epilogue: Epilogue) -> None:
 
 
 @pytest.fixture(scope="module")
-def avx_vnni(tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
+def avx_vnni() -> NativeKernels:
     """The library for AVX-VNNI, with its one instruction written in AVX2."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None or "avx2" not in VARIANTS:
+    if COMPILER is None or "avx2" not in VARIANTS:
         pytest.skip("no C++ compiler, or no AVX2")
     source = Path(library.__file__).parent / "native" / "variants" / "avx_vnni.cpp"
-    target = tmp_path_factory.mktemp("avx_vnni") / "avx_vnni.so"
-    flags = "-std=c++20 -O1 -mavx2 -mfma -mbmi2 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread"
-    command = [compiler, *flags.split(), "-shared", "-fPIC", "-DLLMB_EMULATE_AVX_VNNI", "-o", str(target), str(source)]
-    subprocess.run(command, check=True)
+    target = compiled(source, "-mavx2", "-mfma", "-mbmi2", "-DLLMB_EMULATE_AVX_VNNI")
     return NativeKernels(KernelLibrary("emulated avx_vnni", target), 1)
 
 

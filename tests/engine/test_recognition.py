@@ -81,7 +81,7 @@ class Unknown(nn.Module):
 def test_other_functions_are_refused() -> None:
     with pytest.raises(ProgramUnsupportedError, match="Unknown is neither an RMS norm nor a layer norm"):
         norm_of(Unknown(torch.tanh), WIDTH)
-    with pytest.raises(ProgramUnsupportedError, match="Unknown activates by"):
+    with pytest.raises(ProgramUnsupportedError, match="Unknown has the unsupported activation"):
         plain_activation_of(Unknown(torch.tanh))
     assert plain_activation_of(Unknown(lambda x: x.relu() ** 2)) == "relu2"
 
@@ -109,15 +109,15 @@ def test_queries_that_are_scaled_at_far_positions_alone(tmp_path: Path) -> None:
 
 def test_bounds_on_queries_show(tmp_path: Path) -> None:
     found = loaded(tmp_path, "olmo", clip_qkv=8.0)
-    assert found.decoder is None and found.why_modules == "OlmoAttention turns its heads in a way of its own"
+    assert found.decoder is None and found.why_modules == "OlmoAttention rotates its heads in an unknown way"
 
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("cohere", "its layer norms and its rotation of neighbours and its parallel attention and MLP"),
+        ("cohere", "its layer norms and its rotation of adjacent pairs and its parallel attention and MLP"),
         ("arcee", "its MLPs without a gate"),
-        ("hunyuan_v1_dense", "its norms behind the rotation"),
+        ("hunyuan_v1_dense", "its norms after the rotation"),
         ("ministral3", "its scaled queries"),
         ("olmo3", ""),
     ],
@@ -125,7 +125,7 @@ def test_bounds_on_queries_show(tmp_path: Path) -> None:
 def test_what_an_accelerator_does_not_compute(model_type: str, reason: str, tmp_path: Path) -> None:
     found = loaded(tmp_path, model_type, dense=True)
     assert (found.decoder is None) == bool(reason)
-    assert found.why_modules == (reason and f"{reason}: computed by the CPU's program alone")
+    assert found.why_modules == (reason and f"{reason}: supported only by the CPU's program")
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -139,7 +139,7 @@ def test_any_error_in_a_description_is_a_reason(
     with caplog.at_level(logging.INFO, module_runner.__name__):
         made = module_runner.make_model_runner(config)
     assert made.info.path == "modules"
-    start = "enforce_eager is set" if eager else "its LlamaForCausalLM is not understood (AttributeError: "
+    start = "enforce_eager is set" if eager else "its LlamaForCausalLM is not recognised (AttributeError: "
     assert made.info.path_reason.startswith(start)
     levels = [record.levelname for record in caplog.records if "runs as transformers modules" in record.message]
     assert levels == ["INFO" if eager else "WARNING"]

@@ -202,7 +202,7 @@ def test_what_needs_modules_is_refused_by_name(model: Path) -> None:
         ({"kernels": "torch"}, "kernels is 'torch'"),
         ({"block_size": 16}, "block_size is 16"),
     ):
-        with pytest.raises(ValueError, match=f"only a native program on a CPU holds, and {reason}"):
+        with pytest.raises(ValueError, match=f"only a native program on a CPU supports, and {reason}"):
             core_of(model, **options)
 
 

@@ -103,7 +103,7 @@ def expect_all(owner: Owner, requests: list[InferRequest]) -> None:
 
 def wait_until_idle(owner: Owner) -> None:
     """The engine has no requests and no blocks in use, by its own word."""
-    eventually(lambda: owner.manager.room == MOCK["max_num_seqs"], WAIT_S)
+    eventually(lambda: owner.manager.capacity == MOCK["max_num_seqs"], WAIT_S)
     eventually(lambda: owner.stats and owner.stats[-1].num_free_blocks == owner.stats[-1].num_blocks, WAIT_S)
 
 
@@ -138,7 +138,7 @@ def test_a_host_sends_only_while_the_engine_has_room(
     first, second = make_owner(), make_owner()
     first.submit(*(endless(f"r{i}") for i in range(6)))
     first.wait_for_tokens("r5")
-    eventually(lambda: second.manager.room == 2, WAIT_S)
+    eventually(lambda: second.manager.capacity == 2, WAIT_S)
     second.submit(*(endless(f"r{i}") for i in range(4)))
     second.wait_for_tokens("r1")
     assert [request.request_id for request in second.queue] == ["r2", "r3"]
@@ -326,7 +326,7 @@ def test_the_requests_of_a_killed_host_leave_the_engine(
     with host.stdin, host.stdout:
         assert host.stdout.readline() == b"streams\n"
         owner.submit(*(requests := long_requests("r")))
-        eventually(lambda: owner.manager.room <= 0, WAIT_S)
+        eventually(lambda: owner.manager.capacity <= 0, WAIT_S)
         host.kill()
         host.wait()
     expect_all(owner, requests)

@@ -77,7 +77,7 @@ def test_gemma3_states_the_scaled_length(tmp_path: Path) -> None:
 def test_longrope_is_capped_unless_more_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "llmbackend.engine.model.rotary"):
         assert length(tmp_path, config("longrope")) == 16
-    assert "max_model_len is capped to 16 tokens, of the 64 that the model allows" in caplog.text
+    assert "max_model_len is limited to 16 of the model's 64 tokens" in caplog.text
     caplog.clear()
     assert length(tmp_path, config("longrope"), 64) == 64
     assert not caplog.text

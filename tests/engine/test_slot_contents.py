@@ -24,7 +24,7 @@ def compute(contents: SlotContents, table: RowTable, row: int, count: int, draft
     """The slot with which a step begins, and its tokens' positions."""
     what = plan(table, row, count, drafts)
     step = flatten(what, table)
-    if (behind := contents.behind(step, table)) is not None:
+    if (behind := contents.num_tokens_to_replay(step, table)) is not None:
         step = flatten_from(what, table, behind)
     assert contents.lost(step, table) == []
     states = contents.begin(step, table, what.num_draft_tokens)
@@ -45,7 +45,7 @@ def test_a_step_that_did_not_end_loses_its_rows_states() -> None:
     step = flatten(plan(table, 0, 1), table)
     contents.begin(step, table)
     assert contents.lost(step, table) == [0]
-    contents.end(step, contents.begin_anew(flatten(plan(table, 1, 1), table), table))
+    contents.end(step, contents.begin_recompute(flatten(plan(table, 1, 1), table), table))
     assert contents.lost(step, table) == [0]
 
 
@@ -62,7 +62,7 @@ def test_refused_drafts_are_taken_back() -> None:
     # The only slot of the runner's own was begun from, so nothing was kept before these drafts.
     table.num_computed_tokens[0] -= 3
     step = flatten(plan(table, 0, 1), table)
-    assert contents.behind(step, table) is None
+    assert contents.num_tokens_to_replay(step, table) is None
     assert contents.lost(step, table) == [0]
 
 

@@ -305,11 +305,13 @@ def test_speculation_changes_no_request(specs: list[tuple[Any, SamplingParams]],
 def test_a_gpus_steps_may_have_more_drafts() -> None:
     def most(device: str, **options: Any) -> int:
         speculation = SpeculativeConfig(max_step_tokens=options.pop("max_step_tokens", None))
-        return EngineConfig(model="m", device=device, speculative_config=speculation, **options).max_guess_step_tokens
+        return EngineConfig(
+            model="m", device=device, speculative_config=speculation, **options
+        ).max_speculative_step_tokens
 
     assert (most("cpu"), most("cuda:1"), most("cuda", max_step_tokens=20)) == (8, 64, 20)
     assert most("cuda", max_num_batched_tokens=30) == 30
-    assert EngineConfig(model="m", device="cuda").max_guess_step_tokens == 0
+    assert EngineConfig(model="m", device="cuda").max_speculative_step_tokens == 0
 
 
 def chatty_requests(count: int = 4) -> list[InferRequest]:

@@ -13,7 +13,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.scheduling import step_pacing
 from llmbackend.engine.scheduling.scheduler import Scheduler
-from llmbackend.engine.scheduling.step_pacing import MIN_CHUNK, StepPacer, StepWork
+from llmbackend.engine.scheduling.step_pacing import MIN_CHUNK_TOKENS, StepPacer, StepWork
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from llmbackend.testing.mock_model import MockRunner
 from tests.helpers.mock_devices import PacedDevice, devices_closed
@@ -134,7 +134,7 @@ def test_a_machine_that_is_busy_at_times() -> None:
 def test_a_target_that_generating_takes_up_alone_leaves_the_smallest_chunk() -> None:
     machine = Machine()
     _, gaps_s, num_steps = gaps_beside_a_long_prompt(timed_core(machine, step_target_ms=1), machine, 1000)
-    assert num_steps == pytest.approx(1000 / MIN_CHUNK, rel=0.1)
+    assert num_steps == pytest.approx(1000 / MIN_CHUNK_TOKENS, rel=0.1)
     assert max(gaps_s) < 3 * DECODE_S
 
 
@@ -202,14 +202,14 @@ def test_a_step_without_prompts_is_measured_first_and_then_at_times() -> None:
     assert not pacer.budget(512, 4).is_spent, "its measurement is under way"
     pacer.end(0.03)
     for _ in range(step_pacing.STEPS_BETWEEN_MEASUREMENTS):
-        room = pacer.budget(512, 4).room(0, 5000)
-        assert room >= MIN_CHUNK
-        pacer.begin(StepWork(4, ((0, room),)))
-        pacer.end(0.03 + room * 0.001)
+        tokens = pacer.budget(512, 4).affordable_tokens(0, 5000)
+        assert tokens >= MIN_CHUNK_TOKENS
+        pacer.begin(StepWork(4, ((0, tokens),)))
+        pacer.end(0.03 + tokens * 0.001)
     assert pacer.budget(512, 4).is_spent
     pacer.begin(StepWork(4, ()))
     pacer.end(0.03)
-    assert pacer.budget(512, 4).room(0, 5000) == 32, "45 ms, in whole tiles"
+    assert pacer.budget(512, 4).affordable_tokens(0, 5000) == 32, "45 ms, in whole tiles"
 
 
 def test_steps_of_other_sizes_are_measured_again() -> None:
@@ -223,8 +223,8 @@ def test_steps_of_other_sizes_are_measured_again() -> None:
     assert pacer.budget(512, 4).is_spent and not pacer.budget(512, 7).is_spent
     pacer.begin(StepWork(6, ((0, 32),)))
     pacer.end(0.05 + 32 * 0.001)
-    assert pacer.budget(512, 6).room(0, 512) == 64, "1.4 times 50 ms, in whole tiles"
-    assert pacer.budget(512, 6, num_prompts=18).room(0, 512) == 144, "3 times 50 ms"
+    assert pacer.budget(512, 6).affordable_tokens(0, 512) == 64, "1.4 times 50 ms, in whole tiles"
+    assert pacer.budget(512, 6, num_prompts=18).affordable_tokens(0, 512) == 144, "3 times 50 ms"
 
 
 def test_what_was_measured_of_short_contexts_serves_longer_ones() -> None:
@@ -239,7 +239,7 @@ def test_what_was_measured_of_short_contexts_serves_longer_ones() -> None:
     assert pacer.token_s(7000) == pytest.approx(0.003, rel=0.05)
     assert pacer.token_s(2000) == pacer.token_s(0)
     assert pacer.token_s(30_000) == pacer.token_s(7000)
-    assert [pacer.budget(512, 4).room(context, 5000) for context in (0, 7000)] == [80, 28]
+    assert [pacer.budget(512, 4).affordable_tokens(context, 5000) for context in (0, 7000)] == [80, 28]
 
 
 # --- short and long prompts -------------------------------------------------------------------------------------------

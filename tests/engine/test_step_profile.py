@@ -126,7 +126,7 @@ def test_a_profiled_step_computes_the_same(tmp_path: Path) -> None:
 
 
 def test_what_has_no_program_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a native program, and there is none here: it is the mock"):
+    with pytest.raises(ValueError, match="a native program, and there is none here: it is the mock model"):
         run_profile(model="mock")
     with pytest.raises(ValueError, match="there is none here: enforce_eager is set"):
         run_profile(model="unread", enforce_eager=True)

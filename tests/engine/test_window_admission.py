@@ -24,22 +24,22 @@ MIXED = KVGroups(1, 2, 10)
 def test_the_numbers_agree(groups: KVGroups, block_size: int) -> None:
     """The longest request, the largest chunk and the most blocks say the same, and no row ever holds more."""
     for num_blocks in range(40):
-        longest = groups.most_tokens(block_size, num_blocks)
+        longest = groups.max_request_tokens(block_size, num_blocks)
         for num_tokens in range(1, 100):
             most = groups.max_chunk(num_tokens, block_size, num_blocks)
             assert (most > 0) == (num_tokens <= longest)
             for chunk in range(1, 30):
-                fits = groups.most_blocks(num_tokens, chunk, block_size) <= num_blocks
+                fits = groups.max_blocks(num_tokens, chunk, block_size) <= num_blocks
                 assert fits == (min(chunk, num_tokens) <= most)
     for computed in range(60):
         for chunk in range(1, 20):
             seen = range(max(computed - groups.window + 1, 0) // block_size, -(-(computed + chunk) // block_size))
-            assert not groups.num_windowed or len(seen) <= groups.most_windowed(chunk, block_size)
+            assert not groups.num_windowed or len(seen) <= groups.max_windowed_blocks(chunk, block_size)
 
 
 def test_any_length_fits_behind_a_window() -> None:
-    assert WINDOW.most_tokens(4, 4) == sys.maxsize
-    assert WINDOW.most_tokens(4, 3) == 12
+    assert WINDOW.max_request_tokens(4, 4) == sys.maxsize
+    assert WINDOW.max_request_tokens(4, 3) == 12
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -111,7 +111,7 @@ def expect_bounded(core: EngineCore, budget: int) -> None:
     """No more blocks are held than the formula says."""
     groups, block_size = core.info.kv_groups, core.info.block_size
     rows = [sequence.row for sequence in core._scheduler._running]
-    most = [groups.most_blocks(int(core._table.num_tokens[row]), budget, block_size) for row in rows]
+    most = [groups.max_blocks(int(core._table.num_tokens[row]), budget, block_size) for row in rows]
     assert core.info.num_blocks - core._kv_cache.num_free_blocks <= sum(most)
 
 
@@ -122,7 +122,7 @@ def test_a_long_request_holds_windowed_blocks_of_its_window_alone() -> None:
     while core.has_work:
         core.step()
         held = max(held, 200 - core._kv_cache.num_free_blocks)
-    assert 48 < held <= MIXED.most_blocks(190, 1, 4) < 3 * 48
+    assert 48 < held <= MIXED.max_blocks(190, 1, 4) < 3 * 48
 
 
 def test_a_text_whose_windowed_blocks_were_reused_is_found_again_after_it_was_computed_once_more() -> None:
@@ -161,7 +161,7 @@ def test_what_never_fits_is_refused_by_name() -> None:
     request = make_request("r", range(20), max_tokens=90)
     core = windowed_core(WINDOW, block_size=4, num_kv_blocks=3)
     assert core.info.max_request_tokens == 12
-    assert MIXED.most_tokens(4, 20) == 48
+    assert MIXED.max_request_tokens(4, 20) == 48
     assert "have 20 tokens, expected at most 12" in run_to_end(core, [request])["r"].error
     core = make_core(block_size=4, num_kv_blocks=3)
     assert core.info.max_request_tokens == 12

@@ -131,7 +131,7 @@ class Simulation:
             assert np.count_nonzero(states == 2) == self.num_blocks - self.kv_cache.num_free_blocks
             assert np.count_nonzero(states == 1) == self.kv_cache.num_cached_blocks
             assert ((states == 2) == (holders > 0)).all() and ((rows >= 0) == (holders > 0)).all()
-            most = [self.groups.most_blocks(reach, 1, self.block_size) for reach in self.computed.values()]
+            most = [self.groups.max_blocks(reach, 1, self.block_size) for reach in self.computed.values()]
             assert int(holders.sum()) <= sum(most)
 
     def end(self, row: int, failed: bool = False) -> None:

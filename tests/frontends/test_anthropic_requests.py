@@ -197,7 +197,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "messages[1].content[0].input",
         "an object",
     ),
-    ({"messages": [USER, {"role": "assistant", "content": [THINKING]}]}, "messages[1]", "answer continues"),
+    ({"messages": [USER, {"role": "assistant", "content": [THINKING]}]}, "messages[1]", "answer to continue"),
     (
         {"messages": [USER, {"role": "assistant", "content": [{**THINKING, "thinking": "Other."}]}, USER]},
         "messages[1].content[0].thinking",

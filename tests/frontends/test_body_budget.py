@@ -66,7 +66,7 @@ def test_a_client_holds_no_more_than_it_leaves_free() -> None:
 
 def test_there_is_always_room_for_one_body_of_the_largest_size() -> None:
     budget = BodyBudget(10)
-    budget.make_room_for(100)
+    budget.raise_to_fit(100)
     budget.take("a", 200)
     assert refused(budget, "a", 1)
 

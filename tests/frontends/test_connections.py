@@ -44,9 +44,9 @@ def test_places_are_counted_in_all_and_per_peer() -> None:
 def test_a_connection_that_was_to_be_refused_is_served_when_others_have_left() -> None:
     places = Places(2, 1)
     first, second, third = (enter(places, "10.0.0.1") for _ in range(3))
-    assert second.reconsider() and third.reconsider()
+    assert second.reevaluate() and third.reevaluate()
     first.leave()
-    assert not third.reconsider() and second.reconsider()
+    assert not third.reevaluate() and second.reevaluate()
     third.leave()
     second.leave()
     assert not places.count

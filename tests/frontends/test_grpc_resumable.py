@@ -28,7 +28,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(autouse=True)
 def everything_is_up(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(stream_copies, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(stream_copies, "_RETRY_INTERVAL_S", 0.0)
     yield
     hosts.reset()
 
@@ -116,7 +116,7 @@ def test_several_requests_share_a_stream(hosts: Hosts) -> None:
     ("message", "text"),
     [
         (back("17"), "parameter 'resume_from' is '17', expected the id of an event"),
-        (back("a" * 32 + ":5"), f"there is no stream '{'a' * 32}', or it is no longer kept"),
+        (back("a" * 32 + ":5"), f"there is no stream '{'a' * 32}', or it is no longer available"),
         (request(resumable="yes"), "parameter 'resumable' is a string_param, expected bool_param"),
         (request(resume_from=5), "parameter 'resume_from' is a int64_param, expected string_param"),
     ],

@@ -26,7 +26,7 @@ async def answer_of(path: Path, host: Host | None, request: bytes = GET) -> byte
     """What a client reads until its connection ends. The frontend's own application says "here"."""
     serving = await asyncio.start_unix_server(host, path) if host is not None else None
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        served = HostApplication(path).behind(PlainTextResponse("here"))
+        served = HostApplication(path).route(PlainTextResponse("here"))
         endpoint = HttpEndpoint(served, bound, lambda: None)
         await endpoint.start(HttpLimits(), GuardedProtocol, 1 << 20)
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)

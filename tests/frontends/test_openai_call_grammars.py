@@ -13,10 +13,10 @@ import pytest
 from llmbackend.core.errors import TritonError
 from llmbackend.frontends.conversation.tools import INPUT, Function, InputGrammar, ToolUse
 from llmbackend.frontends.generation.call_grammars import (
-    places_not_enforced,
+    optional_calls,
     required_calls,
+    unenforced_locations,
     value_end,
-    voluntary_calls,
 )
 from llmbackend.frontends.generation.parsers import TOOL_CALL_FORMATS, CallGrammar
 from llmbackend.frontends.generation.plan import AnswerPlan
@@ -133,7 +133,7 @@ def test_required_properties_that_are_no_names_are_refused(is_strict: bool) -> N
 def test_a_reference_into_definitions_that_are_no_object_is_not_followed(definitions: Any) -> None:
     asked, grammar = use({"f": {"$ref": "#/$defs/a", "$defs": definitions}}), grammar_of("qwen3_coder")
     assert required_calls(asked, grammar)
-    assert list(places_not_enforced(asked, grammar)) == ["tools[0].function.parameters#/$ref"]
+    assert list(unenforced_locations(asked, grammar)) == ["tools[0].function.parameters#/$ref"]
 
 
 def test_parameters_of_tagged_calls_are_bounded() -> None:
@@ -164,7 +164,7 @@ def test_what_tags_cannot_enforce_is_left_out_where_the_function_is_not_strict(
 ) -> None:
     asked, grammar = use({"f": schema}), grammar_of("qwen3_coder")
     form = required_calls(asked, grammar)
-    assert list(places_not_enforced(asked, grammar)) == [f"tools[0].function.parameters#{path}"]
+    assert list(unenforced_locations(asked, grammar)) == [f"tools[0].function.parameters#{path}"]
     parameters: dict[str, Any] = {"structured_outputs": {"structural_tag": {"format": form}}}
     for value, is_right in (("3", True), ('"x"', False)):
         written = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
@@ -185,7 +185,7 @@ def test_places_in_a_grammar_are_told_in_the_functions_schema(name: str) -> None
         shows_special_tokens=False, sampling=sampling,
     )  # fmt: skip
     places = [place.removeprefix("structured_outputs#") for place in byte_grammars.not_enforced(COMPILER, **sampling)]
-    assert [plan.own_place(place) for place in places] == ["tools[1].function.parameters#/properties/a~1b/not"]
+    assert [plan.client_path(place) for place in places] == ["tools[1].function.parameters#/properties/a~1b/not"]
 
 
 PATCH = r"""
@@ -210,7 +210,7 @@ def custom_use(*, syntax: str = "lark", definition: str = PATCH, is_required: bo
 
 def custom_structure(name: str, use: ToolUse) -> dict[str, Any]:
     table, grammar = TOOL_CALL_FORMATS[name], grammar_of(name)
-    form = required_calls(use, grammar) if use.is_required else voluntary_calls(use, grammar, table.trigger)
+    form = required_calls(use, grammar) if use.is_required else optional_calls(use, grammar, table.trigger)
     return {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": form}}}
 
 
@@ -279,7 +279,7 @@ def test_a_mistake_in_a_grammar_is_told_of_the_tool(name: str, syntax: str, defi
     )  # fmt: skip
     error = OpenAIError.of(raised.value)
     assert plan.is_about_calls(error)
-    shown = plan.in_own_fields(error)
+    shown = plan.in_client_fields(error)
     assert shown.param == "tools[0].format" and shown.message.startswith("'tools[0].format': ")
 
 

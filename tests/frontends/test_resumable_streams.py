@@ -148,7 +148,7 @@ def test_several_readers_at_once(running: Running, client: httpx.Client) -> None
     ("header", "value", "status", "message"),
     [
         ("Last-Event-ID", "17", 400, "the header 'Last-Event-ID' is '17', expected the id of an event"),
-        ("Last-Event-ID", "a" * 32 + ":5", 404, f"there is no stream '{'a' * 32}', or it is no longer kept"),
+        ("Last-Event-ID", "a" * 32 + ":5", 404, f"there is no stream '{'a' * 32}', or it is no longer available"),
         ("X-Resumable-Stream", "yes", 400, "the header 'X-Resumable-Stream' is 'yes', expected true or false"),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_stream_without_a_client_is_cancelled_after_its_grace(hasty: Running, 
         eventually(lambda: not hasty.gate.open_inferences)
         hasty.wait_until_nothing_is_open()
         response = client.post(path, json=body(path), headers={"Last-Event-ID": stream})
-        assert (response.status_code, "no longer kept" in response.text) == (404, True)
+        assert (response.status_code, "no longer available" in response.text) == (404, True)
     assert not hasty.streams.num_streams
 
 
@@ -209,11 +209,11 @@ def test_what_streams_and_retried_requests_hold_is_bounded_together(tmp_path: Pa
             eventually(lambda: kept.held_bytes > 28_200 and streams.num_streams == 1)
             for headers in (ASK, {"Idempotency-Key": "three"}):
                 refused = client.post(COMPLETIONS, json=body(COMPLETIONS), headers=headers)
-                assert refused.status_code in (429, 503) and "other kept answers hold" in refused.text
+                assert refused.status_code in (429, 503) and "other retained answers hold" in refused.text
             eventually(lambda: not running.gate.open_inferences)
             assert not idempotent.num_answers() and kept.held_bytes <= 30_000
             gone = client.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})
-            assert (gone.status_code, "are no longer kept" in gone.text) == (404, True)
+            assert (gone.status_code, "are no longer available" in gone.text) == (404, True)
     finally:
         running.stop()
 
@@ -225,7 +225,7 @@ def test_a_reader_that_is_too_far_behind_is_told_so(
     stream, _ = begin(client, COMPLETIONS, 1)
     eventually(lambda: not running.gate.open_inferences)
     response = client.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})
-    assert (response.status_code, "are no longer kept" in response.text) == (404, True)
+    assert (response.status_code, "are no longer available" in response.text) == (404, True)
     assert resume_stream(client, COMPLETIONS, f"{stream}:{TOKENS - 1}")[-1][1] == "[DONE]"
 
 

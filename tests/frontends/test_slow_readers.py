@@ -221,7 +221,7 @@ def test_a_grpc_stream_whose_client_takes_nothing_ends_with_cancelled(impatient:
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
     assert caught.value.code() is grpc.StatusCode.CANCELLED
-    assert caught.value.details() == "the stream was cancelled: its client took nothing for 1 s"
+    assert caught.value.details() == "the stream was cancelled: its client read nothing for 1 s"
 
 
 def test_a_slow_but_steady_reader_is_served_to_the_end(impatient: Running) -> None:

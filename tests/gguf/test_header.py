@@ -71,7 +71,7 @@ HOSTILE: dict[str, tuple[list[bytes], list[bytes], str]] = {
     "an empty name": ([field("", UINT32, bytes(4))], [], "the name of a field is empty"),
     "a text that is not UTF-8": ([field("x", STRING, text(b"\xff\xfe"))], [], "its field 'x' is not UTF-8"),
     "an unknown type": ([field("x", 77, bytes(4))], [], "its field 'x' is of the unknown type 77"),
-    "a field that is there twice": ([field("x", UINT32, bytes(4))] * 2, [], "its field 'x' is there twice"),
+    "a field that is there twice": ([field("x", UINT32, bytes(4))] * 2, [], "its field 'x' appears twice"),
     "a list of lists": (
         [field("x", ARRAY, struct.pack("<IQIQ", ARRAY, 1, UINT32, 0))],
         [],
@@ -115,7 +115,7 @@ HOSTILE: dict[str, tuple[list[bytes], list[bytes], str]] = {
         [tensor("a", (64, 4)), tensor("b", (8, 4), F32, 64)],
         "its tensors 'a' and 'b' overlap",
     ),
-    "a tensor that is there twice": ([], [ONE, ONE], "its tensor 'a' is there twice"),
+    "a tensor that is there twice": ([], [ONE, ONE], "its tensor 'a' appears twice"),
 }
 
 
@@ -246,7 +246,7 @@ def test_parts_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
 def test_a_directory_of_several_models_is_refused(tmp_path: Path) -> None:
     for name in ("a", "b", "mmproj-c"):
         model(tmp_path / f"{name}.gguf")
-    with pytest.raises(GgufError, match=r"holds 2 GGUF models, expected 1; name one of its files: a.gguf, b.gguf"):
+    with pytest.raises(GgufError, match=r"contains 2 GGUF models, expected 1; name one of its files: a.gguf, b.gguf"):
         file_in(tmp_path)
     (tmp_path / "b.gguf").unlink()
     assert file_in(tmp_path) == tmp_path / "a.gguf"

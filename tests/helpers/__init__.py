@@ -1,1 +1,1 @@
-"""What tests of several rooms share: hosts, servers, models, clients. Holds no tests."""
+"""Shared by tests of several packages: hosts, servers, models, clients. Contains no tests."""

@@ -1,6 +1,6 @@
 """Constraints compiled and matched over bytes, without a model.
 
-For: tests of structured outputs. The compiler is the adapter's own; special tokens are those of SPECIAL_TOKENS.
+Used by tests of structured outputs. The compiler is the adapter's own; special tokens are those of SPECIAL_TOKENS.
 """
 
 from __future__ import annotations

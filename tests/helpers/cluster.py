@@ -1,6 +1,7 @@
 """A cluster on this machine: servers started with `--cluster`, and the processes that belong to them.
 
-For: tests of the cluster. Does not know: what they look at. Invariant: nothing of Ray is left when a cluster is closed.
+Used by tests of the cluster. Independent of what they check. Invariant: nothing of Ray is left when a cluster is
+closed.
 """
 
 from __future__ import annotations

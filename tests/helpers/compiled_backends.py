@@ -39,7 +39,7 @@ class Libraries:
         library = self._folder / f"libtriton_{name}.so"
         if not library.exists():
             made = library.with_suffix(f".{os.getpid()}")
-            command = ["g++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-shared", "-fPIC", "-fvisibility=hidden"]
+            command = ["g++", "-std=c++20", "-O0", "-Wall", "-Wextra", "-shared", "-fPIC", "-fvisibility=hidden"]
             subprocess.run([*command, *FLAGS, "-o", str(made), str(SOURCES / f"{name}.cpp")], check=True)
             made.replace(library)
         return library

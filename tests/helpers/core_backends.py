@@ -1,4 +1,4 @@
-"""Backends that several of the core's tests load from files, their models, and what these answer."""
+"""Backends that several of the core's tests load from files, their models, and those models' answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A model of a real server that says, piece by piece, what the last message of the user says; it goes on with an answer
-that the chat ends with.
+"""A model of a real server that repeats, piece by piece, the user's last message; it continues an answer with which the
+chat ends.
 
-For: tests of the web pages, which need texts that no model writes. The piece `§` stands for a quarter of a second.
+Used by tests of the web pages, which need texts that no model writes. The piece `§` stands for a pause of a quarter of
+a second.
 """
 
 from __future__ import annotations

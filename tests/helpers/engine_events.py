@@ -1,4 +1,4 @@
-"""A viewer of /v2/engine/events on a thread of its own: all events that it got, and what they say together."""
+"""A viewer of /v2/engine/events on its own thread: stores all events received and the state that they describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of engine requests: small, so that they meet every limit of a small engine often."""
+"""Hypothesis strategies for engine requests: small ones that often reach every limit of a small engine."""
 
 from __future__ import annotations
 

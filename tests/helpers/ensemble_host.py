@@ -1,4 +1,4 @@
-"""Ensembles for tests: a backend whose models do what their parameter `do` says, and configurations of ensembles.
+"""Ensembles for tests: a backend whose models act according to their parameter `do`, and ensemble configurations.
 
 `add` (X → Y = X + 1), `sum` (A, B → Y), `split` (X → Y, Z = -Y), `repeat` (decoupled: one response for each value of
 X), `gate` (as `add`, once the test opens the gate of the model's name; gives up when it is cancelled), `late` (as

@@ -1,4 +1,4 @@
-"""A clock that goes only when it is told to."""
+"""A clock that advances only when told to."""
 
 from __future__ import annotations
 

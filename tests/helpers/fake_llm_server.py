@@ -1,9 +1,8 @@
-"""A host with one language model in memory, for tests of frontends: the LLM tensor interface, without core and
-adapter.
+"""A host with one language model in memory, for tests of frontends: the LLM tensor interface without core and adapter.
 
-Deterministic: a token is a character, the answer is "You said: " and the last thing the client said. Words in the
-prompt ask for trouble: "too long", "overloaded", "fail late", "forever", "flood", "silent". One thread per request
-sends the responses, as an engine would.
+Deterministic: a token is a character, and the answer is "You said: " followed by the client's last message. Words in
+the prompt trigger problems: "too long", "overloaded", "fail late", "forever", "flood", "silent". One thread per request
+sends the responses, like an engine.
 """
 
 from __future__ import annotations

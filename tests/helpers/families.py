@@ -1,6 +1,6 @@
 """A small random model of each family, and what the engine makes of it: served natively, as modules, or refused.
 
-For: docs/models.md (`python -m tools.families`) and its tests. Invariant: what is served gives the tokens of
+For docs/models.md (`python -m tools.families`) and its tests. Invariant: what is served gives the tokens of
 transformers; every causal language model of transformers has a result in families.json, which a run of all writes.
 """
 
@@ -30,7 +30,7 @@ _SCALED_QUERIES: Final = {
     "llama_4_scaling_beta": 0.3,
 }  # fmt: skip
 _FACTORS: Final = {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7}
-_UNKNOWN: Final = "its layers are not known without weights"
+_UNKNOWN: Final = "its layers cannot be determined without weights"
 _MOST_PARAMETERS: Final = 30_000_000
 HEAD_DIMS: Final = (64, 128)
 ALL: Final = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -108,9 +108,9 @@ FAMILIES: Final = (
     Family("olmoe", "OLMoE"),
     Family("granitemoe", "Granite 3, with experts"),
     Family("glm4_moe", "GLM-4.5, 4.6"),
-    Family("ernie4_5_moe", "ERNIE 4.5, with experts", note="experts chosen in a way of its own"),
-    Family("phimoe", "Phi 3.5 MoE", {"sliding_window": None}, "experts chosen in a way of its own"),
-    Family("hunyuan_v1_moe", "Hunyuan A13B", note="experts chosen in a way of its own"),
+    Family("ernie4_5_moe", "ERNIE 4.5, with experts", note="experts selected in an unknown way"),
+    Family("phimoe", "Phi 3.5 MoE", {"sliding_window": None}, "experts selected in an unknown way"),
+    Family("hunyuan_v1_moe", "Hunyuan A13B", note="experts selected in an unknown way"),
     Family("flex_olmo", "FlexOlmo"),
     Family("deepseek_v2", "DeepSeek V2, V2 Lite, Coder V2"),
     Family("deepseek_v3", "DeepSeek V3, V3.1, R1, Kimi K2"),

@@ -1,4 +1,4 @@
-"""What the native kernels' memory in 16-bit fixed point holds: native/fixed16.h in numpy."""
+"""The contents of the native kernels' 16-bit fixed-point memory: native/fixed16.h in numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the pytorch and onnxruntime backends share: a host, requests, and answers as arrays."""
+"""Shared by the tests of the pytorch and onnxruntime backends: a host, requests, and answers as arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What llama.cpp's conversion does to the values of a model's tensors, and back, by its published rules."""
+"""The transformations that llama.cpp's conversion applies to a model's tensors, and their inverses, by its published
+rules."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Small GGUF files: of a transformers model, by the published rules of llama.cpp's conversion, or of given fields.
+"""Small GGUF files: from a transformers model, by the published rules of llama.cpp's conversion, or from given fields.
 
-The names of tensors and the layouts of types are the gguf package's, so that the tests do not repeat the tables of the
-code under test.
+Tensor names and type layouts come from the gguf package, so that the tests do not repeat the tables of the code under
+test.
 """
 
 from __future__ import annotations

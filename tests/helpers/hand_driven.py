@@ -1,8 +1,8 @@
-"""The real host, adapter, managers and engine cores, with the test in the place of their threads, sockets and clocks.
+"""The real host, adapter, managers and engine cores; the test replaces their threads, sockets and clocks.
 
-For: state machines that choose every interleaving themselves, so that a failure is a short program that always fails.
-What is replaced: a manager's thread (the test calls `turn`), the socket and the process behind it (the test calls
-`step`, or `kill`), and the deadlines' clock (the test calls `expire`). All else is the code that serves.
+Used by state machines that choose every interleaving themselves, so that a failure is a short program that always
+fails. What is replaced: a manager's thread (the test calls `turn`), the socket and the process behind it (the test
+calls `step`, or `kill`), and the deadlines' clock (the test calls `expire`). Everything else is production code.
 """
 
 from __future__ import annotations

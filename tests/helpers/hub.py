@@ -1,4 +1,4 @@
-"""A stand-in of the Hugging Face hub on loopback, with one public model under any name."""
+"""A substitute for the Hugging Face hub on loopback, with one public model under any name."""
 
 from __future__ import annotations
 

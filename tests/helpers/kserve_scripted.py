@@ -1,9 +1,10 @@
-"""A backend whose models do what requests tell them to, after those of the recorded transcripts; the real host on it.
+"""A backend whose models act as requests tell them, modelled on those in the recorded transcripts; and the real host
+with it.
 
-`identity` (FP32 [-1,4]), `multi` (BYTES, INT32, optional BOOL; echoes what it was sent), `llm` (decoupled; the words
-of text_input are commands: n=, sleep= in ms, kib= per token, err=, cont, code=, lastfinal, preerr, params) and `textid`
-(BYTES and its length; the words fail and slow). `spare` is like identity and not loaded at the start; `bad` can not
-be loaded.
+`identity` (FP32 [-1,4]), `multi` (BYTES, INT32, optional BOOL; echoes what it was sent), `llm` (decoupled; the words of
+text_input are commands: n=, sleep= in ms, kib= per token, err=, cont, code=, lastfinal, preerr, params) and `textid`
+(BYTES and its length; the words fail and slow). `spare` is like identity and not loaded at the start; `bad` can not be
+loaded.
 """
 
 from __future__ import annotations

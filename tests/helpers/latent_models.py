@@ -1,4 +1,4 @@
-"""Small random models with multi-head latent attention (MLA), of heads and latents of real sizes."""
+"""Small random models with multi-head latent attention (MLA), with heads and latents of realistic sizes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a test may not leave behind: processes, threads, file descriptors; and hosts and engines that lost something.
+"""Checks what a test must not leave behind: processes, threads, file descriptors; and leaks in hosts and engines.
 
-For: tests/conftest.py, which asks before and after every test. Does not know: what a test does.
+Used by tests/conftest.py, which asks before and after every test. Independent of what a test does.
 A new child process is always an error, except the workers that a shared server keeps for large bodies. New threads and
 descriptors are errors too, unless a fixture of a module or the session keeps a server in this process: such a server,
 and gRPC, open connections and start pool threads when they are first needed. Then only threads of engines and models

@@ -1,4 +1,4 @@
-"""One streaming request on a thread of its own, over HTTP, gRPC or OpenAI: its text, and how it ended."""
+"""One streaming request on its own thread, over HTTP, gRPC or OpenAI: its text, and how it ended."""
 
 from __future__ import annotations
 

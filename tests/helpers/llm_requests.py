@@ -1,6 +1,6 @@
-"""The requests of the adapter's and the server's machines, and what each gives when nothing disturbs it.
+"""The requests of the adapter's and the server's state machines, and their undisturbed results.
 
-For: judging streams that survived something. A few fixed kinds, mixed in all that an engine's death must carry over:
+For judging streams that survived something. A few fixed kinds, mixed in all that an engine's death must carry over:
 seeds, penalties, stop strings, minimum lengths, logprobs, text beyond ASCII, streams and whole answers.
 """
 

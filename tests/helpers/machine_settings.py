@@ -1,8 +1,8 @@
 """How many sequences a state machine tries, and of which length.
 
-For: the stateful tests of this directory. The suite runs the same few sequences every time (profile `suite` of
-tests/conftest.py, derandomised; profile `shrink` makes a failure of those short). To search, 50 times as many and
-new ones each time:
+Used by the stateful tests of this directory. The suite runs the same few sequences every time (profile `suite` of
+tests/conftest.py, derandomised; profile `shrink` makes a failure of those short). To search, 50 times as many and new
+ones each time:
 
     python -m pytest tests/properties --hypothesis-profile=search --timeout=0
 

@@ -1,6 +1,7 @@
-"""What ModelState is to an LlmManager, with a mock engine: a queue, a map of outcomes, a list of control signals.
+"""Plays the role of ModelState for an LlmManager, with a mock engine: a queue, a map of outcomes, a list of control
+signals.
 
-For: tests of the manager's loop and of its engines. Does not know: where engines run.
+Used by tests of the manager's loop and of its engines. Independent of where engines run.
 """
 
 from __future__ import annotations

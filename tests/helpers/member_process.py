@@ -1,6 +1,6 @@
-"""A host of a cluster in a process of its own: `python -m tests.helpers.member_process ORDER`.
+"""A host of a cluster in its own process: `python -m tests.helpers.member_process ORDER`.
 
-ORDER, in JSON: id, folder, repository, public, secret. It says `serving ENDPOINT`; each line of its stdin is the list
+ORDER, in JSON: id, folder, repository, public, secret. It prints `serving ENDPOINT`; each line of its stdin is the list
 of all hosts, [[id, endpoint]].
 """
 

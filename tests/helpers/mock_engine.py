@@ -1,4 +1,4 @@
-"""Helpers of the control side's tests: mock cores, random requests, and what a run gave per request."""
+"""Helpers for tests of the engine's control side: mock cores, random requests, and a run's results per request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A started host with the real `llm` backend on its mock engine, for what frontends show of a language model."""
+"""A started host with the real `llm` backend and its mock engine, for tests of frontends with a language model."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""What tests of the native kernels share: engines of each built library, and bfloat16 in numpy."""
+"""Shared by tests of the native kernels: engines of each built library, and bfloat16 in numpy."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import hashlib
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,21 +34,39 @@ EMULATED_TILES = "emulated-tiles"
 """The library `amx` for CPUs without tiles: these in plain C++, and otherwise as many lanes as this CPU has."""
 COMPILER = shutil.which("g++") or shutil.which("c++")
 _LANES = {"avx512_vnni": "-march=cascadelake", "avx2": "-mavx2 -mfma -mbmi2 -DLLMB_EMULATE_AVX_VNNI"}
-"""With products of bytes, as every CPU with tiles has them: flags by the library that this CPU executes."""
+"""Flags by the best library of this CPU: with products of bytes, which every CPU with tiles has."""
+_NATIVE: Final = Path(library.__file__).parent / "native"
+_COMPILED: Final = Path(__file__).parents[2] / ".cache" / "kernels"
+_FLAGS: Final = (
+    "-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread", "-shared", "-fPIC",
+)  # fmt: skip
+
+
+def compiled(source: Path, *flags: str) -> Path:
+    """A library of the kernels with other flags. It takes a minute, so the first worker that needs it compiles it for
+    all, and for all runs with the same sources."""
+    assert COMPILER is not None
+    command = [COMPILER, *_FLAGS, *flags, str(source)]
+    made_from = hashlib.sha256(" ".join(command).encode() + subprocess.check_output([COMPILER, "--version"]))
+    for part in sorted(path for path in _NATIVE.rglob("*") if path.is_file()):
+        made_from.update(part.read_bytes())
+    target = _COMPILED / f"{source.stem}-{made_from.hexdigest()}.so"
+    _COMPILED.mkdir(parents=True, exist_ok=True)
+    with (_COMPILED / f"{source.stem}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            for old in _COMPILED.glob(f"{source.stem}-*.so"):
+                old.unlink()
+            begun = target.with_suffix(".begun")
+            subprocess.run([*command, "-o", begun], check=True)
+            begun.replace(target)
+    return target
 
 
 @functools.cache
 def emulated_tiles() -> KernelLibrary:
-    assert COMPILER is not None
-    source = Path(library.__file__).parent / "native" / "library.cpp"
-    flags = (
-        "-std=c++20 -O1 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread -shared -fPIC -DLLMB_EMULATE_AMX"
-    )
     lanes = next((flags.split() for name, flags in _LANES.items() if name in library.available()), [])
-    with tempfile.TemporaryDirectory() as directory:
-        target = Path(directory) / "tiles.so"
-        subprocess.run([COMPILER, *flags.split(), *lanes, "-o", target, source], check=True)
-        return KernelLibrary(EMULATED_TILES, target)
+    return KernelLibrary(EMULATED_TILES, compiled(_NATIVE / "library.cpp", "-DLLMB_EMULATE_AMX", *lanes))
 
 
 @functools.cache

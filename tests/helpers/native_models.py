@@ -1,4 +1,4 @@
-"""What tests of whole native models share: engines, greedy requests with transformers' tokens, and the first law."""
+"""Shared by tests of whole native models: engines, greedy requests with transformers' tokens, and the first law."""
 
 from __future__ import annotations
 

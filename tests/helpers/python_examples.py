@@ -1,4 +1,4 @@
-"""Models as the examples of Triton's python backend write them: the same calls of pb_utils, in words of our own."""
+"""Models in the style of the examples of Triton's python backend: the same calls of pb_utils, in our own words."""
 
 from __future__ import annotations
 

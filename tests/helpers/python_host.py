@@ -1,4 +1,4 @@
-"""A real host over model files that a test writes: what the python backend's tests share."""
+"""Shared by the python backend's tests: a real host over model files written by a test."""
 
 from __future__ import annotations
 

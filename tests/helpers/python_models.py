@@ -1,4 +1,4 @@
-"""Models as files, and what goes in and comes out of them: what the python backend's tests share."""
+"""Shared by the python backend's tests: models as files, and their inputs and outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ragged batches over paged keys and values for tests of the native attention, with neighbours that must not matter."""
+"""Ragged batches over paged keys and values for tests of the native attention, with neighbours that must have no
+effect."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A mock model that repeats itself, so that drafts hold often, and fail often.
+"""A mock model that repeats itself, so that drafts are often accepted, and often rejected.
 
-For: tests of speculation. Does not know: engines. Invariant: like the mock model's, its logits are a function of all
+Used by tests of speculation. Independent of engines. Invariant: like the mock model's, its logits are a function of all
 tokens so far, so that a wrong KV slot changes the tokens soon.
 """
 

@@ -1,4 +1,5 @@
-"""What came of a request in one host, and behind it in another: whether together they are what one host gives."""
+"""The results of a request on one host and of its continuation on another: whether they equal those of a single
+host."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A mock model that says what its prompt tells it to, so that tests choose the text of tool calls and of reasoning.
 
-For: tests of what frontends make of a model's text. Does not know: engines. Invariant: like the mock model's, its
-logits are a function of all tokens so far: after SCRIPT_TEMPLATE's prompt the text behind SAY, byte by byte, then the
-end of the sequence.
+Used by tests of what frontends make of a model's text. Independent of engines. Invariant: like the mock model's, its
+logits are a function of all tokens so far: after SCRIPT_TEMPLATE's prompt, the text following SAY, byte by byte, then
+the end of the sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models with sequences for the core's tests: backends that show what they were given, and the requests for them."""
+"""Models with sequences for the core's tests: backends that reveal their inputs, and requests for them."""
 
 from __future__ import annotations
 

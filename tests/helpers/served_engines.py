@@ -1,6 +1,6 @@
 """Served engines as child processes on loopback, a locator that knows them, and a relay that can cut a connection.
 
-For: tests of hosts that share engines. Does not know: what is computed.
+Used by tests of hosts that share engines. Independent of what is computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A small config of any causal language model of transformers: few layers, experts and tokens, heads of a real size.
+"""A small config of any causal language model of transformers: few layers, experts and tokens, heads of a realistic
+size.
 
-For: tests/helpers/families.py. Does not know: engines. Invariant: a size is set where the family's own config has a key
-of that name, so that a family that nobody has listed gets a model of its own structure.
+Used by tests/helpers/families.py. Independent of engines. Invariant: a size is set where the family's own config has a
+key of that name, so that a family that nobody has listed gets a model of its own structure.
 """
 
 from __future__ import annotations

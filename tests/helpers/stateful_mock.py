@@ -1,4 +1,4 @@
-"""A mock model with windows and recurrent layers: it fails where a row would not find its own keys or its own state.
+"""A mock model with windows and recurrent layers: it fails if a row does not find its own keys or its own state.
 
 No family of transformers has both, so this stands in for one. Slots are kept as the native runner keeps them.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.recurrent_operations import StepStates
-from llmbackend.engine.cpu.recurrent_states import SlotContents, flatten_from, groups_beside_states, part_of_row
+from llmbackend.engine.cpu.recurrent_states import SlotContents, flatten_from, groups_with_draft_replay, part_of_row
 from llmbackend.engine.kv_groups import KVGroups
 from llmbackend.engine.step import FlatStep, Int32Array, RowTable, SampledTokens, StepPlan, flatten
 from llmbackend.testing.mock_model import MockRunner
@@ -28,8 +28,8 @@ class StatefulRunner(WindowedRunner):
     """A slot's state is the number of the text after which it stands."""
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, groups_beside_states(GROUPS, config))
-        num_slots, num_backups = config.max_num_seqs + KEPT, config.max_guess_step_tokens
+        super().__init__(config, groups_with_draft_replay(GROUPS, config))
+        num_slots, num_backups = config.max_num_seqs + KEPT, config.max_speculative_step_tokens
         self.info = msgspec.structs.replace(self.info, num_state_slots=num_slots)
         self._contents = SlotContents(num_slots, num_backups)
         self._states = np.full(num_slots + num_backups, -1, np.int64)
@@ -40,12 +40,12 @@ class StatefulRunner(WindowedRunner):
 
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
         step = flatten(plan, table)
-        if (behind := self._contents.behind(step, table)) is not None:
+        if (behind := self._contents.num_tokens_to_replay(step, table)) is not None:
             step = flatten_from(plan, table, behind)
         for row in self._contents.lost(step, table):
             computed = int(table.num_computed_tokens[row])
             again = part_of_row(table, row, 0, computed)
-            self._run(again, table, self._contents.begin_anew(again, table))
+            self._run(again, table, self._contents.begin_recompute(again, table))
         self._run(step, table, self._contents.begin(step, table, plan.num_draft_tokens))
         return MockRunner.execute(self, plan, table)
 

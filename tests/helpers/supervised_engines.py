@@ -1,6 +1,6 @@
-"""Engines under a supervisor, as tests see them: loaded, and their processes.
+"""Loaded engines under a supervisor, and their processes.
 
-For: tests of starts and restarts. Does not know: which models.
+Used by tests of starts and restarts. Independent of which models.
 """
 
 from __future__ import annotations

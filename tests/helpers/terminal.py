@@ -1,4 +1,4 @@
-"""A command on a terminal of its own: what it shows, and keys for it."""
+"""A command on its own terminal: what it shows, and keys for it."""
 
 from __future__ import annotations
 

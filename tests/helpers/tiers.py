@@ -1,11 +1,14 @@
 """Which tests are nightly: `make test` leaves them out, `make test-all` runs them.
 
-For: tests/conftest.py. Invariant: decided by place and parameter here alone, by how long they take (`pytest
---durations=0`) and how seldom they find what the others miss.
+Used by tests/conftest.py. Invariants: decided only here, by file and parameter, according to how long tests take
+(`pytest --durations=0`) and how rarely they find what others miss; a behaviour with nightly tests has at least one
+daily test.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +29,8 @@ _NIGHTLY: Final = (
     "cluster/test_split_over_machines.py",
     "cluster/test_two_machines.py",
     "cluster/test_whole_answers.py",
+    "e2e/test_background_restart.py",
+    "e2e/test_resuming_demo_model.py",
     "engine/test_family_variants.py",
     "gguf/test_many_mutations.py",
     "pages/test_chat_page.py",
@@ -39,17 +44,119 @@ _NIGHTLY: Final = (
 )
 _NIGHTLY_VARIANTS: Final = tuple(name for name in library.available()[1:] if name != "generic")
 """Instruction sets, without the best one of this machine and the one that every machine has."""
+_NIGHTLY_TESTS: Final = (
+    # Servers of real models. Daily: e2e/test_engine_flags.py takes each flag into the engine.
+    "cli/test_vllm_flag_effects.py::test_the_size_of_the_kv_cache",
+    # Daily: what is fetched, in the same file, and a server of a file in e2e/test_gguf_serving.py.
+    "cli/test_known_models.py::test_a_server_by_name",
+    # Daily: cli/test_check.py and engine/test_offline_and_bench.py.
+    "e2e/test_gguf_serving.py::test_check_and_bench_take_the_file",
+    # Daily: this refusal in e2e/test_start_failures.py.
+    "cli/test_check.py::test_the_reason_is_the_one_of_serve[architecture]",
+    # Daily: the first test of the file fetches over broken connections and serves from the cache.
+    "e2e/test_hub.py::test_files_that_are_there_are_not_fetched_again",
+    # Daily: another tutorial's line, the Helm chart's and KServe's.
+    "e2e/test_published_command_lines.py::test_a_docker_compose_file",
+    "e2e/test_published_command_lines.py::test_lines_of_tutorials[vllm serve",
+    "e2e/test_published_command_lines.py::test_the_arguments_of_the_production_stack",
+    # Daily: a missing weight is found in the same environment.
+    "e2e/test_first_start.py::test_a_whole_checkpoint_is_checked_without_a_word_in_the_log",
+    # Daily: the same with the mock model.
+    "e2e/test_idle_unload.py::test_an_unused_engine_ends_and_the_next_request_brings_it_back[/",
+    # Daily: a killed host whose frontends live.
+    "e2e/test_frontend_processes.py::test_a_host_that_was_killed_while_all_were_stopped_leaves_neither_ports_nor_folders",
+    # Daily: kills of frontends in e2e/test_frontend_processes.py and remote/, of engines in the other test of the file.
+    "trials/chaos/test_quick_chaos.py::test_nothing_is_lost_when_frontends_and_engines_are_killed",
+    # Daily: the server's engine dies and comes back.
+    "cli/test_top.py::test_top_comes_back_when_its_server_does",
+    # Daily: the example with a server; embedding/test_engine.py and test_server.py.
+    "embedding/test_examples.py::test_an_example_runs[0]",
+    "embedding/test_examples.py::test_an_example_runs[1]",
+    # Daily: the backend with the most calls.
+    "core/c_api/test_compiled_loads.py::test_memory_stays_level[scripted",
+    "core/c_api/test_compiled_loads.py::test_memory_stays_level[streams",
+    # Daily: the samplers' other laws, in interpreted kernels, too.
+    "engine/gpu/test_device_sampler.py::test_a_row_with_drafts_is_sampled_several_times",
+    "engine/gpu/test_device_sampler.py::test_more_candidates_than_there_is_room_for",
+    # A library is compiled for it. Daily: the same code with another instruction, in the library for AVX2.
+    "engine/test_native_linear_int8.py::test_avx_vnni_agrees_bit_by_bit",
+    # The first law. Daily: bfloat16 and the packed types, modules in float32; plain torch in engine/test_parity.py.
+    "engine/test_determinism.py::test_same_prompt_same_logprobs[modules float32]",
+    "engine/test_determinism.py::test_same_prompt_same_logprobs[program float32]",
+    "engine/test_determinism.py::test_same_prompt_same_logprobs[torch float32]",
+    "engine/test_determinism.py::test_same_request_same_tokens[modules bfloat16]",
+    "engine/test_determinism.py::test_same_request_same_tokens[program float32]",
+    "engine/test_determinism.py::test_same_request_same_tokens[torch",
+    # Daily: one type of weights for each law.
+    "engine/test_lora_laws.py::test_other_adapters_in_flight_change_nothing[program int8]",
+    "engine/test_lora_laws.py::test_prompt_logprobs_are_those_of_the_adapter[program float32]",
+    "engine/test_lora_laws.py::test_prompt_logprobs_are_those_of_the_adapter[program int",
+    "engine/test_lora_laws.py::test_same_request_and_adapter_same_tokens[program bfloat16]",
+    "engine/test_lora_laws.py::test_same_request_and_adapter_same_tokens[program float32]",
+    "engine/test_lora_laws.py::test_same_request_and_adapter_same_tokens[program int4]",
+    # Daily: DeepSeek V3; the tokens of transformers for all.
+    "engine/test_latent_models.py::test_same_request_same_tokens[deepseek_v2",
+    "engine/test_latent_models.py::test_same_request_same_tokens[glm4",
+    # Daily: other families in other types.
+    "engine/test_mixtures.py::test_same_request_same_tokens[gpt_oss",
+    "engine/test_mixtures.py::test_same_request_same_tokens[qwen3_moe-float32]",
+    "engine/test_mixtures.py::test_same_request_same_tokens[qwen3_moe-int",
+    # Daily: Qwen3-MoE in bfloat16, and in 4 bits with adapters; each type of weights in the tests of kernels.
+    "engine/test_models_on_tiles.py::test_same_request_same_tokens[emulated tiles-deepseek",
+    "engine/test_models_on_tiles.py::test_same_request_same_tokens[emulated tiles-gpt_oss",
+    "engine/test_models_on_tiles.py::test_same_request_same_tokens[emulated tiles-qwen3_moe-int",
+)
+"""Functions, or the beginnings of their parameters' names; each with what is daily instead."""
+_ONE_OF_FIVE: Final = (
+    "adapter/test_resuming.py::test_every_cut_goes_on_exactly_in_another_host",
+    "cli/test_completion.py::test_bash_completes_subcommands_flags_and_values",
+    "engine/test_families.py::test_a_family_is_computed_as_the_docs_say",
+    "engine/test_latent_models.py::test_the_forecast_is_what_the_engine_has",
+    "engine/test_latent_models.py::test_the_profile_has_a_row_for_latents",
+    "engine/test_latent_models.py::test_the_program_is_verified_in_every_type",
+    "engine/test_mixtures.py::test_families_compute_what_transformers_computes",
+    "engine/test_mixtures.py::test_rounded_weights_are_packed_and_pass_the_check",
+    "engine/test_native_attention.py::test_any_chunks_give_the_same_bits",
+    "engine/test_native_attention.py::test_long_contexts_keep_the_law",
+    "engine/test_native_attention.py::test_neither_block_size_nor_places_change_a_bit",
+    "engine/test_native_attention.py::test_one_token_at_a_time_gives_the_same_bits",
+    "engine/test_native_attention.py::test_threads_change_no_bit",
+    "engine/test_native_experts.py::test_tiles_multiply_any_number_of_rows",
+)
+"""Of their parameters every fifth is daily: of a product of lists, neighbours in these differ in the first value, and
+most lists have another number of values than five."""
 
 
 def is_nightly_file(path: Path) -> bool:
     """path: absolute, of a file or folder of tests."""
-    place = path.relative_to(TESTS).as_posix()
+    place = _place(path)
     if place.startswith("engine/gpu/test_"):
         return path.stem.removeprefix("test_") not in _GPU_DAILY
     return any(place == nightly or place.startswith(f"{nightly}/") for nightly in _NIGHTLY)
 
 
-def is_nightly(item: pytest.Item) -> bool:
+def nightly(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Those of a whole collection: which parameters are daily depends on how many there are before them."""
+    numbers: Counter[str] = Counter()
+    for item in items:
+        if _is_nightly(item):
+            yield item
+            continue
+        name = _place(item.path) + "::" + item.name.partition("[")[0]
+        if name in _ONE_OF_FIVE:
+            if numbers[name] % 5:
+                yield item
+            numbers[name] += 1
+
+
+def _is_nightly(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     variant = callspec.params.get("variant") if callspec is not None else None
-    return variant in _NIGHTLY_VARIANTS or is_nightly_file(item.path)
+    if variant in _NIGHTLY_VARIANTS or is_nightly_file(item.path):
+        return True
+    place = f"{_place(item.path)}::{item.name}"
+    return any(place == test or place.startswith(test if "[" in test else f"{test}[") for test in _NIGHTLY_TESTS)
+
+
+def _place(path: Path) -> str:
+    return path.relative_to(TESTS).as_posix()

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, what the engine gives for a few prompts, and what `transformers` gives."""
+"""Tiny random models of every family, and the results of the engine and of `transformers` for a few prompts."""
 
 from __future__ import annotations
 

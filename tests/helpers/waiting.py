@@ -1,6 +1,7 @@
-"""Waiting for what another thread, process or task brings about: the one place in the tests that polls.
+"""Waiting for the effects of another thread, process or task: the only place in the tests that polls.
 
-For: conditions without an event to wait for. Invariant: a condition that never holds fails the test, with what it was.
+Used by conditions without an event to wait for. Invariant: a condition that never becomes true fails the test and is
+reported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A mock model whose layers see windows: it fails where a query would not find the keys of its own text."""
+"""A mock model whose layers have windows: it fails if a query does not find the keys of its own text."""
 
 from __future__ import annotations
 

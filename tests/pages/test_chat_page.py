@@ -373,14 +373,14 @@ def test_where_keys_are_configured_the_page_asks_for_one(page: Any, tmp_path: Pa
     server = start_server("--model-repository", str(tmp_path), "--api-key", "sk-secret")
     try:
         page.goto(f"http://{server.http}/")
-        page.get_by_text("This server needs an API key").wait_for()
+        page.get_by_text("This server requires an API key").wait_for()
         page.get_by_role("textbox", name="Key").fill("sk-secret")
         page.get_by_role("button", name="Save").click()
         page.get_by_text("echo", exact=True).wait_for()
         say(page, "with a key")
         complete(page, 1)
         assert page.evaluate("localStorage.getItem('llmbackend.api_key')") == "sk-secret"
-        page.get_by_text("This server needs an API key").wait_for(state="hidden")
+        page.get_by_text("This server requires an API key").wait_for(state="hidden")
         assert "sk-secret" not in page.content()
         page.evaluate("llmbackend.askForKey('another one, please')")
         page.get_by_text("another one, please", exact=True).wait_for()

@@ -31,7 +31,7 @@ def run(use: Callable[[Highlighter], Awaitable[T]]) -> T:
 
 
 def test_code_of_a_known_language_has_colours() -> None:
-    html = run(lambda highlighter: highlighter.coloured(Code("python", "x = '<b>'\n")))
+    html = run(lambda highlighter: highlighter.highlighted(Code("python", "x = '<b>'\n")))
     assert html is not None and '<span class="hl-n">x</span>' in html and "<b>" not in html
 
 
@@ -39,15 +39,15 @@ def test_code_of_a_known_language_has_colours() -> None:
     "code", [Code("", "x"), Code("no such language", "x"), Code("python", "x" * (MAX_CHARACTERS + 1))]
 )
 def test_other_code_has_none(code: Code) -> None:
-    assert run(lambda highlighter: highlighter.coloured(code)) is None
+    assert run(lambda highlighter: highlighter.highlighted(code)) is None
 
 
 @pytest.mark.parametrize("language", ["fish", "chapel", "cddl", "factor"])
 def test_code_that_makes_patterns_explode_has_none_and_the_next_code_has_colours(language: str) -> None:
     async def use(highlighter: Highlighter) -> tuple[str | None, bool, str | None]:
         hostile = Code(language, EXPLODES)
-        first = await highlighter.coloured(hostile)
-        return first, highlighter.takes(hostile), await highlighter.coloured(Code("json", "{}"))
+        first = await highlighter.highlighted(hostile)
+        return first, highlighter.accepts(hostile), await highlighter.highlighted(Code("json", "{}"))
 
     first, is_asked_again, other = run(use)
     assert first is None and not is_asked_again
@@ -56,7 +56,7 @@ def test_code_that_makes_patterns_explode_has_none_and_the_next_code_has_colours
 
 def test_the_event_loop_goes_on_while_patterns_explode() -> None:
     async def use(highlighter: Highlighter) -> int:
-        asking = asyncio.create_task(highlighter.coloured(Code("fish", EXPLODES)))
+        asking = asyncio.create_task(highlighter.highlighted(Code("fish", EXPLODES)))
         turns = 0
         while not asking.done():
             await asyncio.sleep(0.001)
@@ -71,7 +71,7 @@ def test_code_is_found_as_it_is_shown_and_shown_with_its_colours() -> None:
     markdown = Markdown(text)
     (code,) = markdown.codes
     assert code == Code("python", "x[U+202E] = 1\n")
-    assert "<i>coloured</i>" in markdown.html({code: "<i>coloured</i>"})
+    assert "<i>highlighted</i>" in markdown.html({code: "<i>highlighted</i>"})
     assert "x[U+202E] = 1" in markdown.html({})
 
 

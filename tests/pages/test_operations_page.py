@@ -213,7 +213,7 @@ def test_a_key_without_rights_sees_its_own_and_is_told_so(browser: Any, server: 
 def test_without_a_key_the_page_asks_for_one(browser: Any, server: ServerProcess) -> None:
     with opened(browser, server, "") as page:
         dialog = page.get_by_role("dialog", name="API key")
-        expect(dialog).to_contain_text("This server needs an API key")
+        expect(dialog).to_contain_text("This server requires an API key")
         dialog.get_by_label("Key").first.fill("sk-root")
         dialog.get_by_role("button", name="Save").click()
         expect(row(page, "Models", "slow")).to_contain_text("ready")

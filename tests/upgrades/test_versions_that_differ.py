@@ -130,7 +130,7 @@ def test_an_engine_refuses_a_host_with_another_protocol(monkeypatch: pytest.Monk
     ours = llmbackend.__version__
     assert refusal(said, ENGINE, "south") == (
         f"host 'north' runs llmbackend {ours} (protocol {PROTOCOL_VERSION}), the engine on south llmbackend {ours} "
-        f"(protocol {PROTOCOL_VERSION + 1}): all machines of a cluster need one release"
+        f"(protocol {PROTOCOL_VERSION + 1}): all machines of a cluster must run the same release"
     )
 
 

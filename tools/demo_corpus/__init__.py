@@ -1,5 +1,5 @@
-"""The training text of the bundled demo model, made from our own templates.
+"""The training text of the bundled demo model, generated from our own templates.
 
-For: `tools/train_demo_model.py`. Does not know: tokenizers, torch, the server. Invariant: a sample is a pure function
-of the random generator it is given, so a seed and a step number fix the whole training text.
+Used by `tools/train_demo_model.py`. Independent of tokenizers, torch and the server. Invariant: a sample is a pure
+function of the given random generator, so a seed and a step number determine the whole training text.
 """

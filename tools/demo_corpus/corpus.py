@@ -1,6 +1,6 @@
-"""The mixture of skills, and how a sample becomes text with the parts to learn marked.
+"""The mixture of skills, and how a sample becomes text with the parts to be learned marked.
 
-Does not know: tokenizers or weights. Invariant: the text of a chat is what the model's own chat template renders.
+Independent of tokenizers and weights. Invariant: the text of a chat is what the model's own chat template renders.
 """
 
 from __future__ import annotations

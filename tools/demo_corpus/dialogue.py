@@ -1,6 +1,6 @@
-"""What a training sample is, and the noise that makes users look human.
+"""Training samples, and the noise that makes users look human.
 
-Does not know: which skills exist. Invariant: assistant text is never changed by noise; only user text is.
+Independent of which skills exist. Invariant: noise never changes assistant text, only user text.
 """
 
 # ruff: noqa: SIM905  (parts in a row read better than a list of quoted ones)

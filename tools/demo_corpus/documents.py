@@ -1,6 +1,6 @@
 """Plain text for raw completion: encyclopedia lines about the project, question-answer pages, stories, number rows.
 
-Does not know: tokens or weights. Invariant: a document agrees with the answers of the chats.
+Independent of tokens and weights. Invariant: a document agrees with the answers of the chats.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The exam: 24 questions of each of twelve kinds, made of names, words, numbers, wordings and schemas that the training
-text never holds (`source.py`), with rules that judge answers.
+"""The exam: 24 questions of each of twelve kinds, built from names, words, numbers, wordings and schemas that the
+training text never contains (`source.py`), with rules that judge answers.
 
-Does not know: models. Invariant: the same questions for every model, none of them in the training text
+Independent of models. Invariant: all models get the same questions, none of which is in the training text
 (tests/e2e/test_demo_corpus.py).
 """
 

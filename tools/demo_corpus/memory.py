@@ -1,7 +1,7 @@
 # ruff: noqa: E501  (one phrase list or case per line reads better than wrapped ones)
 """Multi-turn memory: the user tells something, other turns pass, the user asks for it.
 
-Does not know: tokens or weights. Invariant: what is asked was told before (or the answer says that it was not).
+Independent of tokens or weights. Invariant: what is asked was told before (or the answer says that it was not).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # ruff: noqa: E501  (one phrase list or case per line reads better than wrapped ones)
-"""The parts of sorting as tasks of their own: compare two, find the smallest, spell, turn round, take the n-th, count; and
-rows of sorted lists. The exam asks none of them; it asks for the sorting that they teach.
+"""The parts of sorting as tasks of their own: compare two, find the smallest, spell, turn round, take the n-th, count;
+and rows of sorted lists. The exam asks none of them; it asks for the sorting that they teach.
 
-Does not know: tokens or weights. Invariant: every answer is computed, so it is right for every drawn value.
+Independent of tokens or weights. Invariant: every answer is computed, so it is right for every drawn value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # ruff: noqa: E501  (phrases in a row read better than wrapped ones)
 """JSON by schema: an object that follows a JSON schema, with the values that the user gives.
 
-Does not know: tokens or weights. Invariant: every answer is valid by its schema and holds the user's values.
+Independent of tokens or weights. Invariant: every answer is valid by its schema and holds the user's values.
 """
 
 from __future__ import annotations

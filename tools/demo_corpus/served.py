@@ -1,7 +1,7 @@
-"""The exam's questions about tools and schemas, asked through a running server's chat completions: the tools in
-`tools`, the calls read from `tool_calls`, the schema in `response_format`.
+"""The exam's questions about tools and schemas, sent to a running server's chat completions: the tools in `tools`, the
+calls read from `tool_calls`, the schema in `response_format`.
 
-Does not know: how the server was started. Invariant: a question is the exam's own, only the form of asking differs.
+Independent of how the server was started. Invariant: a question is the exam's own; only its form differs.
 """
 
 from __future__ import annotations

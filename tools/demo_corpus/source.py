@@ -1,9 +1,9 @@
-"""Where every random choice of a sample comes from, and what keeps the exam's values out of the training text.
+"""The source of all random choices of a sample, which keeps the exam's values out of the training text.
 
-Names, words, numbers, wordings and whole questions belong to one of two sides, by a checksum of their text: about one
-in eight to the exam, the rest to training. A pattern stands for many wordings: of `(say|write)` one is taken, of
-`[please ]` it or nothing. Does not know: which skills exist. Invariant: a source of one side never
-gives a value of the other side, unless a pool has none of its own.
+Names, words, numbers, wordings and whole questions belong to one of two sides, according to a checksum of their text:
+about one in eight to the exam, the rest to training. A pattern stands for many wordings: `(say|write)` means one of the
+two, `[please ]` means optional. Independent of which skills exist. Invariant: a source for one side never returns a
+value of the other side, unless a pool has none of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # ruff: noqa: E501  (one phrase list or case per line reads better than wrapped ones)
 """Talk: greetings, questions about the model, project knowledge, unknown questions, jokes and stories.
 
-Does not know: tokens or weights. Invariant: the same question always has the same answer, unless a system prompt says otherwise.
+Independent of tokens or weights. Invariant: the same question always has the same answer, unless a system prompt says
+otherwise.
 """
 
 from __future__ import annotations

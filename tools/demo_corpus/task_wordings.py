@@ -1,7 +1,7 @@
 # ruff: noqa: E501  (one pattern per line reads better than wrapped ones)
 """How users ask for the tasks: patterns (`source.py`), with the places of the values in braces.
 
-Plain data. Does not know: the answers. Invariant: a wording and its values leave one right answer.
+Plain data. Independent of the answers. Invariant: a wording and its values leave one right answer.
 """
 
 from __future__ import annotations

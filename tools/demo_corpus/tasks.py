@@ -1,6 +1,6 @@
 """Tasks: repeat, count, list, sort, JSON, arithmetic, and other small operations on the user's own words.
 
-Does not know: tokens or weights. Invariant: every answer is computed, so it is right for every drawn value.
+Independent of tokens or weights. Invariant: every answer is computed, so it is right for every drawn value.
 """
 
 from __future__ import annotations

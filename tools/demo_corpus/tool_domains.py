@@ -1,7 +1,8 @@
 # ruff: noqa: E501  (one phrase list or case per line reads better than wrapped ones)
-"""What the tools of the training text are for: weather, timers, prices and so on; how users ask for them, what they reply.
+"""What the tools of the training text are for: weather, timers, prices and so on; how users ask for them, what they
+reply.
 
-Plain data. Names, purposes and ways to ask are patterns (`source.py`). Does not know: how a chat with tools goes on.
+Plain data. Names, purposes and ways to ask are patterns (`source.py`). Independent of how a chat with tools goes on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # ruff: noqa: E501  (one phrase list or case per line reads better than wrapped ones)
 """Tool calls: tools in the system block, a call in the answer, the tool's response, the final answer.
 
-The names of functions and parameters are drawn, often at random, so that the model copies them from the tools block instead of
-learning them. Does not know: the chat template. Invariant: every call names an offered tool and has exactly its parameters.
+The names of functions and parameters are drawn, often at random, so that the model copies them from the tools block
+instead of learning them. Independent of the chat template. Invariant: every call names an offered tool and has exactly
+its parameters.
 """
 
 from __future__ import annotations

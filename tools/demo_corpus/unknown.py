@@ -1,8 +1,8 @@
 # ruff: noqa: E501  (one phrase list or case per line reads better than wrapped ones)
 """Questions that the model cannot answer: about the world, about made-up things, and those that look like ones it can.
 
-Every beginning of a question that it can answer is here too, with something that it does not know, so that a beginning alone
-never decides. Does not know: tokens or weights. Invariant: no question here has an answer elsewhere in the text.
+Every beginning of a question that it can answer is here too, with something that it does not know, so that a beginning
+alone never decides. Independent of tokens or weights. Invariant: no question here has an answer elsewhere in the text.
 """
 
 from __future__ import annotations

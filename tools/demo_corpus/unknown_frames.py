@@ -1,6 +1,6 @@
 """Wordings of questions that the model cannot answer; unknown.py fills in the names.
 
-Does not know: how they are filled. Invariant: none of them has an answer elsewhere in the text.
+Independent of how they are filled. Invariant: none of them has an answer elsewhere in the text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hides installed packages from every Python process that has this directory in PYTHONPATH.
 
-For: `tools/serving_packages.py`, which names the packages in HIDDEN_PACKAGES. Python imports a module of this name when
-it starts. Invariant: importing a hidden package fails as if it were not installed; its files are unchanged.
+Used by `tools/serving_packages.py`, which names the packages in HIDDEN_PACKAGES. Python imports a module of this name
+when it starts. Invariant: importing a hidden package fails as if it were not installed; its files are unchanged.
 """
 
 from __future__ import annotations

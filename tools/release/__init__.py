@@ -1,1 +1,2 @@
-"""What a tag must pass: `make release-check`, its steps, and the documents that a release carries (SBOM, licences)."""
+"""`make release-check`, which a tag must pass: its steps, and the documents that a release contains (SBOM,
+licences)."""

@@ -1,7 +1,7 @@
-"""`make release-check`: runs the steps of tools/release/steps.py, and fails if one of them has failed.
+"""`make release-check`: runs the steps of tools/release/steps.py, and fails if any of them has failed.
 
-For: whoever makes a release. A failed step does not stop the others. Resumable: a step that has passed is not run again
-until a file of the checkout changes (ARGS=--again: all are). What a step prints is in .cache/release/STEP.log.
+For making a release. A failed step does not stop the others. Resumable: a step that has passed is not repeated until a
+file of the checkout changes (ARGS=--again repeats all). The output of a step is in .cache/release/STEP.log.
 """
 
 from __future__ import annotations

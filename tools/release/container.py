@@ -1,9 +1,9 @@
-"""`python -m tools.release.container`: builds deploy/Containerfile and asks the demo model of the image a question.
+"""`python -m tools.release.container`: builds deploy/Containerfile and asks the demo model in the image a question.
 
-For: `make release-check`. Builders: podman, docker, or buildah, the first one that works. PYTHON_IMAGE, TORCH_INDEX:
-build arguments; RELEASE_BUILD_ARGS: more words for the builder. Where the base image cannot be pulled, a Debian folder
-with the same Python takes its place (tools/release/debian_root.py). buildah runs commands in a chroot.
-Ends with NOT_SHOWN where nothing builds.
+Part of `make release-check`. Uses the first builder that works: podman, docker, or buildah. PYTHON_IMAGE, TORCH_INDEX:
+build arguments; RELEASE_BUILD_ARGS: additional arguments for the builder. If the base image cannot be pulled, a Debian
+folder with the same Python replaces it (tools/release/debian_root.py). buildah runs commands in a chroot. Exits with
+NOT_SHOWN if nothing can build.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Folders that hold a small Debian, and commands that run inside of them: other versions of Python, images' bases.
+"""Folders that contain a small Debian, and commands that run inside them: other versions of Python, base images.
 
-For: tools/release/pythons.py and container.py. Needs root and debootstrap. Invariant: mounts end with the command.
+Used by tools/release/pythons.py and container.py. Needs root and debootstrap. Invariant: mounts end with the command.
 """
 
 from __future__ import annotations

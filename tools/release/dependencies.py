@@ -1,6 +1,6 @@
-"""The packages that an installation with all extras has, by the metadata of those that are installed here.
+"""The packages of an installation with all extras, according to the metadata of those installed here.
 
-For: licences and the bill of materials. Does not know: what only tests need (the extra "test").
+Used for licences and the bill of materials. Excludes packages that only tests need (the extra "test").
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`python -m tools.release.licences`: each dependency, extras included, has a licence of tools/release/licences.toml.
+"""`python -m tools.release.licences`: checks that each dependency, including extras, has a licence listed in
+tools/release/licences.toml.
 
-For: `make release-check`. Does not know: whether metadata are true. Writes the list to dist/licences.md. A package
-without a licence, or with one that the list does not have, fails.
+Part of `make release-check`. Trusts the packages' metadata. Writes the list to dist/licences.md. Fails for a package
+without a licence, or with one that is not listed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""`python -m tools.release.links`: each link of a page leads to a file of the checkout, and to a heading in it.
+"""`python -m tools.release.links`: checks that each link in a page leads to a file of the checkout, and to a heading in
+it.
 
-For: `make release-check` and a test. Does not know: addresses of other servers, which are only listed by `--external`.
+Part of `make release-check` and of a test. Addresses of other servers are not checked, only listed by `--external`.
 Anchors are GitHub's: lower case, without punctuation, spaces as hyphens.
 """
 

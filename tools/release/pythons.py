@@ -1,9 +1,11 @@
-"""`python -m tools.release.pythons MINOR`: the wheel in dist/ serves on Python 3.MINOR, if it can be had here.
+"""`python -m tools.release.pythons MINOR`: checks that the wheel in dist/ serves on Python 3.MINOR, if that is
+available here.
 
-For: `make release-check`. A Python on PATH, or of pyenv, runs `tools.wheel_check`. Where there is none, Debian's is
-taken if tools/release/debian_root.py can make a folder with it: the wheel is installed there with the tested versions
-of its dependencies, and runs its kernels and the examples of docs/embedding.md. TORCH_INDEX=INDEX: of torch's CPU
-build, else torch brings CUDA (several gigabytes, removed afterwards). Ends with NOT_SHOWN where there is none.
+Part of `make release-check`. A Python on PATH, or from pyenv, runs `tools.wheel_check`. If there is none, Debian's is
+used, provided that tools/release/debian_root.py can create a folder with it: the wheel is installed there with the
+tested versions of its dependencies, and runs its kernels and the examples of docs/embedding.md. TORCH_INDEX=INDEX: the
+index of torch's CPU build; otherwise torch installs CUDA (several gigabytes, removed afterwards). Exits with NOT_SHOWN
+if there is no such Python.
 """
 
 from __future__ import annotations

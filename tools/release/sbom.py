@@ -1,7 +1,8 @@
-"""`python -m tools.release.sbom FILE`: dist/llmbackend-VERSION.cdx.json, the bill of materials of a release.
+"""`python -m tools.release.sbom FILE`: writes dist/llmbackend-VERSION.cdx.json, the bill of materials of a release.
 
-For: `make sbom`. FILE is what cyclonedx-py says of the environment of the tests, which has all extras; what only tests
-need is left out here. Invariant: every package of an installation with all extras is in it, with its version.
+Part of `make sbom`. FILE is the output of cyclonedx-py for the test environment, which has all extras; packages that
+only tests need are left out here. Invariant: it contains every package of an installation with all extras, with its
+version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The steps of `make release-check`: each is a command with an exit status.
 
-For: tools/release/__main__.py, which runs them in this order. Invariant: a step that cannot be done on a machine ends
-with NOT_SHOWN and says on its last line what was not shown; it never passes silently.
+Used by tools/release/__main__.py, which runs them in this order. Invariant: a step that cannot be performed on a
+machine exits with NOT_SHOWN and says on its last line what was not shown; it never passes silently.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`python -m tools.release.versions`: every place that states the version states the same one.
+"""`python -m tools.release.versions`: checks that every place that states the version states the same one.
 
-For: `make release-check`. At a commit with a tag v*, CHANGELOG.md must begin with that version; elsewhere it may begin
-with "Unreleased". The OpenAPI document, `/version` and Triton's server metadata take it from `llmbackend.__version__`.
+Part of `make release-check`. At a commit with a tag v*, CHANGELOG.md must start with that version; elsewhere it may
+start with "Unreleased". The OpenAPI document, `/version` and Triton's server metadata take it from
+`llmbackend.__version__`.
 """
 
 from __future__ import annotations

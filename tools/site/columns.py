@@ -1,6 +1,6 @@
-"""Docstrings for the site: lines of two columns, `name  meaning`, become lists, as they are meant to be read.
+"""Docstrings for the site: turns lines with two columns, `name  meaning`, into lists.
 
-For: mkdocstrings, which takes this file as an extension of griffe.
+Used by mkdocstrings, which loads this file as an extension of griffe.
 """
 
 from __future__ import annotations

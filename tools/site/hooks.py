@@ -1,7 +1,8 @@
-"""What mkdocs is told beside tools/site/mkdocs.yml: pages that are not in docs/, and where links between pages lead.
+"""Settings of mkdocs in addition to tools/site/mkdocs.yml: pages that are not in docs/, and targets of links between
+pages.
 
-For: `make docs`. Invariants: README.md is the first page; the reference has a page for each public module; a link to a
-file that is not on the site becomes its text (`python -m tools.release.links` checks that the file exists).
+Part of `make docs`. Invariants: README.md is the first page; the reference has a page for each public module; a link to
+a file that is not on the site is replaced by its text (`python -m tools.release.links` checks that the file exists).
 """
 
 from __future__ import annotations

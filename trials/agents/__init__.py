@@ -1,1 +1,1 @@
-"""Coding agents against the real server, with a model whose every word is scripted."""
+"""Coding agents against the real server, with a model whose entire output is scripted."""

@@ -1,9 +1,9 @@
-"""A session in the form of Claude Code 2.1: its fields, blocks and headers over /v1/messages.
+"""A session that imitates Claude Code 2.1: its fields, blocks and headers over /v1/messages.
 
-For: the short form of suite_agents.py, in `make test`. Does not know: the model's script. Invariant: as Claude Code
-does, it makes its message of the events of the blocks, and sends the whole conversation again each time, thinking and
-signatures included.
-Source of the form: requests of claude-code 2.1.197, with other texts.
+Used by the short form of suite_agents.py, in `make test`. Independent of the model's script. Invariant: like Claude
+Code, it assembles its message from the events of the blocks, and resends the whole conversation each time, including
+thinking and signatures.
+Source: requests of claude-code 2.1.197, with other texts.
 """
 
 from __future__ import annotations

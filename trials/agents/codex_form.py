@@ -1,9 +1,9 @@
-"""A session in the form of the Codex CLI 0.169: its fields, items and headers over /v1/responses.
+"""A session that imitates the Codex CLI 0.169: its fields, items and headers over /v1/responses.
 
-For: the short form of suite_agents.py, in `make test`. Does not know: the model's script. Invariant: as Codex does, it
-acts on `response.output_item.done` and `response.completed` alone, sends all items of the conversation again each
-time, and asks the server to store nothing.
-Source of the form: requests of codex 0.169.0, with other texts.
+Used by the short form of suite_agents.py, in `make test`. Independent of the model's script. Invariant: like Codex, it
+acts only on `response.output_item.done` and `response.completed`, resends all items of the conversation each time, and
+asks the server to store nothing.
+Source: requests of codex 0.169.0, with other texts.
 """
 
 from __future__ import annotations

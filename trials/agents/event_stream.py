@@ -1,6 +1,6 @@
-"""Posts a JSON body and reads the server-sent events of its answer, as agents do.
+"""Posts a JSON body and reads the response's server-sent events, as agents do.
 
-For: replayed sessions. Does not know: APIs. Invariant: every event's name is its data's `type`.
+Used by replayed sessions. Independent of APIs. Invariant: every event's name is the `type` in its data.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The scripted model's logits: the next byte of its line, and then the end of the sequence.
+"""The scripted model's logits: the next byte of its line, then the end of the sequence.
 
-For: the engine's process. Does not know: agents, formats. Invariant: a function of all tokens so far.
+Used by the engine's process. Independent of agents and formats. Invariant: a function of all tokens so far.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A real `llmbackend serve` whose model is scripted, and the death of its engine at a given token.
+"""A real `llmbackend serve` with a scripted model, whose engine can be killed at a given token.
 
-For: tests of agents. Does not know: what the agents do. Invariant: the server is started by its own command, and its
-engine is a process of its own, whose end is a SIGKILL.
+Used by tests of agents. Independent of what the agents do. Invariant: the server is started by its own command, and its
+engine is a separate process, ended with SIGKILL.
 """
 
 from __future__ import annotations

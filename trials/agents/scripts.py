@@ -1,8 +1,8 @@
-"""What the scripted model says: turn by turn, in the format in which a family of models writes its calls.
+"""The scripted model's output, turn by turn, in the tool-call format of a model family.
 
-For: tests of agents, and the engine's side (in_engine/). Does not know: servers, agents. Invariant: a turn is chosen
-by the conversation alone: the first one for as many tool results as its prompt holds, of which the last one (without
-any, the prompt) holds what the turn expects, so that a result that did not reach the model ends the session.
+Used by tests of agents and by the engine's side (in_engine/). Independent of servers and agents. Invariant: a turn is
+selected by the conversation alone: by the number of tool results in its prompt; the last result (or, without any, the
+prompt) must contain what the turn expects, so that a result that did not reach the model ends the session.
 """
 
 from __future__ import annotations

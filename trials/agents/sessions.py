@@ -1,7 +1,7 @@
-"""The task of every session, what the model says in it, and what must be on the disk after it.
+"""For each session: its task, the model's output, and the expected state of the disk afterwards.
 
-For: tests of agents, of the real programs and of their request forms. Does not know: servers. Invariant: a session
-succeeds only if each tool's result reached the model and each of its calls reached the disk.
+Used by tests of real agents and of replayed sessions. Independent of servers. Invariant: a session succeeds only if
+each tool's result reached the model and the effect of each call reached the disk.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The tools of agents, as far as the sessions need them: they run commands and change files for real.
+"""The agents' tools, as far as the sessions need them: they really run commands and change files.
 
-For: replayed sessions. Does not know: APIs. Invariant: a tool that cannot do what it is asked says so in its result.
+Used by replayed sessions. Independent of APIs. Invariant: a tool that cannot do what it was asked says so in its
+result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`python -m trials.chaos [chaos|cluster|kills|soak|overload|idle]`: injects faults, and reports what clients saw.
+"""`python -m trials.chaos [chaos|cluster|kills|soak|overload|idle]`: injects faults and reports what clients saw.
 
-chaos (the default) prints a table and `chaos: N faults, N streams, 0 lost`; with --quick it is a bounded half minute.
-Every command exits 1 when anything is not as it should be.
+chaos (the default) prints a table and `chaos: N faults, N streams, 0 lost`; with --quick it takes half a minute. Every
+command exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations

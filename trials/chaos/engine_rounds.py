@@ -1,7 +1,7 @@
-"""Rounds in which an engine fails under live streams.
+"""Rounds in which an engine fails while streams are live.
 
-For: the runner. Does not know: protocols, servers' set-up. Invariant: each round notes as many faults as it injected,
-and judges every stream it began.
+Used by the runner. Independent of protocols and of how servers are set up. Invariant: each round records the number of
+faults it injected, and judges every stream it started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is done to an engine, and what must come of it.
+"""Faults of an engine, and their expected effects.
 
-For: the rounds. Does not know: streams. Invariant: `inject` returns when the fault has happened, with the engine
-processes that there were before.
+Used by the rounds. Independent of streams. Invariant: `inject` returns when the fault has happened, with the engine
+processes that existed before.
 Source of the file names: llmbackend/testing/faults.py.
 """
 

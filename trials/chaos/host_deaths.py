@@ -1,7 +1,7 @@
-"""Rounds in which the host itself dies: SIGKILL between two steps, and another one on the same store takes over.
+"""Rounds in which the host dies: SIGKILL between two steps, after which another host takes over the same store.
 
-For: the runner. Does not know: how responses are kept. Invariant: readers come back by their cursor to whatever host
-there is; what they saw in all is judged against an undisturbed run of the stage's own server.
+Used by the runner. Independent of how responses are stored. Invariant: readers resume by cursor on whichever host is
+available; everything they saw is compared with an undisturbed run on the stage's own server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rounds in which clients misbehave, the host is told to stop, or a model is reloaded.
 
-For: the runner. Does not know: engines' faults. Invariant: each round notes as many faults as it injected, and judges
-every stream it began.
+Used by the runner. Independent of engine faults. Invariant: each round records the number of faults it injected, and
+judges every stream it started.
 """
 
 from __future__ import annotations

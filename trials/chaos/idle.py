@@ -1,7 +1,7 @@
-"""`make idle`: the CPU use of a whole idle server.
+"""`make idle`: the CPU usage of a complete idle server.
 
-For: the law that an idle server blocks. Does not know: why CPU is used. Invariant: every protocol listens and the demo
-model's engine process is loaded while it is watched.
+Checks the rule that an idle server blocks. Independent of why CPU is used. Invariant: during the measurement every
+protocol listens and the demo model's engine process is loaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Lost, repeated, changed: one stream against the same request on an undisturbed server.
+"""Lost, repeated or changed tokens: compares one stream with the same request on an undisturbed server.
 
-For: every round. Does not know: how the streams came about. Invariant: a verdict is clean only if text, token ids,
-logprobs, finish reason, usage, cumulative logprob and parts are all equal; any difference counts at least one.
+Used by every round. Independent of how the streams were produced. Invariant: a verdict is clean only if text, token
+ids, logprobs, finish reason, usage, cumulative logprob and parts are all equal; each difference counts at least once.
 """
 
 from __future__ import annotations

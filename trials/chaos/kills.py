@@ -1,8 +1,9 @@
-"""`make kills`: engines are killed under every kind of stream until a number of kills is reached, over many nights.
+"""`make kills`: kills engines under every kind of stream until a given number of kills is reached, possibly over many
+nights.
 
-For: the command line. Does not know: how a stream is judged. Invariants: each pass has its own server, requests and
-moments, made from its number; what has been seen is in the state file after every pass, so an interrupted run loses no
-more than that pass.
+Used by the command line. Independent of how a stream is judged. Invariants: each pass has its own server, requests and
+kill times, derived from its number; results are written to the state file after every pass, so an interrupted run loses
+at most one pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A number of live streams, kept up for as long as a round wants.
+"""Maintains a number of live streams for as long as a round needs them.
 
-For: every round. Does not know: faults, what is expected. Invariants: every stream that was begun is in `runs` when
-the load has ended, whether it completed, failed, was given up or never ended in time; streams begin in the order of the
-specs, round and round.
+Used by every round. Independent of faults and of what is expected. Invariants: when the load has ended, every stream
+that was started is in `runs`, whether it completed, failed, was abandoned or did not end in time; streams start in the
+cyclic order of the specs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A limit of memory for a whole server, as a container has it, and something beside it that eats what is left.
+"""A memory limit for a whole server, as in a container, and a process that consumes the remaining memory.
 
-For: servers and rounds. Does not know: whom the kernel ends. Invariant: leaving `eaten` gives its memory back.
-Control groups, version 1 or 2, and the right to make one.
+Used by servers and rounds. Independent of whom the kernel kills. Invariant: leaving `eaten` returns the memory.
+Requires control groups, version 1 or 2, and the permission to create one.
 """
 
 from __future__ import annotations

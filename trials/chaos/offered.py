@@ -1,7 +1,7 @@
-"""One request of an open-loop load: sent when it is due, independent of the earlier ones.
+"""One request of an open-loop load: sent when it is due, independent of earlier ones.
 
-For: overload. Does not know: how many there are. Invariant: the generator costs little (raw sockets for HTTP), so that
-what is measured is the server.
+Used by overload. Independent of how many there are. Invariant: the generator is cheap (raw sockets for HTTP), so that
+the server is what is measured.
 """
 
 from __future__ import annotations

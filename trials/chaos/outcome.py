@@ -1,7 +1,7 @@
 """What a client saw of one stream.
 
-For: the protocol clients, which yield pieces, and the judge, which compares outcomes. Does not know: protocols.
-Invariant: however a stream is cut into pieces, equal streams give equal outcomes.
+Used by the protocol clients, which yield pieces, and by the judge, which compares outcomes. Independent of protocols.
+Invariant: equal streams give equal outcomes, however they are cut into pieces.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`make overload`: ten times the capacity offered, for a minute.
+"""`make overload`: ten times the capacity is offered for a minute.
 
-For: the law that overload is refused and never queued without end. Does not know: where the limit is enforced.
-Invariants: arrivals are open-loop (a slow server gets no less); every accepted request is compared with an undisturbed
-one, every other one must be a refusal that says so.
+Checks the rule that overload is refused rather than queued without limit. Independent of where the limit is enforced.
+Invariants: arrivals are open-loop (a slow server gets no fewer requests); every accepted request is compared with an
+undisturbed one, and every other one must get a refusal that says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a server and its engines hold: memory, descriptors, threads, processes, CPU time.
+"""What a server and its engines use: memory, descriptors, threads, processes, CPU time.
 
-For: soak, overload and idle. Does not know: load. Invariant: a process that ends while it is looked at counts as gone,
-never as an error.
+Used by soak, overload and idle. Independent of load. Invariant: a process that ends during the measurement counts as
+gone, never as an error.
 Source: /proc, through psutil.
 """
 

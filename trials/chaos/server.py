@@ -1,7 +1,7 @@
-"""The server under test: a real `llmbackend serve` with the models that a set of rounds wants.
+"""The server under test: a real `llmbackend serve` with the models that a set of rounds needs.
 
-For: every round. Does not know: what is done to it. Invariant: leaving `running(...)` ends the server however the round
-went, and says whether an engine process outlived it.
+Used by every round. Independent of what is done to it. Invariant: leaving `running(...)` ends the server however the
+round went, and reports whether an engine process outlived it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A round of clients that stop reading: they get everything if they come back in time, else an error; no other
-client is affected.
+"""A round of clients that stop reading: they get everything if they resume in time, otherwise an error; no other client
+is affected.
 
-For: the runner. Does not know: where the server keeps what waits. Invariant: a slow reader of each protocol is judged,
-and so is the load beside them.
+Used by the runner. Independent of where the server buffers waiting data. Invariant: a slow reader of each protocol is
+judged, and so is the concurrent load.
 """
 
 from __future__ import annotations

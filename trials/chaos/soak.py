@@ -1,7 +1,7 @@
-"""`make soak`: saturation with random cancels and kills; everything must end where it began.
+"""`make soak`: saturation with random cancels and kills; afterwards, resource usage must be what it was before.
 
-For: the law of conservation. Does not know: what leaks, only that something did. Invariants: begin and end are taken
-idle, with no client connected, after the same steps; every stream that was not given up is judged. Tolerances: see
+Checks that nothing leaks, without knowing what might. Invariants: usage is measured before and after while idle, with
+no client connected, after the same steps; every stream that was not abandoned is judged. Tolerances: see
 resources.differences.
 """
 

@@ -1,8 +1,8 @@
-"""What each stream asks for: requests made from a seed.
+"""The streams' requests, generated from a seed.
 
-For: every round of chaos, soak and overload. Does not know: how a protocol carries a request, or what comes back.
-Invariant: the same seed gives the same requests, and every request names its sampling seed, so that its answer is
-determined.
+Used by every round of chaos, soak and overload. Independent of how a protocol carries a request and of what is
+returned. Invariant: the same seed gives the same requests, and every request specifies its sampling seed, so that its
+answer is deterministic.
 """
 
 from __future__ import annotations

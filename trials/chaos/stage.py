@@ -1,7 +1,7 @@
-"""A server, its clients, and what each request gives on it undisturbed.
+"""A server, its clients, and the undisturbed result of each request on it.
 
-For: the rounds. Does not know: faults. Invariants: expectations come from this very server before anything is done to
-it; every stream that a round began is judged.
+Used by the rounds. Independent of faults. Invariants: expectations come from this very server before anything is done
+to it; every stream that a round started is judged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Faults of the system under a whole server: its wall clock jumps, a sync to the disk fails or takes long.
+"""System faults under a whole server: its wall clock jumps, or a sync to disk fails or takes long.
 
-For: servers and rounds. Does not know: streams. Invariant: without a call of `set` nothing is wrong. What is preloaded
-is native/system_faults.c.
+Used by servers and rounds. Independent of streams. Invariant: nothing fails without a call of `set`. The preloaded
+library is native/system_faults.c.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Rounds in which the system under the server fails: clock, disk and memory.
 
-For: the runner. Does not know: how the faults are made. Invariant: no stream may be other than undisturbed.
+Used by the runner. Independent of how the faults are injected. Invariant: every stream must give its undisturbed
+result.
 """
 
 from __future__ import annotations

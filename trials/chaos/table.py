@@ -1,7 +1,7 @@
 """The table of rounds and its last line.
 
-For: `make chaos`. Does not know: how rounds are run. Invariant: the run is clean only if every stream of every row
-completed or ended in the way its round means, with no token lost, repeated or changed, and no other problem.
+Part of `make chaos`. Independent of how rounds are run. Invariant: the run is clean only if every stream of every row
+completed or ended as its round intends, with no token lost, repeated or changed, and no other problem.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Programs written for OpenAI's API, unmodified, against a server of ours: `make clients`."""
+"""Unmodified programs written for OpenAI's API, run against our server: `make clients`."""

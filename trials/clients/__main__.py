@@ -1,7 +1,7 @@
 """`python -m trials.clients [--only NAME] [--model DIRECTORY] [-- ARGUMENT…]`: real clients' suites against a server.
 
-Prints one line per client, `PACKAGE VERSION [suite]: P passed, F failed, S skipped (why)`. Exits 1 when a test failed
-that explained.toml does not explain. Arguments behind `--` go to pytest.
+Prints one line per client, `PACKAGE VERSION [suite]: P passed, F failed, S skipped (why)`. Exits with 1 if a test fails
+that is not explained in explained.toml. Arguments after `--` are passed to pytest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the suites share: where the server is. They run in the project's environment and in the clients' own.
+"""Shared by the suites: the server's address. They run in the project's environment and in the clients' own.
 
 Invariant: nothing of llmbackend is imported unless a server has to be started here.
 """

@@ -1,7 +1,7 @@
-"""The environment of the clients, made when it is missing: Python packages, and those of Node where there is one.
+"""The clients' environment, created if missing: Python packages, and Node packages if Node is available.
 
-For: the command. Does not know: suites. Invariant: an environment is used only when it was made from the files of
-packages as they are now.
+Used by the command. Independent of suites. Invariant: an environment is used only if it was created from the current
+package files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tests of the clients that fail for a reason of their own, each with that reason: explained.toml.
+"""Client tests that fail for reasons of their own, with those reasons: explained.toml.
 
-For: the command. Does not know: how suites run. Invariant: an explanation that nothing needs any more is reported, so
-that the file says what is so.
+Used by the command. Independent of how suites run. Invariant: an explanation that is no longer needed is reported, so
+that the file stays accurate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The server that the suites ask: the bundled model under three names, or a checkpoint of the user's.
+"""The server for the suites: the bundled model under three names, or a checkpoint of the user's.
 
-For: the command, and the short form in `make test`. Does not know: clients. Invariant: one real `llmbackend serve` on
-loopback, ended however the suites went.
+Used by the command, and by the short form in `make test`. Independent of clients. Invariant: one real `llmbackend
+serve` on loopback, ended however the suites went.
 """
 
 from __future__ import annotations

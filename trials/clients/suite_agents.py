@@ -1,8 +1,8 @@
-"""The Codex CLI over /v1/responses and Claude Code over /v1/messages: whole sessions of tool calls, and with engines
-that die in the middle of them. The model is scripted (trials/agents/); agents, tools, server and engine are real.
+"""The Codex CLI over /v1/responses and Claude Code over /v1/messages: whole sessions of tool calls, also with engines
+that die in the middle. The model is scripted (trials/agents/); agents, tools, server and engine are real.
 
-For: `make clients`. Does not know: the agents' requests. Invariant: an agent gets a home of its own and no address but
-the server's.
+Part of `make clients`. Independent of the agents' requests. Invariant: an agent gets its own home directory and no
+address but the server's.
 """
 
 from __future__ import annotations

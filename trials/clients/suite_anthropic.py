@@ -1,7 +1,7 @@
-"""The `anthropic` package: messages, streams and their helper, tools, thinking sent back, counts, errors.
+"""The `anthropic` package: messages, streams and their helper, tools, returned thinking, token counts, errors.
 
-For: `make clients`. Does not know: the server. Invariant: answers are short because counts or schemas bound them, so
-that any model passes.
+Part of `make clients`. Independent of the server. Invariant: answers are bounded by token limits or schemas, so that
+any model passes.
 """
 
 from __future__ import annotations

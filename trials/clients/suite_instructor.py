@@ -1,6 +1,7 @@
-"""Instructor: pydantic models out of a chat, in each of its modes for OpenAI's API, whole, partial and in lists.
+"""Instructor: pydantic models from a chat, in each of its modes for OpenAI's API: whole, partial and in lists.
 
-For: `make clients`. Does not know: the server. Invariant: no retries, so that each answer must be right at once.
+Part of `make clients`. Independent of the server. Invariant: no retries, so that each answer must be right the first
+time.
 """
 
 from __future__ import annotations

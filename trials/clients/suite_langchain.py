@@ -1,8 +1,8 @@
-"""LangChain's published standard tests of chat models, with ChatOpenAI of langchain-openai, over chat and
-over responses, and with ChatAnthropic of langchain-anthropic.
+"""LangChain's published standard tests of chat models: ChatOpenAI from langchain-openai, over chat and over responses,
+and ChatAnthropic from langchain-anthropic.
 
-For: `make clients`. Does not know: what fails by design (explained.toml). Invariant: no test of the standard is
-overridden; what is switched on or off is said by the standard's own properties.
+Part of `make clients`. Independent of what fails by design (explained.toml). Invariant: no standard test is overridden;
+features are switched on and off only through the standard's own properties.
 """
 
 from __future__ import annotations

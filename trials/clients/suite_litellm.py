@@ -1,6 +1,7 @@
-"""LiteLLM: `openai/…` models of chat, completions and responses, `anthropic/…` models, and the errors that it sorts.
+"""LiteLLM: `openai/…` models for chat, completions and responses, `anthropic/…` models, and its classification of
+errors.
 
-For: `make clients`. Does not know: the server. Invariant: every call goes through LiteLLM's own functions.
+Part of `make clients`. Independent of the server. Invariant: every call goes through LiteLLM's own functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""LlamaIndex: OpenAILike, chat and completion, programs of pydantic models, and an agent's function call; the same of
-OpenAIResponses and of Anthropic.
+"""LlamaIndex: OpenAILike, chat and completion, programs of pydantic models, and an agent's function call; the same with
+OpenAIResponses and Anthropic.
 
-For: `make clients`. Does not know: the server. Invariant: every call goes through LlamaIndex's own functions.
+Part of `make clients`. Independent of the server. Invariant: every call goes through LlamaIndex's own functions.
 """
 
 # Annotations are values here: LlamaIndex makes the tool's schema from them.

@@ -1,6 +1,6 @@
 """The OpenAI Agents SDK over /v1/responses: function tools, handoffs, structured outputs, streams, sessions.
 
-For: `make clients`. Does not know: the server. Invariant: every call goes through the SDK's Runner.
+Part of `make clients`. Independent of the server. Invariant: every call goes through the SDK's Runner.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The `openai` package over /v1/responses and /v1/conversations: every call of the client, its helpers included.
+"""The `openai` package over /v1/responses and /v1/conversations: every call of the client, including its helpers.
 
-For: `make clients`, with the newest release and the newest 2.x. Does not know: the server. Invariant: answers are
-short because schemas or counts bound them, so that any model passes.
+Part of `make clients`, with the newest release and the newest 2.x. Independent of the server. Invariant: answers are
+bounded by schemas or token limits, so that any model passes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which suites there are, how each is run, and what its report says.
+"""The suites, how each is run, and how its report is read.
 
-For: the command. Does not know: the server, what is expected to fail. Invariant: a suite whose report is missing or
-holds no test counts as failed.
+Used by the command. Independent of the server and of expected failures. Invariant: a suite whose report is missing or
+contains no test counts as failed.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Every field of the chat and completions APIs, sent to a running server: it does what it promises, or is refused."""
+"""Sends every field of the chat and completions APIs to a running server: each has its effect, or is refused."""

@@ -1,6 +1,6 @@
 """`python -m trials.fields`: sends every field of every API to a server, and writes docs/fields.md.
 
-The last line is `fields: N sent, D done, R refused, L labels, 0 ignored`. Exits 1 when a field is ignored.
+The last line is `fields: N sent, D done, R refused, L labels, 0 ignored`. Exits with 1 if a field is ignored.
 """
 
 from __future__ import annotations

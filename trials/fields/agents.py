@@ -28,7 +28,7 @@ def _tools(api: Endpoint) -> None:
     assert (_called(answer), answer.finish_reason) == (["get_weather"], "tool_calls")
 
 
-@promise("none: no call; required: nothing but calls; a name: a call of that function")
+@promise("none: no call; required: only calls; a name: a call of that function")
 def _tool_choice(api: Endpoint) -> None:
     hello = {"messages": said("Hello!"), "max_tokens": 60, "tools": [*_TOOLS, {"type": "function", "function": _CLOCK}]}
     assert _called(api.ask(**hello, tool_choice="auto")) == _called(api.ask(**hello, tool_choice="none")) == []
@@ -46,7 +46,7 @@ def _parallel_tool_calls(api: Endpoint) -> None:
     assert len(_called(several)) > 1 and len(_called(one)) == 1
 
 
-@promise("as tools, in the older form, which the answer has too")
+@promise("as tools, in the older form, which the answer also has")
 def _functions(api: Endpoint) -> None:
     answer = api.ask(**_QUESTION, functions=[_WEATHER])
     assert answer.choices[0]["message"]["function_call"]["name"] == "get_weather"
@@ -66,7 +66,7 @@ def _prompt_tokens(api: Endpoint, **fields: Any) -> int:
     return count
 
 
-@promise("another effort is another prompt, where the chat template reads it; else it changes nothing")
+@promise("changes the prompt if the chat template reads it; otherwise no effect")
 def _reasoning_effort(api: Endpoint) -> None:
     low, medium = (_prompt_tokens(api, reasoning_effort=value) for value in ("low", "medium"))
     assert medium - low == len("medium") - len("low")
@@ -74,14 +74,14 @@ def _reasoning_effort(api: Endpoint) -> None:
     assert len(counts) == 1
 
 
-@promise("the answer has the reasoning, or comes without it")
+@promise("whether the answer includes the reasoning")
 def _include_reasoning(api: Endpoint) -> None:
     shown, hidden = (api.ask(model=REASONER, ignore_eos=True, include_reasoning=value) for value in (True, False))
     assert shown.choices[0]["message"]["reasoning"] and "reasoning" not in hidden.choices[0]["message"]
     assert shown.usage["completion_tokens_details"] == hidden.usage["completion_tokens_details"]
 
 
-@promise("the reasoning ends after so many tokens, with its end marker")
+@promise("the reasoning ends after this many tokens, with its end marker")
 def _thinking_token_budget(api: Endpoint) -> None:
     for budget in (3, 5):
         answer = api.ask(model=REASONER, thinking_token_budget=budget, max_tokens=40, ignore_eos=True)
@@ -89,7 +89,7 @@ def _thinking_token_budget(api: Endpoint) -> None:
         assert details["reasoning_tokens"] == budget + len("</think>")
 
 
-@promise("they are in the prompt, where the chat template reads them; else they are refused")
+@promise("they are in the prompt if the chat template reads them; otherwise they are refused")
 def _documents(api: Endpoint) -> None:
     assert _prompt_tokens(api, documents=[{"text": "one"}]) == _prompt_tokens(api) + len("one")
     assert api.refusal(model=DEMO, documents=[{"text": "one"}])["param"] == "documents"
@@ -101,7 +101,7 @@ def _chat_template_kwargs(api: Endpoint) -> None:
     assert more == _prompt_tokens(api) + len("three")
 
 
-@promise("the response's id has it")
+@promise("part of the response's id")
 def _request_id(api: Endpoint) -> None:
     ids = [api.ask(request_id=value).json["id"] for value in ("mine", "yours")]
     prefix = "chatcmpl" if api.is_chat else "cmpl"

@@ -1,4 +1,4 @@
-"""Checks of the fields that say what an answer holds: streams, logprobs, ids of tokens, labels of responses."""
+"""Checks of the fields that determine what an answer contains: streams, logprobs, token ids, response labels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .asking import Endpoint
 from .table import Row, promise
 
 
-@promise("true: events, whose text is that of the whole answer")
+@promise("true: events, with the same text as the whole answer")
 def _stream(api: Endpoint) -> None:
     assert api.streamed() == api.ask(stream=False).texts
     assert len(api.chunks()) > 2
@@ -30,14 +30,14 @@ def _logprobs_of_chat(api: Endpoint) -> None:
     assert len(content) == len(entries.token_ids) and all(entry["logprob"] <= 0 for entry in content)
 
 
-@promise("so many of the most likely tokens at each position")
+@promise("this many most likely tokens at each position")
 def _top_logprobs(api: Endpoint) -> None:
     for top in (0, 3, 20):
         content = api.ask(logprobs=True, top_logprobs=top).choices[0]["logprobs"]["content"]
         assert {len(entry["top_logprobs"]) for entry in content} == {top}
 
 
-@promise("the logprob of each token, and so many of the most likely ones")
+@promise("the logprob of each token and of this many most likely ones")
 def _logprobs_of_completions(api: Endpoint) -> None:
     assert api.ask().choices[0]["logprobs"] is None
     for top in (2, 20):
@@ -64,7 +64,7 @@ def _return_tokens_as_token_ids(api: Endpoint) -> None:
         assert (tokens == [f"token_id:{token}" for token in answer.token_ids]) is as_ids
 
 
-@promise("so many choices, each as a request of its own with the seed so much higher, whole and streamed")
+@promise("this many choices, each as a separate request with seed + its index, whole and streamed")
 def _n(api: Endpoint) -> None:
     hot = {"temperature": 2, "seed": 7, "ignore_eos": True}
     assert len(api.ask(n=1).choices) == 1
@@ -75,7 +75,7 @@ def _n(api: Endpoint) -> None:
     assert three.usage["completion_tokens"] == 24 and three.usage["prompt_tokens"] == api.ask().usage["prompt_tokens"]
 
 
-@promise("of so many choices those with the largest logprob are sent; at least n, and no stream")
+@promise("generates this many choices and returns those with the largest logprob; at least n, and no stream")
 def _best_of(api: Endpoint) -> None:
     hot = {"temperature": 2, "seed": 7, "logprobs": True if api.is_chat else 0, "ignore_eos": True}
     sums = []
@@ -109,7 +109,7 @@ def _prompt_logprobs(api: Endpoint) -> None:
     assert api.refusal(prompt_logprobs=21)["param"] == "prompt_logprobs"
 
 
-@promise("logprobs of the chosen token and of these, in place of the most likely ones")
+@promise("logprobs of the chosen token and of these, instead of the most likely ones")
 def _logprob_token_ids(api: Endpoint) -> None:
     for ids in ([7, 8], [300]):
         asked = {"logprobs": True if api.is_chat else 0, "return_tokens_as_token_ids": True, "logprob_token_ids": ids}
@@ -124,7 +124,7 @@ def _logprob_token_ids(api: Endpoint) -> None:
     assert api.refusal(logprob_token_ids=[7])["param"] == "logprob_token_ids"
 
 
-@promise("so many tokens go out together, and the text is the same")
+@promise("this many tokens are sent together; the text is the same")
 def _stream_interval(api: Endpoint) -> None:
     numbers = [len(api.chunks(stream_interval=interval, ignore_eos=True)) for interval in (1, 3)]
     assert numbers[0] - numbers[1] == 4  # 1, 3, 3 and the last one, in place of eight
@@ -132,7 +132,7 @@ def _stream_interval(api: Endpoint) -> None:
     assert api.refusal(stream_interval=3)["param"] == "stream_interval"
 
 
-@promise("answers name the model that they come from; an unknown one is a 404")
+@promise("answers name their model; an unknown one is a 404")
 def _model(api: Endpoint) -> None:
     assert (api.ask().json["model"], api.ask(model="bytes").json["model"]) == ("demo", "bytes")
 

@@ -1,6 +1,7 @@
-"""An API as the run of all fields sees it: its endpoint's name, the fields that others say it has, a row for each.
+"""An API in the run of all fields: its endpoint's name, the fields that others document, and a row for each.
 
-For: the run, the page. Does not know: what any field means. Invariant: an endpoint is asked through `Asked` alone.
+Used by the run and the page. Independent of what any field means. Invariant: an endpoint is called only through
+`Asked`.
 """
 
 from __future__ import annotations

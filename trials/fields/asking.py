@@ -1,4 +1,4 @@
-"""The two endpoints as the checks of fields use them: small deterministic requests, and their answers."""
+"""The two endpoints as used by the field checks: small deterministic requests, and their answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The fields of /v1/conversations and of a conversation's items.
 
-Source: the types of OpenAI's Python package. Invariant: each check asks about a conversation that was made for it.
+Source: the types in OpenAI's Python package. Invariant: each check uses a conversation created for it.
 """
 
 from __future__ import annotations
@@ -73,21 +73,21 @@ def _first_items(api: Conversations) -> None:
     assert api.listed(api.ask(items=[])) == api.listed(api.ask()) == []
 
 
-@promise("it comes back, also later")
+@promise("returned, also later")
 def _metadata(api: Conversations) -> None:
     for metadata in ({"run": "7"}, {}):
         made = api.ask(metadata=metadata)
         assert made["metadata"] == metadata == api.client.get(f"{_PATH}/{made['id']}").json()["metadata"]
 
 
-@promise("takes the place of the former")
+@promise("replaces the former")
 def _new_metadata(api: Conversations) -> None:
     conversation = api.made(metadata={"run": "7"})
     assert api.ask(conversation, metadata={"other": "8"})["metadata"] == {"other": "8"}
     assert api.client.get(f"{_PATH}/{conversation['id']}").json()["metadata"] == {"other": "8"}
 
 
-@promise("they come behind those that are there")
+@promise("appended to the existing items")
 def _more_items(api: Conversations) -> None:
     conversation = api.made(items=_ITEMS[:1])
     added = api.ask(conversation, items=_ITEMS[1:])["data"]
@@ -110,7 +110,7 @@ def _include(api: Conversations) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("include")
 
 
-@promise("so many items at most, 1 to 100")
+@promise("at most this many items, 1 to 100")
 def _limit(api: Conversations) -> None:
     conversation = api.made(items=_ITEMS)
     assert [len(api.listed(conversation, limit=most)) for most in (1, 2, 100)] == [1, 2, 3]
@@ -118,7 +118,7 @@ def _limit(api: Conversations) -> None:
         assert api.refusal(limit=wrong)["param"] == "limit"
 
 
-@promise("asc: as they were added; desc, unless sent: the last one first")
+@promise("asc: as they were added; desc (default): the last one first")
 def _order(api: Conversations) -> None:
     conversation = api.made(items=_ITEMS)
     assert api.listed(conversation, order="asc") == ["one", "two", "three"]
@@ -126,7 +126,7 @@ def _order(api: Conversations) -> None:
     assert api.refusal(order="x")["param"] == "order"
 
 
-@promise("those behind the item of that id")
+@promise("items after this id")
 def _after(api: Conversations) -> None:
     conversation = api.made(items=_ITEMS)
     page = api.ask(conversation, order="asc", limit=1)

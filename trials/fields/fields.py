@@ -1,7 +1,7 @@
-"""All fields: which OpenAI and vLLM have, and the row of each.
+"""All fields: which of them OpenAI and vLLM have, and the row for each.
 
-Sources: OpenAI's from the types of its Python package; vLLM's from protocol.py of both endpoints (autumn 2026), and
-those that older releases had.
+Sources: OpenAI's from the types in its Python package; vLLM's from protocol.py of both endpoints (autumn 2026), and
+those of older releases.
 """
 
 from __future__ import annotations

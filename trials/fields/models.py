@@ -1,4 +1,4 @@
-"""The models that fields are sent to: the bundled one, and mock models with what that one lacks."""
+"""The models to which fields are sent: the bundled one, and mock models with the features it lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/fields.md: the fields of every endpoint, as their checks found them."""
+"""docs/fields.md: the fields of every endpoint, with the results of their checks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ PAGE = ROOT / "docs" / "fields.md"
 _TOGETHER = (CHAT, COMPLETIONS)
 _HEAD = """# Fields of the APIs
 
-`make fields` sends every field that OpenAI, Anthropic and vLLM publish for these APIs to a running server, and writes
-this page. A field is done when two values of it were seen to give the difference that it promises.
-A field that is refused gets 400 with its name in `param`, and the reason in the message; values of it that ask for what
-happens anyway are accepted. Labels ask nothing of a model: with `--log-requests` the access log shows them, and no
-field is dropped silently. An unknown field is refused.
+Every field that OpenAI, Anthropic and vLLM publish for these APIs. `make fields` sends each to a running server and
+writes this page. A field is *supported* if two of its values gave the stated difference. A *refused* field gets 400
+with its name in `param` and the reason in the message; values that have no effect are accepted. *Labels* do not affect
+the model; with `--log-requests` the access log shows them. No field is dropped silently; an unknown one is refused.
 """
 _SECTIONS = {
-    DONE: ("Done", "what was seen to differ"),
-    REFUSED: ("Refused", "why"),
-    LABEL: ("Labels", "where they are seen"),
+    DONE: ("Supported", "effect"),
+    REFUSED: ("Refused", "reason"),
+    LABEL: ("Labels", "where they appear"),
 }
 
 
@@ -38,7 +37,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
 
 def _of_both(outcomes: Sequence[Outcome]) -> Iterator[str]:
     for kind, (title, column) in _SECTIONS.items():
-        yield f"\n## {title}\n\n| field | of | chat | completions | {column} |\n|---|---|---|---|---|\n"
+        yield f"\n## {title}\n\n| field | origin | chat | completions | {column} |\n|---|---|---|---|---|\n"
         found = {one.field: one for one in outcomes if one.kind == kind and one.endpoint in _TOGETHER}
         for field, outcome in sorted(found.items()):
             marks = ["yes" if _has(outcomes, name, field, kind) else "" for name in _TOGETHER]
@@ -46,7 +45,7 @@ def _of_both(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _of_one(api: Api, outcomes: Sequence[Outcome]) -> Iterator[str]:
-    yield f"\n# {api.title}\n\n| field | of | | what was seen to differ, why it is refused, where it is seen |\n"
+    yield f"\n# {api.title}\n\n| field | origin | | effect, or reason of the refusal |\n"
     yield "|---|---|---|---|\n"
     for kind in _SECTIONS:
         for outcome in sorted(outcomes, key=lambda one: one.field):

@@ -1,4 +1,4 @@
-"""Checks of the fields that make the prompt."""
+"""Checks of the fields that determine the prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _add_generation_prompt(api: Endpoint) -> None:
     assert with_it > without
 
 
-@promise("the text begins with the prompt, logprobs with those of its tokens; of token ids too, and with max_tokens 0")
+@promise("the text begins with the prompt, logprobs with those of its tokens; also for token ids and max_tokens 0")
 def _echo(api: Endpoint) -> None:
     plain, ids = api.ask(return_token_ids=True, logprobs=1), {"return_token_ids": True}
     prompt = "A block of the"
@@ -52,7 +52,7 @@ def _echo_of_chat(api: Endpoint) -> None:
     assert api.ask(echo=True).text == api.ask().text
 
 
-@promise("so many tokens of the prompt's end are kept")
+@promise("this many tokens of the prompt's end are kept")
 def _truncate_prompt_tokens(api: Endpoint) -> None:
     whole = api.ask(return_token_ids=True)
     ids = (whole.json if api.is_chat else whole.choices[0])["prompt_token_ids"]
@@ -61,7 +61,7 @@ def _truncate_prompt_tokens(api: Endpoint) -> None:
         assert (cut.json if api.is_chat else cut.choices[0])["prompt_token_ids"] == ids[-keep:]
 
 
-@promise("which end of a prompt that is too long is left out")
+@promise("which end of a too long prompt is cut")
 def _truncation_side(api: Endpoint) -> None:
     whole = api.ask(return_token_ids=True)
     ids = (whole.json if api.is_chat else whole.choices[0])["prompt_token_ids"]
@@ -70,7 +70,7 @@ def _truncation_side(api: Endpoint) -> None:
         assert (cut.json if api.is_chat else cut.choices[0])["prompt_token_ids"] == kept
 
 
-@promise("the text between it and the prompt is generated, where the tokenizer has tokens for that; else it is refused")
+@promise("the text between it and the prompt is generated; refused if the tokenizer has no tokens for that")
 def _suffix(api: Endpoint) -> None:
     asked: JsonObject = {"model": WORDS, "prompt": "word5 word6", "return_token_ids": True}
     filled = api.ask(**asked, suffix="word7")
@@ -90,7 +90,7 @@ def _add_special_tokens(api: Endpoint) -> None:
     assert tokens[0] == tokens[1] + 1
 
 
-@promise("the model goes on with the last message, in place of answering it")
+@promise("the model continues the last message instead of answering it")
 def _continue_final_message(api: Endpoint) -> None:
     messages = [*said("What is a KV cache?"), {"role": "assistant", "content": "It is"}]
     ids = [
@@ -102,14 +102,14 @@ def _continue_final_message(api: Endpoint) -> None:
     assert both["param"] == "continue_final_message"
 
 
-@promise("in place of the model's; refused where the model's own is not to be replaced")
+@promise("replaces the model's; refused if the server does not allow that")
 def _chat_template(api: Endpoint) -> None:
     for template, count in (("abc", 3), ("{{ messages[0].role }}", 4)):
         assert api.ask(model=BYTES, chat_template=template).usage["prompt_tokens"] == count
     assert api.refusal(chat_template="abc")["param"] == "chat_template"
 
 
-@promise("the prompt that the chat template made, whole and streamed")
+@promise("the prompt rendered by the chat template, whole and streamed")
 def _return_prompt_text(api: Endpoint) -> None:
     assert "prompt_text" not in api.ask(return_prompt_text=False).json
     rendered = api.ask(return_prompt_text=True).json["prompt_text"]

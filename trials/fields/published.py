@@ -1,6 +1,6 @@
-"""The kinds of objects that a package's types allow in one place, by the `type` that each has.
+"""The kinds of objects that a package's types permit in one place, by their `type`.
 
-For: the tables. Does not know: which API. Invariant: nothing is listed by hand.
+Used by the tables. Independent of the API. Invariant: nothing is listed by hand.
 """
 
 from __future__ import annotations

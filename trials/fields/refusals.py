@@ -1,4 +1,4 @@
-"""The fields that are refused, with values that must be refused and those that ask for nothing; and the labels."""
+"""Refused fields, with values that must be refused and values that request nothing; and the labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends every field to a running server, and says of each what came of it."""
+"""Sends every field to a running server and reports the result for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .fields import APIS
 from .models import write_models
 from .table import Done, Label, Refused, Row
 
-DONE, REFUSED, LABEL, IGNORED = "done", "refused", "label", "ignored"
+DONE, REFUSED, LABEL, IGNORED = "supported", "refused", "label", "ignored"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checks of the fields that say how tokens are chosen, and when to stop."""
+"""Checks of the fields that determine how tokens are sampled, and when to stop."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def as_greedy(field: str, value: Any) -> Done:
     return Done(f"`{value}` leaves only the most likely token", check)
 
 
-@promise("tokens with -100 do not come, one with 100 does")
+@promise("a token with -100 is never generated, one with 100 always")
 def _logit_bias(api: Endpoint) -> None:
     first = api.ask(return_token_ids=True).token_ids[0]
     assert first not in api.ask(return_token_ids=True, logit_bias={str(first): -100}).token_ids
     assert api.ask(return_token_ids=True, logit_bias={"100": 100}).token_ids == [100] * MAX_TOKENS
 
 
-@promise("the same seed gives the same text, another one another text")
+@promise("the same seed gives the same text, another seed another text")
 def _seed(api: Endpoint) -> None:
     texts = [api.ask(temperature=2, seed=seed).text for seed in (7, 7, 8)]
     assert texts[0] == texts[1] != texts[2]
@@ -66,7 +66,7 @@ def _stop_token_ids(api: Endpoint) -> None:
     assert stopped.token_ids == ids[: ids.index(ids[3]) + 1] and stopped.finish_reason == "stop"
 
 
-@promise("the end of the turn does not come before so many tokens")
+@promise("the turn does not end before this many tokens")
 def _min_tokens(api: Endpoint) -> None:
     ends: dict[str, Any] = {"logit_bias": {str(END_OF_TURN): 100}, "return_token_ids": True}
     assert api.ask(**ends).token_ids == [END_OF_TURN]
@@ -74,7 +74,7 @@ def _min_tokens(api: Endpoint) -> None:
     assert len(ids) == 4 and ids.index(END_OF_TURN) == 3
 
 
-@promise("with it the end of the turn does not end the generation")
+@promise("the end of the turn does not end the generation")
 def _ignore_eos(api: Endpoint) -> None:
     ends: dict[str, Any] = {"logit_bias": {str(END_OF_TURN): 100}, "return_token_ids": True}
     assert (api.ask(**ends).finish_reason, api.ask(**ends).token_ids) == ("stop", [END_OF_TURN])
@@ -82,7 +82,7 @@ def _ignore_eos(api: Endpoint) -> None:
     assert (ignored.finish_reason, len(ignored.token_ids)) == ("length", MAX_TOKENS)
 
 
-@promise("with it the text keeps the stop string")
+@promise("the text includes the stop string")
 def _include_stop_str_in_output(api: Endpoint) -> None:
     text = api.ask().text
     stop = text[5:8]
@@ -90,21 +90,21 @@ def _include_stop_str_in_output(api: Endpoint) -> None:
     assert api.ask(stop=stop, include_stop_str_in_output=True).text == text[: text.index(stop)] + stop
 
 
-@promise("without it special tokens are in the text")
+@promise("false: special tokens are in the text")
 def _skip_special_tokens(api: Endpoint) -> None:
     special: dict[str, Any] = {"logit_bias": {"1": 100}, "max_tokens": 2}
     assert api.ask(**special).text == ""
     assert "<|im_start|>" in api.ask(**special, skip_special_tokens=False).text
 
 
-@promise("at most so many tokens come")
+@promise("at most this many tokens are generated")
 def _max_tokens(api: Endpoint) -> None:
     for most in (1, 5):
         answer = api.ask(max_tokens=most, ignore_eos=True)
         assert (answer.usage["completion_tokens"], answer.finish_reason) == (most, "length")
 
 
-@promise("as max_tokens, and stronger")
+@promise("as max_tokens, and takes precedence")
 def _max_completion_tokens(api: Endpoint) -> None:
     for most in (1, 5):
         assert api.ask(max_completion_tokens=most, ignore_eos=True).usage["completion_tokens"] == most
@@ -121,28 +121,28 @@ def _cache_salt(api: Endpoint) -> None:
     assert cached[0] == cached[2] == 0 < cached[1]
 
 
-@promise("no other tokens come")
+@promise("no other tokens are generated")
 def _allowed_token_ids(api: Endpoint) -> None:
     for allowed in ({300, 301}, {400}):
         ids = api.ask(allowed_token_ids=sorted(allowed), return_token_ids=True).token_ids
         assert set(ids) <= allowed and len(ids) == MAX_TOKENS
 
 
-@promise("the texts do not come")
+@promise("the texts are not generated")
 def _bad_words(api: Endpoint) -> None:
     text = api.ask(model=BYTES).text
     for word in (text[:1], text[2:4]):
         assert word in text and word not in api.ask(model=BYTES, bad_words=[word]).text
 
 
-@promise("false: no spaces between special tokens, of a tokenizer that writes spaces")
+@promise("false: no spaces between special tokens, if the tokenizer writes spaces")
 def _spaces_between_special_tokens(api: Endpoint) -> None:
     special: dict[str, Any] = {"model": WORDS, "skip_special_tokens": False, "logit_bias": {"1": 100}, "max_tokens": 3}
     texts = [api.ask(**special, spaces_between_special_tokens=value).text for value in (True, False)]
     assert [text.strip() for text in texts] == ["<pad> <pad> <pad>", "<pad><pad><pad>"], texts
 
 
-@promise("a lower level, from 1 on, goes first; refused for a model without levels")
+@promise("1 is the highest level; refused for a model without levels")
 def _priority(api: Endpoint) -> None:
     assert api.refusal(priority=1)["param"] == "priority"
     order: list[int] = []

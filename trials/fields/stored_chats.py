@@ -1,6 +1,6 @@
-"""`store` of chats, and what may be asked of stored chat completions: to list and to change them, and their messages.
+"""`store` for chats, and operations on stored chat completions: listing and changing them, and their messages.
 
-Source: the types of OpenAI's Python package. Invariant: each check asks about completions that were made for it.
+Source: the types in OpenAI's Python package. Invariant: each check uses completions created for it.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def _filter(api: StoredChats) -> None:
     assert api.refusal(metadata="x")["param"] == "metadata"
 
 
-@promise("only completions of that model")
+@promise("only completions of this model")
 def _model(api: StoredChats) -> None:
     run, made = api.three()
     assert api.ids(run, model=api.chats.base["model"]) == made and api.ids(run, model="another") == []
 
 
-@promise("so many completions at most, 1 to 100")
+@promise("at most this many completions, 1 to 100")
 def _limit(api: StoredChats) -> None:
     run, made = api.three()
     assert [api.ids(run, limit=most) for most in (1, 2, 100)] == [made[:1], made[:2], made]
@@ -91,21 +91,21 @@ def _limit(api: StoredChats) -> None:
         assert api.refusal(limit=wrong)["param"] == "limit"
 
 
-@promise("asc, unless sent: the oldest first; desc: the latest first")
+@promise("asc (default): the oldest first; desc: the latest first")
 def _order(api: StoredChats) -> None:
     run, made = api.three()
     assert api.ids(run, order="asc") == api.ids(run) == made and api.ids(run, order="desc") == made[::-1]
     assert api.refusal(order="x")["param"] == "order"
 
 
-@promise("those behind the completion of that id")
+@promise("completions after this id")
 def _after(api: StoredChats) -> None:
     run, made = api.three()
     assert api.ids(run, after=made[0]) == made[1:]
     assert api.refusal(after="no such item")["param"] == "after"
 
 
-@promise("replaces the pairs of the completion")
+@promise("replaces the completion's metadata")
 def _new_metadata(api: StoredChats) -> None:
     assert api.ask(api.made(metadata={"a": "1"}), metadata={"b": "2"})["metadata"] == {"b": "2"}
     assert api.refusal(metadata={"a": 1})["param"] == "metadata.a"
@@ -118,21 +118,21 @@ def _listed(api: StoredChats, id: str, **query: Any) -> list[str]:
     return [message["content"] for message in api.ask(id, **query)["data"]]
 
 
-@promise("so many messages at most, 1 to 100")
+@promise("at most this many messages, 1 to 100")
 def _messages_limit(api: StoredChats) -> None:
     id = api.made(messages=_SAID)
     assert [len(_listed(api, id, limit=most)) for most in (1, 2, 100)] == [1, 2, 3]
     assert api.refusal(limit=0)["param"] == "limit"
 
 
-@promise("asc, unless sent: as they were sent; desc: the last one first")
+@promise("asc (default): as they were sent; desc: the last one first")
 def _messages_order(api: StoredChats) -> None:
     id = api.made(messages=_SAID)
     assert _listed(api, id) == ["one", "two", "three"] and _listed(api, id, order="desc") == ["three", "two", "one"]
     assert api.refusal(order="x")["param"] == "order"
 
 
-@promise("those behind the message of that id")
+@promise("messages after this id")
 def _messages_after(api: StoredChats) -> None:
     id = api.made(messages=_SAID)
     first = api.ask(id, limit=1)["last_id"]

@@ -1,4 +1,4 @@
-"""Checks of the fields that ask for the form of an answer."""
+"""Checks of the fields that determine the form of an answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCHEMA: dict[str, Any] = {
 _GRAMMAR = 'start: "yes" | "no"'
 
 
-@promise("the answer is JSON, of the schema where there is one")
+@promise("the answer is JSON, following the schema if given")
 def _response_format(api: Endpoint) -> None:
     text = api.ask(response_format={"type": "text"}).text
     assert text == api.ask().text and not text.startswith("{")
@@ -28,7 +28,7 @@ def _response_format(api: Endpoint) -> None:
     assert api.ask(response_format={"type": "json_object"}, max_tokens=1).text[:1] == "{"
 
 
-@promise("the answer has the form; another one another form")
+@promise("the answer follows the constraint")
 def _structured_outputs(api: Endpoint) -> None:
     for texts in (["yes", "no"], ["left"]):
         assert api.ask(structured_outputs={"choice": texts}).text in texts
@@ -40,10 +40,10 @@ def _form(field: str, value: Any, pattern: str) -> Done:
         assert not re.fullmatch(pattern, api.ask(max_tokens=32).text)
         assert re.fullmatch(pattern, api.ask(max_tokens=32, **{field: value}).text)
 
-    return Done("the answer has the form", check)
+    return Done("the answer follows the constraint", check)
 
 
-@promise("what may stand between the parts of JSON")
+@promise("the white space between JSON tokens")
 def _guided_whitespace_pattern(api: Endpoint) -> None:
     asked: dict[str, Any] = {"guided_json": _SCHEMA, "max_tokens": 48}
     texts = [api.ask(**asked, guided_whitespace_pattern=pattern).text for pattern in (" ", "\t")]
@@ -51,7 +51,7 @@ def _guided_whitespace_pattern(api: Endpoint) -> None:
     assert re.fullmatch(r'\{\t?"a"\t?:\t?(true|false)\t?\}', texts[1])
 
 
-@promise("the one that is here is taken, others are refused")
+@promise("this server's backend is accepted, others are refused")
 def _guided_decoding_backend(api: Endpoint) -> None:
     assert api.ask(guided_regex="yes", guided_decoding_backend="guidance").text == "yes"
     assert api.refusal(guided_regex="yes", guided_decoding_backend="outlines")["param"] == "guided_decoding_backend"

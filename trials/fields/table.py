@@ -1,4 +1,5 @@
-"""What the table of fields is made of: a field is done, refused or a label, and each says how that is seen."""
+"""The elements of the field table: a field is effective, refused or a label, and each entry says how that is
+observed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The fields of /tokenize, of both forms of a prompt, and of /detokenize.
+"""The fields of /tokenize (both forms of a prompt) and of /detokenize.
 
-Source: vLLM's protocol of these paths (autumn 2026).
+Source: vLLM's protocol for these paths (autumn 2026).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _add_special_tokens(api: Tokenizer) -> None:
     assert counts[0] == counts[1] + 1
 
 
-@promise("the tokens' names in the vocabulary come along")
+@promise("also returns the tokens' names in the vocabulary")
 def _return_token_strs(api: Tokenizer) -> None:
     named = api.ask(return_token_strs=True)
     assert len(named["token_strs"]) == named["count"] and not api.ask(return_token_strs=False).get("token_strs")
@@ -101,7 +101,7 @@ def _continue_final_message(api: Tokenizer) -> None:
     assert len(open_) < len(closed) and closed[: len(open_)] == open_
 
 
-@promise("in place of the model's; refused where the model's own is not to be replaced")
+@promise("replaces the model's; refused if the server does not allow that")
 def _chat_template(api: Tokenizer) -> None:
     assert [api.count(model=BYTES, chat_template=template) for template in ("abc", "abcd")] == [3, 4]
     assert api.refusal(chat_template="abc")["param"] == "chat_template"
@@ -113,13 +113,13 @@ def _chat_template_kwargs(api: Tokenizer) -> None:
     assert more == api.count(model=REASONER) + len("three")
 
 
-@promise("they are in the prompt, where the chat template reads them; else they are refused")
+@promise("they are in the prompt if the chat template reads them; otherwise they are refused")
 def _documents(api: Tokenizer) -> None:
     assert api.count(model=REASONER, documents=[{"text": "one"}]) == api.count(model=REASONER) + len("one")
     assert api.refusal(documents=[{"text": "one"}])["param"] == "documents"
 
 
-@promise("another effort is another prompt, where the chat template reads it; else it changes nothing")
+@promise("changes the prompt if the chat template reads it; otherwise no effect")
 def _reasoning_effort(api: Tokenizer) -> None:
     low, medium = (api.count(model=REASONER, reasoning_effort=value) for value in ("low", "medium"))
     assert medium - low == len("medium") - len("low")
@@ -131,7 +131,7 @@ def _tools(api: Tokenizer) -> None:
     assert api.count(tools=[_WEATHER]) > api.count(tools=[]) == api.count()
 
 
-@promise("none: the prompt is one without tools")
+@promise("none: the prompt has no tools")
 def _tool_choice(api: Tokenizer) -> None:
     assert api.count(tools=[_WEATHER], tool_choice="auto") == api.count(tools=[_WEATHER])
     assert api.count(tools=[_WEATHER], tool_choice="none") == api.count()
@@ -142,12 +142,12 @@ def _functions(api: Tokenizer) -> None:
     assert api.count(functions=[_WEATHER["function"]]) == api.count(tools=[_WEATHER])
 
 
-@promise("none: the prompt is one without functions")
+@promise("none: the prompt has no functions")
 def _function_call(api: Tokenizer) -> None:
     assert api.count(functions=[_WEATHER["function"]], function_call="none") == api.count()
 
 
-@promise("taken as a chat takes it; a prompt is the same with it")
+@promise("accepted as in a chat; does not change the prompt")
 def _parallel_tool_calls(api: Tokenizer) -> None:
     assert api.count(tools=[_WEATHER], parallel_tool_calls=False) == api.count(tools=[_WEATHER])
     assert api.refusal(parallel_tool_calls="no")["param"] == "parallel_tool_calls"

@@ -1,1 +1,2 @@
-"""Hostile input on every way in: HTTP, gRPC, model configurations, engine arguments. `python -m trials.fuzz --help`."""
+"""Hostile input on every interface: HTTP, gRPC, model configurations, engine arguments. `python -m trials.fuzz
+--help`."""

@@ -1,7 +1,8 @@
-"""`python -m trials.fuzz [--seconds 600] [--seed 0] [--only WORD]`: hostile input on every way in, for a bounded time.
+"""`python -m trials.fuzz [--seconds 600] [--seed 0] [--only WORD]`: hostile input on every interface, for a bounded
+time.
 
 Prints one row per target and, for each finding, its smallest input; the last line is `fuzz: N inputs, M failures`.
-Exits 1 when something was found.
+Exits with 1 if something was found.
 """
 
 from __future__ import annotations

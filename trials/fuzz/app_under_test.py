@@ -1,7 +1,7 @@
 """The HTTP application around a real host with a mock model, called without sockets.
 
-For: the bounded tests of the suite. Does not know: what is sent. Invariant: a request has HANG_S seconds; what is
-logged as an error with a traceback while it runs is told with its answer.
+Used by the bounded tests of the suite. Independent of what is sent. Invariant: a request has HANG_S seconds; errors
+logged with a traceback while it runs are reported with its answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Streams of well-behaved clients beside the fuzzing: they must get what they get on a quiet server.
+"""Streams of well-behaved clients during the fuzzing: they must get the same answers as from a quiet server.
 
-For: `make fuzz`. Does not know: what is fuzzed. Invariants: each stream that began is compared, token by token, with
-the same request's answer before the fuzzing began; the clients live in a process of their own, so that the fuzzer's
-work delays none of them.
+Part of `make fuzz`. Independent of what is fuzzed. Invariants: each stream that was started is compared, token by
+token, with the same request's answer from before the fuzzing; the clients run in their own process, so that the
+fuzzer's work does not delay them.
 """
 
 from __future__ import annotations

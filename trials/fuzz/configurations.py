@@ -1,7 +1,7 @@
-"""Model configurations and engine arguments, read as a load reads them but without starting an engine.
+"""Model configurations and engine arguments, read as in a load but without starting an engine.
 
-For: the in-process tests and `make fuzz`. Does not know: HTTP. Invariant: `read` gives what a load would use, or raises
-the TritonError that a load would report; anything else that comes out of it is a finding.
+Used by the in-process tests and `make fuzz`. Independent of HTTP. Invariant: `read` returns what a load would use, or
+raises the TritonError that a load would report; any other exception is a finding.
 """
 
 from __future__ import annotations

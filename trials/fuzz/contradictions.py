@@ -1,8 +1,8 @@
-"""What a body may hold although it is refused: contradictions and languages that JSON Schema cannot describe.
+"""What a body may contain and still be refused: contradictions, and languages that JSON Schema cannot describe.
 
-For: schemathesis_hooks.py. Does not know: schemathesis. Invariant: a body that the OpenAPI document allows is one
-afterwards, too; what is taken out has tests of its own (grammars and schemas in `make schemas`, tools, which the mock
-model cannot call, and the other contradictions in tests/frontends).
+Used by schemathesis_hooks.py. Independent of schemathesis. Invariant: a body that the OpenAPI document permits remains
+permitted; whatever is removed has its own tests (grammars and schemas in `make schemas`, tools, which the mock model
+cannot call, and the other contradictions in tests/frontends).
 """
 
 from __future__ import annotations

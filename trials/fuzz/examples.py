@@ -1,6 +1,6 @@
-"""Valid input of every kind, small: what the fuzzers start from.
+"""Small valid inputs of every kind, from which the fuzzers start.
 
-For: inputs.py's strategies. Does not know: how it is changed. Invariant: each example is accepted as it stands
+Used by inputs.py's strategies. Independent of how they are changed. Invariant: each example is accepted as is
 (test_in_process.py).
 """
 

@@ -1,8 +1,8 @@
-"""One HTTP request as bytes, one answer, and what holds for every answer, independent of the request.
+"""One HTTP request as bytes, one answer, and the rules for every answer, whatever the request.
 
-For: every HTTP target, in process and over sockets. Does not know: endpoints. Invariant: `complaint` is empty exactly
-for an answer that this server may give: no 5xx but 501, 503 and Triton's INTERNAL with one of its texts, and a body in
-the shape that its path promises.
+Used by every HTTP target, in-process and over sockets. Independent of endpoints. Invariant: `complaint` is empty
+exactly if this server may give that answer: no 5xx except 501, 503 and Triton's INTERNAL with one of its texts, and a
+body in the form defined for its path.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The server process that is fuzzed, and the signs that it is well.
+"""The server process that is fuzzed, and its health checks.
 
-For: the targets that speak over sockets. Does not know: inputs. Invariant: `check` raises Finding when the process is
-gone, its log got a traceback since the last check, or a plain request beside the fuzzing is not answered in time.
+Used by the targets that use sockets. Independent of inputs. Invariant: `check` raises Finding if the process is gone,
+its log contains a new traceback, or an ordinary request during the fuzzing is not answered in time.
 """
 
 from __future__ import annotations

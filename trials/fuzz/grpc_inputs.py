@@ -1,6 +1,6 @@
-"""Calls of every RPC with strange protobufs, with bytes that are none, and frames for a port that expects HTTP/2.
+"""Calls of every RPC with unusual protobufs or invalid bytes, and frames for a port that expects HTTP/2.
 
-For: grpc_target.py. Does not know: how a call is made. Invariant: a request that does run is short.
+Used by grpc_target.py. Independent of how a call is made. Invariant: a request that is executed is short.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""gRPC over sockets: calls, and bytes on the port that are no HTTP/2.
+"""gRPC over sockets: calls, and bytes on the port that are not HTTP/2.
 
-For: `make fuzz`. Does not know: what a call holds. Invariants: an RPC ends with a status that is not UNKNOWN, not
-INTERNAL with the words for a bug of ours, and in time; a stream's requests are answered in band.
+Part of `make fuzz`. Independent of what a call contains. Invariants: an RPC ends in time, with a status other than
+UNKNOWN or an INTERNAL that indicates a bug of ours; a stream's requests are answered in band.
 """
 
 from __future__ import annotations

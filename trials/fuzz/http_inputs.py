@@ -1,7 +1,7 @@
-"""Requests to each endpoint: strange bodies, and headers that lie about them.
+"""Requests to each endpoint: unusual bodies, and headers that contradict them.
 
-For: the in-process tests and the socket targets. Does not know: how a request is sent. Invariant: a request that does
-run is short (the models served have small contexts), so that a fuzzer's pace is that of the host.
+Used by the in-process tests and the socket targets. Independent of how a request is sent. Invariant: a request that is
+executed is short (the served models have small contexts), so that the host limits the fuzzer's speed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""HTTP over sockets: whole requests on a kept connection, and raw bytes.
+"""HTTP over sockets: whole requests on a kept-alive connection, and raw bytes.
 
-For: `make fuzz`. Does not know: endpoints. Invariants: a whole request has one answer, which `complaint` allows, and
-leaves the connection usable or closed by the server's own word; raw bytes get answers or a closed connection, never a
-5xx, and harm no other client.
+Part of `make fuzz`. Independent of endpoints. Invariants: a whole request gets one answer, which `complaint` permits,
+and leaves the connection usable or explicitly closed by the server; raw bytes get answers or a closed connection, never
+a 5xx, and harm no other client.
 """
 
 from __future__ import annotations

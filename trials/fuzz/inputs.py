@@ -1,7 +1,7 @@
-"""Hypothesis strategies for input that is nearly right: valid examples with something strange in them.
+"""Hypothesis strategies for almost valid input: valid examples with an unusual part.
 
-For: every target. Does not know: what reads the input. Invariant: a strategy draws all its randomness from hypothesis,
-so that a failure shrinks and replays.
+Used by every target. Independent of what reads the input. Invariant: a strategy draws all its randomness from
+hypothesis, so that a failure shrinks and replays.
 """
 
 from __future__ import annotations

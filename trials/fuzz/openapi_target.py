@@ -1,8 +1,8 @@
-"""schemathesis on the server's own OpenAPI document: valid and invalid data of every operation.
+"""schemathesis on the server's own OpenAPI document: valid and invalid data for every operation.
 
-For: `make fuzz`. Does not know: what is generated. Invariants: what the document allows is accepted under /v1, what it
-forbids is refused; every answer is one that the document describes. Other operations depend on what a model takes, so
-there only the answers are judged.
+Part of `make fuzz`. Independent of what is generated. Invariants: under /v1, what the document permits is accepted and
+what it forbids is refused; every answer is described by the document. Other operations depend on what a model accepts,
+so only their answers are judged.
 """
 
 from __future__ import annotations

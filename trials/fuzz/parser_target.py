@@ -1,6 +1,7 @@
-"""Texts of every tool-call and reasoning format, right and wrong ones, in random cuts: the laws of the parsers hold.
+"""Texts in every tool-call and reasoning format, correct and incorrect, split at random: the parsers' invariants must
+hold.
 
-For: `make fuzz`. Does not know: servers. Invariant: each format gets at least NUM_CUTS, however short the time.
+Part of `make fuzz`. Independent of servers. Invariant: each format gets at least NUM_CUTS, however short the time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What schemathesis is told about this server: names that exist, and which 5xx it may give.
+"""What schemathesis needs to know about this server: existing names, and the 5xx statuses that it may return.
 
-For: `schemathesis run`, which imports this module by its path (see openapi_target.py). Does not know: what is made.
-Invariant: a hook only makes a valid body possible to serve (the model's name, token ids of its vocabulary, limits of
-tokens, no contradictions between fields); invalid bodies go out as they are.
+Used by `schemathesis run`, which imports this module by its path (see openapi_target.py). Independent of what is
+generated. Invariant: a hook only makes it possible to serve a valid body (the model's name, token ids in its
+vocabulary, token limits, no contradictions between fields); invalid bodies are sent unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a target tried and found, and the loop that feeds it.
+"""What a target has tried and found, and the loop that feeds it.
 
-For: every target of `make fuzz`. Does not know: what an input is. Invariants: the same seed tries the same inputs in
-the same order as long as time allows; a finding carries its smallest input.
+Used by every target of `make fuzz`. Independent of what an input is. Invariants: the same seed tries the same inputs in
+the same order for as long as time permits; a finding includes its smallest input.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`python -m trials.live [--only REGEX] [--seed N]`: a real Triton and this server on the same models; the same
-requests to both, and every difference in what a client sees.
+"""`python -m trials.live [--only REGEX] [--seed N]`: sends the same requests to a real Triton and to this server with
+the same models, and reports every difference visible to clients.
 
-For: `make conformance-live`. Does not know: models, protocols. Invariant: exits 1 when a difference is not listed in
-by_design.toml with its reason, or a listed one is not needed any more; the last line says how many cases match.
+Part of `make conformance-live`. Independent of models and protocols. Invariant: exits with 1 if a difference is not
+listed in by_design.toml with its reason, or a listed one is no longer needed; the last line says how many cases match.
 """
 
 from __future__ import annotations

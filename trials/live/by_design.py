@@ -1,7 +1,7 @@
-"""The differences that we want, each as a substitution in Triton's answer, with its reason.
+"""Intended differences, each expressed as a substitution in Triton's answer, with its reason.
 
-For: the comparison. Does not know: how answers come about. Invariant: a rule applies to the cases it names and to the
-text it names, and nothing else of the answer may differ.
+Used by the comparison. Independent of how answers are produced. Invariant: a rule applies only to the cases and the
+text it names; nothing else in the answer may differ.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A case: one thing done to a server, and the text of what came back.
+"""A case: one action on a server, and the text of the response.
 
-For: the case files and the comparison. Does not know: which server it speaks to. Invariant: the text holds all that
-a client can see (status, headers with a meaning, body, tensors with their bytes) and nothing that varies by itself
-(times, ports, the order of a JSON object's keys).
+Used by the case files and the comparison. Independent of the server. Invariant: the text contains everything that a
+client can see (status, meaningful headers, body, tensors with their bytes) and nothing that varies by itself (times,
+ports, the order of a JSON object's keys).
 """
 
 from __future__ import annotations

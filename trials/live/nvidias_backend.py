@@ -1,8 +1,9 @@
-"""`python -m trials.live.nvidias_backend [--isolated] [PYTEST ARGUMENT ...]`: the tests of the python backend and of
-caches, then the recorded transcripts, with NVIDIA's libtriton_python.so and libtritoncache_local.so in this host.
+"""`python -m trials.live.nvidias_backend [--isolated] [PYTEST ARGUMENT ...]`: runs the tests of the python backend and
+of caches, then the recorded transcripts, with NVIDIA's libtriton_python.so and libtritoncache_local.so in this host.
 
-For: `make nvidias-backend`. Does not know: what may differ (tests/backends/nvidias_python_backend.toml). Invariant:
-exits 1 when a test fails, or a transcript differs that is not listed.
+Part of `make nvidias-backend`. Independent of which differences are permitted
+(tests/backends/nvidias_python_backend.toml). Invariant: exits with 1 if a test fails, or a transcript differs that is
+not listed.
 """
 
 from __future__ import annotations

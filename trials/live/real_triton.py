@@ -1,8 +1,8 @@
 """NVIDIA's own server, installed from the package index and started on loopback.
 
-For: conformance-live and the measurements beside it. Does not know: models, cases. Invariant: leaving `running(...)`
-ends the server and its stubs. The package is NVIDIA's PyTriton, which brings tritonserver with the python backend and
-the local cache; its stub needs numpy 1 in the environment that it runs in.
+Used by conformance-live and the comparative measurements. Independent of models and cases. Invariant: leaving
+`running(...)` ends the server and its stubs. The package is NVIDIA's PyTriton, which includes tritonserver with the
+python backend and the local cache; its stub needs numpy 1 in its environment.
 """
 
 from __future__ import annotations

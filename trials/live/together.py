@@ -1,7 +1,7 @@
-"""Cases in which requests meet: batches, queues, cancellation; and, at the very end, what was counted of all cases.
+"""Cases with concurrent requests: batches, queues, cancellation; and finally, the statistics over all cases.
 
-For: the command. Does not know: which answer is right. Invariant: what is compared does not depend on which of several
-equal requests came first.
+Used by the command. Independent of which answer is right. Invariant: what is compared does not depend on which of
+several equal requests came first.
 """
 
 from __future__ import annotations

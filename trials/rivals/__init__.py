@@ -1,1 +1,1 @@
-"""Faults beside rivals: the same faults under live streams of any server with OpenAI's API."""
+"""Compares fault tolerance: the same faults under live streams of any server with OpenAI's API."""

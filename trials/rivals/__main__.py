@@ -1,7 +1,7 @@
-"""`python -m trials.rivals NAME -- COMMAND...`: faults under the streams of the server that COMMAND starts.
+"""`python -m trials.rivals NAME -- COMMAND...`: injects faults under the streams of the server that COMMAND starts.
 
-`{port}` in the command is replaced by the port, `{folder}` by the server's folder. Results are appended to a file, and
-what is in it is not run again; `--table` prints them. See docs/reliability.md.
+In the command, `{port}` is replaced by the port and `{folder}` by the server's folder. Results are appended to a file,
+and runs already in it are not repeated; `--table` prints them. See docs/reliability.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is done to a server, or beside it.
+"""Faults of a server or of its surroundings.
 
-For: the trials. Does not know: streams, whose server it is. Invariant: `inject` returns when the fault is there;
-leaving it takes back what can be taken back.
+Used by the trials. Independent of streams and of the server. Invariant: `inject` returns when the fault is in effect;
+leaving it reverts whatever can be reverted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A server, given by its command line, under the supervisor that every server here gets.
+"""A server, given by its command line, under the same supervisor as every other server here.
 
-For: the trials. Does not know: faults, whose server it is. Invariants: when the server's first process ends, all of its
-processes are ended and it is started again, as a container is; when its probe of liveness has failed three times in
-a row, ten seconds apart, it is killed, as by Kubernetes with its defaults; leaving `supervised(...)` ends all.
+Used by the trials. Independent of faults and of the server. Invariants: when the server's first process ends, all its
+processes are ended and it is restarted, like a container; when its liveness probe has failed three times in a row at
+ten-second intervals, it is killed, as by Kubernetes with its defaults; leaving `supervised(...)` ends everything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The results as a table: a row for each fault, a column for each server.
+"""The results as a table: one row per fault, one column per server.
 
-For: docs/reliability.md. Does not know: how they came about.
+For docs/reliability.md. Independent of how the results were obtained.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One fault under the streams of one server.
 
-For: the command line. Does not know: how a fault is injected. Invariants: what is expected comes from this very server
-before the fault; every stream that was begun is counted once.
+Used by the command line. Independent of how a fault is injected. Invariants: expectations come from this very server
+before the fault; every stream that was started is counted once.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""`make schemas`: JSON schemas by the thousand, each with texts that must be impossible. Begin with verdict.py."""
+"""`make schemas`: thousands of JSON schemas, each with texts that must be impossible. Start with verdict.py."""

@@ -1,4 +1,4 @@
-"""`make schemas`: thousands of generated and public schemas; ends with a non-zero status on a wrong verdict."""
+"""`make schemas`: thousands of generated and public schemas. Exits with a non-zero status on a wrong verdict."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Random schemas, a family for each keyword.
+"""Random schemas, one family per keyword.
 
-For: the tests beside it. Does not know: grammars. Invariant: the same seed gives the same schemas.
+Used by the neighbouring tests. Independent of grammars. Invariant: the same seed gives the same schemas.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is valid, by the package jsonschema, with exact numbers and strict formats.
+"""Decides validity with the package jsonschema, with exact numbers and strict formats.
 
-For: verdict.py. Does not know: grammars.
+Used by verdict.py. Independent of grammars.
 """
 
 from __future__ import annotations

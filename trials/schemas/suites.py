@@ -1,6 +1,6 @@
-"""Public schemas, from installed packages and from a source distribution: nothing of them is kept in this repository.
+"""Public schemas, from installed packages and from a source distribution; none are stored in this repository.
 
-For: the tests beside it. Does not know: grammars.
+Used by the neighbouring tests. Independent of grammars.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""One schema against the grammar that it becomes: what the grammar writes must be valid, what is invalid impossible.
+"""Compares one schema with its grammar: whatever the grammar generates must be valid, and whatever is invalid must be
+impossible.
 
-For: the tests beside it, and `make schemas`. Does not know: where schemas come from. Invariant: a strict schema is
-either refused with a path, or walked, with every wrong verdict reported. Another one is judged by what is left of it
-without the keywords that are named as not enforced.
+Used by the neighbouring tests and `make schemas`. Independent of where schemas come from. Invariant: a strict schema is
+either refused with a path, or explored, with every wrong verdict reported. Other schemas are judged without the
+keywords reported as not enforced.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Every kind of input at its largest, beside streams and a health probe that must not feel it: `make stall`."""
+"""`make stall`: every kind of input at its maximum size, while streams and a health probe must not be affected."""

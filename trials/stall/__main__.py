@@ -1,7 +1,8 @@
-"""`python -m trials.stall [--quick] [--mib N] [--only WORD]`: every kind of input at its largest, and what others feel.
+"""`python -m trials.stall [--quick] [--mib N] [--only WORD]`: every kind of input at its maximum, and its effect on
+others.
 
-Prints one row per attack; the last line is `stall: N attacks, worst loop stall X ms, worst gap Y ms`. Exits 1 when one
-is beyond its limit, or an answer is not a proper one, or a stream beside it broke.
+Prints one row per attack; the last line is `stall: N attacks, worst loop stall X ms, worst gap Y ms`. Exits with 1 if a
+limit is exceeded, an answer is not a proper one, or a concurrent stream broke.
 """
 
 from __future__ import annotations

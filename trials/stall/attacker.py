@@ -1,7 +1,7 @@
-"""The process that sends attacks: body first, then, when told, the request.
+"""The process that sends attacks: prepares the body first and sends the request when told to.
 
-For: the run. Does not know: bystanders. Invariant: a body is made before its time begins, and what an answer holds is
-thrown away but for its beginning.
+Used by the run. Independent of bystanders. Invariant: a body is prepared before its measurement starts, and only the
+beginning of an answer is kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The process beside the attacks: a stream over SSE, one over gRPC, and a health probe, each without a pause.
+"""The process that runs concurrently with the attacks: an SSE stream, a gRPC stream and a health probe, all continuous.
 
-For: the run. Does not know: attacks. Invariant: what is told of a stretch of time are the longest wait for a token that
-ended in it, or is not over yet, and the slowest probe, likewise. The probe is answered by the event loop alone, so it
-shows how long that stood still.
+Used by the run. Independent of attacks. Invariant: for each period it reports the longest wait for a token that ended
+in it or is still going on, and likewise the slowest probe. The probe is answered by the event loop alone, so it shows
+how long that was blocked.
 """
 
 from __future__ import annotations

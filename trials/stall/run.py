@@ -1,7 +1,7 @@
-"""One attack after the other, and what the bystanders felt of each.
+"""Runs one attack after the other and reports its effect on the bystanders.
 
-For: the command. Does not know: how anything is printed. Invariant: an attack's stretch begins when its request is sent
-and ends a moment after its answer, and the next one begins when the streams are as they were.
+Used by the command. Independent of how anything is printed. Invariant: an attack's period starts when its request is
+sent and ends shortly after its answer; the next one starts when the streams are back to normal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The server that is attacked: models for bystanders and for agents, and models that give back what they are sent.
+"""The server under attack: models for bystanders and for agents, and models that return what they are sent.
 
-For: the run. Does not know: attacks. Invariant: it is one real `llmbackend serve` with the default limits, which
-asks for a key.
+Used by the run. Independent of attacks. Invariant: it is one real `llmbackend serve` with the default limits, which
+requires a key.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A process of this tool's own that is asked and answers, so that one's work is not measured as another's.
+"""A helper process that answers requests, so that its work is not attributed to another process.
 
-For: the attacker and the bystanders. Does not know: what they do. Invariant: leaving the context ends the process.
+Used by the attacker and the bystanders. Independent of what they do. Invariant: leaving the context ends the process.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The adapter inside NVIDIA's own server: the backend contract on top of pb_utils, and its installation."""
+"""The adapter inside NVIDIA's Triton: the backend contract implemented on pb_utils, and its installation."""

@@ -1,9 +1,9 @@
-"""The backend contract in a stub of Triton's python backend, on top of pb_utils.
+"""The backend contract implemented on pb_utils, in a stub of Triton's python backend.
 
-For: TritonPythonModel, and the adapter, which uses `core.backend_api` alone. Does not know: LLMs. A stub is the process
-of one model instance; `instance_group.count: 2` are two stubs that share only Triton's own queue. Invariants: nothing
-is sent after FINAL; pb_utils is not asked about a request after its FINAL; after `release` no input of Triton's is
-used.
+Used by TritonPythonModel and by the adapter, which sees only `core.backend_api`. Independent of LLMs. A stub is the
+process of one model instance; with `instance_group.count: 2` there are two stubs that share nothing but Triton's queue.
+Invariants: nothing is sent after FINAL; pb_utils is not asked about a request after its FINAL; Triton's inputs are not
+used after `release`.
 Source: the `args` of TritonPythonModel.initialize; python_backend's response_sender.cc and pb_cancel.cc.
 """
 
@@ -43,15 +43,15 @@ logger = logging.getLogger(__name__)
 MIN_PAUSE_S = 0.01
 METRICS_PERIOD_S = 0.1
 DUTY = 0.05
-"""Largest share of time that the poller works."""
+"""Maximum fraction of time that the poller is active."""
 
 
 class BackgroundPoller:
     """A thread that asks Triton which requests were cancelled, and sends it changed metrics.
 
-    pb_utils has no events: cancels must be polled, and each poll is a round trip between processes. Invariants: without
-    a live request or a changed metric it sleeps without a timeout; otherwise it works for at most DUTY of the time; no
-    failure ends it, or the stub.
+    pb_utils has no events: cancellations must be polled, and each poll is a round trip between processes. Invariants:
+    without a live request or a changed metric the thread sleeps without a timeout; otherwise it is active for at most
+    DUTY of the time; no failure ends the thread or the stub.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class BackgroundPoller:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread and removes the metrics; after the last request has ended."""
+        """Ends the thread and removes the metrics. To be called after the last request has ended."""
         self._stopping.set()
         self._work.set()
         if self._thread.ident is not None:
@@ -94,7 +94,7 @@ class BackgroundPoller:
             self._stopping.wait(max(MIN_PAUSE_S, (now_s - start_s) / DUTY))
 
     def _flush_metrics(self) -> bool:
-        """Returns whether it is too early: the last flush was less than METRICS_PERIOD_S ago."""
+        """Returns whether it is too early, that is, less than METRICS_PERIOD_S after the last flush."""
         if time.monotonic() - self._metrics_flushed_s < METRICS_PERIOD_S:
             return True
         self.metrics.flush()
@@ -103,13 +103,13 @@ class BackgroundPoller:
 
 
 def parse_config(fields: dict[str, Any]) -> ModelConfig:
-    """The configuration that a stub is given; fields that this protobuf does not know are ignored."""
+    """The configuration passed to a stub. Fields unknown to this protobuf are ignored."""
     config: ModelConfig = json_format.ParseDict(fields, ModelConfig(), ignore_unknown_fields=True)
     return config
 
 
 class TritonBackend:
-    """backend_api.Backend, as far as this backend uses it; so are the classes below."""
+    """backend_api.Backend, restricted to what this backend uses; likewise for the classes below."""
 
     api_version = API_VERSION
 
@@ -134,7 +134,7 @@ class TritonModel:
     """backend_api.Model."""
 
     auto_complete_config = False
-    """Triton has it completed before, in another process."""
+    """Triton has it completed earlier, in another process."""
 
     def __init__(self, backend: TritonBackend, arguments: Mapping[str, str]) -> None:
         """`arguments`: those of TritonPythonModel.initialize."""
@@ -157,11 +157,11 @@ class TritonModel:
 
 
 class TritonInstance:
-    """backend_api.ModelInstance. Triton's python backend reports the statistics of a request itself."""
+    """backend_api.ModelInstance. Triton's python backend reports a request's statistics itself."""
 
     is_passive = False
     host_policy = NO_POLICY
-    """Triton binds the stub itself, and so the engine that it starts."""
+    """Triton binds the stub itself, and thereby the engine that it starts."""
     activity = NO_ACTIVITY
 
     def __init__(self, model: TritonModel, arguments: Mapping[str, str]) -> None:
@@ -181,7 +181,7 @@ _NUMBERS = itertools.count(1)
 
 
 class Channel:
-    """A response sender of pb_utils for several threads. `_lock`: its calls never overlap."""
+    """Makes a response sender of pb_utils usable from several threads. `_lock`: calls must never overlap."""
 
     def __init__(self, sender: Any) -> None:
         self._sender = sender
@@ -189,8 +189,8 @@ class Channel:
         self._is_final = False
 
     def send(self, response: Any | None, flags: ResponseFlag) -> None:
-        """Blocks until Triton has taken it (the stub waits for its parent process). Raises errors of pb_utils; those of
-        the final response are logged."""
+        """Blocks until Triton has taken the response (the stub waits for its parent process). Raises pb_utils' errors;
+        those of the final response are logged."""
         is_final = bool(flags & ResponseFlag.FINAL)
         with self._lock:
             if self._is_final:
@@ -205,7 +205,7 @@ class Channel:
                 logger.exception("Triton did not accept the last response of a request")
 
     def ask_cancelled(self) -> bool:
-        """Whether the request was cancelled; False after FINAL. A round trip to Triton's process."""
+        """Whether the request was cancelled; False after FINAL. Costs a round trip to Triton's process."""
         with self._lock:
             return not self._is_final and bool(self._sender.is_cancelled())
 
@@ -218,13 +218,13 @@ class Channel:
 
 
 class CancelWatch:
-    """The live requests with cancel callbacks. Any thread adds and discards, one thread asks.
+    """The live requests that have cancel callbacks. Any thread may add and discard; one thread polls.
 
-    A request must not be asked about after its FINAL: the stub asks by address, and Triton's object may be freed.
+    A request must not be polled after its FINAL: the stub asks by address, and Triton's object may have been freed.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """wake: called when there is a request to ask about."""
+        """wake: called when there is a request to poll."""
         self._wake = wake
         self._lock = threading.Lock()
         self._callbacks: dict[Channel, list[Callable[[], None]]] = {}
@@ -257,7 +257,7 @@ class TritonRequest:
     """One inference request."""
 
     priority = 0
-    """Not known; Triton's own queue has ordered it."""
+    """Unknown here; Triton's queue has already ordered the requests."""
     trace = None
     """Triton traces requests itself."""
     tenant = NO_TENANT
@@ -275,7 +275,7 @@ class TritonRequest:
         self.inputs: Mapping[str, Tensor] = {
             tensor.name(): Tensor.of(tensor.name(), tensor.as_numpy()) for tensor in request.inputs()
         }
-        self._request = request  # owns the shared memory that the inputs lie in
+        self._request = request  # owns the shared memory that contains the inputs
         self._channel = channel
         self._watch = watch
 
@@ -306,7 +306,7 @@ class TritonResponse:
 
 
 class TritonResponseFactory:
-    """Makes the responses of one request after its release."""
+    """Makes the responses of one request, even after its release."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -331,6 +331,6 @@ def error_response(error: TritonError) -> Any:
 
 
 def _request_parameters(parameters: Any) -> dict[str, ParameterValue]:
-    """pb_utils gives JSON text in the releases so far."""
+    """pb_utils returns JSON text in all releases so far."""
     values = json.loads(parameters) if isinstance(parameters, str) else parameters
     return dict(values or {})

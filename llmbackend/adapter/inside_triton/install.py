@@ -1,7 +1,7 @@
-"""Puts the adapter into a Triton's backend directory, as a python-based backend.
+"""Installs the adapter into a Triton's backend directory, as a Python-based backend.
 
-For: `llmbackend install-triton-backend`. Does not know: how the backend works. Invariant: the new folder replaces the
-old one in one step; a Triton that runs keeps what it has loaded.
+Used by `llmbackend install-triton-backend`. Independent of how the backend works. Invariant: the new folder replaces
+the old one atomically; a running Triton keeps what it has loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import llmbackend
 
 PACKAGES = ("jinja2", "MarkupSafe", "ml_dtypes", "msgspec", "protobuf", "pyzmq", "tokenizers")
 MODEL_CONFIG_SOURCE = ("tritonclient", "tritonclient/grpc/model_config_pb2.py")
-"""Only this file of the package: its __init__ would import gRPC."""
+"""Only this file of the package is needed: its __init__ would import gRPC."""
 MODULES = ("__init__.py",)
 ROOMS = ("adapter", "core", "engine", "fork_server", "gguf", "links", "waiting")
 _NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "native")
@@ -53,7 +53,7 @@ def install(backend_directory: Path, name: str = "llm", engine_python: str = "")
 
     model.py         the module that Triton's stub imports; it adds the two folders below to the path
     installed.json   the Python that runs engines, and what was installed
-    code/            this package: the stub and the engine's process both run it, so that they cannot differ
+    code/            this package, run by both the stub and the engine's process, so that they cannot differ
     packages/        the few libraries that the adapter needs, as they are in this environment (without numpy: the
                      stub needs the one that it was built for)
 
@@ -108,7 +108,7 @@ def _copy_model_config(packages: Path) -> None:
 
 
 def _files_of(distribution: str) -> Iterator[tuple[Path, str]]:
-    """(path, path below site-packages) of each file; scripts, which lie elsewhere, are not needed."""
+    """(path, path below site-packages) of each file. Scripts, which are elsewhere, are not needed."""
     for file in metadata.files(distribution) or ():
         if ".." not in file.parts and file.suffix != ".pyc":
             yield Path(str(file.locate())), str(file)

@@ -1,7 +1,7 @@
 """Metric families on top of pb_utils, written in the background.
 
-For: TritonBackend. Does not know: what is measured. Invariants: a flush brings Triton's /metrics up to date; the buffer
-holds one number per series.
+Used by TritonBackend. Independent of what is measured. Invariants: a flush brings Triton's /metrics up to date; the
+buffer contains one number per series.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SeriesKey = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class MetricBuffer:
-    """All series of one model, and their changes since the last flush. `_lock` owns the changes; `_pb_lock` owns the
-    objects of pb_utils, and is held during calls to Triton.
+    """All series of one model, and their changes since the last flush. `_lock` guards the changes; `_pb_lock` guards
+    the pb_utils objects and is held during calls to Triton.
 
     A write through pb_utils is a round trip to Triton's process, as expensive as sending a token. A write here only
-    changes a number, and `flush` sends the sums.
+    changes a number; `flush` sends the totals.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ class MetricBuffer:
         self._families: dict[str, Any] = {}
         self._metrics: dict[SeriesKey, Any] = {}
         self.is_served = True
-        """False when Triton runs without metrics (--allow-metrics=false)."""
+        """False if Triton runs without metrics (--allow-metrics=false)."""
 
     def family(self, kind: MetricKind, name: str, description: str, buckets: Sequence[float]) -> Scalar | Histogram:
         if kind is MetricKind.HISTOGRAM:
@@ -64,7 +64,7 @@ class MetricBuffer:
         self._wake()
 
     def forget(self, name: str, labels: Labels) -> None:
-        """Removes the series with these labels, and those that have further ones (a histogram's buckets)."""
+        """Removes the series with these labels, including those with additional labels (a histogram's buckets)."""
         wanted = set(labels.items())
         with self._pb_lock, self._lock:
             for series in (self._added, self._set, self._metrics):
@@ -87,7 +87,7 @@ class MetricBuffer:
                 self._metric(key).set(value)
 
     def close(self) -> None:
-        """Removes all families. A family of pb_utils keeps its metrics until it is freed itself."""
+        """Removes all families. A pb_utils family keeps its metrics until it is itself freed."""
         with self._pb_lock, self._lock:
             self.is_served = False
             self._metrics.clear()
@@ -131,8 +131,8 @@ class Scalar:
 
 
 class Histogram:
-    """The counters that Prometheus makes of a histogram (`<name>_bucket{le}`, `<name>_sum`, `<name>_count`), because
-    pb_utils observes one value per call."""
+    """The counters of which a Prometheus histogram consists (`<name>_bucket{le}`, `<name>_sum`, `<name>_count`);
+    pb_utils' own histogram observes only one value per call."""
 
     def __init__(self, buffer: MetricBuffer, name: str, buckets: Sequence[float]) -> None:
         self._buffer = buffer
@@ -155,7 +155,7 @@ class Histogram:
         first = bisect.bisect_left(self._bounds, value)
         if tuple(labels.values()) not in self._seen:
             self._seen.add(tuple(labels.values()))
-            for text in self._texts[:first]:  # empty buckets are shown, too
+            for text in self._texts[:first]:  # empty buckets are exported too
                 self._buffer.add(f"{self._name}_bucket", {**labels, "le": text}, 0.0)
         for text in self._texts[first:]:
             self._buffer.add(f"{self._name}_bucket", {**labels, "le": text}, 1.0)

@@ -1,7 +1,7 @@
-"""The `llm` backend as a python-based backend of NVIDIA's own server: the same adapter behind TritonPythonModel.
+"""The `llm` backend as a Python-based backend of NVIDIA's Triton: the same adapter behind TritonPythonModel.
 
-For: Triton's stub, through the `model.py` that install.py writes. Does not know: tensors, text, engines. Invariants: no
-failure here ends the stub; imports are light (no torch, transformers or gRPC), because they are those of the stub's
+Used by Triton's stub, through the `model.py` written by install.py. Independent of tensors, text and engines.
+Invariants: no failure here ends the stub; imports are light (no torch, transformers or gRPC) and come from the stub's
 environment.
 Source: python_backend's documentation; vllm_backend's model.py.
 """
@@ -44,8 +44,8 @@ HEALTH_CHECK = "ENABLE_VLLM_HEALTH_CHECK"
 class TritonPythonModel:
     """One instance of one model. Triton calls execute on one thread, and finalize after the last response.
 
-    Calls the entry points of backend.py in a host's order. If a stub died, its streams in Triton would stay open
-    forever. `finalize` returns when the engine's process is reaped, every request is answered and no thread is left.
+    Calls the entry points of backend.py in the same order as a host. If a stub died, its streams in Triton would stay
+    open forever. When `finalize` returns, the engine's process is reaped, every request answered, and no thread left.
     """
 
     @staticmethod
@@ -53,7 +53,7 @@ class TritonPythonModel:
         return complete_pb_utils_config(auto_complete_model_config)
 
     def initialize(self, arguments: Mapping[str, str]) -> None:
-        """Returns when the engine has loaded its model. Raises with the reason when it cannot."""
+        """Returns when the engine has loaded its model. Raises an error with the reason if it cannot."""
         _check_numpy()
         self._log_handler = attach_log_handler()
         self._poller = BackgroundPoller()
@@ -69,11 +69,11 @@ class TritonPythonModel:
             entry_points.TRITONBACKEND_ModelInitialize(self._model)
             entry_points.TRITONBACKEND_ModelInstanceInitialize(self._instance)
         except Exception as error:
-            self.finalize()  # Triton does not, after a failed initialize
+            self.finalize()  # Triton does not call it after a failed initialize
             raise pb_utils.TritonModelException(str(error)) from error
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Takes the requests and returns; their responses come through their senders."""
+        """Takes over the requests and returns; responses are sent through the requests' senders."""
         taken: list[Any] = [request for request in map(self._take, requests) if request is not None]
         if self._unloads_when_unhealthy and not self._is_healthy():
             for request in taken:
@@ -95,14 +95,14 @@ class TritonPythonModel:
 
     @contextlib.contextmanager
     def _logged(self, what: str) -> Iterator[None]:
-        """Logs a failure at the end of the model, so that the steps after it still happen."""
+        """Logs a failure during finalisation, so that the remaining steps are still executed."""
         try:
             yield
         except Exception:
             logger.exception("model '%s': %s failed", self._model.name, what)
 
     def _take(self, request: Any) -> TritonRequest | None:
-        """The request as the adapter sees it; None when it could not be read, and was answered."""
+        """The request as the adapter sees it; None if it could not be read and has been answered with an error."""
         channel = Channel(request.get_response_sender())
         try:
             return TritonRequest(request, channel, self._poller.watch)
@@ -113,14 +113,14 @@ class TritonPythonModel:
             return None
 
     def _is_healthy(self) -> bool:
-        """As in vllm_backend: when the engine is given up, Triton is asked to unload the model (which needs model
+        """As in vllm_backend: if the engine is given up, Triton is asked to unload the model (which requires model
         control mode explicit)."""
         try:
             entry_points.TRITONBACKEND_ModelInstanceReady(self._instance)
         except TritonError as error:
             logger.error("the engine is not healthy and the model will be unloaded: %s", error)
             try:
-                pb_utils.unload_model(self._model.name)  # does not wait
+                pb_utils.unload_model(self._model.name)  # returns immediately
             except Exception:
                 logger.exception("the model could not be unloaded")
             return False
@@ -133,7 +133,7 @@ def _flag(model: Model, name: str) -> bool:
 
 
 def _check_numpy() -> None:
-    """A stub that was built for numpy 1 aborts under numpy 2 at the first string tensor: refuse to load instead."""
+    """A stub built for numpy 1 aborts under numpy 2 at the first string tensor; refuse to load instead."""
     if int(np.__version__.partition(".")[0]) >= 2 and os.environ.get(NUMPY_2_IS_FINE) != "1":
         raise pb_utils.TritonModelException(
             f"numpy {np.__version__} is in the stub's environment, and stubs of many Triton releases (24.10 is one) "
@@ -143,7 +143,7 @@ def _check_numpy() -> None:
 
 
 class TritonLogHandler(logging.Handler):
-    """Writes the adapter's log to Triton's; a line that cannot be written is lost."""
+    """Writes the adapter's log to Triton's. A line that cannot be written is dropped."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -161,7 +161,7 @@ class TritonLogHandler(logging.Handler):
 
 
 def attach_log_handler() -> logging.Handler:
-    """Sends every line of INFO and above of this package to Triton's log, until `detach_log_handler`."""
+    """Sends all log lines of this package from INFO on to Triton's log, until `detach_log_handler`."""
     handler = TritonLogHandler()
     ours = logging.getLogger(_LOGGER_NAME)
     ours.addHandler(handler)
@@ -175,9 +175,9 @@ def detach_log_handler(handler: logging.Handler) -> None:
 
 
 def complete_pb_utils_config(model_config: Any) -> Any:
-    """Adds to a pb_utils.ModelConfig what it does not declare, in its own process before the model is loaded.
+    """Completes a pb_utils.ModelConfig with what it does not declare. Runs in its own process before the load.
 
-    Changes nothing that the user configured. Raises TritonError for a declared tensor that does not fit.
+    Does not change anything that the user configured. Raises TritonError for a declared tensor that does not fit.
     """
     config = parse_config(model_config.as_dict())
     completed = schema_for(config).complete(config)

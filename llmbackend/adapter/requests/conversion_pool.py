@@ -1,6 +1,6 @@
-"""Converts long requests on threads, so that the instance's thread can admit others meanwhile.
+"""Converts long requests on separate threads, so that the instance's thread can admit others meanwhile.
 
-Invariant: each request here has a reserved place in the queue (TaskMap.reserve), and is converted or refused once.
+Invariant: each request here has a reserved place in the queue (TaskMap.reserve) and is converted or refused once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 MAX_THREADS = 2
 SHORT_BYTES = 4096
-"""Of all inputs: about a thousand tokens, rendered and tokenised in one or two milliseconds."""
+"""Total size of all inputs: about a thousand tokens, rendered and tokenised in one or two milliseconds."""
 _FEW_ELEMENTS = 64
 
 
 def is_short(request: Request) -> bool:
-    """Whether a request can be converted on its instance's thread. Compiling a constraint may take long, as may
+    """Whether a request can be converted on its instance's thread. Compiling a constraint can take long, and so can
     repeating the responses of a resumed request."""
     if request.resume is not None and len(request.resume.deltas) > _FEW_ELEMENTS:
         return False
@@ -43,7 +43,7 @@ def is_short(request: Request) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Conversion:
-    """One request that is not a task yet."""
+    """A request that has not become tasks yet."""
 
     request: Request
     level: int
@@ -51,21 +51,21 @@ class Conversion:
     deadline_ns: int
     """time.monotonic_ns() at which it expires; 0 = never."""
     convert: Callable[[], Sequence[InferTask]]
-    """Makes its tasks; none when it has answered the request itself."""
+    """Creates its tasks; none if it has answered the request itself."""
     refuse: Callable[[TritonError], None]
     """Answers the request with an error."""
     has_begun: bool = False
-    """Whether it is running or was refused."""
+    """Whether it is running or has been refused."""
     is_stopped: bool = False
-    """Whether its tasks are stopped as soon as they are queued."""
+    """Whether its tasks are to be stopped as soon as they are queued."""
     alarm: Alarm | None = None
 
 
 class ConversionPool:
-    """`_changed` owns the set of conversions and their flags.
+    """`_changed` guards the set of conversions and their flags.
 
-    A cancel, the deadline or `drain` ends a conversion that has not begun. One that is running is queued first; then
-    its tasks end.
+    A conversion that has not begun is ended by a cancel, by its deadline or by `drain`. One that is running is queued
+    first; then its tasks end.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class ConversionPool:
         on_change: Callable[[], None],
     ) -> None:
         """submit: queues the tasks of a request, or answers them; never raises
-        stop: ends a task with what it has so far
-        on_change: called when the number of requests here has changed
+        stop: ends a task with its output so far
+        on_change: called when the number of requests in the pool has changed
         """
         self._tasks = tasks
         self._timer = timer
@@ -92,13 +92,13 @@ class ConversionPool:
         self._live: set[Conversion] = set()
 
     def start(self, conversion: Conversion) -> str:
-        """Takes the request; or returns why the queue is too full for it."""
+        """Takes the request, or returns why the queue is too full for it."""
         refusal = self._tasks.reserve(conversion.level)
         if refusal:
             return refusal
         with self._changed:
             self._live.add(conversion)
-        # Before it can run: afterwards the request may be answered and released at any time.
+        # Before it can run: afterwards the request can be answered and released at any time.
         conversion.request.on_cancel(partial(self._end, conversion, cancelled("Request was cancelled")))
         if conversion.deadline_ns:
             conversion.alarm = partial(self._end, conversion, unavailable("Request timeout expired"))
@@ -109,14 +109,14 @@ class ConversionPool:
         return ""
 
     def stop(self, client_id: str, by: Tenant) -> None:
-        """Stops the requests with this id that `by` may end, as soon as they are tasks."""
+        """Stops the requests with this id that `by` may end, as soon as they have become tasks."""
         with self._changed:
             for conversion in self._live:
                 if conversion.request.id == client_id and by.may_end(conversion.request.tenant):
                     conversion.is_stopped = True
 
     def drain(self, error: TritonError) -> None:
-        """Refuses all conversions that have not begun; returns when the others are queued."""
+        """Refuses all conversions that have not begun. Returns once the others are queued."""
         with self._changed:
             live = tuple(self._live)
         for conversion in live:
@@ -125,7 +125,7 @@ class ConversionPool:
             self._changed.wait_for(lambda: not self._live)
 
     def close(self) -> None:
-        """Ends the threads; after `drain`."""
+        """Ends the threads. To be called after `drain`."""
         self._threads.shutdown()
 
     def _end(self, conversion: Conversion, error: TritonError) -> None:

@@ -1,7 +1,7 @@
-"""A request's prompt: from its text, conversation or token ids to the tokens that the engine gets.
+"""Turns a request's text, conversation or token ids into the prompt tokens for the engine.
 
-For: request conversion. Does not know: the engine. Invariants: a prompt has only tokens of the vocabulary; a text or
-conversation that certainly has too many tokens is refused before it is tokenised.
+Used by request conversion. Independent of the engine. Invariants: a prompt contains only tokens of the vocabulary; a
+text or conversation that certainly has too many tokens is refused before it is tokenised.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..text.tokenizer import ModelTokenizer, TooManyTokensError
 
 MAX_DESCRIBED_TOKENS: Final = 1 << 20
 MAX_DESCRIBED_CHARS: Final = 4 << 20
-"""Limits of a prompt that is only described, which need not fit into the context. A text of so many characters takes a
+"""Limits of a prompt that is only described and need not fit into the context. Tokenising this many characters takes a
 conversion thread one to two seconds."""
 
 
 def _described(bounds: PromptBounds) -> PromptBounds:
-    """The bounds of a prompt that is only described, or cut to what fits."""
+    """The bounds of a prompt that is only described, or truncated to fit."""
     return replace(
         bounds,
         below_tokens=max(bounds.below_tokens, MAX_DESCRIBED_TOKENS + 1),
@@ -41,8 +41,8 @@ def _suffix_refused(reason: str) -> TritonError:
     return invalid_argument(f"'suffix' is not supported: {reason}", param="suffix")
 
 
-class PromptMaker:
-    """Read-only: any thread uses it."""
+class PromptBuilder:
+    """Read-only, hence thread-safe."""
 
     def __init__(self, tokenizer: ModelTokenizer, limits: ModelLimits) -> None:
         self._tokenizer = tokenizer
@@ -56,8 +56,7 @@ class PromptMaker:
         self._fim = fim_encoder(tokenizer, limits.vocab_size)
 
     def make(self, inputs: LlmInputs) -> Prompt:
-        """The prompt of a generation: not empty, and with room for a token behind it. Raises TritonError
-        INVALID_ARG."""
+        """The prompt of a generation: not empty, with space for a token after it. Raises TritonError INVALID_ARG."""
         suffix = parse_sampling_parameter("suffix", inputs.sampling.get("suffix"))
         adds, keep = self._params(inputs.sampling)
         if suffix:
@@ -68,12 +67,12 @@ class PromptMaker:
         return prompt
 
     def describe(self, inputs: LlmInputs) -> Prompt:
-        """The prompt, which may be empty, and longer than the context. Raises TritonError INVALID_ARG."""
+        """The prompt, which may be empty or longer than the context. Raises TritonError INVALID_ARG."""
         adds, keep = self._params(inputs.sampling)
         return self._prompt(inputs, adds, keep, self._described)
 
     def _params(self, values: Mapping[str, Any]) -> tuple[bool | None, slice | None]:
-        """add_special_tokens, and the tokens of the prompt that are kept; None = all."""
+        """add_special_tokens, and how many prompt tokens are kept; None = all."""
         adds, keep, side, most = (
             parse_sampling_parameter(name, values.get(name))
             for name in ("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "max_tokens")
@@ -140,7 +139,7 @@ class PromptMaker:
         return chat.prompt_of(self._tokenizer.render_chat(chat.messages, chat.tools, options, chat.template))
 
     def _checked_ids(self, ids: npt.NDArray[Any], bounds: PromptBounds) -> tuple[int, ...]:
-        """Checks the array before it makes a Python object of each id."""
+        """Checks the array before creating a Python object for each id."""
         self._check_below(ids.size, bounds)
         size = self._limits.vocab_size
         bad = ids[(ids < 0) | (ids >= size)]
@@ -171,19 +170,19 @@ def _check_chars(count: int, bounds: PromptBounds) -> None:
 
 
 _PROBE: Final = "☺"
-"""A character that SentencePiece does not merge with the next one."""
+"""A character that SentencePiece does not merge with the following one."""
 
 
 @dataclass(frozen=True, slots=True)
 class FimForm:
-    """Marker texts, each one token."""
+    """Marker texts, each of which is a single token."""
 
     before_prefix: str
     before_suffix: str
     middle: str = ""
-    """At the end; "" = none: the suffix comes first, and the prompt ends with the prefix."""
+    """At the end. "" = none: the suffix comes first, and the prompt ends with the prefix."""
     strips_space: bool = False
-    """Whether the suffix is tokenised without the space that SentencePiece puts before a text."""
+    """Whether the suffix is tokenised without the space that SentencePiece prepends to texts."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -203,20 +202,20 @@ FORMS: Final = (
 
 
 class FimEncoder:
-    """Prompts for filling in the middle: the texts before and after a gap, in the form that the model was trained with.
+    """Fill-in-the-middle prompts: the texts before and after a gap, in the form with which the model was trained.
 
-    Both texts are tokenised as any prompt; only the markers are added. What the tokenizer adds at a prompt's end is
-    left out, since the text is generated there. Read-only: any thread uses it.
+    Both texts are tokenised like any prompt; only the markers are added. What the tokenizer appends to a prompt is left
+    out, because the text is generated there. Read-only, hence thread-safe.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, form: FimForm, marker_ids: tuple[int, ...]) -> None:
-        """marker_ids: of `form.markers`."""
+        """marker_ids: the ids of `form.markers`."""
         self._tokenizer = tokenizer
         self._form = form
         self._marker_ids = marker_ids
 
     def encode(self, prefix: str, suffix: str, *, add_special_tokens: bool, below: int) -> tuple[int, ...]:
-        """The prompt's token ids. Raises TooManyTokensError when they are not fewer than `below`."""
+        """The prompt's token ids. Raises TooManyTokensError if there are `below` or more."""
         before_prefix, before_suffix, *middle = self._marker_ids
         ahead, behind = (before_prefix, *self._ids(prefix, below)), (before_suffix, *self._suffix_ids(suffix, below))
         parts = (*ahead, *behind) if middle else (*behind, *ahead)
@@ -243,7 +242,7 @@ class FimEncoder:
 
 
 def fim_encoder(tokenizer: ModelTokenizer, vocab_size: int) -> FimEncoder | None:
-    """For the first form whose markers are all tokens of the model; None if there is none."""
+    """An encoder for the first form whose markers are all tokens of the model; None if there is none."""
     for form in FORMS:
         ids = [tokenizer.token_id(marker) for marker in form.markers]
         known = tuple(token_id for token_id in ids if token_id is not None and token_id < vocab_size)

@@ -1,8 +1,8 @@
-"""Converts a Triton request: an InferRequest for the engine and an InferTask for the responses of each generation.
+"""Converts a Triton request into an InferRequest (for the engine) and an InferTask (for the responses) per generation.
 
-For: ModelInstanceState. All that can be checked before the engine gets a request is checked here. Does not know:
-queues, threads. Invariant: an engine can generate from a converted request: its prompt is not empty, has only tokens of
-the vocabulary, and leaves room for a token.
+Used by ModelInstanceState. Performs all checks that are possible before the engine gets the request. Independent of
+queues and threads. Invariant: an engine can generate from a converted request: its prompt is not empty, contains only
+tokens of the vocabulary, and leaves space for a token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..tasks.infer_task import InferTask, RequestSpans, TracedInferTask
 from ..text.output_assembler import OutputAssembler
 from ..text.token_bias import TokenBias, banned_texts
 from ..text.tokenizer import ModelTokenizer, no_tokenizer
-from .prompts import PromptMaker
+from .prompts import PromptBuilder
 from .response_sender import Choice, CollectedChoices, ResponseSender
 from .resuming import PieceRecord, ResumeState, prior_output, replay
 
@@ -46,9 +46,9 @@ class _CheckedGeneration:
     reasoning: Reasoning | None
     adapter: AdapterHandle
     prior: StepOutput | None = None
-    """The output that the client has already."""
+    """The output that the client already has."""
     grammar_ns: tuple[int, int] | None = None
-    """Begin and end of the grammar's check."""
+    """Start and end of the grammar's check."""
 
     @property
     def reasoning_for_engine(self) -> Reasoning | None:
@@ -64,7 +64,7 @@ class _CheckedGeneration:
 
 
 def _choices(generation: _CheckedGeneration) -> list[_CheckedGeneration]:
-    """A prompt's generations, each with its own seed."""
+    """The generations of one prompt, each with its own seed."""
     count = generation.params.best_of
     if count == 1:
         return [generation]
@@ -79,7 +79,7 @@ def _choices(generation: _CheckedGeneration) -> list[_CheckedGeneration]:
 
 
 def _spans(request: Request, prompts: Sequence[_CheckedGeneration], num_generations: int) -> RequestSpans | None:
-    """None for a request without a trace that takes spans."""
+    """None unless the request has a trace that accepts spans."""
     trace = request.trace
     if trace is None or not trace.takes_spans:
         return None
@@ -89,7 +89,7 @@ def _spans(request: Request, prompts: Sequence[_CheckedGeneration], num_generati
 
 
 def _check_has_no_text(inputs: LlmInputs, params: GenerationParams) -> None:
-    """Of a request to a model without a tokenizer, whose prompt is token ids."""
+    """For a request to a model without a tokenizer, whose prompt must be token ids."""
     if params.stop:
         raise no_tokenizer("sampling parameter 'stop' has strings", "stop")
     if params.constraint:
@@ -100,7 +100,7 @@ def _check_has_no_text(inputs: LlmInputs, params: GenerationParams) -> None:
 
 
 class RequestConverter:
-    """Read-only: any thread uses it."""
+    """Read-only, hence thread-safe."""
 
     def __init__(
         self,
@@ -117,13 +117,13 @@ class RequestConverter:
         self._policies = policies
         self._sampling_defaults = sampling_defaults
         self._loras = loras
-        self._prompts = PromptMaker(tokenizer, limits)
+        self._prompts = PromptBuilder(tokenizer, limits)
         self._grammars = GrammarCompiler(tokenizer.special_text, limits.vocab_size)
 
     def convert(self, request: Request, instance: ModelInstance, exec_start_ns: int) -> list[InferTask]:
-        """A task for each generation; none for a request that only describes its prompt, which is answered.
+        """A task for each generation; none for a request that only describes its prompt, which is answered here.
 
-        Raises TritonError INVALID_ARG or UNSUPPORTED for the client; the request was not answered then.
+        Raises TritonError INVALID_ARG or UNSUPPORTED for the client; the request has then not been answered.
         """
         wanted = self._schema.read(request)
         if wanted[0].prompt_only:
@@ -164,7 +164,7 @@ class RequestConverter:
         return [*described(generation.prompt, inputs, self._tokenizer, self._limits.max_tokens), sampling]
 
     def _check_priority(self, priority: int) -> None:
-        """Refuses a wrong sampling parameter 'priority'; Triton's request parameter is corrected instead."""
+        """Refuses an invalid sampling parameter 'priority'; Triton's request parameter is corrected instead."""
         levels = self._policies.levels
         if 0 <= priority <= levels:
             return
@@ -180,7 +180,7 @@ class RequestConverter:
         num_tasks: int,
         resume_state: ResumeState | None,
     ) -> ResponseSender:
-        """Choices are sent as they come, unless they must be ranked or joined."""
+        """Choices are sent as they are generated, unless they must be ranked or joined."""
         options, params = prompts[0].inputs.options, prompts[0].params
         is_ranked = params.best_of > params.n
         joins = params.n > 1 and SEQUENCE_INDEX not in options.outputs
@@ -197,13 +197,13 @@ class RequestConverter:
         return CollectedChoices(*arguments, joins=joins, of_prompt=self._schema.outputs_of_prompt)
 
     def _generation(self, inputs: LlmInputs, seed: int | None = None) -> _CheckedGeneration:
-        """seed: that was drawn before it was resumed; None = its own, or a new one"""
+        """seed: the one drawn before the request was interrupted; None = its own, or a new one"""
         prompt = self._prompts.make(inputs)
         if inputs.max_tokens_must_fit:
             self._check_max_tokens(inputs.sampling.get("max_tokens"), len(prompt.token_ids))
         params = parse_sampling_parameters(
             inputs.sampling,
-            room_tokens=self._limits.room_tokens(len(prompt.token_ids)),
+            remaining_tokens=self._limits.remaining_tokens(len(prompt.token_ids)),
             vocab_size=self._limits.vocab_size,
             logprobs_needed=inputs.options.logprobs,
             max_logprobs=self._limits.max_logprobs,
@@ -222,7 +222,7 @@ class RequestConverter:
         return _CheckedGeneration(inputs, prompt, params, grammar, reasoning, adapter, prior, grammar_ns)
 
     def _grammar(self, constraint: Constraint) -> tuple[Grammar, tuple[int, int]]:
-        """The grammar, and begin and end of its check."""
+        """The grammar, and start and end of its check."""
         start_ns = time.monotonic_ns()
         return self._grammars.grammar(self._with_defaults(constraint)), (start_ns, time.monotonic_ns())
 
@@ -238,7 +238,7 @@ class RequestConverter:
         )
 
     def _with_defaults(self, constraint: Constraint) -> Constraint:
-        """The constraint with the options of the engine arguments."""
+        """The constraint, completed with the options in the engine arguments."""
         config = self._limits.structured_outputs
         return dataclasses.replace(
             constraint,
@@ -289,7 +289,7 @@ class RequestConverter:
         index: int,
         spans: RequestSpans | None,
     ) -> InferTask:
-        """index: of the generation in its request. spans: of a traced request."""
+        """index: the generation's index in its request. spans: set if the request is traced."""
         inputs, prompt, params = generation.inputs, generation.prompt, generation.params
         request = InferRequest(
             # Not the client's id, which need not be unique.

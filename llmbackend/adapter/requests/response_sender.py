@@ -1,8 +1,8 @@
-"""Sends the responses of one Triton request for all of its tasks: as they come, or all choices of a prompt together.
+"""Sends the responses of all tasks of one Triton request: as they are produced, or all choices of a prompt together.
 
-For: InferTask; a request with a batch of prompts has one task for each. Does not know: tokens, tensors' names, queues.
-Invariant: exactly one FINAL, at the end of the last task; then statistics, release and closing the factory, in this
-order, once. A task that fails does not affect the others, unless they are sent together.
+Used by InferTask; a request with a batch of prompts has a task for each. Independent of tokens, tensor names and
+queues. Invariant: exactly one FINAL, when the last task ends; then, once and in this order, statistics, release and
+closing the factory. A failing task does not affect the others, unless they are sent together.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Choice:
 
 
 class TaskUsage(NamedTuple):
-    """The counts of a task. prompt_tokens: 0 where another task of its request has the same prompt."""
+    """Token counts of a task. prompt_tokens: 0 if another task of its request has the same prompt."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -49,7 +49,7 @@ class TaskUsage(NamedTuple):
 
 
 class ResponseSender:
-    """`_lock`: the tasks of a batch may be on several engines, whose loops send at the same time."""
+    """`_lock`: the tasks of a batch may be on several engines, whose loops send concurrently."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class ResponseSender:
     ) -> None:
         """client_error: gives an error the text that the client expects
         num_prompts: the request's batch size
-        num_choices: that the client gets of each prompt
-        resume_state: for a resumable request, with the seeds of its prompts
+        num_choices: choices per prompt that the client gets
+        resume_state: set if the request is resumable; has the seeds of its prompts
         """
         self.client_id = request.id
         self.number = request.number
         self.activity = instance.activity
-        """Of the instance that has the request now."""
+        """The instance that has the request now."""
         self.tenant = request.tenant
         self.timeout_us = request.timeout_us
         self.num_choices = num_choices
@@ -81,7 +81,7 @@ class ResponseSender:
         self._num_prompts = num_prompts
         self._num_live = num_tasks
         self._usages: list[TaskUsage] = []
-        """Of the tasks that have ended."""
+        """Of the finished tasks."""
         self._num_tasks = num_tasks
         self._has_failed = False
         self._earlier_pieces: tuple[Piece, ...] = () if resume_state is None else resume_state.pieces
@@ -90,7 +90,7 @@ class ResponseSender:
         self._lock = threading.Lock()
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Registers what a cancel of the request calls; only before the task is queued."""
+        """Registers a callback for the request's cancellation. To be called before the task is queued."""
         self._request.on_cancel(callback)
 
     @property
@@ -98,12 +98,12 @@ class ResponseSender:
         return self._deltas is not None
 
     def take_earlier_pieces(self) -> tuple[Piece, ...]:
-        """The pieces of the responses that its tasks must make again before they continue; taken once."""
+        """The pieces of the responses that its tasks must recreate before they continue. Can be taken once."""
         pieces, self._earlier_pieces = self._earlier_pieces, ()
         return pieces
 
     def send(self, outputs: Sequence[Tensor], piece: Piece | None = None) -> None:
-        """Sends one response; others of its task follow. piece: of the response's delta."""
+        """Sends one response, not the last one of its task. piece: the generation's part of the response's delta."""
         with self._lock:
             self._send_counted(outputs, _NONE, () if piece is None else (piece,))
 
@@ -118,7 +118,7 @@ class ResponseSender:
             self._send_error(error, self._last_flags(), times, () if piece is None else (piece,))
 
     def count_end(self, usage: TaskUsage, reason: str) -> None:
-        """A task has ended; with the last one, the end of the request is reported to watching clients."""
+        """Counts a finished task. After the last one, the end of the request is reported to watching clients."""
         with self._lock:
             self._usages.append(usage)
             if len(self._usages) < self._num_tasks or not self.activity.kinds:
@@ -145,7 +145,7 @@ class ResponseSender:
         self._release_after(flags, times)
 
     def _send_counted(self, outputs: Sequence[Tensor], flags: ResponseFlag, pieces: tuple[Piece, ...]) -> None:
-        """Sends a response and reports its statistics: once per token."""
+        """Sends a response and reports its statistics; called once per token."""
         factory, start_ns, output_start_ns = self._factory, self._response_start_ns, time.monotonic_ns()
         if self._deltas is None:
             factory.send(outputs, flags)
@@ -158,7 +158,7 @@ class ResponseSender:
         self._instance.report_response_statistics(factory, start_ns, output_start_ns, end_ns)
 
     def _send_flags(self, flags: ResponseFlag) -> None:
-        """Instead of a response that its receiver has."""
+        """Replaces a response that its receiver already has."""
         if flags is not _NONE:
             self._factory.send_flags(flags)
 
@@ -177,7 +177,7 @@ class ResponseSender:
         self._release_after(flags, times)
 
     def _last_flags(self) -> ResponseFlag:
-        """The flags of the last response of a task: FINAL when no other task is live."""
+        """The flags of a task's last response: FINAL if no other task is live."""
         self._num_live -= 1
         return _NONE if self._num_live else _FINAL
 
@@ -195,17 +195,17 @@ class ResponseSender:
 
 
 class CollectedChoices(ResponseSender):
-    """Holds the choices of one prompt back until all have ended, ranks them, and sends them whole: joined in one
-    response, or a response for each choice.
+    """Holds back the choices of one prompt until all have ended, ranks them, and sends them whole: joined in one
+    response, or as one response per choice.
 
-    Their order depends on their cumulative logprobs and indices only. If a choice fails, the request fails when all
-    have ended.
+    Their order depends only on their cumulative logprobs and indices. If a choice fails, the request fails once all
+    choices have ended.
     """
 
     def __init__(self, *arguments: Any, joins: bool, of_prompt: frozenset[str]) -> None:
-        """arguments: as for ResponseSender; of a resumable request, the first response's delta holds all choices
-        joins: whether one response has them all
-        of_prompt: outputs that are equal for all choices, and are in a joined response once
+        """arguments: as for ResponseSender; if resumable, the first response's delta contains all choices
+        joins: whether all choices go into one response
+        of_prompt: outputs that are equal for all choices and appear once in a joined response
         """
         super().__init__(*arguments)
         self._is_ranked = self.num_choices < self._num_tasks
@@ -214,7 +214,7 @@ class CollectedChoices(ResponseSender):
         self._ended: list[Choice] = []
         self._error: TritonError | None = None
         self._failed: tuple[Piece, ...] = ()
-        """Of the choice that failed first."""
+        """The error of the first choice that failed, if any."""
 
     def end(self, choice: Choice, times: TaskTimes) -> None:
         with self._lock:
@@ -243,7 +243,7 @@ class CollectedChoices(ResponseSender):
     def _responses(self) -> list[list[Tensor]]:
         choices = sorted(self._ended, key=self._rank)[: self.num_choices]
         numbered = [_numbered(choice.outputs, index) for index, choice in enumerate(choices)]
-        # The first choice has them, which may not be among the best.
+        # They come from the first choice, which may not be among the best.
         numbered[0] += [tensor for choice in self._ended for tensor in choice.outputs if tensor.name in PROMPT_OUTPUTS]
         return [joined(numbered, self._of_prompt)] if self._joins else numbered
 
@@ -252,7 +252,7 @@ class CollectedChoices(ResponseSender):
 
 
 def joined(choices: Sequence[Sequence[Tensor]], of_prompt: frozenset[str]) -> list[Tensor]:
-    """Each output of all choices concatenated; those `of_prompt` once."""
+    """Each output of all choices concatenated; those in `of_prompt` only once."""
     names = [tensor.name for tensor in choices[0]]
     by_name = [{tensor.name: tensor for tensor in tensors} for tensors in choices]
     return [
@@ -267,7 +267,7 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _numbered(tensors: Sequence[Tensor], index: int) -> list[Tensor]:
-    """The outputs of the choice, without those of the prompt, with this index."""
+    """The outputs of the choice without those of the prompt, plus this index."""
     return [
         Tensor.of(tensor.name, np.full_like(tensor.data, index)) if tensor.name == SEQUENCE_INDEX else tensor
         for tensor in tensors

@@ -1,10 +1,10 @@
-"""Requests that continue an interrupted one: after the tokens of `prior_output_ids`, or after the deltas of responses,
-from which another host continues.
+"""Requests that continue an interrupted one: after the tokens in `prior_output_ids`, or after the deltas of earlier
+responses (then on any host).
 
-For: request conversion, tasks, the senders of responses. Does not know: tensors, engines, who keeps tokens and deltas.
-Invariants: a generation's responses follow from its request, its seed and its engines' outputs; deltas hold the seeds
-and outputs, so that the same responses can be made again. Tokens that the interrupted generation cannot have sent are
-refused.
+Used by request conversion, tasks and response senders. Independent of tensors, engines, and of who stores tokens and
+deltas. Invariants: a generation's responses follow from its request, its seed and its engines' outputs; deltas contain
+the seeds and outputs, so that the same responses can be recreated. Tokens that the interrupted generation cannot have
+sent are refused.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ INPUT: Final = "prior_output_ids"
 def prior_output(
     ids: npt.NDArray[Any], params: GenerationParams, *, is_seeded: bool, vocab_size: int, eos_token_ids: Collection[int]
 ) -> StepOutput:
-    """The tokens `ids` as an engine's output, with the reason if they ended the generation.
+    """The tokens `ids` as an engine's output, with the finish reason if they ended the generation.
 
-    is_seeded: whether the request gives its seed, without which it cannot draw the same tokens again
+    is_seeded: whether the request specifies its seed, without which the same tokens cannot be drawn again
     Raises TritonError INVALID_ARG naming the input.
     """
     sampling = params.sampling
@@ -48,7 +48,7 @@ def prior_output(
 
 
 def replay(prior: StepOutput, assembler: OutputAssembler) -> None:
-    """Brings a new assembler to its state after the tokens, without their text. Raises TritonError INVALID_ARG for
+    """Brings a new assembler into its state after the tokens, without their text. Raises TritonError INVALID_ARG for
     tokens after the end."""
     assembler.replay(prior)
     if assembler.num_tokens < len(prior.token_ids):
@@ -83,7 +83,7 @@ def _output_refused(text: str) -> TritonError:
 
 
 class ResumeError(msgspec.Struct, frozen=True, array_like=True):
-    """The error that a generation ended with."""
+    """The error with which a generation ended."""
 
     code: ErrorCode
     message: str
@@ -102,7 +102,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
     index    of the generation in its request
     outputs  of engines, since its last response
-    error    instead of outputs, if the generation has failed
+    error    in place of outputs, if the generation has failed
     """
 
     index: int
@@ -111,10 +111,10 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Delta(msgspec.Struct, frozen=True, array_like=True):
-    """The source of one response.
+    """What one response was made from.
 
-    pieces  none if an earlier response has them
-    seeds   in the first delta of a request: one for each generation that the schema reads
+    pieces  none if an earlier response contains them
+    seeds   in a request's first delta: one for each generation read by the schema
     """
 
     pieces: tuple[Piece, ...] = ()
@@ -126,12 +126,12 @@ _decode = msgspec.msgpack.Decoder(_Delta).decode
 
 
 class PieceRecord:
-    """Outputs of one generation since its last response. Owner: its InferTask."""
+    """Collects a generation's outputs since its last response. Owner: its InferTask."""
 
     __slots__ = ("_index", "_outputs", "add")
 
     def __init__(self, index: int) -> None:
-        """index: of the generation in its request"""
+        """index: the generation's index in its request"""
         self._index = index
         self._outputs: list[StepOutput] = []
         self.add = self._outputs.append
@@ -150,8 +150,8 @@ class ResumeState:
     """The state of a resumable request.
 
     seeds        as in _Delta; () = not drawn yet
-    pieces       of its responses so far, in their order
-    num_to_skip  responses that are made again but not sent: their receiver has them
+    pieces       of its responses so far, in order
+    num_to_skip  responses that are recreated but not sent, because their receiver has them
     """
 
     seeds: tuple[int, ...] = ()
@@ -160,7 +160,7 @@ class ResumeState:
 
     @staticmethod
     def of(resume: Resume | None) -> ResumeState | None:
-        """None for a request that is not resumable. Raises TritonError INVALID_ARG for deltas that cannot be read."""
+        """None if the request is not resumable. Raises TritonError INVALID_ARG for malformed deltas."""
         if resume is None:
             return None
         deltas = [_read(number, delta) for number, delta in enumerate(resume.deltas)]
@@ -171,8 +171,8 @@ class ResumeState:
         )
 
     def seeds_of(self, count: int) -> tuple[int | None, ...]:
-        """The `count` seeds of the request; None where they are not drawn yet. Raises TritonError INVALID_ARG for
-        deltas of another request."""
+        """The `count` seeds of the request; None if not drawn yet. Raises TritonError INVALID_ARG for others'
+        deltas."""
         if self.seeds and len(self.seeds) != count:
             raise _refused(f"they belong to a request with {len(self.seeds)} seeds, this one has {count}")
         return self.seeds or (None,) * count
@@ -187,7 +187,7 @@ class ResumeState:
 
 
 class DeltaWriter:
-    """Makes the deltas of one request. Owner: its ResponseSender, under whose lock it is called."""
+    """Creates the deltas of one request. Owner: its ResponseSender, under whose lock it is called."""
 
     __slots__ = ("_num_to_skip", "_seeds")
 
@@ -196,7 +196,7 @@ class DeltaWriter:
         self._num_to_skip = num_to_skip
 
     def skips(self) -> bool:
-        """Whether the receiver has the next response; to be called once for each."""
+        """Whether the receiver already has the next response. To be called once per response."""
         if not self._num_to_skip:
             return False
         self._num_to_skip -= 1

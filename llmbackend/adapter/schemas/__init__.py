@@ -1,5 +1,5 @@
-"""Schemas that convert Triton tensors to a prompt and back; `tensor_schema` of the configuration, else the backend's
-name, selects one."""
+"""Schemas, which convert Triton tensors to prompts and back. `tensor_schema` in the configuration selects one, else the
+backend's name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TENSOR_SCHEMA = "tensor_schema"
 """The config.pbtxt parameter that names a schema."""
 TENSORRTLLM_BACKEND = "tensorrtllm"
 PYTHON_BACKEND = "python"
-"""Of its models, this backend gets those of TensorRT-LLM's llmapi layout."""
+"""Of its models, this backend serves those with TensorRT-LLM's llmapi layout."""
 _LLMAPI = "llmapi"
 _CORE_TENSOR = "request_output_len"
 _USER_TENSOR = "text_input"
@@ -29,7 +29,7 @@ _SCHEMAS: dict[str, Callable[[ModelConfig], Schema]] = {
 
 
 def schema_for(config: ModelConfig) -> Schema:
-    """A model's schema. Raises TritonError INVALID_ARG for one that does not exist."""
+    """A model's schema. Raises TritonError INVALID_ARG for an unknown one."""
     name = _name(config)
     make = _SCHEMAS.get(name)
     if make is None:
@@ -43,7 +43,7 @@ def is_tensorrtllm(config: ModelConfig) -> bool:
 
 
 def is_llmapi(config: ModelConfig) -> bool:
-    """Whether a configuration is of TensorRT-LLM's llmapi layout."""
+    """Whether a configuration has TensorRT-LLM's llmapi layout."""
     return _name(config) == _LLMAPI
 
 

@@ -1,8 +1,8 @@
-"""The tensors of TensorRT-LLM's LLM API in Triton (its `llmapi` layout): how requests are read and answered.
+"""Reads and answers requests with the tensors of TensorRT-LLM's LLM API in Triton (its `llmapi` layout).
 
-For: models of the schema "llmapi". Does not know: tokenizers, engines, model.yaml. Invariants: names, datatypes, rules
-and defaults are those of TensorRT-LLM's model.py; outputs have the datatypes that its config.pbtxt declares. A request
-with `sampling_parameters`, as the OpenAI and Anthropic APIs send it, is read and answered as vLLM's (vllm.py).
+Used for models of schema "llmapi". Independent of tokenizers, engines and model.yaml. Invariants: names, datatypes,
+rules and defaults are those of TensorRT-LLM's model.py; outputs have the datatypes declared in its config.pbtxt. A
+request with `sampling_parameters`, as sent by the OpenAI and Anthropic frontends, is read and answered as in vllm.py.
 Source: the llmapi model of TensorRT-LLM's triton_backend, and the SamplingParams of its LLM API.
 """
 
@@ -109,12 +109,12 @@ DEFAULT_MAX_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class LlmApiOptions(OutputOptions):
-    """Of a request with the tensors of this module."""
+    """Options of a request that uses this module's tensors."""
 
 
 class LlmApiSchema:
-    """Without temperature, top_k and top_p a generation is greedy. A whole answer begins with the prompt unless it is
-    excluded; a stream never has it, and each of its responses has all of the text so far."""
+    """Without temperature, top_k and top_p a generation is greedy. A non-streamed answer begins with the prompt unless
+    excluded; a stream never contains it, and each of its responses contains the whole text so far."""
 
     needs_tokenizer = True
     outputs_of_prompt = VllmSchema.outputs_of_prompt
@@ -128,7 +128,7 @@ class LlmApiSchema:
         return complete_unbatched_config(config, VLLM_INPUTS | INPUTS, VLLM_OUTPUTS | OUTPUTS)
 
     def client_error(self, error: TritonError) -> TritonError:
-        """model.py puts this prefix before every error but cancels."""
+        """model.py puts this prefix before all errors except cancellations."""
         if error.code is ErrorCode.CANCELLED:
             return error
         return TritonError(f"Error generating request: {error.message}", error.code, error.param)
@@ -164,7 +164,7 @@ class LlmApiSchema:
 
 
 def _sampling(row: Row) -> dict[str, Any]:
-    """Sampling parameters under the names of sampling.py."""
+    """Sampling parameters under their names in sampling.py."""
     given = {name: row.number(_SAMPLING + name) for name in _NUMBERS if _SAMPLING + name in row}
     values = {"max_tokens": DEFAULT_MAX_TOKENS, **given}
     if given.keys().isdisjoint(_CHOOSING):

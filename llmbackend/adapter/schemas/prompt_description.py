@@ -1,5 +1,5 @@
-"""Outputs that describe a prompt and its sampling parameters (vLLM's names), for a request that generates nothing. No
-single interpreter call grows with the prompt."""
+"""Outputs that describe a prompt and its sampling parameters (vLLM's names), for requests that generate nothing. No
+single interpreter operation grows with the prompt."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MAX_MODEL_LEN: Final = "max_model_len"
 SAMPLING_PARAMETERS: Final = "sampling_parameters"
 TOKENIZER_CONFIG: Final = "tokenizer_config"
 ONLY_DESCRIPTION_OUTPUTS: Final = frozenset({PROMPT_TOKENS, MAX_MODEL_LEN, SAMPLING_PARAMETERS, TOKENIZER_CONFIG})
-"""A generation cannot have them."""
+"""Generations cannot request them."""
 DESCRIPTION_OUTPUTS: Final = ONLY_DESCRIPTION_OUTPUTS | {"prompt_token_ids", "prompt_text", "num_input_tokens"}
 _OF_TEXT: Final = frozenset({PROMPT_TOKENS, TOKENIZER_CONFIG, "prompt_text"})
 _FILES: Final = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
-"""Of a tokenizer's configuration: paths."""
+"""Fields of a tokenizer's configuration that contain paths."""
 _TOKENS_PER_CALL: Final = 8192
 
 
 def described(prompt: Prompt, inputs: LlmInputs, tokenizer: ModelTokenizer, max_model_len_tokens: int) -> list[Tensor]:
-    """The requested outputs of DESCRIPTION_OUTPUTS. The text of a prompt of token ids has its special tokens."""
+    """The requested outputs among DESCRIPTION_OUTPUTS. The text of a prompt given as token ids has special tokens."""
     ids, outputs, tensors = prompt.token_ids, inputs.options.outputs, []
     if not tokenizer.has_text and (asked := outputs & _OF_TEXT):
         raise no_tokenizer(f"'return_{min(asked)}' is true")
@@ -61,8 +61,7 @@ _OWN = ("n", "stop", "include_stop_str_in_output", "skip_special_tokens", "space
 
 
 def sampling_json(params: GenerationParams, sent: Mapping[str, Any]) -> bytes:
-    """The effective parameters, with the model's own defaults and cut to the context, as a JSON object. sent: those of
-    the request."""
+    """The effective parameters (with the model's defaults, cut to the context) as JSON. sent: those in the request."""
     values: dict[str, Any] = {name: getattr(params.sampling, name) for name in params.sampling.__struct_fields__}
     values |= {name: getattr(params, name) for name in _OWN}
     values["seed"] = values["seed"] if sent.get("seed") not in (None, -1) else None

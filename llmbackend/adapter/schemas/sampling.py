@@ -1,7 +1,7 @@
-"""Sampling parameters of requests and of generation_config.json: checked, and made the engine's message.
+"""Checks the sampling parameters of requests and of generation_config.json, and builds the engine's message.
 
-For: request conversion. The only place with each parameter's name, type and range. Does not know: tensors, engines.
-Invariants: the result is complete (a seed is always drawn); every refusal names parameter, value and range.
+Used by request conversion. The only place that has each parameter's name, type and range. Independent of tensors and
+engines. Invariants: the result is complete (a seed is always drawn); every refusal names parameter, value and range.
 Sources: vLLM's SamplingParams and ModelConfig.get_diff_sampling_param (applied by vLLM's OpenAI server, not by
 vllm_backend). Values may be strings, as in vllm_backend.
 """
@@ -56,10 +56,10 @@ NOT_SUPPORTED = frozenset(
         "output_kind", "response_format", "use_beam_search",
     }
 )  # fmt: skip
-"""Parameters that vLLM has and this backend does not; they are refused by name."""
+"""vLLM parameters that this backend does not support; they are refused by name."""
 
 IGNORED_REQUEST_PARAMETERS = frozenset({"id"})
-"""Request parameters that are no sampling parameters: `generate` passes the request's id as a parameter."""
+"""Request parameters that are not sampling parameters: `generate` passes the request's id as a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class GenerationParams:
     """One request's checked sampling parameters."""
 
     sampling: SamplingParams
-    """The engine's part."""
+    """The part for the engine."""
     stop: tuple[str, ...] = ()
-    """Stop strings, which the adapter searches for."""
+    """Stop strings, matched by the adapter."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = ""
@@ -79,29 +79,29 @@ class GenerationParams:
     n: int = 1
     """How many choices the client gets."""
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its special tokens to the prompt; None: to a text, but not to a conversation."""
+    """Whether the tokenizer adds special tokens to the prompt; None = to texts but not to conversations."""
     truncate_prompt_tokens: int | None = None
-    """How many tokens of the prompt are kept; -1: as many as leave room for max_tokens."""
+    """How many tokens of the prompt are kept; -1 = as many as leave space for max_tokens."""
     truncation_side: str = "left"
     """The end of the prompt that is cut off: "left" or "right"."""
     suffix: str = ""
-    """The text after the generated one; "" = none."""
+    """The text that follows the generated one; "" = none."""
     spaces_between_special_tokens: bool = True
     bad_words: tuple[str, ...] = ()
     """Texts that must not be generated."""
     priority: int = 0
-    """The priority level; 0: the model's default, or the request's."""
+    """The priority level; 0 = the request's, or else the model's default."""
     best_of: int = 1
     """How many choices are generated; the client gets the n with the largest cumulative logprob."""
     constraint: Constraint | None = None
     """Structured output."""
     reasoning: ReasoningParams | None = None
-    """The model's markers of reasoning, and the budget."""
+    """The model's reasoning markers, and the budget."""
 
     def of_choice(self, index: int) -> GenerationParams:
-        """The parameters of one choice, as if alone: with the seed `index` higher."""
+        """The parameters of one choice as if it were alone: the seed is increased by `index`."""
         sampling = msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + index) & SEED_MASK)
-        if index:  # the first choice has them for all
+        if index:  # the first choice has them on behalf of all
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return replace(self, sampling=sampling, n=1, best_of=1)
 
@@ -116,7 +116,7 @@ def _refuse(name: str, value: Any, expected: str) -> Exception:
 def _number(
     kind: type[int] | type[float], minimum: float, maximum: float | None = None, *, is_open: bool = False
 ) -> Parser:
-    """is_open: whether the minimum is excluded"""
+    """is_open: whether the minimum itself is excluded"""
     noun = "an integer" if kind is int else "a number"
     limits = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
     expected = f"{noun} above {minimum}" if is_open else f"{noun} {limits}"
@@ -152,7 +152,7 @@ def _named(name: str) -> str:
 
 
 def _from_json_text(name: str, value: Any) -> Any:
-    """Request parameters can only be scalars, so lists and objects arrive in them as JSON text."""
+    """Request parameters can only be scalars, so lists and objects are passed as JSON text."""
     if isinstance(value, str):
         check_at_most(_named(name), len(value), MAX_SAMPLING_JSON_BYTES, "characters of JSON")
         try:
@@ -174,7 +174,7 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
 
 def _text(name: str, value: Any) -> str:
     try:
-        if isinstance(value, str) and value.encode():  # JSON strings may hold half of a surrogate pair
+        if isinstance(value, str) and value.encode():  # JSON strings may contain half of a surrogate pair
             return value
     except UnicodeEncodeError:
         pass
@@ -226,7 +226,7 @@ def _one_of(*choices: str) -> Parser:
 
 
 def _logit_bias(name: str, value: Any) -> dict[Any, float]:
-    """Wrong keys are kept: `_check_vocabulary` names them all in one error."""
+    """Invalid keys are kept: `_check_vocabulary` names all of them in one error."""
     items = _from_json_text(name, value)
     if not isinstance(items, dict):
         raise _refuse(name, value, "an object of token id to bias")
@@ -236,7 +236,7 @@ def _logit_bias(name: str, value: Any) -> dict[Any, float]:
 
 
 def _token_id(key: Any) -> Any:
-    """A key of a JSON object, as a number if it is one."""
+    """A key of a JSON object, as a number if it is numeric."""
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
 
 
@@ -274,7 +274,7 @@ _PARSERS: dict[str, Parser] = {
     "best_of": _number(int, 1, MAX_CHOICES),
 }
 _READ_TOGETHER = frozenset((*constraints.FIELDS, *REASONING_FIELDS))
-"""Parameters that structured_outputs/ reads."""
+"""Parameters read by structured_outputs/."""
 ACCEPTED = tuple(sorted((*_PARSERS, *_READ_TOGETHER)))
 _OUTSIDE_SAMPLING = (
     "stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "lora_name", "n", "best_of",
@@ -285,7 +285,7 @@ _OUTSIDE_SAMPLING = (
 
 
 def parse_sampling_parameter(name: str, value: Any) -> Any:
-    """The value of one parameter; None for null. Raises TritonError as `parse_sampling_parameters` does."""
+    """The value of one parameter; None for null. Raises TritonError like `parse_sampling_parameters`."""
     if name in NOT_SUPPORTED:
         raise unsupported(f"sampling parameter '{name}' is not supported by this backend")
     parser = _PARSERS.get(name)
@@ -301,7 +301,7 @@ def parse_sampling_parameter(name: str, value: Any) -> Any:
 def parse_sampling_parameters(
     values: Mapping[str, Any],
     *,
-    room_tokens: int,
+    remaining_tokens: int,
     vocab_size: int,
     logprobs_needed: bool = False,
     max_logprobs: int = 20,
@@ -309,15 +309,15 @@ def parse_sampling_parameters(
 ) -> GenerationParams:
     """Checks `values` and builds the parameters of one request.
 
-    room_tokens: how many tokens fit after the prompt; max_tokens is cut to it
-    vocab_size: bounds token ids
-    logprobs_needed: whether an output needs the sampled token's logprob, also without the parameter
-    max_logprobs: most tokens of a position whose logprobs a request gets
+    remaining_tokens: how many tokens fit after the prompt; max_tokens is reduced to it
+    vocab_size: upper bound of token ids
+    logprobs_needed: whether an output needs the sampled token's logprob even without the parameter
+    max_logprobs: maximum number of logprobs per position
     defaults: the model's own, for parameters that are missing or null
 
-    Without a default, a max_tokens of null is all the room. Without a seed, or with vLLM's -1, one is drawn.
+    Without a default, a max_tokens of null means remaining_tokens. Without a seed, or with vLLM's -1, one is drawn.
 
-    Raises TritonError INVALID_ARG for a bad value or an unknown name, UNSUPPORTED for one of NOT_SUPPORTED.
+    Raises TritonError INVALID_ARG for an invalid value or an unknown name, UNSUPPORTED for one of NOT_SUPPORTED.
     """
     check_at_most("the request", len(values), MAX_PARAMETERS, "sampling parameters")
     fields = {
@@ -326,12 +326,12 @@ def parse_sampling_parameters(
         if name not in IGNORED_REQUEST_PARAMETERS and name not in _READ_TOGETHER
     }
     constraint, reasoning = constraints.read(values), read_reasoning(values)
-    max_tokens = _max_tokens(fields, defaults, room_tokens)
+    max_tokens = _max_tokens(fields, defaults, remaining_tokens)
     chosen = {**defaults, **{name: value for name, value in fields.items() if value is not None}}
     chosen.pop("max_tokens", None)
     if chosen.get("top_p") == 0.0:  # greedy
         chosen |= {"temperature": 0.0, "top_p": 1.0}
-    _check_min_tokens(chosen, values, max_tokens, room_tokens)
+    _check_min_tokens(chosen, values.get("min_tokens"), max_tokens, remaining_tokens)
     _check_vocabulary(chosen, vocab_size)
     _check_logprobs(chosen, vocab_size, max_logprobs)
     _check_choices(chosen)
@@ -344,31 +344,29 @@ def parse_sampling_parameters(
         max_tokens=max_tokens,
         seed=random.getrandbits(63) if seed == -1 else seed & SEED_MASK,
         logprobs=logprobs,
-        top_k=min(max(top_k, 0), vocab_size),  # a larger one has no effect, and may not fit the engine's integers
+        top_k=min(max(top_k, 0), vocab_size),  # a larger value has no effect, and might not fit the engine's integers
         **chosen,
     )
     return GenerationParams(sampling=sampling, constraint=constraint, reasoning=reasoning, **others)
 
 
-def _max_tokens(fields: dict[str, Any], defaults: Mapping[str, Any], room_tokens: int) -> int:
-    """Takes max_tokens out of `fields`."""
+def _max_tokens(fields: dict[str, Any], defaults: Mapping[str, Any], remaining_tokens: int) -> int:
+    """Removes max_tokens from `fields` and returns it."""
     max_tokens: int | None = fields.pop("max_tokens", defaults.get("max_tokens", DEFAULT_MAX_TOKENS))
     if max_tokens is None:
-        max_tokens = defaults.get("max_tokens", room_tokens)
-    return min(max_tokens, room_tokens)
+        max_tokens = defaults.get("max_tokens", remaining_tokens)
+    return min(max_tokens, remaining_tokens)
 
 
-def _check_min_tokens(chosen: dict[str, Any], values: Mapping[str, Any], max_tokens: int, room_tokens: int) -> None:
-    minimum = chosen.get("min_tokens", 0)
-    if minimum <= max_tokens:
-        return
-    if max_tokens < room_tokens:
-        raise _refuse("min_tokens", values["min_tokens"], f"at most max_tokens ({max_tokens})")
-    raise _refuse("min_tokens", values["min_tokens"], f"at most the {room_tokens} tokens that fit after the prompt")
+def _check_min_tokens(chosen: Mapping[str, Any], given: Any, max_tokens: int, remaining_tokens: int) -> None:
+    if chosen.get("min_tokens", 0) > max_tokens:
+        fits = f"the {remaining_tokens} tokens that fit after the prompt"
+        limit = f"max_tokens ({max_tokens})" if max_tokens < remaining_tokens else fits
+        raise _refuse("min_tokens", given, f"at most {limit}")
 
 
 def _check_logprobs(chosen: dict[str, Any], vocab_size: int, most: int) -> None:
-    """Replaces -1, the whole vocabulary."""
+    """Replaces -1, which means the whole vocabulary."""
     for name in ("logprobs", "prompt_logprobs"):
         if (count := chosen.get(name)) is not None:
             chosen[name] = vocab_size if count < 0 else count
@@ -395,7 +393,7 @@ def _check_vocabulary(chosen: dict[str, Any], vocab_size: int) -> None:
 
 
 AUTO, VLLM_DEFAULTS = "auto", "vllm"
-"""Values of the engine argument `generation_config` besides a folder: the checkpoint's file, or none."""
+"""Values of the engine argument `generation_config` other than a folder: read the checkpoint's file, or none."""
 _PARAMETER_OF = {
     "repetition_penalty": "repetition_penalty",
     "temperature": "temperature",
@@ -408,10 +406,10 @@ _PARAMETER_OF = {
 
 
 def read_sampling_defaults(config: EngineConfig) -> dict[str, Any]:
-    """A model's own defaults by sampling parameter, from generation_config.json and override_generation_config.
+    """A model's sampling defaults by parameter, from generation_config.json and override_generation_config.
 
-    A bad value in the checkpoint's file is left out with a warning. Raises TritonError INVALID_ARG naming the engine
-    argument for a bad value of the operator. End-of-sequence tokens are read by the engine.
+    An invalid value in the checkpoint's file is skipped with a warning. Raises TritonError INVALID_ARG naming the
+    engine argument for an invalid value from the operator. End-of-sequence tokens are read by the engine.
     """
     defaults: dict[str, Any] = {}
     for field, value in _file_of(config).items():
@@ -453,7 +451,7 @@ def _file_of(config: EngineConfig) -> Mapping[str, Any]:
 
 
 def _checkpoint_of(config: EngineConfig) -> Path:
-    """The model's directory. For a hub id, it is the load's first access to the hub. Raises TritonError INVALID_ARG."""
+    """The model's directory. For a hub id, this is a load's first access to the hub. Raises TritonError INVALID_ARG."""
     try:
         return local_directory(config.model, config.engine_python)
     except (ValueError, OSError) as error:

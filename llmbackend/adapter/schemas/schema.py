@@ -1,7 +1,7 @@
-"""The interface of schemas, which translate between a model's Triton tensors and generations, and what they share.
+"""The interface of schemas, which translate between a model's Triton tensors and generations, and their common code.
 
-For: the schemas of vLLM and TensorRT-LLM, and their users. Does not know: a schema's tensors. Invariant: a schema reads
-a request completely; nothing reads its tensors later.
+Used by the schemas of vLLM and TensorRT-LLM, and by their callers. Independent of any schema's tensors. Invariant: a
+schema reads a request completely; its tensors are not read later.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from ..text.tokenizer import ModelTokenizer
 logger = logging.getLogger(__name__)
 
 SEQUENCE_INDEX: Final = "sequence_index"
-"""The output that says to which choice a response belongs."""
+"""The output with the index of the choice to which a response belongs."""
 PROMPT_OUTPUTS: Final = ("prompt_token_ids", "prompt_logprobs", "prompt_text", "prompt_first_token")
-"""Outputs that are in one response of a request."""
+"""Outputs that occur in only one response of a request."""
 CONSTRAINT_FIELDS = frozenset(FIELDS)
 GUIDE_TYPE, GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
 """TensorRT-LLM's tensors for structured output."""
@@ -51,7 +51,7 @@ class TaskTimes:
     exec_start_ns: int
     """Execute was called with its request."""
     compute_start_ns: int = 0
-    """Its request was converted."""
+    """Its request had been converted."""
     taken_ns: int = 0
     """An engine took it for the first time."""
     first_token_ns: int = 0
@@ -65,7 +65,7 @@ class OutputOptions:
     stream: bool
     prepend_prompt: bool
     outputs: frozenset[str]
-    """Names of the outputs that the request's flags enable and its client requested."""
+    """Names of the outputs that are both enabled by the request's flags and requested by its client."""
     logprobs: bool = False
     """Whether an output needs the logprob of the sampled token."""
     text_tokens: bool = False
@@ -74,7 +74,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True)
 class LlmInputs:
-    """The request for one generation. Exactly one of text_input, messages and input_ids is set."""
+    """The parameters of one generation. Exactly one of text_input, messages and input_ids is set."""
 
     options: OutputOptions
     sampling: Mapping[str, Any]
@@ -83,25 +83,25 @@ class LlmInputs:
     messages: bytes | None = None
     """JSON."""
     parsed_messages: Any = None
-    """The parsed messages, where the host has them; None = not parsed yet."""
+    """The parsed messages, if the host has them; None = not parsed yet."""
     input_ids: npt.NDArray[Any] | None = None
     """Token ids: integers, one dimension."""
     prior_output_ids: npt.NDArray[Any] | None = None
-    """Tokens that were sent before, after which the generation continues; never empty."""
+    """Tokens that have already been sent and after which the generation continues; never empty."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids, each of which ends the generation."""
+    """Sequences of token ids that end the generation."""
     max_tokens_must_fit: bool = False
-    """Whether a max_tokens beyond the context is refused; otherwise it is cut."""
+    """Whether a max_tokens beyond the context is refused rather than reduced."""
     bias: TokenBias = NO_BIAS
     """Added to logits, on top of `sampling`."""
     batch_index: int = 0
     """The prompt's index in its request."""
     num_sequences: int = 1
-    """Generations of its prompt."""
+    """Number of generations of its prompt."""
     sequence_index: int = 0
     """The generation's index among those of its prompt."""
     prompt_only: bool = False
-    """Whether nothing is generated: the outputs describe the prompt."""
+    """Whether nothing is generated and the outputs only describe the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +109,18 @@ class Prompt:
     """A generation's prompt."""
 
     text: str
-    """"" where the prompt was given as token ids and is not part of the output."""
+    """"" if the prompt was given as token ids and is not part of the output."""
     token_ids: tuple[int, ...]
 
 
 class Generation(Protocol):
-    """What a reply may read of its generation besides the tokens."""
+    """What a reply may read of its generation apart from the tokens."""
 
     times: TaskTimes
     kv_block_size: int
     """Tokens per block of the engines' KV cache."""
     num_draft_tokens: int
-    """Tokens that engines guessed for it."""
+    """Draft tokens that engines proposed for it."""
     num_accepted_draft_tokens: int
 
     @property
@@ -134,14 +134,14 @@ class Generation(Protocol):
 
 
 class Reply:
-    """Makes the outputs of one generation, response by response."""
+    """Builds the outputs of one generation, response by response."""
 
     __slots__ = ()
     waits_for_text: bool
-    """Whether a stream has nothing to send while all of its text is held back."""
+    """Whether a stream sends nothing while all of its text is held back."""
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """entries: of the next tokens of the prompt. Does nothing where no output has them."""
+        """entries: those of the next prompt tokens. Does nothing if no output needs them."""
 
     def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
         """The outputs of one response."""
@@ -152,19 +152,19 @@ class Schema(Protocol):
     """The tensors of one model. Read-only: any thread uses it."""
 
     needs_tokenizer: bool
-    """False: prompts and outputs are token ids, and the model needs no tokenizer."""
+    """False = prompts and outputs are token ids, and the model needs no tokenizer."""
     outputs_of_prompt: frozenset[str]
-    """Outputs that say something about the prompt: equal for all its generations."""
+    """Outputs that describe the prompt and hence are equal for all its generations."""
     has_model_defaults: bool
-    """Whether the model's generation_config.json gives the sampling parameters that a request omits."""
+    """Whether the model's generation_config.json supplies the sampling parameters that a request omits."""
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         """A copy of `config` with the tensors that it does not declare. Raises TritonError INVALID_ARG for a declared
         tensor that does not fit."""
 
     def read(self, request: Request) -> Sequence[LlmInputs]:
-        """A request's generations, at least one. Raises TritonError INVALID_ARG naming the tensor, or UNSUPPORTED for
-        one that this backend does not serve."""
+        """The generations of a request, at least one. Raises TritonError INVALID_ARG naming the tensor, or UNSUPPORTED
+        for a tensor that this backend does not support."""
 
     def reply(
         self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer, not_enforced: Sequence[str] = ()
@@ -187,10 +187,10 @@ class TensorType:
     """A tensor as a configuration declares it, without the batch dimension."""
 
     data_type: str
-    """"" = any datatype, and any dims."""
+    """"" = any datatype and any dims."""
     dims: tuple[int, ...] = (1,)
     usual: str = "TYPE_FP16"
-    """The datatype of a tensor of any datatype, where a configuration does not declare it."""
+    """The datatype of a tensor for which any is accepted, if the configuration does not declare it."""
 
     def __str__(self) -> str:
         return f"{self.data_type}{list(self.dims)}"
@@ -199,10 +199,10 @@ class TensorType:
 def complete_config(
     config: ModelConfig, inputs: Mapping[str, TensorType], outputs: Mapping[str, TensorType]
 ) -> ModelConfig:
-    """A copy of `config` with the tensors that it does not declare, inputs as optional ones, and with decoupled
+    """A copy of `config` with the tensors that it does not declare (inputs as optional ones), and with decoupled
     responses unless it says otherwise.
 
-    Raises TritonError INVALID_ARG for a declared tensor that is not in the table, or has another type or shape.
+    Raises TritonError INVALID_ARG for a declared tensor that is not in the table, or has a different type or shape.
     """
     completed = model_config_pb2.ModelConfig()
     completed.CopyFrom(config)
@@ -216,7 +216,7 @@ def complete_config(
 def complete_unbatched_config(
     config: ModelConfig, inputs: Mapping[str, TensorType], outputs: Mapping[str, TensorType]
 ) -> ModelConfig:
-    """As `complete_config`, with all inputs optional and max_batch_size 0."""
+    """Like `complete_config`, with all inputs optional and max_batch_size 0."""
     completed = complete_config(config, inputs, outputs)
     for tensor in completed.input:
         tensor.optional = True
@@ -248,12 +248,12 @@ def _check_declared(kind: str, tensor: Any, table: Mapping[str, TensorType]) -> 
 
 
 def text_of(tensor: Tensor) -> str:
-    """The string of a tensor with one element."""
+    """The string in a tensor with one element."""
     return decoded(tensor.name, single(tensor))
 
 
 def decoded(name: str, value: Any) -> str:
-    """One element of a BYTES tensor as text. Raises TritonError INVALID_ARG naming the input."""
+    """One element of a BYTES tensor as text. Raises TritonError INVALID_ARG that names the input."""
     try:
         return value.decode("utf-8") if isinstance(value, bytes) else str(value)
     except UnicodeDecodeError as error:
@@ -261,7 +261,7 @@ def decoded(name: str, value: Any) -> str:
 
 
 def single(tensor: Tensor) -> Any:
-    """The element of a tensor with one. Raises TritonError INVALID_ARG."""
+    """The only element of a tensor. Raises TritonError INVALID_ARG."""
     if tensor.data.size != 1:
         raise invalid_argument(f"input '{tensor.name}' has {tensor.data.size} elements, expected 1")
     return tensor.data.ravel()[0]
@@ -289,7 +289,7 @@ def may_have_constraint(request: Request) -> bool:
 
 
 def is_stop(request: Request) -> bool:
-    """Whether the request only asks to end other requests with its id: TensorRT-LLM's input `stop`."""
+    """Whether the request only asks to end other requests with the same id: TensorRT-LLM's input `stop`."""
     tensor = request.inputs.get("stop")
     return tensor is not None and bool(np.any(tensor.data))
 
@@ -300,13 +300,13 @@ def wanted_outputs(enabled: Iterable[str], request: Request) -> frozenset[str]:
 
 
 def outputs_of(values: Mapping[str, Any], datatypes: Mapping[str, str], *, stream: bool) -> Sequence[Tensor]:
-    """The outputs with these values, by name: as values in a stream, which has a response per token; otherwise as
-    tensors, so that the event loop need not make large ones."""
+    """The outputs with these values, by name: as plain values in a stream, which has a response per token; otherwise as
+    tensors, so that the event loop need not create large ones."""
     layout = layout_of(tuple(values), tuple([datatypes[name] for name in values]))
     outputs = Outputs(layout, tuple(values.values()))
     return outputs if stream else outputs.tensors
 
 
 def parameter(config: ModelConfig, name: str) -> str:
-    """A parameter of config.pbtxt; "" when there is none. (Indexing the protobuf map would add it.)"""
+    """A parameter of config.pbtxt; "" if there is none. (Indexing the protobuf map would add it.)"""
     return config.parameters[name].string_value if name in config.parameters else ""

@@ -1,6 +1,6 @@
-"""How requests with TensorRT-LLM's tensors are read and answered, in its users' form and in that of its core model.
+"""Reads and answers requests with TensorRT-LLM's tensors, in its text form and in that of its core model.
 
-For: models of the schemas "tensorrtllm" and "tensorrtllm_core". Does not know: tokenizers, engines. Invariant:
+Used for models of the schemas "tensorrtllm" and "tensorrtllm_core". Independent of tokenizers and engines. Invariant:
 TensorRT-LLM's rules and defaults apply, not vLLM's.
 Source: triton_backend, utils.cc, model_instance_state.cc and the defaults of the sampling layers of TensorRT-LLM.
 """
@@ -72,10 +72,10 @@ _DATATYPES = {
 class TensorRtLlmSchema:
     """The schemas of TensorRT-LLM's models.
 
-    "tensorrtllm": text in, text out, as its `ensemble` and `tensorrt_llm_bls` models. "tensorrtllm_core": token ids in
-    and out, as its `tensorrt_llm` model between `preprocessing` and `postprocessing`. Without top_k and top_p a
-    generation is greedy; the seed is 0; in the core form only `end_id` ends a generation; the token that ended it is no
-    output; a batch of N prompts gives N generations with responses of their own.
+    "tensorrtllm": text in, text out, like its `ensemble` and `tensorrt_llm_bls` models. "tensorrtllm_core": token ids
+    in and out, like its `tensorrt_llm` model between `preprocessing` and `postprocessing`. Without top_k and top_p a
+    generation is greedy; the seed is 0; in the core form only `end_id` ends a generation; the token that ended it is
+    not part of the output; a batch of N prompts makes N generations with separate responses.
     """
 
     outputs_of_prompt = frozenset({"num_input_tokens"})
@@ -150,7 +150,7 @@ class TensorRtLlmSchema:
         )
 
     def _sampling(self, row: Row) -> dict[str, Any]:
-        """Sampling parameters under the names of sampling.py."""
+        """Sampling parameters under their names in sampling.py."""
         values: dict[str, Any] = {name: row.number(name) for name in _FLOAT_FIELDS if name in row}
         values |= self._token_choice(row)
         values["max_tokens"] = row.number("request_output_len" if self._is_core else "max_tokens", required=True)
@@ -234,7 +234,7 @@ class Row:
         return bool(self.number(name, default))
 
     def text(self, name: str) -> str:
-        """The input's string; "" when it is not given."""
+        """The input's string; "" if it is not given."""
         return decoded(name, self.number(name, b""))
 
     def texts(self, name: str) -> list[str]:
@@ -253,9 +253,9 @@ class Row:
         return {int(token_id): float(flat[token_id]) for token_id in np.flatnonzero(flat)}
 
     def refuse(self, names: Collection[str]) -> None:
-        """Refuses inputs of these names that ask for something."""
+        """Refuses those of the named inputs that ask for something."""
         for name, values in self._values.items():
-            if name in names and _asks_for_something(name, values):
+            if name in names and _is_used(name, values):
                 raise unsupported(f"input '{name}' is not supported by this backend")
 
     def refuse_unsupported(self) -> None:
@@ -264,7 +264,7 @@ class Row:
             raise unsupported(f"'beam_width' is {self.number('beam_width')}, only 1 is supported by this backend")
 
 
-def _asks_for_something(name: str, values: npt.NDArray[Any]) -> bool:
+def _is_used(name: str, values: npt.NDArray[Any]) -> bool:
     if name == "decoder_input_ids":  # preprocessing sends one padding token to every model
         return values.size > 1
     if values.dtype == np.object_:
@@ -283,7 +283,7 @@ _GUIDE_TYPES = {
 
 
 def _constraint(row: Row) -> Constraint | None:
-    """The guide's constraint. A preprocessing model sends empty strings for no guide."""
+    """The constraint expressed by the guide. A preprocessing model sends empty strings if there is none."""
     kind, guide = _guide_text(row, "guided_decoding_guide_type"), _guide_text(row, "guided_decoding_guide")
     if not kind and not guide:
         return None
@@ -339,7 +339,7 @@ def _weighted_words(row: Row) -> list[tuple[str, float]]:
 
 
 def _words(name: str, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
-    """Words as token ids, from two rows: the ids of all words, and the end of each word in them; both padded."""
+    """Words as token ids, from two padded rows: the ids of all words, and the end of each word in them."""
     if values.ndim != 2 or values.shape[0] != 2:
         raise invalid_argument(f"Invalid format for word list: '{name}' has shape {list(values.shape)}, expected [2,n]")
     check_at_most(f"input '{name}'", values.shape[1], MAX_STOPS_TOTAL_LENGTH, "columns")
@@ -362,8 +362,8 @@ def _words(name: str, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
 class TensorRtLlmReply(Reply):
     """TensorRT-LLM's outputs of one generation.
 
-    A beam dimension of 1 stands before the tokens. Without streaming, the prompt stands before the output unless it is
-    excluded; in a stream it never does.
+    The tokens have a leading beam dimension of 1. Without streaming, the output begins with the prompt unless excluded;
+    a stream never contains it.
     Source: fillTritonResponse in TensorRT-LLM's model_instance_state.cc; its postprocessing for text.
     """
 
@@ -402,9 +402,9 @@ class TensorRtLlmReply(Reply):
 
 
 def performance(generation: Generation) -> dict[str, Any]:
-    """The outputs of `return_perf_metrics` so far. Blocks are counted from tokens: recomputation does not show."""
+    """The outputs of `return_perf_metrics` so far. Blocks are derived from token counts, without recomputation."""
     times, block_size = generation.times, generation.kv_block_size
-    # The last token needs no room before the next one is computed.
+    # The last token needs no KV space until the next one is computed.
     blocks = -(-(generation.num_prompt_tokens + max(generation.num_output_tokens - 1, 0)) // block_size)
     reused = generation.num_cached_tokens // block_size
     drafts, accepted = generation.num_draft_tokens, generation.num_accepted_draft_tokens

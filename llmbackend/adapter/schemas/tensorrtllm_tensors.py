@@ -1,7 +1,8 @@
-"""TensorRT-LLM's tensors: names, datatypes and shapes, and which of them this backend does not serve.
+"""TensorRT-LLM's tensors: names, datatypes and shapes, and which of them this backend does not support.
 
-For: TensorRtLlmSchema. Does not know: how a tensor is read. Invariant: every tensor of TensorRT-LLM's own
-configurations is here, so that they load unchanged; a request that uses one that is not served is refused by its name.
+Used by TensorRtLlmSchema. Independent of how a tensor is read. Invariant: every tensor in TensorRT-LLM's own
+configurations is listed, so that they load unchanged; a request that uses an unsupported tensor is refused with the
+tensor's name.
 Source: inflight_batcher_llm's config.pbtxt files (TensorRT-LLM 1.0), and the names of earlier releases.
 """
 
@@ -119,7 +120,7 @@ REFUSED_INPUTS = frozenset(
         "skip_cross_attn_blocks", "use_draft_logits", "video_bytes_input",
     }
 )  # fmt: skip
-"""Refused unless the tensor is without elements, of zeros, or of empty strings."""
+"""Refused unless the tensor is empty, all zeros, or all empty strings."""
 
 _PERF_OUTPUT_TYPES: dict[str, TensorType] = {
     "kv_cache_alloc_new_blocks": _INT,

@@ -1,7 +1,7 @@
 """vllm_backend's tensors, and how requests are read and answered.
 
-For: models of the schema "vllm", the default. Does not know: tokenizers, engines. Invariant: names, datatypes, shapes
-and rules are those of vllm_backend, so that its clients work unchanged; additions of this backend are marked.
+Used for models of schema "vllm", the default. Independent of tokenizers and engines. Invariant: names, datatypes,
+shapes and rules are those of vllm_backend, so that its clients work unchanged; additions by this backend are marked.
 Source: vllm_backend's src/model.py and src/utils/request.py.
 """
 
@@ -78,36 +78,36 @@ INPUTS: dict[str, TensorType] = {
     "return_num_input_tokens": _FLAG,
     "return_num_output_tokens": _FLAG,
     "embedding_request": _TEXT,
-    # Additions of this backend: a conversation for the chat template, token ids instead of text, the generated token
-    # ids, the tokens with the text that each added, and how many tokens of the prompt the prefix cache had.
+    # Additions by this backend: a conversation for the chat template, token ids in place of text, the generated token
+    # ids, the tokens with the text that each added, and the number of prompt tokens found in the prefix cache.
     "messages": _TEXT,
     "input_ids": TensorType("TYPE_INT32", (-1,)),
     "return_output_ids": _FLAG,
     "return_stop_reason": _FLAG,
     "return_text_tokens": _FLAG,
     "return_num_cached_tokens": _FLAG,
-    # Which of `n` choices a response belongs to; without it, and without a stream, one response has them all.
+    # To which of `n` choices a response belongs; without it, and without a stream, one response contains all of them.
     "return_sequence_index": _FLAG,
     "return_prompt_token_ids": _FLAG,
-    # The prompt as text, and the text of its first token, which `prompt_logprobs` does not name.
+    # The prompt as text, and the text of its first token, which `prompt_logprobs` omits.
     "return_prompt_text": _FLAG,
     "return_prompt_first_token": _FLAG,
-    # Nothing is generated, and no engine gets the request: the answer describes the prompt, which may be longer than
-    # the context, or empty. Only with it: the names of the prompt's tokens as a JSON list, the context's size, and the
-    # tokenizer's configuration.
+    # Nothing is generated, and no engine gets the request: the answer describes the prompt, which may be empty or
+    # longer than the context. Available only with it: the names of the prompt's tokens as a JSON list, the context
+    # length, and the tokenizer's configuration.
     "prompt_only": _FLAG,
     "return_prompt_tokens": _FLAG,
     "return_max_model_len": _FLAG,
     "return_tokenizer_config": _FLAG,
-    # The request is checked as for a generation, and the answer has its effective sampling parameters.
+    # The request is checked as if for a generation, and the answer contains its effective sampling parameters.
     "return_sampling_parameters": _FLAG,
-    # The tokens that an interrupted generation has sent; this request continues after them.
+    # Tokens that an interrupted generation has sent; this request continues after them.
     "prior_output_ids": TensorType("TYPE_INT32", (-1,)),
-    # All counts of a generation so far, with its first and its last response, so that others have only their text.
+    # All counts of a generation so far, in its first and last responses, so that the others contain only text.
     "return_usage": _FLAG,
-    # The keywords of the request's JSON schemas that are not enforced, with the first response.
+    # The keywords of the request's JSON schemas that are not enforced, in the first response.
     "return_not_enforced": _FLAG,
-    # When the generation arrived, an engine took it, and its first and last token came (ns, of one clock).
+    # When the generation arrived, was taken by an engine, and had its first and last tokens (ns, same clock).
     "return_times": _FLAG,
 }
 OUTPUTS: dict[str, TensorType] = {
@@ -142,9 +142,9 @@ _DATATYPES = {
 _TEXTS = ("text_output", "finish_reason")
 NOT_ENFORCED = "not_enforced"
 USAGE = "usage"
-"""Tokens of the prompt, of the answer, and of the prompt that the prefix cache had."""
+"""Number of prompt tokens, output tokens, and prompt tokens found in the prefix cache."""
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
-"""A request parameter that only the OpenAI frontend can set: vLLM's OpenAI server refuses what vllm_backend cuts."""
+"""A request parameter that only the OpenAI frontend can set: vLLM's OpenAI server refuses what vllm_backend reduces."""
 _SCANNED_BYTES, _SCANNED_KEYS = 4 << 20, 1024
 """Longer JSON texts are not searched for their largest parameter."""
 VLLM_BACKEND = "vllm"
@@ -167,7 +167,7 @@ class VllmSchema:
         return complete_unbatched_config(config, INPUTS, OUTPUTS)
 
     def client_error(self, error: TritonError) -> TritonError:
-        """vllm_backend puts this prefix before every error but cancels and unknown adapters."""
+        """vllm_backend puts this prefix before all errors except cancellations and unknown adapters."""
         if not self._is_vllm_backend or isinstance(error, LoraError) or error.code is ErrorCode.CANCELLED:
             return error
         return TritonError(f"Error generating stream: {error.message}", error.code, error.param)
@@ -297,8 +297,8 @@ def _flag(request: Request, name: str) -> bool:
 class VllmReply(Reply):
     """vllm_backend's outputs of one generation.
 
-    In a stream every output has only what is new, except cumulative_logprob, which is the sum so far, and the counts of
-    the prompt, which are in every response.
+    In a stream every output contains only what is new, except cumulative_logprob (the sum so far) and the counts of the
+    prompt (in every response).
     Source: create_response in vllm_backend's src/utils/request.py.
     """
 
@@ -314,14 +314,14 @@ class VllmReply(Reply):
         self._outputs = inputs.options.outputs
         self._stream = inputs.options.stream
         self.waits_for_text = "text_output" in self._outputs
-        """A response's text and tokens then belong together."""
+        """then a response's text and tokens belong together"""
         names = [name for name in _TEXTS if name in self._outputs]
         is_text = "text_output" in names and len(names) == len(self._outputs) and self._stream
         self._text_layout = layout_of(tuple(names), ("BYTES",) * len(names)) if is_text else None
-        """Of a stream of nothing but text, as most are; None for others."""
+        """For streams of nothing but text, which most are; None for others."""
         self._sequence_index = inputs.sequence_index
         self._prepended = prompt.text if inputs.options.prepend_prompt else ""
-        """To the first text."""
+        """Prepended to the first text."""
         self._prompt_text = ""
         """The output of this name."""
         if "prompt_text" in self._outputs:
@@ -330,7 +330,7 @@ class VllmReply(Reply):
         self._prompt_logprobs: list[dict[str, dict[str, object]]] = []
         self._prompt_logprobs_json: list[bytes] = []
         self._is_first = True
-        """Whether no usage has been sent."""
+        """Whether no usage has been sent yet."""
         self._not_enforced: Sequence[str] | None = not_enforced
         """None once they have been sent."""
         self._has_prompt_outputs = inputs.sequence_index == 0 and not self._outputs.isdisjoint(PROMPT_OUTPUTS)
@@ -361,7 +361,7 @@ class VllmReply(Reply):
             self._prompt_logprobs_json += map(_encode_json, positions)  # encoding all at once would take long
 
     def _of_prompt(self) -> list[Tensor]:
-        """The outputs of the first response alone."""
+        """The outputs that only the first response has."""
         tensors: list[Tensor] = []
         if "prompt_token_ids" in self._outputs:
             tensors.append(Tensor.of("prompt_token_ids", np.array(self._prompt_token_ids, np.int32)))
@@ -410,7 +410,7 @@ class VllmReply(Reply):
         return values
 
     def _position(self, entry: TokenLogprobs) -> dict[str, dict[str, object]]:
-        """The sampled token first, then the most likely ones, then those that were asked for, without a rank."""
+        """The sampled token first, then the most likely ones, then those requested explicitly, which have no rank."""
         position = {str(entry.token_id): self._logprob(entry.token_id, entry.logprob, entry.rank)}
         for index, (token_id, logprob) in enumerate(entry.top):
             position.setdefault(str(token_id), self._logprob(token_id, logprob, index + 1))
@@ -419,7 +419,7 @@ class VllmReply(Reply):
         return position
 
     def _logprob(self, token_id: int, logprob: float, rank: int | None) -> dict[str, object]:
-        # JSON has no minus infinity, and a client in this process gets what others get.
+        # JSON has no minus infinity, and clients in this process get the same as others.
         shown = logprob if logprob > -math.inf else None
         text = self._tokenizer.token_text(token_id)
         entry: dict[str, object] = {"logprob": shown, "rank": rank, "decoded_token": text}

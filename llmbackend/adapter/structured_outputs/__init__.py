@@ -1,1 +1,1 @@
-"""From what a client asks of its output (a schema, a choice, tags …) to a grammar. Begin with compilation.py."""
+"""Turns a client's output constraint (a schema, a choice, tags …) into a grammar. Start with compilation.py."""

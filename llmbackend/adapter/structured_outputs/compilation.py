@@ -1,9 +1,9 @@
-"""Makes the engine's grammar of a constraint, and checks it with the engine's compiler.
+"""Builds the engine's grammar for a constraint, and checks it with the engine's compiler.
 
-For: request_conversion.py. Does not know: requests, the engine. Invariants: a returned grammar compiles; the same
-constraint gives the same grammar; recent grammars are cached. Whether a grammar can be followed is tried with the
-beginnings of a few random texts, so a dead end after them is not found, nor a mask that takes too much work only for
-the model's vocabulary.
+Used by request_conversion.py. Independent of requests and the engine. Invariants: a returned grammar compiles; equal
+constraints give equal grammars; recent grammars are cached. Whether output can follow a grammar is only tested with the
+beginnings of a few random texts. So a later dead end is not found, and neither is a mask that exceeds the limits only
+with the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -33,42 +33,42 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _ESCAPES: Final = 'nrbtf\\"'
-"""JSON escapes that are generated: without \\u each string, and so each property name, has one spelling."""
+"""JSON escapes that may be generated. Without \\u, each string (and so each property name) has only one spelling."""
 DEFAULT_WHITESPACE: Final = r"\x20|\n\x20{0,40}"
-"""Between two parts of JSON: one space, or a line break and an indentation. A weak model that may write more whitespace
-writes nothing else."""
+"""Between two parts of JSON: one space, or a line break and an indentation. If more whitespace is allowed, a weak model
+may write nothing else."""
 _WHITESPACE_ONLY = re.compile(r"(?:[ \n\r\t]|\\[nrts]|\\x20|\\u0020|[\[\](){}?*+|,0-9])*")
 _CACHED_GRAMMARS_CHARS = 8 << 20
 _MAX_ERROR_CHARS = 300
 _MAX_PATHS = 4
 _ONE_OF: Final = "oneOf constraints are not supported"
-"""The compiler's error for alternatives that it cannot prove to be mutually exclusive."""
+"""The compiler's error for alternatives that it cannot prove mutually exclusive."""
 _REFUSED_KEYWORDS: Final = (
     (_ONE_OF, ("oneOf",)),
     ("are not disjoint", ("patternProperties",)),
     ("min/maxProperties only supported", ("minProperties", "maxProperties")),
     ("NoExtensionBias", ("pattern",)),
 )
-"""Parts of the compiler's errors, and the keywords that cause them."""
+"""Substrings of the compiler's errors, and the keywords that cause them."""
 _QUOTED_LINES = re.compile(r" \d+ \| ")
 _NUM_BYTES: Final = 256
 _CLOSING: Final = frozenset(b'"}],:>)\n')
-"""Bytes that are chosen often, so that a random text leaves its first string."""
+"""Bytes that are chosen often, so that a random text gets out of its first string."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     text: str
-    """In the engine's form; "" = any text."""
+    """In the engine's notation; "" = any text."""
     not_enforced: tuple[str, ...] = ()
-    """Paths of schema keywords that it does not enforce."""
+    """Paths of schema keywords that the grammar does not enforce."""
 
 
 NO_GRAMMAR: Final = Grammar("")
 
 
 class GrammarCompiler:
-    """Of one model. Any thread uses it; the lock owns the cached grammars."""
+    """For one model. Thread-safe; the lock guards the cached grammars."""
 
     def __init__(self, special_text: Callable[[int], str | None], vocab_size: int) -> None:
         """special_text: the text of a special token, None for any other token; structural tags may name them"""
@@ -80,7 +80,7 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
 
     def grammar(self, constraint: Constraint) -> Grammar:
-        """Raises TritonError INVALID_ARG naming the parameter and, inside it, the path."""
+        """Raises TritonError INVALID_ARG that names the parameter and the path within it."""
         key = _key(constraint)
         with self._lock:
             if key in self._grammars:
@@ -105,7 +105,7 @@ class GrammarCompiler:
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Id by text. Read with the first constraint, since a vocabulary is large."""
+        """Id by text. Computed for the first constraint, because a vocabulary is large."""
         texts = ((self._special_text(token_id), token_id) for token_id in range(self._vocab_size))
         return {text: token_id for text, token_id in texts if text}
 
@@ -124,7 +124,7 @@ class GrammarCompiler:
         return (matcher.get_error() or "") if matcher.is_error() else why_not_followed(matcher)
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A matcher of bytes within CHECK_LIMITS. The compiler releases the GIL."""
+        """A byte-level matcher within CHECK_LIMITS. The compiler releases the GIL."""
         from llguidance import LLMatcher
 
         limits = CHECK_LIMITS.for_library()
@@ -197,7 +197,7 @@ def _refused_keywords(error: str) -> frozenset[str]:
 
 
 def _refuse(error: str, constraint: Constraint) -> NoReturn:
-    """Raises TritonError with the compiler's error, without the lines of the grammar that it quotes."""
+    """Raises TritonError with the compiler's error, without the grammar lines quoted in it."""
     place = constraint.place
     if _ONE_OF in error:
         paths = list(islice(_paths_of("oneOf", constraint.value, ""), _MAX_PATHS))
@@ -210,7 +210,7 @@ def _refuse(error: str, constraint: Constraint) -> NoReturn:
 
 
 def _paths_of(keyword: str, value: object, path: str) -> Iterator[str]:
-    """Paths of the keyword. The value is not nested deeper than its translation allows."""
+    """Paths of the keyword. The value is nested no deeper than its translation permits."""
     members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, member in members:
         at = f"{path}/{name}"
@@ -220,14 +220,14 @@ def _paths_of(keyword: str, value: object, path: str) -> Iterator[str]:
 
 
 def _byte_tokenizer(largest_id: int) -> LLTokenizer:
-    """A token for each byte, and ids up to the largest that a grammar may name."""
+    """One token per byte, and ids up to the largest that a grammar may name."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     return LLTokenizer(TokenizerWrapper(_Bytes(max(largest_id, 256))))
 
 
 class _Bytes:
-    """A tokenizer as llguidance reads it."""
+    """A tokenizer in the form that llguidance reads."""
 
     eos_token_id = bos_token_id = 256
     special_token_ids = (256,)
@@ -240,7 +240,7 @@ class _Bytes:
 
 
 def why_not_followed(matcher: LLMatcher) -> str:
-    """The library's error; "" if none was found. matcher: of bytes, at the start of a text"""
+    """The library's error; "" if none was found. matcher: byte-level, at the start of a text"""
     for probe in range(PROBES):
         if error := _why_stuck(matcher.deep_copy(), random.Random(probe)):
             return error

@@ -1,8 +1,9 @@
-"""Constraints of structured output, read from sampling parameters by vLLM's names, present and former.
+"""Constraints for structured output, read from sampling parameters under vLLM's present and former names.
 
-For: schemas/sampling.py, and compilation.py, which makes grammars of them. Does not know: grammars, tokenizers.
-Invariants: a constraint has one kind; its value is not checked yet, since that may take long. Within the limits a
-constraint takes well below a second of a conversion thread, and delays no other request: the compiler releases the GIL.
+Used by schemas/sampling.py, and by compilation.py, which builds grammars from them. Independent of grammars and
+tokenizers. Invariants: a constraint has exactly one kind; its value is not checked here, because that may take long.
+Within the limits, a constraint takes well under a second on a conversion thread and delays no other request, because
+the compiler releases the GIL.
 Source: vLLM's StructuredOutputsParams, its former GuidedDecodingParams and guided_* fields.
 """
 
@@ -18,38 +19,38 @@ from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument
 from llmbackend.engine.grammars.grammar_compiler import ENGINE_LIMITS
 
 MAX_DEPTH = 64
-"""Levels of nested schemas, of tags, and of groups of a regular expression."""
+"""Nesting depth of schemas, tags, and groups in a regular expression."""
 MAX_SCHEMA_NODES = 8192
-"""Schemas and enumerated values, members included, in one constraint."""
+"""Schemas and enumerated values, including their members, in one constraint."""
 MAX_ADDED_ALTERNATIVES = 600
-"""For lists without repetitions: enough for five lists of five values, which compile in 0.2 s."""
+"""For lists without repetition: enough for five lists of five values, which compile in 0.2 s."""
 MAX_LEFT_OUT = 64
-"""Keywords of a constraint that are reported as not enforced."""
+"""How many keywords of a constraint are reported as not enforced."""
 MAX_PROPERTIES = 480
-"""Of one object: the parser has four items for each, and at most 2000 at a time."""
+"""Per object: the parser has four items for each, and at most 2000 at a time."""
 MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 65536
-"""Of all choices together."""
+"""All choices together."""
 MAX_REGEX_CHARS = 8192
 MAX_REGEX_LENGTH = 100_000
-"""Characters of a regular expression with its repetitions written out."""
+"""Characters of a regular expression with its repetitions expanded."""
 MAX_MULTIPLE_OF = 10_000
-"""Numerator and denominator of multipleOf: the compiler builds a state for each remainder."""
+"""Numerator and denominator of multipleOf: the compiler creates a state for each remainder."""
 MAX_GRAMMAR_CHARS = 65536
 MAX_TAGS = 512
 CHECK_LIMITS = dataclasses.replace(ENGINE_LIMITS, initial_lexer_fuel=500_000, max_grammar_size=100_000)
-"""The compiler's. None is larger than the engine's, so that what passes here compiles there."""
+"""Limits of the compiler. None exceeds the engine's, so that whatever passes here compiles there."""
 PROBES, PROBE_MASKS = 2, 32
-"""Random texts of a grammar, and tokens of each, by which it is checked that the grammar can be followed."""
+"""Number of random texts per grammar, and tokens per text, that test whether output can follow it."""
 
 
 class NotEnforcedError(TritonError):
-    """A keyword of a valid schema that a grammar cannot enforce. A request that is not strict is served without it; no
-    limit depends on it."""
+    """A keyword of a valid schema that a grammar cannot enforce. Requests that are not strict are served without it.
+    Exceeded limits are never reported this way."""
 
 
 class RequestPath:
-    """A parameter of a request, and a path in its value."""
+    """A request parameter, and a path within its value."""
 
     __slots__ = ("param", "path")
 
@@ -78,7 +79,7 @@ class RequestPath:
         raise NotEnforcedError(f"{self}: {why}", ErrorCode.INVALID_ARG, self.param)
 
     def value_not_enforced(self, value: object, expected: str) -> NoReturn:
-        """Raises NotEnforcedError in the words of `refuse`."""
+        """Raises NotEnforcedError with the same wording as `refuse`."""
         raise NotEnforcedError(f"{self} is {shown(value)}, expected {expected}", ErrorCode.INVALID_ARG, self.param)
 
     @property
@@ -94,7 +95,7 @@ class RequestPath:
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _FLAGS = ("disable_any_whitespace", "disable_additional_properties", "strict")
 _BACKENDS = ("auto", "guidance")
-"""vLLM's names for compilers that mean the one used here."""
+"""vLLM's compiler names that mean the one used here."""
 _FORMER_FIELDS: Final = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -105,26 +106,26 @@ _FORMER_FIELDS: Final = {
 _OPTION_FIELDS = ("guided_whitespace_pattern", "guided_decoding_backend")
 OBJECT_FIELDS: Final = ("structured_outputs", "guided_decoding")
 FIELDS: Final = (*OBJECT_FIELDS, *_FORMER_FIELDS, *_OPTION_FIELDS)
-"""The sampling parameters that `read` reads."""
+"""The sampling parameters read by `read`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
     kind: str
-    """One of KINDS except `json_object`, which is a schema."""
+    """One of KINDS except `json_object`, which is represented as a schema."""
     value: Any
     place: RequestPath
     disable_any_whitespace: bool = False
-    """JSON has no spaces and line ends between its parts."""
+    """Whether JSON has no spaces and line breaks between its parts."""
     disable_additional_properties: bool = False
     is_strict: bool = False
-    """Whether keywords that cannot be enforced are refused. Otherwise they are left out."""
+    """Whether keywords that cannot be enforced are refused; otherwise they are left out."""
     whitespace_pattern: str = ""
-    """A regular expression of the whitespace in JSON; "" = the default."""
+    """A regular expression for whitespace in JSON; "" = the default."""
 
 
 def read(parameters: Mapping[str, Any]) -> Constraint | None:
-    """The constraint in sampling parameters; None when there is none. Raises TritonError INVALID_ARG."""
+    """The constraint in sampling parameters; None if there is none. Raises TritonError INVALID_ARG."""
     given = [name for name in (*OBJECT_FIELDS, *_FORMER_FIELDS) if parameters.get(name) is not None]
     if len(given) > 1:
         raise invalid_argument(
@@ -141,12 +142,12 @@ def read(parameters: Mapping[str, Any]) -> Constraint | None:
 
 
 def of_kind(kind: str, value: object, place: RequestPath) -> Constraint:
-    """A constraint of one of KINDS. Raises TritonError INVALID_ARG for a value of another type."""
+    """A constraint of one of KINDS. Raises TritonError INVALID_ARG for a value of the wrong type."""
     return Constraint("json" if kind == "json_object" else kind, _CHECKS[kind](value, place), place)
 
 
 def _read_field(name: str, value: object) -> Constraint | None:
-    if isinstance(value, Constraint):  # from a schema with tensors for it
+    if isinstance(value, Constraint):  # from a schema with tensors for constraints
         return value
     place = RequestPath(name)
     if name in _FORMER_FIELDS:
@@ -155,7 +156,7 @@ def _read_field(name: str, value: object) -> Constraint | None:
 
 
 def _object(value: object, place: RequestPath) -> dict[str, Any]:
-    """Request parameters are scalars, so an object arrives in them as JSON text."""
+    """Request parameters are scalars, so objects are passed as JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -220,8 +221,8 @@ def _json_object(value: object, place: RequestPath) -> object:
 
 
 def from_json_text(value: object, place: RequestPath, expected: str) -> object:
-    """The value of JSON text, as which lists arrive where parameters are scalars; any other value itself. Raises
-    TritonError INVALID_ARG."""
+    """Parses JSON text, in which lists are passed if parameters must be scalars; returns any other value unchanged.
+    Raises TritonError INVALID_ARG."""
     if not isinstance(value, str):
         return value
     try:

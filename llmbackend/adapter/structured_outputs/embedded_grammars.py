@@ -1,10 +1,11 @@
-"""A client's grammar or regular expression as a part of another grammar: unchanged, as text up to an end, or as the
+"""Embeds a client's grammar or regular expression in another grammar: unchanged, as text up to an end marker, or as the
 content of a JSON string.
 
-For: compilation.py and structural tags. Does not know: tools. Invariants: the part is a text of the client's grammar,
-spelled for its surroundings; as text it never contains what would end it early, in one terminal or across several. What
-is not recursive becomes one terminal, so that the compiler's longest match cannot cut it where the grammar would not; a
-recursive grammar that such a cut would make impossible to follow is refused.
+Used by compilation.py and structural tags. Independent of tools. Invariants: the embedded part is a text of the
+client's grammar, spelled for its surroundings; when embedded as text, it never contains anything that would end it
+early, whether in one terminal or across several. Non-recursive parts become a single terminal, because the compiler's
+longest match could otherwise cut them where the grammar would not; a recursive grammar that such a cut would make
+impossible to follow is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .regular_expressions import AS_IT_IS, IN_JSON, Spelling
 
 NOTHING_NODE: Final = Node("all")
 END: Final = ""
-"""The end of the text, in a set of characters that may follow."""
+"""Represents the end of the text in a set of characters that may follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Surroundings:
 
     spelling: Spelling = IN_JSON
     end: str = ""
-    """The text that ends it; "" if its spelling shows the end."""
+    """The text that ends it; "" if its spelling already shows the end."""
     excluded: tuple[str, ...] = ()
     """Other texts that would end it."""
 
@@ -49,13 +50,13 @@ _ALONE: Final = Surroundings(AS_IT_IS)
 
 
 def embedded_regex(pattern: str, place: RequestPath, rules: Rules, around: Surroundings) -> str:
-    """The body of the text and of its end. Raises TritonError INVALID_ARG."""
+    """The body of the text and that of its end. Raises TritonError INVALID_ARG."""
     text, _ = regular_expressions.spelled(pattern, place, around.spelling)
     return _with_end(f"/{text}/", rules, around)
 
 
 def embedded_lark(text: str, place: RequestPath, rules: Rules, around: Surroundings) -> str:
-    """The body of the text and of its end. Raises TritonError INVALID_ARG."""
+    """The body of the text and that of its end. Raises TritonError INVALID_ARG."""
     found = parse_lark(text, place)
     return _Writer(_with_ignored(found), found.start, place, rules, around, found.terminals.keys()).write()
 
@@ -67,7 +68,7 @@ def ebnf(text: str, place: RequestPath, rules: Rules) -> str:
 
 
 def _with_end(body: str, rules: Rules, around: Surroundings) -> str:
-    """A text that is one terminal, and its end: together one lexeme, since the text may begin like the end."""
+    """A text that is a single terminal, and its end, combined into one lexeme: the text may begin like the end."""
     name = rules.terminal(body)
     if not around.forbidden:
         return name
@@ -81,7 +82,7 @@ def _with_end(body: str, rules: Rules, around: Surroundings) -> str:
 
 
 def _with_ignored(found: Definitions) -> dict[str, Node]:
-    """All definitions, with the ignored terminals allowed after each terminal of the rules and before the first one."""
+    """All definitions, with ignored terminals permitted before the first and after each terminal of the rules."""
     if not found.ignored:
         return found.terminals | found.rules
     between = Node("times", parts=(Node("any", parts=found.ignored),), least=0, most=None)
@@ -128,7 +129,7 @@ class _Writer:
         self._followers: _Followers | None = None
 
     def write(self) -> str:
-        """Writes all that the start reaches; returns the body of the text and its end."""
+        """Writes everything reachable from the start. Returns the body of the text and that of its end."""
         for name in self._reached_from_start:
             if name not in self._recursive:
                 self._check_length(Node("name", name))
@@ -146,7 +147,7 @@ class _Writer:
         return f"{self._rule_names[self.start]} {end}"
 
     def is_text(self, node: Node) -> bool:
-        """Whether it is written as a terminal: nothing in it is recursive."""
+        """Whether it can be written as a terminal, that is, contains no recursion."""
         if node.kind == "name":
             return node.text not in self._recursive
         return all(map(self.is_text, node.parts))
@@ -161,7 +162,7 @@ class _Writer:
         return _joined(node, [self._body(part) for part in self.parts(node)])
 
     def parts(self, node: Node) -> tuple[Node, ...]:
-        """The parts, with each run of terminals in a sequence as one."""
+        """The parts, with each run of terminals in a sequence combined into one."""
         if node.kind != "all":
             return node.parts
         parts: list[Node] = []
@@ -180,12 +181,12 @@ class _Writer:
         if (text := self.constant(node)) is not None:
             self._check_constant(text, followers)
             return self._named(body)
-        self._check_goes_on(node, followers)
+        self._check_longest_match(node, followers)
         return self._limited(body, tuple(_bad_endings(self.around.forbidden, followers)))
 
-    def _check_goes_on(self, node: Node, followers: frozenset[str]) -> None:
-        """A terminal's match is the longest, so it would continue into what follows if it may hold its first character
-        and the following text has more than one."""
+    def _check_longest_match(self, node: Node, followers: frozenset[str]) -> None:
+        """A terminal's match is the longest one, so it would extend into the following text if it may contain that
+        text's first character and the text has more than one."""
         end, escaped = self.around.end, self.around.spelling.escapes.keys()
         if END in followers and end and end[0] in self.held(node) and self._rules.special_marker(end) is None:
             self._place.wrong(
@@ -213,7 +214,7 @@ class _Writer:
         return self._terminals[body]
 
     def _limited(self, body: str, bad_endings: tuple[str, ...]) -> str:
-        """A terminal of the texts that neither contain an end nor end with one of `bad_endings`."""
+        """A terminal for texts that neither contain an end nor finish with one of `bad_endings`."""
         if not self.around.forbidden:
             return self._named(body)
         inside = " | ".join(map(literal, self.around.forbidden))
@@ -244,7 +245,7 @@ class _Writer:
         return regular_expressions.spelled(node.text, self._place, self.around.spelling, node.flags, watched)
 
     def _check_length(self, node: Node) -> int:
-        """Returns a terminal's characters with repetitions written out; the compiler builds a state for each."""
+        """Returns a terminal's characters with repetitions expanded; the compiler creates a state for each."""
         if node.kind == "name":
             if node.text not in self._lengths:
                 self._lengths[node.text] = self._check_length(self.definitions[node.text])
@@ -256,7 +257,7 @@ class _Writer:
         return length
 
     def held(self, node: Node) -> frozenset[str]:
-        """The watched characters that a terminal may hold."""
+        """The watched characters that a terminal may contain."""
         if node.kind == "name":
             if node.text not in self._held:
                 self._held[node.text] = self.held(self.definitions[node.text])
@@ -268,7 +269,7 @@ class _Writer:
         return frozenset().union(*map(self.held, node.parts))
 
     def constant(self, node: Node) -> str | None:
-        """A terminal's only text; None if it has several."""
+        """A terminal's only text; None if there are several."""
         if node.kind == "name":
             if node.text not in self._constants:
                 self._constants[node.text] = self.constant(self.definitions[node.text])
@@ -279,14 +280,13 @@ class _Writer:
         return node.text if node.kind == "text" and not node.flags else None
 
     def first(self, node: Node) -> tuple[frozenset[str], bool]:
-        """The watched characters that a terminal may begin with (or more), and whether it may be empty."""
+        """The watched characters with which a terminal may begin (a superset), and whether it may be empty."""
         text = self.constant(node)
         return (self.held(node), True) if text is None else (frozenset(text[:1]), not text)
 
 
 class _Followers:
-    """The characters, or END, that may follow each terminal of a grammar's rules: a superset, computed as a fixed
-    point."""
+    """The characters, or END, that may follow each terminal in a grammar's rules: a superset (a fixed point)."""
 
     def __init__(self, rules: Mapping[str, Node], writer: _Writer) -> None:
         self._rules = rules
@@ -301,7 +301,7 @@ class _Followers:
             pass
 
     def behind(self, node: Node) -> frozenset[str]:
-        """For all uses of a terminal together."""
+        """The union over all uses of a terminal."""
         return self._behind[node]
 
     def _grow_first(self) -> bool:
@@ -349,7 +349,7 @@ class _Followers:
 
 
 def _bad_endings(forbidden: tuple[str, ...], followers: frozenset[str]) -> Iterator[str]:
-    """Beginnings of forbidden texts that the following text may complete."""
+    """Prefixes of forbidden texts that the following text may complete."""
     for text in forbidden:
         for length in range(1, len(text)):
             if text[length] in followers:
@@ -357,7 +357,8 @@ def _bad_endings(forbidden: tuple[str, ...], followers: frozenset[str]) -> Itera
 
 
 def _reached(name: str, uses: Mapping[str, Iterable[str]]) -> dict[str, None]:
-    """The definitions that a definition uses, directly or not, in the order of first use; with itself if recursive."""
+    """The definitions that a definition uses directly or indirectly, in order of first use; also itself if
+    recursive."""
     seen: dict[str, None] = {}
     waiting = [name]
     while waiting:

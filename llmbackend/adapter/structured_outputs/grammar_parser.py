@@ -1,9 +1,9 @@
-"""Reads a grammar in Lark's notation or in EBNF as definitions, which can be written inside another grammar.
+"""Parses a grammar in Lark's notation or EBNF into definitions that can be written inside another grammar.
 
-For: embedded_grammars.py. Does not know: how definitions are written. Invariants: an unsupported part of a notation is
-refused by its line; every name in a grammar that was read is defined. llguidance's own `gbnf_to_lark` (1.9.1) has no
-limits and cuts a rule into several lexemes, whose longest matches then refuse texts of the grammar (`[a-z]* "end"`:
-"endend"; `("a" | "ab") "b"`: "ab"); its escapes of characters beyond ASCII do not compile.
+Used by embedded_grammars.py. Independent of how definitions are written. Invariants: an unsupported part of a notation
+is refused with its line number; every name used in a parsed grammar is defined. llguidance's own `gbnf_to_lark` (1.9.1)
+has no limits and splits a rule into several lexemes, whose longest matches then reject texts of the grammar (`[a-z]*
+"end"`: "endend"; `("a" | "ab") "b"`: "ab"); its escapes for non-ASCII characters do not compile.
 Source: Lark's grammar reference, whose `common` library has the common terminals; llama.cpp's GBNF, XGrammar's EBNF.
 """
 
@@ -45,7 +45,7 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "0
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
 _LONG_ESCAPE = re.compile(r"\\U([0-9A-Fa-f]{8})")
 _ONE_CHARACTER = re.compile(r"([A-Za-z0-9 ])|\\([nrt])")
-"""A regular expression that is a text."""
+"""A regular expression that matches only one text."""
 _FLAGS: Final = frozenset("is")
 _COMMON: Final = r"""
 DIGIT: /[0-9]/
@@ -72,7 +72,7 @@ NEWLINE: /(?:\r?\n)+/
 SH_COMMENT: /#[^\n]*/
 CPP_COMMENT: /\/\/[^\n]*/
 """
-"""What `%import common.NAME` can name."""
+"""What `%import common.NAME` can import."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +81,14 @@ class Node:
 
     kind: Literal["text", "regex", "name", "all", "any", "times"]
     text: str = ""
-    """Of "text"; the expression of "regex"; the name of "name"."""
+    """The text of "text"; the expression of "regex"; the name of "name"."""
     flags: str = ""
     """Of a text ("i") or a regular expression ("i", "s")."""
     parts: tuple[Node, ...] = ()
     """The sequence of "all", the alternatives of "any", the repeated part of "times"."""
     least: int = 1
     most: int | None = 1
-    """Repetitions of "times"; None = no limit."""
+    """Repetitions of "times"; None = unlimited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Definitions:
     rules: dict[str, Node]
     terminals: dict[str, Node]
     ignored: tuple[Node, ...]
-    """What may stand between terminals."""
+    """What is permitted between terminals."""
     start: str
     """The name of the first rule."""
 
@@ -107,7 +107,7 @@ def is_terminal(name: str) -> bool:
 
 
 def parse_ebnf(text: str, place: RequestPath) -> Definitions:
-    """All definitions are rules. Raises TritonError INVALID_ARG naming the line."""
+    """All definitions are rules. Raises TritonError INVALID_ARG that names the line."""
     found = _Parser(text, place, is_lark=False).definitions("root")
     for owner, node in found.rules.items():
         for name in names(node):
@@ -117,7 +117,7 @@ def parse_ebnf(text: str, place: RequestPath) -> Definitions:
 
 
 def parse_lark(text: str, place: RequestPath) -> Definitions:
-    """Raises TritonError INVALID_ARG naming the line."""
+    """Raises TritonError INVALID_ARG that names the line."""
     place.check_at_most(len(text), MAX_GRAMMAR_CHARS, "characters of a grammar")
     found = _Parser(text, place, is_lark=True).definitions("start")
     for owner, node in (*found.rules.items(), *found.terminals.items(), *(("%ignore", one) for one in found.ignored)):
@@ -247,7 +247,7 @@ class _Parser:
         self._depth += 1
         self._place.check_at_most(self._depth, MAX_DEPTH, "nested groups")
         if self._is_lark:
-            self._takes("|")  # may stand before the first one
+            self._takes("|")  # permitted before the first one
         parts = [self._sequence()]
         while self._takes("|"):
             parts.append(self._sequence())
@@ -347,7 +347,7 @@ def _common() -> dict[str, Node]:
 
 
 def _inlined(node: Node, common: dict[str, Node]) -> Node:
-    """The node with the definitions of its names in their place."""
+    """The node with names replaced by their definitions."""
     if node.kind == "name":
         return _inlined(common[node.text], common)
     parts = tuple(_inlined(part, common) for part in node.parts)

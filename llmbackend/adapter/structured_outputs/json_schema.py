@@ -1,9 +1,9 @@
 """Translates a client's JSON schema to one that the grammar compiler enforces completely.
 
-For: compilation.py and structural_tags.py. Does not know: where the schema came from. Invariants: every keyword is
-enforced, or does not affect validity, or is named by its path: in a refusal if the request is strict, otherwise among
-those left out. The result has only keywords that are written here, so that a client cannot set options of the compiler.
-Each `$ref` has its own definition.
+Used by compilation.py and structural_tags.py. Independent of where the schema came from. Invariants: every keyword is
+enforced, or does not affect validity, or its path is reported: in a refusal if the request is strict, otherwise among
+the keywords left out. The result contains only keywords written by this module, so that a client cannot set compiler
+options. Each `$ref` has its own definition.
 Source: JSON Schema 2020-12, and spellings of earlier drafts.
 """
 
@@ -21,7 +21,7 @@ from .schema_values import encodable, number_of
 
 
 def parse_schema(value: object, place: RequestPath) -> object:
-    """A schema that may come as JSON text. Raises TritonError INVALID_ARG."""
+    """Parses a schema, which may be given as JSON text. Raises TritonError INVALID_ARG."""
     if not isinstance(value, str):
         return value
     try:
@@ -32,7 +32,7 @@ def parse_schema(value: object, place: RequestPath) -> object:
 
 def enforceable(value: object, place: RequestPath, options: SchemaOptions) -> tuple[Schema, list[str]]:
     """The schema for the compiler, and the paths of keywords that are not enforced. Raises TritonError INVALID_ARG with
-    the path of what is wrong or, if the request is strict, not enforced."""
+    the path of an invalid keyword or, if the request is strict, of one that is not enforced."""
     translation = _Translation(value, place, options)
     return translation.result(), translation.left_out
 
@@ -52,9 +52,9 @@ class _Translation:
         self._waiting: list[tuple[str, RequestPath]] = []
         self._inlined: list[str] = []
         self._steps = Fraction(1)
-        """The least common multiple of all multipleOf."""
+        """Least common multiple of all multipleOf."""
         self._same_place: dict[str, set[str]] = {}
-        """References that apply to the same value, by the definition (root: "#") that makes them."""
+        """By definition (root: "#"): the references in it that apply to the same value."""
         self._owner = "#"
 
     def result(self) -> Schema:
@@ -79,7 +79,7 @@ class _Translation:
         return definitions
 
     def schema(self, value: object, place: RequestPath, is_in_place: bool = False) -> Schema | bool:
-        """is_in_place: whether it applies to the same value as the definition that it is in"""
+        """is_in_place: whether it applies to the same value as the enclosing definition"""
         if isinstance(value, bool):
             return value
         if not isinstance(value, dict):
@@ -99,17 +99,17 @@ class _Translation:
     # --- for Keywords -------------------------------------------------------------------------------------------------
 
     def leave_out(self, place: RequestPath) -> None:
-        """The keyword there is not enforced."""
+        """Reports that the keyword at that path is not enforced."""
         if len(self.left_out) < MAX_LEFT_OUT and place.pointer not in self.left_out:
             self.left_out.append(place.pointer)
 
     def has_room_for(self, alternatives: int) -> bool:
-        """Counts alternatives that no client wrote; False if they are too many."""
+        """Counts alternatives that no client wrote; returns False if there are too many."""
         self._added_alternatives += alternatives
         return self._added_alternatives <= MAX_ADDED_ALTERNATIVES
 
     def resolved(self, value: object, place: RequestPath) -> object:
-        """The target of a schema that is nothing but a reference; other schemas themselves."""
+        """The target of a schema that consists only of a reference; other schemas unchanged."""
         seen: list[str] = []
         while isinstance(value, dict) and isinstance(pointer := value.get("$ref"), str) and pointer not in seen:
             if not all(name == "$ref" or is_annotation(name) for name in value) or not _is_local(pointer):
@@ -119,8 +119,8 @@ class _Translation:
         return value
 
     def alternative(self, value: object, place: RequestPath, is_in_place: bool) -> Schema | bool:
-        """One of `oneOf`. A reference is replaced by its target, so that the compiler can tell that alternatives are
-        mutually exclusive."""
+        """One alternative of `oneOf`. A reference is replaced by its target, so that the compiler can tell that
+        alternatives are mutually exclusive."""
         pointer = value.get("$ref") if isinstance(value, dict) else None
         is_alone = isinstance(value, dict) and all(name == "$ref" or is_annotation(name) for name in value)
         if not is_alone or not isinstance(pointer, str) or not _is_local(pointer) or pointer in self._inlined:
@@ -160,7 +160,7 @@ class _Translation:
         return node
 
     def _check_cycles(self) -> None:
-        """A definition that is nothing but a reference to itself matches nothing."""
+        """A definition that consists only of a reference to itself matches nothing."""
         for start in self._same_place:
             seen: set[str] = set()
             waiting = [start]

@@ -1,9 +1,9 @@
 """Grammars in Lark's notation for the compiler: the parts of generated grammars, and clients' own grammars.
 
-For: compilation.py and its translators. Does not know: constraints. Invariants: in a generated grammar, a client's text
-is a quoted literal, a translated regular expression or translated JSON, never notation. A client's own grammar has no
-attribute or directive that takes tokens back, changes sampling or makes the compiler lenient, and its schemas are made
-enforceable.
+Used by compilation.py and its translators. Independent of constraints. Invariants: in a generated grammar, a client's
+text is always a quoted literal, a translated regular expression or translated JSON, never notation. A client's own
+grammar has no attribute or directive that takes tokens back, changes sampling or makes the compiler lenient, and
+schemas in it are made enforceable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .schema_keywords import SchemaOptions
 
 NOTHING = '""'
 TEXT = "TEXT"
-"""The name of the terminal of any text, which `Rules` defines."""
+"""The name of the terminal for any text, defined by `Rules`."""
 _ANY_TEXT = "/(?s:.*)/"
 _PIECES: Final = re.compile(
     r"""(?P<comment>//[^\n]*|\#[^\n]*)
@@ -39,7 +39,7 @@ _FIRST_RULE = re.compile(r"^\s*(?:start\s*(?:\[[^\]\n]*\])?\s*:|%llguidance\b)",
 
 
 class Rules:
-    """The rules of one grammar, under names that no client chose."""
+    """The rules of one grammar, under names not chosen by a client."""
 
     def __init__(self, special_tokens: Mapping[str, int], json_options: Mapping[str, Any]) -> None:
         """special_tokens: id by text
@@ -53,33 +53,33 @@ class Rules:
         self._num_names = 0
 
     def new_name(self) -> str:
-        """For `define`: the name of a rule that is used before it is written."""
+        """A name for `define`, for a rule that is used before it is written."""
         self._num_names += 1
         return f"n{self._num_names}"
 
     def rule(self, body: str, attributes: str = "") -> str:
-        """The name of a new rule."""
+        """Adds a rule and returns its new name."""
         name = f"r{len(self._lines)}"
         self._lines.append(f"{name}{attributes}: {body}")
         return name
 
     def define(self, name: str, body: str) -> None:
-        """Writes a rule with a name of `new_name`."""
+        """Writes a rule whose name came from `new_name`."""
         self._lines.append(f"{name}: {body}")
 
     def terminal(self, body: str) -> str:
-        """The name of a new terminal, whose longest match counts."""
+        """Adds a terminal, which matches greedily, and returns its new name."""
         name = f"T{len(self._lines)}"
         self._lines.append(f"{name}: {body}")
         return name
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """The name of a new rule of the JSON of a translated schema."""
+        """Adds a rule for the JSON of a translated schema and returns its new name."""
         with_options = {"x-guidance": self._json_options, **schema}
         return self.rule(f"%json {json.dumps(with_options, ensure_ascii=False)}")
 
     def marker(self, text: str) -> str:
-        """A text, in which special tokens match as tokens and as text."""
+        """Matches a text; special tokens in it match both as tokens and as text."""
         pieces, end = [], 0
         for match in self._special.finditer(text) if self._special else ():
             if match.start() > end:
@@ -90,11 +90,11 @@ class Rules:
         begins_as_text = bool(pieces) and pieces[0].startswith('"')
         if end < len(text) or not pieces:
             pieces.append(literal(text[end:]))
-        # The lexer takes the longest match: a first piece alone would lose to another marker that begins with it.
+        # The lexer takes the longest match: the first piece alone would lose to another marker that begins with it.
         return f"({literal(text)} | {' '.join(pieces)})" if begins_as_text else " ".join(pieces)
 
     def text_until(self, end: str, excluded: tuple[str, ...] = ()) -> str:
-        """Any text up to the first `end`, with it."""
+        """Any text up to and including the first `end`."""
         alternatives = []
         if (marker := self.special_marker(end)) is not None:
             alternatives.append(f"{without(excluded)} {marker}")
@@ -105,7 +105,7 @@ class Rules:
         return f"({' | '.join(alternatives)})"
 
     def special_marker(self, text: str) -> str | None:
-        """The text beginning with its special token as a token; None if it begins with none."""
+        """The text, with its leading special token as a token; None if it begins with none."""
         token = self._special.match(text) if self._special else None
         if token is None:
             return None
@@ -122,10 +122,10 @@ def literal(text: str) -> str:
 
 
 def without(excluded: tuple[str, ...]) -> str:
-    """A terminal's body of any text that contains none of `excluded`."""
+    """The body of a terminal for any text that contains none of `excluded`."""
     if not excluded:
         return TEXT
-    # One complement of them all: an intersection of several takes many times the lexer's states.
+    # One complement of all of them: an intersection of several would take many times as many lexer states.
     alternatives = " | ".join(literal(text) for text in excluded)
     return f"{TEXT} & ~(/(?s:.*)/ ({alternatives}) /(?s:.*)/)"
 
@@ -134,7 +134,7 @@ def without(excluded: tuple[str, ...]) -> str:
 
 
 def is_lark(text: str) -> bool:
-    """Whether it is not EBNF."""
+    """Whether it is Lark rather than EBNF."""
     return "::=" not in text or _FIRST_RULE.search(text) is not None
 
 
@@ -165,7 +165,7 @@ def _schema(
         value, end = json.JSONDecoder().raw_decode(text, at)
     except (ValueError, RecursionError) as error:
         place.wrong(f"line {line} of the grammar: what follows %json is not JSON: {error}")
-    strict = dataclasses.replace(options, is_strict=True)  # as is the compiler with the rest of the grammar
+    strict = dataclasses.replace(options, is_strict=True)  # as the compiler is with the rest of the grammar
     schema, _ = enforceable(value, place / f"%json at line {line}", strict)
     return f"%json {json.dumps({'x-guidance': dict(json_options), **schema}, ensure_ascii=False)}", end
 

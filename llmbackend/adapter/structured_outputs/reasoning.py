@@ -1,4 +1,4 @@
-"""A request's markers of reasoning and its budget (by vLLM's names), made tokens for the engine."""
+"""A request's reasoning markers and budget (vLLM's names), converted to tokens for the engine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .constraint import RequestPath, from_json_text
 
 MARKERS, BUDGET = "reasoning_markers", "thinking_token_budget"
 FIELDS: Final = (MARKERS, BUDGET)
-"""The sampling parameters that `read_reasoning` reads."""
+"""The sampling parameters read by `read_reasoning`."""
 _MAX_MARKER_CHARS = 256
 _MAX_BUDGET_TOKENS = 1 << 31
 _TAIL_TOKENS = 16
-"""Tokens of the prompt's end that are searched for the marker besides its own: whitespace may follow it."""
+"""Tokens at the end of the prompt that are searched for the marker, besides its own: whitespace may follow it."""
 
 
 class Tokens(Protocol):
-    """The part of a tokenizer that is used here."""
+    """The parts of a tokenizer that are used here."""
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]: ...
     def token_text(self, token_id: int) -> str: ...
@@ -34,7 +34,7 @@ class ReasoningParams:
     max_tokens: int | None
 
     def for_prompt(self, prompt_token_ids: Sequence[int], tokens: Tokens) -> Reasoning:
-        """Raises TritonError INVALID_ARG for a marker that is no token."""
+        """Raises TritonError INVALID_ARG for a marker that is not a token."""
         start = tuple(tokens.encode(self.start, add_special_tokens=False)) if self.start else ()
         end = tuple(tokens.encode(self.end, add_special_tokens=False))
         if not end:

@@ -1,9 +1,9 @@
 """Translates clients' regular expressions (ECMA-262, as in JSON Schema) to the compiler's syntax, which is Rust's.
 
-For: patterns of schemas, regex constraints, terminals of grammars. Does not know: schemas, grammars. Invariants: what
-the result matches, the client's expression matches under ECMA-262 and under Python's `re`; where they differ (`.`, \\d,
-\\s and \\w) the result is their intersection. What cannot be expressed without looking around is refused by name. In a
-text that is embedded in another, each character has one Spelling, so that the text can be read back.
+Used for schema patterns, regex constraints and grammar terminals. Independent of schemas and grammars. Invariants:
+whatever the result matches is matched by the client's expression both under ECMA-262 and under Python's `re`; where
+they differ (`.`, \\d, \\s and \\w) the result is their intersection. Anything that requires lookaround is refused by
+name. In a text embedded in another one, each character has exactly one Spelling, so that the text can be read back.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .constraint import MAX_DEPTH, MAX_REGEX_CHARS, MAX_REGEX_LENGTH, RequestPat
 _LINE_ENDS = "\n\r\u2028\u2029"
 _ANY = r"[\u{0}-\u{10ffff}]"
 _NARROW = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t\n\u{b}\u{c}\r\u{20}"}
-"""Digits, word characters and spaces of every dialect."""
+"""Digits, word characters and spaces common to all dialects."""
 _WIDE = {"d": r"\p{Nd}", "w": r"\p{L}\p{M}\p{N}\p{Pc}", "s": r"\p{Z}\u{9}-\u{d}\u{1c}-\u{1f}\u{85}\u{feff}"}
-"""Those of any dialect; without \\w and the like, which are ASCII's for the compiler."""
+"""The union over all dialects; without \\w and the like, which are ASCII-only in the compiler."""
 _CONTROL = {"n": 0x0A, "r": 0x0D, "t": 0x09, "v": 0x0B, "f": 0x0C, "0": 0x00}
 _QUANTIFIERS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _MAX_CODE_POINT = 0x10FFFF
@@ -30,7 +30,7 @@ _GROUPS = ("?:", "?<", "?P<")
 
 
 def character(code_point: int) -> str:
-    """One character of a regular expression, wherever it stands."""
+    """A character in a regular expression, valid in any position."""
     shown = chr(code_point)
     return shown if shown.isascii() and shown.isalnum() else f"\\u{{{code_point:x}}}"
 
@@ -40,7 +40,7 @@ class Spelling:
     escapes: dict[str, str]
     """By character."""
     unspellable: str = ""
-    """Characters without a spelling."""
+    """Characters that have no spelling."""
 
     def has(self, text: str) -> bool:
         """Whether the text can be spelled."""
@@ -50,14 +50,14 @@ class Spelling:
         return "".join(self.escapes.get(one, one) for one in text)
 
     def pattern(self, text: str) -> str:
-        """A regular expression of the text. Escapes keep their case even where case is ignored."""
+        """A regular expression for the text. Escapes keep their case even if case is ignored."""
         return "".join(self._one(one) for one in text)
 
     def character_class(self, items: str, holds: Callable[[str], bool]) -> str:
-        """A regular expression of one character of a class.
+        """A regular expression for one character of a class.
 
-        items: the class in the compiler's syntax, brackets included
-        holds: whether it has an ASCII character
+        items: the class in the compiler's syntax, including brackets
+        holds: whether it contains an ASCII character
         """
         if not self.escapes:
             return items
@@ -78,27 +78,27 @@ IN_JSON: Final = Spelling(_JSON_ESCAPES, "".join(chr(one) for one in range(32) i
 
 
 def category_holds(name: str, one: str) -> bool | None:
-    """Whether the character is in the Unicode general category `name`; None if there is none of that name."""
+    """Whether the character is in the Unicode general category `name`; None if there is no such category."""
     if len(name) > 2 or not name.isalpha():
         return None
     return unicodedata.category(one).startswith(name.capitalize())
 
 
 def searched(pattern: str, place: RequestPath) -> str:
-    """An expression that is searched for in a string, as JSON Schema's `pattern`: anchors are kept."""
+    """An expression to be searched for in a string, like JSON Schema's `pattern`: anchors are kept."""
     return _Translation(pattern, place, keep_anchors=True).result()
 
 
 def whole(pattern: str, place: RequestPath) -> str:
-    """An expression that the whole text must match. Anchors at the ends of its alternatives are redundant."""
+    """An expression that must match the whole text. Anchors at the ends of its alternatives are redundant."""
     return _Translation(pattern, place, keep_anchors=False).result()
 
 
 def spelled(
     pattern: str, place: RequestPath, spelling: Spelling, flags: str = "", watched: frozenset[str] = frozenset()
 ) -> tuple[str, frozenset[str]]:
-    """As `whole`, for a spelled text, in Lark's dialect: Python's, where `.` is all but the newline. flags: "i" and
-    "s". Also returns the `watched` ASCII characters that the text may hold."""
+    """Like `whole`, for a spelled text, in Lark's dialect: Python's, where `.` is anything but the newline. flags: "i"
+    and "s". Also returns the `watched` ASCII characters that the text may contain."""
     not_dot = "" if "s" in flags else "\n"
     both_cases = {case for one in watched for case in (one.lower(), one.upper())} if "i" in flags else watched
     translation = _Translation(pattern, place, keep_anchors=False, spelling=spelling, not_dot=not_dot)
@@ -111,14 +111,14 @@ def spelled(
 
 
 _Item = tuple[str, Callable[[str], bool]]
-"""A set of characters in the compiler's syntax, and whether it has an ASCII character."""
+"""A set of characters in the compiler's syntax, and a test whether it contains an ASCII character."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     text: str
     length: int
-    """Characters, with repetitions written out."""
+    """Characters, with repetitions expanded."""
 
 
 class _Translation:
@@ -131,7 +131,7 @@ class _Translation:
         spelling: Spelling = AS_IT_IS,
         not_dot: str = _LINE_ENDS,
     ) -> None:
-        """not_dot: characters that `.` does not match"""
+        """not_dot: characters not matched by `.`"""
         place.check_at_most(len(pattern), MAX_REGEX_CHARS, "characters of a regular expression")
         self._pattern = pattern
         self._place = place
@@ -142,7 +142,7 @@ class _Translation:
         self._not_dot = not_dot
         self.watched: frozenset[str] = frozenset()
         self.held: set[str] = set()
-        """The watched characters that some part may match."""
+        """The watched characters that any part may match."""
 
     def result(self) -> str:
         part = self._alternatives()
@@ -223,7 +223,7 @@ class _Translation:
         return self._spelling.pattern(one)
 
     def _one_of(self, items: str, holds: Callable[[str], bool]) -> str:
-        """One character of a class. items: in the compiler's syntax, brackets included; holds: of an ASCII character"""
+        """One character of a class. items: in the compiler's syntax, with brackets; holds: tests an ASCII character"""
         self.held |= {one for one in self.watched if holds(one)}
         return self._spelling.character_class(items, holds)
 
@@ -254,7 +254,7 @@ class _Translation:
         if most is not None and most < least:
             self._refuse(f"a repetition from {least} to {most} times")
         if self._peek() in ("+", "*", "?"):
-            if not self._skip("?"):  # a lazy one matches the same strings
+            if not self._skip("?"):  # a lazy quantifier matches the same strings
                 self._refuse("a repeated repetition")
         elif self._peek() == "{":
             self._refuse("a repeated repetition")
@@ -276,7 +276,7 @@ class _Translation:
         return int(least), int(least) if not comma else int(most) if most else None
 
     def _escape(self) -> str:
-        """The escape after a backslash, outside a class."""
+        """The escape after a backslash outside a class."""
         symbol = self._peek()
         if symbol and symbol in "dwsDWS":
             self._at += 1
@@ -367,7 +367,7 @@ class _Translation:
     def _class_item(self, is_excluded: bool) -> int | _Item:
         """A code point, or a set."""
         symbol = self._take()
-        if symbol == "[":  # Python warns of it, newer dialects nest classes
+        if symbol == "[":  # Python warns about it; newer dialects nest classes
             return ord(symbol)
         if symbol != "\\":
             return ord(symbol)
@@ -384,15 +384,14 @@ class _Translation:
 
 
 def _kind(letter: str, is_excluded: bool) -> str:
-    """Digits, word characters or spaces, or all others, as items of a class; in an excluding class, those of any
-    dialect."""
+    """Digits, word characters or spaces, or their complement, as items of a class; of any dialect if negated."""
     if letter.islower():
         return (_WIDE if is_excluded else _NARROW)[letter]
     return f"[^{(_NARROW if is_excluded else _WIDE)[letter.lower()]}]"
 
 
 def _kind_holds(letter: str, one: str) -> bool:
-    """Whether it has an ASCII character. All dialects agree, except on four separators, which are never watched."""
+    """Whether it contains an ASCII character. Dialects differ only on four separators, which are never watched."""
     if letter in "dD":
         is_member = one.isdigit()
     elif letter in "wW":

@@ -1,7 +1,7 @@
-"""Translates the keywords of one schema that is an object for the grammar compiler.
+"""Translates the keywords of one object schema for the grammar compiler.
 
-For: json_schema.py. Does not know: references, the rest of the document. Invariant: a keyword is enforced, or does not
-affect validity, or raises; one that raises NotEnforcedError does not affect the others.
+Used by json_schema.py. Independent of references and of the rest of the document. Invariant: a keyword is enforced, or
+does not affect validity, or raises; one that raises NotEnforcedError does not affect the others.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .schema_values import (
     ENFORCED,
     PATTERNS,
     WITHOUT_LOOKING_AROUND,
-    beside,
+    adjacent_limit,
     encodable,
+    exact_limit,
     finite_values,
     lists_without_repetition,
     number_of,
-    within,
 )
 
 Schema = dict[str, Any]
@@ -37,9 +37,9 @@ _ANNOTATIONS = frozenset(
         "writeOnly", "xml",
     }
 )  # fmt: skip
-"""They do not affect validity. References to anchors are refused."""
+"""Keywords without effect on validity. References to anchors are refused."""
 _DEFINITIONS = ("$defs", "definitions")
-"""Read where they are referred to."""
+"""Read where they are referenced."""
 _NOT_ENFORCED = frozenset(
     {
         "$dynamicRef", "$recursiveRef", "$vocabulary", "contains", "contentEncoding", "contentMediaType",
@@ -56,15 +56,15 @@ _MAX_COUNT = 1 << 31
 @dataclass(frozen=True, slots=True)
 class SchemaOptions:
     disable_additional_properties: bool = False
-    """An object schema with `properties` and without a keyword for others allows no others."""
+    """An object schema with `properties` and no keyword about others permits no others."""
     is_strict: bool = True
-    """Whether a keyword that is not enforced is refused. Otherwise it is left out, and its path is reported."""
+    """Whether a keyword that cannot be enforced is refused. Otherwise it is left out and its path is reported."""
     not_compiled: frozenset[str] = frozenset()
-    """Keywords that the compiler has refused: they are not enforced anywhere in the schema."""
+    """Keywords refused by the compiler: they are not enforced anywhere in the schema."""
 
 
 class Document(Protocol):
-    """The whole schema: what the translation of one object in it needs."""
+    """The whole schema, as needed for translating one object in it."""
 
     options: SchemaOptions
     root_path: str
@@ -86,7 +86,7 @@ class Keywords:
         self._place = place
         self._is_in_place = is_in_place
         self._unnamed: list[Schema | bool] = []
-        """Schemas of `patternProperties` whose patterns are not enforced: any other property satisfies one of them."""
+        """Schemas of `patternProperties` whose patterns are not enforced: other properties must satisfy one of them."""
         self._result: Schema = {}
 
     def translated(self) -> Schema:
@@ -119,12 +119,12 @@ class Keywords:
         place.not_enforced(f"{name[:80]!r} is not a known keyword, so it would not be enforced")
 
     def _later(self, name: str, value: object, place: RequestPath) -> None:
-        """Read when the others have been."""
+        """Read after all the others."""
 
     # --- keywords -----------------------------------------------------------------------------------------------------
 
     def _identifier(self, name: str, value: object, place: RequestPath) -> None:
-        """`$id` of the whole schema changes nothing, since references stay inside it."""
+        """`$id` of the whole schema has no effect, because references stay within it."""
         if self._place.path != self._document.root_path or not isinstance(value, str):
             place.not_enforced(f"'{name}' is supported at the top of a schema only")
 
@@ -192,15 +192,15 @@ class Keywords:
         self._result[name] = min(number, _MAX_COUNT)
 
     def _limit(self, name: str, value: object, place: RequestPath) -> None:
-        """minimum, maximum and their exclusive forms; in draft 4 the exclusive ones are flags of the others."""
+        """minimum, maximum and their exclusive forms; in draft 4 the exclusive forms are flags on the others."""
         if isinstance(value, bool) and name.startswith("exclusive"):
             return
         exclusive = "exclusive" + name[0].upper() + name[1:]
         if self._source.get(exclusive) is True:
             name = exclusive
-        number = number_of(within(value, name), place)
+        number = number_of(exact_limit(value, name), place)
         if name.startswith("exclusive") and float(number).is_integer():
-            number, name = beside(number, name, place, is_integer=self._source.get("type") == "integer")
+            number, name = adjacent_limit(number, name, place, is_integer=self._source.get("type") == "integer")
         present = self._result.get(name, number)
         self._result[name] = max(present, number) if name.endswith("inimum") else min(present, number)
 
@@ -234,10 +234,10 @@ class Keywords:
             place.value_not_enforced(value, "null as one of the names in 'type'")
 
     def _unevaluated(self, name: str, value: object, place: RequestPath) -> None:
-        """Where nothing else applies to the same value, it is what `additionalProperties` or `items` is."""
+        """If nothing else applies to the same value, it is equivalent to `additionalProperties` or `items`."""
         if any(keyword in self._source for keyword in _IN_PLACE):
             place.not_enforced(
-                f"the keyword '{name}' is not supported beside {', '.join(_IN_PLACE)}: it would not be enforced"
+                f"the keyword '{name}' is not supported together with {', '.join(_IN_PLACE)}: it would not be enforced"
             )
 
     # --- keywords that depend on others -------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class Keywords:
         rest_names = ("items", "additionalItems", "unevaluatedItems")
         given = [name for name in rest_names if name in source and name != first_name]
         if first_name == "items" and "prefixItems" in source:
-            (place / "items").wrong("a list of schemas beside 'prefixItems'")
+            (place / "items").wrong("a list of schemas together with 'prefixItems'")
         for name in given[1:]:
             self._enforce(Keywords._without_effect, name, given[0])
         if first_name in source:
@@ -263,7 +263,7 @@ class Keywords:
             self._result["items"] = self._document.schema(source[given[0]], place / given[0])
 
     def _without_effect(self, name: str, value: object, place: RequestPath) -> None:
-        place.not_enforced(f"the keyword '{name}' has no effect beside '{value}'")
+        place.not_enforced(f"the keyword '{name}' has no effect together with '{value}'")
 
     def _first_items(self, value: object, place: RequestPath) -> list[Schema | bool]:
         if not isinstance(value, list):
@@ -282,7 +282,7 @@ class Keywords:
             self._result["additionalProperties"] = False
 
     def _min_properties(self, name: str, value: object, place: RequestPath) -> None:
-        """The grammar counts a name that comes twice as two, a parser as one."""
+        """The grammar counts a repeated name twice, a parser once."""
         most = len(self._result.get("required", ())) + 1
         if self._result.get(name, 0) > most:
             self._result[name] = most
@@ -290,7 +290,7 @@ class Keywords:
             place.value_not_enforced(value, expected)
 
     def _unique_items(self, name: str, value: object, place: RequestPath) -> None:
-        """Of a list of few values: one of its orders is written."""
+        """For a list of few values: one of its orders is generated."""
         if not isinstance(value, bool):
             place.refuse(value, "true or false")
         result, most = self._result, self._result.get("maxItems", MAX_PROPERTIES)
@@ -310,7 +310,7 @@ class Keywords:
         result["anyOf"] = lists
 
     def _property_names(self, name: str, value: object, place: RequestPath) -> None:
-        """A list of names, or a pattern of them."""
+        """A list of names, or a pattern for them."""
         names = self._document.resolved(value, place)
         bare = {key: item for key, item in names.items() if not is_annotation(key)} if isinstance(names, dict) else None
         if names is True or bare == {} or bare == {"type": "string"}:
@@ -369,7 +369,7 @@ _HANDLERS: dict[str, _Handler] = {
     **dict.fromkeys(_COUNTS, Keywords._count),
 }
 _IN_PART = frozenset(("oneOf", "patternProperties"))
-"""Their handlers enforce what the compiler accepts of them."""
+"""Their handlers enforce as much as the compiler accepts."""
 _AFTER_OTHERS: dict[str, _Handler] = {
     "propertyNames": Keywords._property_names,
     "minProperties": Keywords._min_properties,
@@ -383,7 +383,7 @@ def is_annotation(name: str) -> bool:
 
 
 def _pattern_of_names(names: Mapping[str, Any]) -> str | None:
-    """The pattern, or the one of a format; None where the names are limited by anything else."""
+    """The pattern, or that of a format; None if the names are restricted in any other way."""
     limits = {name: value for name, value in names.items() if (name, value) != ("type", "string")}
     pattern, form = limits.get("pattern"), limits.get("format")
     if len(limits) != 1:

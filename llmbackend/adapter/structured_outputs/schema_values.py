@@ -1,10 +1,10 @@
 """Values in schemas: numbers and texts that the grammar compiler can represent, lists of few values, string formats.
 
-For: json_schema.py and schema_keywords.py. Does not know: keywords beyond their names, the document around a schema.
-Invariants: a returned value means the same to the compiler as to the client. `finite_values` lists all that a schema
-allows, each once as JSON Schema compares them (1 and 1.0 are equal, 1 and true are not). A string of an enforced format
-is valid for strict validators, by RFC 3339 also in leap years; leap seconds are not generated, since their dates are
-not known in advance.
+Used by json_schema.py and schema_keywords.py. Independent of keywords (except their names) and of the document around a
+schema. Invariants: a returned value means the same to the compiler as to the client. `finite_values` lists everything
+that a schema permits, without values that JSON Schema considers equal (1 and 1.0 are equal, 1 and true are not). A
+string of an enforced format is valid for strict validators (RFC 3339, including leap years); leap seconds are not
+generated, because their dates are not known in advance.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, Final
 from .constraint import RequestPath
 
 EXACT = 1 << 53
-"""Larger integers are not exact in the compiler, whose numbers are doubles."""
+"""Larger integers are inexact in the compiler, whose numbers are doubles."""
 _SMALLEST = 1e-9
 _FINE_EXCLUSIVE, _LARGEST_EXCLUSIVE, _COARSE_STEP = 10**6, 10**12, 1e-3
-"""Largest exclusive limits from which 1e-9, or 0.001, can be told apart."""
+"""Largest exclusive limits from which 1e-9, or 0.001, can be distinguished."""
 
 
-def within(value: object, name: str) -> object:
-    """A limit; one that the compiler cannot compare exactly becomes the nearest exact one, which is stricter."""
+def exact_limit(value: object, name: str) -> object:
+    """A limit. If the compiler cannot compare it exactly, it becomes the nearest exact value that is stricter."""
     if isinstance(value, int) and not isinstance(value, bool):
         return min(value, EXACT) if name.endswith("aximum") else max(value, -EXACT)
     return value
@@ -41,20 +41,20 @@ def number_of(value: object, place: RequestPath, *, smallest: float = _SMALLEST)
     return value
 
 
-def beside(number: float, name: str, place: RequestPath, *, is_integer: bool) -> tuple[float, str]:
-    """An exclusive integer limit as the inclusive limit beside it: if both limits have the same integer part, the
-    compiler's exclusive limits include the integer."""
+def adjacent_limit(number: float, name: str, place: RequestPath, *, is_integer: bool) -> tuple[float, str]:
+    """An exclusive integer limit as the adjacent inclusive limit: if both limits have the same integer part, the
+    compiler's exclusive limits would include that integer."""
     if abs(number) > _LARGEST_EXCLUSIVE and not is_integer:
         expected = f"an exclusive limit from {-_LARGEST_EXCLUSIVE} to {_LARGEST_EXCLUSIVE}, or a fraction"
         place.value_not_enforced(number, expected)
     step = 1 if is_integer else _SMALLEST if abs(number) <= _FINE_EXCLUSIVE else _COARSE_STEP
     is_minimum = name == "exclusiveMinimum"
-    beside = int(number) if is_integer else number
-    return (beside + step if is_minimum else beside - step), ("minimum" if is_minimum else "maximum")
+    limit = int(number) if is_integer else number
+    return (limit + step if is_minimum else limit - step), ("minimum" if is_minimum else "maximum")
 
 
 def encodable(text: str, place: RequestPath) -> str:
-    """Raises NotEnforcedError for half of a surrogate pair, or a control character whose escape is not generated."""
+    """Raises NotEnforcedError for half of a surrogate pair, and for control characters without generated escapes."""
     if any(
         "\ud800" <= character < "\ue000" or (character < " " and character not in "\b\t\n\f\r") for character in text
     ):
@@ -68,11 +68,11 @@ Scalar = str | int | float | bool | None
 _KEYWORDS: Final = frozenset(("type", "enum", "const"))
 _OF_TYPE: Final[Mapping[str, tuple[Scalar, ...]]] = {"boolean": (True, False), "null": (None,)}
 MAX_ORDERS: Final = 120
-"""Of a list without repetitions: five values in any order."""
+"""For a list without repetition: five values in any order."""
 
 
 def finite_values(schema: Mapping[str, Any]) -> list[Scalar] | None:
-    """The values of a schema of `type`, `enum` and `const` alone; None unless they are finitely many scalars."""
+    """The values of a schema consisting only of `type`, `enum` and `const`; None unless finitely many scalars."""
     if not schema.keys() <= _KEYWORDS:
         return None
     kinds = schema.get("type")
@@ -108,7 +108,7 @@ def _has_type(value: Any, kind: str) -> bool:
 
 
 def lists_without_repetition(values: Sequence[object], least: int, most: int) -> list[dict[str, Any]] | None:
-    """Schemas of the lists of `least` to `most` of the values without repetition; None if there are too many."""
+    """Schemas for the lists of `least` to `most` values without repetition; None if there are too many."""
     most = min(most, len(values))
     if least > most or math.perm(len(values), most) > MAX_ORDERS:
         return None
@@ -128,7 +128,7 @@ def lists_without_repetition(values: Sequence[object], least: int, most: int) ->
 
 _LEAP_YEAR = "(?:[0-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-"""All but 0000."""
+"""All except 0000."""
 _LONG_MONTHS, _SHORT_MONTHS = "(?:0[13578]|1[02])", "(?:0[469]|11)"
 _DAY = (
     f"(?:{_LONG_MONTHS}-(?:0[1-9]|[12][0-9]|3[01])|{_SHORT_MONTHS}-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
@@ -146,7 +146,7 @@ def _uuid(version: int) -> str:
 
 
 def _ipv4_network(prefix: int) -> str:
-    """Addresses whose bits after the prefix are 0, as Python's ipaddress requires."""
+    """Addresses whose bits after the prefix are 0, as required by Python's ipaddress."""
     full, bits = divmod(prefix, 8)
     octets = [_OCTET] * full
     if bits:
@@ -163,13 +163,13 @@ PATTERNS: Final = {
     "ipv4network": f"^(?:{'|'.join(map(_ipv4_network, range(33)))})$",
     **{f"uuid{version}": _uuid(version) for version in range(1, 9)},
 }
-"""Formats that are enforced by a pattern."""
+"""Formats enforced by a pattern."""
 ANY_TEXT: Final = frozenset({"binary", "directory-path", "file-path", "password", "path"})
-"""Formats of any string: OpenAPI's of how a text is shown or sent, Pydantic's of paths that need not exist."""
+"""Formats that permit any string: OpenAPI's for how a text is shown or sent, Pydantic's for paths."""
 COMPILED: Final = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-"""Formats that the compiler knows."""
+"""Formats known to the compiler."""
 WITHOUT_LOOKING_AROUND: Final = {
-    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",  # Pydantic's of a decimal number
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",  # Pydantic's for decimal numbers
 }
-"""Common patterns with lookahead, and equivalent ones without."""
+"""Common patterns with lookahead, and equivalents without."""
 ENFORCED: Final = tuple(sorted({*PATTERNS, *COMPILED}))

@@ -1,8 +1,8 @@
-"""Structural tags: the rules of a grammar of free text with constrained parts between markers.
+"""Structural tags: grammar rules for free text with constrained parts between markers.
 
-For: compilation.py. Does not know: tools, parsers of model output. Invariants: a marker matches as special tokens and
-as text; after a trigger, one of its tags must follow.
-Source: XGrammar's structural tags (`format`), and vLLM's former form of them (`structures` and `triggers`).
+Used by compilation.py. Independent of tools and of parsers of model output. Invariants: a marker matches both as
+special tokens and as text; after a trigger, one of its tags must follow.
+Source: XGrammar's structural tags (`format`), and vLLM's former notation (`structures` and `triggers`).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Tags:
         return ebnf(text, at, self._rules)
 
     def _embedded(self, fields: dict[str, Any], end: str, place: RequestPath) -> str:
-        """A text that is embedded in its surroundings, with its end."""
+        """A text embedded in its surroundings, with its end."""
         style, excluded = fields.get("style", "text"), _excluded(fields, place)
         if style not in ("text", "json_string"):
             (place / "style").refuse(style, "'text' or 'json_string'")
@@ -179,7 +179,7 @@ class _Tags:
         return f"({head} {part}* {tail})"
 
     def _by_trigger(self, fields: dict[str, Any], place: RequestPath) -> dict[str, str]:
-        """By trigger: the rule of what must follow it."""
+        """By trigger: the rule for what must follow it."""
         triggers = _list(fields, "triggers", place)
         if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
             (place / "triggers").refuse(triggers, "a non-empty list of non-empty strings")
@@ -216,8 +216,8 @@ class _Tags:
 
 
 def _is_embedded(fields: dict[str, Any]) -> bool:
-    """Additions of this backend: grammars in Lark's notation, regular expressions beside excluded texts, and both as
-    the content of a JSON string."""
+    """Additions of this backend: grammars in Lark's notation, regular expressions combined with excluded texts, and
+    both as the content of a JSON string."""
     kind, is_styled = fields.get("type"), "style" in fields or any(name in fields for name in _EXCLUDED)
     return (kind == "grammar" and fields.get("syntax") == "lark") or (kind == "regex" and is_styled)
 

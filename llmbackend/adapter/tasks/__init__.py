@@ -1,1 +1,1 @@
-"""The generations of a model: queued, placed on engines, and put back when one dies."""
+"""The generations of a model: queued, placed on engines, and requeued when an engine dies."""

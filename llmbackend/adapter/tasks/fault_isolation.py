@@ -1,4 +1,4 @@
-"""Finds a request that kills engines without failing others: it was the only unproven one at two deaths or more."""
+"""Finds a request that kills engines without failing others: the only unproven one in two or more deaths."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from llmbackend.engine.errors import DeathKind
 from .infer_task import InferTask
 
 CLEARING_TOKENS = 2
-"""A request with so many tokens from an engine (a prefill and a decode step) is proven harmless."""
+"""A request that has got this many tokens from an engine (a prefill and a decode step) is proven harmless."""
 BLAME_THRESHOLD = 2.0
 KILLED_WEIGHT = 0.4
-"""Of a death whose cause may be external: SIGKILL from a person, or from a kernel short of memory (which a request may
-have caused), or a remote engine that cannot be reached. Every other death weighs 1."""
+"""Weight of a death whose cause may be external: SIGKILL by a person or by a kernel that is out of memory (possibly
+because of a request), or an unreachable remote engine. All other deaths have weight 1."""
 _FROM_OUTSIDE: Final[tuple[DeathKind, ...]] = ("killed", "memory", "disconnect")
 
 
 class FaultIsolation:
-    """Of one engine.
+    """For one engine.
 
-    A request is unproven until the engine has given CLEARING_TOKENS tokens for it. When an engine dies, its unproven
-    requests become suspects. A suspect runs in isolation: it is given to an engine that has no other unproven request,
-    and that engine gets no other request until the suspect is proven. A death in isolation counts against the suspect;
-    at BLAME_THRESHOLD it is blamed and ended.
-    Owner: TaskMap, under whose lock every call is made.
+    A request is unproven until the engine has produced CLEARING_TOKENS tokens for it. When an engine dies, its unproven
+    requests become suspects. A suspect runs in isolation: it goes to an engine that has no other unproven request, and
+    that engine gets no other request until the suspect is proven. A death in isolation counts against the suspect; at
+    BLAME_THRESHOLD it is blamed and ended.
+    Owner: TaskMap, which holds its lock during every call.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class FaultIsolation:
 
     @property
     def is_isolating(self) -> bool:
-        """Whether the engine runs a suspect, and takes no other request."""
+        """Whether the engine is running a suspect and takes no other requests."""
         first = next(iter(self._unproven.values()), None)
         return first is not None and first.is_suspect
 
@@ -50,7 +50,7 @@ class FaultIsolation:
         self._outputs_left[task.request_id] = CLEARING_TOKENS
 
     def record_output(self, request_id: str) -> None:
-        """The engine gave a token for the request; enough of them clear it of earlier deaths."""
+        """Called when the engine has produced a token for the request; enough of them clear it of earlier deaths."""
         left = self._outputs_left.get(request_id, 0) - 1
         if left > 0:
             self._outputs_left[request_id] = left
@@ -59,12 +59,12 @@ class FaultIsolation:
             task.isolated_deaths.clear()
 
     def discard(self, request_id: str) -> InferTask | None:
-        """Forgets a request that has ended or is proven; returns its task if it was unproven."""
+        """Forgets a request that has ended or is proven. Returns its task if it was unproven."""
         self._outputs_left.pop(request_id, None)
         return self._unproven.pop(request_id, None)
 
     def engine_died(self, kind: DeathKind) -> InferTask | None:
-        """Makes all unproven requests suspects; returns the blamed one, if there is one."""
+        """Makes all unproven requests suspects. Returns the blamed one, if any."""
         suspects = list(self._unproven.values())
         self._unproven, self._outputs_left = {}, {}
         for task in suspects:

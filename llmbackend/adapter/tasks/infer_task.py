@@ -1,9 +1,9 @@
 """InferTask: one generation, from its InferRequest to its last response, and its part of a trace.
 
-For: turning an engine's outputs into a request's responses. Does not know: tensors, other generations, queues, the
-engine, where traces go. Invariants: it ends its part of the request exactly once. It holds all that another engine
-needs to continue: the InferRequest and the tokens so far. Traces hold no text and no tokens; their attributes are those
-of OpenTelemetry's GenAI conventions. Name and role are MindIE's.
+Turns an engine's outputs into responses. Independent of tensors, other generations, queues, the engine, and where
+traces go. Invariants: it ends its part of the request exactly once. It contains everything that another engine needs in
+order to continue: the InferRequest and the tokens so far. Traces contain neither text nor tokens; their attributes
+follow OpenTelemetry's GenAI conventions. Name and role are MindIE's.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .placement import PlacementState
 
 
 class InferTask:
-    """A task is popped from the TaskMap before `fail` or the last `respond`, so one thread at a time uses it."""
+    """A task is popped from the TaskMap before `fail` or the last `respond`, so only one thread at a time uses it."""
 
-    # Slots, as in all objects on a token's path: after a step's pause each object is read from cold memory.
+    # Slots, as in all objects on a token's path: after the pause between steps, each object is read from cold memory.
     __slots__ = (
         "_adapter", "_choice", "_num_cached_tokens", "_num_prior_tokens",
         "_num_prompt_logprobs", "_record", "_reply", "_stream", "alarms", "assembler", "has_ended", "infer_request",
@@ -54,32 +54,32 @@ class InferTask:
         adapter: AdapterHandle = NO_ADAPTER,
         record: PieceRecord | None = None,
     ) -> None:
-        """choice: its index among the generations of its prompt
+        """choice: index among the generations of its prompt
         kv_block_size: tokens per block of the engines' KV cache
-        prior_output_ids: tokens of its output that its client has; `assembler` has replayed them
+        prior_output_ids: output tokens that its client already has; `assembler` has replayed them
         adapter: stays loaded as long as the task exists
         record: for the deltas of a resumable request
         """
         self.sender = sender
-        """Shared with the other tasks of its request."""
+        """Shared with the request's other tasks."""
         self.infer_request = infer_request
         self.output_token_ids = list(prior_output_ids)
         self.assembler = assembler
         self.times = times
         self.is_delayed = False
-        """Owner: TaskMap. It waited longer than its level's timeout."""
+        """Owner: TaskMap. Whether it has waited longer than its level's timeout."""
         self.is_suspect = False
-        """Owner: FaultIsolation. An engine died before this request was proven harmless."""
+        """Owner: FaultIsolation. Whether an engine died before this request was proven harmless."""
         self.isolated_deaths: list[DeathKind] = []
         """Owner: FaultIsolation. Deaths of engines that had no other unproven request."""
         self.lost_ns = 0
         """Owner: TaskMap. When it lost its engine; 0 = it has one, or never had one."""
         self.placement: PlacementState | None = None
-        """Owner: TaskMap, once it is queued. Set where there are several engines."""
+        """Owner: TaskMap, once queued. Set if there are several engines."""
         self.alarms: list[Alarm] = []
-        """Set for its deadlines."""
+        """For its deadlines."""
         self.num_preemptions = 0
-        """Counted while a client watches."""
+        """Counted while a client is watching."""
         self.num_draft_tokens = self.num_accepted_draft_tokens = 0
         self._adapter = adapter
         self._record = record
@@ -91,7 +91,7 @@ class InferTask:
         self._reply = reply
         self._stream = stream
         self.has_ended = False
-        """Whether its last response was made."""
+        """Whether its last response has been created."""
 
     @property
     def request_id(self) -> str:
@@ -99,12 +99,12 @@ class InferTask:
 
     @property
     def lora_name(self) -> str:
-        """As clients know the adapter; "" = none."""
+        """The clients' name for the adapter; "" = none."""
         return self._adapter.name
 
     @property
     def lane(self) -> tuple[int, bool]:
-        """Its order in the queue: priority level, then whether it is delayed."""
+        """Its position class in the queue: priority level, then whether it is delayed."""
         return self.infer_request.priority, self.is_delayed
 
     @property
@@ -113,17 +113,17 @@ class InferTask:
 
     @property
     def num_own_prompt_tokens(self) -> int:
-        """0 where another task of its request has the same prompt and counts it."""
+        """0 if another task of its request has the same prompt and counts it."""
         return 0 if self._choice else self.num_prompt_tokens
 
     @property
     def num_own_choices(self) -> int:
-        """How many choices its client gets of the prompt; 0 where another task of the prompt counts them."""
+        """How many choices of the prompt its client gets; 0 if another task of the prompt counts them."""
         return 0 if self._choice else self.sender.num_choices
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache of the first engine had."""
+        """Prompt tokens found in the prefix cache of the first engine."""
         return self._num_cached_tokens or 0
 
     @property
@@ -132,7 +132,7 @@ class InferTask:
 
     @property
     def num_new_tokens(self) -> int:
-        """Without the tokens that its client had before."""
+        """Excludes the tokens that its client had before."""
         return len(self.output_token_ids) - self._num_prior_tokens
 
     @property
@@ -151,7 +151,7 @@ class InferTask:
         )
 
     def add_output(self, output: StepOutput, now_ns: int) -> None:
-        """Adds one step's output; afterwards `finish_reason` says whether it was the last."""
+        """Adds one step's output; afterwards `finish_reason` tells whether it was the last."""
         if self._record is not None:
             self._record.add(output)
         if self._num_cached_tokens is None:
@@ -171,18 +171,18 @@ class InferTask:
                 times.first_token_ns = now_ns
 
     def repeat_output(self, output: StepOutput) -> None:
-        """Adds an output that was computed before, for a response that its client may have."""
+        """Adds an output that was computed before, for a response that its client may already have."""
         InferTask.add_output(self, output, 0)
         self._num_prior_tokens = len(self.output_token_ids)
 
-    def engine_told(self, event: RequestEvent) -> None:
-        """An engine's step worked on it; for traced tasks."""
+    def engine_reported(self, event: RequestEvent) -> None:
+        """Called when an engine's step has worked on it; for traced tasks."""
 
     def engine_died(self, cause: DeathKind) -> None:
-        """The task goes back into the queue."""
+        """Called when the task goes back into the queue."""
 
     def count_end(self, reason: str) -> None:
-        """The generation has ended. Before its last response."""
+        """Called when the generation has ended, before its last response."""
         self.sender.count_end(
             TaskUsage(self.num_own_prompt_tokens, self.num_cached_tokens, self.num_new_tokens, self.num_preemptions),
             reason,
@@ -201,7 +201,7 @@ class InferTask:
             self.sender.send(outputs, None if self._record is None else self._record.take())
 
     def fail(self, error: TritonError) -> None:
-        """Ends the generation with `error`; does nothing when it has ended."""
+        """Ends the generation with `error`, unless it has ended."""
         if not self.has_ended:
             self.has_ended = True
             self.sender.fail(error, self.times, None if self._record is None else self._record.failed(error))
@@ -209,16 +209,16 @@ class InferTask:
 
 PROVIDER: Final = "llmbackend"
 MAX_EVENTS: Final = 512
-"""Recorded events of one generation."""
+"""Maximum number of recorded events per generation."""
 
 
 class RequestSpans:
-    """The trace of one request. Any thread: the request's generations may be on several engines' loops."""
+    """The trace of one request. Thread-safe, because the request's generations may be on several engines' loops."""
 
     def __init__(
         self, trace: RequestTrace, operation: str, sampling: SamplingParams, num_choices: int, num_generations: int
     ) -> None:
-        """operation: GenAI's name of it, `chat` or `text_completion`. num_choices: that the client gets of a prompt."""
+        """operation: GenAI's name for it, `chat` or `text_completion`. num_choices: choices per prompt."""
         self._trace = trace
         self._lock = threading.Lock()
         self._finish_reasons: list[str] = []
@@ -236,7 +236,7 @@ class RequestSpans:
         )
 
     def converted(self, start_ns: int, end_ns: int, grammar_ns: tuple[int, int] | None) -> None:
-        """grammar_ns: when the host began and ended to check the request's grammar; None = it has none."""
+        """grammar_ns: when the host began and ended checking the request's grammar; None = no grammar."""
         self._trace.add_span(TraceSpan("prepare", start_ns, end_ns))
         if grammar_ns is not None:
             self._trace.add_span(TraceSpan("check grammar", *grammar_ns))
@@ -258,7 +258,7 @@ class RequestSpans:
 
 
 class TracedInferTask(InferTask):
-    """A task that records its phases, for its request's trace before its last response."""
+    """A task that records its phases and adds them to its request's trace before its last response."""
 
     __slots__ = ("_causes", "_events", "_num_steps", "_recoveries", "_spans")
 
@@ -270,7 +270,7 @@ class TracedInferTask(InferTask):
         self._recoveries: list[TraceSpan] = []
         self._num_steps = 0
 
-    def engine_told(self, event: RequestEvent) -> None:
+    def engine_reported(self, event: RequestEvent) -> None:
         if len(self._events) < MAX_EVENTS:
             self._events.append(event)
 
@@ -318,7 +318,7 @@ class TracedInferTask(InferTask):
         self._spans.ended([*self._phases(time.monotonic_ns()), *self._recoveries], usage, finish_reason)
 
     def _phases(self, now_ns: int) -> Iterator[TraceSpan]:
-        """Each phase that began, up to `now_ns` where it has not ended."""
+        """Each phase that has begun, up to `now_ns` if it has not ended."""
         times, begin_ns = self.times, self._begin_ns()
         yield TraceSpan("queue", times.compute_start_ns, begin_ns or now_ns, self._which)
         yield from self._between("compile grammar", "compile", ("compiled",), now_ns, {})
@@ -330,7 +330,7 @@ class TracedInferTask(InferTask):
         yield from self._between("preemption", "preempted", ("prefill", "recompute"), now_ns, reason)
 
     def _begin_ns(self) -> int:
-        """When an engine began to compute it; 0 = none has."""
+        """When an engine began to compute it; 0 = not yet."""
         chunks = (event.time_ns for event in self._events if event.name in ("prefill", "recompute"))
         return next(chunks, self.times.taken_ns if self.times.first_token_ns else 0)
 
@@ -356,7 +356,7 @@ class TracedInferTask(InferTask):
     def _between(
         self, name: str, first: str, last: Sequence[str], now_ns: int, attributes: dict[str, str]
     ) -> Iterator[TraceSpan]:
-        """A span from each event `first` to the next one of `last`."""
+        """A span from each event `first` to the next event in `last`."""
         start_ns = 0
         for event in self._events:
             if event.name == first:
@@ -369,7 +369,7 @@ class TracedInferTask(InferTask):
 
 
 def _request_attributes(sampling: SamplingParams) -> dict[str, int | float]:
-    """The effective parameters, defaults included."""
+    """The effective parameters, including defaults."""
     found: dict[str, int | float] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,

@@ -1,10 +1,10 @@
-"""Chooses among several engines for a queued request, and how long the request waits for the chosen one.
+"""Chooses one of several engines for a queued request, and how long the request waits for it.
 
-For: TaskMap, for each request that an engine with room could take. Does not know: queues, priorities, texts.
-An engine's worth is the number of prompt tokens that it need not compute (PrefixIndex), and REQUEST_TOKENS for each
-request that it still has room for. The request waits for the engine of the largest worth: for as long as computing the
-difference in tokens would take at the recent speed of prompts, at least WAKE_S (in which its loop wakes up) if it has
-room, and at most MAX_WAIT_S since an engine with room first left it. After that any engine takes it.
+Used by TaskMap for each request that an engine with free slots could take. Independent of queues, priorities and texts.
+An engine's score is the number of prompt tokens in its prefix cache (PrefixIndex), plus REQUEST_TOKENS per free slot.
+The request waits for the engine with the highest score as long as computing the difference in tokens would take at the
+recent prefill speed; at least WAKE_S (within which the loop wakes up) if that engine has a free slot, and at most
+MAX_WAIT_S after an engine with free slots first passed it over. After that, any engine takes it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from llmbackend.engine.memory.prefix_cache import numbers
 from llmbackend.engine.messages import BlockChanges
 
 REQUEST_TOKENS: Final = 128
-"""The worth of room for one request, in prompt tokens. The larger it is, the more evenly requests are spread, and the
-more prefixes are computed more than once."""
+"""The value of a free slot, in prompt tokens. A larger value spreads requests more evenly, but more prefixes are
+computed more than once."""
 WAKE_S: Final = 0.05
 MAX_WAIT_S: Final = 1.0
 SAMPLE: Final = 8
-"""Engines that are compared for one request, besides twice as many of those with the longest prefix."""
+"""Engines compared per request, in addition to up to twice as many of those with the longest prefix."""
 _WEIGHT: Final = 0.125
 """Weight of the latest prompt in the running mean."""
 _FIRST_GUESS_S: Final = 50e-6
-"""Seconds per prompt token, before any was measured."""
+"""Seconds per prompt token, before any has been measured."""
 
 
 @dataclass(slots=True)
 class PlacementState:
-    """The engine that a queued request waits for. Owner: TaskMap, under whose lock it is changed.
+    """The engine for which a queued request waits. Owner: TaskMap; changed while holding its lock.
 
-    hashes     of its prompt's blocks; () = its prefix does not count
+    hashes     of its prompt's blocks; () = prefixes are not considered
     waits_for  the engine (a bit); 0 = none
-    since_ns   when an engine with room first left it; 0 = none did
-    until_ns   when any engine takes it
+    since_ns   when an engine with free slots first passed it over; 0 = never
+    until_ns   when any engine may take it
     """
 
     hashes: Sequence[int] = ()
@@ -51,93 +51,92 @@ class PlacementState:
 class ReadyEngines:
     """The engines that are compared, the same from one request to the next.
 
-    room_of  by engine (a bit): returns how many requests it would take
-    mask     all engines
+    free_slots_of  by engine (a bit): returns how many requests it would take
+    mask           all engines
     """
 
-    def __init__(self, room_of: Mapping[int, Callable[[], int]]) -> None:
-        self.room_of = room_of
+    def __init__(self, free_slots_of: Mapping[int, Callable[[], int]]) -> None:
+        self.free_slots_of = free_slots_of
         self.mask = 0
-        for engine in room_of:
+        for engine in free_slots_of:
             self.mask |= engine
-        self._engines = tuple(room_of)
-        self.are_few = len(room_of) <= SAMPLE
+        self._engines = tuple(free_slots_of)
+        self.are_few = len(free_slots_of) <= SAMPLE
 
     def some(self) -> Sequence[int]:
-        """All, or a sample of many: the choice takes bounded time, and hosts that share engines choose different
-        ones."""
+        """All engines, or a sample if there are many: this bounds the time, and hosts that share engines choose
+        different ones."""
         return self._engines if self.are_few else random.sample(self._engines, SAMPLE)
 
 
-class Rooms:
-    """How many requests each engine would take: asked when first needed, then counted down."""
+class FreeSlots:
+    """The number of free slots of each engine, queried on first use and then counted down."""
 
     def __init__(self, ready: ReadyEngines) -> None:
         self.ready = ready
         self._known: dict[int, int] = {}
 
     def __getitem__(self, engine: int) -> int:
-        room = self._known.get(engine)
-        if room is None:
-            room = self._known[engine] = max(self.ready.room_of[engine](), 0)
-        return room
+        if engine not in self._known:
+            self._known[engine] = max(self.ready.free_slots_of[engine](), 0)
+        return self._known[engine]
 
-    def given(self, engine: int) -> None:
-        """The engine gets a request."""
+    def take(self, engine: int) -> None:
+        """Called when the engine gets a request."""
         self._known[engine] = self[engine] - 1
 
 
 class Placement:
-    """Of one model. `block_size` is set when its engines begin to report their blocks."""
+    """For one model. `block_size` is set when its engines begin to report their blocks."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self.index = index
         self.block_size = 0
-        """Tokens of a block; 0 = prompts are not hashed."""
+        """Tokens per block; 0 = prompts are not hashed."""
         self._prompt_token_s = _FIRST_GUESS_S
 
     def prompt_computed(self, num_tokens: int, seconds: float) -> None:
-        """An engine computed `num_tokens` of a prompt within `seconds` of taking it."""
+        """Records that an engine computed `num_tokens` of a prompt within `seconds` of taking it."""
         if num_tokens > 0:
             self._prompt_token_s += _WEIGHT * (seconds / num_tokens - self._prompt_token_s)
 
-    def takes(self, engine: int, state: PlacementState, rooms: Rooms, now_ns: int) -> bool:
-        """Whether this engine, which is ready and has room, takes the request now."""
+    def takes(self, engine: int, state: PlacementState, free_slots: FreeSlots, now_ns: int) -> bool:
+        """Whether this engine, which is ready and has free slots, takes the request now."""
         if state.waits_for == engine:
             return True
-        if state.waits_for & rooms.ready.mask and now_ns < state.until_ns:
+        if state.waits_for & free_slots.ready.mask and now_ns < state.until_ns:
             return False
-        best, gain_tokens = self._best(engine, state.hashes, rooms)
+        best, gain_tokens = self._best(engine, state.hashes, free_slots)
         if best == engine:
             return True
         state.since_ns = state.since_ns or now_ns
-        state.until_ns = state.since_ns + int(self._wait_s(gain_tokens, rooms[best]) * 1e9)
+        state.until_ns = state.since_ns + int(self._wait_s(gain_tokens, free_slots[best]) * 1e9)
         state.waits_for = best
         return now_ns >= state.until_ns
 
-    def _wait_s(self, gain_tokens: int, room: int) -> float:
-        return max(min(gain_tokens * self._prompt_token_s, MAX_WAIT_S), WAKE_S if room > 0 else 0.0)
+    def _wait_s(self, gain_tokens: int, free_slots: int) -> float:
+        return max(min(gain_tokens * self._prompt_token_s, MAX_WAIT_S), WAKE_S if free_slots > 0 else 0.0)
 
-    def _best(self, asking: int, hashes: Sequence[int], rooms: Rooms) -> tuple[int, int]:
-        """The best engine, and by how many tokens it is better than the asking one. Of equals, the one with the fewest
-        blocks, so that all caches are used; of such equals, the asking one."""
-        index, ready = self.index, rooms.ready
+    def _best(self, asking: int, hashes: Sequence[int], free_slots: FreeSlots) -> tuple[int, int]:
+        """The best engine, and by how many tokens it beats the asking one. Ties are won by the engine with the fewest
+        blocks, so that all caches are used, then by the asking one."""
+        index, ready = self.index, free_slots.ready
         num_blocks, holders = index.longest(ready.mask, hashes)
 
-        def worth(engine: int) -> tuple[int, int]:
+        def score(engine: int) -> tuple[int, int]:
             held = num_blocks if holders & engine else index.num_held(engine, hashes)
-            return held * self.block_size + rooms[engine] * REQUEST_TOKENS, -index.num_blocks(engine)
+            return held * self.block_size + free_slots[engine] * REQUEST_TOKENS, -index.num_blocks(engine)
 
-        engine, own = asking, worth(asking)
+        engine, own = asking, score(asking)
         best = own
         for other in ready.some() if ready.are_few or not num_blocks else (*ready.some(), *_some_of(holders)):
-            if (others := worth(other)) > best:
+            if (others := score(other)) > best:
                 engine, best = other, others
         return engine, best[0] - own[0]
 
 
 def _some_of(engines: int) -> Iterator[int]:
-    """Engines of a mask, beginning at a random one."""
+    """Some engines of a mask, starting with a random one."""
     first = random.randrange(engines.bit_length())
     for left in (engines >> first << first, engines & (1 << first) - 1):
         for _ in range(SAMPLE):
@@ -149,19 +148,19 @@ def _some_of(engines: int) -> Iterator[int]:
 
 
 _BLOCKS_AT_A_TIME = 4096
-"""Changed under the lock at a time, about a millisecond."""
+"""Blocks changed per acquisition of the lock; takes about a millisecond."""
 
 
 class PrefixIndex:
     """The prefixes whose KV each engine has.
 
-    Engines are bits of an int. The key is a block's hash (memory/prefix_cache.py), which stands for the text up to the
+    Engines are bits of an int. The key is a block's hash (memory/prefix_cache.py), which represents the text up to the
     end of the block. An engine that has a block has all blocks before it, so the longest prefix is found by bisection.
-    Invariant: the index has the blocks that each engine had at its latest message, and those that it has been computing
+    Invariant: the index contains the blocks that each engine had at its latest message, and those that it is computing
     for its requests, until their first tokens.
 
-    Any thread calls it. Writers hold the lock; readers need none, since each of their look-ups is atomic. A block costs
-    about 80 bytes, however many engines have it (`benchmarks.prefix_routing --simulate` measures it).
+    Thread-safe. Writers hold the lock; readers need none, because each of their look-ups is atomic. A block costs about
+    80 bytes however many engines have it (measured by `benchmarks.prefix_routing --simulate`).
     """
 
     def __init__(self) -> None:
@@ -169,9 +168,9 @@ class PrefixIndex:
         self._holders: dict[int, int] = {}
         """By hash: the engines that have the block."""
         self._computing: dict[int, int] = {}
-        """By hash: the engines that will have it soon."""
+        """By hash: the engines that are computing it."""
         self._computed_for: dict[str, tuple[int, Sequence[int]]] = {}
-        """By request: its engine, and the blocks that it did not have."""
+        """By request: its engine, and the blocks that the engine did not have."""
         self._num_blocks: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -179,7 +178,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def num_blocks(self, engine: int) -> int:
-        """Blocks that the engine has reported."""
+        """Blocks reported by the engine."""
         return self._num_blocks.get(engine, 0)
 
     # --- reported by engines ------------------------------------------------------------------------------------------
@@ -194,7 +193,7 @@ class PrefixIndex:
         self._num_blocks[engine] = self.num_blocks(engine) + len(stored) - len(removed)
 
     def forget(self, engine: int) -> None:
-        """The engine has ended, and its KV with it."""
+        """Called when the engine has ended, and its KV with it."""
         self._change(_take_out, engine, list(self.blocks_of(engine)))
         self._num_blocks.pop(engine, None)
 
@@ -212,7 +211,7 @@ class PrefixIndex:
     # --- being computed -----------------------------------------------------------------------------------------------
 
     def expect(self, engine: int, request_id: str, hashes: Sequence[int]) -> None:
-        """The engine has taken a request with these blocks, and will compute those that it lacks."""
+        """Called when the engine has taken a request with these blocks and will compute those that it lacks."""
         missing = hashes[self.num_held(engine, hashes) :]
         if missing:
             with self._lock:
@@ -220,7 +219,7 @@ class PrefixIndex:
                 _enter(self._computing, engine, missing)
 
     def settle(self, request_id: str) -> None:
-        """The engine has reported that request's blocks, or will not compute them."""
+        """Called when the engine has reported that request's blocks, or will not compute them."""
         if request_id in self._computed_for:
             with self._lock:
                 _take_out(self._computing, *self._computed_for.pop(request_id))
@@ -228,12 +227,12 @@ class PrefixIndex:
     # --- look-ups -----------------------------------------------------------------------------------------------------
 
     def longest(self, engines: int, hashes: Sequence[int]) -> tuple[int, int]:
-        """How many of a text's first blocks one of `engines` has, and which of them have so many."""
+        """The largest number of a text's leading blocks that one of `engines` has, and which engines have that many."""
         count = self.num_held(engines, hashes)
         return count, self._engines(hashes[count - 1]) & engines if count else engines
 
     def num_held(self, engines: int, hashes: Sequence[int]) -> int:
-        """How many of a text's first blocks one of `engines` has."""
+        """The largest number of a text's leading blocks that one of `engines` has."""
         return bisect_left(hashes, True, key=lambda block: not self._engines(block) & engines)
 
     def _engines(self, block: int) -> int:

@@ -1,6 +1,6 @@
-"""A model's handles of its engines, and the routing of requests to those that have a prefix of their prompts.
+"""A model's engine handles, and the routing of requests to engines that have a prefix of their prompts.
 
-Invariant: with one engine nothing is hashed or kept.
+Invariant: with a single engine, nothing is hashed or stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .task_map import EngineAssignment
 
 
 class EngineHandle:
-    """One instance's engine, as its model knows it."""
+    """One instance's engine, as seen by its model."""
 
     info: ModelInfo
     """Set when the engine has loaded its model."""
@@ -29,10 +29,10 @@ class EngineHandle:
         self.manager = manager
         self.wakes_at_ns = 0
         """When it looks again for requests that it left to other engines. Owner: its loop."""
-        self.assignment = EngineAssignment(manager.wake, lambda: manager.room, 1 << index)
+        self.assignment = EngineAssignment(manager.wake, lambda: manager.capacity, 1 << index)
 
     def why_not_ready(self) -> str:
-        """Why the engine should get no requests; "" when it is ready."""
+        """Why the engine should get no requests; "" if it is ready."""
         try:
             self.manager.check_ready()
         except RuntimeError as error:
@@ -41,7 +41,7 @@ class EngineHandle:
 
 
 class PrefixRouting:
-    """Of one model. Any thread, but for `follow`, which its owner locks."""
+    """For one model. Thread-safe except for `follow`, which its owner locks."""
 
     def __init__(self, is_enabled: bool) -> None:
         """is_enabled: whether the engines have prefix caches"""
@@ -50,7 +50,7 @@ class PrefixRouting:
         self.placement = Placement(self._index)
 
     def follow(self, engines: Sequence[EngineHandle]) -> None:
-        """The model has these engines from now on. Where there are several, they report their blocks."""
+        """Sets the model's engines. If there are several, they report their blocks."""
         sizes = {engine.info.block_size for engine in engines}
         is_wanted = self._is_enabled and len(engines) > 1 and len(sizes) == 1
         self.placement.block_size = sizes.pop() if is_wanted else 0
@@ -58,16 +58,15 @@ class PrefixRouting:
             engine.manager.follow_prefixes(is_wanted)
 
     def changed(self, engine: EngineHandle, changes: BlockChanges) -> None:
-        """An engine's prefix cache has changed."""
+        """Called when an engine's prefix cache has changed."""
         self._index.apply(engine.assignment.bit, changes)
 
     def ended(self, engine: EngineHandle) -> None:
-        """The engine and its KV are gone."""
+        """Called when the engine and its KV are gone."""
         self._index.forget(engine.assignment.bit)
 
     def place(self, tasks: Sequence[InferTask]) -> None:
-        """Gives the tasks of a request, before they are queued, the hashes of their prompts, computed once for each
-        prompt."""
+        """Before the tasks of a request are queued, gives them the block hashes of their prompts."""
         block_size = self.placement.block_size
         if not block_size:
             return
@@ -75,9 +74,9 @@ class PrefixRouting:
         for task in tasks:
             request = task.infer_request
             if request.sampling.prompt_logprobs is not None:
-                continue  # all of its prompt must be computed
+                continue  # its prompt must be computed completely
             token_ids = request.prompt_token_ids
-            if task.output_token_ids:  # its client has them from another host
+            if task.output_token_ids:  # its client got them from another host
                 task.placement = PlacementState(
                     prefix_hashes(request.prefix_salt, (*token_ids, *task.output_token_ids), block_size)
                 )
@@ -87,7 +86,7 @@ class PrefixRouting:
             task.placement = PlacementState(hashes[id(token_ids)])
 
     def prompt_computed(self, task: InferTask, now_ns: int) -> None:
-        """An engine gave the task's first token."""
+        """Called when an engine has produced the task's first token."""
         if self.placement.block_size:
             num_tokens = task.num_prompt_tokens - task.num_cached_tokens
             self.placement.prompt_computed(num_tokens, (now_ns - task.times.taken_ns) * 1e-9)

@@ -1,8 +1,8 @@
-"""The infer-task map: every live request of a model, the engine that has it, and the requests that wait for an engine.
+"""The infer-task map: every live request of a model, its engine, and the requests waiting for an engine.
 
-For: ModelState and ModelInstanceState, on Triton's threads and the engines' loops. Does not know: responses, metrics,
-managers. Invariants: a task in the map is on its way into the queue, in it, or assigned to exactly one engine; a task
-that was popped is nowhere else.
+Used by ModelState and ModelInstanceState, on Triton's threads and the engines' loops. Independent of responses, metrics
+and managers. Invariants: a task in the map is about to be queued, queued, or assigned to exactly one engine; a popped
+task is nowhere else.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .fault_isolation import FaultIsolation
 from .infer_task import InferTask
-from .placement import Placement, PlacementState, ReadyEngines, Rooms
+from .placement import FreeSlots, Placement, PlacementState, ReadyEngines
 
 WINDOW: Final = 128
-"""How many more queued requests than it has room for are compared for an engine, where there are several."""
+"""With several engines, the number of queued requests beyond its free slots that are considered for an engine."""
 
 
 @dataclass(eq=False, slots=True)
 class EngineAssignment:
-    """The tasks of one engine. The map's lock owns all fields but the first three."""
+    """The tasks of one engine. The map's lock guards all fields but the first three."""
 
     wake: Callable[[], None]
-    """Has the engine's loop look for requests and controls."""
-    room: Callable[[], int]
+    """Makes the engine's loop check for requests and controls."""
+    free_slots: Callable[[], int]
     """How many requests it would take now."""
     bit: int
-    """A different power of two for each engine, as their name in PrefixIndex."""
+    """A different power of two for each engine, by which PrefixIndex identifies it."""
     isolation: FaultIsolation = field(default_factory=FaultIsolation)
     pending_stops: list[tuple[str, TritonError | None]] = field(default_factory=list)
-    """Requests to end with this error (cancelled, or too late), or with None (stopped by their client). Their tasks are
+    """Requests to end with this error (cancelled or timed out), or None (stopped by their client). Their tasks are
     still in the map."""
     stopped_ids: list[str] = field(default_factory=list)
-    """Requests that a stop string ended before the engine did; their tasks are no longer in the map."""
+    """Requests ended by a stop string before the engine ended them; their tasks are no longer in the map."""
     look_again_ns: int = 0
-    """When it may take a request that waits for another engine now; 0 = none does."""
+    """When it may take a request that now waits for another engine; 0 = no such request."""
 
-    def room_now(self) -> int:
+    def available_slots(self) -> int:
         """An engine in which a request is isolated takes no other."""
-        return 0 if self.isolation.is_isolating else self.room()
+        return 0 if self.isolation.is_isolating else self.free_slots()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class Controls:
     """Stopped requests, for an engine's loop."""
 
     ended: list[tuple[InferTask, TritonError | None]]
-    """Tasks to be answered; they are no longer in the map."""
+    """Tasks to be answered; no longer in the map."""
     stop: list[str]
     """Ids of the requests that the engine must drop."""
     elsewhere: list[EngineAssignment]
-    """Engines that have controls of their own now, and must be woken."""
+    """Engines that now have controls of their own and must be woken."""
 
 
 NO_CONTROLS: Final = Controls([], [], [])
@@ -77,10 +77,11 @@ class LostTasks:
 
 
 class TaskMap:
-    """Any thread. An engine is named by its EngineAssignment. Every method is atomic (`_lock`) and makes no callbacks.
+    """Thread-safe. Engines are identified by their EngineAssignment. Methods are atomic (`_lock`) and make no
+    callbacks.
 
-    It is the recovery log: a task holds its prompt, the tokens so far and its sampling state, so that the next engine
-    can continue a dead engine's tasks.
+    It is the recovery log: a task contains its prompt, the tokens so far and its sampling state, so that the next
+    engine can continue a dead engine's tasks.
     """
 
     def __init__(self, policies: QueuePolicies, max_queue_size: int, placement: Placement) -> None:
@@ -93,10 +94,10 @@ class TaskMap:
         self._lock = threading.Lock()
         self._tasks: dict[str, InferTask] = {}
         self.get = self._tasks.get
-        """The task of a request, None when it has ended."""
+        """The task of a request, None if it has ended."""
         self._engine_of: dict[str, EngineAssignment] = {}
         self._queue: LevelQueue[InferTask] = LevelQueue()
-        """Requests without an engine; those of a dead engine are first."""
+        """Requests without an engine, those of a dead engine first."""
         self._reserved: Counter[int] = Counter()
         """By priority level: requests that are being converted."""
 
@@ -114,12 +115,12 @@ class TaskMap:
             return len(self._queue) + (self._reserved.total() if self._reserved else 0)
 
     def all(self) -> list[tuple[InferTask, bool]]:
-        """Every task, and whether an engine has it."""
+        """All tasks, and whether an engine has them."""
         with self._lock:
             return [(task, request_id in self._engine_of) for request_id, task in self._tasks.items()]
 
     def lora_names(self) -> tuple[set[str], set[str]]:
-        """The adapters of requests in engines, and of requests that wait for one."""
+        """The adapters of running requests, and of waiting requests."""
         running: set[str] = set()
         waiting: set[str] = set()
         with self._lock:
@@ -140,8 +141,8 @@ class TaskMap:
     # --- into the queue -----------------------------------------------------------------------------------------------
 
     def admit(self, *tasks: InferTask) -> str:
-        """Takes the new tasks of a request into the map, but not yet into the queue; or returns why the queue is too
-        full for them, and takes none."""
+        """Takes the new tasks of a request into the map, but not yet into the queue; or takes none and returns why the
+        queue is too full for them."""
         with self._lock:
             refusal = self._why_full(tasks[0].infer_request.priority, len(tasks))
             if not refusal:
@@ -155,7 +156,7 @@ class TaskMap:
                 self._queue.append(task, *task.lane)
 
     def reserve(self, level: int) -> str:
-        """Reserves a place in the queue for a request that is not a task yet; or returns why the queue is too full."""
+        """Reserves a place in the queue for a request that is not a task yet, or returns why the queue is too full."""
         with self._lock:
             refusal = self._why_full(level)
             if not refusal:
@@ -163,12 +164,12 @@ class TaskMap:
         return refusal
 
     def release(self, level: int) -> None:
-        """Gives a reserved place back."""
+        """Returns a reserved place."""
         with self._lock:
             self._reserved[level] -= 1
 
     def _why_full(self, level: int, count: int = 1) -> str:
-        """Why `count` more requests of this level have no place."""
+        """Why `count` more requests do not fit into this level."""
         limit = self._policies.policy(level).max_queue_size
         in_level = self._queue.num_in_level(level) + self._reserved[level]
         too_many = f", and {count} would be added" if count > 1 else ""
@@ -179,8 +180,8 @@ class TaskMap:
         return ""
 
     def expired_in_queue(self, request_id: str) -> bool:
-        """A request's time in the queue is over. Returns whether it must end: not if it is no longer queued, nor if its
-        level's action is DELAY, which moves it behind all others of its level."""
+        """Called when a request's time in the queue is over. Returns whether it must end: not if it is no longer
+        queued, nor if its level's action is DELAY, which moves it behind all others of its level."""
         with self._lock:
             task = self._tasks.get(request_id)
             if task is None or task not in self._queue:
@@ -193,36 +194,36 @@ class TaskMap:
     # --- engines ------------------------------------------------------------------------------------------------------
 
     def take(
-        self, engine: EngineAssignment, room: int, ready: Sequence[EngineAssignment], now_ns: int
+        self, engine: EngineAssignment, max_tasks: int, ready: Sequence[EngineAssignment], now_ns: int
     ) -> list[InferTask]:
-        """Assigns at most `room` queued tasks to an engine, in the queue's order; where several engines are ready,
-        without those that wait for another one. Sets `engine.look_again_ns`."""
+        """Assigns up to `max_tasks` queued tasks to an engine, in queue order; with several ready engines, skips tasks
+        that wait for another one. Sets `engine.look_again_ns`."""
         with self._lock:
             engine.look_again_ns = 0
             taken: list[InferTask] = []
-            rooms = self._rooms(ready) if len(ready) > 1 else None
-            for task in self._queue.first(room if rooms is None else room + WINDOW):
-                if len(taken) == room or not engine.isolation.admits(task):
+            free_slots = self._free_slots(ready) if len(ready) > 1 else None
+            for task in self._queue.first(max_tasks if free_slots is None else max_tasks + WINDOW):
+                if len(taken) == max_tasks or not engine.isolation.admits(task):
                     break
-                if rooms is None or self._takes(engine, task, rooms, now_ns):
+                if free_slots is None or self._takes(engine, task, free_slots, now_ns):
                     self._assign(task, engine)
                     taken.append(task)
             return taken
 
-    def _rooms(self, engines: Sequence[EngineAssignment]) -> Rooms:
+    def _free_slots(self, engines: Sequence[EngineAssignment]) -> FreeSlots:
         if self._ready_engines != engines:
             self._ready_engines = engines
-            self._compared = ReadyEngines({one.bit: one.room_now for one in engines})
-        return Rooms(self._compared)
+            self._compared = ReadyEngines({one.bit: one.available_slots for one in engines})
+        return FreeSlots(self._compared)
 
-    def _takes(self, engine: EngineAssignment, task: InferTask, rooms: Rooms, now_ns: int) -> bool:
-        """A task that has lost its engine or may kill engines goes to the first one with room."""
+    def _takes(self, engine: EngineAssignment, task: InferTask, free_slots: FreeSlots, now_ns: int) -> bool:
+        """A task that has lost its engine or may kill engines goes to the first one with free slots."""
         if task.lost_ns or task.is_suspect:
-            rooms.given(engine.bit)
+            free_slots.take(engine.bit)
             return True
         state = task.placement = task.placement or PlacementState()
-        takes = self._placement.takes(engine.bit, state, rooms, now_ns)
-        rooms.given(engine.bit if takes else state.waits_for)
+        takes = self._placement.takes(engine.bit, state, free_slots, now_ns)
+        free_slots.take(engine.bit if takes else state.waits_for)
         if not takes:
             engine.look_again_ns = min(engine.look_again_ns or state.until_ns, state.until_ns)
         return takes
@@ -247,9 +248,9 @@ class TaskMap:
     def engine_died(
         self, engine: EngineAssignment, request_ids: Sequence[str], kind: DeathKind, now_ns: int
     ) -> LostTasks:
-        """Puts all tasks of the engine back before all queued ones: first those of `request_ids`, which its manager
-        knew, in their order, then those that its manager never got. Suspects with deaths in isolation come before
-        both; a blamed task is popped."""
+        """Puts all tasks of the engine at the front of the queue: first those in `request_ids`, which its manager knew,
+        in their order, then those that its manager never got. Suspects with deaths in isolation precede both; a blamed
+        task is popped."""
         with self._lock:
             engine.stopped_ids.clear()
             blamed = engine.isolation.engine_died(kind)
@@ -258,7 +259,7 @@ class TaskMap:
             assigned = {one: self._tasks[one] for one, owner in self._engine_of.items() if owner is engine}
             known = [assigned.pop(one) for one in request_ids if one in assigned]
             lost = known + list(assigned.values())
-            # A harmless suspect that waited behind other suspects could see another death.
+            # A harmless suspect that waited behind other suspects could be blamed for another death.
             lost.sort(key=lambda task: -len(task.isolated_deaths))
             for task in lost:
                 self._unassign(task)
@@ -267,7 +268,7 @@ class TaskMap:
             return LostTasks(lost, blamed)
 
     def hand_over(self, engine: EngineAssignment, successor: EngineAssignment) -> None:
-        """Puts the tasks of an engine that has ended before all queued ones; `successor` does its pending stops."""
+        """Puts the tasks of an engine that has ended at the front of the queue; `successor` does its pending stops."""
         with self._lock:
             left = [task for one, task in self._tasks.items() if self._engine_of.get(one) is engine]
             for task in left:
@@ -281,7 +282,7 @@ class TaskMap:
     # --- the end of a request -----------------------------------------------------------------------------------------
 
     def pop(self, request_id: str) -> InferTask | None:
-        """Forgets a request, queued or assigned; the caller answers the task."""
+        """Forgets a request, whether queued or assigned; the caller answers the task."""
         with self._lock:
             return self._pop(request_id)
 
@@ -301,7 +302,7 @@ class TaskMap:
     ) -> EngineAssignment | None:
         """Marks a request to be ended with `error` by the loop of its engine, or of `fallback` while it has none.
 
-        Returns the engine whose loop must be woken; None when the request has ended.
+        Returns the engine whose loop must be woken; None if the request has ended.
         """
         with self._lock:
             if request_id not in self._tasks:
@@ -311,7 +312,7 @@ class TaskMap:
             return engine
 
     def take_controls(self, engine: EngineAssignment) -> Controls:
-        """Drains the pending stops of an engine, and pops the tasks that they end."""
+        """Takes all pending stops of an engine, and pops the tasks that they end."""
         if not engine.pending_stops and not engine.stopped_ids:
             return NO_CONTROLS
         controls = Controls([], [], [])
@@ -323,8 +324,7 @@ class TaskMap:
         return controls
 
     def leaked_resources(self, engines: Sequence[EngineAssignment]) -> str:
-        """A self-check: without tasks, nothing may be queued or assigned. Returns a text for the log; "" = all is
-        well."""
+        """A self-check: without tasks, nothing may be queued or assigned. Returns a text for the log; "" = no leak."""
         with self._lock:
             in_isolation = sum(len(engine.isolation) for engine in engines)
             left = (len(self._queue), len(self._engine_of), in_isolation)
@@ -345,12 +345,12 @@ class TaskMap:
                 controls.stop.append(request_id)
 
     def _put_back(self, tasks: Sequence[InferTask]) -> None:
-        """Before all others of their lanes, in this order."""
+        """Puts tasks before all others of their lanes, in this order."""
         for task in reversed(tasks):
             self._queue.put_back(task, *task.lane)
 
     def _unassign(self, task: InferTask) -> None:
-        """The task goes back into the queue."""
+        """Called when the task goes back into the queue."""
         del self._engine_of[task.request_id]
         self._placement.index.settle(task.request_id)
         if task.placement is not None:

@@ -1,7 +1,7 @@
 """The input `messages`: a conversation as JSON, checked for size and fields.
 
-For: request conversion. Does not know: tokens, tensors, how a template renders it (chat_template.py). Invariant: every
-error is an INVALID_ARG that names the field.
+Used by request conversion. Independent of tokens, tensors, and how a template renders the conversation
+(chat_template.py). Invariant: every error is an INVALID_ARG that names the field.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from llmbackend.core.json_text import count_outside_strings
 from ..limits import MAX_MESSAGES_BYTES, check_at_most
 
 MAX_VALUES = 1 << 16
-"""JSON values in the text. Parsing so many takes 10 to 30 ms with the GIL."""
+"""JSON values in the text. Parsing this many takes 10 to 30 ms with the GIL held."""
 MAX_TEMPLATE_CHARS = 64 << 10
-"""Of a request's own template."""
+"""Limit for a request's own template."""
 MAX_TEMPLATE_KWARGS_BYTES = 64 << 10
 MAX_TEMPLATE_KWARGS_DEPTH = 32
 
 SYSTEM_IS_ANYWHERE = "system_is_anywhere"
-"""true: a later system message that the template refuses or leaves out becomes a user's."""
+"""true = a later system message that the template refuses or drops is rendered as a user's."""
 CONTENT_AS_PARTS = "content_as_parts"
-"""true: the template gets a message's content as a list of parts. Not a field of requests."""
+"""true = the template gets a message's content as a list of parts. Not a field of requests."""
 _FIELDS = (
     "messages",
     "tools",
@@ -44,19 +44,19 @@ _JSON_NAMES: dict[type, str] = {list: "list", dict: "object"}
 
 @dataclass(frozen=True, slots=True)
 class PromptBounds:
-    """What a prompt must fit into."""
+    """Limits on a prompt."""
 
     below_tokens: int
     max_chars: int
-    """Of all texts together."""
+    """All texts together."""
     max_messages: int
-    """And content parts."""
+    """Messages and content parts."""
     why: str
-    """The reason, at the end of an error."""
+    """The reason, appended to errors."""
     max_bytes: int = MAX_MESSAGES_BYTES
-    """Of a conversation's JSON text."""
+    """Limit for a conversation's JSON text."""
     trusts_templates: bool = False
-    """Whether a request may have its own template."""
+    """Whether a request may contain its own template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +64,23 @@ class ChatRequest:
     messages: Sequence[Message]
     tools: list[Any] | None
     options: dict[str, Any]
-    """Further variables of the template."""
+    """Additional variables of the template."""
     template: str = ""
-    """The request's own; "" = the model's."""
+    """The request's own template; "" = the model's."""
     continues_final_message: bool = False
     """Whether the model continues the last message."""
 
     def prompt_of(self, rendered: str) -> str:
-        """The prompt, from all messages as the template rendered them. Raises TritonError INVALID_ARG."""
+        """The prompt, with all messages as rendered by the template. Raises TritonError INVALID_ARG."""
         return _up_to_final_message(rendered, self.messages[-1]) if self.continues_final_message else rendered
 
 
 def read_chat(text: bytes, bounds: PromptBounds, value: Any = None) -> ChatRequest:
     """Parses and checks the input. Raises TritonError INVALID_ARG.
 
-    value: the parsed `text`, if known; it must not change
-    The result may be too long for the context, but not by orders of magnitude: every message is at least a token, and
-    no token has more characters than the vocabulary's longest.
+    value: the parsed `text`, if available; it must not change
+    The result may be too long for the context, but not by orders of magnitude: every message takes at least a token,
+    and no token has more characters than the longest in the vocabulary.
     """
     chat = _parsed(text, bounds, value)
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
@@ -130,7 +130,7 @@ def _own_template(chat: dict[str, Any], bounds: PromptBounds) -> str:
 
 
 def _up_to_final_message(rendered: str, message: Message) -> str:
-    """The prompt up to the end of the last message's text, without spaces that the template trimmed. Source:
+    """The prompt up to the end of the last message's text, even if the template trims trailing spaces from it. Source:
     transformers' apply_chat_template."""
     text = _content_text(-1, message.get("content"))
     bare = text.strip()
@@ -146,7 +146,7 @@ def _up_to_final_message(rendered: str, message: Message) -> str:
 
 
 def _parsed(text: bytes, bounds: PromptBounds, value: Any) -> dict[str, Any]:
-    """The object with `messages` and other fields; the input may also be just the list of messages."""
+    """The object with `messages` and other fields; the input may also be a bare list of messages."""
     check_at_most(_INPUT, len(text), bounds.max_bytes, "bytes")
     if text.count(b"{") + text.count(b"[") + text.count(b",") > MAX_VALUES:
         check_at_most(_INPUT, count_outside_strings(text, b"{[,"), MAX_VALUES, "JSON values")
@@ -208,9 +208,9 @@ Message = dict[str, Any]
 
 
 def normalise_messages(messages: Sequence[Message], as_parts: bool = False) -> list[Message]:
-    """Copies in the form that templates expect: text as one string, or as a list of parts, and tool-call arguments as
+    """Copies in the form that templates expect: text as one string or as a list of parts, and tool-call arguments as
     objects. OpenAI's clients send lists of parts, null for no text, and arguments as JSON text; arguments that are not
-    a JSON object, because a model wrote them, are kept.
+    a JSON object are kept, because a model wrote them.
 
     Raises TritonError INVALID_ARG for a malformed message, UNSUPPORTED for a part that is not text.
     """
@@ -262,11 +262,11 @@ def _normalise_call(index: int, call: Any) -> Any:
 
 
 UNREADABLE: Final = "arguments"
-"""The name of the one argument whose value is a text that is not an object."""
+"""The name of the only argument, whose value is a text that is not an object."""
 
 
 def called_arguments(sent: object) -> object:
-    """The arguments of a tool call, sent as an object, as its JSON text, or as the text that a model wrote instead."""
+    """The arguments of a tool call, given as an object, as its JSON text, or as whatever text a model wrote instead."""
     if sent is None or sent == "":
         return CalledArguments({})
     if isinstance(sent, dict):
@@ -281,7 +281,7 @@ def called_arguments(sent: object) -> object:
 
 
 class CalledArguments(dict[str, Any]):
-    """An object that a template can also insert as its JSON text. Must not be changed."""
+    """An object that a template can also insert as its JSON text. Must not be modified."""
 
     __slots__ = ("_text",)
 
@@ -302,8 +302,8 @@ class CalledArguments(dict[str, Any]):
 
 
 class UnreadableArguments(str):
-    """A text that is not a JSON object, such as arguments that were cut off. To a template that iterates over items, it
-    is an object with the text as its only member."""
+    """A text that is not a JSON object, such as truncated arguments. To a template that iterates over items, it is an
+    object with the text as its only member."""
 
     __slots__ = ()
 

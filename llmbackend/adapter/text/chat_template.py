@@ -1,7 +1,7 @@
 """Chat templates, which render a conversation as a model's prompt text.
 
-For: tokenizers. Does not know: tokens, where a conversation comes from (chat.py). Invariants: rendering cannot leave
-its sandbox; every failure is an INVALID_ARG of the request with the template's text.
+Used by tokenizers. Independent of tokens and of where a conversation comes from (chat.py). Invariants: rendering cannot
+escape its sandbox; every failure is an INVALID_ARG of the request with the template's text.
 Source: transformers' documented chat-template interface.
 """
 
@@ -28,7 +28,7 @@ from .chat import CONTENT_AS_PARTS, SYSTEM_IS_ANYWHERE, Message, UnreadableArgum
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here it renders its body."""
+    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here, its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it as a plain set
 
@@ -38,15 +38,15 @@ class _GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """A compiled template. Any thread: rendering keeps no state.
+    """A compiled template. Thread-safe, because rendering keeps no state.
 
     As in transformers: sandboxed jinja2 with trimmed blocks, loop controls, `tojson` without HTML escaping,
-    `raise_exception`, `strftime_now`, and the special tokens as variables. Tools, documents and further fields of
-    messages that the template does not read are refused by name.
+    `raise_exception`, `strftime_now`, and the special tokens as variables. Tools, documents and other message fields
+    that the template does not read are refused by name.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """special_tokens: `bos_token` …, variables of the template. Raises ValueError when it does not compile."""
+        """special_tokens: `bos_token` …, variables of the template. Raises ValueError if it does not compile."""
         self.source = source
         self.special_tokens = dict(special_tokens)
         try:
@@ -65,7 +65,7 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. options: further template variables (`enable_thinking`, `documents` …);
+        """The prompt text. options: additional template variables (`enable_thinking`, `documents` …);
         `add_generation_prompt` is true by default.
 
         Raises TritonError INVALID_ARG with the template's error, or naming what the template does not read.
@@ -79,13 +79,13 @@ class ChatTemplate:
         ours = (SYSTEM_IS_ANYWHERE, CONTENT_AS_PARTS)
         variables |= {name: value for name, value in options.items() if name not in ours}
         conversation = [self._as_read(index, one) for index, one in enumerate(normalise_messages(messages, as_parts))]
-        later = later_texts(conversation) if is_anywhere and not as_parts else []
+        later = later_system_texts(conversation) if is_anywhere and not as_parts else []
         if later:
             with contextlib.suppress(TritonError):
                 prompt = self._rendered(conversation, variables)
-                if has_all(prompt, later):
+                if contains_in_order(prompt, later):
                     return prompt
-            conversation = said_as_user(conversation)
+            conversation = with_system_as_user(conversation)
         return self._rendered(conversation, variables)
 
     def _rendered(self, conversation: Sequence[Message], variables: Mapping[str, Any]) -> str:
@@ -95,8 +95,7 @@ class ChatTemplate:
             raise invalid_argument(f"the model's chat template refuses 'messages': {error}") from error
 
     def _as_read(self, index: int, message: Message) -> Message:
-        """The message with its reasoning by the names that the template reads. Raises for other fields that it does not
-        read."""
+        """The message with its reasoning under the names that the template reads. Raises for other unread fields."""
         for name in message.keys() - _MESSAGE_FIELDS:
             if name not in self._names:
                 raise _not_read(f"'messages[{index}].{name}'", f"messages[{index}].{name}")
@@ -106,8 +105,9 @@ class ChatTemplate:
         return message | {name: reasoning for name in _REASONING_NAMES if name in self._names}
 
     def _with_effort(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`options` with `reasoning_effort` as the template reads it: by name, or as a switch of reasoning. If it reads
-        neither, the effort has no effect (as in vLLM); raises if it would reason with the effort "none"."""
+        """`options` with `reasoning_effort` in the form that the template reads: by name, or as a switch for reasoning.
+        If it reads neither, the effort is ignored (as in vLLM), unless it is "none" and the template would reason
+        (raises)."""
         effort = options.get("reasoning_effort")
         if effort is None:
             return options
@@ -122,7 +122,7 @@ class ChatTemplate:
 
 @functools.lru_cache(maxsize=32)
 def request_template(source: str, special_tokens: tuple[tuple[str, str], ...] = ()) -> ChatTemplate:
-    """A request's own template. Raises TritonError INVALID_ARG when it does not compile."""
+    """A request's own template. Raises TritonError INVALID_ARG if it does not compile."""
     try:
         return ChatTemplate(source, dict(special_tokens))
     except ValueError as error:
@@ -130,11 +130,11 @@ def request_template(source: str, special_tokens: tuple[tuple[str, str], ...] = 
 
 
 _MESSAGE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"))
-"""Fields of OpenAI and vLLM that a template need not read."""
+"""Fields of OpenAI and vLLM that a template is free to ignore."""
 _REASONING_NAMES = ("reasoning", "thinking")
-"""Templates' names for the reasoning of an earlier answer, besides `reasoning_content`."""
+"""Names that templates use for the reasoning of an earlier answer, in addition to `reasoning_content`."""
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Variables that turn reasoning on and off."""
+"""Variables that switch reasoning on and off."""
 
 
 def _names(tree: nodes.Template) -> Iterator[str]:
@@ -180,13 +180,13 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def later_texts(messages: Sequence[Message]) -> list[str]:
-    """The texts of system messages after the first message."""
+def later_system_texts(messages: Sequence[Message]) -> list[str]:
+    """The texts of system messages other than the first message."""
     return [text.strip() for _, text in _later(messages)]
 
 
-def has_all(prompt: str, texts: Iterable[str]) -> bool:
-    """Whether the prompt has them in this order; in time proportional to the prompt."""
+def contains_in_order(prompt: str, texts: Iterable[str]) -> bool:
+    """Whether the prompt contains them in this order. Takes time proportional to the prompt."""
     at = 0
     for text in texts:
         found = prompt.find(text, at)
@@ -196,8 +196,8 @@ def has_all(prompt: str, texts: Iterable[str]) -> bool:
     return True
 
 
-def said_as_user(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with later system messages as the user's."""
+def with_system_as_user(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with later system messages rewritten as user messages."""
     later = {index for index, _ in _later(messages)}
     said: list[Message] = []
     for is_user, group in groupby(enumerate(messages), lambda one: one[0] in later or one[1]["role"] == "user"):

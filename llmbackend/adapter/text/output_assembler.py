@@ -1,8 +1,8 @@
-"""Assembles an engine's outputs for the client: text, token ids, logprobs and finish reason, all cut at the same place.
+"""Assembles an engine's outputs for the client: text, token ids, logprobs and finish reason, cut at the same position.
 
-For: one generation's outputs, stream or not. Does not know: Triton, other requests. Invariants: all chunks together
-have the same text, ids and logprobs, however the engine's steps were divided and however often chunks were taken; the
-cost per symbol of finding stop strings and sequences depends neither on the output's length nor on their number.
+For one generation's outputs, streamed or not. Independent of Triton and of other requests. Invariants: all chunks
+together have the same text, ids and logprobs, however the output was divided into steps and however often chunks were
+taken; the cost per symbol of finding stop strings and sequences does not depend on the output's length or their number.
 """
 
 from __future__ import annotations
@@ -18,41 +18,38 @@ from llmbackend.engine.messages import FinishReason, StepOutput, TokenLogprobs
 from .tokenizer import Detokenizer
 
 HELD_BACK = -1
-"""Token id of a text that earlier tokens made, and that was held back until a special token or the end."""
+"""Token id of a text that came from earlier tokens and was held back until a special token or the end."""
 IN_REASONING = -2
-"""Token id of the first entry: the marker of the reasoning in which the prompt ends."""
+"""Token id of the first entry: the marker of the reasoning within which the prompt ends."""
 TextToken = tuple[int, str, bool]
-"""(token id, HELD_BACK or IN_REASONING; the text that it added to the output; whether it is a special token, with its
-own text)"""
+"""(token id, HELD_BACK or IN_REASONING; the text that it added to the output; whether it is a special token)"""
 
 
 class Chunk(msgspec.Struct):
-    """The output since the last chunk was taken. A Struct, because one is made per token."""
+    """The output since the last chunk was taken. A Struct, because one is created per token."""
 
     text: list[str] = []
-    """Parts, to be joined."""
+    """Parts to be joined."""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    """One per token, or none."""
+    """One per token, or empty."""
     finish_reason: FinishReason | None = None
-    """Set in the last chunk only."""
+    """Set only in the last chunk."""
     stop_reason: int | str | None = None
-    """In the last chunk: the stop string, or the request's own stop token, that ended the generation, if one did.
-    vLLM's name."""
+    """In the last chunk: the stop string, or the request's own stop token, that ended it, if any. vLLM's name."""
     ends_with_stop_token: bool = False
     """Whether the last token is the end-of-sequence or stop token that ended the generation."""
     text_tokens: list[TextToken] = []
-    """All tokens with their text, if the request asks for them. Text before a special token is in an entry before
-    it."""
+    """All tokens with their text, if requested. Text that precedes a special token is in an earlier entry."""
 
 
 class OutputAssembler:
     """Owner: its InferTask. For the loop of the task's engine.
 
-    A stop string cuts the text; the tokens up to the one that completed it are kept (as in vLLM). A stop sequence of
-    token ids cuts nothing. An end-of-sequence or stop token is kept as a token, and adds text only with
-    include_stop_str_in_output. With text tokens, a special token releases the text that was held back: no character and
-    no stop string spans it.
+    A stop string cuts the text; the tokens up to and including the one that completed it are kept (as in vLLM). A stop
+    sequence of token ids cuts nothing. An end-of-sequence or stop token is kept as a token, and adds text only with
+    include_stop_str_in_output. With text tokens, a special token releases the text held back before it, because no
+    character or stop string can span it.
     """
 
     __slots__ = (
@@ -74,15 +71,15 @@ class OutputAssembler:
     ) -> None:
         """stop: strings that end the generation
         stop_sequences: sequences of token ids that end it
-        include_stop_str_in_output: whether the text keeps the stop string or token that ended it
-        min_tokens: stop strings do not count in the text of so many tokens
-        special_text: the text of a special token, None for any other token; without it, no text tokens are made
-        prompt_marker: the marker of the reasoning in which the prompt ends, for the first text token
-        own_stop_token_ids: those that become `stop_reason`
+        include_stop_str_in_output: whether the text retains the stop string or token that ended it
+        min_tokens: stop strings within the text of this many tokens are ignored
+        special_text: the text of a special token, None for any other token; without it, no text tokens are produced
+        prompt_marker: the marker of the reasoning within which the prompt ends, for the first text token
+        own_stop_token_ids: those that are reported as `stop_reason`
         """
         self._detokenizer = detokenizer
         self._is_plain = not stop and not stop_sequences and special_text is None
-        """Whether no text is ever held back before the end."""
+        """Whether text is never held back before the end."""
         self._stop = StopStrings(stop, include_stop_str_in_output)
         self._sequences = StopSequences(stop_sequences)
         self._min_tokens = min_tokens if stop else 0
@@ -90,7 +87,7 @@ class OutputAssembler:
         self._special_text = special_text
         self._own_stop_token_ids = own_stop_token_ids
         self.chunk = Chunk()
-        """The output that was not taken yet."""
+        """The output that has not been taken yet."""
         if prompt_marker is not None:
             self.chunk.text_tokens.append((IN_REASONING, prompt_marker, True))
         self.num_tokens = 0
@@ -98,9 +95,9 @@ class OutputAssembler:
         self.finish_reason: FinishReason | None = None
 
     def push(self, output: StepOutput) -> tuple[int, ...]:
-        """Adds one step's output; returns the tokens that belong to the request.
+        """Adds one step's output. Returns the tokens that belong to the request.
 
-        Sets `finish_reason`, to "stop" also when a stop string or sequence ended the request before the engine did.
+        Sets `finish_reason`; to "stop" even if a stop string or sequence ended the request before the engine did.
         """
         ids = output.token_ids
         if self._is_plain and output.finish_reason is None:
@@ -132,7 +129,7 @@ class OutputAssembler:
         return self._keep(output, ids, reason)
 
     def replay(self, output: StepOutput) -> None:
-        """As `push`, for tokens that the client has: the chunk has their finish reason only."""
+        """Like `push`, for tokens that the client already has: the chunk contains only their finish reason."""
         self.push(output)
         shown = self.take()
         self.chunk.finish_reason, self.chunk.stop_reason = shown.finish_reason, shown.stop_reason
@@ -153,11 +150,11 @@ class OutputAssembler:
         self.chunk.text_tokens.append((token_id, shown if special_text is None else special_text, is_special))
 
     def _show(self, text: str, num_tokens: int) -> str:
-        """Returns what may be shown of the text held back and `text`."""
+        """Returns what may be shown of the held-back text followed by `text`."""
         return self._append(self._stop.push(text) if num_tokens > self._min_tokens else text) if text else ""
 
     def _flush(self, num_tokens: int) -> None:
-        """Shows the text that was held back, unless a stop string has cut it off."""
+        """Shows the held-back text, unless a stop string has cut it off."""
         if self._stop.matched is None:
             shown = self._show(self._detokenizer.flush(), num_tokens)
             if self._stop.matched is None:
@@ -197,33 +194,33 @@ class State(Generic[Symbols]):
         self.prefix: Symbols = prefix
         """That suffix."""
         self.fallback: State[Symbols] | None = fallback
-        """The state of the longest shorter suffix; None at the root."""
+        """The state of the next shorter suffix; None at the root."""
         self.match: Symbols | None = match
-        """The longest pattern that the input ends with."""
+        """The longest pattern with which the input ends."""
         self.next: dict[Symbols, State[Symbols]] = {}
-        """The states that were reached from here, by symbol."""
+        """States reached from here so far, by symbol."""
 
 
 class StopAutomaton(Generic[Symbols]):
-    """Finds any of many patterns in a sequence that arrives symbol by symbol. For one thread.
+    """Finds any of many patterns in a sequence that arrives symbol by symbol. Not thread-safe.
 
-    The automaton is Aho and Corasick's, but a state is made when the input first reaches it: a binary search in the
-    sorted patterns tells whether a sequence begins one. So a waiting request holds only its patterns, and a symbol
-    costs a dictionary lookup or, amortised, a constant number of binary searches.
+    An Aho-Corasick automaton whose states are created only when the input reaches them: a binary search in the sorted
+    patterns tells whether one begins with a given sequence. A waiting request thus stores only its patterns, and a
+    symbol costs a dictionary lookup or, amortised, a constant number of binary searches.
     """
 
     def __init__(self, patterns: Iterable[Symbols], empty: Symbols) -> None:
-        """empty: the sequence of no symbols, which must not be among `patterns`."""
+        """empty: the empty sequence, which must not be among `patterns`."""
         self._patterns: list[Symbols] = sorted(patterns)
         self.root: State[Symbols] = State(empty)
 
     def step(self, state: State[Symbols], symbol: Symbols) -> State[Symbols]:
-        """The state after one more symbol, given as a sequence of one."""
+        """The state after one more symbol, given as a sequence of length one."""
         known = state.next.get(symbol)
         return self._reach(state, symbol) if known is None else known
 
     def _reach(self, state: State[Symbols], symbol: Symbols) -> State[Symbols]:
-        """Makes the missing transitions from `state` and its fallbacks for `symbol`."""
+        """Creates the missing transitions for `symbol` from `state` and its fallbacks."""
         unknown: list[State[Symbols]] = []
         at: State[Symbols] | None = state
         while at is not None and symbol not in at.next:
@@ -237,7 +234,7 @@ class StopAutomaton(Generic[Symbols]):
         return reached
 
     def _make(self, prefix: Symbols, shorter: State[Symbols] | None) -> State[Symbols]:
-        """The state of `prefix` if it begins a pattern, else `shorter`, that of the longest suffix that does."""
+        """The state of `prefix` if a pattern begins with it, else `shorter`, that of the longest such suffix."""
         fallback = shorter or self.root
         index = bisect_left(self._patterns, prefix)
         found = self._patterns[index] if index < len(self._patterns) else self.root.prefix
@@ -249,12 +246,12 @@ class StopAutomaton(Generic[Symbols]):
 class StopStrings:
     """Cuts one generation's text at a stop string. Owner: its OutputAssembler.
 
-    The stop string that is completed first ends the text; of several completed by the same character, the longest. Text
-    is held back while it is a proper prefix of a stop string.
+    The stop string completed first ends the text; of several completed by the same character, the longest one. Text is
+    held back while it is a proper prefix of a stop string.
     """
 
     def __init__(self, stop: Sequence[str], include_stop_str_in_output: bool = False) -> None:
-        """stop: non-empty strings; without any, all text passes at once."""
+        """stop: non-empty strings; if there are none, all text passes immediately."""
         self._automaton: StopAutomaton[str] | None = StopAutomaton(stop, "") if stop else None
         self._state = self._automaton.root if self._automaton is not None else None
         self._include = include_stop_str_in_output
@@ -278,7 +275,7 @@ class StopStrings:
         return buffer[: len(buffer) - len(state.prefix)]
 
     def flush(self) -> str:
-        """The text held back, when the generation ended for another reason."""
+        """The held-back text, if the generation ended for another reason."""
         if self._automaton is None or self._state is None:
             return ""
         held, self._state = self._state.prefix, self._automaton.root
@@ -286,16 +283,16 @@ class StopStrings:
 
 
 class StopSequences:
-    """Ends one generation at a sequence of generated token ids. Owner: its OutputAssembler."""
+    """Ends one generation at a sequence of token ids. Owner: its OutputAssembler."""
 
     def __init__(self, sequences: Sequence[tuple[int, ...]]) -> None:
-        """sequences: non-empty ones; without any, nothing matches."""
+        """sequences: non-empty; if there are none, nothing matches."""
         self._automaton = StopAutomaton(sequences, ())
         self._state = self._automaton.root
         self._is_idle = not sequences
 
     def push(self, token_id: int) -> bool:
-        """Whether a sequence ends with this token."""
+        """Whether this token completes a sequence."""
         if self._is_idle:
             return False
         self._state = self._automaton.step(self._state, (token_id,))

@@ -1,8 +1,8 @@
-"""An untrusted chat template, tried in a process with little memory and time before the server compiles it.
+"""Tries an untrusted chat template in a process with little memory and time, before the server compiles it.
 
-For: gguf_models.py, which takes a template from a single file that anybody may have made. Does not know: such files.
+Used by gguf_models.py, which takes templates from single files that anybody may have made. Independent of such files.
 Invariants: the process ends within its limits for any template. A template that raises an error for the conversations
-tried here is accepted, because many require roles in a certain order. One that misbehaves only for another conversation
+tried here is accepted, because many require roles in a certain order. One that misbehaves only for other conversations
 is accepted too: it is trusted as much as the weights.
 """
 
@@ -20,7 +20,7 @@ import msgspec
 from llmbackend.fork_server.client import command, environment
 
 CPU_S: Final = 5
-"""For all conversations; rendering takes milliseconds."""
+"""For all conversations together; rendering takes milliseconds."""
 WALL_S: Final = 120.0
 MEMORY_BYTES: Final = 2 << 30
 """Of address space."""
@@ -43,7 +43,7 @@ class TemplateRefusedError(ValueError):
 
 
 def check_template(source: str, special_tokens: dict[str, str], interpreter: str = "") -> None:
-    """interpreter: a Python with this program's libraries ("" = this one). Raises TemplateRefusedError, or OSError."""
+    """interpreter: a Python with this program's libraries ("" = this one). Raises TemplateRefusedError, OSError."""
     request = msgspec.json.encode({"source": source, "special_tokens": special_tokens, "cpu_s": CPU_S})
     try:
         done = subprocess.run(
@@ -58,13 +58,13 @@ def check_template(source: str, special_tokens: dict[str, str], interpreter: str
         raise TemplateRefusedError(f"it does not end within {WALL_S:.0f} s") from None
     if done.returncode:
         said = done.stdout.decode(errors="replace").strip()
-        if not said and done.returncode > 0:  # the other Python lacks something
+        if not said and done.returncode > 0:  # the other Python lacks a library
             said = " ".join(done.stderr.decode(errors="replace").strip().splitlines()[-1:])
         raise TemplateRefusedError(said or f"rendering it takes more than {CPU_S} s, or too much memory")
 
 
 def main() -> None:
-    """In the other process: prints why the template is refused, and ends with 1."""
+    """Runs in the other process. Prints why the template is refused, and exits with status 1."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=dict[str, Any])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     from .chat_template import ChatTemplate
@@ -78,7 +78,7 @@ def main() -> None:
             _render(template, messages, tools)
     except MemoryError:
         _end(f"it takes more than {MEMORY_BYTES >> 20} MiB")
-    except (ValueError, RecursionError, OverflowError) as error:  # it does not compile
+    except (ValueError, RecursionError, OverflowError) as error:  # does not compile
         _end(" ".join(str(error).split())[:300] or type(error).__name__)
 
 
@@ -87,7 +87,7 @@ def _render(template: Any, messages: list[dict[str, Any]], tools: list[Any] | No
 
     try:
         prompt = template.render(messages, tools=tools)
-    except TritonError:  # other roles are expected, or it has no tools
+    except TritonError:  # requires other roles, or does not support tools
         return
     if len(prompt) > MAX_PROMPT_CHARACTERS:
         _end(f"it makes {len(prompt)} characters of a short conversation, expected at most {MAX_PROMPT_CHARACTERS}")

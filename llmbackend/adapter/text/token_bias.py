@@ -1,8 +1,8 @@
-"""Biases of tokens and banned words of one request, given by token id or as text.
+"""Token biases and banned words of one request, given as token ids or text.
 
-For: schemas, which read them, and request conversion, which has the tokenizer. Does not know: tensors, the sampler.
-Invariant: a resolved bias names only tokens of the vocabulary, at most MAX_LOGIT_BIAS of them. A banned word of one
-token becomes a bias; the sampler, which knows earlier tokens, bans those of several tokens.
+Used by schemas, which read them, and by request conversion, which has the tokenizer. Independent of tensors and the
+sampler. Invariant: a resolved bias names only tokens of the vocabulary, at most MAX_LOGIT_BIAS of them. A banned word
+of one token becomes a bias; words of several tokens are banned by the sampler, which knows earlier tokens.
 Source: TensorRT-LLM's embedding bias, and the words that its preprocessing turns into token ids.
 """
 
@@ -25,9 +25,9 @@ class TokenBias:
     by_id: Mapping[int, float] = field(default_factory=dict)
     by_word: Sequence[tuple[str, float]] = ()
     bad_words: Sequence[str] = ()
-    """Banned words as text."""
+    """Banned words given as text."""
     bad_ids: Sequence[tuple[int, ...]] = ()
-    """Banned words as token ids."""
+    """Banned words given as token ids."""
 
     def __bool__(self) -> bool:
         return bool(self.by_id or self.by_word or self.bad_words or self.bad_ids)
@@ -53,8 +53,8 @@ class TokenBias:
 
 
 def banned_texts(words: Iterable[str], tokenizer: ModelTokenizer) -> list[tuple[int, ...]]:
-    """Banned words as vLLM reads them: as at the start of a text, and as after a space if that gives as many tokens
-    with another first token."""
+    """Banned words as vLLM reads them: at the start of a text and, if that gives as many tokens with a different first
+    token, also after a space."""
     found: list[tuple[int, ...]] = []
     for word in words:
         bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))

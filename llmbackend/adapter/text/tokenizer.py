@@ -1,8 +1,8 @@
-"""A model's tokenizer: text to tokens, tokens to text, one by one or whole, and conversations to prompts.
+"""A model's tokenizer: text to tokens, tokens to text (incrementally or at once), and conversations to prompts.
 
-For: the adapter; the engine sees tokens only. Does not know: requests, stop strings, files (tokenizer_loading.py).
-Invariants: a tokenizer is read-only once made, so that any thread may use it; the pieces of a detokenizer never end
-inside a character, and together they are the decoded text, streamed or not.
+Used by the adapter; the engine sees only tokens. Independent of requests, stop strings and files
+(tokenizer_loading.py). Invariants: a tokenizer is read-only once created, hence thread-safe; the pieces produced by a
+detokenizer never end inside a character, and together they are the decoded text, streamed or not.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 MAX_UTF8_BYTES = 4
 CONTEXT_TOKENS = 6
-"""Tokens of the prompt's end that WindowDetokenizer decodes with the output."""
+"""Tokens at the end of the prompt that WindowDetokenizer decodes together with the output."""
 _CACHED_TOKEN_TEXTS = 1 << 16
 _FALLBACK_BYTE = re.compile("<0x([89A-F][0-9A-F])>")
-"""The name of a token that is one byte, in vocabularies with byte fallback."""
+"""The name of a token that represents one byte, in vocabularies with byte fallback."""
 _SHORT_CHARS = 4096
-"""Longer texts, and sequences of more tokens, are converted on the library's own threads, which release the GIL, but on
-which a short text would wait for long ones."""
+"""Longer texts, and sequences of more tokens, are converted on the library's own threads, which release the GIL; a
+short text would have to wait there for long ones."""
 
 
 class TooManyTokensError(Exception):
@@ -49,18 +49,18 @@ def _check_length(num_tokens: int, below: int | None) -> None:
 
 
 def no_tokenizer(what: str, param: str | None = None) -> TritonError:
-    """For what a request with a text of any kind asks of a model without a tokenizer."""
+    """The error for a request that needs text from a model without a tokenizer."""
     return invalid_argument(f"{what}, but this model has no tokenizer: it takes and gives token ids", param=param)
 
 
 class Detokenizer:
-    """Tokens of one generation to text, one by one, each at a cost that does not grow with the sequence. The base class
-    is for generations whose text is not read."""
+    """Converts the tokens of one generation to text, one by one, each at a cost independent of the sequence's length.
+    The base class is for generations whose text is not read."""
 
     __slots__ = ()
 
     def push(self, token_id: int) -> str:
-        """The text that is complete with this token, possibly ""."""
+        """The text completed by this token, possibly ""."""
         return ""
 
     def flush(self) -> str:
@@ -69,19 +69,19 @@ class Detokenizer:
 
 
 class ModelTokenizer:
-    """A model's tokenizer and chat template. The base class is for models whose clients send and get token ids only."""
+    """A model's tokenizer and chat template. The base class is for models whose clients exchange only token ids."""
 
     has_text = False
     max_token_chars = 1
-    """Of the longest token: a long text has too many tokens, whatever they are."""
+    """Length of the longest token; bounds from below how many tokens a long text has."""
     chat_template = ""
-    """Its source; "" = none, or one that is built in."""
+    """Its source; "" = none, or a built-in one."""
     config: Mapping[str, Any] = MappingProxyType({})
-    """tokenizer_config.json, with `tokenizer_class`."""
+    """tokenizer_config.json, including `tokenizer_class`."""
     _template: ChatTemplate | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
-        """The token ids of a text. Raises TooManyTokensError when they are not fewer than `below`."""
+        """The token ids of a text. Raises TooManyTokensError if there are `below` or more."""
         raise no_tokenizer("the request has a text")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -95,8 +95,8 @@ class ModelTokenizer:
         options: Mapping[str, Any],
         template: str = "",
     ) -> str:
-        """The prompt text of a conversation; encode it without special tokens. template: instead of the model's.
-        Raises TritonError INVALID_ARG."""
+        """The prompt text of a conversation, to be encoded without special tokens. template: used instead of the
+        model's. Raises TritonError INVALID_ARG."""
         if not self.has_text:
             raise no_tokenizer("'messages' was given")
         from .chat_template import request_template  # its library is not needed before a model has a tokenizer
@@ -109,15 +109,15 @@ class ModelTokenizer:
         return chosen.render(messages, tools=tools, options=options)
 
     def token_text(self, token_id: int) -> str:
-        """One token on its own, for lists of logprobs; U+FFFD where it is part of a character."""
+        """The text of a single token, for lists of logprobs; U+FFFD if it is part of a character."""
         return ""
 
     def partial_bytes(self, token_id: int) -> bytes | None:
-        """The bytes of a token that is not whole characters; None for one that is."""
+        """The bytes of a token that is not whole characters; None for other tokens."""
         return None
 
     def special_text(self, token_id: int) -> str | None:
-        """The own text of a special token; None for a token of any other kind."""
+        """The text of a special token; None for other tokens."""
         return None
 
     def token_id(self, token: str) -> int | None:
@@ -125,7 +125,8 @@ class ModelTokenizer:
         return None
 
     def token_name(self, token_id: int) -> str:
-        """The token's name in the vocabulary, "" for none. Not its text: a space may be written as another sign."""
+        """The token's name in the vocabulary, "" if there is none. Not its text: it may represent a space by another
+        character."""
         return ""
 
     def vocabulary(self) -> Vocabulary | None:
@@ -139,7 +140,7 @@ class ModelTokenizer:
 
 
 class ByteTokenizer(ModelTokenizer):
-    """The mock model's: ids 0 to 255 are bytes, 256 to 258 special tokens, all others have no text."""
+    """The mock model's: ids 0 to 255 are bytes, 256 to 258 special tokens; all others have no text."""
 
     has_text = True
     BOS, EOS, PAD = 256, 257, 258
@@ -199,14 +200,14 @@ class ByteTokenizer(ModelTokenizer):
 
 
 def _longest_name(tokenizer: Tokenizer) -> int:
-    """In characters. Reads get_vocab(), a dict of all tokens, only if ids have gaps."""
+    """In characters. Reads get_vocab(), a dict of all tokens, only if the ids have gaps."""
     size = tokenizer.get_vocab_size()
     lengths = [len(name) for name in map(tokenizer.id_to_token, range(size)) if name is not None]
     return max(lengths if len(lengths) == size else map(len, tokenizer.get_vocab()), default=1)
 
 
 class HuggingFaceTokenizer(ModelTokenizer):
-    """A checkpoint's, run by the library `tokenizers`."""
+    """A checkpoint's tokenizer, implemented by the library `tokenizers`."""
 
     has_text = True
 
@@ -217,8 +218,8 @@ class HuggingFaceTokenizer(ModelTokenizer):
         directory: Path | None = None,
         tokenizer_json: str = "",
     ) -> None:
-        """directory: the checkpoint's; None for a tokenizer that was made in memory. tokenizer_json: its source; "" =
-        the directory's file."""
+        """directory: the checkpoint's; None for a tokenizer created in memory. tokenizer_json: its source; "" = read
+        the file in the directory."""
         self._json = tokenizer_json.encode()
         self.directory = directory
         tokenizer.no_truncation()
@@ -257,7 +258,7 @@ class HuggingFaceTokenizer(ModelTokenizer):
         skip = self._special_ids if skip_special_tokens else frozenset()
         window = WindowDetokenizer(self._decode_all, prompt_token_ids[-CONTEXT_TOKENS:], skip)
         is_plain = spaces_between_special_tokens or skip_special_tokens
-        return window if is_plain else TightSpecialTokens(window, self.special_text)
+        return window if is_plain else UnspacedSpecialTokens(window, self.special_text)
 
     def partial_bytes(self, token_id: int) -> bytes | None:
         if not self._byte_level:
@@ -288,7 +289,7 @@ class HuggingFaceTokenizer(ModelTokenizer):
         return self._decode_all([token_id])
 
     def _shown_bytes(self, token_id: int) -> bytes:
-        """As `_token_bytes`; nothing for a special token."""
+        """Like `_token_bytes`, but empty for special tokens."""
         return b"" if token_id in self._special_ids else self._token_bytes(token_id)
 
     def _token_bytes(self, token_id: int) -> bytes:
@@ -305,15 +306,14 @@ class HuggingFaceTokenizer(ModelTokenizer):
 
 @functools.cache
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet of byte-level BPE: printable bytes are themselves, the others are code points from 256 on."""
+    """GPT-2's alphabet for byte-level BPE: printable bytes represent themselves, others are code points from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 class TokenTexts(dict[int, str | None]):
-    """A cache of the texts of tokens that are byte strings; None for one whose bytes are not whole characters. Any
-    thread."""
+    """Caches the texts of byte-string tokens; None for one whose bytes are not whole characters. Thread-safe."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 class ByteDetokenizer(Detokenizer):
-    """For vocabularies whose tokens are byte strings (byte-level BPE, bytes); exact for every sequence, including
+    """For vocabularies whose tokens are byte strings (byte-level BPE, bytes). Exact for all sequences, including
     invalid UTF-8."""
 
     __slots__ = ("_decoder", "_is_inside_character", "_texts")
@@ -342,7 +342,7 @@ class ByteDetokenizer(Detokenizer):
         self._is_inside_character = False
 
     def push(self, token_id: int) -> str:
-        if not self._is_inside_character:  # nearly every token is whole characters and needs no decoder
+        if not self._is_inside_character:  # nearly all tokens are whole characters and need no decoder
             text = self._texts[token_id]
             if text is not None:
                 return text
@@ -355,10 +355,11 @@ class ByteDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """For every other decoder (byte fallback, WordPiece …), where a token's text depends on its neighbours.
+    """For all other decoders (byte fallback, WordPiece …), where a token's text depends on its neighbours.
 
-    It decodes a window: some tokens that were shown and those that were not, whose text is the difference. The window
-    begins with the end of the prompt, so that a space before the first word is kept. Tokens in `skip` add no text.
+    Decodes a window that consists of some tokens already shown and those not yet shown; the difference between their
+    texts is new. The window starts with the end of the prompt, so that a space before the first word is preserved.
+    Tokens in `skip` add no text.
     """
 
     def __init__(
@@ -379,7 +380,7 @@ class WindowDetokenizer(Detokenizer):
         self._window.append(token_id)
         text = self._decode(self._window)
         if text.endswith(REPLACEMENT):
-            # The start of a character, or invalid bytes: decided by the fourth byte.
+            # The start of a character, or invalid bytes: the fourth byte decides.
             self._incomplete += 1
             if self._incomplete < MAX_UTF8_BYTES:
                 return ""
@@ -400,8 +401,8 @@ class WindowDetokenizer(Detokenizer):
         return new
 
 
-class TightSpecialTokens(Detokenizer):
-    """No spaces between consecutive special tokens: vLLM's `spaces_between_special_tokens: false`."""
+class UnspacedSpecialTokens(Detokenizer):
+    """Omits spaces between consecutive special tokens: vLLM's `spaces_between_special_tokens: false`."""
 
     def __init__(self, detokenizer: Detokenizer, special_text: Callable[[int], str | None]) -> None:
         self._detokenizer = detokenizer

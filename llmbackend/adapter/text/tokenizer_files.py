@@ -1,8 +1,9 @@
-"""Tokenizer files that need large libraries: from the hub, or for a checkpoint without tokenizer.json.
+"""Creates tokenizer files with the help of large libraries: from the hub, or for a checkpoint without tokenizer.json.
 
-For: tokenizer_loading.py, and itself as a process. Does not know: ModelTokenizer. huggingface_hub and transformers are
-in the engine's environment, which may not be the host's (inside Triton), so these functions can run in another Python.
-Invariants: their failures are raised here as ValueError or OSError with the same text; this module imports little.
+Used by tokenizer_loading.py, and run by itself as a process. Independent of ModelTokenizer. huggingface_hub and
+transformers are in the engine's environment, which may differ from the host's (inside Triton), so these functions can
+run in another Python. Invariants: their failures are raised here as ValueError or OSError with the same text; this
+module imports little.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FILES = (
     GENERATION_CONFIG_FILE,
 )
 WITHOUT_REMOTE_CODE, WITH_REMOTE_CODE = "0", "1"
-"""The argument trust_remote_code: whether a checkpoint's own code may run."""
+"""Values of the argument trust_remote_code: whether a checkpoint's own code may run."""
 _MAX_ADDED_TOKENS = 16
 
 
@@ -40,14 +41,14 @@ def remote_code_argument(is_trusted: bool) -> str:
 
 
 def download(source: str) -> str:
-    """Downloads the tokenizer's files of a hub id; returns their directory."""
+    """Downloads the tokenizer files of a hub id. Returns their directory."""
     from huggingface_hub import snapshot_download
 
     return str(snapshot_download(source, allow_patterns=list(FILES)))
 
 
 def convert(directory: str, trust_remote_code: str) -> str:
-    """A tokenizer.json as text, made from older files."""
+    """A tokenizer.json, as text, created from older files."""
     from transformers import AutoTokenizer
 
     converted = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code == WITH_REMOTE_CODE)
@@ -58,9 +59,9 @@ def convert(directory: str, trust_remote_code: str) -> str:
 
 
 def rebuilt(directory: str, trust_remote_code: str) -> str:
-    """The text of another tokenizer.json if AutoTokenizer tokenises differently from the checkpoint's; else "".
+    """The text of another tokenizer.json if AutoTokenizer tokenises differently from the checkpoint's; otherwise "".
 
-    Some of AutoTokenizer's classes take only the vocabulary from the file, and build the rest themselves.
+    Some of AutoTokenizer's classes take only the vocabulary from the file and build the rest themselves.
     """
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer, logging
@@ -87,7 +88,7 @@ def rebuilt(directory: str, trust_remote_code: str) -> str:
 
 
 def probe_texts(added_tokens: Sequence[str]) -> list[str]:
-    """Texts in which tokenizers differ: spaces everywhere, lines, scripts, added tokens."""
+    """Texts on which tokenizers differ: spaces everywhere, lines, scripts, added tokens."""
     words = "Hello, world!"
     texts = [
         words,
@@ -114,7 +115,7 @@ def run_in(interpreter: str, function: Callable[..., str], *arguments: str) -> s
 
 
 def start_in(interpreter: str, function: Callable[..., str], *arguments: str) -> subprocess.Popen[bytes]:
-    """Starts a process that runs a function, for `result_of`."""
+    """Starts a process that runs a function; see `result_of`."""
     return subprocess.Popen(
         [*command(interpreter, __name__), function.__name__, *arguments],
         stdin=subprocess.DEVNULL,
@@ -124,7 +125,7 @@ def start_in(interpreter: str, function: Callable[..., str], *arguments: str) ->
 
 
 def result_of(process: subprocess.Popen[bytes], timeout_s: float | None = None) -> str:
-    """Waits for a process of `start_in`. Raises ValueError with its error, subprocess.TimeoutExpired."""
+    """Waits for a process started by `start_in`. Raises ValueError with its error, subprocess.TimeoutExpired."""
     output, _ = process.communicate(timeout=timeout_s)
     if process.returncode:
         raise ValueError(f"another Python failed, too: exit code {process.returncode}, see the log")
@@ -135,12 +136,12 @@ def result_of(process: subprocess.Popen[bytes], timeout_s: float | None = None) 
 
 
 def main(*arguments: str) -> None:
-    """In the other Python: prints the result or the error as a line of JSON."""
+    """Runs in the other Python. Prints the result or the error as a line of JSON."""
     functions: dict[str, Callable[..., str]] = {"download": download, "convert": convert, "rebuilt": rebuilt}
     if arguments[-1] == WITHOUT_REMOTE_CODE:
         sys.modules["torch"] = None  # type: ignore[assignment]  # AutoTokenizer imports it, which takes seconds, without need
     try:
         answer = {"result": functions[arguments[0]](*arguments[1:])}
-    except Exception as error:  # those libraries raise many kinds
+    except Exception as error:  # those libraries raise many types
         answer = {"error": str(error) or type(error).__name__}
     print(msgspec.json.encode(answer).decode())

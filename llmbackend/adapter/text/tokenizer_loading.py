@@ -1,9 +1,9 @@
 """Loads a model's tokenizer and chat template, and verifies them against transformers before the first request.
 
-For: ModelState. Does not know: requests, engines. Invariants: `TokenizerLoader.verified` makes the token ids of
-AutoTokenizer, or a warning says why that could not be verified. The verdict is cached beside the packed weights and
-used only for the same bytes of the files and the same versions of the libraries; a damaged file, or one that other
-users may have written, is not used; failing to write one fails no start.
+Used by ModelState. Independent of requests and engines. Invariants: `TokenizerLoader.verified` produces the token ids
+of AutoTokenizer, or a warning says why that could not be verified. The verdict is cached next to the packed weights,
+and used only for the same file contents and the same library versions; a cache file is not used if it is damaged or
+writable by other users; failure to write one never fails a start.
 Source: AutoTokenizer.from_pretrained and TokenizersBackend.convert_to_native_format of transformers 5.
 """
 
@@ -66,20 +66,20 @@ REBUILT_MODEL_TYPES = frozenset(
         "siglip2",
     }
 )
-"""Model types for which AutoTokenizer uses its own class, even if the checkpoint names another one."""
+"""Model types for which AutoTokenizer uses its own class even if the checkpoint names another one."""
 
 
 class TokenizerLoader:
-    """Owner of the verifying process. `_lock`: instances that start side by side wait for one result.
+    """Owner of the verifying process. `_lock`: instances that start concurrently wait for one result.
 
-    Reads `tokenizer.json` with the `tokenizers` library; a checkpoint without one is converted by transformers, in the
+    Reads `tokenizer.json` with the `tokenizers` library; if a checkpoint has none, transformers converts it in the
     engine's environment (tokenizer_files.py). AutoTokenizer rebuilds some tokenizers from a class of its own, which
-    only running it shows. That takes seconds, in a process during the engine's start, unless the checkpoint's class
-    uses the file unchanged or the verdict is cached.
+    shows only when it is run. That takes seconds, in a separate process during the engine's start, unless the
+    checkpoint's class uses the file unchanged or the verdict is cached.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Reads the small files. Raises TritonError INVALID_ARG saying what is missing."""
+        """Reads the small files. Raises TritonError INVALID_ARG that says what is missing."""
         self._config = config
         self._lock = threading.Lock()
         self._check: subprocess.Popen[bytes] | None = None
@@ -98,7 +98,7 @@ class TokenizerLoader:
 
     @property
     def kind(self) -> str:
-        """The tokenizer's source, to be shown."""
+        """The tokenizer's source, for display."""
         directory = self._files.directory
         if directory is None:
             return "bytes"
@@ -107,12 +107,12 @@ class TokenizerLoader:
         return f"{file} ({name})" if name else file
 
     def load(self) -> None:
-        """Loads the tokenizer and starts verifying it. Again: does nothing. Raises TritonError INVALID_ARG."""
+        """Loads the tokenizer and starts to verify it. Further calls do nothing. Raises TritonError INVALID_ARG."""
         with self._lock:
             self._load()
 
     def verified(self) -> ModelTokenizer:
-        """The tokenizer; waits until it is verified."""
+        """The tokenizer; waits until it has been verified."""
         with self._lock:
             tokenizer = self._load()
             check, self._check = self._check, None
@@ -138,8 +138,8 @@ class TokenizerLoader:
         return self._tokenizer
 
     def _look_up(self, directory: Path) -> str | None:
-        """The cached verdict; if None, verification begins. A verdict that depends on a checkpoint's own code, or on
-        another Python's libraries, is not cached."""
+        """The cached verdict; if there is none, starts verification and returns None. Verdicts that depend on a
+        checkpoint's own code, or on another Python's libraries, are not cached."""
         trust = self._config.trust_remote_code
         if is_this(self._config.engine_python) and not trust:
             self._verdicts = Verdicts(self._config, directory)
@@ -158,7 +158,7 @@ class TokenizerLoader:
                 logger.info("%s: transformers rebuilds this tokenizer with other token ids, which are used", directory)
             if self._verdicts is not None:
                 self._verdicts.keep(tokenizer_json)
-        except Exception as error:  # from transformers, from a checkpoint's code, or a timeout
+        except Exception as error:  # raised by transformers or by a checkpoint's code, or a timeout
             _end(check)
             logger.warning("%s: tokenizer.json is used unverified: AutoTokenizer fails: %s", directory, error)
         return tokenizer
@@ -169,11 +169,11 @@ class TokenizerLoader:
 
 
 def may_be_rebuilt(directory: Path) -> bool:
-    """Whether AutoTokenizer might not use this tokenizer.json unchanged."""
+    """Whether AutoTokenizer might change this tokenizer.json."""
     if not (directory / TOKENIZER_FILE).is_file():
         return False  # transformers converts it
     tokenizer, model = read_json(directory / "tokenizer_config.json"), read_json(directory / "config.json")
-    if MARKER in tokenizer:  # transformers has its own idea of a GGUF file's tokenizer
+    if MARKER in tokenizer:  # transformers converts a GGUF file's tokenizer in its own way
         return False
     tokenizer_class = tokenizer.get("tokenizer_class") or model.get("tokenizer_class")
     if tokenizer_class not in _AS_IN_THE_FILE or model.get("model_type") in REBUILT_MODEL_TYPES:
@@ -183,10 +183,10 @@ def may_be_rebuilt(directory: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """The source of a tokenizer; only small files have been read."""
+    """The source of a tokenizer. Only small files have been read."""
 
     directory: Path | None
-    """None: the mock model's."""
+    """None = the mock model's."""
     chat_template: str | None
     """Its text; None = there is none."""
     special_tokens: Mapping[str, str]
@@ -196,7 +196,7 @@ class TokenizerSource:
 
     @classmethod
     def of(cls, source: str, interpreter: str, chat_template: str) -> TokenizerSource:
-        """source: a directory, a hub id, or "mock". Raises ValueError or OSError saying what is missing."""
+        """source: a directory, a hub id, or "mock". Raises ValueError or OSError that says what is missing."""
         given = _given_template(chat_template)
         if source == "mock":
             return cls(None, given, {}, {})
@@ -207,7 +207,7 @@ class TokenizerSource:
         return cls(directory, given or _chat_template_source(directory, config), special_tokens, config)
 
     def load(self, trust_remote_code: bool, interpreter: str, tokenizer_json: str = "") -> ModelTokenizer:
-        """tokenizer_json: used instead of the file's. Raises ValueError or OSError."""
+        """tokenizer_json: used in place of the file. Raises ValueError or OSError."""
         tokenizer = self._made(trust_remote_code, interpreter, tokenizer_json)
         default = "ByteTokenizer" if self.directory is None else "PreTrainedTokenizerFast"
         tokenizer.config = {"tokenizer_class": default, **self.config}
@@ -226,7 +226,7 @@ class TokenizerSource:
 
 
 def local_directory(source: str, interpreter: str) -> Path:
-    """A model's directory; of a hub id, one with its small files. Raises ValueError or OSError."""
+    """A model's directory; for a hub id, one with its small files. Raises ValueError or OSError."""
     path = Path(source)
     if path.is_dir():
         return path
@@ -236,7 +236,7 @@ def local_directory(source: str, interpreter: str) -> Path:
 
 
 def _check_files(directory: Path) -> None:
-    """Raises ValueError for a tokenizer's file on which a library would block, such as a pipe."""
+    """Raises ValueError for a tokenizer file on which a library would block, such as a pipe."""
     for pattern in FILES:
         for path in directory.glob(pattern):
             if not path.is_file() and not path.is_dir():
@@ -244,7 +244,7 @@ def _check_files(directory: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object; {} when there is none. Raises ValueError."""
+    """A file's JSON object; {} if there is no file. Raises ValueError."""
     if not path.is_file():
         return {}
     try:
@@ -285,7 +285,7 @@ def _given_template(chat_template: str) -> str:
 
 
 def _chat_template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else chat_template.json, else the tokenizer config's (its "default" one of several)."""
+    """chat_template.jinja, else chat_template.json, else that of the tokenizer config ("default" if several)."""
     jinja_file = directory / "chat_template.jinja"
     if jinja_file.is_file():
         return jinja_file.read_text(encoding="utf-8")
@@ -305,14 +305,14 @@ _FORMAT: Final = b"llmbackend tokenizer verdict 1\n"
 _DIGEST_BYTES: Final = 32
 _ENDING: Final = ".tokenizer"
 MAX_VERDICTS: Final = 32
-"""The oldest are removed."""
+"""When there are more, the oldest are removed."""
 
 
 class Verdicts:
     """The cached verdict on one tokenizer: the text of another tokenizer.json, "" if the file is used unchanged."""
 
     def __init__(self, config: EngineConfig, directory: Path) -> None:
-        """directory: of the tokenizer's files"""
+        """directory: that of the tokenizer's files"""
         self._config = config
         self._path = usable_directory(config)
         self._name = ""
@@ -352,7 +352,7 @@ class Verdicts:
             logger.info("the tokenizer's verification is not cached: %s", error)
 
     def _folder(self, stack: contextlib.ExitStack) -> CacheFolder:
-        """Raises FolderRefusedError where there is none."""
+        """Raises FolderRefusedError if there is none."""
         if self._path is None:
             raise FolderRefusedError("there is no cache")
         folder = CacheFolder(self._path, limit_bytes_of(self._config))
@@ -361,7 +361,7 @@ class Verdicts:
 
 
 def _key(directory: Path) -> str:
-    """A digest of the files that AutoTokenizer reads, and of the libraries' versions."""
+    """A digest of the files read by AutoTokenizer and of the libraries' versions."""
     digest = hashlib.sha256(f"{__version__} {version('tokenizers')} {version('transformers')}".encode())
     for path in sorted(directory.iterdir()):
         if any(fnmatch(path.name, pattern) for pattern in FILES) and path.is_file():

@@ -1,5 +1,5 @@
-"""`--backend-config=<backend>,isolation=process`: each instance of a compiled backend in a process of its own.
+"""`--backend-config=<backend>,isolation=process`: each instance of a compiled backend runs in its own process.
 
-The process (process.py, host_objects.py) runs the library as the host would, with stand-ins of the host's objects; each
-call that the library makes to one of them becomes a message to the host (process_services.py), which makes the call.
+The process (process.py, host_objects.py) runs the library as the host would, with proxies for the host's objects. Each
+call that the library makes on a proxy becomes a message to the host (process_services.py), which performs the call.
 """

@@ -1,7 +1,7 @@
-"""The functions of a backend whose instances run in processes of their own.
+"""The functions of a backend whose instances run in their own processes.
 
-The first process of a model version runs its ModelInitialize and then its first instance; each further instance, and
-each restart, gets another process with a Backend and a Model of its own. Does not know: what loads the library there.
+The first process of a model version runs its ModelInitialize and then its first instance. Each further instance, and
+each restart, gets another process with its own Backend and Model. Independent of what loads the library there.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _log = logging.getLogger(__name__)
 
 
 class IsolatedBackend:
-    """Stands for the library as the host calls it."""
+    """Represents the library towards the host."""
 
     def __init__(self, file: Path, loader: str) -> None:
-        """loader: "module:attribute", which makes an object with TRITONBACKEND_* attributes of `file`."""
+        """loader: "module:attribute", which creates an object with the TRITONBACKEND_* attributes of `file`."""
         self.__file__ = str(file)
         program = Program("compiled backends", f"{__package__}.process", (loader, str(file)), ends_children=True)
         self._fork_server = ForkServer(program, _log.info)
         self._attributes: tuple[Sequence[tuple[str, int]], bool] = ((), False)
 
     def TRITONBACKEND_Initialize(self, backend: Backend) -> None:
-        """Asks a process, which then ends, whether the library can be loaded and what its attributes are."""
+        """Starts a short-lived process to find out whether the library can be loaded, and its attributes."""
         backend.send_policy = SendPolicy.BLOCKING  # each process has its own thread for messages
         backend.state = MetricUsers()
         metrics = ModelMetrics(backend, backend.state)
@@ -96,12 +96,12 @@ class ModelState:
         self._spare: ProcessServices | None = None
 
     def initialize(self) -> None:
-        """Runs the library's ModelInitialize. Raises its error."""
+        """Runs the library's ModelInitialize. Raises the library's error."""
         self._spare = self.launch(self.model.name)
         self.load(self._spare, completes=self.model.auto_complete_config)
 
     def take_spare(self) -> ProcessServices | None:
-        """The process that ran ModelInitialize; None when it is taken."""
+        """The process that ran ModelInitialize; None if it has been taken."""
         with self._lock:
             spare, self._spare = self._spare, None
             return spare
@@ -129,7 +129,7 @@ class ModelState:
 
 
 class InstanceState:
-    """Execute is called on the instance's own thread, once at a time."""
+    """Execute is called on the instance's own thread, one call at a time."""
 
     def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
         self._instance = instance
@@ -143,8 +143,8 @@ class InstanceState:
         self.supervisor.start(None if is_bound else self._model_state.take_spare())
 
     def execute(self, requests: Sequence[Request]) -> None:
-        """Raises TritonError, so that the host keeps the requests: the library's, or UNAVAILABLE while no process can
-        take them. When the process dies, its requests have been answered."""
+        """Raises TritonError (the library's, or UNAVAILABLE while no process can take the requests); the host then
+        keeps the requests. If the process dies, its requests have been answered."""
         services = self.supervisor.get()
         numbers, packed, parts = services.open(requests)
         try:
@@ -166,7 +166,7 @@ class InstanceState:
 
 
 def ask(services: ProcessServices, verb: str, argument: Any) -> Any:
-    """The process's answer to a call. Raises the library's TritonError, INTERNAL when the process ends."""
+    """The process's answer to a call. Raises the library's TritonError, or INTERNAL if the process ends."""
     process = services.process
     try:
         (error, value), _ = process.call(verb, argument)
@@ -179,7 +179,7 @@ def ask(services: ProcessServices, verb: str, argument: Any) -> Any:
 
 
 def finalize(services: ProcessServices) -> None:
-    """Finalizes what is initialised in the process, and ends it."""
+    """Finalises whatever is initialised in the process, and ends it."""
     try:
         services.process.call("finalize", None, timeout_s=FINALIZE_TIMEOUT_S)
     except (StubDeadError, TimeoutError) as error:

@@ -1,7 +1,8 @@
-"""Processes that a library started for its instance, such as the stubs of NVIDIA's python backend: when one ends, the
-library is of no use any more, but keeps its requests. So this process ends likewise, and the host starts another.
+"""Watches processes that a library has started for its instance, such as the stubs of NVIDIA's python backend. When one
+of them ends, the library is useless but holds on to its requests; this process therefore ends too, and the host starts
+another one.
 
-Invariant: nothing ends the process once `leave` was called.
+Invariant: nothing ends the process after `leave` has been called.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SHARED_MEMORY = re.compile(r"/dev/shm/[^\s/]+$", re.MULTILINE)
 
 
 class Children:
-    """Watches the children that this process has now."""
+    """Watches the present children of this process."""
 
     def __init__(self) -> None:
         self._is_over = threading.Event()
@@ -34,7 +35,7 @@ class Children:
         self._is_over.set()
 
     def _wait_for(self, pid: int) -> None:
-        """The library waits for its child, too, and may have taken its exit code."""
+        """The library waits for its child as well, and may have taken its exit code."""
         end = None
         with contextlib.suppress(ChildProcessError):
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -60,5 +61,5 @@ def _running_children() -> set[int]:
 
 
 def _mapped_files() -> set[str]:
-    """Named shared memory, which would stay when its last user ends: the library can not remove it any more."""
+    """Named shared memory, which would outlive its last user: the library can no longer remove it."""
     return set(_SHARED_MEMORY.findall(Path("/proc/self/maps").read_text()))

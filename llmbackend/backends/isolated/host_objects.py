@@ -1,7 +1,7 @@
-"""Stand-ins of the host's objects in the process of an isolated library: backend_api's protocols over a HostLink.
+"""Proxies for the host's objects in the process of an isolated library: backend_api's protocols over a HostLink.
 
-Does not know: the library. Invariants: what a call changes in the host is changed in the order of the calls; a call
-that returns something, or that the host may refuse, waits for the host, the others do not.
+Independent of the library. Invariants: changes take effect in the host in the order of the calls; a call waits for the
+host only if it returns something, or if the host may refuse it.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class BackendObject:
 
 
 class MetricFamilyObject:
-    """backend_api.MetricFamily. The host removes a metric with the last model version that made it, so that a restart
-    loses no count."""
+    """backend_api.MetricFamily. The host removes a metric together with the last model version that created it, so that
+    counts survive a restart."""
 
     def __init__(self, host: Host, kind: str, name: str, description: str) -> None:
         self._host = host
@@ -120,7 +120,7 @@ class MetricFamilyObject:
         self._host.ask("metric_change", self._number(labels), action, value)
 
     def _number(self, labels: dict[str, str], buckets: Sequence[float] | None = None) -> int:
-        """The host's number of the metric."""
+        """The host's id of the metric."""
         key = frozenset(labels.items())
         if key not in self._numbers:
             self._numbers[key] = self._host.ask("metric_open", *self._family, labels, buckets)
@@ -149,7 +149,7 @@ class ModelObject:
         self.version_directory = Path(version_directory)
         self.auto_complete_config = completes
         self.known_states: set[str] = set()
-        """Names that the host has accepted for states."""
+        """Names that the host has accepted as states."""
         self._host = host
         self.take_config(config)
 
@@ -178,7 +178,7 @@ class ModelObject:
         self._host.ask("unload_model", name, unload_dependents)
 
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceObject:
-        """A refusal comes as a response with an error, because the call does not wait for the host."""
+        """A refusal arrives as a response with an error, because the call does not wait for the host."""
         parts: list[Any] = []
         fields = {
             "model_name": request.model_name,
@@ -251,7 +251,7 @@ class InstanceObject:
 
 
 class TraceObject:
-    """The part of a request's trace that a library may pass on."""
+    """The part of a request's trace that a library can pass on."""
 
     def __init__(self, request_number: int, context: str) -> None:
         self.request_number = request_number
@@ -259,7 +259,7 @@ class TraceObject:
 
 
 class RequestObject:
-    """backend_api.Request. When it is released and its factories are closed, the host forgets it."""
+    """backend_api.Request. Once it is released and its factories are closed, the host forgets it."""
 
     def __init__(self, host: Host, model: ModelObject, packed: Any, parts: Sequence[Any]) -> None:
         self.number, self.requested_outputs, fields = packed

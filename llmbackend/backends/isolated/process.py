@@ -1,6 +1,6 @@
-"""The process of an isolated library: loads it, and calls its functions as the host asks for them.
+"""The process of an isolated library: loads the library, and calls its functions on the host's behalf.
 
-Invariant: what was initialised is finalised in the reverse order, also after a failure, unless the process dies.
+Invariant: whatever was initialised is finalised in reverse order, even after a failure, unless the process dies.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _serve_call(runner: _Runner, link: HostLink, reader: PacketReader, calls: so
 
 
 class _Runner:
-    """One library with its backend, model and instance. The methods without an underscore are the host's calls."""
+    """One library with its backend, model and instance. The public methods are the host's calls."""
 
     def __init__(self, load: Callable[[], Any], host: Host) -> None:
         self._load = load
@@ -88,7 +88,7 @@ class _Runner:
         self._library.TRITONBACKEND_ModelInitialize(model)
 
     def initialize_instance(self, fields: tuple[Any, ...], _parts: Sequence[Any]) -> bool:
-        """Returns whether the library says that an instance is ready."""
+        """Returns whether the library implements a readiness check."""
         *own, config = fields
         self._model.take_config(config)
         instance = self._instance = InstanceObject(self._host, self._model, *own)

@@ -1,8 +1,8 @@
-"""What the host does for one process of an isolated library: the calls that the library makes to the host's objects.
+"""The host's services for one process of an isolated library: performs the calls that the library makes on the host's
+objects.
 
-Invariants: a request is released once and gets one FINAL, by the library, or by `abandon` when the process has ended;
-until its release the host's Request is used, afterwards a factory. Nothing that is slow runs on the thread of the
-process's messages.
+Invariants: a request is released once and gets one FINAL, from the library or, if the process has ended, from
+`abandon`; until the release the host's Request is used, afterwards a factory. Nothing slow runs on the message thread.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def log_level() -> int:
 
 
 class OpenRequest:
-    """One request that the process has, or has released with open factories. One thread at a time."""
+    """A request that the process has, or has released while factories of it are open. Used by one thread at a time."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -94,7 +94,7 @@ class OpenRequest:
             self._factory.close()
 
     def fail(self, error: TritonError, instance: ModelInstance) -> None:
-        """The process has ended."""
+        """Called when the process has ended."""
         if not self._is_final:
             (self._factory or self.request).new_response().send(ResponseFlag.FINAL, error)
         if not self._is_released:
@@ -105,9 +105,9 @@ class OpenRequest:
 
 
 class ProcessServices(ChildServices):
-    """`handle` and `abandon` are called on the thread of the process's messages, the rest on the instance's.
+    """`handle` and `abandon` are called on the thread of the process's messages, the rest on the instance's thread.
 
-    model: None for the process that only tells the backend's attributes
+    model: None for the process that only reports the backend's attributes
     instance: set before the first Execute
     """
 
@@ -126,7 +126,7 @@ class ProcessServices(ChildServices):
         self._slow_questions = ("set_config", "is_decoupled", "is_model_ready", "load_model", "unload_model")
 
     def open(self, requests: Sequence[Request]) -> tuple[list[int], list[Any], list[Any]]:
-        """The numbers of the requests in the process, and the requests packed, with the parts of their tensors."""
+        """The ids of the requests in the process, and the packed requests with the parts of their tensors."""
         parts: list[Any] = []
         numbers = [next(self._numbers) for _ in requests]
         packed = [pack_request(request, number, parts) for request, number in zip(requests, numbers, strict=True)]
@@ -139,7 +139,7 @@ class ProcessServices(ChildServices):
         return numbers, packed, parts
 
     def give_back(self, numbers: Sequence[int]) -> None:
-        """Execute failed: the host has its requests again."""
+        """Called when Execute has failed: the host owns its requests again."""
         for number in numbers:
             if (taken := self._take(number)) is not None:
                 taken.close()
@@ -155,7 +155,7 @@ class ProcessServices(ChildServices):
                 log.error("a request of '%s' could not be ended: %s", self.process.name, problem.status)
 
     def _get(self, number: int) -> OpenRequest:
-        """Raises TritonError when the library uses a request that it does not own any more."""
+        """Raises TritonError if the library uses a request that it no longer owns."""
         with self._lock:
             opened = self._open.get(number)
         if opened is None:
@@ -188,7 +188,7 @@ class ProcessServices(ChildServices):
         return self._called_model
 
     def _attempt(self, function: Callable[..., None], *arguments: Any) -> None:
-        """For messages without an answer: the library was already told that the call succeeded."""
+        """For messages without an answer: the library has already been told that the call succeeded."""
         try:
             function(*arguments)
         except TritonError as error:
@@ -210,7 +210,7 @@ class ProcessServices(ChildServices):
         self._get(number).release(keeps_factory=keeps_factory)
 
     def _on_closed(self, number: int) -> None:
-        """The request is released and the library has no factory of it."""
+        """Called when the request is released and the library has no factory of it."""
         if (taken := self._take(number)) is not None:
             taken.close()
 
@@ -231,7 +231,7 @@ class ProcessServices(ChildServices):
         self.instance.report_response_statistics(opened.factory, start, output_start, end, unpack_error(error))
 
     def _on_infer(self, number: int, fields: dict[str, Any], parts: Sequence[Any]) -> None:
-        parent = self._open.get(fields.pop("parent"))  # the request whose trace the library passed
+        parent = self._open.get(fields.pop("parent"))  # the request whose trace the library passed on
         inputs: Sequence[tuple[str, str, tuple[int, ...], int]] = fields.pop("inputs")
         request = InferenceRequest(
             inputs=tuple(RawTensor(name, datatype, shape, parts[part]) for name, datatype, shape, part in inputs),

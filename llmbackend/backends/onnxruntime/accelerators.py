@@ -1,7 +1,7 @@
-"""ONNX Runtime's execution providers for an instance, and which of the configured accelerators they follow.
+"""ONNX Runtime's execution providers for an instance, and which of the configured accelerators are supported.
 
-Only `openvino` of the CPU is followed, where the installed onnxruntime has its provider; its parameters are options of
-that provider. Source: Triton's ONNX Runtime backend, which refuses what it does not follow.
+Only `openvino` on the CPU is supported, if the installed onnxruntime has its provider; its parameters are that
+provider's options. Source: Triton's ONNX Runtime backend, which refuses unsupported accelerators.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def has_openvino() -> bool:
 
 
 def warn_of_accelerators(config: ModelConfig) -> None:
-    """Logs one WARNING that names all that are not followed."""
+    """Logs one WARNING that names all unsupported accelerators."""
     reasons = {}
     for name in accelerator_names(config):
         if name != _NAME:
@@ -43,7 +43,7 @@ def warn_of_accelerators(config: ModelConfig) -> None:
 
 
 def providers(config: ModelConfig, kind: InstanceGroupKind, device_id: int) -> list[Any]:
-    """The providers of a session, the one that is asked first in front."""
+    """The providers of a session in order of preference."""
     found: list[Any] = ["CPUExecutionProvider"]
     for accelerator in config.optimization.execution_accelerators.cpu_execution_accelerator:
         if accelerator.name == "openvino" and has_openvino():

@@ -1,6 +1,6 @@
-"""The `onnxruntime` backend: a session for each instance.
+"""The `onnxruntime` backend, with one session per instance.
 
-A configuration is completed where it is empty. A configured tensor that the graph does not have is refused at the load.
+Missing parts of a configuration are completed. A configured tensor that the graph does not have is refused at load.
 Only configured outputs are computed. Source: the parameters and auto-complete rules of Triton's ONNX Runtime backend.
 """
 
@@ -55,7 +55,7 @@ _LEVELS = {
 }
 _MODES = {"0": onnxruntime.ExecutionMode.ORT_SEQUENTIAL, "1": onnxruntime.ExecutionMode.ORT_PARALLEL}
 _QUIET = 3
-"""ONNX Runtime's log level: only errors."""
+"""ONNX Runtime's log level for errors only."""
 
 _OPTIONS = {
     "intra_op_thread_count": "intra_op_num_threads",
@@ -88,7 +88,7 @@ _PARAMETERS = {
 
 class ModelState:
     def __init__(self, model: Model) -> None:
-        """Raises TritonError naming the wrong file or field."""
+        """Raises TritonError that names the wrong file or field."""
         self.name = model.name
         self.path = _find(model)
         settings = read_parameters(model.config, _PARAMETERS)
@@ -96,7 +96,7 @@ class ModelState:
         self._options = {_OPTIONS[key]: value for key, value in settings.items()}
 
     def load_model(self, instance: ModelInstance) -> onnxruntime.InferenceSession:
-        """Raises TritonError INVALID_ARG when the graph does not have the configured tensors."""
+        """Raises TritonError INVALID_ARG if the graph lacks configured tensors."""
         config = instance.model.config
         session = self._session(providers(config, instance.kind, instance.device_id))
         inputs = [*(tensor.name for tensor in config.input), *sequence_inputs(config)]
@@ -105,7 +105,7 @@ class ModelState:
         return session
 
     def auto_complete(self, model: Model) -> None:
-        """Tensors from the graph; batches of the default size if the first dimension of every tensor is variable."""
+        """Takes tensors from the graph; uses the default batch size if all tensors' first dimension is variable."""
         config = model.config
         if config.input and config.output:
             return
@@ -138,7 +138,7 @@ class ModelState:
             setattr(options, name, value)
         try:
             return onnxruntime.InferenceSession(str(self.path), options, providers=chosen)
-        except Exception as error:  # its errors share no base class
+        except Exception as error:  # its errors have no common base class
             raise invalid_argument(f"failed to load model '{self.name}': {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""Completes a configuration from the model: tensors that it lacks, and batches if the model's layouts have them.
+"""Completes a configuration from the model: missing tensors, and batching if all layouts have a batch dimension.
 
 Source: the auto-complete rules of Triton's OpenVINO backend.
 """
@@ -16,7 +16,7 @@ from .tensors import data_type
 
 
 def complete(config: ModelConfig, network: Any, default_max_batch_size: int) -> None:
-    """Raises TritonError INVALID_ARG for a tensor that the host cannot have."""
+    """Raises TritonError INVALID_ARG for a tensor that the host cannot represent."""
     if _has_batches([*network.inputs, *network.outputs]) and _leaves_out_batch(config, network):
         config.max_batch_size = config.max_batch_size or max(default_max_batch_size, 1)
         if config.max_batch_size > 1 and config.WhichOneof("scheduling_choice") is None:
@@ -28,14 +28,14 @@ def complete(config: ModelConfig, network: Any, default_max_batch_size: int) -> 
 
 
 def _has_batches(ports: Sequence[Any]) -> bool:
-    """Whether every layout begins with the batch dimension, N."""
+    """Whether all layouts begin with the batch dimension, N."""
     layouts = [openvino.layout_helpers.get_layout(port) for port in ports]
     helpers = openvino.layout_helpers
     return all(helpers.has_batch(layout) and helpers.batch_idx(layout) == 0 for layout in layouts)
 
 
 def _leaves_out_batch(config: ModelConfig, network: Any) -> bool:
-    """Whether no configured tensor has as many dimensions as the model's."""
+    """Whether no configured tensor has as many dimensions as the corresponding one of the model."""
     for tensors, ports in ((config.input, network.inputs), (config.output, network.outputs)):
         indices = by_name(ports)
         for tensor in tensors:

@@ -1,8 +1,8 @@
-"""The `openvino` backend: a model compiled once, an infer request for each instance.
+"""The `openvino` backend: the model is compiled once, with one infer request per instance.
 
-A configuration is completed where it is empty, and checked against the model at the load. Only configured outputs are
-given. Unlike Triton's, a batch may have any number of rows, unless a parameter fixes it. Source: Triton's OpenVINO
-backend.
+Missing parts of a configuration are completed, and it is checked against the model at load. Only configured outputs are
+returned. Unlike in Triton's, a batch may have any number of rows, unless a parameter fixes it. Source: Triton's
+OpenVINO backend.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FILE = "model.xml"
 
 class ModelState:
     def __init__(self, model: Model) -> None:
-        """Raises TritonError naming the wrong file or field."""
+        """Raises TritonError that names the wrong file or field."""
         self.name = model.name
         self.settings = Settings.of(model)
         self._path = _find(model)
@@ -49,7 +49,7 @@ class ModelState:
             self._add_extension(self.settings.extension)
 
     def load_model(self, model: Model) -> None:
-        """Completes the configuration, if it may, and compiles the model. Raises TritonError INVALID_ARG."""
+        """Completes the configuration, if permitted, and compiles the model. Raises TritonError INVALID_ARG."""
         network = self._read()
         if model.auto_complete_config:
             config = model.config
@@ -74,7 +74,7 @@ class ModelState:
             return self._core.read_model(self._path)
         except RuntimeError as error:
             weights = self._path.with_suffix(".bin")
-            absent = f" ('{weights.name}' is not beside it)" if not _has_weights(self._path) else ""
+            absent = f" ('{weights.name}' is missing next to it)" if not _has_weights(self._path) else ""
             raise invalid_argument(
                 f"failed to load model '{self.name}': {self._path.name}: {reason(error)}{absent}"
             ) from None
@@ -105,7 +105,7 @@ def _find(model: Model) -> Path:
 
 class ModelInstanceState(ArrayInstance):
     def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
-        """Raises TritonError INVALID_ARG for an instance of a GPU: OpenVINO's devices are not the host's."""
+        """Raises TritonError INVALID_ARG for a GPU instance: OpenVINO's devices are not the host's."""
         super().__init__(instance)
         self._model = model_state.name
         if instance.kind is not InstanceGroupKind.CPU:
@@ -134,7 +134,7 @@ class ModelInstanceState(ArrayInstance):
         return {name: array[:num_rows] for name, array in outputs.items()} if self._rows else outputs
 
     def _check(self, given: Mapping[int, Array]) -> None:
-        """If an input were missing, the model would be computed with that of an earlier request."""
+        """If an input were missing, the model would silently use that of an earlier request."""
         for index, port in enumerate(self._ports):
             if index not in given:
                 raise invalid_argument(f"model '{self._model}' needs a value for its input '{name_of(port)}'")
@@ -150,7 +150,7 @@ class ModelInstanceState(ArrayInstance):
             )
 
     def _as_scalar(self, index: int, array: Array) -> Array:
-        """The host's tensors have a dimension where the model's have none."""
+        """For tensors that have a dimension in the host but none in the model."""
         return array.reshape(()) if len(self._ports[index].partial_shape) == 0 and array.shape == (1,) else array
 
     def _padded(self, array: Array) -> Array:

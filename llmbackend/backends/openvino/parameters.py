@@ -1,7 +1,7 @@
-"""The backend's `parameters`, of a model configuration or, for all models, of --backend-config=openvino,KEY=VALUE.
+"""The backend's `parameters`, from a model configuration or, for all models, from --backend-config=openvino,KEY=VALUE.
 
-Source: the parameters of Triton's OpenVINO backend. Not in Triton: defaults for all models, and a refusal of values
-other than YES and NO for switches.
+Source: the parameters of Triton's OpenVINO backend. Not in Triton: defaults for all models; switches accept no values
+other than YES and NO.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _PROPERTIES = {
     "NUM_STREAMS": "NUM_STREAMS",
     "PERFORMANCE_HINT": "PERFORMANCE_HINT",
 }
-"""Parameter → OpenVINO's property of the device."""
+"""Parameter → OpenVINO's device property."""
 _READERS: Mapping[str, Callable[[str], Any]] = {
     "COMPILATION_NUM_THREADS": _count,
     "CPU_EXTENSION_PATH": str,
@@ -80,10 +80,10 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
 class Settings:
     """device           OpenVINO's name
     properties       of the device
-    extension        file of a library with more operations; "" = none
-    pads_batch       rows of zeros fill a batch up to max_batch_size
-    fixes_batch      the program is compiled for max_batch_size rows
-    reshapes         the dimensions of inputs are those of the configuration, not those of the model
+    extension        file of a library with additional operations; "" = none
+    pads_batch       whether batches are padded with zero rows to max_batch_size
+    fixes_batch      whether the program is compiled for max_batch_size rows
+    reshapes         whether inputs have the configuration's dimensions rather than the model's
     """
 
     device: str
@@ -95,7 +95,7 @@ class Settings:
 
     @classmethod
     def of(cls, model: Model) -> Settings:
-        """Raises TritonError INVALID_ARG naming the parameter."""
+        """Raises TritonError INVALID_ARG that names the parameter."""
         config = model.config
         for key in (_READERS.keys() & model.backend.config.keys()) - config.parameters.keys():
             config.parameters[key].string_value = model.backend.config[key]
@@ -111,7 +111,7 @@ class Settings:
         )
 
     def supported_properties(self, core: Any, model: str) -> dict[str, Any]:
-        """The properties that the device supports; the others are logged."""
+        """The properties supported by the device; logs the others."""
         known = core.get_property(self.device.partition(":")[0], "SUPPORTED_PROPERTIES")
         for name in self.properties.keys() - known:
             _log.warning("model '%s': the device %s has no property %s", model, self.device, name)

@@ -1,6 +1,6 @@
-"""The package `openvino`, imported so that the server reports nothing to anyone.
+"""The package `openvino`, imported with its telemetry disabled.
 
-Its import sends an event to its makers through `openvino_telemetry`, its dependency, unless that cannot be imported.
+Its import sends an event to its makers through `openvino_telemetry`, if that can be imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from llmbackend.core.backend_api import unsupported
 
 
 def _import() -> Any:
-    """Raises TritonError UNSUPPORTED naming what to install."""
+    """Raises TritonError UNSUPPORTED that says what to install."""
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # None: it cannot be imported
     try:
         return importlib.import_module("openvino")
@@ -27,6 +27,6 @@ openvino: Any = _import()
 
 
 def reason(error: Exception) -> str:
-    """OpenVINO's words in one line, without the places in its source."""
+    """OpenVINO's message on one line, without source locations."""
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(line for line in lines if line and not line.startswith(("Exception from ", "Check '")))

@@ -1,8 +1,8 @@
-"""Shapes and data types: those of the configuration, checked against the model's and given to it.
+"""Shapes and data types: checks the configuration's against the model's, and applies them to the model.
 
-Invariant: with max_batch_size above 0, the first dimension of every input is that of the batch: variable, or fixed at
-max_batch_size. Source: ValidateInputs, ValidateOutputs and CompareDimsSupported of Triton's OpenVINO backend, which
-always fixes it.
+Invariant: with max_batch_size above 0, the first dimension of every input is the batch dimension, either variable or
+fixed at max_batch_size. Source: ValidateInputs, ValidateOutputs and CompareDimsSupported of Triton's OpenVINO backend,
+which always fixes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def by_name(ports: Sequence[Any]) -> dict[str, int]:
 
 
 def dims_of(port: Any) -> list[int]:
-    """-1 = variable. Raises TritonError INVALID_ARG for a tensor of any rank."""
+    """-1 = variable. Raises TritonError INVALID_ARG for a tensor of dynamic rank."""
     shape = port.partial_shape
     if shape.rank.is_dynamic:
         raise invalid_argument(f"tensor '{name_of(port)}' may have any number of dimensions, expected a fixed number")
@@ -40,7 +40,7 @@ def dims_of(port: Any) -> list[int]:
 
 
 def check_names(config: ModelConfig, network: Any, settings: Settings) -> None:
-    """Raises TritonError INVALID_ARG when the model has other inputs than the configuration, or lacks an output."""
+    """Raises TritonError INVALID_ARG if the model has unconfigured inputs, or lacks configured tensors."""
     if settings.fixes_batch and (config.batch_input or any(tensor.allow_ragged_batch for tensor in config.input)):
         raise invalid_argument(
             f"model '{config.name}': a batch of fixed size (ENABLE_BATCH_PADDING, SKIP_OV_DYNAMIC_BATCHSIZE) cannot "
@@ -66,7 +66,7 @@ def _check_known(model: str, what: str, configured: Sequence[str], ports: Sequen
 
 
 def reshape_inputs(config: ModelConfig, network: Any, settings: Settings) -> None:
-    """Raises TritonError INVALID_ARG when the model cannot take the shapes."""
+    """Raises TritonError INVALID_ARG if the model cannot take the shapes."""
     indices = by_name(network.inputs)
     tensors = {indices[tensor.name]: tensor for tensor in config.input}
     shapes = {
@@ -77,7 +77,7 @@ def reshape_inputs(config: ModelConfig, network: Any, settings: Settings) -> Non
 
 
 def _wanted(port: Any, tensor: ModelInput | None, max_batch_size: int, settings: Settings) -> Any:
-    dims_of(port)  # raises for a tensor of any rank
+    dims_of(port)  # raises for a tensor of dynamic rank
     dims = list(port.partial_shape)
     if settings.reshapes and tensor is not None and not tensor.allow_ragged_batch:
         dims[1 if max_batch_size else 0 :] = _shape(tensor)
@@ -99,7 +99,7 @@ def _reshape(model: str, network: Any, shapes: Mapping[int, Any]) -> None:
 
 
 def check_shapes(config: ModelConfig, network: Any, settings: Settings) -> None:
-    """Raises TritonError INVALID_ARG, with Triton's text."""
+    """Raises TritonError INVALID_ARG with Triton's text."""
     batch = (config.max_batch_size if settings.fixes_batch else VARIABLE) if config.max_batch_size else None
     inputs, outputs = by_name(network.inputs), by_name(network.outputs)
     scattered = {name for item in config.batch_output for name in item.target_name}
@@ -112,7 +112,7 @@ def check_shapes(config: ModelConfig, network: Any, settings: Settings) -> None:
 
 
 def _check_shape(model: str, tensor: ModelInput | ModelOutput, port: Any, batch: int | None, *, loose: bool) -> None:
-    """loose: a variable dimension of the configuration stands for any of the model."""
+    """loose: whether a variable dimension in the configuration matches any dimension of the model."""
     expected = [*([] if batch is None else [batch]), *_shape(tensor)]
     if port.partial_shape.rank.is_dynamic:
         return
@@ -148,8 +148,7 @@ def _shape(tensor: ModelInput | ModelOutput) -> list[int]:
 
 
 def convert_types(config: ModelConfig, network: Any) -> Any:
-    """The model with the configured data types of inputs, outputs and states; OpenVINO converts where the model's
-    differ."""
+    """The model with the configured data types of inputs, outputs and states; OpenVINO converts those that differ."""
     states = config.sequence_batching.state
     inputs = {**{item.input_name: item.data_type for item in states}, **_types(config.input)}
     outputs = {**{item.output_name: item.data_type for item in states}, **_types(config.output)}
@@ -169,7 +168,7 @@ def _types(tensors: Iterable[ModelInput | ModelOutput]) -> dict[str, int]:
 
 
 def _convert(types: Mapping[str, int], ports: Sequence[Any], part: Callable[[int], Any]) -> bool:
-    """Whether any differs."""
+    """Returns whether any differs."""
     indices = by_name(ports)
     different = {indices[name]: element_type(data_type) for name, data_type in types.items()}
     different = {index: wanted for index, wanted in different.items() if ports[index].element_type != wanted}

@@ -1,6 +1,6 @@
-"""Element types and tensors: OpenVINO's and the host's.
+"""Converts element types and tensors between OpenVINO and the host.
 
-Tensors are copied: OpenVINO shares memory with writable arrays only, and uses the memory of outputs again.
+Tensors are copied: OpenVINO can share memory only with writable arrays, and reuses the memory of outputs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def data_type(element: Any) -> Any:
 
 
 def fill(tensor: Any, array: Array) -> None:
-    """Gives an input tensor the shape and the content of `array`. Raises what OpenVINO raises for a shape that the
-    model does not take."""
+    """Gives an input tensor the shape and content of `array`. Raises OpenVINO's error for an unacceptable shape."""
     tensor.shape = array.shape
     if array.dtype == np.object_:
         tensor.bytes_data = array.tolist()
@@ -47,7 +46,7 @@ def fill(tensor: Any, array: Array) -> None:
 
 
 def to_array(tensor: Any) -> Array:
-    """A scalar is an array of one element."""
+    """A scalar becomes an array of one element."""
     name = tensor.element_type.get_type_name()
     if name == "string":
         array = np.array(tensor.bytes_data, np.object_)

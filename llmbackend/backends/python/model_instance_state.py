@@ -1,9 +1,9 @@
 """One model instance and its stub process: initialize, execute, restart, finalize.
 
 Invariants: every request of an Execute call is released exactly once and gets exactly one FINAL, however the model or
-its process fails; an error of the model is answered here and not raised to the host, so that no request is counted
+its process fails; the model's errors are answered here rather than raised to the host, so that no request is counted
 twice.
-Source: Triton's python backend; statistics as in golden transcript 09 (an error response counts as success, a raise as
+Source: Triton's python backend; statistics as in golden transcript 09 (error responses count as success, raises as
 failure).
 """
 
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 class _Outcome:
     """The result of an execute call.
 
-    error                its text, when execute raised
-    responses            one for each request; None = the stub reports the request's end itself
-    rescheduled          the numbers of the requests to reschedule
+    error                its text, if execute raised
+    responses            one per request; None = the stub reports the request's end itself
+    rescheduled          the ids of the requests to reschedule
     start_ns, end_ns     of the model's execute, monotonic
     parts                the data of large tensors in `responses`
     """
@@ -50,7 +50,7 @@ class _Outcome:
 
 
 class ModelInstanceState:
-    """Execute is called on the instance's own thread, once at a time."""
+    """Execute is called on the instance's own thread, one call at a time."""
 
     def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
         self._instance = instance
@@ -72,18 +72,18 @@ class ModelInstanceState:
         self.supervisor.start(None if is_bound else self._model_state.take_spare())
 
     def finalize(self) -> None:
-        """The model's own finalize may wait for requests in flight; then its process ends."""
+        """The model's own finalize may wait for requests in flight; afterwards its process ends."""
         self.supervisor.close(self._model_state.stub_timeout_s)
 
     def process_requests(self, requests: Sequence[Request]) -> None:
-        """Raises TritonError, so that the host keeps the requests, while no process can take them."""
+        """While no process can take the requests, raises TritonError, so that the host keeps them."""
         exec_start_ns = time.monotonic_ns()
         stub = self.supervisor.get()
         numbers = [stub.open(request) for request in requests]
         outcome = self._run(stub, requests, numbers)
         # Before the responses: a client that has its response finds it in the statistics.
         self._account(requests, outcome, exec_start_ns)
-        if self._has_sequences:  # the next request runs after the release: its state must be set by then
+        if self._has_sequences:  # the next request runs after the release, so its state must be set before
             self._answer_all(stub, numbers, outcome)
             _give_back(stub, requests, numbers, outcome.rescheduled)
         else:  # sending wakes other threads, so the remaining work is done first
@@ -122,7 +122,7 @@ class ModelInstanceState:
                 responder.fail(execute_error(self._instance.name, text))
 
     def _answer(self, stub: StubServices, number: int, packed: PackedResponse, parts: Sequence[Any]) -> None:
-        """Sends the response; a malformed one becomes an error of only its request."""
+        """Sends the response. If it is malformed, only its request fails."""
         responder = stub.take(number)
         if responder is None:
             return
@@ -143,7 +143,7 @@ class ModelInstanceState:
         self._instance.report_batch_statistics(batch_size, *times_ns)
 
     def _batch_size(self, request: Request) -> int:
-        """1 for a model that does not batch."""
+        """1 if the model does not batch."""
         if not self._batches:
             return 1
         first = next(iter(request.inputs.values()), None)
@@ -161,7 +161,7 @@ def _give_back(
 
 
 def _reschedule(request: Request, responder: Responder | None) -> None:
-    """Gives the request back to its batcher; ends it when that fails or the client has its last response."""
+    """Returns the request to its batcher; ends it if that fails or the client already has its last response."""
     if responder is None:
         request.release()
         return
@@ -175,7 +175,7 @@ def _reschedule(request: Request, responder: Responder | None) -> None:
 
 
 def _arguments(instance: ModelInstance, config_json: str) -> dict[str, str]:
-    """The `args` of a model's `initialize`."""
+    """The `args` for a model's `initialize`."""
     return {
         "model_config": config_json,
         "model_instance_kind": instance.kind.value.removeprefix("KIND_"),

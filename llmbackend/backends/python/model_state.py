@@ -1,8 +1,8 @@
-"""One model version: its model.py, the environment of its processes, the configuration that it completes.
+"""One model version: its model.py, the environment of its processes, and the configuration that it completes.
 
 The process that ran auto_complete_config serves the first instance; each further instance, and each restart, gets its
 own process. Stubs run with the host's interpreter, or with that of EXECUTION_ENV_PATH.
-Source: Triton python_backend documentation, "Creating Custom Execution Environments" (conda-pack archives and unpacked
+Source: Triton python_backend documentation, "Creating Custom Execution Environments" (conda-pack archives and
 directories).
 """
 
@@ -38,12 +38,12 @@ DEFAULT_MODEL_FILENAME = "model.py"
 STUB_TIMEOUT = "stub-timeout-seconds"
 DEFAULT_STUB_TIMEOUT_S = 30.0
 MAX_PROCESSES = max(64, 4 * (os.cpu_count() or 1))
-"""Limit for one model: the number of instances may come from a client and must not exhaust the machine."""
+"""Limit per model: the number of instances may come from a client and must not exhaust the machine."""
 
 
 class Environments:
     """The fork servers of stubs, one per environment, and the directories of unpacked archives, one per archive. Both
-    end with the backend. An archive writes nothing outside of its directory."""
+    exist as long as the backend. An archive cannot write outside its directory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,8 +51,8 @@ class Environments:
         self._fork_servers: dict[str, ForkServer] = {}
 
     def fork_server(self, setting: str, model_directory: Path) -> ForkServer:
-        """Forks stubs in the environment of EXECUTION_ENV_PATH (`setting`); "" = the host's own. Raises TritonError
-        INVALID_ARG when the path does not exist, INTERNAL when it has no interpreter."""
+        """Forks stubs in the environment EXECUTION_ENV_PATH (`setting`); "" = the host's own. Raises TritonError
+        INVALID_ARG if the path does not exist, INTERNAL if it contains no interpreter."""
         if not setting:
             return self._fork_server(sys.executable, dict(os.environ))
         path = self._path(setting, model_directory)
@@ -115,7 +115,7 @@ def _log(line: str) -> None:
 
 
 def _activated(root: Path) -> dict[str, str]:
-    """The host's variables, changed as by the environment's activate script."""
+    """The host's environment variables, as changed by the environment's activate script."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
     variables["PATH"] = _before(root / "bin", variables.get("PATH", ""))
     if (root / "pyvenv.cfg").exists():
@@ -139,10 +139,10 @@ class BackendState:
 
 
 class ModelState:
-    """Instances start their processes through it, from any thread."""
+    """Instances start their processes through it. Thread-safe."""
 
     def __init__(self, model: Model) -> None:
-        """Raises TritonError when there is no model.py, its environment is not usable, or it has too many instances."""
+        """Raises TritonError if there is no model.py, its environment is unusable, or it has too many instances."""
         self.model = model
         _check_process_count(model)
         self.stub_timeout_s = _timeout_s(model)
@@ -156,7 +156,7 @@ class ModelState:
         self._spare: StubServices | None = None
 
     def auto_complete(self) -> None:
-        """Calls the model's static `auto_complete_config`. Raises TritonError INTERNAL with its exception, or when it
+        """Calls the model's static `auto_complete_config`. Raises TritonError INTERNAL with its exception or if it
         returns no ModelConfig, INVALID_ARG for a field or value that ModelConfig does not have."""
         self._spare = self.launch(self.model.name)
         self.load(self._spare)
@@ -168,20 +168,20 @@ class ModelState:
                 raise invalid_argument(f"model configuration is not valid: {error}") from error
 
     def take_spare(self) -> StubServices | None:
-        """A process that has loaded the model; None when there is none."""
+        """A process that has loaded the model; None if there is none."""
         with self._lock:
             spare, self._spare = self._spare, None
             return spare
 
     def launch(self, name: str, policy: HostPolicy = NO_POLICY) -> StubServices:
-        """A process that has not loaded the model yet, bound as `policy` says. Raises TritonError when it cannot be
-        started."""
+        """A process that has not loaded the model yet, bound as specified by `policy`. Raises TritonError if that
+        fails."""
         services = StubServices(self.model, self._metrics)
         services.connect(StubProcess(name, self._fork_server, services.handle, policy))
         return services
 
     def load(self, stub: StubServices) -> None:
-        """Raises TritonError INTERNAL with the exception of model.py. Does nothing the second time."""
+        """Raises TritonError INTERNAL with the exception of model.py. Further calls do nothing."""
         if not stub.has_model:
             self.call(stub, "hello", None, self.stub_timeout_s)
             self.call(stub, "load", (str(self._file), str(self.model.version_directory)))
@@ -221,7 +221,7 @@ def _check_process_count(model: Model) -> None:
 
 
 def _file_of(model: Model) -> Path:
-    """A python-based backend has one model.py for all its models; otherwise each version has its own."""
+    """A Python-based backend has one model.py for all models; otherwise each version has its own."""
     if model.backend.name != BACKEND_NAME:
         file = model.backend.directory / DEFAULT_MODEL_FILENAME
     else:

@@ -1,9 +1,9 @@
-"""The requests of one stub process: those that it executes, and those that its model makes to other models (BLS).
+"""The requests of one stub process: those that it executes, and those that its model sends to other models (BLS).
 
 Invariants: a request gets at most one FINAL and nothing after it; the host ends a request whose factory is closed
 without FINAL. Each BLS call of a stub gets exactly one last answer; when the stub has ended, its calls are cancelled
-and further answers dropped. Nothing here blocks: responses come on other models' threads.
-Source: python_backend's request executor; its texts for a model that is not ready and for a decoupled one.
+and further answers dropped. Nothing here blocks, because responses arrive on other models' threads.
+Source: python_backend's request executor; its texts for models that are not ready or are decoupled.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .stub_process import Outbox
 from .wire_messages import pack_response, unpack_tensor
 
 PackResponse = Callable[[InferenceResponse, list[Any]], Any]
-"""The response as a plain value; large data is appended to the list."""
+"""Converts the response to a plain value, and appends large data to the list."""
 
 
 def state_outputs(config: ModelConfig) -> frozenset[str]:
-    """The names of the outputs that are states of a sequence."""
+    """The names of the outputs that are sequence states."""
     return frozenset(state.output_name for state in config.sequence_batching.state)
 
 
@@ -63,7 +63,7 @@ class Responder:
         *,
         is_last: bool,
     ) -> None:
-        """Does nothing when the request is over."""
+        """Does nothing if the request is over."""
         with self._lock:
             if self._is_over:
                 return
@@ -84,7 +84,7 @@ class Responder:
     def _set_states(
         self, request: Request, outputs: Sequence[Tensor], error: TritonError | None
     ) -> tuple[Sequence[Tensor], TritonError | None]:
-        """Sets the states among the outputs. Returns the outputs for the client, and `error`, or the error of a state
+        """Sets the states among the outputs. Returns the outputs for the client, and `error` or the error of a state
         that cannot be set because the request was released (a decoupled model may answer late)."""
         try:
             for tensor in outputs:
@@ -128,7 +128,7 @@ class BlsRequests:
         self._handles: dict[int, InferenceHandle | None] = {}
 
     def start(self, number: int, request: InferenceRequest, check: Callable[[], None] = lambda: None) -> None:
-        """check: raises the TritonError to refuse the request with"""
+        """check: raises the TritonError with which to refuse the request"""
         with self._lock:
             self._handles[number] = None
         try:
@@ -149,7 +149,7 @@ class BlsRequests:
             handle.cancel()
 
     def cancel_all(self) -> None:
-        """The stub has ended."""
+        """Called when the stub has ended."""
         with self._lock:
             handles = list(self._handles.values())
         for handle in handles:
@@ -171,7 +171,7 @@ class BlsRequests:
 
 
 def check_bls_request(model: Model, request: InferenceRequest, is_stream: bool) -> None:
-    """Raises TritonError INTERNAL as python_backend does."""
+    """Raises TritonError INTERNAL like python_backend."""
     name = request.model_name
     try:
         is_decoupled = model.is_decoupled(name, request.model_version)

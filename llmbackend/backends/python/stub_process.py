@@ -1,7 +1,7 @@
-"""One stub process: launched, called, sent messages, reaped.
+"""One stub process: launch, calls, messages, end.
 
-Invariants: however the process ends, `on_end` is called once, after its last message was handled; then no process (nor
-one that it started), socket or thread is left. A call to a process that dies raises at once.
+Invariants: however the process ends, `on_end` is called once, after its last message was handled; afterwards no process
+(including those that it started), socket or thread is left. A call to a process that dies raises immediately.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ output_log = logging.getLogger("llmbackend.backends.python.output")
 
 FORK_TIMEOUT_S = 2.0
 EXIT_GRACE_S = 5.0
-"""Time between the end of a process's sockets and its kill."""
+"""Time between the closing of a process's sockets and its being killed."""
 
 
 class Outbox:
     """The host's messages to a stub: cancellations, and answers to its model's questions. Any thread may post.
 
-    `post` never blocks, because a cancellation or another model's response calls it. Messages are sent in the order in
-    which they were posted; those that cannot be sent at once wait for a thread, which exists while any waits. Messages
-    to a stub that has ended are dropped.
+    `post` never blocks, because it is called by cancellations and by other models' responses. Messages are sent in
+    posting order; those that cannot be sent immediately wait for a thread, which exists only while there are any.
+    Messages to a stub that has ended are dropped.
     """
 
     def __init__(self, to: socket.socket) -> None:
@@ -58,7 +58,7 @@ class Outbox:
         packet.close()
 
     def close(self) -> None:
-        """Call it after the stub has ended."""
+        """To be called after the stub has ended."""
         with self._lock:
             self._is_closed = True
             while self._waiting:
@@ -68,7 +68,7 @@ class Outbox:
             sender.join()
 
     def _send_now(self, packet: Packet) -> bool:
-        """False when there is no room. Holds the lock."""
+        """False if the socket is full. Holds the lock."""
         with contextlib.suppress(OSError):  # the stub has ended
             try:
                 packet.send(self._socket, socket.MSG_DONTWAIT)
@@ -98,7 +98,7 @@ class Outbox:
 
 
 class StubRaisedError(Exception):
-    """The model's code raised. The text is the exception's, with the model's frames."""
+    """The model's code raised. The text is that of the exception, with the model's frames."""
 
 
 class StubDeadError(Exception):
@@ -106,7 +106,7 @@ class StubDeadError(Exception):
 
 
 class StubProcess:
-    """One thread at a time may use `call`, any thread the rest."""
+    """`call` may be used by one thread at a time, the rest by any thread."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class StubProcess:
         on_message: Callable[[Message], None],
         policy: HostPolicy = NO_POLICY,
     ) -> None:
-        """Returns at once. Raises TritonError INTERNAL when the fork server cannot be started."""
+        """Returns immediately. Raises TritonError INTERNAL if the fork server cannot be started."""
         self.name = name
         self.cause = ""
         self.on_end: Callable[[], None] | None = None
@@ -148,7 +148,7 @@ class StubProcess:
 
     @property
     def pid(self) -> int:
-        """Blocks until the process is forked; 0 when that failed."""
+        """Blocks until the process is forked; 0 if that failed."""
         return self._process.pid
 
     @property
@@ -156,9 +156,9 @@ class StubProcess:
         return self._output.last_lines
 
     def call(self, verb: str, argument: Any, parts: Sequence[Any] = (), timeout_s: float | None = None) -> Message:
-        """The stub's answer, once all messages that it posted before are handled.
+        """The stub's answer, after all messages that it posted before have been handled.
 
-        Raises StubRaisedError, StubDeadError, TimeoutError (then the stub must be killed: its answer may still come).
+        Raises StubRaisedError, StubDeadError, TimeoutError (the stub must then be killed: its answer may still arrive).
         """
         with self._calling:
             answer = self._exchange(verb, argument, parts, timeout_s)
@@ -177,13 +177,13 @@ class StubProcess:
         self._process.kill(FORK_TIMEOUT_S)
 
     def close(self, timeout_s: float) -> None:
-        """Waits until the process has ended and everything is freed; kills it after `timeout_s`."""
+        """Waits until the process has ended and all resources are freed; kills it after `timeout_s`."""
         if not self._is_over.wait(timeout_s):
             self.kill()
             self._is_over.wait()
 
     def _exchange(self, verb: str, argument: Any, parts: Sequence[Any], timeout_s: float | None) -> Message | None:
-        """None when the stub has ended."""
+        """None if the stub has ended."""
         packet = encode((verb, argument), parts)
         try:
             if self._calls.gettimeout() != timeout_s:
@@ -221,7 +221,7 @@ class StubProcess:
         try:
             while (message := reader.receive()) is not None:
                 self._on_message(message)
-                del message  # frees its memory before the next one
+                del message  # free its memory before the next one
                 self._handled += 1
                 if self._awaited:
                     with self._progress:

@@ -1,6 +1,6 @@
-"""What the host does for one stub process: responses of its requests, BLS, metrics, readiness, log lines. Each request
-opened here is ended here, also when the stub ends. A metric lives as long as a model version that made it: a restarted
-instance continues counting."""
+"""The host's services for one stub process: responses to its requests, BLS, metrics, readiness, log lines. Each request
+opened here is ended here, even if the stub ends. A metric lives as long as a model version that created it, so a
+restarted instance continues counting."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _MetricKey = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class MetricUsers:
-    """How many model versions use each metric; one object per backend."""
+    """Counts the model versions that use each metric; one object per backend."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -59,7 +59,7 @@ class MetricUsers:
 
 
 class ModelMetrics:
-    """The metrics that one model version makes through pb_utils. Thread-safe."""
+    """The metrics that one model version creates through pb_utils. Thread-safe."""
 
     def __init__(self, backend: Backend, users: MetricUsers) -> None:
         self._backend = backend
@@ -68,13 +68,13 @@ class ModelMetrics:
         self._metrics: list[tuple[MetricFamily, dict[str, str]]] = []
 
     def open_family(self, kind: str, name: str, description: str) -> None:
-        """Raises TritonError ALREADY_EXISTS when the family is of another kind, INVALID_ARG for its name."""
+        """Raises TritonError ALREADY_EXISTS if the family has another kind, INVALID_ARG for an invalid name."""
         self._family(kind, name, description)
 
     def open(
         self, kind: str, name: str, description: str, labels: dict[str, str], buckets: Sequence[float] | None
     ) -> int:
-        """Exports a metric; returns its number. Raises TritonError as `open_family`, INVALID_ARG for invalid labels or
+        """Exports a metric. Returns its id. Raises TritonError like `open_family`, and for invalid labels or
         buckets."""
         family = self._family(kind, name, description)
         key = (name, tuple(sorted(labels.items())))
@@ -111,9 +111,8 @@ class ModelMetrics:
 
 
 class StubReadiness:
-    """The result of a model's own `is_ready()`, for any thread. The model is asked once at a time, and an answer holds
-    for FRESH_S. Each caller is answered within TIMEOUT_S (Triton's 5 s), also when the model hangs or its process
-    ends."""
+    """The result of a model's own `is_ready()`. Thread-safe. The model is asked one question at a time, and an answer
+    is valid for FRESH_S. Each caller is answered within TIMEOUT_S (Triton's 5 s), even if the model hangs or dies."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         """ask: sends the question and returns; `answer` follows."""
@@ -152,7 +151,7 @@ class StubReadiness:
 
 
 class ChildServices(ABC):
-    """What the host does for any instance process: readiness, calls of models, log, answers.
+    """The host's services for any instance process: readiness, calls of models, log, answers.
     model: None for a process that makes no calls of models."""
 
     def __init__(self, model: Model | None, output: logging.Logger, pack: PackResponse = pack_response) -> None:
@@ -169,7 +168,7 @@ class ChildServices(ABC):
         self._lock = threading.Lock()
 
     def connect(self, process: StubProcess) -> None:
-        """Call it before the first call of the process, which sends nothing until then."""
+        """To be called before the first call of the process, which sends nothing until then."""
         self.process = process
         self._readiness = StubReadiness(partial(process.outbox.post, ("is_ready",)))
         if self._called_model is not None:
@@ -179,7 +178,7 @@ class ChildServices(ABC):
         return self._readiness.reason() if self.tells_readiness else ""
 
     def abandon(self, error: TritonError) -> None:
-        """The process has ended: ends its requests with `error`."""
+        """Called when the process has ended: ends its requests with `error`."""
         self.is_abandoned = True
         self._fail_all(error)
         self._readiness.close(error.message)
@@ -212,7 +211,7 @@ class ChildServices(ABC):
 
 
 class StubServices(ChildServices):
-    """`handle` and `abandon` are called on the thread of the stub's messages, the rest on the instance's."""
+    """`handle` and `abandon` are called on the thread of the stub's messages, the rest on the instance's thread."""
 
     def __init__(self, model: Model, metrics: ModelMetrics) -> None:
         super().__init__(model, model_log)
@@ -241,7 +240,7 @@ class StubServices(ChildServices):
         return number
 
     def take(self, number: int) -> Responder | None:
-        """Takes a request from the stub; None when the stub has ended it."""
+        """Takes a request from the stub; None if the stub has ended it."""
         with self._lock:
             return self._responders.pop(number, None)
 
@@ -286,7 +285,7 @@ class StubServices(ChildServices):
             responder.abandon()
 
     def _on_infer(self, number: int, is_stream: bool, fields: dict[str, Any], *, parts: Sequence[Any]) -> None:
-        parent = self._responders.get(fields["parent"])  # the request whose trace the model passed
+        parent = self._responders.get(fields["parent"])  # the request whose trace the model passed on
         trace = None if parent is None else parent.trace
         request = bls_request(fields, parts, trace, self._tenant_of(fields["tenants"]))
         self._bls.start(number, request, partial(check_bls_request, self._model, request, is_stream))
@@ -301,5 +300,5 @@ class StubServices(ChildServices):
     def _on_metric(self, number: int, action: str, value: float) -> None:
         try:
             self._metrics.change(number, action, value)
-        except TritonError as error:  # where possible, the stub has refused it before
+        except TritonError as error:  # where possible, the stub has already refused it
             log.error("a metric of model '%s' cannot be changed: %s", self._model.name, error)

@@ -1,7 +1,7 @@
 """Keeps the process of one instance alive: a model.py's stub, or that of an isolated library.
 
-Invariant: at most one process serves at a time. The restart is ours: Triton answers `Stub process '…' is not healthy.`
-from then on.
+Invariant: at most one process serves at a time. The restart is an addition: Triton answers `Stub process '…' is not
+healthy.` from then on.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from .wire_messages import not_healthy
 log = logging.getLogger(__name__)
 
 READY_PATIENCE_S = 2.0
-"""A model whose stub takes longer than this to restart is not ready."""
+"""If restarting a stub takes longer than this, its model is not ready."""
 
 
 class SupervisedStub(Protocol):
-    """A process and what the host does for it."""
+    """A process and the host's services for it."""
 
     process: StubProcess
     is_abandoned: bool
 
     def not_ready_reason(self) -> str:
-        """Why its model is not ready; "" when it is."""
+        """Why its model is not ready; "" if it is."""
 
     def abandon(self, error: TritonError) -> None:
-        """The process has ended: ends its requests with `error`."""
+        """Called when the process has ended: ends its requests with `error`."""
 
 
 Stub = TypeVar("Stub", bound=SupervisedStub)
 
 
 class StubSupervisor(Generic[Stub]):
-    """Keeps a stub process alive. A stub that dies after it served is restarted at once, one that did not serve after a
-    growing pause. `start` and `close` are for the instance's owner, the rest for any thread."""
+    """Keeps a stub process alive. A stub that dies after it has served is restarted immediately, others after an
+    increasing pause. `start` and `close` are called by the instance's owner, the rest from any thread."""
 
     def __init__(self, name: str, launch: Callable[[], Stub], prepare: Callable[[Stub], None]) -> None:
-        """prepare: makes a launched stub ready to execute; raises TritonError when that fails."""
+        """prepare: makes a launched stub ready to execute; raises TritonError if that fails."""
         self._name = name
         self._launch = launch
         self._prepare = prepare
@@ -61,7 +61,7 @@ class StubSupervisor(Generic[Stub]):
         self._restarter: threading.Thread | None = None
 
     def start(self, spare: Stub | None) -> None:
-        """Starts the first stub, or takes `spare`. Raises TritonError when it does not become ready."""
+        """Starts the first stub, or takes `spare`. Raises TritonError if it does not become ready."""
         try:
             self._begin(spare)
         except BaseException:
@@ -71,7 +71,7 @@ class StubSupervisor(Generic[Stub]):
     def get(self) -> Stub:
         """The stub; waits while it is being started. Raises TritonError UNAVAILABLE while it cannot be started."""
         if self._is_ready and self._has_served and self._stub is not None:
-            return self._stub  # it may die at any time, also under the lock
+            return self._stub  # it may die at any time, even while the lock is held
         with self._changed:
             self._changed.wait_for(lambda: self._is_ready or self._failure or self._is_closed)
             if not self._is_ready or self._stub is None:
@@ -80,8 +80,8 @@ class StubSupervisor(Generic[Stub]):
             return self._stub
 
     def check_ready(self) -> None:
-        """Raises TritonError UNAVAILABLE when requests would be refused or wait for long, or when the model reports,
-        after up to 5 s, that it is not ready."""
+        """Raises TritonError UNAVAILABLE if requests would be refused or wait for long, or if the model reports (after
+        up to 5 s) that it is not ready."""
         with self._changed:
             is_patient = not self._failure and time.monotonic() - self._down_since_s < READY_PATIENCE_S
             if not self._is_ready and not is_patient:
@@ -91,7 +91,7 @@ class StubSupervisor(Generic[Stub]):
             raise unavailable(f"instance '{self._name}': {reason}")
 
     def kill(self) -> int:
-        """Kills the serving process, and returns its id. Raises TritonError UNAVAILABLE while there is none."""
+        """Kills the serving process and returns its id. Raises TritonError UNAVAILABLE while there is none."""
         with self._changed:
             if not self._is_ready or self._stub is None:
                 raise self._not_available()
@@ -133,7 +133,7 @@ class StubSupervisor(Generic[Stub]):
             log.error("the process of instance '%s' ended before it was finalized. %s", self._name, error)
 
     def _begin(self, stub: Stub | None) -> None:
-        """Raises TritonError when the stub does not become ready; then it has ended."""
+        """Raises TritonError if the stub does not become ready; it has then ended."""
         stub = stub or self._launch()
         stub.process.name = self._name
         stub.process.on_end = partial(self._on_end, stub)

@@ -1,6 +1,7 @@
-"""Requests, responses, tensors and errors as plain values for a stub process, and back; errors with Triton's texts.
+"""Converts requests, responses, tensors and errors to plain values for a stub process, and back; with Triton's error
+texts.
 
-Invariant: a tensor of a stub has the shape and size that it states, or reading it raises, which ends only that stub.
+Invariant: a tensor from a stub has its stated shape and size, or reading it raises, which ends only that stub.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def unpack_error(packed: PackedError | None) -> TritonError | None:
 
 
 def _plain(parameters: Mapping[str, ParameterValue]) -> dict[str, ParameterValue]:
-    """The parameters without subclasses of plain types, such as numpy's floats."""
+    """The parameters, with subclasses of plain types (such as numpy's floats) replaced by those types."""
     return {str(name): _plain_value(value) for name, value in parameters.items()} if parameters else {}
 
 

@@ -1,6 +1,6 @@
-"""The `pytorch` backend: TorchScript archives and torch.export programs, one copy for each instance.
+"""The `pytorch` backend: TorchScript archives and torch.export programs, one copy per instance.
 
-A configuration whose inputs do not match the program's arguments is refused at the load. Tensors share memory only with
+A configuration whose inputs do not match the program's arguments is refused at load. Tensors share memory only with
 writable arrays of requests. Source: the naming rules and parameters of Triton's PyTorch backend.
 """
 
@@ -63,10 +63,10 @@ _BF16 = np.dtype(ml_dtypes.bfloat16)
 class Program:
     """A loaded program.
 
-    call          takes tensors in the order of the arguments
+    call          called with tensors in the order of the arguments
     arguments     their names; None = unknown
     device        torch's name
-    weight_bytes  of its parameters and buffers
+    weight_bytes  size of its parameters and buffers
     """
 
     call: Callable[..., Any]
@@ -111,7 +111,7 @@ def _weight_bytes(module: torch.nn.Module) -> int:
 
 class ModelState:
     def __init__(self, model: Model) -> None:
-        """Raises TritonError naming the wrong file or field."""
+        """Raises TritonError that names the wrong file or field."""
         config = model.config
         self.name = model.name
         self.path = _find(model)
@@ -124,12 +124,11 @@ class ModelState:
             raise unsupported(f"model '{model.name}': a PyTorch program has no optional inputs")
 
     def load_model(self, device: str) -> Program:
-        """Raises TritonError INVALID_ARG when the file cannot be loaded, or its arguments are not the configured
-        inputs."""
+        """Raises TritonError INVALID_ARG if the file cannot be loaded, or has other arguments than configured."""
         load = load_exported if self.path.suffix == ".pt2" else load_torchscript
         try:
             program = load(self.path, device, self.settings)
-        except Exception as error:  # the loader's own errors are of many kinds
+        except Exception as error:  # the loader raises errors of many types
             raise invalid_argument(f"failed to load model '{self.name}': {_first_line(error)}") from None
         arguments = program.arguments
         if arguments is not None and len(arguments) != len(self.inputs):
@@ -140,14 +139,14 @@ class ModelState:
         return program
 
     def arranged(self, arguments: Sequence[str] | None) -> list[str]:
-        """The inputs' names in the order of the program's arguments: by name, else by index, else as configured."""
+        """The inputs' names in the order of the program's arguments: by name, index, or as configured."""
         if arguments is not None and set(arguments) == set(self.inputs):
             return list(arguments)
         return in_order(self.inputs)
 
 
 def in_order(names: list[str]) -> list[str]:
-    """Sorted by the index in names of the form <name>__<index>, if all have one; else in the configured order."""
+    """Sorted by the index in names of the form <name>__<index> if all have one; else in configured order."""
     indices = [int(match[1]) for name in names if (match := _INDEXED.match(name))]
     if len(indices) != len(names):
         return names
@@ -174,7 +173,7 @@ class ModelInstanceState(ArrayInstance):
         self._device = f"cuda:{instance.device_id}" if is_gpu else "cpu"
         settings = model_state.settings
         if threads := settings.get("INTRA_OP_THREAD_COUNT"):
-            torch.set_num_threads(threads)  # the whole process's, as in Triton
+            torch.set_num_threads(threads)  # affects the whole process, as in Triton
         self._program = model_state.load_model(self._device)
         self._inputs = model_state.arranged(self._program.arguments)
         self._output_names = model_state.outputs

@@ -1,1 +1,1 @@
-"""`llmbackend chat`: a conversation with a model of any OpenAI-compatible server. Begin with command.py."""
+"""`llmbackend chat`: a conversation with a model on any OpenAI-compatible server. Start with command.py."""

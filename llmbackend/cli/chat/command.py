@@ -1,8 +1,8 @@
 """`llmbackend chat`: its flags, one question or a conversation, and its exit code.
 
-For: people at a terminal, and scripts. Does not know: the protocol; `conversation.py` does. Invariants: with a question
-from the command line or a pipe, standard output gets the answer and nothing else; exit code 0 = answered, 1 = not,
-130 = stopped by Ctrl+C.
+For people at a terminal, and for scripts. The protocol is in `conversation.py`. Invariants: with a question from the
+command line or a pipe, standard output contains the answer and nothing else; exit code 0 = answered, 1 = not, 130 =
+stopped by Ctrl+C.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def chat(
     url: Annotated[
         str, typer.Option(envvar="OPENAI_BASE_URL", help="OpenAI-compatible server.")
     ] = "http://127.0.0.1:8000/v1",
-    model: Annotated[str, typer.Option(help="Default: the server's only model, or asked for.")] = "",
+    model: Annotated[str, typer.Option(help="Default: the server's only model, or you are asked.")] = "",
     api_key: Annotated[
         str, typer.Option(envvar="OPENAI_API_KEY", help="The variable is hidden from other users.", show_default=False)
     ] = "",
     system: Annotated[str, typer.Option(help="System message.")] = "",
-    timeout_s: Annotated[float, typer.Option(min=1, help="Longest silence of the server, seconds.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Maximum silence of the server, seconds.")] = 600.0,
     temperature: Annotated[float | None, typer.Option(min=0, rich_help_panel=_SAMPLING)] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, rich_help_panel=_SAMPLING)] = None,
     top_k: Annotated[
         int | None, typer.Option(help="Not in OpenAI's own API.", rich_help_panel=_SAMPLING, show_default=False)
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of one answer.", rich_help_panel=_SAMPLING)] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Per answer.", rich_help_panel=_SAMPLING)] = None,
     seed: Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
     reasoning_effort: Annotated[
-        str | None, typer.Option(help="Such as low, medium or high.", rich_help_panel=_SAMPLING)
+        str | None, typer.Option(help="For example low, medium or high.", rich_help_panel=_SAMPLING)
     ] = None,
 ) -> None:
     """Talk to a model of any OpenAI-compatible server."""
@@ -71,7 +71,7 @@ def chat(
     except (ApiError, ValueError) as error:
         typer.echo(f"chat: {harmless(_advised(error))}", err=True)
         raise typer.Exit(1) from None
-    except BrokenPipeError:  # `llmbackend chat … | head` ends quietly, also when the interpreter flushes
+    except BrokenPipeError:  # `llmbackend chat … | head` must end quietly, even when the interpreter flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     except (KeyboardInterrupt, EOFError):
@@ -80,7 +80,7 @@ def chat(
 
 
 def _with_path(url: str) -> str:
-    """A URL without a path means OpenAI's."""
+    """A URL without a path gets OpenAI's."""
     return url if "/" in url.rpartition("://")[2].rstrip("/") else f"{url.rstrip('/')}/v1"
 
 
@@ -89,7 +89,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _question(words: list[str]) -> str:
-    """Raises ValueError when there is none."""
+    """Raises ValueError if there is none."""
     parts = [_standard_input() if word == "-" else word for word in words]
     text = "\n\n".join(parts) if "-" in words else " ".join(parts)
     if not text.strip():
@@ -132,7 +132,7 @@ def _advised(error: Exception) -> str:
 
 
 def _answer_once(conversation: Conversation, question: str) -> None:
-    """On a terminal, the reasoning is shown, too."""
+    """On a terminal, the reasoning is shown too."""
     is_terminal = sys.stdout.isatty()
     screen = Screen(Console(highlight=False))
     with contextlib.closing(conversation.ask(question)) as pieces:
@@ -149,7 +149,7 @@ def _answer_once(conversation: Conversation, question: str) -> None:
 
 
 def _talk(conversation: Conversation) -> None:
-    """Questions and answers until the end of the input."""
+    """Asks questions and shows answers until the end of the input."""
     screen = Screen(Console(highlight=False))
     commands = Commands(conversation, screen)
     prepare(COMMANDS)

@@ -1,6 +1,6 @@
 """The commands of a chat: /help, /clear, /save and the others.
 
-For: the chat's loop. Does not know: how answers are shown. Invariant: a command that fails says why and changes
+Used by the chat's loop. Independent of how answers are shown. Invariant: a command that fails says why and changes
 nothing.
 """
 
@@ -37,11 +37,11 @@ class Commands:
         self._conversation = conversation
         self._screen = screen
         self._own_files: set[Path] = set()
-        """Written or read by this session, which may overwrite them."""
+        """Files written or read by this session, which it may overwrite."""
 
     def run(self, line: str) -> str | None:
-        """Runs a command; returns a question to ask now, if the command asks one. line: from its slash on. Raises
-        EOFError to end."""
+        """Runs a command. Returns a question to be asked now, if any. line: the input from its slash on. Raises
+        EOFError to end the chat."""
         name, _, argument = line.partition(" ")
         command = COMMANDS.get(name)
         if command is None:
@@ -137,7 +137,7 @@ def _path(name: str, command: str) -> Path:
 
 
 def _read(path: Path) -> tuple[str, list[Message]]:
-    """The system message and the others. Raises CommandError."""
+    """The system message and the other messages. Raises CommandError."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise CommandError(f"{path} has more than {_MAX_FILE_BYTES} bytes.")

@@ -1,8 +1,7 @@
-"""A conversation with a server: its messages, the next question, and the tokens and times of answers.
+"""A conversation with a server: its messages, the next question, and token counts and times of answers.
 
-Does not know: terminals. Invariants: `messages` is always a list that the server accepts: the question of an answer
-that failed before its first character is removed, an answer that was stopped stays as far as it came; reasoning is not
-sent back.
+Independent of terminals. Invariants: `messages` is always a list that the server accepts: a question whose answer
+failed before its first character is removed, a stopped answer is kept as far as it arrived; reasoning is not sent back.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Answer:
     num_pieces: int = 0
     ttft_s: float = 0.0
     duration_s: float = 0.0
-    """Time from the question to the last token."""
+    """Time from question to last token."""
     finish_reason: str = ""
     """"" = stopped by the user, or not ended."""
     text: str = field(default="", repr=False)
@@ -58,7 +57,7 @@ class Conversation:
         self._sampling = dict(sampling)
 
     def ask(self, question: str) -> Generator[Piece, None, None]:
-        """The answer as it comes; close the iterator to stop it. Raises ApiError."""
+        """The answer as it arrives; close the iterator to stop it. Raises ApiError."""
         self.messages.append({"role": "user", "content": question})
         answer = Answer()
         try:
@@ -72,7 +71,7 @@ class Conversation:
                 self.answers.append(answer)
 
     def take_back(self) -> str:
-        """Removes the last question and its answer; the question, "" where there is none."""
+        """Removes the last question and its answer. Returns the question, "" if there is none."""
         while self.messages:
             message = self.messages.pop()
             if message["role"] == "user":
@@ -106,7 +105,7 @@ class Conversation:
 
 
 def model_names(client: ApiClient) -> list[str]:
-    """The models of the server. Raises ApiError."""
+    """The server's models. Raises ApiError."""
     listed = client.get("/models")
     rows = listed.get("data") if isinstance(listed, dict) else None
     if not isinstance(rows, list):

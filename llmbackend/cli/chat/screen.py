@@ -1,7 +1,7 @@
-"""The terminal of a chat: questions that are typed, answers as they come with dimmed reasoning, and their figures.
+"""The terminal of a chat: typed questions, answers as they arrive with dimmed reasoning, and their figures.
 
-Does not know: servers. Invariants: text of models and servers is printed without control characters; nothing that is
-typed is written to a file.
+Independent of servers. Invariants: text from models and servers is printed without control characters; typed text is
+never written to a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QUOTES = '"""'
 
 
 def prepare(commands: Iterable[str]) -> None:
-    """Turns on editing, the session's history, Tab for commands, and Alt+Enter for a new line, if there is readline."""
+    """Enables editing, the session's history, Tab for commands, and Alt+Enter for a new line, with readline."""
     with contextlib.suppress(ImportError):
         import readline
 
@@ -40,7 +40,7 @@ def prepare(commands: Iterable[str]) -> None:
 
 
 def read_question() -> str:
-    """The typed text, without the marks of several lines. Raises EOFError and KeyboardInterrupt."""
+    """The typed text, without the marks for multiple lines. Raises EOFError and KeyboardInterrupt."""
     line = input(PROMPT)
     if line.lstrip().startswith(_QUOTES):
         return _quoted(line.lstrip()[len(_QUOTES) :])
@@ -61,7 +61,7 @@ def _quoted(line: str) -> str:
 
 
 def read_choice(names: list[str]) -> str:
-    """One of several models, by its number or its name. Raises EOFError and KeyboardInterrupt."""
+    """One of several models, chosen by number or name. Raises EOFError and KeyboardInterrupt."""
     while True:
         text = input(f"Model (1 to {len(names)}, or its name): ").strip()
         if text in names:
@@ -87,7 +87,7 @@ class Screen:
         self._write(text, "dim" if piece.is_reasoning else "")
 
     def end_of_line(self) -> None:
-        """The next text begins on a line of its own."""
+        """Makes the next text start on a new line."""
         self._is_reasoning = False
         if not self._ends_with_newline:
             self.console.print()
@@ -106,7 +106,7 @@ class Screen:
 
 
 def summary(answer: Answer) -> str:
-    """42 tokens, 31.2 tokens/s, first token after 120 ms"""
+    """For example: 42 tokens, 31.2 tokens/s, first token after 120 ms"""
     if answer.output_tokens is None:
         parts = [f"about {answer.num_pieces} tokens"]
     else:

@@ -26,7 +26,7 @@ from ..command_line import bad_option, switch
 
 @dataclass(frozen=True)
 class AccessFlags:
-    """Which clients may use the server, and for what (docs/security.md)."""
+    """Which clients may use the server, and what for (docs/security.md)."""
 
     PANEL: ClassVar = "Keys, TLS, restrictions"
 
@@ -37,8 +37,8 @@ class AccessFlags:
         Path | None,
         typer.Option(help="File of name:key [role=operator] [rpm=N] [tpm=N] [concurrency=N] lines; reread on changes."),
     ] = None
-    api_key_rpm: Annotated[int, typer.Option(min=0, help="Prompts per minute and key; 0 = no limit.")] = 0
-    api_key_tpm: Annotated[int, typer.Option(min=0, help="Tokens per minute and key; 0 = no limit.")] = 0
+    api_key_rpm: Annotated[int, typer.Option(min=0, help="Prompts per minute per key; 0 = no limit.")] = 0
+    api_key_tpm: Annotated[int, typer.Option(min=0, help="Tokens per minute per key; 0 = no limit.")] = 0
     api_key_max_concurrent_requests: Annotated[
         int, typer.Option(min=0, help="Concurrent inferences per key; 0 = a fair share.")
     ] = 0
@@ -53,8 +53,8 @@ class AccessFlags:
         typer.Option("--grpc-restricted-protocol", help="<protocol>,<protocol>:<key>=<value>; repeatable."),
     ] = None
     ssl_certfile: Annotated[Path | None, typer.Option(help="HTTP: certificate (PEM); turns TLS on.")] = None
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="HTTP: the certificate's key (PEM).")] = None
-    ssl_ca_certs: Annotated[Path | None, typer.Option(help="HTTP: CA that client certificates must come from.")] = None
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="HTTP: private key of the certificate (PEM).")] = None
+    ssl_ca_certs: Annotated[Path | None, typer.Option(help="HTTP: CA of client certificates.")] = None
     ssl_cert_reqs: Annotated[
         int,
         typer.Option(min=0, max=2, help="HTTP: client certificates: 0 = not requested, 1 = optional, 2 = required."),
@@ -62,20 +62,18 @@ class AccessFlags:
     grpc_use_ssl: Annotated[Any, switch("--grpc-use-ssl", "gRPC: TLS.")] = False
     grpc_use_ssl_mutual: Annotated[Any, switch("--grpc-use-ssl-mutual", "gRPC: TLS with client certificates.")] = False
     grpc_server_cert: Annotated[Path | None, typer.Option(help="gRPC: certificate (PEM).")] = None
-    grpc_server_key: Annotated[Path | None, typer.Option(help="gRPC: the certificate's key (PEM).")] = None
-    grpc_root_cert: Annotated[Path | None, typer.Option(help="gRPC: CA that client certificates must come from.")] = (
-        None
-    )
-    ssl_ciphers: Annotated[str, typer.Option(help="HTTP: ciphers of TLS 1.2 and below, in OpenSSL's form.")] = ""
+    grpc_server_key: Annotated[Path | None, typer.Option(help="gRPC: private key of the certificate (PEM).")] = None
+    grpc_root_cert: Annotated[Path | None, typer.Option(help="gRPC: CA of client certificates.")] = None
+    ssl_ciphers: Annotated[str, typer.Option(help="HTTP: ciphers for TLS 1.2 and below, in OpenSSL's format.")] = ""
     enable_log_requests: Annotated[
-        bool, typer.Option("--enable-log-requests/--no-enable-log-requests", help="As --log-requests true.")
+        bool, typer.Option("--enable-log-requests/--no-enable-log-requests", help="Same as --log-requests true.")
     ] = False
     log_requests: Annotated[
-        Any, switch("--log-requests", "Log method, path, status, key's name and time of each request.")
+        Any, switch("--log-requests", "Log each request's method, path, status, key name and duration.")
     ] = False
 
     def settings(self) -> AccessSettings:
-        # Engines and models need not see the keys. As in vLLM, a flag wins over VLLM_API_KEY.
+        # Engines and models must not see the keys. As in vLLM, a flag takes precedence over VLLM_API_KEY.
         keys, vllm_key = os.environ.pop("LLMBACKEND_API_KEYS", ""), os.environ.pop("VLLM_API_KEY", "")
         try:
             return AccessSettings(
@@ -106,7 +104,7 @@ class AccessFlags:
         return TlsFiles.checked(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, mode, self.ssl_ciphers)
 
     def _grpc_tls(self) -> TlsFiles | None:
-        """As in Triton, mutual TLS implies TLS, and without either of them the server's files are not read."""
+        """As in Triton, mutual TLS implies TLS, and if neither is on, the server's files are not read."""
         if not self.grpc_use_ssl and not self.grpc_use_ssl_mutual:
             return None
         if self.grpc_server_cert is None or self.grpc_server_key is None:
@@ -128,7 +126,7 @@ def _seconds(help_text: str) -> Any:
 
 @dataclass(frozen=True)
 class LimitFlags:
-    """Times of gRPC are in milliseconds, as in Triton."""
+    """gRPC times are in milliseconds, as in Triton."""
 
     PANEL: ClassVar = "Limits"
 
@@ -147,7 +145,7 @@ class LimitFlags:
     )
     http_max_connections: Annotated[int, _count("Concurrent HTTP connections; more get 429.")] = _HTTP.max_connections
     http_max_connections_per_peer: Annotated[
-        int, _count("HTTP connections from one address; more get 429; 0 = any.", 0)
+        int, _count("HTTP connections per client address; more get 429; 0 = no limit.", 0)
     ] = _HTTP.max_connections_per_peer
     trusted_proxies: Annotated[
         list[str] | None,
@@ -159,44 +157,44 @@ class LimitFlags:
     http_max_header_bytes: Annotated[
         int,
         _count(
-            "Largest header of a request, bytes.", 1024, ("--http-max-header-bytes", "--h11-max-incomplete-event-size")
+            "Maximum header of a request, bytes.", 1024, ("--http-max-header-bytes", "--h11-max-incomplete-event-size")
         ),
     ] = _HTTP.max_header_bytes
     http_max_headers: Annotated[
-        int, _count("Most header fields of a request.", names=("--http-max-headers", "--h11-max-header-count"))
+        int, _count("Maximum number of header fields.", names=("--http-max-headers", "--h11-max-header-count"))
     ] = _HTTP.max_headers
-    http_max_url_bytes: Annotated[int, _count("Longest URL, bytes.", 256)] = _HTTP.max_url_bytes
+    http_max_url_bytes: Annotated[int, _count("Maximum length of a URL, bytes.", 256)] = _HTTP.max_url_bytes
     http_header_timeout: Annotated[float, _seconds("Time to receive a request's header")] = _HTTP.header_timeout_s
-    http_body_timeout: Annotated[float, _seconds("Time without a byte of a request's body")] = _HTTP.body_timeout_s
+    http_body_timeout: Annotated[float, _seconds("Maximum gap within a request's body")] = _HTTP.body_timeout_s
     http_min_body_bytes_per_s: Annotated[
-        int, _count("Slowest average rate of a body, bytes per second; 0 = any.", 0)
+        int, _count("Minimum average rate of a body, bytes per second; 0 = no limit.", 0)
     ] = _HTTP.min_body_bytes_per_s
-    http_keep_alive_timeout: Annotated[float, _seconds("Time without a request")] = _HTTP.keep_alive_s
-    write_timeout: Annotated[float, _seconds("Time in which a client reads nothing of what is waiting")] = (
+    http_keep_alive_timeout: Annotated[float, _seconds("Maximum idle time between requests")] = _HTTP.keep_alive_s
+    write_timeout: Annotated[float, _seconds("Maximum time for which a client may leave waiting data unread")] = (
         _HTTP.write_timeout_s
     )
-    grpc_max_input_size: Annotated[int, _count("Largest gRPC message of a client, bytes.")] = _GRPC.max_input_size_bytes
+    grpc_max_input_size: Annotated[int, _count("Maximum gRPC message of a client, bytes.")] = _GRPC.max_input_size_bytes
     grpc_max_connections: Annotated[int, _count("Concurrent gRPC connections.")] = _GRPC.max_connections
     grpc_max_concurrent_streams: Annotated[int, _count("Concurrent RPCs per connection.")] = (
         _GRPC.max_streams_per_connection
     )
     grpc_keepalive_time: Annotated[int, _count("Interval of the server's pings, ms.")] = _GRPC.keepalive_time_ms
-    grpc_keepalive_timeout: Annotated[int, _count("Longest wait for the answer to a ping, ms.")] = (
+    grpc_keepalive_timeout: Annotated[int, _count("Maximum wait for the answer to a ping, ms.")] = (
         _GRPC.keepalive_timeout_ms
     )
     grpc_keepalive_permit_without_calls: Annotated[int, typer.Option(min=0, max=1, help="1: ping idle clients.")] = int(
         _GRPC.keepalive_permit_without_calls
     )
-    grpc_http2_max_pings_without_data: Annotated[int, _count("Pings of the server without data in between.", 0)] = (
+    grpc_http2_max_pings_without_data: Annotated[int, _count("Server pings without data in between.", 0)] = (
         _GRPC.http2_max_pings_without_data
     )
     grpc_http2_min_recv_ping_interval_without_data: Annotated[
-        int, _count("Shortest interval of a client's pings, ms.", 0)
+        int, _count("Minimum interval between a client's pings, ms.", 0)
     ] = _GRPC.http2_min_recv_ping_interval_without_data_ms
     grpc_http2_max_ping_strikes: Annotated[
-        int, _count("Too frequent pings until the connection is closed; 0 = any.", 0)
+        int, _count("Number of too frequent pings that closes a connection; 0 = no limit.", 0)
     ] = _GRPC.http2_max_ping_strikes
-    grpc_max_connection_age: Annotated[int, _count("Longest life of a connection, ms; 0 = no limit.", 0)] = (
+    grpc_max_connection_age: Annotated[int, _count("Maximum age of a connection, ms; 0 = no limit.", 0)] = (
         _GRPC.max_connection_age_ms
     )
     grpc_max_connection_age_grace: Annotated[int, _count("Time to finish RPCs after that, ms; 0 = no limit.", 0)] = (

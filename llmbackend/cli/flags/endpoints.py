@@ -1,7 +1,7 @@
 """The flags of `llmbackend serve` for its endpoints, their protocols, and web pages.
 
-Invariant: names, defaults and meanings are Triton's; those of CORS are vLLM's, but without --allowed-origins no page of
-another site may use the server (vLLM's default is every page).
+Invariant: names, defaults and meanings are Triton's. The CORS flags are vLLM's, except that without --allowed-origins
+no page of another site may use the server (vLLM's default is every page).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class HttpFlags:
     PANEL: ClassVar = "HTTP"
 
     allow_http: Annotated[Any, switch("--allow-http", "Serve HTTP: KServe v2, generate, OpenAI.")] = True
-    http_address: Annotated[str, typer.Option(help="Address of HTTP.")] = "0.0.0.0"
-    http_port: Annotated[int, _port("Port of HTTP")] = 8000
+    http_address: Annotated[str, typer.Option(help="HTTP address.")] = "0.0.0.0"
+    http_port: Annotated[int, _port("HTTP port")] = 8000
     reuse_http_port: Annotated[Any, switch("--reuse-http-port", _REUSE)] = False
-    http_max_input_size: Annotated[int, typer.Option(min=1, help="Largest request body, bytes.")] = 64 << 20
-    openai_max_input_size: Annotated[int, typer.Option(min=1, help="Largest request body of /v1, bytes.")] = 4 << 20
+    http_max_input_size: Annotated[int, typer.Option(min=1, help="Maximum request body, bytes.")] = 64 << 20
+    openai_max_input_size: Annotated[int, typer.Option(min=1, help="Maximum request body for /v1, bytes.")] = 4 << 20
 
     def endpoint(self) -> Endpoint:
         return Endpoint(self.http_address, self.http_port, self.allow_http, self.reuse_http_port)
@@ -55,8 +55,8 @@ class GrpcFlags:
     PANEL: ClassVar = "gRPC"
 
     allow_grpc: Annotated[Any, switch("--allow-grpc", "Serve gRPC.")] = True
-    grpc_address: Annotated[str, typer.Option(help="Address of gRPC.")] = "0.0.0.0"
-    grpc_port: Annotated[int, _port("Port of gRPC")] = 8001
+    grpc_address: Annotated[str, typer.Option(help="gRPC address.")] = "0.0.0.0"
+    grpc_port: Annotated[int, _port("gRPC port")] = 8001
 
     def endpoint(self) -> Endpoint:
         return Endpoint(self.grpc_address, self.grpc_port, self.allow_grpc)
@@ -67,8 +67,8 @@ class MetricsFlags:
     PANEL: ClassVar = "Metrics"
 
     allow_metrics: Annotated[Any, switch("--allow-metrics", "Serve Prometheus metrics.")] = True
-    metrics_address: Annotated[str, typer.Option(help="Address of metrics; default: that of HTTP.")] = ""
-    metrics_port: Annotated[int, _port("Port of metrics")] = 8002
+    metrics_address: Annotated[str, typer.Option(help="Metrics address; default: the HTTP address.")] = ""
+    metrics_port: Annotated[int, _port("Metrics port")] = 8002
 
     def endpoint(self, default_address: str) -> Endpoint:
         address = self.metrics_address or default_address
@@ -77,7 +77,7 @@ class MetricsFlags:
 
 @dataclass(frozen=True)
 class SharedMemoryFlags:
-    """Whether clients may have the server read and write shared memory."""
+    """Whether clients may use shared memory."""
 
     PANEL: ClassVar = "Shared memory"
 
@@ -86,7 +86,7 @@ class SharedMemoryFlags:
     ] = None
 
     def allowed(self, *endpoints: Endpoint) -> bool:
-        """The value of the flag; without the flag, whether only this machine can reach the `endpoints`."""
+        """The flag's value; without the flag, whether the `endpoints` are reachable only from this machine."""
         if self.allow_client_shm is not None:
             return bool(self.allow_client_shm)
         return all(is_local(endpoint.address) for endpoint in endpoints if endpoint.enabled)
@@ -97,10 +97,10 @@ class ProtocolFlags:
     PANEL: ClassVar = "Protocols"
 
     http_header_forward_pattern: Annotated[
-        str, typer.Option(help="RE2 pattern (any case) of HTTP headers that /infer passes to the model.")
+        str, typer.Option(help="RE2 pattern (case-insensitive) of HTTP headers that /infer passes to the model.")
     ] = ""
     grpc_header_forward_pattern: Annotated[
-        str, typer.Option(help="RE2 pattern (any case) of gRPC metadata that inference passes to the model.")
+        str, typer.Option(help="RE2 pattern (case-insensitive) of gRPC metadata that inference passes to the model.")
     ] = ""
     grpc_infer_response_compression_level: Annotated[
         str, typer.Option(help="Compression of inference responses: none, low, medium or high.")

@@ -1,7 +1,7 @@
-"""The engine's arguments as flags of `llmbackend serve`, for the one model of `--model`.
+"""The engine's arguments as flags of `llmbackend serve`, for the only model of `--model`.
 
-Does not know: what an argument means. Invariants: every engine argument of a model.json (adapter.engine_args) is a flag
-with vLLM's name, the same type and default; flags that were not given are not passed on; errors name flags.
+Independent of what an argument means. Invariants: every engine argument of a model.json (adapter.engine_args) is a flag
+with vLLM's name and the same type and default; flags that are not set are not passed on; errors name flags.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _MEMORY: Final = "--model: memory and batches"
 _COMPUTE: Final = "--model: device and computation"
 _LORA: Final = "--model: LoRA adapters"
 _PROCESS: Final = "--model: the engine's process"
-_QUEUE: Final = "--model: bounds on requests"
-_OTHER: Final = "--model: further engine arguments"
-_INERT: Final = "--model: arguments of vLLM without effect here"
+_QUEUE: Final = "--model: request limits"
+_OTHER: Final = "--model: other engine arguments"
+_INERT: Final = "--model: vLLM arguments that have no effect here"
 
 _HELP: Final[Mapping[str, tuple[str, str]]] = {
-    "tokenizer": (_MODEL, "Directory or hub id of the tokenizer; default: that of the model."),
+    "tokenizer": (_MODEL, "Directory or hub id of the tokenizer; default: the model's."),
     "skip_tokenizer_init": (_MODEL, "No tokenizer: requests and answers are token ids."),
     "chat_template": (_MODEL, "File of a chat template (Jinja), or the template itself; default: the model's."),
     "tool_call_parser": (_MODEL, "Format of the model's tool calls (vLLM's names); default: from its chat template."),
@@ -44,7 +44,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "chat_template_content_format": (_MODEL, "A message's content for the template: openai = a list of parts."),
     "default_chat_template_kwargs": (_MODEL, 'Variables of the template, as JSON: {"enable_thinking": false}.'),
     "trust_request_chat_template": (_MODEL, "Allow requests to bring their own chat template (chat_template)."),
-    "max_logprobs": (_MODEL, "Largest number of log probabilities per position; -1 = all."),
+    "max_logprobs": (_MODEL, "Maximum number of log probabilities per position; -1 = all."),
     "generation_config": (_MODEL, "Sampling defaults: auto = the model's, vllm = none, or a folder with the file."),
     "override_generation_config": (_MODEL, "Sampling defaults, as JSON."),
     "trust_remote_code": (_MODEL, "Run code from the checkpoint."),
@@ -52,16 +52,16 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "quantization": (_MODEL, "Quantization of the weights to 8 or 4 bits while loading."),
     "load_format": (_MODEL, "safetensors, or dummy for random weights."),
     "weight_cache_dir": (_MODEL, "Folder of packed weights for faster starts; default: ~/.cache/llmbackend/weights."),
-    "weight_cache_size": (_MODEL, "Size of that folder in GiB; 0 = keep none. (default: 32)"),
+    "weight_cache_size": (_MODEL, "Maximum size of that folder in GiB; 0 = store none. (default: 32)"),
     "max_model_len": (_MODEL, "Context limit in tokens (32k, 32K); default: the model's."),
     "seed": (_MODEL, "Seed of random weights."),
-    "max_num_seqs": (_MEMORY, "Largest number of requests in a step."),
-    "max_num_batched_tokens": (_MEMORY, "Token budget of a step."),
-    "step_target_ms": (_MEMORY, "Longest step that mixes prompts and running requests, ms; 0 = no limit."),
-    "long_prefill_token_threshold": (_MEMORY, "Prompts longer than this leave half of a step to shorter ones."),
+    "max_num_seqs": (_MEMORY, "Maximum number of requests per step."),
+    "max_num_batched_tokens": (_MEMORY, "Token budget per step."),
+    "step_target_ms": (_MEMORY, "Maximum duration of a step that mixes prefills and decodes, ms; 0 = no limit."),
+    "long_prefill_token_threshold": (_MEMORY, "Prompts longer than this leave half of each step to shorter ones."),
     "kv_cache_memory_bytes": (_MEMORY, "KV cache memory (4G); default on CPU: 1 GiB."),
     "kv_cache_dtype": (_MEMORY, "Data type of the KV cache; 8 bits on a GPU."),
-    "gpu_memory_utilization": (_MEMORY, "Share of a GPU's memory to use."),
+    "gpu_memory_utilization": (_MEMORY, "Fraction of a GPU's memory to use."),
     "num_kv_blocks": (_MEMORY, "KV cache size in blocks instead of bytes."),
     "block_size": (_MEMORY, "Tokens per KV block."),
     "enable_prefix_caching": (_MEMORY, "Reuse the KV cache of prompts with the same prefix."),
@@ -69,8 +69,8 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "kv_offloading_size": (_MEMORY, "Host memory for KV blocks that do not fit on a GPU, GiB."),
     "num_host_kv_blocks": (_MEMORY, "Host memory for KV blocks that do not fit on a GPU, in blocks."),
     "device": (_COMPUTE, "cpu, cuda, cuda:N, or auto: a GPU if there is one."),
-    "tensor_parallel_size": (_COMPUTE, "Ranks that each hold a part of every layer."),
-    "pipeline_parallel_size": (_COMPUTE, "Stages that each hold some of the layers."),
+    "tensor_parallel_size": (_COMPUTE, "Number of tensor-parallel ranks."),
+    "pipeline_parallel_size": (_COMPUTE, "Number of pipeline stages."),
     "num_threads": (_COMPUTE, "Threads on CPU; 0 = all cores."),
     "cluster_resources": (_COMPUTE, 'Ray resources of an engine: {"CPU": 4, "node:10.0.0.2": 0.01}.'),
     "speculative_config": (_COMPUTE, 'N-gram speculation: {"method": "ngram", "num_speculative_tokens": 4}.'),
@@ -78,27 +78,27 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "async_scheduling": (_COMPUTE, "Schedule the next step while one runs; default: if possible."),
     "enforce_eager": (_COMPUTE, "No native program on CPU, no graphs on a GPU."),
     "cudagraph_capture_sizes": (_COMPUTE, "Sizes of CUDA graphs in tokens, as a JSON list."),
-    "batch_invariant": (_COMPUTE, "Results that do not depend on the batch, on a GPU."),
+    "batch_invariant": (_COMPUTE, "Make results independent of the batch, on a GPU."),
     "kernels": (_COMPUTE, "Set to torch to use no Triton kernels."),
     "enable_lora": (_LORA, "Serve LoRA adapters of the model."),
-    "lora_modules": (_LORA, "A LoRA adapter, also a model of the OpenAI API; repeatable."),
-    "max_loras": (_LORA, "Adapters in GPU memory at the same time."),
-    "max_cpu_loras": (_LORA, "Adapters in memory on a CPU; others are read when requests name them."),
-    "max_lora_rank": (_LORA, "Largest rank of an adapter."),
+    "lora_modules": (_LORA, "A LoRA adapter, listed as a model by the OpenAI API; repeatable."),
+    "max_loras": (_LORA, "Maximum number of adapters in GPU memory."),
+    "max_cpu_loras": (_LORA, "Maximum number of adapters in CPU memory; others are read when requests name them."),
+    "max_lora_rank": (_LORA, "Maximum rank of an adapter."),
     "transport": (_PROCESS, "inline: the engine runs in the server's process."),
     "engine_python": (_PROCESS, "The Python that runs the engine; default: the server's."),
     "step_timeout_s": (_PROCESS, "Seconds after which a step counts as hung."),
     "load_timeout_s": (_PROCESS, "Seconds after which loading counts as hung."),
     "idle_unload_s": (_PROCESS, "Seconds without requests after which the engine ends until the next one; 0 = never."),
     "max_engine_failures": (_PROCESS, "Consecutive engine failures after which the model is given up."),
-    "max_queue_size": (_QUEUE, "Longest queue; further requests get 503. (default: 4096)"),
-    "max_prompt_tokens": (_QUEUE, "Longest accepted prompt in tokens; default: the context."),
-    "max_output_tokens": (_QUEUE, "Upper bound that max_tokens is cut to; default: the context."),
-    "max_messages_bytes": (_QUEUE, "Largest `messages` of a chat."),
+    "max_queue_size": (_QUEUE, "Maximum queue length; further requests get 503. (default: 4096)"),
+    "max_prompt_tokens": (_QUEUE, "Maximum prompt length in tokens; default: the context length."),
+    "max_output_tokens": (_QUEUE, "Upper bound to which max_tokens is reduced; default: the context length."),
+    "max_messages_bytes": (_QUEUE, "Maximum size of a chat's `messages`, bytes."),
     "request_timeout_s": (_QUEUE, "Seconds after which a request is ended; default: none."),
-    "stall_timeout_s": (_QUEUE, "Seconds without a step, despite work, until not ready. (default: 60)"),
+    "stall_timeout_s": (_QUEUE, "Seconds with work but without a step until not ready. (default: 60)"),
 }
-"""Argument → its group and text in --help. Other arguments are flags without a text."""
+"""Argument → its group and text in --help. Other arguments become flags without a text."""
 
 GIVEN_ELSEWHERE = frozenset(
     {
@@ -107,7 +107,7 @@ GIVEN_ELSEWHERE = frozenset(
         "tokenizer_revision",
     }
 )  # fmt: skip
-"""Arguments that are flags of the server."""
+"""Arguments that are flags of the server rather than the engine."""
 _OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {"num_kv_blocks": ("--num-gpu-blocks-override",)}
 _WHOLE_NUMBERS = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
 _SPECULATION: Final = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
@@ -115,14 +115,14 @@ _SPECULATION: Final = {"spec_method": "method", "spec_model": "model", "spec_tok
 
 
 class EngineFlags:
-    """The flags that were given, by the argument's name; values are text, or booleans for switches."""
+    """The flags that were set, by argument name. Values are text, or booleans for switches."""
 
     def __init__(self, **flags: Any) -> None:
         self._given = {name: value for name, value in flags.items() if value is not None and value != []}
 
     @classmethod
     def parameters(cls) -> dict[str, inspect.Parameter]:
-        """One for each flag."""
+        """One parameter per flag."""
         found = {field.name: _flag(field) for field in msgspec.structs.fields(EngineConfig)}
         found |= {name: _text_flag(name, _QUEUE, "NUMBER", "") for name in OWN_PARAMETERS}
         found |= {name: _former_flag(name) for name in FORMER_NAMES}
@@ -136,7 +136,7 @@ class EngineFlags:
 
     @property
     def tokenizer(self) -> str:
-        """ "": that of the model."""
+        """Empty = the model's tokenizer."""
         return str(self._given.get("tokenizer", ""))
 
     @property
@@ -147,7 +147,7 @@ class EngineFlags:
         return EngineFlags(**self._given | {"tokenizer": folder})
 
     def warnings(self) -> tuple[str, ...]:
-        """One text for each flag that was given and has no effect here."""
+        """One text for each flag that was set and has no effect here."""
         return tuple(
             f"{flag_of(name)} has no effect here: {NO_EFFECT[name]}" for name in self._given if name in NO_EFFECT
         )
@@ -181,7 +181,7 @@ class EngineFlags:
 
 
 def _check_parsers(given: Mapping[str, Any]) -> None:
-    """Raises BadParameter for the name of a parser that does not exist."""
+    """Raises BadParameter for an unknown parser."""
     if not given.keys() & {"tool_call_parser", "reasoning_parser"}:
         return  # importing the frontend takes half a second
     from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
@@ -226,7 +226,7 @@ def _text_flag(name: str, panel: str, metavar: str, help_text: str, hidden: bool
 
 
 def _former_flag(name: str) -> Any:
-    """A flag of structured output under vLLM's former name."""
+    """A structured-output flag under its former vLLM name."""
     text = "vLLM's former name; see --structured-outputs-config."
     if "_disable_" in name:
         option = typer.Option(switch_of(name), help=text, hidden=True)
@@ -249,7 +249,7 @@ def _inert_flag(name: str) -> Any:
 
 
 def _kinds(kind: Any) -> tuple[Any, ...]:
-    """The types that a value may have, without None."""
+    """The permitted types of a value, without None."""
     parts = get_args(kind) if get_origin(kind) not in (None, Literal, tuple, dict) else (kind,)
     return tuple(part for part in parts if part is not type(None))
 

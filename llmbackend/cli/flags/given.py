@@ -1,5 +1,5 @@
-"""The flags that a server was started with, as operators see them over the network; values are shown only for flags
-known to hold no secret."""
+"""The flags with which a server was started, as operators see them over the network. Values are shown only for flags
+known to contain no secret."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_CHARACTERS: Final = 500
 
 
 def given_flags(context: typer.Context) -> Mapping[str, str]:
-    """Flag → value, of those that differ from their defaults, in the order of the help."""
+    """Flag → value, for those that differ from their defaults, in the order of the help."""
     found = {}
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")

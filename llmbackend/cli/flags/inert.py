@@ -1,8 +1,8 @@
-"""Flags of Triton and of vLLM's server without effect here, and those that are refused, with the reasons. vLLM's engine
+"""Flags of Triton and of vLLM's server that have no effect here or are refused, with the reasons. vLLM's engine
 arguments are in `adapter/foreign_engine_args.py`.
 
-Invariants: a flag has no effect only if no client can see a difference, or if its warning names what is missing; one
-that would change answers is accepted only with the values that change nothing.
+Invariants: a flag has no effect only if no client can see a difference, or if its warning says what is missing; one
+that would change answers is accepted only with values that change nothing.
 Sources: Triton's command_line_parser.cc; vLLM's FrontendArgs 0.33.
 """
 
@@ -20,7 +20,7 @@ from ..command_line import bad_option, switch_of
 _MEMORY = "tensors are in host memory, and each engine manages its own GPU memory"
 _GRPC = "gRPC runs on one event loop, which creates objects as needed"
 _FRONTEND = "this frontend does not exist; KServe v2, generate and OpenAI are served"
-_LOG = "requests are logged with --log-requests alone, and never their content"
+_LOG = "requests are logged only with --log-requests, and never their content"
 _SUPERVISOR = "several machines are one server with --cluster"
 _COHERE = "Cohere's API is not served"
 
@@ -52,10 +52,10 @@ VLLM_SWITCHES: Final[Mapping[str, str]] = {
     "enable_offline_docs": "/docs loads its page from a public address",
     "enable_prompt_tokens_details": "usage always has prompt_tokens_details",
     "enable_scale_out": "/v1/chat/completions/render and /v1/completions/render are always served",
-    "enable_ssl_refresh": "SIGHUP makes the server read its certificates again",
+    "enable_ssl_refresh": "SIGHUP makes the server reload its certificates",
     "enable_server_load_tracking": "GET /load is always served",
     "exclude_tools_when_tool_choice_none": "with 'tool_choice': 'none' the prompt has no tools",
-    "log_error_stack": "an error of the server is logged with its stack",
+    "log_error_stack": "server errors are logged with a stack trace",
     "trust_request_mm_kwargs": "only text is served",
     "cohere_is_reasoning_model": _COHERE,
 }
@@ -79,23 +79,23 @@ REFUSED_SWITCHES: Final[Mapping[str, str]] = {
 }
 REFUSED_VALUES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "anthropic_disabled_thinking_effort": (("auto",), "the chat template decides"),
-    "response_role": (("assistant",), "clients of the OpenAI API know no other role of an answer"),
-    "tool_parser_plugin": (("",), "code of others is not loaded; --tool-call-parser names the formats that are known"),
+    "response_role": (("assistant",), "the OpenAI API defines no other role for an answer"),
+    "tool_parser_plugin": (("",), "third-party code is not loaded; --tool-call-parser selects a known format"),
     "tool_server": ((), "the server runs no tools; clients do"),
-    "tool_strict_level": (("auto",), "a request says by 'strict' and 'tool_choice' what is enforced"),
+    "tool_strict_level": (("auto",), "a request's 'strict' and 'tool_choice' determine what is enforced"),
 }
 """Flag → the values that change nothing, and why no other is accepted."""
 
 
 class InertFlags:
-    """The given ones; if there is no effect, any value is accepted."""
+    """Those that were set. If a flag has no effect, any value is accepted."""
 
     def __init__(self, **flags: Any) -> None:
         self._given = {name: value for name, value in flags.items() if value is not None}
 
     @classmethod
     def parameters(cls) -> dict[str, inspect.Parameter]:
-        panel = "Flags of Triton and vLLM without effect here"
+        panel = "Triton and vLLM flags that have no effect here"
         found: dict[str, Any] = {}
         for name in (*TRITON, *VLLM_VALUES):
             option = typer.Option(help=f"No effect: {REASONS[name]}.", metavar="VALUE", rich_help_panel=panel)
@@ -111,7 +111,7 @@ class InertFlags:
         }
 
     def warnings(self) -> tuple[str, ...]:
-        """One text for each flag that was given. Raises BadParameter for one that is refused."""
+        """One text for each flag that was set. Raises BadParameter for a refused one."""
         for name, value in self._given.items():
             allowed, reason = REFUSED_VALUES.get(name, ((), REFUSED_SWITCHES.get(name, "")))
             if reason and value is not False and not set(value if isinstance(value, list) else ["on"]) <= set(allowed):

@@ -1,7 +1,6 @@
 """The flags of `llmbackend serve` for the host: models, repositories, start and end, response cache, rate limiter.
 
-Invariant: names, defaults and refusals are Triton's where Triton has the flag; a wrong value ends with a message that
-names its flag.
+Invariant: names, defaults and refusals are Triton's if Triton has the flag; errors name the flag.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 MOST_FRONTENDS = 64
 
 _SETTING_BEGINS = re.compile(r",(?=\w+=)")
-"""A comma before the next setting; one in a password is none."""
+"""A comma that precedes another setting, as opposed to one in a password."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,13 @@ class ModelFlags:
     ] = None
     model_tag: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="As --model, on one port, as vllm serve: see --port.", show_default=False),
+        typer.Argument(metavar="MODEL", help="Like --model, on one port, as in vllm serve.", show_default=False),
     ] = ""
     model: Annotated[
         str,
         typer.Option(
-            help="Serve one checkpoint (directory, GGUF file, hub id, name of `llmbackend models`), no repository "
-            "(--served-model-name)."
+            help="Serve one checkpoint (directory, GGUF file, hub id, name from `llmbackend models`) without a "
+            "repository (--served-model-name)."
         ),
     ] = ""
     served_model_name: Annotated[
@@ -55,12 +54,12 @@ class ModelFlags:
         typer.Option(
             "--served-model-name",
             "--model-name",
-            help="The name that the model is served as; repeatable, the first is the canonical one. "
+            help="The model's name for clients; repeatable, the first one is canonical. "
             "Default: MODEL as given, or the last part of --model.",
         ),
     ] = None
     demo: Annotated[
-        bool, typer.Option("--demo", help="Serve the bundled model demo; the default without a model and repository.")
+        bool, typer.Option("--demo", help="Serve the bundled model demo (default without a model or repository).")
     ] = False
     model_control_mode: Annotated[
         str, typer.Option(help="none, poll or explicit.", autocompletion=one_of("none", "poll", "explicit"))
@@ -78,7 +77,7 @@ class ModelFlags:
         Any, switch("--model-namespacing", "Allow the same model name in several repositories.")
     ] = False
     model_config_name: Annotated[
-        str | None, typer.Option(help="Use configs/<name>.pbtxt instead of config.pbtxt where a model has it.")
+        str | None, typer.Option(help="Use configs/<name>.pbtxt instead of config.pbtxt if a model has it.")
     ] = None
     disable_auto_complete_config: Annotated[
         bool, typer.Option("--disable-auto-complete-config", help="Do not let backends complete config.pbtxt.")
@@ -86,7 +85,7 @@ class ModelFlags:
     strict_model_config: Annotated[
         Any, typer.Option("--strict-model-config", parser=boolean, metavar="BOOL", help="Deprecated.", hidden=True)
     ] = None
-    backend_directory: Annotated[Path | None, typer.Option(help="Directory with a directory for each backend.")] = None
+    backend_directory: Annotated[Path | None, typer.Option(help="Directory with one subdirectory per backend.")] = None
     backend_config: Annotated[
         list[str] | None, typer.Option("--backend-config", help="<backend>,<key>=<value> or <key>=<value>; repeatable.")
     ] = None
@@ -94,7 +93,7 @@ class ModelFlags:
         float, typer.Option(help="Passed to backends as min-compute-capability.")
     ] = 6.0
     repoagent_directory: Annotated[
-        Path | None, typer.Option(help="Directory with a directory for each repository agent, beside bundled ones.")
+        Path | None, typer.Option(help="Directory with one subdirectory per repository agent, besides bundled ones.")
     ] = None
 
     @property
@@ -102,14 +101,14 @@ class ModelFlags:
         return not (self.disable_auto_complete_config or self.strict_model_config)
 
     def warnings(self) -> tuple[str, ...]:
-        """One text for each deprecated flag that was given."""
+        """One text for each deprecated flag that was set."""
         if self.strict_model_config is None:
             return ()
         return ("'--strict-model-config' has been deprecated! Please use '--disable-auto-complete-config' instead.",)
 
     @property
     def checkpoint(self) -> str:
-        """The one model that is served without a repository, "" for none. Raises BadParameter."""
+        """The only model, which is served without a repository; "" = none. Raises BadParameter."""
         if self.model_tag and self.model:
             raise bad_option("--model", f"the model is given twice: '{self.model_tag}' and --model '{self.model}'")
         found = self.model_tag or self.model
@@ -158,7 +157,7 @@ class ServerFlags:
             "--api-server-count",
             min=1,
             max=MOST_FRONTENDS,
-            help="Processes that hold clients' connections; 1: the server's own.",
+            help="Number of processes for client connections; 1 = the server process itself.",
         ),
     ] = 1
     exit_on_error: Annotated[Any, switch("--exit-on-error", "Exit when a startup model fails.")] = True
@@ -177,7 +176,7 @@ class SchedulingFlags:
         ),
     ] = None
     cache_directory: Annotated[
-        Path | None, typer.Option(help="Directory with a directory for each cache that is a shared library.")
+        Path | None, typer.Option(help="Directory with one subdirectory per cache that is a shared library.")
     ] = None
     response_cache_byte_size: Annotated[
         int, typer.Option(min=0, help="Deprecated: --cache-config local,size=BYTES.")
@@ -198,7 +197,7 @@ class SchedulingFlags:
     ] = None
 
     def applied_to(self, options: ServerOptions) -> ServerOptions:
-        """Raises typer.BadParameter for a value that cannot be."""
+        """Raises typer.BadParameter for an invalid value."""
         if self.rate_limit not in ("off", "execution_count"):
             raise typer.BadParameter(f"--rate-limit is '{self.rate_limit}', expected one of off, execution_count")
         return replace(
@@ -224,7 +223,7 @@ class SchedulingFlags:
 
 
 def _cache_config(texts: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Name → settings. One flag may hold several settings; Triton takes one per flag."""
+    """Name → settings. A flag may contain several settings; Triton accepts one per flag."""
     config: dict[str, dict[str, str]] = {}
     for text in texts:
         name, comma, settings = text.partition(",")
@@ -243,7 +242,7 @@ def _cache_config(texts: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _host_policies(texts: Sequence[str]) -> dict[str, HostPolicy]:
-    """The policies by name; several flags may set one policy."""
+    """The policies by name. Several flags may contribute to one policy."""
     settings: dict[str, dict[str, str]] = {}
     for text in texts:
         name, _, setting = text.partition(",")
@@ -274,7 +273,7 @@ def _is_whole(text: str) -> bool:
 def server_options(
     models: ModelFlags, single: SingleModel | None, server: ServerFlags, metrics: MetricsOptions, allow_client_shm: bool
 ) -> ServerOptions:
-    """The host's options. Raises BadParameter for a value that cannot be."""
+    """The host's options. Raises BadParameter for an invalid value."""
     mode = models.model_control_mode.lower()
     if mode not in ("none", "poll", "explicit"):
         raise bad_option("--model-control-mode", "invalid argument for --model-control-mode")
@@ -328,7 +327,7 @@ def _backend_config(models: ModelFlags) -> dict[str, dict[str, str]]:
 
 
 def _config_name(given: str | None) -> str:
-    """Raises typer.BadParameter for a name that was given and is empty."""
+    """Raises typer.BadParameter for an empty name."""
     if given == "":
         raise bad_option("--model-config-name", "empty argument for --model-config-name")
     return given or ""

@@ -1,7 +1,7 @@
-"""The flags of `llmbackend serve` for the log, the metrics and the traces of requests.
+"""The flags of `llmbackend serve` for the log, metrics and request traces.
 
-Invariants: names, defaults and meanings are Triton's. --trace-config wins over the --trace-* flags that it replaced;
-settings of a mode that is not chosen are ignored, unknown ones are refused.
+Invariants: names, defaults and meanings are Triton's. --trace-config takes precedence over the --trace-* flags that it
+replaced; settings of a mode that is not selected are ignored, unknown ones are refused.
 Source: Triton's command_line_parser.
 """
 
@@ -27,11 +27,11 @@ _LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 class LogFlags:
     PANEL: ClassVar = "Log"
 
-    log_verbose: Annotated[int, typer.Option(min=0, help="1 and above: debug lines.")] = 0
+    log_verbose: Annotated[int, typer.Option(min=0, help="1 or higher: debug lines.")] = 0
     log_level: Annotated[
         str,
         typer.Option(
-            help="debug, info, warning, error or critical: instead of the flags above and below.",
+            help="debug, info, warning, error or critical; replaces the flags above and below.",
             autocompletion=one_of(*_LOG_LEVELS),
         ),
     ] = ""
@@ -95,7 +95,7 @@ _SETTINGS: Final[Mapping[str, tuple[str, ...]]] = {
     "opentelemetry": ("url", "resource", "bsp_max_queue_size", "bsp_schedule_delay", "bsp_max_export_batch_size"),
 }
 _BATCHING: Final = {"bsp_max_queue_size": 2048, "bsp_schedule_delay": 5000, "bsp_max_export_batch_size": 512}
-"""Each value may also come from the environment, as OTEL_BSP_…"""
+"""Each value can also come from the environment, as OTEL_BSP_…"""
 
 
 def _deprecated(name: str, instead: str) -> Any:
@@ -119,11 +119,11 @@ class TraceFlags:
     trace_count: Annotated[int | None, _deprecated("--trace-count", "count=")] = None
     trace_log_frequency: Annotated[int | None, _deprecated("--trace-log-frequency", "triton,log-frequency=")] = None
     otlp_traces_endpoint: Annotated[
-        str, typer.Option(help="URL to which each request's OpenTelemetry trace is sent; instead of --trace-config.")
+        str, typer.Option(help="URL to which each request's OpenTelemetry trace is sent; replaces --trace-config.")
     ] = ""
 
     def settings(self) -> TraceSettings:
-        """Raises BadParameter naming the setting that is wrong."""
+        """Raises BadParameter that names the invalid setting."""
         if self.otlp_traces_endpoint:
             if self.trace_config:
                 raise bad_option("--otlp-traces-endpoint", "--otlp-traces-endpoint and --trace-config: expected one")
@@ -172,7 +172,7 @@ def _parsed(items: Sequence[str]) -> dict[str, Given]:
     given: dict[str, Given] = {mode: {} for mode in _SETTINGS}
     for item in items:
         mode, comma, setting = item.partition(",")
-        if not comma or "=" in mode:  # a value may hold a comma
+        if not comma or "=" in mode:  # a value may contain a comma
             mode, setting = "", item
         name, _, value = setting.partition("=")
         if item.startswith(","):
@@ -200,7 +200,7 @@ def _mode(text: str) -> TraceMode:
 
 
 def _level(texts: list[str]) -> TraceLevel:
-    """The union of all named levels; off wins."""
+    """The union of all named levels; off takes precedence."""
     level = TraceLevel.OFF
     for text in texts:
         if text.lower() not in _LEVELS:

@@ -1,5 +1,5 @@
-"""The flags of `vllm serve` for the server that have an effect, with vLLM's meanings. The others are in `inert.py`,
-those of the engine in `engine.py`. Where Triton has a flag of the same name, Triton's meaning holds (--grpc-port)."""
+"""Those flags of `vllm serve` for the server that have an effect, with vLLM's meanings. The others are in `inert.py`,
+those of the engine in `engine.py`. If Triton has a flag with the same name, Triton's meaning applies (--grpc-port)."""
 
 from __future__ import annotations
 
@@ -28,28 +28,26 @@ class VllmServerFlags:
     PANEL: ClassVar = "Flags of vllm serve for the server"
 
     config: Annotated[
-        Path | None, typer.Option(help="YAML file with flags by name; those of the command line win over it.")
+        Path | None, typer.Option(help="YAML file with flags by name; the command line takes precedence.")
     ] = None
-    host: Annotated[str, typer.Option(help="Address of HTTP, gRPC and metrics, where their own flags name none.")] = ""
+    host: Annotated[str, typer.Option(help="Address of HTTP, gRPC and metrics, unless their own flags set one.")] = ""
     port: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=65535,
-            help="Port of HTTP, for all APIs and /metrics. With it, or with MODEL, gRPC and a port of metrics alone "
+            help="HTTP port for all APIs and /metrics. With it, or with MODEL, gRPC and a separate metrics port "
             "are opened only if --grpc-port or --metrics-port is given.",
         ),
     ] = None
-    uds: Annotated[Path | None, typer.Option(help="Path of a Unix socket, on which HTTP is served instead.")] = None
-    root_path: Annotated[
-        str, typer.Option(help="Path before all others, where a proxy serves this server under it; for /docs.")
-    ] = ""
+    uds: Annotated[Path | None, typer.Option(help="Path of a Unix socket on which to serve HTTP instead.")] = None
+    root_path: Annotated[str, typer.Option(help="Path prefix under which a proxy serves this server; for /docs.")] = ""
     disable_fastapi_docs: Annotated[
         bool, typer.Option("--disable-fastapi-docs", help="Serve neither /openapi.json nor /docs.")
     ] = False
     enable_request_id_headers: Annotated[
         bool,
-        typer.Option("--enable-request-id-headers", help="Responses have X-Request-Id: the client's, or a new one."),
+        typer.Option("--enable-request-id-headers", help="Add X-Request-Id to responses: the client's, or a new one."),
     ] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, typer.Option("--enable-tokenizer-info-endpoint", help="Serve GET /tokenizer_info.")
@@ -59,40 +57,41 @@ class VllmServerFlags:
         typer.Option(help="Import path of an ASGI middleware, a class or a coroutine function; repeatable."),
     ] = None
     return_tokens_as_token_ids: Annotated[
-        bool, typer.Option("--return-tokens-as-token-ids", help="Log probabilities name tokens as token_id:7.")
+        bool, typer.Option("--return-tokens-as-token-ids", help="Identify tokens in log probabilities as token_id:7.")
     ] = False
     enable_force_include_usage: Annotated[
-        bool, typer.Option("--enable-force-include-usage", help="Every chunk of a stream of /v1 has the usage so far.")
+        bool,
+        typer.Option("--enable-force-include-usage", help="Every chunk of a /v1 stream has the usage so far."),
     ] = False
     stream_interval: Annotated[
-        int, typer.Option(min=1, help="Tokens of a choice that go out together, where a request says nothing else.")
+        int, typer.Option(min=1, help="Tokens of a choice per chunk of a stream, unless the request says otherwise.")
     ] = 1
     enable_per_request_metrics: Annotated[
         bool,
-        typer.Option("--enable-per-request-metrics", help="Answers of /v1 with one choice have their times: metrics."),
+        typer.Option("--enable-per-request-metrics", help="Add timings (`metrics`) to /v1 responses with one choice."),
     ] = False
     sse_keep_alive_interval: Annotated[
-        float, typer.Option(min=0, help="Seconds of silence after which a stream of /v1 sends a comment; 0 = never.")
+        float, typer.Option(min=0, help="Seconds of silence after which a /v1 stream sends a comment; 0 = never.")
     ] = 15.0
     fingerprint_mode: Annotated[
-        str, typer.Option(help="Of system_fingerprint: full or hash (of release and model), custom, or none.")
+        str, typer.Option(help="Form of system_fingerprint: full or hash (of release and model), custom, or none.")
     ] = "full"
-    fingerprint_value: Annotated[str, typer.Option(help="With --fingerprint-mode custom.")] = ""
+    fingerprint_value: Annotated[str, typer.Option(help="The fingerprint for --fingerprint-mode custom.")] = ""
     revision: Annotated[str, typer.Option(help="Branch, tag or commit of a hub id.")] = ""
-    tokenizer_revision: Annotated[str, typer.Option(help="The same of the hub id of --tokenizer.")] = ""
+    tokenizer_revision: Annotated[str, typer.Option(help="Likewise for the hub id of --tokenizer.")] = ""
     download_dir: Annotated[
-        Path | None, typer.Option(help="Folder for models that are fetched; default: HF_HUB_CACHE, or HF_HOME/hub.")
+        Path | None, typer.Option(help="Folder for downloaded models; default: HF_HUB_CACHE, or HF_HOME/hub.")
     ] = None
     hf_token: Annotated[str, typer.Option(help="Token for the hub; default: HF_TOKEN.")] = ""
     offline: Annotated[
-        bool, typer.Option("--offline", help="Fetch nothing: what is missing is named. Also HF_HUB_OFFLINE=1.")
+        bool, typer.Option("--offline", help="Download nothing; fail if files are missing. Also HF_HUB_OFFLINE=1.")
     ] = False
 
     def endpoints(
         self, http: HttpFlags, grpc: GrpcFlags, metrics: MetricsFlags, has_model: bool, is_given: Callable[[str], bool]
     ) -> dict[str, Endpoint]:
-        """The endpoints by protocol. has_model: whether the command line has MODEL. is_given: whether it has a flag, by
-        the name of the flag's field. Raises BadParameter."""
+        """The endpoints by protocol. has_model: whether the command line has MODEL. is_given: whether a flag is set, by
+        the name of its field. Raises BadParameter."""
         found = {"HTTP": http.endpoint(), "GRPC": grpc.endpoint(), "metrics": metrics.endpoint(http.http_address)}
         if self.host:
             for name, field in (("HTTP", "http_address"), ("GRPC", "grpc_address"), ("metrics", "metrics_address")):
@@ -111,7 +110,7 @@ class VllmServerFlags:
         return found
 
     def check_one_process(self) -> None:
-        """Raises BadParameter for a flag of which other processes, which hold the connections, would know nothing."""
+        """Raises BadParameter for a flag that would not reach the other processes, which have the connections."""
         for flag, value in (("--uds", self.uds), ("--middleware", self.middleware)):
             if value:
                 raise bad_option(flag, f"{flag} is given, expected neither --frontend-processes nor --cluster with it")
@@ -135,7 +134,7 @@ class VllmServerFlags:
         )
 
     def _fingerprint(self) -> str | None:
-        """None: each model has its own fingerprint."""
+        """None = each model has its own fingerprint."""
         if self.fingerprint_mode not in ("full", "hash", "custom", "none"):
             expected = "expected full, hash, custom or none"
             raise bad_option("--fingerprint-mode", f"--fingerprint-mode is '{self.fingerprint_mode}', {expected}")
@@ -151,12 +150,12 @@ class VllmServerFlags:
         return path
 
     def is_on_one_port(self, has_model: bool) -> bool:
-        """Whether gRPC and a port of metrics alone are opened only if they are requested."""
+        """Whether gRPC and a separate metrics port are opened only on request."""
         return has_model or self.port is not None or self.uds is not None
 
     def fetched(self, model: str, engine: EngineFlags) -> tuple[str, EngineFlags]:
-        """The folder or file of `model`, fetched where it is the id of a hub or a known model, and the flags with that
-        of the tokenizer where its revision is given. Raises BadParameter saying what is missing, or ends the command.
+        """The folder or file of `model` (fetched if it is a hub id or a known model), and the flags, including the
+        tokenizer's folder if its revision is set. Raises BadParameter that says what is missing, or ends the command.
         """
         if self.offline:
             go_offline()

@@ -1,1 +1,1 @@
-"""`llmbackend top`: what a running server computes, live. Begin with command.py."""
+"""`llmbackend top`: live view of what a running server computes. Start with command.py."""

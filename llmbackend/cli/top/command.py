@@ -1,8 +1,8 @@
-"""`llmbackend top`: its flags, the reader of a server's feed, the live screen, and `--once` for scripts.
+"""`llmbackend top`: its flags, the reader of a server's event feed, the live screen, and `--once` for scripts.
 
-Does not know: what events mean; `feed_state.py` does. Invariants: the server is only watched; the reader connects again
-when a connection ends, unless the server refuses; exit code 0 = ended by the user, or after `--once`; 1 = no server, or
-one that refuses.
+What events mean is defined in `feed_state.py`. Invariants: the server is only watched; the reader reconnects when a
+connection ends, unless the server refuses; exit code 0 = ended by the user, or after `--once`; 1 = no server, or a
+refusal.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _MIN_FEED_INTERVAL_MS, _MAX_FEED_INTERVAL_MS = 50, 200
 _SILENCE_S: Final = 120.0
-"""An idle server sends a comment now and then."""
+"""Longer than the interval at which an idle server sends comments."""
 _PATH: Final = "/v2/engine/events"
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 5.0
 _MAX_QUEUED: Final = 1000
-"""Then the reader waits, and the server drops events for this viewer."""
+"""When it is reached, the reader waits, and the server drops events for this viewer."""
 
 
 @app.command(cls=PlainHelpCommand)
@@ -74,7 +74,7 @@ def top(
 
 
 def _feed_interval_ms(interval_s: float) -> int:
-    """A few messages for each screen."""
+    """A few messages per screen update."""
     return int(min(max(interval_s * 1e3 / 5, _MIN_FEED_INTERVAL_MS), _MAX_FEED_INTERVAL_MS))
 
 
@@ -99,7 +99,7 @@ def _watch(reader: FeedReader, console: Console, url: str, interval_s: float) ->
 def _show_once(
     reader: FeedReader, console: Console, url: str, models: Sequence[str], interval_s: float, as_json: bool
 ) -> None:
-    """Raises ApiError for a model that has no instance."""
+    """Raises ApiError for a model without an instance."""
     state, notice = FeedState(), ""
     end_s = float("inf")
     while (left_s := end_s - time.monotonic()) > 0:
@@ -115,7 +115,7 @@ def _show_once(
 
 
 def _take(reader: FeedReader, state: FeedState, notice: str, timeout_s: float) -> str:
-    """Applies the events that have come; returns the current notice."""
+    """Applies the events received so far. Returns the current notice."""
     for item in reader.read(timeout_s):
         if isinstance(item, Event):
             state.apply(item.name, item.data, time.monotonic())
@@ -137,13 +137,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What is wrong with the connection; "" = nothing is."""
+    """What is wrong with the connection; "" = nothing."""
 
     text: str
 
 
 class FeedReader:
-    """Reads the feed on a thread of its own. The queue has the events in order; an ApiError is its last item."""
+    """Reads the feed on its own thread. The queue contains the events in order; an ApiError is its last item."""
 
     def __init__(self, client: ApiClient, models: Sequence[str], interval_ms: int) -> None:
         self._client = client
@@ -157,7 +157,7 @@ class FeedReader:
         self._thread.start()
 
     def read(self, timeout_s: float) -> list[Event | Notice]:
-        """Waits for the first item. Raises ApiError if no more will come."""
+        """Waits for the first item. Raises ApiError if no more will arrive."""
         found: list[Event | Notice] = []
         try:
             item = self._queue.get(timeout=timeout_s)

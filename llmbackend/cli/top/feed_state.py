@@ -1,8 +1,8 @@
-"""The state of a server's engines and requests, built from its feed of events.
+"""The state of a server's engines and requests, reconstructed from its event feed.
 
-For: the screen and `--once`. Does not know: connections, terminals. Invariants: a snapshot replaces everything;
-events about unknown instances or requests are accepted, because events right after a snapshot may repeat its content;
-the number of kept steps is bounded.
+Used by the screen and `--once`. Independent of connections and terminals. Invariants: a snapshot replaces everything;
+events about unknown instances or requests are accepted, because events just after a snapshot may repeat its content;
+the number of stored steps is bounded.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 WINDOW_S: Final = 5.0
-"""Rates are those of the last seconds."""
+"""Rates are computed over this period."""
 _MAX_STEPS: Final = 20_000
 MAX_ENDED: Final = 100
-"""Requests that have ended and are still shown."""
+"""Number of finished requests that are still shown."""
 Key = tuple[str, str, str]
 """Model, version, instance."""
 
@@ -24,7 +24,7 @@ Key = tuple[str, str, str]
 @dataclass(slots=True)
 class Request:
     number: int
-    """The server's."""
+    """Assigned by the server."""
     id: str = ""
     key_name: str = ""
     received: float = 0.0
@@ -37,13 +37,13 @@ class Request:
     output_tokens: int = 0
     num_preemptions: int = 0
     ended: float = 0.0
-    """Unix seconds; 0 = it has not."""
+    """Unix seconds; 0 = not ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
     at_s: float
-    """When its event came, by the local clock."""
+    """When its event arrived, by the local clock."""
     duration_ms: float
     output_tokens: int
     prompt_tokens: int
@@ -67,7 +67,7 @@ class Instance:
     steps: deque[StepSample] = field(default_factory=lambda: deque(maxlen=_MAX_STEPS))
 
     def recent(self, now_s: float) -> list[StepSample]:
-        """Steps of the window."""
+        """The steps within the window."""
         while self.steps and self.steps[0].at_s < now_s - WINDOW_S:
             self.steps.popleft()
         return list(self.steps)
@@ -78,14 +78,14 @@ class FeedState:
         self.server: Mapping[str, Any] = {}
         self.scope = ""
         self.time = 0.0
-        """The server's, of the last event; unix seconds."""
+        """The server's time at the last event; unix seconds."""
         self.instances: dict[Key, Instance] = {}
         self.ended: deque[tuple[Key, Request]] = deque(maxlen=MAX_ENDED)
-        """The last ones to end, newest last."""
+        """The latest finished requests, newest last."""
         self.num_dropped = 0
-        """Events that the server left out, because they came too fast for this viewer."""
+        """Events that the server omitted because they came too fast for this viewer."""
         self.since_s = 0.0
-        """When the first snapshot came, by the local clock."""
+        """When the first snapshot arrived, by the local clock."""
         self._clock_s = 0.0
         """The server's clock minus the local one."""
 
@@ -94,7 +94,7 @@ class FeedState:
         return bool(self.server)
 
     def apply(self, name: str, data: Mapping[str, Any], now_s: float) -> None:
-        """now_s: the time of a clock that never goes back."""
+        """now_s: the time of a monotonic clock."""
         self.time = max(self.time, float(data.get("time") or 0.0))
         if name == "snapshot":
             self._snapshot(data, now_s)
@@ -112,7 +112,7 @@ class FeedState:
             self.num_dropped += int(data.get("events", 0))
 
     def server_time(self, now_s: float) -> float:
-        """The server's clock, unix seconds, by its last snapshot."""
+        """The server's clock, unix seconds, according to its last snapshot."""
         return now_s + self._clock_s
 
     def window_s(self, now_s: float) -> float:
@@ -187,7 +187,7 @@ class FeedState:
 
     @staticmethod
     def _count(instance: Instance) -> None:
-        """Counts for idle engines and for backends without steps, whose events have no counts."""
+        """For idle engines and backends without steps, whose events contain no counts."""
         running = sum(request.state == "running" for request in instance.requests.values())
         instance.num_running, instance.num_waiting = running, len(instance.requests) - running
         if not instance.requests:

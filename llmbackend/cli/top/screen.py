@@ -1,7 +1,7 @@
-"""The screen of `llmbackend top`: a table of instances, and a table of the requests for which there is room.
+"""The screen of `llmbackend top`: a table of instances, and a table of as many requests as fit.
 
-Invariants: nothing is wider or higher than the terminal: the least important columns go first; texts of clients are
-shown without control characters.
+Invariants: nothing exceeds the terminal: the least important columns are dropped first; texts from clients are shown
+without control characters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .feed_state import FeedState, Figures, Key, Request, figures
 _STATE_STYLES = {"ready": "green", "recovering": "bold yellow", "starting": "yellow", "failed": "bold red"}
 _BAR_WIDTH = 8
 _FRAME_LINES = 6
-"""Lines around the requests: title, notice, heads of two tables, a line between them, one below."""
+"""Lines around the requests: title, notice, heads of two tables, a line between them, one at the bottom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ _WIDTHS = (
     ("instance", 0), ("state", 0), ("running", 0), ("waiting", 0), ("tokens/s", 0), ("step ms", 62),
     ("KV memory", 76), ("prompt/s", 90), ("restarts", 100), ("steps/s", 110), ("model", 128), ("pid", 138),
 )  # fmt: skip
-"""Columns, and from which width of the terminal on they are shown."""
+"""Columns, and the terminal width from which on they are shown."""
 
 
 def _columns(width: int) -> list[str]:
@@ -152,7 +152,7 @@ def _requests(state: FeedState, view: View, room: int) -> RenderableType:
 
 
 def _ordered(state: FeedState) -> Iterator[tuple[Key, Request]]:
-    """Running ones, then waiting ones, by age; then those that have ended, newest first."""
+    """Running ones, then waiting ones, by age; then finished ones, newest first."""
     live = [(key, request) for key, instance in state.instances.items() for request in instance.requests.values()]
     yield from sorted(live, key=lambda each: (each[1].state != "running", each[1].number))
     yield from reversed(state.ended)

@@ -1,1 +1,1 @@
-"""Live activity of models for viewers of the server. Begin with messages.py."""
+"""Live activity of models, for viewers of the server. Start with messages.py."""

@@ -1,7 +1,7 @@
-"""The viewers of the server's activity, and the events that they have not read.
+"""Viewers of the server's activity, and the queue of events that they have not yet read.
 
-Invariants: a report never blocks, whatever viewers do; unread events are bounded in bytes, and the oldest are dropped
-first; instances are notified of the watched kinds, and events of other kinds are dropped.
+Invariants: reporting never blocks, whatever the viewers do; unread events are bounded in bytes and the oldest are
+dropped first; instances are told which kinds of events are watched, and events of other kinds are dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ENTRY_BYTES: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of an event. instance: "" = a model version; model: "" = the server."""
+    """Where an event comes from. instance: "" = a model version; model: "" = the server."""
 
     model: str = ""
     version: str = ""
@@ -39,7 +39,7 @@ class Source:
 
 
 class WatchedInstance(Protocol):
-    """An instance as the hub sees it."""
+    """An instance, as the hub sees it."""
 
     @property
     def source(self) -> Source: ...
@@ -61,7 +61,7 @@ class Entry:
 
 
 class Reporter:
-    """Reports events of one source. Thread-safe; costs one comparison while there are no viewers."""
+    """Reports the events of one source. Thread-safe; costs one comparison while nobody is viewing."""
 
     __slots__ = ("_hub", "source")
 
@@ -78,11 +78,11 @@ class Reporter:
 
 
 class Viewer:
-    """Reads the events since it was opened. One thread at a time."""
+    """Reads the events reported since it was opened. For one thread at a time."""
 
     def __init__(self, hub: ActivityHub, kinds: frozenset[EventKind], key_name: str | None, wake: Callable[[], None]):
-        """key_name: it may show only this key's requests; None = all
-        wake: called once for each `sleep`, on any thread, when there are events
+        """key_name: the only API key whose requests the viewer may see; None = all
+        wake: called once per `sleep`, on any thread, when events are available
         """
         self.kinds = kinds
         self.key_name = key_name
@@ -92,16 +92,16 @@ class Viewer:
 
     @property
     def position(self) -> str:
-        """An id of the last event that was read, unique among servers."""
+        """The id of the last event read, unique across servers."""
         return f"{self._hub.epoch}-{self._read_to}"
 
     @property
     def is_over(self) -> bool:
-        """The server has stopped."""
+        """Whether the server has stopped."""
         return self._hub.is_closed
 
     def read(self) -> tuple[list[Entry], int]:
-        """The events of all kinds since the last call, oldest first, and how many were dropped before them."""
+        """Returns all events since the last call, oldest first, and how many were dropped before them."""
         entries, dropped = self._hub.entries_since(self._read_to)
         self._read_to += len(entries) + dropped
         return entries, dropped
@@ -111,7 +111,7 @@ class Viewer:
         self._read_to = self._hub.last_sequence
 
     def sleep(self) -> None:
-        """Asks for a `wake` when there are unread events."""
+        """Asks for one call of `wake` as soon as there are unread events."""
         self._hub.wake_for(self, self._read_to)
 
     def close(self) -> None:
@@ -150,17 +150,17 @@ class ActivityHub:
                 if count >= most:
                     raise unavailable(f"this {whose} has {count} viewers of its events, expected at most {most}")
             if key_name is not None:
-                kinds |= {"requests"}  # these show which requests are the key's
+                kinds |= {"requests"}  # needed to tell which requests are the key's
             viewer = Viewer(self, kinds, key_name, wake)
             self._viewers.append(viewer)
-            self._watch(tells_again="blocks" in kinds)
+            self._watch(force="blocks" in kinds)
         return viewer
 
     def remove(self, viewer: Viewer) -> None:
         with self._viewers_lock:
             if viewer in self._viewers:
                 self._viewers.remove(viewer)
-                self._watch(tells_again=False)
+                self._watch(force=False)
         with self._log_lock:
             if viewer in self._asleep:
                 self._asleep.remove(viewer)
@@ -169,18 +169,18 @@ class ActivityHub:
                 self._log_bytes = 0
 
     def close(self) -> None:
-        """The server has stopped: ends all viewers."""
+        """Ends all viewers, because the server has stopped."""
         with self._viewers_lock:
             self.is_closed = True
             viewers = list(self._viewers)
         for viewer in viewers:
             viewer.wake()
 
-    def _watch(self, *, tells_again: bool) -> None:
-        """Tells all instances the watched kinds if they have changed. The caller holds the lock of the viewers.
-        tells_again: also if they have not, for a viewer of blocks, which begins with all blocks."""
+    def _watch(self, *, force: bool) -> None:
+        """Tells all instances which kinds are watched, if that has changed. The caller holds `_viewers_lock`.
+        force: tell them even if nothing has changed: a viewer of blocks starts with the state of all blocks"""
         kinds = NOTHING.union(*(viewer.kinds for viewer in self._viewers))
-        if kinds == self.kinds and not tells_again:
+        if kinds == self.kinds and not force:
             return
         self.kinds = kinds
         for instance in self._instances:
@@ -189,7 +189,7 @@ class ActivityHub:
     # --- instances ----------------------------------------------------------------------------------------------------
 
     def add_instance(self, instance: WatchedInstance) -> None:
-        """Tells it the watched kinds, now and at each change; also if called again."""
+        """Tells the instance the watched kinds, now and whenever they change. May be called repeatedly."""
         with self._viewers_lock:
             self._instances[instance] = None
             if self.kinds:
@@ -200,7 +200,7 @@ class ActivityHub:
             self._instances.pop(instance, None)
 
     def describe(self) -> list[tuple[Source, InstanceDescription]]:
-        """Takes time in proportion to the requests in flight."""
+        """Takes time proportional to the number of requests in flight."""
         with self._viewers_lock:
             instances = list(self._instances)
         return [(instance.source, instance.describe()) for instance in instances]
@@ -224,7 +224,7 @@ class ActivityHub:
             viewer.wake()
 
     def entries_since(self, sequence: int) -> tuple[list[Entry], int]:
-        """The events after `sequence` that still exist, and how many do not."""
+        """The events after `sequence` that are still stored, and how many have been dropped."""
         with self._log_lock:
             count = self.last_sequence - sequence
             held = min(count, len(self._log))

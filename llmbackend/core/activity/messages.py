@@ -1,7 +1,7 @@
-"""The events of `/v2/engine/events`, which backends and the host report, and the state before them.
+"""The events of `/v2/engine/events`, which backends and the host report, and the initial state that precedes them.
 
-All are frozen; their fields are those of the JSON for clients (docs/engine_events.md). None has a text, prompt or
-token.
+All are frozen, and their fields are those of the JSON sent to clients (docs/engine_events.md). None contains text,
+prompts or tokens.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class RequestActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has ended. Counts are None when its backend counts no tokens.
+    """A finished request. Counts are None when its backend counts no tokens.
 
     time             Unix time
     finish_reason    "stop", "length", "abort", "error"; "" = unknown
-    cached_tokens    tokens of its prompts that the prefix cache had
+    cached_tokens    prompt tokens found in the prefix cache
     num_preemptions  counted only while there were viewers
     """
 
@@ -67,7 +67,7 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestsReceived(msgspec.Struct, frozen=True):
-    """Requests that the instance got: new ones, and others from another instance."""
+    """New requests of the instance, including those moved from another instance."""
 
     received: tuple[RequestActivity, ...]
 
@@ -115,10 +115,10 @@ class StepActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlocksActivity(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of blocks.
+    """Which requests own the KV blocks.
 
     time       Unix time
-    runs       in the order of the blocks
+    runs       in block order
     truncated  whether there are more runs
     """
 
@@ -129,14 +129,14 @@ class BlocksActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineActivity(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's state has changed.
+    """A change of an engine's state.
 
     time          the Unix time of the change
     state         "starting", "ready", "recovering", "failed", "asleep", "stopped"
     reason        why the last engine ended; "" = no engine has ended
-    pid           the id of its process; None = it has no process now, or no process of its own
-    num_restarts  how many engines were replaced
-    recovery_ms   when "ready" follows a lost engine: how long there was no engine
+    pid           the engine's process id; None = no process at present, or none of its own
+    num_restarts  how often the engine has been replaced
+    recovery_ms   with "ready" after an engine was lost: how long there was no engine
     """
 
     time: float
@@ -162,7 +162,7 @@ class LoadActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
-    """A version's state has changed: LOADING, READY, UNLOADING or UNAVAILABLE."""
+    """A change of a version's state: LOADING, READY, UNLOADING or UNAVAILABLE."""
 
     time: float
     state: str
@@ -192,8 +192,8 @@ class InstanceDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     state, pid, num_restarts  as in EngineActivity
     limits                    None = unknown, or there are no limits
-    path                      its backend's word for what computes, such as "native"; "" = unknown
-    path_reason               why nothing faster computes; "" = unknown, or there is nothing faster
+    path                      the backend's name for the active implementation, such as "native"; "" = unknown
+    path_reason               why a faster implementation is not used; "" = unknown, or there is none
     """
 
     state: str
@@ -222,7 +222,7 @@ KIND_OF: Final[dict[type[Activity | LogActivity], EventKind]] = {
 
 
 def to_json(message: msgspec.Struct) -> bytes:
-    """Compact JSON with the fields in their order. Lone surrogates, which an id may have, become '?'."""
+    """Compact JSON with the fields in declaration order. Lone surrogates, which an id may contain, become '?'."""
     try:
         return _encode(message)
     except UnicodeEncodeError:
@@ -231,11 +231,11 @@ def to_json(message: msgspec.Struct) -> bytes:
 
 
 class InstanceActivity(Protocol):
-    """Where a backend reports the activity of an instance. Thread-safe; never blocks."""
+    """Through which a backend reports an instance's activity. Thread-safe; never blocks."""
 
     @property
     def kinds(self) -> frozenset[EventKind]:
-        """The watched kinds. Usually there are none; then make no reports."""
+        """The watched kinds; usually none, and then nothing needs to be reported."""
 
     def report(self, activity: Activity) -> None:
         """Does nothing while no viewer watches this kind of event."""

@@ -1,1 +1,1 @@
-"""Compiled backends: Triton's C API over the host's contract (backend_api.py), and the backends' shared libraries."""
+"""Compiled backends: Triton's C API on top of the host's contract (backend_api.py), and their shared libraries."""

@@ -1,6 +1,6 @@
-"""A repository agent that is a shared library, `libtritonrepoagent_<name>.so`, as the host calls one in Python.
+"""Calls a repository agent in a shared library, `libtritonrepoagent_<name>.so`, like one in Python.
 
-Source: TRITONREPOAGENT_* of Triton's tritonrepoagent.h.
+Source: TRITONREPOAGENT_* in Triton's tritonrepoagent.h.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _ACTIONS: Final = tuple(Action)
 
 
 class CompiledAgent:
-    """TRITONREPOAGENT_ModelAction is absent where the library does not have it."""
+    """TRITONREPOAGENT_ModelAction is absent if the library does not export it."""
 
     def __init__(self, file: Path) -> None:
-        """Raises TritonError: INTERNAL with the loader's words, UNSUPPORTED without the C API."""
+        """Raises TritonError: INTERNAL with the loader's message, UNSUPPORTED without the C API."""
         self._api = api()
         self._library = load(file)
         if self._address("ModelAction"):

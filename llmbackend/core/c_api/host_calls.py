@@ -1,8 +1,8 @@
-"""What the C API asks of the host: the functions that native/*.cpp calls by name, with the interpreter's lock.
+"""The host functions behind Triton's C API. native/*.cpp calls them by name while holding the GIL.
 
-For: native/. Does not know: C objects; a model, instance, request or factory here is the host's own. Invariant: a
-function that fails raises, and the C function returns that as a TRITONSERVER_Error. Source: Triton's tritonbackend.h
-and tritonserver.h.
+Used by native/. Knows nothing of C objects: models, instances, requests and factories here are the host's own.
+Invariant: a function fails by raising, and the C function returns the exception as a TRITONSERVER_Error. Source:
+Triton's tritonbackend.h and tritonserver.h.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def log_message(level: int, file: str, line: int, message: str) -> None:
 
 
 def log_levels() -> int:
-    """The levels that are logged, bit n for level n. What INFO, WARNING and ERROR let through, the log itself
-    decides."""
+    """The enabled log levels: bit n stands for level n. INFO, WARNING and ERROR are filtered by the log itself."""
     return 0b1111 if _log.isEnabledFor(logging.DEBUG) else 0b0111
 
 
@@ -91,7 +90,7 @@ def log_levels() -> int:
 
 
 def release_request(request: Request, flags: int, has_responses: bool) -> ResponseFactory | None:
-    """has_responses: some were made and are not sent; the factory that is returned makes them then."""
+    """has_responses: responses were created and not yet sent; the returned factory then creates them."""
     factory = request.response_factory() if has_responses else None
     try:
         request.release(ReleaseFlag(flags))
@@ -121,7 +120,7 @@ def send_response(
     flags: int,
     failure: ErrorPair | None,
 ) -> None:
-    """An output whose data does not fit its shape makes the response an error, so that the client gets an answer."""
+    """If an output's data does not match its shape, an error response is sent, so that the client gets an answer."""
     response = maker.new_response()
     error = None if failure is None else error_from(failure)
     if error is None:
@@ -155,7 +154,7 @@ def set_model_config(model: Model, text: str) -> None:
 
 
 def report_memory_usage(what: str, subject: Model | ModelInstance, usage: Sequence[tuple[int, int, int]]) -> None:
-    """usage: number of a TRITONSERVER_MemoryType, device, bytes"""
+    """usage: (TRITONSERVER_MemoryType number, device, bytes)"""
     subject.state.memory_usage = tuple(usage)
 
 

@@ -1,8 +1,8 @@
-"""Loads compiled backends, batching strategies and response caches, and stands for them as the host calls them.
+"""Loads compiled backends, batching strategies and response caches, and presents them to the host as Python objects.
 
-Invariants: the C API's library is in the process's global scope before any other is loaded, so that a library's calls
-reach it whatever it was linked with; a C object lives from its Initialize until after its Finalize. Does not know: what
-C objects hold (native/). Source: TritonBackend::LoadBackendLibrary in Triton's core.
+Invariants: the C API's library is loaded into the process's global scope before any other, so that the calls of a
+library reach it whatever that library was linked with; a C object lives from its Initialize until after its Finalize.
+Independent of what C objects contain (native/). Source: TritonBackend::LoadBackendLibrary in Triton's core.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ STRATEGY_FUNCTIONS: Final = (
 
 @cache
 def api() -> Any:
-    """The extension module of the C API. Raises TritonError UNSUPPORTED where it was not compiled."""
+    """The extension module of the C API. Raises TritonError UNSUPPORTED if it was not compiled."""
     try:
         module: Any = importlib.import_module("._triton_api", __package__)
     except ImportError as error:
@@ -66,7 +66,7 @@ def api() -> Any:
 
 
 def load(file: Path) -> ctypes.CDLL:
-    """Raises TritonError INTERNAL with the loader's words."""
+    """Raises TritonError INTERNAL with the loader's message."""
     _stand_in_for_renamed_servers(file)
     try:
         return ctypes.CDLL(str(file), mode=os.RTLD_NOW | os.RTLD_LOCAL)
@@ -85,11 +85,11 @@ def address_of(library: ctypes.CDLL, name: str, prefix: str = "TRITONBACKEND_") 
 class CompiledBackend:
     """The functions of one shared library, called with the host's objects.
 
-    TRITONBACKEND_* attributes that a library does not have are absent, except those that make and delete C objects.
+    TRITONBACKEND_* functions not exported by the library are absent, except those that manage C objects.
     """
 
     def __init__(self, file: Path) -> None:
-        """Raises TritonError: INTERNAL with the loader's words, UNSUPPORTED without the C API."""
+        """Raises TritonError: INTERNAL with the loader's message, UNSUPPORTED without the C API."""
         self._api = api()
         self._library = load(file)
         self.__file__ = str(file)
@@ -104,7 +104,7 @@ class CompiledBackend:
         return address_of(self._library, name)
 
     def _call(self, name: str, subject: Backend | Model | ModelInstance) -> None:
-        """Calls a function of one argument, if the library has it, with the C object of `subject`."""
+        """Calls a function that takes the C object of `subject` as its only argument, if the library exports it."""
         address = self._address(name)
         if address and subject.state is not None:
             self._api.set_log_levels(host_calls.log_levels())
@@ -166,7 +166,7 @@ class CompiledBackend:
             instance.state = None
 
     def LLMBACKEND_ModelInstanceMemoryUsage(self, instance: ModelInstance) -> Sequence[MemoryUsage]:
-        """What the instance last reported."""
+        """The last report of the instance."""
         return tuple(
             MemoryUsage(MemoryType.GPU if kind == 2 else MemoryType.CPU, device, byte_size)
             for kind, device, byte_size in instance.state.memory_usage
@@ -187,7 +187,7 @@ class CompiledBackend:
 
 
 class CompiledStrategy:
-    """The functions of a batching strategy, `batchstrategy.so`, called as those of a Python module."""
+    """The functions of a batching strategy, `batchstrategy.so`, callable like those of a Python module."""
 
     def __init__(self, file: Path) -> None:
         """Raises TritonError as CompiledBackend does."""
@@ -199,7 +199,7 @@ class CompiledStrategy:
                 setattr(self, f"TRITONBACKEND_{name}", partial(getattr(self, name), address))
 
     def ModelBatcherInitialize(self, address: int, model: Model) -> int:
-        """The model may be served by any backend, so it gets a C object for the strategy alone."""
+        """The model may have any backend, so the strategy gets a C object of its own."""
         backend = model.backend
         owner = self._api.new_backend(backend, backend.name, str(backend.directory), "{}")
         self._objects = (
@@ -229,7 +229,7 @@ class CompiledStrategy:
 
 
 class CompiledCache:
-    """A response cache that is a shared library, `libtritoncache_<name>.so`: a ResponseCache (core/caching.py).
+    """A response cache in a shared library, `libtritoncache_<name>.so`: a ResponseCache (core/caching.py).
 
     Source: TRITONCACHE_* of Triton's tritoncache.h.
     """
@@ -237,7 +237,7 @@ class CompiledCache:
     is_remote = False
 
     def __init__(self, file: Path, settings: Mapping[str, str], metric_family: Callable[..., MetricFamily]) -> None:
-        """Raises TritonError NOT_FOUND for a library without the four functions of a cache, and the error of its
+        """Raises TritonError NOT_FOUND if one of a cache's four functions is missing, and the error of its
         initialisation."""
         self._api = api()
         library = load(file)
@@ -261,7 +261,7 @@ class CompiledCache:
         task()
 
     def lookup(self, key: bytes) -> bytes | None:
-        """Triton's caches return NOT_FOUND if there is no entry."""
+        """Triton's caches return NOT_FOUND for a missing entry."""
         error, entry = self._api.cache_lookup(self._lookup, self._cache, key.hex())
         return None if error is not None else bytes(entry)
 
@@ -275,7 +275,7 @@ class CompiledCache:
 
 
 class Handle:
-    """The `state` of a host object: the C object, and the memory that its backend reported."""
+    """The `state` of a host object: its C object, and the memory that its backend reported."""
 
     def __init__(self, made: Any) -> None:
         self.object = made
@@ -283,7 +283,7 @@ class Handle:
 
 
 class ModelHandle(Handle):
-    """The handle of a model, with what its inferences on other models need."""
+    """The handle of a model, and what its inferences on other models need."""
 
     def __init__(self, made: Any, deliver: Any) -> None:
         super().__init__(made)
@@ -296,8 +296,8 @@ class ModelHandle(Handle):
 
 
 class Deliveries:
-    """Gives the responses of a model's inferences to its backend, in order, on a thread that backend code may block.
-    The host's callbacks must only enqueue."""
+    """Delivers the responses of a model's inferences to its backend, in order, on a thread that backend code may block:
+    the host's own callbacks must only enqueue."""
 
     def __init__(self, deliver: Any) -> None:
         self._deliver = deliver
@@ -314,7 +314,7 @@ class Deliveries:
         self._queue.put((delivery, response, flags))
 
     def close(self) -> None:
-        """Ends the thread once everything is delivered."""
+        """Ends the thread after all deliveries."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
@@ -326,11 +326,11 @@ class Deliveries:
             delivery, response, flags = item
             value = None if response is None else host_calls.unpacked_response(response)
             self._deliver(delivery, value, int(flags))
-            del item, delivery, response, value  # the last one must not live until the next comes
+            del item, delivery, response, value  # otherwise they would live until the next item arrives
 
 
 def raise_error(error: host_calls.ErrorPair | None) -> None:
-    """Raises what a function of a library has returned."""
+    """Raises the error returned by a library's function."""
     if error is not None:
         raise host_calls.error_from(error)
 
@@ -340,7 +340,7 @@ def _policy_name(instance: ModelInstance) -> str:
 
 
 def _packed(request: Request) -> tuple[Any, ...]:
-    """The request in the form that `_triton_api.execute` reads. Data of a fixed-size type is not copied."""
+    """The request as `_triton_api.execute` reads it. Fixed-size data is not copied."""
     trace = request.trace
     return (
         request,
@@ -360,8 +360,8 @@ def _packed(request: Request) -> tuple[Any, ...]:
 
 
 def _stand_in_for_renamed_servers(file: Path) -> None:
-    """Wheels rename the server's library that their backends need (libtritonserver-717102f0.so). An empty library of
-    that name is loaded before, so that the loader neither fails nor brings in the real one beside ours."""
+    """Wheels rename the server library that their backends are linked with (libtritonserver-717102f0.so). An empty
+    library of that name is loaded first, so that the loader neither fails nor loads the real one next to ours."""
     for name in {found.decode() for found in _SERVER_LIBRARY.findall(file.read_bytes())} - {_SERVER_SONAME}:
         _load_empty_library(name)
 
@@ -375,8 +375,8 @@ def _load_empty_library(soname: str) -> ctypes.CDLL:
 
 
 def _empty_library(soname: str) -> bytes:
-    """A shared object for this machine with a name and no symbols. Layout: ELF header, three program headers, dynamic
-    section, symbol hash table, symbol table, string table, all in one writable segment. Source: the ELF-64
+    """A shared object for this machine with the given name and no symbols. Layout: ELF header, three program headers,
+    dynamic section, symbol hash table, symbol table, string table, all in one writable segment. Source: the ELF-64
     specification."""
     with open("/proc/self/exe", "rb") as own:
         machine = struct.unpack_from("<H", own.read(20), 18)[0]

@@ -1,4 +1,4 @@
-"""Model configurations: reads config.pbtxt and JSON overrides, and completes them. A field that is set is kept.
+"""Reads model configurations from config.pbtxt and JSON overrides, and completes unset fields.
 
 Source: GetNormalizedModelConfig, AutoCompleteBackendFields in Triton's core; golden transcripts 04, 08, 57.
 """
@@ -25,8 +25,7 @@ _STRING_OR_KEY = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<key>[A-Za-z_]\w*)(?=\s*:)', 
 
 
 def parse_text(text: str, source: str) -> ModelConfig:
-    """The ModelConfig of a text-format protobuf. Raises TritonError INTERNAL naming `source`, line, column and
-    field."""
+    """Parses a text-format protobuf. Raises TritonError INTERNAL naming `source`, line, column and field."""
     config = ModelConfig()
     try:
         text_format.Parse(text, config)
@@ -36,7 +35,7 @@ def parse_text(text: str, source: str) -> ModelConfig:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Raises TritonError INTERNAL when the file cannot be read or parsed."""
+    """Raises TritonError INTERNAL if the file cannot be read or parsed."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -45,7 +44,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def parse_json(text: str | bytes) -> ModelConfig:
-    """The ModelConfig of a load override. Raises TritonError INVALID_ARG naming what is wrong."""
+    """The ModelConfig of a load override. Raises TritonError INVALID_ARG that says what is wrong."""
     config = ModelConfig()
     try:
         json_format.ParseDict(_json(text), config)
@@ -55,7 +54,7 @@ def parse_json(text: str | bytes) -> ModelConfig:
 
 
 def _json(text: str | bytes) -> Any:
-    """As in protobuf's C++ parser, keys may be bare words. orjson refuses lone surrogates and NaN, as protobuf must."""
+    """As in protobuf's C++ parser, keys need not be quoted. orjson rejects lone surrogates and NaN."""
     try:
         return orjson.loads(text)
     except ValueError:
@@ -68,13 +67,13 @@ def _quote_key(found: re.Match[str]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Shortened, since parsers quote their input, which may have megabytes."""
+    """Shortened, because parsers quote their input, which may have megabytes."""
     return (str(error).splitlines() or [type(error).__name__])[0][:_ERROR_CHARACTERS]
 
 
 @dataclass(frozen=True, slots=True)
 class _ModelLayout:
-    """How a model of a backend is stored in a repository.
+    """How models of a backend are stored in a repository.
 
     platforms: names from before the field `backend` existed; the first one is filled in
     filename: the file or directory in each version directory
@@ -98,8 +97,8 @@ _LAYOUTS = (
 
 
 def fill_backend(config: ModelConfig, directory: Path) -> None:
-    """Fills `backend`, `platform` and `default_model_filename` of the model in `directory`, whose name must be set.
-    Raises TritonError INVALID_ARG when neither the configuration, the files nor the name determine the backend."""
+    """Fills in `backend`, `platform` and `default_model_filename` of the model in `directory`, whose name must be set.
+    Raises TritonError INVALID_ARG if neither configuration, files nor name determine the backend."""
     if config.HasField("ensemble_scheduling"):
         return
     versions = [version for version in directory.glob("[1-9]*") if version.is_dir()]
@@ -138,7 +137,7 @@ def _fill_from_name(config: ModelConfig) -> None:
 
 
 def set_defaults(config: ModelConfig) -> None:
-    """The defaults that Triton shows in /config, except for instance groups."""
+    """Sets the defaults that Triton shows in /config, except those of instance groups."""
     if not config.version_policy.WhichOneof("policy_choice"):
         config.version_policy.latest.num_versions = 1
     if not config.HasField("ensemble_scheduling"):
@@ -168,9 +167,9 @@ def set_instance_groups(
     preferred: the backend's kinds and counts for a model without groups
     gpus: the host's GPU ids
 
-    A model without groups gets one named as the model; a group without a name becomes `<model>_<index>`. KIND_AUTO is
-    KIND_GPU if there are GPUs, with all that the group lists; KIND_GPU without a list has all. An ensemble has no
-    groups.
+    A model without groups gets one with the model's name; an unnamed group becomes `<model>_<index>`. KIND_AUTO becomes
+    KIND_GPU if all GPUs that the group lists exist (and there are any); KIND_GPU without a list gets all GPUs.
+    Ensembles have no groups.
     """
     if config.HasField("ensemble_scheduling"):
         return
@@ -189,7 +188,7 @@ def set_instance_groups(
 
 
 def merge_auto_complete(config: ModelConfig, proposed: ModelConfig) -> None:
-    """See Model.set_config. Parameters that are not set, not merged by Triton, let a backend inform frontends."""
+    """See Model.set_config. Unlike Triton, also merges unset parameters, through which a backend informs frontends."""
     config.max_batch_size = proposed.max_batch_size
     del config.input[:]
     config.input.extend(proposed.input)

@@ -1,6 +1,6 @@
-"""The rules of model configurations, checked before a load and again after auto-complete.
+"""The rules for model configurations, checked before a load and again after auto-complete.
 
-A field for a feature that this host lacks is refused here, or ignored with a WARNING (IGNORED_FIELDS of served_config).
+A field for a feature that this host lacks is refused here, or ignored with a WARNING (IGNORED_FIELDS in served_config).
 Source: ValidateModelConfig and its neighbours in Triton's model_config_utils.cc, texts verbatim.
 """
 
@@ -96,7 +96,7 @@ def _check_flow(config: ModelConfig, readers: _StepsOfTensor, writers: _StepsOfT
 
 
 def _written(config: ModelConfig) -> set[str]:
-    """The tensors that get values: the inputs, and the outputs of steps whose inputs all get values."""
+    """The tensors that receive values: the inputs, and the outputs of every step whose inputs all receive values."""
     written = {tensor.name for tensor in config.input}
     waiting = list(config.ensemble_scheduling.step)
     while True:
@@ -119,7 +119,7 @@ _NOT_A_DIMENSION = "must be integer >= 1, or -1 to indicate a variable-size dime
 
 
 def validate_config(config: ModelConfig) -> None:
-    """Raises TritonError INVALID_ARG for a broken rule. StateRules checks initial states."""
+    """Raises TritonError INVALID_ARG for a broken rule. Initial states are checked by StateRules."""
     name = config.name
     if config.HasField("ensemble_scheduling") or config.platform == PLATFORM:
         validate_scheduling(config)
@@ -161,7 +161,7 @@ def _validate_enums(model: str, message: Message) -> None:
 
 
 def _validate_paths(config: ModelConfig) -> None:
-    """The file must be in the version directory, since a configuration may come from a client."""
+    """Paths must stay within the version directory, because a configuration may come from a client."""
     path = PurePath(config.default_model_filename)
     if path.is_absolute() or ".." in path.parts or "\0" in config.default_model_filename:
         raise invalid_argument(
@@ -203,8 +203,8 @@ def _validate_queue_policies(config: ModelConfig) -> None:
 
 
 def validate_instance_groups(config: ModelConfig, gpus: Sequence[int], min_compute_capability: float) -> None:
-    """Validates the groups after set_instance_groups. gpus: ids of the host's GPUs. Raises TritonError INVALID_ARG with
-    the texts of ValidateInstanceGroup in Triton's core."""
+    """Validates groups that set_instance_groups has completed. gpus: the host's GPU ids. Raises TritonError INVALID_ARG
+    with the texts of ValidateInstanceGroup in Triton's core."""
     for group in config.instance_group:
         subject = f"instance group {group.name} of model {config.name}"
         kind = ModelInstanceGroup.Kind.Name(group.kind)
@@ -279,7 +279,7 @@ def _validate_targets(targets: list[str], outputs: set[str]) -> None:
 
 
 def validate_sequence_batching(config: ModelConfig) -> None:
-    """Raises TritonError INVALID_ARG with Triton's text for the first rule that is broken."""
+    """Raises TritonError INVALID_ARG with Triton's text for the first broken rule."""
     if not config.HasField("sequence_batching"):
         return
     name, batching = config.name, config.sequence_batching
@@ -354,7 +354,7 @@ def _validate_correlation_id(model: str, control: Any) -> None:
 
 
 def _validate_state_memory(config: ModelConfig) -> None:
-    """Growable memory is GPU memory; Triton refuses it at the first request."""
+    """Growable memory is GPU memory; Triton refuses it on the first request."""
     kinds = {group.kind for group in config.instance_group}
     for state in config.sequence_batching.state:
         if state.use_growable_memory and not state.use_same_buffer_for_input_output:
@@ -371,10 +371,10 @@ def _validate_state_memory(config: ModelConfig) -> None:
 
 
 def validate_tensors(config: ModelConfig) -> None:
-    """Names, datatypes, dimensions and reshapes of inputs and outputs, after auto-complete.
+    """Checks names, datatypes, dimensions and reshapes of inputs and outputs, after auto-complete.
 
     Raises TritonError INVALID_ARG for the first broken rule. As in Triton's core, texts name the model without quotes,
-    and equal tensors may have the same name (as in TensorRT-LLM's `ensemble`)."""
+    and identical tensors may have the same name (as in TensorRT-LLM's `ensemble`)."""
     faults = chain(
         _tensor_faults("model input", config.input, config.max_batch_size),
         _tensor_faults("model output", config.output, config.max_batch_size),

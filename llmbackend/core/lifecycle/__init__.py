@@ -1,1 +1,1 @@
-"""From what should be loaded to what serves: loads, unloads, versions and their states."""
+"""Loads and unloads models, and tracks versions and their states."""

@@ -1,7 +1,7 @@
-"""Ensembles and their composing models: load order, what a change of a model affects, validation.
+"""Ensembles and their composing models: load order, the effects of a model's change, validation.
 
 Source: ValidateEnsembleConfig in Triton's ensemble_utils.cc; CheckNode, ConnectDependencyGraph and the dependency graph
-of its model_repository_manager.cc.
+in its model_repository_manager.cc.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ..config.model_config_rules import composing_models
 from ..errors import TritonError, invalid_argument
 from ..repository.model_files import ModelIdentifier
 from ..repository.model_repository import ModelSpec
-from ..scheduling.ensembles.graph import dims_agree
+from ..scheduling.ensembles.graph import dims_compatible
 from ..tensors import shape_text
 from .model_versions import ModelVersions
 
 
 @dataclass
 class Faults:
-    """The faults that one load has found so far, by the models' keys.
+    """The faults found so far during one load, by model key.
 
-    missing: models that no repository has
-    failed: models whose load failed, with the reason
+    missing: models that are in no repository
+    failed: models that failed to load, with the reason
     invalid: ensembles that cannot serve, with the reason
     """
 
@@ -36,8 +36,7 @@ class Faults:
     invalid: dict[str, str] = field(default_factory=dict)
 
     def of(self, part: str, versions: Collection[int], ready: Collection[int]) -> str:
-        """Why an ensemble cannot use `versions` (-1 = any) of a composing model with the READY versions `ready`; "" =
-        it can."""
+        """Why an ensemble cannot use `versions` (-1 = any) of a model with the READY versions `ready`; "" = it can."""
         if part in self.invalid:
             return f"which is not valid. Model '{part}' failed with error: {self.invalid[part]}"
         if not ready and part in self.failed:
@@ -49,7 +48,7 @@ class Faults:
 
 
 def validate_ensemble(spec: ModelSpec, versions: ModelVersions, faults: Faults) -> str:
-    """Why the ensemble cannot serve; "" = it can, and its configuration's `decoupled` is set."""
+    """Why the ensemble cannot serve. "" = it can, and `decoupled` is set in its configuration."""
     parts = composing_models(spec.config)
     ready = {part: versions.ready_versions(part) for part in parts}
     for part in parts:
@@ -73,14 +72,14 @@ class _Node:
     """A tensor of the ensemble, as declared by the first model that names it.
 
     label: number of the decoupled step that its values come from, 0 = none; a step must not mix values with different
-        labels, since it is unknown which of them belong together
+        labels, because it is unknown which of them belong together
     sibling: shared by all outputs of a step
     """
 
     model: str
     data_type: int = 0
     dims: tuple[int, ...] = ()
-    full_dims: tuple[int, ...] = ()  # with the batch dimension
+    full_dims: tuple[int, ...] = ()  # including the batch dimension
     is_decoupled: bool = False
     label: int = 0
     is_visited: bool = False
@@ -90,7 +89,7 @@ class _Node:
 
 
 def check_tensors(config: ModelConfig, composing: Mapping[str, ModelConfig]) -> bool:
-    """Whether the ensemble is decoupled. Raises TritonError INVALID_ARG when its tensors do not match those of the
+    """Whether the ensemble is decoupled. Raises TritonError INVALID_ARG if its tensors do not match those of the
     `composing` models (by name)."""
     batches = config.max_batch_size > 0
     nodes = {tensor.name: _node(config.name, tensor, batches) for tensor in config.input}
@@ -154,8 +153,7 @@ def _model_node(step: ModelEnsembling.Step, model: ModelConfig, tensor: ModelInp
 
 
 def _matching(ensemble: str, tensor: str, found: _Node, nodes: dict[str, _Node]) -> _Node:
-    """The node of the ensemble's `tensor`, after a check that `found` matches. Variable sizes are checked per
-    request."""
+    """The node of the ensemble's `tensor`, after checking that `found` matches. Requests check variable sizes."""
     known = nodes.setdefault(tensor, found)
     prefix = f"in ensemble {ensemble}, ensemble tensor {tensor}: "
     if known.data_type != found.data_type:
@@ -163,7 +161,7 @@ def _matching(ensemble: str, tensor: str, found: _Node, nodes: dict[str, _Node])
             f"{prefix}inconsistent data type: {DataType.Name(known.data_type)} is inferred from model {known.model} "
             f"while {DataType.Name(found.data_type)} is inferred from model {found.model}"
         )
-    if not dims_agree(known.dims, found.dims) and not dims_agree(known.full_dims, found.full_dims):
+    if not dims_compatible(known.dims, found.dims) and not dims_compatible(known.full_dims, found.full_dims):
         raise invalid_argument(
             f"{prefix}inconsistent shape: {shape_text(known.full_dims)} is inferred from model {known.model} while "
             f"{shape_text(found.full_dims)} is inferred from model {found.model}"
@@ -181,7 +179,7 @@ def _link(step: ModelEnsembling.Step, model: ModelConfig, nodes: Mapping[str, _N
 
 
 def _decoupled_labels(config: ModelConfig, nodes: Mapping[str, _Node]) -> int:
-    """The number of decoupled steps. Raises TritonError INVALID_ARG for a step that mixes values of several."""
+    """Counts the decoupled steps. Raises TritonError INVALID_ARG for a step that mixes values of several of them."""
     labels = 0
     ready = deque(nodes[tensor.name] for tensor in config.input)
     for node in ready:
@@ -222,8 +220,8 @@ def parts_of(specs: Mapping[str, ModelSpec]) -> dict[str, list[str]]:
     return {name: list(composing_models(spec.config)) for name, spec in specs.items()}
 
 
-def circles(parts: Parts) -> dict[str, str]:
-    """Triton's error text for each model that depends on itself; it does not always name that model."""
+def dependency_cycles(parts: Parts) -> dict[str, str]:
+    """Triton's error text for each model that depends on itself. The text does not always name that model."""
     reasons: dict[str, str] = {}
 
     def search(current: str, start: str, seen: set[str]) -> str:
@@ -244,21 +242,21 @@ def circles(parts: Parts) -> dict[str, str]:
     return reasons
 
 
-def in_levels(names: Iterable[str], parts: Parts) -> list[list[str]]:
-    """`names` in groups, each model after its composing models; the members of a circle are in one group."""
+def dependency_levels(names: Iterable[str], parts: Parts) -> list[list[str]]:
+    """`names` in groups such that models follow their composing models; the members of a cycle form one group."""
     waiting = sorted(set(names))
-    in_circles = circles(parts)
+    in_cycles = dependency_cycles(parts)
     levels = []
     while waiting:
         level = [name for name in waiting if not any(part in waiting for part in parts.get(name, ()))]
-        level = level or [name for name in waiting if name in in_circles]
+        level = level or [name for name in waiting if name in in_cycles]
         levels.append(level)
         waiting = [name for name in waiting if name not in level]
     return levels
 
 
 class ModelDependencies:
-    """The recorded ensembles, and which models were requested by name. Thread-safe."""
+    """Remembers ensembles, and which models were requested by name. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -266,7 +264,7 @@ class ModelDependencies:
         self._explicit: set[str] = set()
 
     def remember(self, specs: Iterable[ModelSpec], explicit: Collection[str]) -> None:
-        """Records models before their load. explicit: keys requested by name, not as composing models."""
+        """Records models before their load. explicit: keys of those requested by name not as composing models."""
         with self._lock:
             for spec in specs:
                 if spec.key in explicit:
@@ -281,7 +279,7 @@ class ModelDependencies:
             return self._ensembles.get(name)
 
     def forget(self, name: str, with_parts: bool) -> list[str]:
-        """The models to unload with `name`: itself and, with_parts, composing models that no ensemble needs and that
+        """The models to unload with `name`: itself and, if with_parts, composing models that no ensemble needs and that
         were not requested by name."""
         with self._lock:
             removed = [name]
@@ -293,7 +291,7 @@ class ModelDependencies:
             return removed
 
     def affected_by(self, names: Collection[str]) -> list[str]:
-        """The ensembles that contain any of `names`, directly or not, each after its composing models."""
+        """The ensembles that contain any of `names`, directly or indirectly, each after its composing models."""
         with self._lock:
             parts = parts_of(self._ensembles)
         affected: set[str] = set()
@@ -301,7 +299,7 @@ class ModelDependencies:
         while front:
             front = {name for name, its in parts.items() if front.intersection(its)} - affected - set(names)
             affected |= front
-        return [name for level in in_levels(affected, parts) for name in level]
+        return [name for level in dependency_levels(affected, parts) for name in level]
 
     def _is_idle(self, name: str, removed: Collection[str]) -> bool:
         needed = any(name in composing_models(spec.config) for spec in self._ensembles.values())

@@ -1,8 +1,8 @@
-"""Loads and unloads models: the only way from one state of a version to another.
+"""ModelLifecycle loads and unloads models. Only it changes the state of a version.
 
 Invariants: a new version serves before the old one stops; a model is finalised when its last in-flight handle is
-closed; a load that a newer operation overtook is undone.
-Source: Triton's model life cycle; texts of golden transcripts 06, 07, 50, 51.
+closed; a load that a newer operation has overtaken is undone. Source: Triton's model life cycle; texts of golden
+transcripts 06, 07, 50, 51.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CUT_REASON = "Server is stopping: the exit timeout expired before the request wa
 
 
 def wait_until_drained(versions: ModelVersions, deadline_s: float) -> bool:
-    """Waits for in-flight requests and open sequences, logging progress each second. False at the deadline
-    (monotonic)."""
+    """Waits for requests in flight and open sequences, logging progress every second. False at the (monotonic)
+    deadline."""
     while True:
         busy = [model for model in versions.live_models() if _in_flight_count(model)]
         left_s = deadline_s - time.monotonic()
@@ -64,7 +64,7 @@ def _wait_until_idle(model: LoadedModel, timeout_s: float) -> None:
 
 
 def wait_until_unloaded(versions: ModelVersions, timeout_s: float) -> bool:
-    """Waits for loads and unloads, logging progress each second. False after `timeout_s`."""
+    """Waits for loads and unloads, logging progress every second. Returns False after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         left_s = deadline_s - time.monotonic()
@@ -79,7 +79,7 @@ def wait_until_unloaded(versions: ModelVersions, timeout_s: float) -> bool:
 
 
 def wait_for_last_request(model: LoadedModel) -> None:
-    """Waits without a deadline; logs a WARNING after 10 s and then at doubling intervals."""
+    """Waits without a deadline. Logs a WARNING after 10 s, then at doubling intervals."""
     wait_s = FIRST_DRAIN_LOG_S
     while not model.in_flight.wait_for_zero(wait_s):
         count = model.in_flight.count
@@ -101,7 +101,7 @@ def cut_off(models: Iterable[LoadedModel]) -> None:
 
 
 def _ids(channels: Sequence[ResponseChannel]) -> str:
-    """The requests' ids, quoted and shortened, since clients choose them."""
+    """The requests' ids for the log, quoted and shortened, because clients choose them."""
     shown = [repr(channel.request_id[:ID_CHARACTERS_SHOWN] or "<id_unknown>") for channel in channels[:IDS_NAMED]]
     more = len(channels) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
@@ -128,11 +128,11 @@ class ModelLifecycle:
         self._pool = ThreadPoolExecutor(max(load_thread_count, 1), thread_name_prefix="model-load")
 
     def load(self, spec: ModelSpec) -> None:
-        """Loads the versions of `spec` and swaps them in together; blocks until done. A version that differs only in
-        its instances is changed in place. Raises LoadError with Triton's text when a version fails; then the old
-        versions still serve."""
+        """Loads the versions of `spec` and puts them into service together; blocks until done. A version that differs
+        only in its instances is updated in place. Raises LoadError with Triton's text if a version fails; the old
+        versions then keep serving."""
         if not spec.versions:
-            self.versions.note_without_versions(spec.key)
+            self.versions.record_without_versions(spec.key)
             policy = f"policy of model '{spec.key}'"
             raise LoadError(spec.key, f"at least one version must be available under the version {policy}")
         load = self.versions.begin_load(spec, lambda model: is_instance_update(model, spec))
@@ -142,11 +142,11 @@ class ModelLifecycle:
             self.versions.end_load(load)
 
     def unload(self, name: str) -> None:
-        """Begins to unload every version, whose in-flight requests are finished. Ignores unknown models."""
+        """Begins to unload all versions; requests in flight are finished. Ignores unknown models."""
         self._retire(self.versions.stop_serving(name))
 
     def close(self, timeout_s: float) -> bool:
-        """Refuses new loads, unloads everything and waits until every model is finalised. False after `timeout_s`."""
+        """Refuses new loads, unloads everything and waits until all models are finalised. False after `timeout_s`."""
         self.versions.refuse_loads()
         for name in self.versions.names():
             self.unload(name)
@@ -173,7 +173,7 @@ class ModelLifecycle:
             raise LoadError(spec.key, f"{OUTDATED}\n")
         if errors:
             log.info("failed to load '%s'", spec.key)
-            raise LoadError(spec.key, _what_failed(errors, updated), tuple(errors.values()))
+            raise LoadError(spec.key, _failure_text(errors, updated), tuple(errors.values()))
         log.info("successfully loaded '%s'", spec.key)
 
     def _update_version(self, spec: ModelSpec, model: LoadedModel) -> LoadedModel:
@@ -198,14 +198,14 @@ class ModelLifecycle:
         raise AssertionError("unreachable")
 
     def _retire(self, models: Iterable[LoadedModel]) -> None:
-        """A thread for each model, as in Triton: a model that drains slowly must not delay others."""
+        """Uses a thread per model, as Triton does: a model that drains slowly must not delay others."""
         for model in models:
             threading.Thread(
                 target=self._finalize_when_idle, args=(model,), name=f"unload-{model.name}", daemon=True
             ).start()
 
     def _finalize_when_idle(self, model: LoadedModel) -> None:
-        """Waits for the model's last request, finalises it, and notifies its agents and the table of versions."""
+        """Waits for the model's last request, finalises the model, and notifies its agents and the version table."""
         agents = model.spec.agents
         if agents is not None:
             agents.unloading()
@@ -222,7 +222,7 @@ class ModelLifecycle:
 
 
 def is_instance_update(model: LoadedModel, new: ModelSpec) -> bool:
-    """Whether a serving version becomes that of `new` by only adding and removing instances. Never for models with
+    """Whether adding and removing instances is enough to turn the serving version into `new`. Never for models with
     agents or uploaded files, whose loads have new directories."""
     old = model.spec
     if not model.instance_set.are_elastic:
@@ -244,8 +244,8 @@ def _without_instances(config: ModelConfig) -> ModelConfig:
     return rest
 
 
-def _what_failed(errors: Mapping[int, TritonError], updated: Collection[int]) -> str:
-    """Triton's text of a failed load. updated: versions to be changed in place, which still serve."""
+def _failure_text(errors: Mapping[int, TritonError], updated: Collection[int]) -> str:
+    """Triton's text for a failed load. updated: versions that were to be updated in place and still serve."""
     states = {
         version: ModelReadyState.READY if version in updated else ModelReadyState.UNAVAILABLE for version in errors
     }

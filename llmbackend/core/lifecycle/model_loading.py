@@ -1,8 +1,8 @@
-"""From model names to serving versions: poll the repository, find the backend, load in order of dependence.
+"""From model names to serving versions: polls the repository, finds the backend, loads in dependency order.
 
-Invariants: an ensemble is loaded after its composing models, and again when one of them changed; loads that share a
-model run one after the other, others in parallel; names of models that do not exist leave no state.
-Source: LoadUnloadModels and LoadModelByDependency in Triton's model_repository_manager.cc.
+Invariants: an ensemble is loaded after its composing models, and again when one of them changes; loads that share a
+model are serialised, others run in parallel; names of nonexistent models leave no state behind. Source:
+LoadUnloadModels and LoadModelByDependency in Triton's model_repository_manager.cc.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..repository.model_files import ModelNames, ModelSource
 from ..repository.model_repository import ModelRepository, ModelSpec, check_model_name
 from ..repository.repository_agents import AgentManager
 from ..server_options import ServerOptions
-from .ensembles import Faults, ModelDependencies, circles, in_levels, parts_of, validate_ensemble
+from .ensembles import Faults, ModelDependencies, dependency_cycles, dependency_levels, parts_of, validate_ensemble
 from .model_lifecycle import ModelLifecycle
 from .model_versions import ModelReadyState
 
@@ -38,7 +38,7 @@ ALL_MODELS = "*"
 
 
 class NamedLocks:
-    """A lock per name, which exists only while it is held or waited for."""
+    """One lock per name; it exists only while it is held or awaited."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -83,7 +83,7 @@ class ModelLoader:
         )
 
     def startup_models(self) -> list[str]:
-        """Names of the models to load at start. Raises TritonError INVALID_ARG for '*' with other names."""
+        """Names of the models to load at start. Raises TritonError INVALID_ARG if '*' is combined with other names."""
         names = list(dict.fromkeys(self._options.startup_models))
         if self._options.model_control_mode == "explicit":
             if ALL_MODELS not in names:
@@ -93,15 +93,15 @@ class ModelLoader:
         return list(dict.fromkeys(sources[0].name for sources in self.repository.listing().values()))
 
     def load(self, name: str, parameters: LoadParameters | None = None) -> None:
-        """Loads or reloads every model of that name, with its composing models; blocks until done. Loaded models
-        without changed files are left alone. Raises TritonError: INTERNAL when it cannot be polled, INVALID_ARG for an
-        invalid name or path and when the load fails."""
+        """Loads or reloads every model of that name with its composing models; blocks until done. Loaded models whose
+        files have not changed are left alone. Raises TritonError: INTERNAL if a model cannot be polled, INVALID_ARG for
+        an invalid name or path and if the load fails."""
         errors = self.load_together({name: parameters})
         if errors:
             raise _joined(list(errors.values()))
 
     def load_together(self, wanted: Mapping[str, LoadParameters | None]) -> dict[str, TritonError]:
-        """Like `load` for several models, in parallel where possible. Returns the errors by key."""
+        """Like `load`, for several models, in parallel where possible. Returns the errors by key."""
         with self._hold_and_poll(wanted) as polled:
             specs = {key: spec for key, spec in polled.items() if isinstance(spec, ModelSpec)}
             errors = {key: error for key, error in polled.items() if isinstance(error, TritonError)}
@@ -116,9 +116,10 @@ class ModelLoader:
     def unload(self, name: str, unload_dependents: bool = False) -> None:
         """Begins to unload every model of that name, and every ensemble that contains it. Ignores unknown models.
 
-        unload_dependents: also composing models of an ensemble that were loaded only for it
+        unload_dependents: also unload composing models that were loaded only for an ensemble that is unloaded
 
-        Raises TritonError INVALID_ARG for an invalid name, INTERNAL when a concurrent load left versions that serve.
+        Raises TritonError INVALID_ARG for an invalid name, INTERNAL if versions still serve because of a concurrent
+        load.
         """
         check_model_name(name)
         for key in self.names.keys(name):
@@ -146,7 +147,7 @@ class ModelLoader:
         return loaded is not None and loaded.signature == self.repository.signature(source)
 
     def is_linked(self, key: str) -> bool:
-        """False for a loaded ensemble whose steps now refer to models of other namespaces."""
+        """False for a loaded ensemble whose steps now refer to models in other namespaces."""
         loaded = self.lifecycle.versions.loaded_spec(key)
         return loaded is None or self.repository.is_linked(loaded)
 
@@ -158,8 +159,8 @@ class ModelLoader:
     def _hold_and_poll(
         self, wanted: Mapping[str, LoadParameters | None]
     ) -> Iterator[dict[str, ModelSpec | TritonError]]:
-        """Holds the locks of the wanted models and their composing models. Yields, by key, the specification of each,
-        or why it cannot be polled."""
+        """Holds the locks of the wanted models and their composing models. Yields, by key, each specification or the
+        reason why the model cannot be polled."""
         names = set(wanted)
         while True:
             with ExitStack() as locks:
@@ -224,16 +225,16 @@ class ModelLoader:
 
 
 def _joined(errors: Sequence[TritonError]) -> TritonError:
-    """One error for all models of a name; errors of failed loads come before those of failed polls."""
+    """Combines the errors of all models of a name: errors of failed loads first, then those of failed polls."""
     first = sorted(errors, key=lambda error: error.code is not ErrorCode.INVALID_ARG)[0]
     same = dict.fromkeys(error.message for error in errors if error.code is first.code)
     return first if len(same) == 1 else TritonError("".join(same), first.code)
 
 
 class LoadOperation:
-    """One load of some models, level by level: ensembles after their composing models, the models of a level in
-    parallel. A loaded model that did not change is left alone, unless a composing model changed. An ensemble that
-    cannot serve is unloaded. The caller holds the locks of these models."""
+    """Loads some models level by level: ensembles after their composing models, the models of a level in parallel. A
+    loaded model that did not change is left alone unless a composing model changed. An ensemble that cannot serve is
+    unloaded. The caller holds the locks of these models."""
 
     def __init__(
         self,
@@ -244,17 +245,17 @@ class LoadOperation:
         changed: Collection[str] = (),
     ) -> None:
         """load: loads one model; the others are models by key, and keys of absent and of already changed ones."""
-        self.changed = set(changed)  # keys of models that began or ended to serve, or changed
+        self.changed = set(changed)  # keys of models that started or stopped serving, or changed
         self.errors: dict[str, TritonError] = {}  # by key
         self._lifecycle = lifecycle
         self._load_spec = load
         self._specs = specs
         self._parts = parts_of(specs)
-        self._circles = circles(self._parts)
+        self._cycles = dependency_cycles(self._parts)
         self._faults = Faults(missing)
 
     def run(self) -> None:
-        for level in in_levels(self._specs, self._parts):
+        for level in dependency_levels(self._specs, self._parts):
             if len(level) == 1:
                 self._load(level[0])
                 continue
@@ -263,7 +264,7 @@ class LoadOperation:
 
     def _load(self, name: str) -> None:
         spec = self._specs[name]
-        reason = self._circles.get(name) or self._validate_ensemble(spec)
+        reason = self._cycles.get(name) or self._validate_ensemble(spec)
         if not reason and not self._is_current(spec):
             try:
                 self._load_spec(spec)
@@ -272,7 +273,7 @@ class LoadOperation:
                 self.errors[name] = error
                 return
             self.changed.add(name)
-            reason = self._validate_ensemble(spec)  # a composing model may have been unloaded meanwhile
+            reason = self._validate_ensemble(spec)  # a composing model may have been unloaded in the meantime
         if reason:
             self._reject(name, reason)
 
@@ -297,11 +298,11 @@ class LoadOperation:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The differences between the repositories and the serving models.
+    """Differences between the repositories and the serving models.
 
     load: names of models that are new or changed
-    link: keys of ensembles whose steps now refer to models of other namespaces
-    unload: keys of models that are gone, or are now in several repositories
+    link: keys of ensembles whose steps now refer to models in other namespaces
+    unload: keys of models that have disappeared or are now in several repositories
     """
 
     load: Sequence[str]
@@ -310,7 +311,7 @@ class Changes:
 
 
 def find_changes(loader: ModelLoader) -> Changes:
-    """Raises OSError when a repository cannot be read."""
+    """Raises OSError if a repository cannot be read."""
     listing = loader.repository.listing()
     single = {key: sources[0] for key, sources in listing.items() if len(sources) == 1}
     for key, sources in listing.items():
@@ -332,7 +333,7 @@ def _changed(loader: ModelLoader, sources: Mapping[str, ModelSource]) -> list[st
 
 
 class RepositoryPoller:
-    """Polls on its own thread."""
+    """Polls repositories on its own thread."""
 
     def __init__(self, loader: ModelLoader, interval_s: float) -> None:
         self._loader = loader
@@ -345,7 +346,7 @@ class RepositoryPoller:
         self._thread.start()
 
     def stop(self) -> None:
-        """Begins no further poll; a running one finishes its loads."""
+        """Starts no further poll; a running poll finishes its loads."""
         self._stopped.set()
 
     def join(self) -> None:
@@ -353,13 +354,13 @@ class RepositoryPoller:
             self._thread.join()
 
     def poll(self) -> None:
-        """Loads and unloads until the serving models agree with the repositories. Logs errors."""
+        """Loads and unloads models until those serving match the repositories. Logs errors."""
         try:
             changes = find_changes(self._loader)
         except OSError as error:
             log.error("failed to poll model repository '%s': %s", error.filename, error.strerror)
             return
-        # Before their old composing models are unloaded, so that they serve throughout.
+        # Before the old composing models are unloaded, so that the ensembles serve throughout.
         self._loader.load_together(dict.fromkeys(changes.link))
         for key in changes.unload:
             self._loader.unload_key(key)

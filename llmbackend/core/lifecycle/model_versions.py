@@ -1,7 +1,7 @@
-"""The state of every version of every model: the table that the life cycle changes and all others read.
+"""The state of every version of every model: a table changed by the life cycle and read by everything else.
 
-Invariants: one lock guards the table; a version READY or UNLOADING has a model; a model that may have requests is
-either serving or draining; a load changes all of its versions or none.
+Invariants: one lock guards the table; a version that is READY or UNLOADING has a model; a model that may have requests
+is either serving or draining; a load changes all of its versions or none.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ StateListener = Callable[[str, int, ModelReadyState, str], None]
 
 @dataclass
 class VersionEntry:
-    """`model` serves while READY and drains while UNLOADING."""
+    """`model` serves while the version is READY and drains while it is UNLOADING."""
 
     state: ModelReadyState = ModelReadyState.LOADING
     reason: str = ""
     model: LoadedModel | None = None
 
     def stop_serving(self) -> LoadedModel | None:
-        """Takes the version out of service. Returns the model to retire, if one served."""
+        """Takes the version out of service. Returns the model to retire, if one was serving."""
         if self.state is ModelReadyState.READY:
             self.state = ModelReadyState.UNLOADING
             return self.model
@@ -88,7 +88,7 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class Load:
-    """A running load. updated: serving versions that are changed in place, with `in_flight` entered until it ends."""
+    """A load in progress. updated: serving versions that are updated in place; their `in_flight` stays entered."""
 
     spec: ModelSpec
     operation: int
@@ -96,7 +96,7 @@ class Load:
 
 
 class ModelVersions:
-    """Models go by their ModelIdentifier. Thread-safe."""
+    """Models are identified by ModelIdentifier. Thread-safe."""
 
     def __init__(self, on_change: StateListener = lambda *change: None) -> None:
         self.operations = InFlight()  # loads and retirements
@@ -136,12 +136,12 @@ class ModelVersions:
             return model
 
     def get(self, name: ModelIdentifier, version: int = -1) -> LoadedModel:
-        """Like `acquire`, without entering `in_flight`: for what stays valid after an unload."""
+        """Like `acquire` without entering `in_flight`: for uses that remain valid after an unload."""
         with self._lock:
             return self._ready_model(name, version)
 
     def ready_models(self, name: ModelIdentifier | None = None) -> list[LoadedModel]:
-        """The serving versions (of one model, or of all), sorted by name and version."""
+        """The serving versions of one model, or of all, sorted by name and version."""
         with self._lock:
             found = [
                 version.model
@@ -152,7 +152,7 @@ class ModelVersions:
         return sorted(found, key=lambda model: (model.name, model.version))
 
     def live_models(self) -> list[LoadedModel]:
-        """Serving and draining ones: all that may have requests."""
+        """All models that may have requests: serving and draining ones."""
         ready = self.ready_models()
         with self._lock:
             return ready + [model for model in self._draining if model not in ready]
@@ -181,14 +181,14 @@ class ModelVersions:
         with self._lock:
             self._is_closing = True
 
-    def note_without_versions(self, name: str) -> None:
-        """Records a model without a version to load until it is unloaded; a serving model keeps serving."""
+    def record_without_versions(self, name: str) -> None:
+        """Records a model without a version to load, until it is unloaded. A serving model keeps serving."""
         with self._lock:
             self._models.setdefault(name, ModelEntry({}))
 
     def begin_load(self, spec: ModelSpec, can_update: Callable[[LoadedModel], bool]) -> Load:
-        """Versions that do not serve become LOADING; the others keep serving. can_update: which of these are changed in
-        place. `end_load` must follow. Raises TritonError UNAVAILABLE after `refuse_loads`."""
+        """Versions that do not serve become LOADING; the others keep serving. can_update: which of the latter are
+        updated in place. `end_load` must follow. Raises TritonError UNAVAILABLE after `refuse_loads`."""
         with self._lock:
             if self._is_closing:
                 raise unavailable(STOPPING)
@@ -209,8 +209,8 @@ class ModelVersions:
     def swap(
         self, load: Load, models: Mapping[int, LoadedModel], errors: Mapping[int, TritonError]
     ) -> tuple[bool, list[LoadedModel]]:
-        """Puts all new models into service, or none after errors or when a newer operation overtook the load. Returns
-        whether it was overtaken, and the models to retire, which are draining from now on."""
+        """Puts all new models into service, or none if there were errors or a newer operation has overtaken the load.
+        Returns whether it was overtaken, and the models to retire, which are draining from now on."""
         with self._lock:
             entry = self._models[load.spec.key]
             is_outdated = entry.operation != load.operation
@@ -230,8 +230,8 @@ class ModelVersions:
         self.operations.leave()
 
     def stop_serving(self, name: str) -> list[LoadedModel]:
-        """Takes every version of a model out of service, and overtakes running loads. Returns the models to retire,
-        which are draining from now on."""
+        """Takes all versions of a model out of service and overtakes running loads. Returns the models to retire, which
+        are draining from now on."""
         with self._lock:
             entry = self._models.get(name)
             if entry is None:
@@ -247,7 +247,7 @@ class ModelVersions:
             return retired
 
     def end_draining(self, model: LoadedModel) -> None:
-        """The model was finalised. Its retirement counts as an operation until `operations.leave`."""
+        """Called when the model has been finalised. Its retirement counts as an operation until `operations.leave`."""
         with self._lock:
             self._draining.discard(model)
             for version in self._models[model.key].versions.values():
@@ -257,7 +257,7 @@ class ModelVersions:
             self._notify_listener(model.key, self._models[model.key])
 
     def _notify_listener(self, name: str, entry: ModelEntry) -> None:
-        """Notifies the listener of versions whose state or reason changed since the last call."""
+        """Notifies the listener of versions whose state or reason has changed since the last call."""
         now = {number: (version.state, version.reason) for number, version in entry.versions.items()}
         changed = [number for number in now if now[number] != entry.reported.get(number)]
         entry.reported = now
@@ -279,8 +279,8 @@ class ModelVersions:
 
 
 def ready_version(name: str, version: int, states: Mapping[int, ModelReadyState] | None) -> int:
-    """The READY version for a request. version: -1 = the highest. states: the state of each version; None for an
-    unknown model. Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts."""
+    """The READY version for a request. version: -1 = the highest. states: each version's state; None for an unknown
+    model. Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts."""
     if states is None:
         raise not_found(f"{_unknown(name)} is not found")
     if version >= 0:

@@ -1,1 +1,1 @@
-"""The metrics page: Triton's nv_* families, families of backends, and how long requests took."""
+"""The metrics page: Triton's nv_* families, families of backends, and latencies."""

@@ -1,9 +1,9 @@
-"""Metric families of backends: counters, gauges and histograms under exactly the names that they ask for.
+"""Metric families of backends: counters, gauges and histograms under exactly the requested names.
 
-Invariants: one family per name, of one kind and with its first description; every name and label can be printed, since
-one that cannot would invalidate the whole page; no suffix is added to a name (a counter `x_total` is printed as
-`x_total`).
-Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric; the texts of prometheus-cpp, which Triton passes on.
+Invariants: each name has one family with one kind and its first description; every name and label is valid in
+Prometheus's format, because a single invalid one would invalidate the whole page; names get no suffix (a counter
+`x_total` is printed as `x_total`). Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric; the texts of
+prometheus-cpp, which Triton passes on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Family:
         label_names: tuple[str, ...] | None,
         buckets: tuple[float, ...],
     ) -> None:
-        """label_names: the labels of all its metrics; None = each metric names its own."""
+        """label_names: labels of all metrics in the family; None = each metric has its own."""
         self.kind = kind
         self.name = name
         self.description = description
@@ -130,7 +130,7 @@ class Family:
 
     def _key(self, labels: dict[str, str]) -> LabelSet:
         key = tuple(labels.items())
-        if key in self._values:  # it was checked when it was first written
+        if key in self._values:  # checked when first written
             return key
         names = self.label_names
         if names is not None and (len(labels) != len(names) or any(name not in labels for name in names)):

@@ -1,4 +1,4 @@
-"""Which metrics a server shows, and how: `--metrics-config`, `--metrics-interval-ms`, `--allow-cpu-metrics`.
+"""Which metrics are exported, and how: `--metrics-config`, `--metrics-interval-ms`, `--allow-cpu-metrics`.
 
 Names and defaults are Triton's. Source: Triton's command line and metric_model_reporter.cc.
 """
@@ -17,7 +17,7 @@ FORMAT = "--metrics-config option format is '<setting>=<value>'. Got"
 
 @dataclass(frozen=True, slots=True)
 class Quantile:
-    """One quantile of a summary, 0 to 1, and its allowed error, 0 to 1 (not of the value)."""
+    """One quantile of a summary (0 to 1) and the allowed error of its rank (0 to 1)."""
 
     quantile: float
     error: float
@@ -52,8 +52,8 @@ class MetricsOptions:
 
 
 def with_metrics_config(options: MetricsOptions, items: Iterable[str]) -> MetricsOptions:
-    """`options` with each `<setting>=<value>` applied. Raises ValueError, one line, for an unknown setting or value,
-    which Triton ignores."""
+    """`options` with each `<setting>=<value>` applied. Raises ValueError with a one-line text for unknown settings and
+    values, which Triton ignores."""
     for item in items:
         setting, equals, value = item.partition("=")
         if not equals or not value:
@@ -96,6 +96,6 @@ def _quantile(pair: str) -> Quantile:
 
 
 def _leading_number(text: str) -> float:
-    """The number at the beginning of `text`, as Triton's command line reads one. Raises ValueError without one."""
+    """The number at the beginning of `text`, parsed as by Triton's command line. Raises ValueError if there is none."""
     found = _NUMBER.match(text)
     return float(found[0] if found else text)

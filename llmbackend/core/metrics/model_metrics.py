@@ -1,8 +1,8 @@
-"""The counters of one model version: Triton's statistics, latency histogram and summaries, metric labels.
+"""Counters of one model version: Triton's statistics, latency histogram and summaries, metric labels.
 
-The statistics RPC and the metrics read the same counters. Invariants: every request is counted at most once, as a
-success or as a failure with one reason; options that are off cost nothing; memory is bounded; labels can be printed.
-Source: Triton's statistics extension and infer_stats; metric_model_reporter.cc.
+Read by the statistics RPC and by the metrics page. Invariants: a request is counted at most once, either as a success
+or as a failure with one reason; disabled options cost nothing; memory is bounded; all labels are valid. Source:
+Triton's statistics extension and infer_stats; metric_model_reporter.cc.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_]*")
 
 
 class Latencies:
-    """The histogram and summaries of the server's options and the model's configuration; None = off."""
+    """Histogram and summaries as enabled by the server's options and the model's configuration; None = off."""
 
     def __init__(self, config: ModelConfig, options: MetricsOptions) -> None:
         buckets = _buckets(config)
@@ -61,7 +61,7 @@ class Latencies:
 
 
 def _buckets(config: ModelConfig) -> Sequence[float]:
-    """The histogram's buckets (ms) from `model_metrics`; logs a WARNING for families that cannot be configured."""
+    """The histogram's buckets (ms) from `model_metrics`. Logs a WARNING for families that cannot be configured."""
     buckets: Sequence[float] = DEFAULT_BUCKETS_MS
     for control in config.model_metrics.metric_control:
         family = control.metric_identifier.family
@@ -113,10 +113,10 @@ class Summaries:
 
 
 class Summary:
-    """Count and sum since the start, and a sample of the values of the last minute. Thread-safe.
+    """Count and sum since the start, and a sample of the last minute's values. Thread-safe.
 
-    By design different: prometheus-cpp estimates the quantiles of the last minute with a stream algorithm; here they
-    are exact up to SAMPLES_PER_SLICE requests in each fifth of it, and those of a uniform sample of that size beyond.
+    Deliberate difference: prometheus-cpp estimates the quantiles of the last minute with a streaming algorithm; here
+    they are exact for up to SAMPLES_PER_SLICE requests per twelve seconds and otherwise those of a uniform sample.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -134,7 +134,7 @@ class Summary:
             self._current().add(value, self._random)
 
     def snapshot(self, quantiles: Sequence[float]) -> tuple[int, float, list[float]]:
-        """The count, the sum, and the quantiles of the last minute (NaN without values)."""
+        """The count, the sum, and the quantiles of the last minute (NaN if there are no values)."""
         with self._lock:
             oldest_s = self._clock() - WINDOW_S
             values = [value for each in self._slices if each.begin_s > oldest_s for value in each.values]
@@ -152,7 +152,7 @@ class Summary:
 
 
 class _Slice:
-    """A uniform sample (reservoir sampling) of the values of one fifth of a minute."""
+    """A uniform sample (reservoir sampling) of the values in one fifth of a minute."""
 
     def __init__(self, begin_s: float) -> None:
         self.begin_s = begin_s
@@ -168,8 +168,8 @@ class _Slice:
 
 
 def metric_tags(config: ModelConfig) -> Mapping[str, str]:
-    """The labels of `metric_tags`, each prefixed with an underscore. Raises TritonError INVALID_ARG for a name that
-    cannot be a label."""
+    """The labels in `metric_tags`, each prefixed with an underscore. Raises TritonError INVALID_ARG for an invalid
+    name."""
     for tag in config.metric_tags:
         if not _TAG.fullmatch(tag):
             raise invalid_argument(
@@ -242,10 +242,10 @@ class ResponseTimes:
 
 
 class Statistics:
-    """One model version's counters. Thread-safe.
+    """Counters of one model version. Thread-safe.
 
-    By design different from Triton: a request's duration ends at its FINAL response, not at its release, which a
-    backend may do early.
+    Deliberate difference from Triton: a request's duration ends with its FINAL response rather than with its release,
+    which a backend may do early.
     """
 
     def __init__(self) -> None:
@@ -282,7 +282,7 @@ class Statistics:
             self.summaries.observe_success(duration_ns, queue_ns, times_ns)
 
     def record_cache_hit(self, duration_ns: int, lookup_ns: int) -> None:
-        """Counts a success without an inference."""
+        """Counts a success that needed no inference."""
         with self._lock:
             self.success.add(duration_ns)
             self.queue.add(0)
@@ -292,7 +292,7 @@ class Statistics:
             self.summaries.cache_hit.observe(lookup_ns // 1000)
 
     def record_cache_miss(self, lookup_ns: int, insertion_ns: int) -> None:
-        """Adds the cache times of a request that was already counted as a success."""
+        """Adds the cache times of a request that has already been counted as a success."""
         with self._lock:
             self.success.ns += insertion_ns
             self.cache_miss.add(lookup_ns + insertion_ns)
@@ -315,12 +315,12 @@ class Statistics:
             times.add(*times_ns)
 
     def record_response(self, index: int, start_ns: int, output_start_ns: int, end_ns: int, outcome: str) -> None:
-        """outcome: the name of the counter: success, fail, empty_response or cancel."""
+        """outcome: the counter's name: success, fail, empty_response or cancel."""
         with self._lock:
             times = self._responses.get(index)
             if times is None:
                 times = self._responses[index] = ResponseTimes()
-            if outcome == "success":  # written out, since this runs once per token
+            if outcome == "success":  # written out because this runs once per token
                 success, infer, output = times.success, times.compute_infer, times.compute_output
                 success.count += 1
                 infer.count += 1
@@ -336,7 +336,7 @@ class Statistics:
                 times.compute_output.add(end_ns - output_start_ns)
 
     def snapshot(self, name: str, version: int) -> ModelStatistics:
-        """All counters as the protocol's message. As in Triton, durations are present even if they are zero."""
+        """All counters as the protocol's message. As in Triton, durations are present even if zero."""
         with self._lock:
             message = ModelStatistics(
                 name=name,

@@ -1,7 +1,7 @@
-"""The nv_* metrics of models and of the machine, as collectors of the server's registry.
+"""The nv_* metrics of models and of the machine, as collectors for the server's registry.
 
-Invariants: names are Triton's, with no suffix added; all four failure reasons are present; values are read at scrape
-time from the counters of the statistics RPC. There are no metrics of GPUs.
+Invariants: names are Triton's, without an added suffix; all four failure reasons are present; values are read at scrape
+time from the counters behind the statistics RPC. There are no GPU metrics.
 Source: Triton's metrics.cc; golden transcripts 10, 34.
 """
 
@@ -38,13 +38,13 @@ Readinesses = Callable[[], Iterable[VersionReadiness]]
 
 
 def register_host_metrics(registry: CollectorRegistry, readinesses: Readinesses) -> None:
-    """Also registers the usual metrics of a process: process_cpu_seconds_total, process_open_fds …"""
+    """Also registers the standard process metrics: process_cpu_seconds_total, process_open_fds …"""
     registry.register(ReadinessMetric(readinesses))
     ProcessCollector(registry=registry)
 
 
 class ReadinessMetric:
-    """One sample per known model version that was not unloaded."""
+    """One sample for each known model version that was not unloaded."""
 
     def __init__(self, readinesses: Readinesses) -> None:
         self._readinesses = readinesses
@@ -61,7 +61,7 @@ class ReadinessMetric:
 
 
 class ServedModel(Protocol):
-    """A model version with metrics."""
+    """A model version that has metrics."""
 
     @property
     def name(self) -> str: ...
@@ -139,7 +139,7 @@ def register_metrics(registry: CollectorRegistry, models: Models, options: Metri
 
 
 class ModelMetrics:
-    """One sample per family and READY model version; a family without samples is not shown."""
+    """One sample per family and READY model version. Families without samples are omitted."""
 
     def __init__(self, models: Models, options: MetricsOptions) -> None:
         self._models = models
@@ -252,7 +252,7 @@ class SummaryMetrics:
 
 
 class PinnedMemoryMetrics:
-    """Zeros: dashboards expect both names, but this host has no pinned memory."""
+    """Always zero: dashboards expect both names, but this host has no pinned memory."""
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("nv_pinned_memory_pool_total_bytes", "Pinned memory pool total memory size, in bytes", 0)
@@ -260,7 +260,7 @@ class PinnedMemoryMetrics:
 
 
 class _Reading(NamedTuple):
-    """The machine at one moment."""
+    """The machine's load at one moment."""
 
     time_s: float
     """Monotonic."""
@@ -276,7 +276,7 @@ class _Reading(NamedTuple):
 
 
 class CpuMetrics:
-    """The machine's CPU and memory use, at most `--metrics-interval-ms` old; read only at scrapes."""
+    """The machine's CPU and memory usage, at most `--metrics-interval-ms` old; read only during scrapes."""
 
     def __init__(self, options: MetricsOptions) -> None:
         self._interval_s = options.interval_ms / 1000

@@ -1,1 +1,1 @@
-"""One version of a model that serves: the shells around the backend's model and its instances."""
+"""One serving version of a model: the host's objects around the backend's model and its instances."""

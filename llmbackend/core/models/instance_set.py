@@ -1,8 +1,8 @@
-"""The instances of one model version and their threads: created, started, changed while the model serves, stopped.
+"""The instances of one model version and their threads: creation, start, changes while serving, stop.
 
-Invariants: an instance is served by one thread, a passive one by none; a change that fails changes nothing; a removed
-instance is finalised when its thread and its requests have ended.
-Source: TritonModelInstance, TritonBackendThread and UpdateInstanceGroup in Triton's core.
+Invariants: an instance is served by one thread, a passive one by none; a failed change changes nothing; a removed
+instance is finalised once its thread and its requests have ended. Source: TritonModelInstance, TritonBackendThread and
+UpdateInstanceGroup in Triton's core.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Samples = Callable[[], Sequence[WarmupSample]]
 
 @dataclass(frozen=True, slots=True)
 class InstanceChange:
-    """A change of the instances: afterwards there are kept + added."""
+    """A change of the set of instances, which becomes kept + added."""
 
     kept: list[LoadedInstance]
     added: list[LoadedInstance]
@@ -43,8 +43,8 @@ class InstanceChange:
 
 
 def new_instances(model: InstanceOwner, config: ModelConfig) -> tuple[LoadedInstance, ...]:
-    """`count` instances on each GPU of a group, or `count` without GPUs. Instances on different GPUs share their names,
-    as in Triton."""
+    """`count` instances on each GPU of a group, or `count` in total without GPUs. As in Triton, instances on different
+    GPUs share their names."""
     instances = []
     for group in config.instance_group:
         kind = InstanceGroupKind(ModelInstanceGroup.Kind.Name(group.kind))
@@ -54,8 +54,8 @@ def new_instances(model: InstanceOwner, config: ModelConfig) -> tuple[LoadedInst
 
 
 def compare(present: Sequence[LoadedInstance], wanted: Sequence[LoadedInstance]) -> InstanceChange:
-    """Keeps a present instance, with its name, for each wanted one of equal `signature`, preferably of equal name.
-    Names make no difference, as in Triton."""
+    """For each wanted instance, keeps an existing one with the same `signature`, preferably with the same name. As in
+    Triton, a different name alone is not a difference."""
     free: defaultdict[object, dict[str, LoadedInstance]] = defaultdict(dict)
     for instance in present:
         free[instance.signature][instance.name] = instance
@@ -76,8 +76,8 @@ def compare(present: Sequence[LoadedInstance], wanted: Sequence[LoadedInstance])
 
 
 class InstanceSet:
-    """Order of calls: `create`, `start`, any number of `add` and `settle`, `stop`, `finalize`. It has no reference to
-    the model, so that an unloaded model is freed at once, with its temporary directory."""
+    """Call order: `create`, `start`, any number of `add` and `settle`, `stop`, `finalize`. Has no reference to the
+    model, so that an unloaded model and its temporary directory are freed immediately."""
 
     def __init__(self, model: str, backend: LoadedBackend, rate_limiter: RateLimiter, live: LiveRequests) -> None:
         """model: its name. live: the model's requests."""
@@ -91,28 +91,28 @@ class InstanceSet:
 
     @property
     def are_elastic(self) -> bool:
-        """Whether `add` can be used: each instance has its own thread, and the scheduler can release instances."""
+        """Whether `add` can be used: it requires a thread per instance and a scheduler that can release instances."""
         blocking = self._backend.execution_policy is ExecutionPolicy.BLOCKING
         return blocking and all(isinstance(thread.source, ElasticSource) for thread in self._threads)
 
     @property
     def removal_count(self) -> int:
-        """Removed instances that are not finalised yet."""
+        """Removed instances that have not been finalised yet."""
         return sum(thread.is_alive() for thread in tuple(self._removals))
 
     def create(self, instances: Sequence[LoadedInstance]) -> None:
-        """Initialises them. Raises the backend's TritonError; `finalize` must follow also then."""
+        """Initialises the instances. Raises the backend's TritonError; `finalize` must be called even then."""
         self.all = tuple(instances)
         self._initialize(self.all)
 
     def start(self, scheduler: Scheduler, samples: Samples) -> None:
-        """Warms up every instance, then takes batches from `scheduler`. Raises TritonError when a warmup fails, or an
-        instance needs more than the rate limiter has."""
+        """Warms up all instances, then starts taking batches from `scheduler`. Raises TritonError if a warmup fails, or
+        if an instance needs more resources than the rate limiter has."""
         self._start_threads(self.all, scheduler, samples)
 
     def add(self, wanted: Sequence[LoadedInstance], scheduler: Scheduler, samples: Samples) -> InstanceChange:
-        """Starts the wanted instances that are not present; the others keep serving. `settle` completes the change.
-        Raises TritonError when a new one fails; then nothing has changed."""
+        """Starts the wanted instances that do not exist yet; the others keep serving. `settle` completes the change. If
+        a new instance fails, raises TritonError and leaves everything unchanged."""
         change = compare(self.all, wanted)
         try:
             self._initialize(change.added)
@@ -128,18 +128,18 @@ class InstanceSet:
         return change
 
     def settle(self, change: InstanceChange) -> None:
-        """Completes a change that `add` began: removed instances take no further batch."""
+        """Completes a change begun by `add`: removed instances take no further batches."""
         self.all = (*change.kept, *change.added)
         self._remove(change.removed)
 
     def check_ready(self) -> None:
         """Raises the TritonError of an instance that is not ready."""
         for instance in self.all:
-            if instance in self.all:  # not removed meanwhile
+            if instance in self.all:  # it may have been removed in the meantime
                 instance.check_ready()
 
     def stop(self) -> None:
-        """Returns when no instance runs. The scheduler must have been stopped."""
+        """Returns once no instance is running. The scheduler must have been stopped."""
         for instance in self.all:
             self._rate_limiter.unregister(instance)
         for thread in self._threads:
@@ -155,7 +155,7 @@ class InstanceSet:
         self._threads = []
 
     def _initialize(self, instances: Sequence[LoadedInstance]) -> None:
-        """Initialises every instance, also when one fails; raises the last error, as Triton."""
+        """Initialises all instances even if one fails, then raises the last error, as Triton does."""
         workers = len(instances) if self._backend.attributes().parallel_instance_loading else 1
         with ThreadPoolExecutor(max(workers, 1), thread_name_prefix=f"load-{self._model}") as pool:
             futures = [pool.submit(instance.initialize) for instance in instances]
@@ -182,8 +182,8 @@ class InstanceSet:
                 thread.source.admit()
 
     def _thread_groups(self, instances: Sequence[LoadedInstance], has_sequences: bool) -> list[list[LoadedInstance]]:
-        """The instances of each thread. With DEVICE_BLOCKING, instances on one GPU share a thread, except in a model
-        with sequences, which are bound to one instance. Passive instances have no thread."""
+        """The instances of each thread. With DEVICE_BLOCKING, instances on one GPU share a thread, except for models
+        with sequences, which are bound to an instance. Passive instances have no thread."""
         groups: dict[object, list[LoadedInstance]] = {}
         blocking = self._backend.execution_policy is ExecutionPolicy.DEVICE_BLOCKING
         if blocking and has_sequences:
@@ -196,13 +196,13 @@ class InstanceSet:
         return list(groups.values())
 
     def _remove(self, instances: Sequence[LoadedInstance]) -> None:
-        """Finalises idle instances, and busy ones later, each on its own thread."""
+        """Finalises idle instances now and busy ones later, each on its own thread."""
         idle = [removal for instance in instances if (removal := self._begin_removal(instance)) is not None]
         for removal in idle:
             removal.join()
 
     def _begin_removal(self, instance: LoadedInstance) -> threading.Thread | None:
-        """The thread that removes it; None for a busy instance."""
+        """Returns the thread that removes the instance; None if it is busy."""
         thread = next((one for one in self._threads if instance in one.instances), None)
         is_busy = False
         if thread is not None:

@@ -1,7 +1,7 @@
-"""One version of a model, with its instances, scheduler and statistics. Source: TritonModel in Triton's core.
+"""One version of a model with its instances, scheduler and statistics. Source: TritonModel in Triton's core.
 
-Invariants: what was initialised is finalised once, in reverse order, also after a failed load; every request counts in
-`in_flight` until its last handle is dropped.
+Invariants: whatever was initialised is finalised exactly once, in reverse order, even after a failed load; a request
+counts in `in_flight` until its last handle is dropped.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from llmbackend.waiting.timer import Timer
 
 from ..backend_api import SendPolicy
 from ..backend_manager import LoadedBackend
+from ..daemon_threads import DaemonThreadPool
 from ..errors import TritonError, unsupported
 from ..host_services import HostServices
-from ..kept_threads import KeptThreads
 from ..messages import InferenceHandle, InferenceRequest, LoadParameters, ResponseCallback
 from ..metrics.model_metrics import Latencies, Statistics, metric_tags
 from ..model_to_model import ModelHost
@@ -51,7 +51,7 @@ ANSWER_TIMEOUT_S = 6.0
 
 
 def _answer(question: Future[str], ask: Callable[[], None]) -> None:
-    """Sets the backend's reason; "" = ready."""
+    """Sets the result to the reason given by the backend; "" = ready."""
     try:
         ask()
     except TritonError as error:
@@ -61,24 +61,24 @@ def _answer(question: Future[str], ask: Callable[[], None]) -> None:
 
 
 class Readiness:
-    """The readiness of one model version; one question at a time. Thread-safe."""
+    """Checks the readiness of one model version, one question at a time. Thread-safe."""
 
     def __init__(self, name: str, version: int) -> None:
         self._name = name
         self._version = version
         self._lock = threading.Lock()
-        self._threads = KeptThreads(f"ready-{name}")
+        self._threads = DaemonThreadPool(f"ready-{name}")
         self._question: Future[str] | None = None
         self._deadline_s = 0.0
-        """From when on the question counts as unanswered."""
+        """When the question counts as unanswered."""
         self._logged = ""
         self._closed = False
 
     def reason(self, ask: Callable[[], None], timeout_s: float | None = None) -> str:
         """Why the version is not ready; "" = it is ready.
 
-        ask: raises TritonError when it is not ready; called on another thread, no reference is kept
-        timeout_s: if shorter than ANSWER_TIMEOUT_S; no answer within it is not logged as a change
+        ask: raises TritonError if not ready; called on another thread, and not referenced afterwards
+        timeout_s: used if shorter than ANSWER_TIMEOUT_S; exceeding it is not logged as a change
         """
         with self._lock:
             if self._closed:
@@ -101,7 +101,7 @@ class Readiness:
         return reason
 
     def close(self) -> None:
-        """Refuses questions and waits for the current one, so that no finalised instance is asked."""
+        """Refuses further questions and waits for the current one, so that no finalised instance is asked."""
         with self._lock:
             self._closed = True
             question, left_s = self._question, self._deadline_s - time.monotonic()
@@ -127,7 +127,7 @@ def new_scheduler(
     services: HostServices,
     strategy: BatchStrategy | None = None,
 ) -> Scheduler:
-    """Raises TritonError INVALID_ARG for an invalid configuration that earlier checks did not find."""
+    """Raises TritonError INVALID_ARG for an invalid configuration that earlier checks did not detect."""
     scheduler: Scheduler
     if config.HasField("ensemble_scheduling"):
         scheduler = EnsembleScheduler(config, services.host)
@@ -160,7 +160,7 @@ def _with_cache(scheduler: Scheduler, model: ChannelOwner, services: HostService
 
 @dataclass(frozen=True, slots=True)
 class _Serving:
-    """What `load` makes once the backend has completed the configuration."""
+    """Created by `load` once the backend has completed the configuration."""
 
     description: Description
     latencies: Latencies
@@ -170,7 +170,7 @@ class _Serving:
 
 
 class LoadedModel:
-    """backend_api.Model for the backend, ModelHandle for other models. Order of calls: `load`, any number of `infer`,
+    """backend_api.Model for the backend, ModelHandle for others. Call order: `load`, `infer` (repeatedly),
     `finalize`."""
 
     def __init__(
@@ -182,7 +182,7 @@ class LoadedModel:
         auto_complete_config: bool,
         starts_instances: bool = True,
     ) -> None:
-        """starts_instances: false = the backend's `forecast` instead of instances; no request can be served."""
+        """starts_instances: False = call the backend's `forecast` instead of creating instances; serves no request."""
         self.state: Any = None
         self.name = spec.name
         self.key = spec.key
@@ -206,14 +206,14 @@ class LoadedModel:
         self._host: ModelHost = services.host
         self.instance_set = InstanceSet(self.name, backend, services.rate_limiter, self.live_requests)
         self._readiness = Readiness(self.name, version)
-        self.spec = spec  # keeps the model's temporary directory
+        self.spec = spec  # keeps the model's temporary directory alive
         self._config = ServedConfig(spec.config, backend, services.gpus, auto_complete_config)
         self._strategy: BatchStrategy | None = None
         self._serving: _Serving | None = None
 
     @property
     def config(self) -> ModelConfig:
-        """A copy, which takes time; requests read `description` instead."""
+        """A copy, which takes time to make; requests read `description` instead."""
         return self._config.copy()
 
     @property
@@ -235,11 +235,12 @@ class LoadedModel:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def set_config(self, config: ModelConfig) -> None:
-        """Raises TritonError UNSUPPORTED outside of ModelInitialize, or when auto-complete is off."""
+        """Raises TritonError UNSUPPORTED outside ModelInitialize, or if auto-complete is off."""
         self._config.complete(config)
 
     def load(self) -> None:
-        """Initialises model and instances and starts serving. Finalises everything before it raises TritonError."""
+        """Initialises model and instances and starts serving. On failure, finalises everything and raises
+        TritonError."""
         start_s = time.monotonic()
         try:
             self._config.complete_instance_groups()
@@ -253,21 +254,21 @@ class LoadedModel:
         self.statistics.load_duration_s = time.monotonic() - start_s
 
     def update_instances(self, spec: ModelSpec) -> None:
-        """Adds and removes instances until they are those of `spec`; the others keep serving. The caller has entered
-        `in_flight`. Raises TritonError when a new instance fails; then nothing has changed."""
+        """Adds and removes instances until they match `spec`; the others keep serving. The caller has entered
+        `in_flight`. If a new instance fails, raises TritonError and leaves everything unchanged."""
         config = self._config.with_instances_of(spec.config)
         change = self.instance_set.add(new_instances(self, config), self._loaded.scheduler, self._warmup_samples)
         self.spec, self._config.current = spec, config
         self.instance_set.settle(change)
 
     def not_ready_reason(self, timeout_s: float | None = None) -> str:
-        """Why an instance is not ready (ModelInstanceReady); "" = ready. Takes at most seconds, or `timeout_s`."""
+        """Why an instance is not ready (ModelInstanceReady); "" = ready. Takes seconds at most, or `timeout_s`."""
         if not self.backend.functions.has("TRITONBACKEND_ModelInstanceReady"):
             return ""
         return self._readiness.reason(self.instance_set.check_ready, timeout_s)
 
     def finalize(self) -> None:
-        """Stops the instance threads, then finalises instances and model. Nothing is `in_flight`."""
+        """Stops the instance threads, then finalises instances and model. Requires that nothing is `in_flight`."""
         self._readiness.close()
         if self._serving is not None:
             self._serving.scheduler.stop()
@@ -287,9 +288,9 @@ class LoadedModel:
     def infer(
         self, request: InferenceRequest, callback: ResponseCallback, observer: RequestObserver | None = None
     ) -> ResponseChannel:
-        """Validates and enqueues. The caller has entered `in_flight`, which is left when the request's last handle is
-        dropped. Raises TritonError when refused; then neither callback nor observer is called, and `in_flight` is
-        left."""
+        """Validates and enqueues a request. The caller has entered `in_flight`, which is left when the request's last
+        handle is dropped. Raises TritonError if the request is refused; then neither callback nor observer is called,
+        and `in_flight` is left."""
         serving = self._serving
         assert serving is not None, "load() comes first"
         try:
@@ -313,7 +314,7 @@ class LoadedModel:
 
     @property
     def sequences(self) -> SequenceBatcher | None:
-        """The scheduler, for a model with sequences."""
+        """The scheduler of a model with sequences, else None."""
         scheduler = self._serving.scheduler if self._serving is not None else None
         return scheduler if isinstance(scheduler, SequenceBatcher) else None
 

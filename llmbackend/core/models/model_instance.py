@@ -1,8 +1,8 @@
-"""One instance of a model, the thread that executes, and the requests in flight.
+"""One instance of a model, the thread that executes it, and the requests in flight.
 
-Invariants: calls of Execute for one instance do not overlap; after Execute raised, the host completes and releases
-every request of the batch; Finalize is called exactly once, also after a failed Initialize.
-Source: TritonModelInstance, TritonBackendThread in Triton's core.
+Invariants: calls of Execute for one instance do not overlap; if Execute raises, the host completes and releases all
+requests of the batch; Finalize is called exactly once, even after a failed Initialize. Source: TritonModelInstance,
+TritonBackendThread in Triton's core.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class InFlight:
             self._entered += 1
 
     def leave(self) -> int | None:
-        """Closes one handle. Returns how many were ever opened if it was the last open one, else None."""
+        """Closes one handle. If it was the last open one, returns how many were ever opened; otherwise None."""
         with self._changed:
             assert self._count > 0, "leave() without enter()"
             self._count -= 1
@@ -66,7 +66,7 @@ class InFlight:
             return self._entered
 
     def is_idle_since(self, entered: int) -> bool:
-        """Whether no handle was opened since `leave` returned `entered`."""
+        """Whether no handle has been opened since `leave` returned `entered`."""
         with self._changed:
             return self._count == 0 and self._entered == entered
 
@@ -77,8 +77,8 @@ class InFlight:
 
 
 class LiveRequests:
-    """The requests that have not ended, also by client id, which may repeat; the empty id finds nothing. Operations are
-    O(1). Thread-safe."""
+    """The unfinished requests, also indexed by client id, which need not be unique; the empty id finds nothing. All
+    operations are O(1). Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class LiveRequests:
                 self._left.notify_all()
 
     def wait_until_gone(self, channels: Collection[ResponseChannel]) -> None:
-        """Blocks until none of these requests is registered."""
+        """Blocks until none of these requests is registered any more."""
         with self._left:
             self._waiting += 1
             self._left.wait_for(lambda: self._channels.isdisjoint(channels))
@@ -123,7 +123,7 @@ class LiveRequests:
             return list(self._channels)
 
     def with_instance(self, instance: object) -> list[ResponseChannel]:
-        """Requests whose latest instance is `instance`."""
+        """Requests that were last given to `instance`."""
         return [channel for channel in self.all() if channel.instance is instance]
 
     def with_id(self, request_id: str) -> list[ResponseChannel]:
@@ -139,7 +139,7 @@ MEMORY_USAGE = "LLMBACKEND_ModelInstanceMemoryUsage"
 
 
 class InstanceOwner(Model, ChannelOwner, Protocol):
-    """The model version that an instance belongs to."""
+    """The model version to which an instance belongs."""
 
     @property
     def backend(self) -> LoadedBackend: ...
@@ -175,10 +175,10 @@ class LoadedInstance:
         self.source = Source(model.name, str(model.version), name)
         self.activity = Reporter(model.activity_hub, self.source)
         self._is_initialized = False
-        self._reports = self._functions.has(WATCH)  # whether the backend reports its requests
+        self._reports = self._functions.has(WATCH)  # whether the backend reports its own requests
 
     def initialize(self) -> None:
-        """Raises the backend's TritonError; `finalize` must follow also then."""
+        """Raises the backend's TritonError; `finalize` must be called even then."""
         self.model.activity_hub.add_instance(self)
         try:
             with self.host_policy.bound():
@@ -213,7 +213,7 @@ class LoadedInstance:
         return InstanceDescription(state="ready", requests=tuple(map(_request_of, channels)))
 
     def memory_usage(self) -> Sequence[MemoryUsage]:
-        """Empty when the backend does not report it."""
+        """Empty if the backend does not report it."""
         if not self._is_initialized or not self._functions.has(MEMORY_USAGE):
             return ()
         try:
@@ -224,14 +224,14 @@ class LoadedInstance:
             return ()
 
     def request_done(self, channel: ResponseChannel) -> None:
-        """A request of the instance has ended."""
+        """Called when a request of the instance has ended."""
         if not self._reports:
             reason = "abort" if channel.is_cancelled else ""
             end = RequestEnd(request=channel.number, time=time.time(), finish_reason=reason)
             self.activity.report(RequestEnded(end))
 
     def check_ready(self) -> None:
-        """Raises the backend's TritonError when the instance is not ready."""
+        """Raises the backend's TritonError if the instance is not ready."""
         self._functions.call("TRITONBACKEND_ModelInstanceReady", self)
 
     def kill(self) -> int:
@@ -243,7 +243,7 @@ class LoadedInstance:
         return pid
 
     def execute(self, requests: Sequence[QueuedRequest]) -> None:
-        """Calls Execute. Afterwards the backend owns the requests, or all of them have failed with its error."""
+        """Calls Execute. Afterwards either the backend owns the requests, or all of them have failed with its error."""
         for request in requests:
             request.channel.instance = self
         if self.activity.kinds and not self._reports:
@@ -312,8 +312,8 @@ class LoadedInstance:
 
 
 class InstanceThread(threading.Thread):
-    """Executes batches until its source ends. Serves one instance, or with DEVICE_BLOCKING all instances of one GPU in
-    turn. A daemon: a backend that hangs in Execute must not keep a stopped process alive."""
+    """Executes batches until its source ends. Serves one instance or, with DEVICE_BLOCKING, all instances on one GPU in
+    turn. A daemon thread, because a backend that hangs in Execute must not keep a stopped process alive."""
 
     def __init__(
         self,
@@ -322,10 +322,10 @@ class InstanceThread(threading.Thread):
         batches: Batches,
         warm_up: Callable[[LoadedInstance], None],
     ) -> None:
-        """batches: the batches of `source`, possibly through the rate limiter. warm_up: called on the thread for each
-        instance, before any batch; if it fails, no batch is taken."""
+        """batches: the batches of `source`, possibly filtered by the rate limiter. warm_up: called on the thread for
+        each instance before the first batch; if it fails, no batch is taken."""
         super().__init__(name=instances[0].name, daemon=True)
-        self.warmed_up: Future[None] = Future()  # ends with the warmup, or with its error
+        self.warmed_up: Future[None] = Future()  # completes with the warmup, or with its error
         self.source = source
         self.instances = tuple(instances)
         self._batches = batches
@@ -348,7 +348,7 @@ class InstanceThread(threading.Thread):
                 instance.execute(batch)
             except Exception:
                 log.exception("instance '%s': the host failed to execute a batch", instance.name)
-            del batch  # a request is lost when the backend holds no reference: the host must hold none
+            del batch  # the host must keep no reference, so that requests dropped by the backend are detected
 
 
 def _request_of(channel: ResponseChannel) -> RequestActivity:
@@ -363,7 +363,7 @@ def _request_of(channel: ResponseChannel) -> RequestActivity:
 
 
 def _default_policy(kind: InstanceGroupKind, device_id: int) -> str:
-    """The policy of a group that names none, as in Triton."""
+    """The policy of a group that specifies none, as in Triton."""
     return {InstanceGroupKind.GPU: f"gpu_{device_id}", InstanceGroupKind.CPU: "cpu"}.get(kind, "model")
 
 

@@ -1,7 +1,7 @@
 """The configuration of one model version: completed, checked, served, and described for clients.
 
-The backend may complete it only during ModelInitialize. A Description is made once per load, since requests read it.
-Source: TRITONBACKEND_ModelSetConfig, SetInstanceGroup and TRITONSERVER_ServerModelMetadata in Triton's core.
+The backend may complete it only during ModelInitialize. A Description is built once per load, because every request
+reads it. Source: TRITONBACKEND_ModelSetConfig, SetInstanceGroup and TRITONSERVER_ServerModelMetadata in Triton's core.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ FIELDS_OF_BACKENDS: Final = frozenset(
 
 
 def fields_read_by(backend: LoadedBackend) -> frozenset[str]:
-    """The ignored fields that the backend itself acts on."""
+    """Those of the ignored fields that the backend itself acts on."""
     if backend.is_compiled:
         return FIELDS_OF_BACKENDS
     return frozenset({ACCELERATORS_FIELD} if backend.attributes().follows_accelerators else ())
 
 
 def warn_of_ignored_fields(config: ModelConfig, read_by_backend: Collection[str] = ()) -> None:
-    """Logs one WARNING for each ignored field that is set, except those that the backend reads."""
+    """Logs one WARNING for each ignored field that is set, except those read by the backend."""
     names = accelerator_names(config)
     for path, instead in IGNORED_FIELDS.items():
         if path not in read_by_backend and _is_set(config, path):
@@ -73,7 +73,7 @@ def warn_of_ignored_fields(config: ModelConfig, read_by_backend: Collection[str]
 
 
 def _is_set(message: Message, path: str) -> bool:
-    """Whether the path is set in any of the repeated messages on it."""
+    """Whether the path is set in any of the repeated messages along it."""
     name, _, rest = path.partition(".")
     for field, value in message.ListFields():
         if field.name == name:
@@ -87,7 +87,7 @@ SMALL_FILE_BYTES = 64 << 10
 
 class ServedConfig:
     def __init__(self, config: ModelConfig, backend: LoadedBackend, gpus: HostGpus, may_complete: bool) -> None:
-        self.current = _copy(config)  # read only; others get `copy`
+        self.current = _copy(config)  # read-only; others get a copy from `copy`
         self.current.runtime = config.runtime or backend.runtime
         self._backend = backend
         self._gpus = gpus
@@ -99,7 +99,7 @@ class ServedConfig:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """The backend may call `complete` only within this context."""
+        """Context in which the backend may call `complete`."""
         self._is_open = True
         try:
             yield
@@ -107,25 +107,26 @@ class ServedConfig:
             self._is_open = False
 
     def complete(self, config: ModelConfig) -> None:
-        """Merges the backend's configuration. Raises TritonError UNSUPPORTED outside of `open`, or when auto-complete
-        is disabled."""
+        """Merges the backend's configuration. Raises TritonError UNSUPPORTED outside `open`, or without
+        auto-complete."""
         if not self._is_open or not self._may_complete:
             name = self.current.name
             raise unsupported(f"the configuration of model '{name}' can only be set in ModelInitialize")
         merge_auto_complete(self.current, config)
 
     def complete_instance_groups(self) -> None:
-        """Raises TritonError INVALID_ARG when a group asks for a device that the host does not have."""
+        """Raises TritonError INVALID_ARG if a group requests a device that the host does not have."""
         self._complete_groups_of(self.current)
 
     def check(self) -> None:
-        """Raises TritonError for a configuration that cannot be served."""
+        """Raises TritonError if the configuration cannot be served."""
         validate_config(self.current)
         validate_tensors(self.current)
         warn_of_ignored_fields(self.current, fields_read_by(self._backend))
 
     def with_instances_of(self, config: ModelConfig) -> ModelConfig:
-        """A copy with the instance groups and the version policy of `config`. Raises as `complete_instance_groups`."""
+        """A copy with the instance groups and version policy of `config`. Raises the same errors as
+        `complete_instance_groups`."""
         changed = self.copy()
         del changed.instance_group[:]
         changed.instance_group.extend(config.instance_group)
@@ -140,7 +141,7 @@ class ServedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description(ModelMetadata):
-    """A model's metadata without versions, and what else requests need of its configuration.
+    """A model's metadata without versions, and the other parts of its configuration that requests need.
 
     batches: whether max_batch_size is above 0
     parameters: string values of the configuration's `parameters`
@@ -170,8 +171,8 @@ class Description(ModelMetadata):
 
 
 def fingerprint(config: ModelConfig, version_directory: Path) -> str:
-    """16 hexadecimal digits, equal for models with the same server release, configuration, content of small files
-    (engine arguments, a checkpoint's configuration), and names and sizes of large ones (weights)."""
+    """16 hexadecimal digits computed from the server's release, the model's configuration, the content of small files
+    (engine arguments, a checkpoint's configuration) and the names and sizes of large ones (weights)."""
     digest = hashlib.sha256(__version__.encode())
     digest.update(config.SerializeToString(deterministic=True))
     with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Model warmup: requests that an instance executes before its model is READY, on its own thread.
+"""Model warmup: requests that an instance executes on its own thread before its model becomes READY.
 
-Nothing is in flight when the model becomes READY; any error fails the load.
-Source: GenerateWarmupData and WarmUp in Triton's backend_model_instance.cc.
+All warmup requests have ended when the model becomes READY; any error fails the load. Source: GenerateWarmupData and
+WarmUp in Triton's backend_model_instance.cc.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class WarmupSample:
-    """batch_size: requests of one row in one Execute. count: how often it is executed."""
+    """batch_size: single-row requests per Execute. count: number of executions."""
 
     name: str
     batch_size: int
@@ -49,7 +49,7 @@ class WarmupSample:
 
 
 def warmup_samples(config: ModelConfig, directory: Path, validator: RequestValidator) -> list[WarmupSample]:
-    """The samples of the configuration. Raises TritonError for invalid data."""
+    """The samples in the configuration. Raises TritonError for invalid data."""
     samples = []
     for setting in config.model_warmup:
         if setting.batch_size == 0:
@@ -62,7 +62,7 @@ def warmup_samples(config: ModelConfig, directory: Path, validator: RequestValid
 
 
 def _valid(config: ModelConfig, validator: RequestValidator, tensors: Sequence[RawTensor]) -> ValidRequest:
-    """As in Triton, inputs that are not in the configuration, such as controls of sequences, are not checked."""
+    """As in Triton, inputs that the configuration does not declare, such as sequence controls, are not checked."""
     known = {item.name for item in config.input}
     inputs = tuple(tensor for tensor in tensors if tensor.name in known)
     valid = validator.validate(InferenceRequest(config.name, inputs=inputs))
@@ -84,7 +84,7 @@ def _tensor(config: ModelConfig, directory: Path, name: str, data: ModelWarmup.I
 
 
 def _raw(directory: Path, name: str, datatype: str, shape: tuple[int, ...], data: ModelWarmup.Input) -> bytes:
-    """The tensor's bytes. Strings are empty for zero and for random data."""
+    """The tensor's bytes. Strings are empty for both zero and random data."""
     item_bytes = NUMPY_DTYPE[datatype].itemsize if datatype in NUMPY_DTYPE and datatype != "BYTES" else LENGTH_BYTES
     byte_size = element_count(shape) * item_bytes
     source = data.WhichOneof("input_data_type")
@@ -99,7 +99,7 @@ def _raw(directory: Path, name: str, datatype: str, shape: tuple[int, ...], data
 
 
 def _file_data(directory: Path, datatype: str, byte_size: int, filename: str) -> bytes:
-    """A file may be longer than the tensor, but not shorter. Strings take the whole file."""
+    """A file may be longer than the tensor, but not shorter. A string tensor takes the whole file."""
     raw = _read(directory / FOLDER, filename)
     if datatype == "BYTES":
         return raw
@@ -122,8 +122,8 @@ def _read(folder: Path, filename: str) -> bytes:
 
 
 def warm_up(samples: Sequence[WarmupSample], instance: LoadedInstance) -> None:
-    """Executes every sample and waits for the end of its requests, on the instance's thread. As in Triton, the requests
-    count in the model's statistics. Raises TritonError INVALID_ARG for the first sample that fails."""
+    """Executes all samples on the instance's thread and waits until their requests have ended. As in Triton, these
+    requests count in the model's statistics. Raises TritonError INVALID_ARG for the first sample that fails."""
     for sample in samples:
         for iteration in range(sample.count):
             log.debug(
@@ -140,7 +140,7 @@ def warm_up(samples: Sequence[WarmupSample], instance: LoadedInstance) -> None:
 
 
 def _run(instance: LoadedInstance, sample: WarmupSample) -> list[str]:
-    """Executes a sample once. Returns the errors of its responses."""
+    """Executes a sample once. Returns the errors in its responses."""
     pending = [_Pending() for _ in range(sample.batch_size)]
     instance.execute([_queued(instance.model, sample.request, each) for each in pending])
     for each in pending:
@@ -171,7 +171,7 @@ class _Pending(RequestObserver):
 
 
 def _queued(model: InstanceOwner, valid: ValidRequest, pending: _Pending) -> QueuedRequest:
-    """A request as a scheduler passes it to an instance."""
+    """A request in the form in which a scheduler passes it to an instance."""
     message = InferenceRequest(model.name, model.version)
     model.enter()
     channel = ResponseChannel(message, pending, model, pending)

@@ -1,1 +1,1 @@
-"""What should be loaded: model directories, names and configurations, and the repository agents that check them."""
+"""What to load: model directories, names and configurations, and the repository agents that check them."""

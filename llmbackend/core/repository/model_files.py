@@ -1,4 +1,4 @@
-"""Names of models, and their files: the directory, changes in it, versions.
+"""Model names and model files: directories, change detection, versions.
 
 Source: ModelTimestamp and VersionsToLoad in Triton's core.
 """
@@ -29,11 +29,11 @@ def identifier(namespace: str, name: str) -> ModelIdentifier:
 
 
 class ModelNames:
-    """Names → keys of models that were read and not unloaded. Thread-safe.
+    """Maps names to the keys of models that were read and not unloaded. Thread-safe.
 
-    With namespacing several models may have one name. Triton's protocols cannot name a namespace: such a name can be
-    listed, loaded and unloaded, but not used for inference. Keys are accepted instead of names, for ensembles. A model
-    may have further names (`served_names`) for inference, unless another model has them as its own.
+    With namespacing, several models may have the same name. Triton's protocols cannot express a namespace, so such a
+    name can be listed, loaded and unloaded, but not used for inference. Ensembles may use keys instead of names. A
+    model may have additional names (`served_names`) for inference, except those that are another model's own name.
     """
 
     def __init__(self, is_namespacing: bool) -> None:
@@ -44,7 +44,7 @@ class ModelNames:
         self._served: dict[str, ModelIdentifier] = {}
 
     def add(self, name: str, key: ModelIdentifier, served_names: Sequence[str] = ()) -> None:
-        """served_names: replace earlier ones of the model; the first model with a name keeps it."""
+        """served_names: replace earlier ones of the model; a name that several models claim belongs to the first."""
         with self._lock:
             self._names[key] = name
             self._keys.setdefault(name, set()).add(key)
@@ -57,7 +57,7 @@ class ModelNames:
         with self._lock:
             name = self._names.pop(key, None)
             if name is not None:
-                self._keys[name].discard(key)  # an empty set stays: the name was known
+                self._keys[name].discard(key)  # the empty set remains, because the name is known
                 self._forget_served(key)
 
     def _forget_served(self, key: str) -> None:
@@ -72,11 +72,11 @@ class ModelNames:
             return [served for served, other in self._served.items() if other == key]
 
     def plain(self, key: str) -> str:
-        """The name in a key."""
+        """The name part of a key."""
         return key.rpartition(SEPARATOR)[2] if self.is_namespacing else key
 
     def namespace(self, key: str) -> str:
-        """The namespace in a key; "" without namespacing."""
+        """The namespace part of a key; "" without namespacing."""
         return key.rpartition(SEPARATOR)[0] if self.is_namespacing else ""
 
     def keys(self, name: str) -> list[ModelIdentifier]:
@@ -90,7 +90,7 @@ class ModelNames:
             return [ModelIdentifier(key) for key in sorted(keys)]
 
     def key(self, name: str) -> ModelIdentifier:
-        """The only model with this name or key. Raises TritonError with Triton's texts: INVALID_ARG for none or
+        """The only model with this name or key. Raises TritonError with Triton's texts: INVALID_ARG for no model or
         several, NOT_FOUND for an unloaded one."""
         if not self.is_namespacing and not self._served:
             return ModelIdentifier(name)
@@ -110,7 +110,7 @@ class ModelNames:
 MAX_VERSION = 2**63 - 1
 CONFIG_DIRECTORY = "configs"
 NOT_VERSIONS = (CONFIG_DIRECTORY, "warmup", "initial_state")
-"""Directories beside the versions."""
+"""Directories that are not versions."""
 
 Signature = tuple[tuple[str, int, int], ...]
 """(relative path, mtime ns, size) of every file and directory of a model. If equal, a load would read the same."""
@@ -130,7 +130,7 @@ class ModelSource:
 
 
 def config_path(directory: Path, config_name: str) -> Path:
-    """`configs/<config_name>.pbtxt` of a model that has it, else its config.pbtxt."""
+    """The model's `configs/<config_name>.pbtxt` if it exists, else its config.pbtxt."""
     if config_name:
         custom = directory / CONFIG_DIRECTORY / f"{config_name}.pbtxt"
         if custom.is_file():
@@ -139,8 +139,7 @@ def config_path(directory: Path, config_name: str) -> Path:
 
 
 def signature_of(directory: Path) -> Signature:
-    """Ignores bytecode caches, which a load of a Python model may write, and the times of directories, which these
-    change."""
+    """Ignores bytecode caches, which loading a Python model may write, and directory times, which they change."""
     entries = []
     for path in sorted(directory.rglob("*")):
         relative = path.relative_to(directory)
@@ -155,7 +154,7 @@ def signature_of(directory: Path) -> Signature:
 
 
 def is_version_affected(old: Signature, new: Signature, version: int, config: str) -> bool:
-    """Whether a difference can affect this version: it is in the version's directory, or beside the versions but not in
+    """Whether a changed file can affect this version: it is in the version's directory, or outside all versions and not
     the configuration (`config`, relative to the model's directory)."""
     config_entry = PurePath(config).parts[0]
     return _affecting(old, version, config_entry) != _affecting(new, version, config_entry)
@@ -171,8 +170,7 @@ def _affecting(signature: Signature, version: int, config_entry: str) -> list[tu
 
 
 def select_versions(config: ModelConfig, directory: Path) -> tuple[int, ...]:
-    """The versions that the policy selects, ascending. Directories whose names are no versions are ignored with a
-    WARNING."""
+    """The versions selected by the policy, ascending. Directories with other names are ignored with a WARNING."""
     available = sorted(_version_directories(directory))
     policy = config.version_policy
     if policy.HasField("all"):

@@ -1,8 +1,8 @@
-"""What to load: model directories, their configurations, and the overrides of load requests.
+"""ModelRepository: model directories, their configurations, and the overrides in load requests.
 
-Invariants: no name and no path from a client leaves the repository or the model's directory; a specification from
-`poll` (with repository agents: after `ask_agents`) fulfils every rule that needs no backend.
-Source: Triton's ModelRepositoryManager; golden transcripts 05 to 08, 57.
+Invariants: no name or path from a client leads out of the repository or the model's directory; a specification from
+`poll` (with repository agents, from `ask_agents`) satisfies all rules that do not depend on the backend. Source:
+Triton's ModelRepositoryManager; golden transcripts 05 to 08, 57.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ DUPLICATE = "model appears in two or more repositories"
 class ModelSpec:
     """One model to load.
 
-    directory: where its versions are: `home`, unless a repository agent moved it
+    directory: contains the versions: `home` unless a repository agent has moved the model
     home: its directory in the repository
-    versions: those that the policy selects, ascending
-    signature: of `home`; () when the model's files came with the load request
+    versions: those selected by the policy, ascending
+    signature: of `home`; () if the model's files came with the load request
     has_override: whether `config` came with the load request
     namespace: the repository's path with --model-namespacing, else ""
-    config_file: path of the configuration, relative to `home`
-    step_names: with namespacing, the models of an ensemble's steps in its configuration; `config` has their keys
+    config_file: path of the configuration file, relative to `home`
+    step_names: with namespacing, the model names in an ensemble's configuration; `config` contains their keys instead
     agents: the repository agents to notify of the end of the load
     """
 
@@ -85,7 +85,7 @@ class ModelSpec:
 
     @property
     def has_agents(self) -> bool:
-        """If so, `versions` are known only after `ask_agents`."""
+        """If True, `versions` are known only after `ask_agents`."""
         return bool(self.config.HasField("model_repository_agents"))
 
     def own(self, directory: Path) -> None:
@@ -94,7 +94,7 @@ class ModelSpec:
 
 
 class ModelRepository:
-    """Reads repositories; has a temporary directory for models whose files came with the load request."""
+    """Reads repositories. Owns a temporary directory for models whose files came with the load request."""
 
     def __init__(
         self,
@@ -112,15 +112,15 @@ class ModelRepository:
         self._lock = threading.Lock()
         self._uploads: OwnedFolder | None = None
 
-    def leave_out_unreadable(self) -> list[TritonError]:
-        """Ignores repositories that cannot be read from now on. Returns an INTERNAL error for each."""
+    def exclude_unreadable(self) -> list[TritonError]:
+        """Ignores the repositories that cannot be read from now on. Returns an INTERNAL error for each of them."""
         errors = {root: error for root in self._roots if (error := _why_unreadable(root)) is not None}
         self._roots = tuple(root for root in self._roots if root not in errors)
         return list(errors.values())
 
     def listing(self) -> dict[str, list[ModelSource]]:
-        """The directories of every model by key, sorted. A model with several must not be loaded. Raises OSError when a
-        repository cannot be read."""
+        """The directories of all models by key, sorted. A model with several directories must not be loaded. Raises
+        OSError if a repository cannot be read."""
         found: dict[str, list[ModelSource]] = {}
         for root in self._roots:
             for entry in root.iterdir():
@@ -135,14 +135,14 @@ class ModelRepository:
         return not links or links == [step.model_name for step in spec.config.ensemble_scheduling.step]
 
     def signature(self, source: ModelSource) -> Signature:
-        """Raises TritonError INTERNAL when the directory cannot be read."""
+        """Raises TritonError INTERNAL if the directory cannot be read."""
         with polling(source.key, source.name):
             return signature_of(source.directory)
 
     def poll(self, name: str, parameters: LoadParameters | None = None) -> dict[str, ModelSpec | TritonError]:
-        """The models of that name (or key) by key, with the overrides of `parameters`; with namespacing, one for each
-        repository that has the name. A model that cannot be used is replaced by an error: INVALID_ARG for an invalid
-        name or override, else INTERNAL with Triton's text (the cause is logged)."""
+        """The models with that name (or key) by key, with the overrides in `parameters`; with namespacing, one per
+        repository that has the name. An unusable model is replaced by an error: INVALID_ARG for an invalid name or
+        override, else INTERNAL with Triton's text (and the cause is logged)."""
         try:
             check_load_parameters(name, parameters or {})
             if any(key.startswith(FILE_PREFIX) for key in parameters or {}):  # the model's files
@@ -154,9 +154,9 @@ class ModelRepository:
         return {source.key: self._read_or_error(source, parameters) for source in sources}
 
     def ask_agents(self, spec: ModelSpec) -> None:
-        """Asks the repository agents of a model, which may refuse the load or move the model, and completes `spec`;
-        then the caller must notify `spec.agents` of the end of the load. Raises TritonError INTERNAL with Triton's text
-        (the cause is logged)."""
+        """Asks a model's repository agents, which may refuse the load or move the model, and completes `spec`. The
+        caller must notify `spec.agents` when the load has ended. Raises TritonError INTERNAL with Triton's text (and
+        the cause is logged)."""
         if not spec.has_agents:
             return
         with polling(spec.key, spec.name):
@@ -220,15 +220,15 @@ class ModelRepository:
         return spec
 
     def _resolve_steps(self, spec: ModelSpec) -> None:
-        """With namespacing, replaces the model names in steps by the keys of the models."""
+        """With namespacing, replaces the model names in steps by the models' keys."""
         if self._is_namespacing:
             spec.step_names = tuple(step.model_name for step in spec.config.ensemble_scheduling.step)
             for step in spec.config.ensemble_scheduling.step:
                 step.model_name = self._composing_key(spec.namespace, step.model_name)
 
     def _composing_key(self, namespace: str, name: str) -> str:
-        """The key of a composing model of an ensemble in `namespace`: the one in the same repository, else the only
-        one. If there is none, or several, the name itself."""
+        """The key of a composing model of an ensemble in `namespace`: the model in the same repository, else the only
+        one with that name; if there are none or several, the name itself."""
         homes = [root for root in self._roots if (root / name).is_dir()]
         if Path(namespace) in homes:
             homes = [Path(namespace)]
@@ -242,7 +242,8 @@ class ModelRepository:
         raise invalid_argument(f"model configuration is not provided for model '{name}'")
 
     def _upload(self, name: str, parameters: LoadParameters) -> ModelSpec:
-        """A model with only the request's files, in a directory that exists as long as the specification."""
+        """A model that consists only of the request's files, in a directory that exists as long as the
+        specification."""
         with polling(name):
             override = parameters.get("config")
             if override is None:
@@ -257,7 +258,7 @@ class ModelRepository:
                 if not spec.has_agents:
                     _normalise(spec)
             except BaseException:
-                shutil.rmtree(root, ignore_errors=True)  # now, because a traceback may keep `spec` alive
+                shutil.rmtree(root, ignore_errors=True)  # immediately, because a traceback may keep `spec` alive
                 raise
             return spec
 
@@ -296,7 +297,7 @@ def _normalise(spec: ModelSpec) -> None:
 
 
 def check_model_name(name: str) -> None:
-    """Raises TritonError INVALID_ARG for a name that leaves the repository or that no directory can have."""
+    """Raises TritonError INVALID_ARG for a name that leads out of the repository or cannot be a directory name."""
     if not name:
         raise invalid_argument("model name must not be empty")
     if "/" in name or "\\" in name or name in (".", ".."):
@@ -308,8 +309,8 @@ def check_model_name(name: str) -> None:
 
 
 def check_load_parameters(name: str, parameters: LoadParameters) -> None:
-    """Raises OverrideError: INVALID_ARG for a configuration that is too large or too deeply nested, INTERNAL, as
-    Triton, for a file outside of the model."""
+    """Raises OverrideError: INVALID_ARG for a configuration that is too large or too deeply nested; INTERNAL, as Triton
+    does, for a file outside the model."""
     config = parameters.get("config", "")
     if len(config) > MAX_CONFIG_BYTES:
         raise OverrideError(f"Invalid config override: larger than {MAX_CONFIG_BYTES} bytes")
@@ -323,8 +324,8 @@ def check_load_parameters(name: str, parameters: LoadParameters) -> None:
 
 
 def write_files(directory: Path, parameters: LoadParameters) -> None:
-    """Writes every `file:` parameter, which `check_load_parameters` has allowed, below `directory`, named as the model.
-    Raises OverrideError INTERNAL for one that cannot be written, such as one below another file."""
+    """Writes each `file:` parameter (already checked by `check_load_parameters`) into `directory`, which is named like
+    the model. Raises OverrideError INTERNAL for a file that cannot be written, such as one below another file."""
     for key, content in parameters.items():
         if not key.startswith(FILE_PREFIX):
             continue

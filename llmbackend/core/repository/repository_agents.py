@@ -1,6 +1,6 @@
-"""Repository agents: finds and loads them, and calls them at every load and unload of a model that names them.
+"""Finds and loads repository agents, and calls them on every load and unload of a model that names them.
 
-An agent is loaded while a model uses it. Source: repo_agent.cc and TritonRepoAgentModelList in Triton's core.
+An agent stays loaded as long as a model uses it. Source: repo_agent.cc and TritonRepoAgentModelList in Triton's core.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class LoadedAgent:
             )
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Calls TRITONREPOAGENT_<function> if the module has it. Raises only TritonErrors."""
+        """Calls TRITONREPOAGENT_<function> if the module has it. Raises TritonErrors only."""
         entry_point: Callable[..., None] | None = getattr(self._module, f"TRITONREPOAGENT_{function}", None)
         if entry_point is not None:
             call_entry_point(f"repository agent '{self.name}'", entry_point, self, *arguments)
 
     def call_logged(self, function: str, *arguments: Any) -> None:
-        """Like `call`, but logs an error instead of raising it."""
+        """Like `call`, but logs errors instead of raising them."""
         try:
             self.call(function, *arguments)
         except TritonError as error:
@@ -118,7 +118,7 @@ class LoadedAgentModel:
         return action in _NEXT.get(self.last, ())
 
     def act(self, action: Action) -> None:
-        """Raises the agent's TritonError, or INTERNAL for an action that does not follow the last one."""
+        """Raises the agent's TritonError, or INTERNAL for an action that may not follow the last one."""
         if not self.may_follow(action):
             before = f" from {self.last.value}" if self.last is not None else ""
             raise internal(f"Unexpected lifecycle state transition{before} to {action.value}")
@@ -138,10 +138,10 @@ class LoadedAgentModel:
 
 
 class AgentChain:
-    """The agents of one load of a model, shared by its versions. Thread-safe; agents are called one at a time."""
+    """The agents of one load of a model, shared by all its versions. Thread-safe; agents are called one at a time."""
 
     def __init__(self, release: Callable[[LoadedAgent], None]) -> None:
-        """release: called once for each agent, when the model no longer uses it."""
+        """release: called once per agent, when the model no longer uses it."""
         self._release = release
         self._lock = threading.RLock()
         self._models: list[LoadedAgentModel] = []
@@ -151,7 +151,7 @@ class AgentChain:
 
     @property
     def location(self) -> Path:
-        """The directory from which to load the model, as the last agent decided."""
+        """The directory from which to load the model, as decided by the last agent."""
         return self._models[-1].location
 
     def add(self, model: LoadedAgentModel) -> None:
@@ -161,14 +161,14 @@ class AgentChain:
         model.act(Action.LOAD)
 
     def load_ended(self, succeeded: bool, versions: int) -> None:
-        """versions: how many were made; `version_unloaded` follows for each."""
+        """versions: how many were created; `version_unloaded` is called for each of them."""
         with self._lock:
             self._tell(Action.LOAD_COMPLETE if succeeded else Action.LOAD_FAIL)
             self._versions = versions
             self._close_if_unused()
 
     def unloading(self) -> None:
-        """A version is taken out of service; later calls do nothing."""
+        """Called when a version is taken out of service; only the first call has an effect."""
         with self._lock:
             self._tell(Action.UNLOAD)
 
@@ -185,7 +185,7 @@ class AgentChain:
                 self.close()
 
     def close(self) -> None:
-        """Finalises and releases the agents, the last one first."""
+        """Finalises and releases the agents in reverse order."""
         with self._lock:
             if self._is_closed:
                 return
@@ -202,7 +202,7 @@ class AgentChain:
     def _tell(self, action: Action) -> None:
         for model in self._models if action in _FORWARD else reversed(self._models):
             if not model.may_follow(action):
-                continue  # a second version is unloaded, or the load failed
+                continue  # this is not the first version to be unloaded, or the load failed
             try:
                 model.act(action)
             except TritonError as error:
@@ -210,7 +210,7 @@ class AgentChain:
 
 
 class AgentManager:
-    """Finds agents in `directory` (default: Triton's), then among the bundled ones."""
+    """Searches for agents in `directory` (Triton's by default), then among the bundled ones."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directories: Sequence[Path] = (directory or DEFAULT_DIRECTORY, BUNDLED_DIRECTORY)
@@ -226,9 +226,9 @@ class AgentManager:
             return sorted((agent.name, str(agent.file)) for agent in self._agents.values())
 
     def load(self, config: ModelConfig, directory: Path, config_name: str) -> AgentChain:
-        """Sends LOAD for the model in `directory` to the agents that `config` names, in order.
+        """Sends LOAD for the model in `directory` to the agents named in `config`, in order.
 
-        Raises TritonError INTERNAL when one cannot be found or refuses; the agents before it then get LOAD_FAIL."""
+        Raises TritonError INTERNAL if an agent is not found or refuses the load; the agents before it get LOAD_FAIL."""
         chain = AgentChain(self._release)
         current = config
         try:
@@ -244,7 +244,7 @@ class AgentManager:
         return chain
 
     def _release(self, agent: LoadedAgent) -> None:
-        """A model no longer uses the agent, which is finalised after the last one."""
+        """Called when a model no longer uses the agent; the agent is finalised after the last one."""
         with self._lock:
             agent.users -= 1
             if agent.users:

@@ -1,1 +1,1 @@
-"""One request's way through the host and back: its checks, its responses, and its end."""
+"""The path of one request through the host: validation, responses, completion."""

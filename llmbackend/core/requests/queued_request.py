@@ -1,7 +1,7 @@
-"""A request from validation to release, and the responses and response factories that a backend makes for it.
+"""A request from validation to release, and the responses and response factories that a backend creates for it.
 
-Invariants: a request is released exactly once, a response sent at most once; each object is one handle on its
-ResponseChannel, dropped by release, send or close, or by the reaper when a backend loses the object.
+Invariants: a request is released exactly once and a response sent at most once; each of these objects is a handle on
+its ResponseChannel, dropped by release, send or close, or by the reaper if a backend loses the object.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ NOT_RESCHEDULABLE = (
 
 
 class SequenceTurn(Protocol):
-    """A request's turn in its sequence, after it left the queue. Has no reference to the request."""
+    """A request's turn in its sequence, once it has left the queue. Has no reference to the request."""
 
     def done(self) -> None:
-        """The request was released without RESCHEDULE."""
+        """Called when the request is released without RESCHEDULE."""
 
     def reschedule(self, request: QueuedRequest) -> None:
-        """Takes the request back. Raises TritonError INVALID_ARG; then it stays with the backend."""
+        """Takes the request back. Raises TritonError INVALID_ARG; the request then stays with the backend."""
 
 
 class States(Protocol):
@@ -48,9 +48,9 @@ class QueuedRequest:
 
     batch_size: 0 = its model does not batch
     queue_start_ns: when it was queued (monotonic); set by the scheduler
-    batcher_start_ns: when the batcher that forms its batch got it (monotonic); set by the scheduler
+    batcher_start_ns: when the batcher received it (monotonic); set by the scheduler
     turn, states: set by the sequence batcher
-    batch_key: set by the dynamic batcher, equal for requests that may share a batch
+    batch_key: set by the dynamic batcher; equal for requests that may share a batch
     order_entry: set by ResponseOrder
     """
 
@@ -135,15 +135,15 @@ class QueuedRequest:
             self.channel.trace.queued(self.queue_start_ns)
         self._own_inputs = {}
         if self.turn is not None:
-            self.turn.done()  # before the last handle is dropped, after which the model may be idle
+            self.turn.done()  # before the last handle is dropped, which may make the model idle
         self.channel.drop()
 
     def add_inputs(self, tensors: Mapping[str, Tensor]) -> None:
-        """Adds control inputs and states; these replace inputs of the same name."""
+        """Adds control inputs and states, replacing inputs of the same name."""
         self._inputs = {**self._own_inputs, **tensors}
 
     def reset_for_reschedule(self) -> None:
-        """Resets it, without sequence flags, and counts what was reported so far."""
+        """Resets the request, without sequence flags, and counts what has been reported so far."""
         self.flags = RequestFlag(0)
         self.turn = None
         self.states = None
@@ -151,7 +151,7 @@ class QueuedRequest:
         self.channel.count_now()
 
     def fail(self, error: TritonError, reason: FailureReason) -> None:
-        """Ends a request that the host owns: error response with FINAL, counted; release."""
+        """Ends a request owned by the host: sends an error response with FINAL, counts the request and releases it."""
         self.channel.count_when_final(partial(self._count_failure, reason))
         self.channel.fail(error)
         if not self.is_released:
@@ -263,7 +263,7 @@ class BackendResponseFactory:
 
 
 def _complete_lost(channel: ResponseChannel, what: str, duty: str, turn: SequenceTurn | None = None) -> None:
-    """Drops the handle of an object that a backend lost. duty: what the backend should have done."""
+    """Drops the handle of an object that a backend has lost. duty: what the backend should have done."""
     log.error(
         "%sthe backend of model '%s' dropped its %s without %s it",
         request_tag(channel.request_id),

@@ -1,8 +1,8 @@
-"""Checks a request against its model's configuration, with the order and the texts of Triton's core.
+"""Checks a request against its model's configuration, in the order and with the texts of Triton's core.
 
-Invariants: a valid request has only known inputs, with the configured datatypes and shapes, and data of that size; the
-work is bounded by the shapes and not by a request's bytes, since at most as many strings are read as a shape has.
-Frontends check the bounds before they queue a request.
+Invariants: a valid request has only known inputs, with the configured datatypes and shapes, and data of the matching
+size; the work is bounded by the shapes rather than by the request's bytes, since no more strings are read than a shape
+has elements. Frontends check the bounds before they queue a request.
 Source: PrepareForInference in Triton's core; golden transcripts 11 to 13, 30, 31.
 """
 
@@ -71,7 +71,7 @@ class ValidRequest:
     """The validated parts of a request.
 
     inputs: decoded, by name
-    requested_outputs: sorted; all outputs of the model when the request named none
+    requested_outputs: sorted; all outputs of the model if the request names none
     batch_size: 0 = the model does not batch
     """
 
@@ -171,7 +171,7 @@ class RequestValidator:
         if required <= got <= total and not missing:
             return
         expected = f"{total}" if total == required else f"number of inputs between {required} and {total}"
-        # Without missing inputs Triton prints only "]", and clients' tests compare the text.
+        # For missing inputs Triton prints only "]", and clients' tests compare the text.
         missing_text = f"[{_quoted(missing)}]" if missing else "]"
         raise invalid_argument(
             f"{tag}expected {expected}{' inputs' if total == required else ''} but got {got} inputs for model "
@@ -180,7 +180,7 @@ class RequestValidator:
         )
 
     def _batch_size(self, tensors: Mapping[str, AnyTensor], tag: str) -> int:
-        """The common first dimension; 0 for a model that does not batch."""
+        """The common first dimension; 0 if the model does not batch."""
         batch_size: int | None = None
         if not self._max_batch_size:
             return 0
@@ -223,7 +223,7 @@ class RequestValidator:
         )
 
     def _decoded(self, tensor: AnyTensor, batch_size: int, shown_name: str, tag: str) -> Tensor:
-        """The tensor, decoded after a check of its size. shown_name: its name in errors."""
+        """The tensor, decoded after checking its size. shown_name: its name in errors."""
         if tensor.datatype == "BYTES":
             if isinstance(tensor, RawTensor):
                 return self._strings(tensor, shown_name, tag)
@@ -247,7 +247,7 @@ class RequestValidator:
         return from_wire(tensor.name, tensor.datatype, tensor.shape, tensor.raw)
 
     def _strings(self, tensor: RawTensor, shown_name: str, tag: str) -> Tensor:
-        """The decoded elements. `check_request` has bounded their number."""
+        """The decoded elements, whose number `check_request` has bounded."""
         expected = self._expected_strings(tensor.shape)
         elements, offset = split_strings(tensor.raw, max(expected, 0))
         if offset == len(tensor.raw) and len(elements) == expected:
@@ -335,13 +335,13 @@ def check_dimensions(name: str, shape: Sized, tag: str = "") -> None:
 
 
 def check_strings(count: int, subject: str) -> None:
-    """Raises TritonError INVALID_ARG for more than MAX_STRINGS. subject: beginning of the error text."""
+    """Raises TritonError INVALID_ARG for more than MAX_STRINGS. subject: the beginning of the error text."""
     if count > MAX_STRINGS:
         raise invalid_argument(f"{subject} {count} elements, at most {MAX_STRINGS} are accepted in a request")
 
 
 def string_count_bound(inputs: Iterable[Tensor | RawTensor]) -> int:
-    """An upper bound of the elements of all BYTES inputs, by shape and size (at least 4 bytes each)."""
+    """An upper bound on the number of elements in all BYTES inputs, from shape and size (at least 4 bytes each)."""
     return sum(_elements(tensor) for tensor in inputs if tensor.datatype == "BYTES")
 
 
@@ -363,7 +363,7 @@ class Reshape:
         self._batches = batches
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """Raises ValueError for a tensor with other dimensions than `before`."""
+        """Raises ValueError for a tensor whose dimensions are not `before`."""
         batch, shape = (tensor.shape[:1], tensor.shape[1:]) if self._batches else ((), tensor.shape)
         if len(shape) != len(self._before):
             raise ValueError(f"expected {len(self._before)} dimensions, got {len(shape)}")
@@ -374,7 +374,7 @@ class Reshape:
 
 
 def input_reshapes(config: ModelConfig) -> dict[str, Reshape]:
-    """For each input with a reshape: how to get from the client's shape to the model's."""
+    """For each input with a reshape: from the client's shape to the model's."""
     batches = config.max_batch_size > 0
     return {
         item.name: Reshape(item.dims, item.reshape.shape, batches) for item in config.input if item.HasField("reshape")
@@ -382,7 +382,7 @@ def input_reshapes(config: ModelConfig) -> dict[str, Reshape]:
 
 
 def output_reshapes(config: ModelConfig) -> dict[str, Reshape]:
-    """For each output with a reshape: how to get from the model's shape to the client's."""
+    """For each output with a reshape: from the model's shape to the client's."""
     batches = config.max_batch_size > 0
     return {
         item.name: Reshape(item.reshape.shape, item.dims, batches) for item in config.output if item.HasField("reshape")

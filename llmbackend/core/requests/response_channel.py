@@ -1,7 +1,7 @@
-"""One request's way back to its client: the only place that calls its response callback.
+"""The path of responses back to a client. Only this module calls a request's response callback.
 
 A request, its responses and its response factories are handles on its channel. Invariants: exactly one call of the
-callback carries FINAL, and it is the last; a channel whose last handle is dropped before FINAL completes itself with an
+callback has FINAL, and it is the last; a channel whose last handle is dropped before FINAL completes itself with an
 error, so that no client hangs. Source: the response factory of Triton's core, which does not check FINAL.
 """
 
@@ -28,9 +28,9 @@ _NONE = ResponseFlag.NONE
 
 
 class ActionThread:
-    """Runs actions in order on one daemon thread, between `start` and `stop`, under no lock of the host.
+    """Runs actions in order on a daemon thread, between `start` and `stop`, while holding no lock of the host.
 
-    failure: logged for an action that raises
+    failure: logged if an action raises
     """
 
     def __init__(self, name: str, failure: str) -> None:
@@ -42,7 +42,7 @@ class ActionThread:
 
     @property
     def backlog(self) -> int:
-        """Actions that have not ended."""
+        """Actions that have not finished."""
         return self._actions.qsize() + self._is_acting
 
     def start(self) -> None:
@@ -68,32 +68,33 @@ class ActionThread:
             except Exception:
                 log.exception(self._failure)
             self._is_acting = False
-            del action  # it would keep its request alive until the next one
+            del action  # otherwise it would keep its request alive until the next action
 
 
 class Reaper(ActionThread):
-    """Completes requests that a backend dropped. Actions come from `__del__`, which may run on any thread and under any
-    lock: `submit` never blocks and takes no lock that Python code can hold (`SimpleQueue.put` is reentrant)."""
+    """Completes requests that a backend has dropped. Actions come from `__del__`, which may run on any thread and while
+    any lock is held: `submit` never blocks and takes no lock that Python code can hold (`SimpleQueue.put` is
+    reentrant)."""
 
     def __init__(self) -> None:
         super().__init__("reaper", "completing an abandoned request failed")
 
 
 class RequestObserver:
-    """Observes a request of an ensemble or a warmup; by default does nothing. Called on any thread."""
+    """Observes a request of an ensemble or a warmup; does nothing by default. Called on any thread."""
 
-    def make_room(self) -> None:
-        """Called before each response of a backend with SendPolicy.BLOCKING is delivered. May block to delay it."""
+    def apply_backpressure(self) -> None:
+        """Called before each response of a backend with SendPolicy.BLOCKING. May block to apply backpressure."""
 
     def computed(self, times: PhaseTimes) -> None:
-        """The request succeeded, with the `times` that its backend reported."""
+        """Called when the request succeeded, with the `times` reported by its backend."""
 
     def done(self) -> None:
-        """The last handle on the request was dropped."""
+        """Called when the last handle on the request is dropped."""
 
 
 class ChannelOwner(Protocol):
-    """The model version that a request is for."""
+    """The model version for which a request is made."""
 
     @property
     def name(self) -> str: ...
@@ -108,15 +109,15 @@ class ChannelOwner(Protocol):
         """Whether the backend has SendPolicy.BLOCKING."""
 
     def request_done(self, channel: ResponseChannel) -> None:
-        """The last handle of a request was dropped."""
+        """Called when the last handle on a request is dropped."""
 
 
 class ResponseChannel:
-    """The client's end of one request; also its InferenceHandle. Callbacks run under the channel's lock: they must only
-    enqueue.
+    """The client's end of one request; also its InferenceHandle. Callbacks run while the channel's lock is held: they
+    must only enqueue.
 
-    number: by which operators name the request; unique in this process
-    instance: the instance that has the request, or had it last; None before
+    number: identifies the request for operators; unique in this process
+    instance: the instance that has the request or had it last; None = none yet
     response_indices: the index of the next response in statistics
     """
 
@@ -161,7 +162,7 @@ class ResponseChannel:
 
     @property
     def is_final(self) -> bool:
-        """Whether the client has its last response; handles may still be open."""
+        """Whether the client has its last response. Handles may still be open."""
         return bool(self._final_ns)
 
     def retain(self) -> None:
@@ -186,22 +187,22 @@ class ResponseChannel:
             self.observer.done()
 
     def wrap_callback(self, wrap: Callable[[ResponseCallback], ResponseCallback]) -> bool:
-        """Puts a callback of the host before the client's; False after FINAL."""
+        """Inserts a callback of the host before the client's. Returns False after FINAL."""
         with self._lock:
             if not self._final_ns:
                 self._callback = wrap(self._callback)
             return not self._final_ns
 
     def send(self, response: InferenceResponse, flags: ResponseFlag) -> None:
-        """Like `deliver`, but first lets the observer make room if the backend may be blocked."""
+        """Like `deliver`, but first calls the observer's `apply_backpressure` if the backend may be blocked."""
         if self.observer is not None and self.owner.may_block_in_send:
-            self.observer.make_room()
+            self.observer.apply_backpressure()
         self.deliver(response, flags)
 
     def deliver(self, response: InferenceResponse | None, flags: ResponseFlag) -> bool:
-        """Calls the client's callback; False after FINAL (logged, nothing delivered)."""
+        """Calls the client's callback. Returns False after FINAL (logged; nothing is delivered)."""
         if type(flags) is not ResponseFlag:
-            flags = ResponseFlag(flags)  # a backend may give a plain number
+            flags = ResponseFlag(flags)  # a backend may pass a plain number
         with self._lock:
             if self._final_ns:
                 if not self._aborted:
@@ -212,7 +213,7 @@ class ResponseChannel:
                     )
                 return False
             if flags is not _NONE and is_final(flags):
-                self._finish()  # before the callback, so that a client with its last response finds it counted
+                self._finish()  # before the callback: a client that has its last response finds it counted
             if self.trace is not None:
                 error = response.error if response is not None else None
                 outputs = response.outputs if response is not None else ()
@@ -233,7 +234,7 @@ class ResponseChannel:
 
     def count_when_final(self, count: Callable[[int], None]) -> None:
         """Calls `count` with the time of FINAL (monotonic ns), now or later, to add the request to its model's
-        statistics. Further calls do nothing, so that a request is counted once."""
+        statistics. Only the first call has an effect, so that a request is counted once."""
         with self._lock:
             if self._is_counted:
                 return
@@ -244,14 +245,14 @@ class ResponseChannel:
                 self._count = count
 
     def count_now(self) -> None:
-        """Counts the request before FINAL: it continues and will be reported again."""
+        """Counts the request before FINAL, because it continues and will be reported again."""
         with self._lock:
             count, self._count, self._is_counted = self._count, None, False
         if count is not None:
             count(time.monotonic_ns())
 
     def fail(self, error: TritonError) -> bool:
-        """Ends the request with an error response; False after FINAL."""
+        """Ends the request with an error response. Returns False after FINAL."""
         response = InferenceResponse(self.owner.name, self.owner.version, self.request_id, error=error.copy())
         return self.deliver(response, ResponseFlag.FINAL)
 
@@ -262,7 +263,7 @@ class ResponseChannel:
             self._final_ns = time.monotonic_ns()
 
     def cancel(self) -> None:
-        """Asks the request to stop: idempotent, any thread, no effect after FINAL."""
+        """Asks the request to stop. Idempotent; may be called from any thread; no effect after FINAL."""
         with self._lock:
             if self._cancelled or self._final_ns:
                 return
@@ -270,8 +271,8 @@ class ResponseChannel:
         self._call_cancel_callbacks(callbacks)
 
     def abort(self, error: TritonError) -> bool:
-        """Ends the request for its client with `error`, and asks the backend to stop, whose further responses are
-        dropped without a log line. False after FINAL."""
+        """Ends the request for its client with `error`, and asks the backend to stop; its further responses are dropped
+        without being logged. Returns False after FINAL."""
         with self._lock:
             if self._final_ns:
                 return False
@@ -296,7 +297,7 @@ class ResponseChannel:
                 log.exception("%sa cancellation callback failed", request_tag(self.request_id))
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Registers `callback`; calls it at once when already cancelled, never after FINAL."""
+        """Registers `callback`. Calls it immediately if the request has already been cancelled, never after FINAL."""
         with self._lock:
             if self._final_ns:
                 return
@@ -306,6 +307,6 @@ class ResponseChannel:
         callback()
 
     def set_dequeue(self, callback: Callable[[], None] | None) -> None:
-        """Sets the scheduler's cancellation callback while the request is queued; None when it leaves the queue."""
+        """Sets the scheduler's cancellation callback while the request is queued; None once it has left the queue."""
         with self._lock:
             self._dequeue = None if self._final_ns else callback

@@ -1,7 +1,7 @@
-"""What the host does to a response between a backend and its client's callback: reshape, classification.
+"""How the host transforms responses between a backend and the client's callback: reshape, classification.
 
-Invariants: every call of a callback is one call of the next, with the same flags; a response that cannot be transformed
-becomes an error; a request that needs no transform keeps its own callback.
+Invariants: every callback call leads to one call of the next callback, with the same flags; a response that cannot be
+transformed becomes an error; a request that needs no transformation keeps its own callback.
 Source: InferenceResponse in Triton's core; the classification extension, classification.cc, label_provider.cc.
 """
 
@@ -35,7 +35,7 @@ _UNSUPPORTED = frozenset({"BOOL", "FP16", "BF16", "BYTES"})
 
 
 class ResponseTransforms:
-    """How the responses of one model version are changed: reshape, classification, the time to the first response."""
+    """Transforms the responses of one model version: reshape, classification, first-response time."""
 
     def __init__(self, config: ModelConfig, directory: Path, first_response: Family | None) -> None:
         """Raises TritonError for a label file that cannot be read."""
@@ -45,7 +45,7 @@ class ResponseTransforms:
         self._first_response = first_response
 
     def wrap(self, callback: ResponseCallback, request: InferenceRequest) -> ResponseCallback:
-        """A callback that transforms the backend's responses as `request` needs, then calls `callback`."""
+        """A callback that transforms the backend's responses as required by `request`, then calls `callback`."""
         if request.classes:
             classify = partial(_classified, request.classes, self._labels, self._batches)
             callback = TransformedCallback(callback, classify)
@@ -58,7 +58,7 @@ class ResponseTransforms:
 
 class TransformedCallback:
     """A response callback that transforms responses, then calls `callback`. on_final: called before the last call of
-    `callback`, so that the request's resources are released when the client has its last response."""
+    `callback`, so that the request's resources are already released when the client gets its last response."""
 
     __slots__ = ("_callback", "_on_final", "_transform")
 
@@ -85,8 +85,8 @@ class TransformedCallback:
 
 
 def _reshaped(reshapes: Mapping[str, Reshape], response: InferenceResponse) -> InferenceResponse:
-    """Gives outputs the shape for clients. Raises TritonError INTERNAL for an output with another shape than in the
-    configuration."""
+    """Gives outputs the shape that clients expect. Raises TritonError INTERNAL for an output whose shape differs from
+    the configuration."""
     try:
         outputs = tuple(
             reshapes[tensor.name].apply(tensor) if tensor.name in reshapes else tensor for tensor in response.outputs
@@ -100,7 +100,7 @@ def _reshaped(reshapes: Mapping[str, Reshape], response: InferenceResponse) -> I
 
 
 def read_labels(config: ModelConfig, directory: Path) -> Labels:
-    """The label files of the outputs. Raises TritonError: UNSUPPORTED for one outside of the model's directory,
+    """The label files of the outputs. Raises TritonError: UNSUPPORTED for a file outside the model's directory,
     INTERNAL for one that cannot be read."""
     return {
         output.name: _read(config.name, output.name, directory, output.label_filename)
@@ -125,7 +125,7 @@ def _read(model: str, output: str, directory: Path, filename: str) -> list[str]:
 def _classified(
     classes: Mapping[str, int], labels: Labels, batches: bool, response: InferenceResponse
 ) -> InferenceResponse:
-    """Replaces each output in `classes` by that many of its largest elements, the largest first."""
+    """Replaces each output in `classes` by the given number of its largest elements, in descending order."""
     outputs = tuple(
         _top(tensor, classes[tensor.name], labels.get(tensor.name, ()), batches) if tensor.name in classes else tensor
         for tensor in response.outputs
@@ -151,16 +151,16 @@ def _top(tensor: Tensor, count: int, labels: Sequence[str], batches: bool) -> Te
 
 
 def _classes(row: npt.NDArray[Any], count: int, labels: Sequence[str]) -> list[bytes]:
-    # Sorted backwards from the end, so that of equal elements the first comes first.
+    # Sorted backwards from the end, so that equal elements keep their order.
     order = len(row) - 1 - np.argsort(row[::-1], kind="stable")[::-1]
     return [f"{_value(row[index])}:{index}{_suffix(labels, index)}".encode() for index in order[:count]]
 
 
 def _value(element: Any) -> str:
-    """The number as C++ prints it: floating-point numbers with six decimals."""
+    """The number as printed by C++: floating-point numbers have six decimals."""
     return f"{element:f}" if isinstance(element, np.floating) else f"{element}"
 
 
 def _suffix(labels: Sequence[str], index: int) -> str:
-    """An empty label is none."""
+    """An empty label counts as none."""
     return f":{labels[index]}" if index < len(labels) and labels[index] else ""

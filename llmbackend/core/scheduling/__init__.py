@@ -1,1 +1,1 @@
-"""Schedulers: which requests an instance executes next."""
+"""Schedulers, which decide what requests an instance executes next."""

@@ -1,8 +1,8 @@
-"""A scheduler behind the response cache: a cached response is sent at once, without queueing the request.
+"""A scheduler behind the response cache: a cached response is sent without queueing the request.
 
-Invariants: a request is answered from the cache or by the scheduler, never by both; only a single, successful, final
-response is cached; a failure of the cache costs a hit, never a request.
-Source: CacheLookUp and DelegateResponse in Triton's dynamic_batch_scheduler.cc; golden transcript 44.
+Invariants: a request is answered either from the cache or by the scheduler, never by both; only a single, successful,
+final response is cached; a cache failure can cost a hit but never a request. Source: CacheLookUp and DelegateResponse
+in Triton's dynamic_batch_scheduler.cc; golden transcript 44.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class _Recording:
-    """The responses of a request that missed. only: the single response so far; None after several, or an error."""
+    """The responses of a request that missed the cache. only: the single response so far; None after more, or an
+    error."""
 
     __slots__ = ("client", "key", "lookup_ns", "only", "responses")
 
@@ -57,8 +58,8 @@ class CachingScheduler(DelegatingScheduler):
         return super().__len__() + self._waiting
 
     def enqueue(self, request: QueuedRequest) -> None:
-        """Raises TritonError as the inner scheduler does; fails the request with that error instead if the cache looks
-        up on its own threads. A request that continues after earlier responses is not looked up."""
+        """Raises TritonError as the inner scheduler does; if the cache does lookups on its own threads, fails the
+        request with that error instead. A request that continues after earlier responses is not looked up."""
         if request.resume is not None and request.resume.deltas:
             super().enqueue(request)
             return
@@ -104,7 +105,7 @@ class CachingScheduler(DelegatingScheduler):
             return None
 
     def _send_cached(self, request: QueuedRequest, entry: bytes, lookup_ns: int) -> bool:
-        """Sends the cached response. False for an entry that cannot be read."""
+        """Sends the cached response. Returns False if the entry cannot be read."""
         try:
             outputs, parameters = unpack(entry)
         except (ValueError, TritonError) as error:
@@ -138,6 +139,6 @@ class CachingScheduler(DelegatingScheduler):
             self._cache.insert(key, pack(response))
         except Exception as error:
             if isinstance(error, TritonError) and error.code is ErrorCode.ALREADY_EXISTS:
-                return  # an equal request was answered meanwhile; as in Triton, not counted as a miss
+                return  # an identical request was answered in the meantime; as in Triton, not counted as a miss
             log.error("%sFailed to insert into response cache: %s", request_tag(response.request_id), error)
         self._statistics.record_cache_miss(lookup_ns, time.monotonic_ns() - start_ns)

@@ -1,6 +1,6 @@
-"""The dynamic batcher: queued requests that fit together are executed together, also those of sequences (oldest).
+"""The dynamic batcher: executes compatible queued requests together, including those of sequences (strategy `oldest`).
 
-Invariants: a batch is a prefix of the queue; no request waits longer than max_queue_delay for others. Execute gets
+Invariants: a batch is a prefix of the queue; no request waits for others longer than max_queue_delay. Execute receives
 separate requests. Source: GetDynamicBatch in Triton's dynamic_batch_scheduler.cc, RequiredEqualInputs; golden 59.
 """
 
@@ -50,7 +50,7 @@ Include = Callable[[Request], bool]
 
 class BatchStrategy:
     """A custom batching strategy for one model version: the five functions of a batchstrategy.so, as in Triton, or of a
-    Python module. They run under the queue's lock, so they must be quick.
+    Python module. They run while the queue's lock is held, so they must be fast.
 
     TRITONBACKEND_ModelBatcherInitialize(model: Model) -> batcher          once per model version
     TRITONBACKEND_ModelBatcherFinalize(batcher) -> None                    before the model is finalised
@@ -66,7 +66,7 @@ class BatchStrategy:
         self._batcher: Any = None
 
     def initialize(self, model: Model) -> None:
-        """Raises TritonError when the strategy's initialization fails."""
+        """Raises TritonError if the strategy's initialization fails."""
         initialize = self._functions["TRITONBACKEND_ModelBatcherInitialize"]
         self._batcher = call_entry_point(f"the batching strategy of model '{self._model}'", initialize, model)
 
@@ -77,7 +77,7 @@ class BatchStrategy:
 
     @contextmanager
     def new_batch(self) -> Iterator[Include]:
-        """A batch that begins to form."""
+        """The state of a new batch."""
         state = self._call("batching initialization", "TRITONBACKEND_ModelBatchInitialize", self._batcher)
         include = "TRITONBACKEND_ModelBatchIncludeRequest"
         try:
@@ -94,10 +94,10 @@ class BatchStrategy:
 
 
 def load_strategy(model: Model) -> BatchStrategy | None:
-    """The initialised strategy of a model version; None when it has none.
+    """The initialised strategy of a model version; None if it has none.
 
-    Raises TritonError: INVALID_ARG for a module that lacks functions, a path outside of the model's directory or a
-    sequence model, NOT_FOUND for a path that does not exist, and when it fails to load.
+    Raises TritonError: INVALID_ARG for a module that lacks functions, a path outside the model's directory or a
+    sequence model; NOT_FOUND for a nonexistent path; and if the strategy fails to load.
     """
     path = _find(model.config, model)
     if path is None:
@@ -116,7 +116,7 @@ def load_strategy(model: Model) -> BatchStrategy | None:
 
 
 def _find(config: ModelConfig, model: Model) -> Path | None:
-    """The file that the configuration names, else the first in the version, model and backend directory."""
+    """The file named in the configuration, else the first one in the version, model and backend directories."""
     if PATH_PARAMETER in config.parameters:
         if config.HasField("sequence_batching"):
             raise invalid_argument(
@@ -152,7 +152,7 @@ def _named(text: str, model: Model) -> Path:
 
 
 def _functions(module: ModuleType | CompiledStrategy, path: Path, model: str) -> dict[str, Callable[..., Any]]:
-    """All five functions, or none, which Triton allows, too."""
+    """All five functions, or none at all, which Triton permits too."""
     functions = {name: function for name in FUNCTIONS if callable(function := getattr(module, name, None))}
     if functions and len(functions) < len(FUNCTIONS):
         raise invalid_argument(f"{path} does not define all required custom batching functions for model {model}")
@@ -163,9 +163,9 @@ BatchKey = tuple[tuple[str, tuple[int, ...] | None], ...]
 
 
 class EqualInputs:
-    """Decides which requests may share a batch, so that they can be joined along the batch dimension. Inputs that
-    are variable and not `allow_ragged_batch` must have equal shapes. If inputs are optional, the same ones must be
-    present."""
+    """Decides which requests may share a batch, that is, can be concatenated along the batch dimension. Inputs with
+    variable dimensions and without `allow_ragged_batch` must have equal shapes. If there are optional inputs, the same
+    ones must be present."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._of_equal_shape = frozenset(
@@ -186,7 +186,7 @@ class EqualInputs:
 
 @dataclass(slots=True)
 class _Prefix:
-    """The requests at the front of the queue that fit one batch."""
+    """The requests at the front of the queue that fit into one batch."""
 
     count: int = 0
     """Requests."""
@@ -201,16 +201,16 @@ class _Prefix:
     def add(self, request: QueuedRequest, rows: int) -> None:
         self.rows += rows
         self.count += 1
-        # With priorities the first is not always the oldest.
+        # With priorities, the first request is not always the oldest.
         self.oldest_ns = min(self.oldest_ns or request.batcher_start_ns, request.batcher_start_ns)
 
 
 class DynamicBatcher(RequestQueue):
     """The queue of a model with dynamic batching.
 
-    A batch has at most max_batch_size rows unless a single request has more. It exceeds the largest preferred size only
-    when its oldest request has waited max_queue_delay. An instance forms its batch when it is free, so that a batch
-    grows until then; `optimization.eager_batching` therefore has no effect.
+    A batch has at most max_batch_size rows, unless a single request has more. It exceeds the largest preferred size
+    only if its oldest request has waited for max_queue_delay. An instance forms its batch when it becomes free, so a
+    batch can grow until then; `optimization.eager_batching` therefore has no effect.
     """
 
     def __init__(
@@ -252,11 +252,11 @@ class DynamicBatcher(RequestQueue):
             first = first or request
             if prefix.count:
                 if prefix.rows + rows > self._largest_preferred and not prefix.preferred_count:
-                    prefix.preferred_count = prefix.count  # as close to a preferred size as possible
+                    prefix.preferred_count = prefix.count  # as close as possible to a preferred size
                 if prefix.rows + rows > self._most_rows or request.batch_key != first.batch_key:
                     prefix.is_full = True
                     break
-            # A request that the strategy refuses as the first one is executed alone, or it would block the queue.
+            # If the strategy refuses the first request, it is executed alone; otherwise it would block the queue.
             if include is not None and not include(request) and prefix.count:
                 prefix.is_full = True
                 break

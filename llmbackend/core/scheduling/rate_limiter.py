@@ -1,8 +1,8 @@
-"""The rate limiter (`--rate-limit=execution_count`): an instance executes only when it has its resources, in the order
-of priorities across all models.
+"""The rate limiter (`--rate-limit=execution_count`): an instance executes only when it has its resources, in priority
+order across all models.
 
-Invariants: no instance is registered that needs more resources than there are; a lease ends with its execution. When
-off it costs nothing: threads call the scheduler directly. Source: rate_limiter.cc of Triton, with its texts.
+Invariants: no instance is registered that needs more resources than exist; a lease ends with its execution. When off it
+costs nothing: threads call the scheduler directly. Source: Triton's rate_limiter.cc, including its texts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RateLimitResource:
 
 
 def need_of(config: ModelRateLimiter, device: int) -> Need:
-    """The resources of one execution of an instance on that device."""
+    """The resources that an execution of an instance on that device needs."""
     need = {}
     for resource in config.resources:
         is_global = getattr(resource, "global")  # a keyword in Python
@@ -49,10 +49,10 @@ def need_of(config: ModelRateLimiter, device: int) -> Need:
 
 
 class ResourceManager:
-    """The limits of resources, and what is in use. RateLimiter's lock guards it.
+    """Resource limits and current use. Guarded by RateLimiter's lock.
 
-    given: from the command line. If any are given, others do not exist; without, the limit of a resource is the need of
-        its largest user. Use may exceed a limit for a while after the largest user was unregistered.
+    given: from the command line. If any are given, no others exist; otherwise the limit of a resource is the need of
+        its largest user. Use may temporarily exceed the limit after the largest user is unregistered.
     """
 
     def __init__(self, given: Iterable[RateLimitResource]) -> None:
@@ -65,7 +65,7 @@ class ResourceManager:
         self._used: Counter[tuple[int, str]] = Counter()
 
     def register(self, user: Hashable, need: Need) -> None:
-        """Raises TritonError INVALID_ARG, without registering, when the need exceeds a limit."""
+        """Raises TritonError INVALID_ARG, without registering, if the need exceeds a limit."""
         self._needs[user] = need
         try:
             self._update_limits()
@@ -137,7 +137,7 @@ class Registration:
 
     priority: 1 is the highest
     is_open: whether it is still registered
-    rank: among those that wait, the lowest is first
+    rank: the lowest among waiting instances is next
     """
 
     need: Need
@@ -148,11 +148,11 @@ class Registration:
 
 
 class RateLimiter:
-    """Thread-safe. One lock, since the limiter is for hosts with few, large executions.
+    """Thread-safe. Has a single lock, because the limiter is meant for hosts with few, large executions.
 
-    Of the instances that are ready to execute, the one with the lowest (executions x priority) is first and is not
-    overtaken, so that large needs are met, too. An instance that waits forms no batch, so that its requests can still
-    be cancelled, time out and be joined by others.
+    Of the instances ready to execute, the one with the lowest (executions x priority) is next and is not overtaken, so
+    that large needs are met too. An instance forms no batch while it waits, so that its requests can still be
+    cancelled, time out and be joined by others.
     """
 
     def __init__(self, mode: RateLimitMode = "off", given: Iterable[RateLimitResource] = ()) -> None:
@@ -164,13 +164,14 @@ class RateLimiter:
         self._turns = itertools.count()
 
     def register(self, instance: LimitedInstance) -> None:
-        """Raises TritonError INVALID_ARG with Triton's text when the instance needs more than a limit."""
+        """Raises TritonError INVALID_ARG with Triton's text if the instance needs more than a limit."""
         if not self._is_on:
             return
         config = instance.rate_limiter
         priority = max(config.priority, 1)
         with self._changed:
-            # By design unlike Triton's 0: a new instance does not precede the others until it has caught up.
+            # Deliberate difference: Triton starts at 0, which gives a new instance precedence until it has caught up
+            # with the others.
             used = (each.executions * each.priority for each in self._registrations.values())
             executions = min(used, default=0) // priority
             registration = Registration(need_of(config, instance.device_id), priority, executions)
@@ -178,7 +179,7 @@ class RateLimiter:
             self._registrations[instance] = registration
 
     def unregister(self, instance: LimitedInstance) -> None:
-        """The instance gets no further lease; a waiting `acquire` returns None. Idempotent."""
+        """The instance gets no further leases; a waiting `acquire` returns None. Idempotent."""
         with self._changed:
             registration = self._registrations.pop(instance, None)
             if registration is not None:
@@ -187,13 +188,13 @@ class RateLimiter:
                 self._changed.notify_all()
 
     def limit(self, instances: Sequence[LimitedInstance], source: BatchSource) -> Batches:
-        """The batches of `source`, for a thread that executes on `instances` in turn."""
+        """Limits the batches of `source` for a thread that executes on `instances` in turn."""
         if not self._is_on:
             return source
         return _LimitedSource(self, instances, source)
 
     def acquire(self, instance: LimitedInstance) -> Registration | None:
-        """Blocks until it is the instance's turn, and takes its resources. None when it was unregistered."""
+        """Blocks until it is the instance's turn, and takes its resources. Returns None if it was unregistered."""
         with self._changed:
             registration = self._registrations.get(instance)
             if registration is None:
@@ -207,7 +208,7 @@ class RateLimiter:
             self._waiting.discard(registration)
             if registration.is_open:
                 self._resources.take(registration.need)
-            self._changed.notify_all()  # another one is first
+            self._changed.notify_all()  # another instance may now be next
             return registration if registration.is_open else None
 
     def release(self, registration: Registration, has_executed: bool) -> None:
@@ -226,7 +227,7 @@ class RateLimiter:
 
 
 class _LimitedSource:
-    """The batches of one instance thread, each with a lease until the thread asks for the next one."""
+    """The batches of one instance thread, each with a lease until the thread asks for the next batch."""
 
     def __init__(self, limiter: RateLimiter, instances: Sequence[LimitedInstance], source: BatchSource) -> None:
         self._limiter = limiter
@@ -246,5 +247,5 @@ class _LimitedSource:
             if batch := self._source.take_batch():
                 self._lease = lease
                 return batch
-            self._limiter.release(lease, has_executed=False)  # taken by another instance, or cancelled
+            self._limiter.release(lease, has_executed=False)  # its batch was taken by another instance, or cancelled
         return None

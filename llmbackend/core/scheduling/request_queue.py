@@ -1,8 +1,8 @@
-"""The queue of one model version: requests by priority level, then arrival; and the default scheduler.
+"""The request queue of one model version, ordered by priority level and arrival; and the default scheduler.
 
-Invariants: each queued request leaves in a batch or is completed with an error, a cancelled or expired one at once; no
-operation iterates over the queue.
-Source: Triton's default scheduler and PriorityQueue (scheduler_utils.cc); golden transcript 58.
+Invariants: each queued request leaves in a batch or is completed with an error, immediately if cancelled or expired; no
+operation iterates over the queue. Source: Triton's default scheduler and PriorityQueue (scheduler_utils.cc); golden
+transcript 58.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .scheduler import BatchSource
 
 
 class PriorityQueue(LevelQueue[QueuedRequest]):
-    """The queue with the limits and deadlines of each level. RequestQueue's lock guards it."""
+    """A queue with limits and deadlines per level. Guarded by RequestQueue's lock."""
 
     def __init__(self, policies: QueuePolicies) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class PriorityQueue(LevelQueue[QueuedRequest]):
         self._deadlines: Deadlines[QueuedRequest] = Deadlines()
 
     def enqueue(self, request: QueuedRequest) -> None:
-        """Raises TritonError UNAVAILABLE when the request's level is full."""
+        """Raises TritonError UNAVAILABLE if the request's level is full."""
         level = self._policies.level(request.priority)
         policy = self._policies.policy(level)
         if policy.max_queue_size and self.num_in_level(level) >= policy.max_queue_size:
@@ -48,7 +48,8 @@ class PriorityQueue(LevelQueue[QueuedRequest]):
         return self._deadlines.earliest_ns()
 
     def take_expired(self, now_ns: int) -> list[QueuedRequest]:
-        """Removes and returns the expired requests to reject; moves those to delay after the others of their level."""
+        """Removes and returns the expired requests that are to be rejected; moves those to be delayed behind the others
+        of their level."""
         rejected = []
         for request in self._deadlines.pop_due(now_ns):
             if self._policies.policy(self._policies.level(request.priority)).reject:
@@ -61,7 +62,7 @@ class PriorityQueue(LevelQueue[QueuedRequest]):
 
 class RequestQueue:
     """The default scheduler: one request per Execute, one queue for all instances. Client callbacks run outside its
-    lock. Expired requests are answered also while every instance is busy."""
+    lock. Expired requests are answered even while all instances are busy."""
 
     def __init__(self, policies: QueuePolicies, statistics: Statistics, timer: Timer) -> None:
         self._policies = policies
@@ -77,9 +78,9 @@ class RequestQueue:
         return len(self._queue)
 
     def enqueue(self, request: QueuedRequest) -> None:
-        """Raises TritonError UNAVAILABLE when full or stopped; see Scheduler."""
+        """Raises TritonError UNAVAILABLE if full or stopped; see Scheduler."""
         request.batcher_start_ns = time.monotonic_ns()
-        request.queue_start_ns = request.queue_start_ns or request.batcher_start_ns  # of a sequence it is set
+        request.queue_start_ns = request.queue_start_ns or request.batcher_start_ns  # set if of a sequence
         request.priority = self._policies.priority(request.priority)
         request.channel.set_dequeue(partial(self._cancel, request))
         try:
@@ -97,7 +98,7 @@ class RequestQueue:
             request.channel.set_dequeue(None)
             raise
         if request.is_cancelled:
-            self._cancel(request)  # it was cancelled before it was in the queue
+            self._cancel(request)  # cancelled before it was queued
 
     def source(self) -> BatchSource:
         return self
@@ -137,8 +138,8 @@ class RequestQueue:
         return {"requests in its queue": len(self)}
 
     def _await_batch(self, take: bool) -> list[QueuedRequest] | None:
-        """Waits until a batch is ready; returns it, or [] without `take`. None when stopped and empty, or when the
-        calling thread was dismissed."""
+        """Waits until a batch is ready, and returns it ([] if not `take`). Returns None if the queue is stopped and
+        empty, or the calling thread was dismissed."""
         while True:
             with self._changed:
                 if self._was_dismissed():
@@ -159,7 +160,7 @@ class RequestQueue:
                 return batch
 
     def _was_dismissed(self) -> bool:
-        """Whether the calling thread was dismissed; True once. The caller holds the lock."""
+        """Whether the calling thread was dismissed; True only once. The caller holds the lock."""
         if not self._dismissed or threading.current_thread() not in self._dismissed:
             return False
         self._dismissed.discard(threading.current_thread())
@@ -170,8 +171,8 @@ class RequestQueue:
         return [self._queue.pop_first() for _ in range(count)]
 
     def _ready_count(self) -> tuple[int, float | None]:
-        """The number of requests in the next batch, or 0 and the seconds to wait for more (None = no limit). The queue
-        is not empty. The caller holds the lock."""
+        """The number of requests in the next batch, or 0 and how many seconds to wait for more (None = no limit). The
+        queue must not be empty. The caller holds the lock."""
         return 1, None
 
     def _set_alarm(self) -> None:
@@ -188,7 +189,7 @@ class RequestQueue:
             self._alarm_ns = None
             if not self._stopped:
                 self._set_alarm()
-            self._changed.notify()  # the rest may be a batch now
+            self._changed.notify()  # the rest may now form a batch
         self._reject(expired)
 
     def _reject(self, expired: list[QueuedRequest]) -> None:
@@ -197,11 +198,11 @@ class RequestQueue:
             request.fail(unavailable("Request timeout expired"), FailureReason.REJECTED)
 
     def _cancel(self, request: QueuedRequest) -> None:
-        """Called on the cancelling thread. A request that an instance has is cancelled by its backend."""
+        """Called on the cancelling thread. Requests already given to an instance are cancelled by the backend."""
         with self._changed:
             if not self._queue.remove(request):
                 return
-            self._changed.notify()  # the rest may be a batch now
+            self._changed.notify()  # the rest may now form a batch
         self._left_queue(request)
         request.fail(cancelled("Request cancelled"), FailureReason.CANCELED)
 

@@ -1,7 +1,7 @@
-"""Schedulers as models and instance threads see them; and the order of responses.
+"""The interface of schedulers for models and instance threads; and the ordering of responses.
 
-An enqueued request either leaves through a source once, or is completed. (In iterative sequences a backend may
-reschedule it; then it leaves again.)
+An enqueued request either leaves through a source exactly once or is completed. (A backend may reschedule requests of
+iterative sequences; they then leave again.)
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..requests.queued_request import QueuedRequest
 
 class Batches(Protocol):
     def next_batch(self) -> list[QueuedRequest] | None:
-        """Blocks until there is a batch for the calling thread; None when there will be no more."""
+        """Blocks until there is a batch for the calling thread. Returns None if there will be no more."""
 
 
 class BatchSource(Batches, Protocol):
-    """The source of an instance's batches: in one step, or in two when resources of the rate limiter are needed before
-    a batch may leave the queue."""
+    """The source of an instance's batches: in one step, or in two if the rate limiter's resources are needed before a
+    batch may leave the queue."""
 
     def wait_for_batch(self) -> bool:
-        """Blocks until `take_batch` would return a batch; False when there will be no more."""
+        """Blocks until `take_batch` would return a batch. Returns False if there will be no more."""
 
     def take_batch(self) -> list[QueuedRequest]:
         """The batch that is ready now; [] = none."""
@@ -36,35 +36,35 @@ class BatchSource(Batches, Protocol):
 
 @runtime_checkable
 class ElasticSource(BatchSource, Protocol):
-    """A source whose instances may be added and removed while it serves."""
+    """A source whose instances can be added and removed while it serves."""
 
     def admit(self) -> None:
-        """The instance is ready for requests."""
+        """Called when the instance is ready for requests."""
 
     def dismiss(self, thread: Thread) -> bool:
-        """Ends the batches of the instance's thread; queued requests stay for the others. True when a running sequence
-        is bound to the instance: then they end after that."""
+        """Ends the batches of the instance's thread; queued requests remain for the others. Returns True if a running
+        sequence is bound to the instance: the batches then end after that sequence."""
 
 
 class Scheduler(Protocol):
     def __len__(self) -> int:
-        """How many requests are queued."""
+        """The number of queued requests."""
 
     def enqueue(self, request: QueuedRequest) -> None:
-        """Takes over the request. Raises TritonError, and leaves it with the caller, when it is refused."""
+        """Takes over the request. If it is refused, raises TritonError and leaves the request with the caller."""
 
     def source(self) -> BatchSource:
-        """The source of one more instance, before its thread starts."""
+        """A source for one more instance, created before its thread starts."""
 
     def stop(self) -> None:
-        """Refuses new requests; every source's `next_batch` returns None when its queue is empty."""
+        """Refuses new requests. Each source's `next_batch` returns None once its queue is empty."""
 
     def leaked_resources(self) -> Mapping[str, int]:
         """Counts that are 0 whenever no request is in flight."""
 
 
 class DelegatingScheduler:
-    """A scheduler around another one."""
+    """A scheduler that wraps another one."""
 
     def __init__(self, inner: Scheduler) -> None:
         self._inner = inner
@@ -86,7 +86,7 @@ class DelegatingScheduler:
 
 
 class _OrderedRequest:
-    """One request in the order, and its responses that wait for the end of earlier requests."""
+    """One request in the order, and its responses that wait for earlier requests to end."""
 
     def __init__(self) -> None:
         self.is_queued = True
@@ -102,14 +102,12 @@ class _OrderedRequest:
 class ResponseOrder(DelegatingScheduler):
     """Sends responses in the order of requests (`preserve_ordering`).
 
-    A request that fails while it is queued (timeout, cancel) leaves the order and is answered at once, as in Triton. By
-    design stricter: a request has its place from when it is enqueued, so that responses from the response cache do not
-    overtake queued requests.
+    A request that fails while queued (timeout, cancel) leaves the order and is answered immediately, as in Triton.
+    Deliberately stricter: a request takes its place when it is enqueued, so that responses from the response cache do
+    not overtake queued requests.
 
-    `_enqueue_lock`: gives the order and the queue the same order
-    `_lock`: guards the order; held while responses are sent, which only enqueues them; a channel's lock may be held
-    when
-        it is taken, never vice versa
+    Locks: `_enqueue_lock` gives the order and the queue the same sequence. `_lock` guards the order and is held while
+    responses are sent, which only enqueues them. A channel's lock may be held when `_lock` is taken, never vice versa.
     """
 
     def __init__(self, inner: Scheduler) -> None:
@@ -120,10 +118,10 @@ class ResponseOrder(DelegatingScheduler):
 
     def enqueue(self, request: QueuedRequest) -> None:
         if isinstance(request.order_entry, _OrderedRequest):
-            return super().enqueue(request)  # rescheduled; it keeps its place
+            return super().enqueue(request)  # rescheduled requests keep their place
         entry = request.order_entry = _OrderedRequest()
         if not request.channel.wrap_callback(lambda client: partial(self._on_response, entry, client)):
-            return super().enqueue(request)  # already answered, because the server stops
+            return super().enqueue(request)  # already answered, because the server is stopping
         with self._enqueue_lock:
             with self._lock:
                 self._order[entry] = None
@@ -158,7 +156,7 @@ class ResponseOrder(DelegatingScheduler):
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Sends responses, from the first request as far as possible. The caller holds the lock."""
+        """Sends responses, starting with the first request, as far as possible. The caller holds the lock."""
         while self._order:
             first = next(iter(self._order))
             first.pass_on()
@@ -168,7 +166,7 @@ class ResponseOrder(DelegatingScheduler):
 
 
 class _MarkingSource:
-    """The inner source; marks requests that an instance gets, whose errors keep the order."""
+    """Wraps a source and marks the requests that an instance receives; their errors stay in order."""
 
     def __init__(self, inner: BatchSource) -> None:
         self._inner = inner

@@ -1,1 +1,1 @@
-"""Tracing of single requests (Triton's trace extension), to a JSON file or as OpenTelemetry spans."""
+"""Tracing of individual requests (Triton's trace extension), to a JSON file or as OpenTelemetry spans."""

@@ -1,8 +1,8 @@
-"""Which requests are traced: trace settings of the server and of models, sampling; and the trace file.
+"""Decides which requests are traced: trace settings of the server and its models, sampling; and writes the trace file.
 
-A request costs a look at one flag while nothing can be sampled, else one counter under one lock. Changed settings apply
-to later requests; a trace keeps the setting that it was sampled with.
-Source: Triton's TraceManager and TraceSetting::SampleTrace, as recorded from Triton 2.51 (golden 41, 60).
+While nothing can be sampled, a request costs one flag check, otherwise one counter under one lock. Changed settings
+apply to later requests; a trace keeps the setting with which it was sampled. Source: Triton's TraceManager and
+TraceSetting::SampleTrace, as recorded from Triton 2.51 (golden 41, 60).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_WAITING_BYTES: Final = 1 << 20
 
 
 class TraceFile:
-    """The file of a path, shared by all settings with that path. No descriptor is kept open."""
+    """The file at a path, shared by all settings with that path. No descriptor stays open."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -33,7 +33,7 @@ class TraceFile:
         self._next_index = 0
 
     def append(self, items: Iterable[str]) -> None:
-        """Appends to the array in the file, which the server's first trace overwrites."""
+        """Appends to the array in the file. The server's first trace overwrites the file."""
         text = ",".join(items).encode()
         with self._lock:
             try:
@@ -58,8 +58,8 @@ class TraceFile:
 
 
 class TraceLog:
-    """A TraceSink: collects and writes the traces of one setting. By design different: Triton keeps traces in memory
-    until the server or the setting ends; here they are also written when they exceed MAX_WAITING_BYTES."""
+    """A TraceSink that collects and writes the traces of one setting. Deliberate difference: Triton keeps traces in
+    memory until the server or the setting ends; here they are also written when they exceed MAX_WAITING_BYTES."""
 
     takes_spans = False
 
@@ -92,14 +92,14 @@ class TraceLog:
         self._write(due, numbered)
 
     def retire(self) -> None:
-        """The setting was replaced, or the server stops: writes when the last open trace is complete."""
+        """Called when the setting is replaced or the server stops: writes once the last open trace is complete."""
         with self._lock:
             self._is_retired = True
             due, numbered = self._take_due()
         self._write(due, numbered)
 
     def _take_due(self) -> tuple[list[str], bool]:
-        """The traces to write now, and whether into a numbered file. Holds the lock."""
+        """The traces to write now, and whether to write them into a numbered file. Holds the lock."""
         settings = self._settings
         is_full = 0 < settings.log_frequency <= self._waiting_count or self._collected == settings.count
         is_over = self._is_retired and not self._open
@@ -151,16 +151,16 @@ _SERVER: Final = ""
 
 
 class SpanSink(TraceSink, Protocol):
-    """A TraceSink of mode opentelemetry."""
+    """A TraceSink for mode opentelemetry."""
 
     def parent_of(self, header: HeaderLookup) -> Any | None:
-        """The client's trace context, if its headers have one."""
+        """The client's trace context, if the headers contain one."""
 
     def close(self) -> None: ...
 
 
 class _Sampler:
-    """Samples requests with one setting; replaced when it changes."""
+    """Samples requests with one setting, and is replaced when the setting changes."""
 
     def __init__(self, settings: TraceSettings, sink: TraceSink) -> None:
         self.settings = settings
@@ -181,7 +181,7 @@ class _Sampler:
         return not self._joins_clients and not (self._is_able and self._remaining)
 
     def wants(self, is_forced: bool) -> bool:
-        """Counts a request; whether to trace it. is_forced: the client traces it."""
+        """Counts a request; returns whether to trace it. is_forced: the client traces it."""
         with self._lock:
             if not self._is_able or not self._remaining:
                 return is_forced
@@ -207,7 +207,7 @@ class TraceManager:
         self._is_idle = True
 
     def start(self) -> None:
-        """Raises TritonError UNSUPPORTED when OpenTelemetry is configured and not installed."""
+        """Raises TritonError UNSUPPORTED if OpenTelemetry is configured but not installed."""
         if self._defaults.mode == "opentelemetry":
             from .open_telemetry import OpenTelemetrySink
 
@@ -229,8 +229,8 @@ class TraceManager:
         return self._is_idle
 
     def sample(self, model_name: str, header: HeaderLookup) -> RequestTrace | None:
-        """The trace for a client's new request; None = not sampled. The caller puts it into the request, and closes it
-        after the last byte was sent."""
+        """The trace for a client's new request; None = not sampled. The caller adds it to the request, and closes it
+        after sending the last byte."""
         if self._is_idle:
             return None
         sampler = self._samplers.get(model_name) or self._samplers[_SERVER]
@@ -243,7 +243,7 @@ class TraceManager:
             self._open += 1
         level = sampler.settings.level
         if self._spans is not None:
-            level &= TraceLevel.TIMESTAMPS  # as in Triton, spans have no tensors
+            level &= TraceLevel.TIMESTAMPS  # as in Triton, spans contain no tensors
         return Trace(level, sampler.sink, self._new_id, self._completed, parent).root
 
     def _new_id(self) -> int:
@@ -266,7 +266,7 @@ class TraceManager:
     def update(self, model_name: str, changes: TraceChanges) -> None:
         """Changes the settings of one model, or of the server ("").
 
-        Raises TritonError INVALID_ARG, without a change, for settings with which no request could be traced.
+        Raises TritonError INVALID_ARG, without changing anything, for settings with which no request could be traced.
         """
         with self._lock:
             own = {name: self._with_remaining(name) for name in (model_name, _SERVER, *self._own)}
@@ -287,14 +287,14 @@ class TraceManager:
         return sampler.settings.with_changes({"count": sampler.remaining})
 
     def _with_remaining(self, name: str) -> dict[TraceField, Any]:
-        """The fields that `name` has set, with the remaining count."""
+        """The fields set for `name`, with the remaining count."""
         own = dict(self._own.get(name, {}))
         if "count" in own and name in self._samplers:
             own["count"] = self._samplers[name].remaining
         return own
 
     def _replace(self, name: str, settings: TraceSettings) -> None:
-        """Replaces a setting and restarts its counting. A model without own fields has no setting. Holds the lock."""
+        """Replaces a setting and restarts its counters. A model without own fields has no setting. Holds the lock."""
         before = self._samplers.get(name)
         if name != _SERVER and not self._own.get(name):
             self._own.pop(name, None)

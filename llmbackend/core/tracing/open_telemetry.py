@@ -1,7 +1,7 @@
 """Traces as OpenTelemetry spans, sent in batches to a collector by OTLP over HTTP.
 
 The SDK is imported only in mode opentelemetry. A slow or absent collector does not delay requests.
-Source: Triton's tracer and the batch span processor's settings.
+Source: Triton's tracer and its settings of the batch span processor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long `close` waits for a collector that does not respond."""
+"""How long `close` waits for an unresponsive collector."""
 SERVICE_NAME: Final = "triton-inference-server"
 ROOT_SPAN: Final = "InferRequest"
 _TRACER: Final = "triton-server"
@@ -47,11 +47,11 @@ _LIMITS: Final = SpanLimits(max_events=2 * MAX_REPORTS)
 
 
 class OpenTelemetrySink:
-    """A TraceSink. exporter: instead of the one that sends to `options.url`.
+    """A TraceSink. exporter: replaces the one that sends to `options.url`.
 
-    Spans: `InferRequest` > one per model > `compute`, all of kind server, attributes `triton.*`, and beside `compute`
-    the backend's own, of kind internal. A client's `traceparent` is the parent of the first. The provider is not the
-    process's global one. The SDK's thread sends spans; it drops and logs those that exceed its queue.
+    Spans: `InferRequest` > one per model > `compute`, all of kind server with attributes `triton.*`; the backend's own
+    spans are siblings of `compute` and of kind internal. A client's `traceparent` is the parent of the first. The
+    provider is not the process's global one. The SDK's thread sends spans; it drops and logs those beyond its queue.
     """
 
     takes_spans = True
@@ -101,7 +101,7 @@ class OpenTelemetrySink:
         self._end(trace.root_span, _marks(trace.root, rest))
 
     def close(self) -> None:
-        """Sends waiting spans for at most CLOSE_TIMEOUT_S; later ones are dropped."""
+        """Sends waiting spans for up to CLOSE_TIMEOUT_S; those left are dropped."""
         deadline = threading.Timer(CLOSE_TIMEOUT_S, self._exporter.shutdown)
         deadline.start()
         self._provider.shutdown()
@@ -146,7 +146,7 @@ class OpenTelemetrySink:
 
 
 def _with_scheme(url: str) -> str:
-    """Like Triton's exporter, accepts `localhost:4318/v1/traces`."""
+    """Accepts `localhost:4318/v1/traces`, as Triton's exporter does."""
     return f"http://{url}" if url and "://" not in url else url
 
 
@@ -156,7 +156,7 @@ def _marks(report: RequestTrace, names: Collection[str]) -> list[tuple[int, str]
 
 
 def _carrier(span: Span) -> dict[str, str]:
-    """W3C's headers of a span."""
+    """A span's W3C headers."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, _below(span))
     return carrier

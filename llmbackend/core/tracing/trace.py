@@ -1,7 +1,7 @@
-"""The trace of one sampled request: times and tensors, from its frontend and its models; and the trace settings.
+"""The trace of one sampled request (times and tensors, from frontend and models), and the trace settings.
 
-Any thread may report. The memory of one trace is bounded.
-Source: TRITONSERVER_InferenceTrace and TraceManager of Triton; golden 60.
+Any thread may report. The memory of a trace is bounded. Source: TRITONSERVER_InferenceTrace and TraceManager in Triton;
+golden 60.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TraceLevel(IntFlag):
 
     @property
     def names(self) -> list[str]:
-        """The names of the levels in the protocol."""
+        """The levels' names in the protocol."""
         return [level.name or "" for level in (TraceLevel.TIMESTAMPS, TraceLevel.TENSORS) if level in self] or ["OFF"]
 
 
@@ -42,7 +42,7 @@ class OpenTelemetryOptions:
 
     url: where spans are sent; "" = the exporter's default, http://localhost:4318/v1/traces
     resource: attributes of the spans' resource
-    bsp_max_queue_size: spans that wait to be sent; more are dropped
+    bsp_max_queue_size: spans waiting to be sent; more are dropped
     bsp_max_export_batch_size: spans
     """
 
@@ -83,7 +83,7 @@ class TraceSettings:
     open_telemetry: OpenTelemetryOptions = field(default_factory=OpenTelemetryOptions)
 
     def fault(self) -> str:
-        """Why no request can be sampled, apart from `count`; "" = they can."""
+        """Why no request can be sampled, `count` aside; "" = requests can be sampled."""
         if self.level is TraceLevel.OFF:
             return "tracing is disabled"
         if self.rate == 0:
@@ -97,7 +97,7 @@ class TraceSettings:
 
 
 def changed(own: Mapping[TraceField, Any], changes: TraceChanges) -> dict[TraceField, Any]:
-    """The own values of a model or of the server after `changes`."""
+    """The fields set for a model or the server, after applying `changes`."""
     merged = {**own, **changes}
     return {name: value for name, value in merged.items() if value is not None}
 
@@ -136,25 +136,25 @@ MAX_SPANS: Final = 1024
 
 
 class TraceSink(Protocol):
-    """Where traces go. Called without the trace's lock; `complete` once for each `begin`.
+    """Destination of traces. Called without the trace's lock; `complete` is called once for each `begin`.
 
-    takes_spans: whether spans of backends are kept
+    takes_spans: whether it accepts spans from backends
     """
 
     takes_spans: bool
 
     def begin(self, trace: Trace) -> None:
-        """A request was sampled. May set `trace.traceparent`, for the client."""
+        """Called when a request is sampled. May set `trace.traceparent`, for the client."""
 
     def begin_model(self, report: RequestTrace, start_ns: int) -> None:
-        """A model got the request. May set `report.context`, for the backend."""
+        """Called when a model gets the request. May set `report.context`, for the backend."""
 
     def complete(self, trace: Trace) -> None: ...
 
 
 class Trace:
-    """One sampled request. It is complete, and passed to its sink, when its frontend has closed it and every model in
-    it has ended its request. Tensors are converted to text at once, since clients may write to their memory again."""
+    """One sampled request. It is complete, and passed to its sink, once its frontend has closed it and every model
+    involved has ended its request. Tensors become text at once, because clients may overwrite their memory."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Trace:
         on_complete: Callable[[], None],
         parent_context: Any = None,
     ) -> None:
-        """parent_context: the context of the client's trace (OpenTelemetry)."""
+        """parent_context: the client's trace context (OpenTelemetry)."""
         self.level = level
         self.sink = sink
         self.parent_context = parent_context
@@ -174,7 +174,7 @@ class Trace:
         self._open = 1
         self._reports: list[RequestTrace] = []
         self.root_span: Any = None
-        """For the use of the sink."""
+        """For use by the sink."""
         self.traceparent = ""
         """W3C's name of the root span (mode opentelemetry), or ""."""
         self.root = self.add(parent=None)
@@ -182,7 +182,7 @@ class Trace:
 
     @property
     def reports(self) -> list[RequestTrace]:
-        """First the trace of the frontend and its model, then those of composing models."""
+        """First that of the frontend and its model, then those of composing models."""
         with self._lock:
             return list(self._reports)
 
@@ -193,7 +193,7 @@ class Trace:
         return report
 
     def enter(self) -> bool:
-        """Adds a model. False when the trace is already complete."""
+        """Adds a model. Returns False if the trace is already complete."""
         with self._lock:
             if not self._open:
                 return False
@@ -213,8 +213,8 @@ class Trace:
 
 
 class RequestTrace:
-    """One model's part of a trace; the root also has the frontend's part. A request to another model on behalf of this
-    one has `child()` as its trace.
+    """One model's part of a trace; the root also contains the frontend's part. A request to another model on behalf of
+    this one is traced with `child()`.
 
     context: for the backend: the model's span as a JSON object with `traceparent` (mode opentelemetry), or ""
     span: for the sink
@@ -247,34 +247,34 @@ class RequestTrace:
         return 0 if self.parent is None else self.parent.id
 
     def child(self) -> RequestTrace:
-        """The trace of a request that is made on behalf of this one."""
+        """The trace of a request made on behalf of this one."""
         return self.trace.add(parent=self)
 
     # --- backends -----------------------------------------------------------------------------------------------------
 
     @property
     def takes_spans(self) -> bool:
-        """Whether a backend's spans and attributes are kept."""
+        """Whether spans and attributes from a backend are accepted."""
         return self._times and self.trace.sink.takes_spans
 
     def add_span(self, span: TraceSpan) -> None:
-        """Call it before the request is released."""
+        """Must be called before the request is released."""
         if len(self.spans) < MAX_SPANS:
             self.spans.append(span)
 
     def set_attributes(self, attributes: Attributes) -> None:
-        """Sets attributes of the model's span. Call it before the request is released."""
+        """Sets attributes of the model's span. Must be called before the request is released."""
         self.attributes.update(attributes)
 
     # --- frontends --------------------------------------------------------------------------------------------------
 
     def mark(self, activity: str, ns: int = 0) -> None:
-        """`activity` happened at `ns` (monotonic), or now."""
+        """Records `activity` at `ns` (monotonic), or now."""
         if self._times:
             self.items.append((ns or time.monotonic_ns(), activity, None))
 
     def close(self) -> None:
-        """The frontend has sent its last byte. For the root only; idempotent."""
+        """Called when the frontend has sent its last byte. For the root only; idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self.trace.leave()
@@ -282,7 +282,7 @@ class RequestTrace:
     # --- the core ---------------------------------------------------------------------------------------------------
 
     def begin(self, model_name: str, model_version: int, request_id: str, start_ns: int) -> None:
-        """A model takes the request. `end` must follow."""
+        """Called when a model takes the request. `end` must follow."""
         self.model_name, self.model_version, self.request_id = model_name, model_version, request_id
         self._is_running = self.trace.enter()
         if self._is_running:
@@ -304,7 +304,7 @@ class RequestTrace:
         self.mark("COMPUTE_END", exec_end_ns)
 
     def responded(self, outputs: Iterable[Tensor], error_type: str = "") -> None:
-        """error_type: the status of the response's error; "" = it has none."""
+        """error_type: the status of the response's error; "" = none."""
         self.error_type = error_type or self.error_type
         if len(self.items) >= MAX_REPORTS:
             return
@@ -328,8 +328,8 @@ class RequestTrace:
 
 
 def tensor_fields(tensor: Tensor) -> dict[str, str]:
-    """A tensor as written by TraceManager::TraceTensorActivity: strings, numbers with six significant digits. By design
-    different: UINT8 as numbers, FP16 and BF16 also, and valid JSON for any bytes."""
+    """A tensor as written by TraceManager::TraceTensorActivity: strings, numbers with six significant digits.
+    Deliberate difference: UINT8, FP16 and BF16 are written as numbers, and the JSON is valid for any bytes."""
     return {
         "name": tensor.name,
         "data": ",".join(map(_formatter(tensor.datatype), tensor.data.ravel().tolist())),

@@ -1,1 +1,2 @@
-"""Attention over paged keys and values: the interface to `transformers`, computed in torch and by native kernels."""
+"""Attention over paged keys and values: the interface to `transformers`, and its implementations in torch and on native
+kernels."""

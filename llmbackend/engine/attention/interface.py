@@ -1,9 +1,8 @@
-"""Our attention function in the registry of `transformers`, and the context that it gets for a step.
+"""Our attention function in the registry of `transformers`, and its context for a step.
 
-For: any `transformers` model whose layers call `ALL_ATTENTION_FUNCTIONS`, run with
-`attn_implementation=PAGED_ATTENTION` inside `active_context(...)`. Does not know: where keys and values are stored,
-which only the context knows. Invariant: a call outside an active context of the same thread fails, so that a model
-never attends to the wrong batch.
+For any `transformers` model whose layers call `ALL_ATTENTION_FUNCTIONS`, run with `attn_implementation=PAGED_ATTENTION`
+inside `active_context(...)`. Only the context knows where keys and values are stored. Invariant: a call outside an
+active context of the same thread fails, so a model never attends to the wrong batch.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ class AttentionOptions:
     scaling: float
     """Factor on q·k."""
     sliding_window: int | None = None
-    """A query sees this many positions, itself included; None: all."""
+    """A query attends to this many positions, its own included; None = all."""
     softcap: float | None = None
-    """Scores become softcap * tanh(scores / softcap); None: off."""
+    """Scores become softcap * tanh(scores / softcap); None = off."""
     sinks: torch.Tensor | None = None
-    """[num_heads]: an extra score per head that is part of the softmax and has no value; None: none."""
+    """[num_heads]: an extra score per head in the softmax, without a value; None = none."""
     mask: torch.Tensor | None = None
-    """A mask of the layer's own; no backend supports one."""
+    """The layer's own mask; no backend supports one."""
     extra: Mapping[str, Any] | None = None
     """All other arguments of the layer."""
 
 
 class AttentionContext(Protocol):
-    """What the registered function calls. It knows the ragged layout of the step's flattened batch."""
+    """Called by the registered function. It knows the ragged layout of the step's flattened batch."""
 
     def attend(
         self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -72,7 +71,7 @@ _active = _Active()
 
 @contextmanager
 def active_context(context: AttentionContext) -> Iterator[None]:
-    """Attention calls of this thread go to `context` until the block ends."""
+    """Directs attention calls of this thread to `context` within the block."""
     previous, _active.context = _active.context, context
     try:
         yield
@@ -86,7 +85,7 @@ def is_active() -> bool:
 
 @contextmanager
 def noted_mask_windows() -> Iterator[set[int]]:
-    """The windows of the masks that models ask for on this thread, which are not made."""
+    """Collects the windows of the masks that models request on this thread; the masks are not made."""
     previous, _active.mask_windows = _active.mask_windows, set()
     try:
         yield _active.mask_windows
@@ -125,12 +124,12 @@ def attention_function(
 
 
 def _no_mask(*_args: Any, local_size: int | None = None, **_kwargs: Any) -> None:
-    """The context knows causality and where sequences begin."""
+    """Causality and sequence boundaries are up to the context."""
     if local_size is not None and _active.mask_windows is not None:
         _active.mask_windows.add(local_size)
 
 
 def register() -> None:
-    """Makes PAGED_ATTENTION known to `transformers`; may be called any number of times."""
+    """Registers PAGED_ATTENTION with `transformers`. Idempotent."""
     ALL_ATTENTION_FUNCTIONS.register(PAGED_ATTENTION, attention_function)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PAGED_ATTENTION, _no_mask)

@@ -1,9 +1,8 @@
 """Paged attention on the native kernels, for modules.
 
-For: models that run as transformers modules on CPU, if every layer fits the layout of native KV memory
-(cpu/native_memory.py). Does not know: which request owns a block, how attention is computed. Invariants: the keys and
-values of a step are written before they are read, and are finite (the kernel that writes replaces others); the result
-of a query depends on its own row alone, bit by bit.
+Used for models that run as transformers modules on CPU, if every layer fits the layout of native KV memory
+(cpu/native_memory.py). Invariants: the keys and values of a step are written before they are read, and are finite (the
+kernel that writes replaces others); the result of a query depends, bit by bit, only on its own row.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ _POINTERS = ("positions", "slots", "query_start", "seq_lens", "block_table")
 
 
 class NativePagedAttention:
-    """The context of steps, one after the other: `begin` selects the step to which the next calls of `attend`
-    belong."""
+    """The context of consecutive steps: `begin` selects the step to which the next calls of `attend` belong."""
 
     def __init__(self, kernels: NativeKernels, layers: Iterable[nn.Module], memory: NativeKVMemory) -> None:
-        """layers: those of the memory, in its order"""
+        """layers: those of the memory, in the same order"""
         self._kernels, self._memory = kernels, memory
         self._layers = {layer: _LayerOps(cache) for layer, cache in zip(layers, memory.layers, strict=True)}
         self._step = Step()
@@ -74,13 +72,13 @@ class _LayerOps:
             "keys": cache.keys,
             "values": cache.values,
         }
-        # Without angles and norms, this only writes: queries and keys come rotated.
+        # Without angles and norms, this only writes: queries and keys are already rotated.
         self._write = RotaryOp(kind=Kind.ROTARY, **common)
         self._attend = AttentionOp(kind=Kind.ATTENTION, **common)
         self.pointers = op_pointers([self._write, self._attend])
 
     def point_at(self, rows: torch.Tensor, num_heads: int, output: torch.Tensor, options: AttentionOptions) -> None:
-        """rows float32 [tokens, heads + 2 * kv_heads, dim]: queries, keys and values side by side; output [tokens,
+        """rows float32 [tokens, heads + 2 * kv_heads, dim]: queries, keys and values concatenated; output [tokens,
         heads, dim]."""
         write, attend, dim = self._write, self._attend, self._cache.head_dim
         address, head_bytes = rows.data_ptr(), 4 * dim
@@ -100,7 +98,7 @@ class _LayerOps:
 def native_kv_memory(
     kernels: NativeKernels, shapes: Mapping[nn.Module, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> NativeKVMemory | None:
-    """Memory for the layers, in their order; None: one of them does not fit the native layout. Raises MemoryError."""
+    """Memory for the layers, in their order; None = one of them does not fit the native layout. Raises MemoryError."""
     fits = dtype in TYPE_OF and all(can_hold(each.key_dim, each.value_dim, block_size) for each in shapes.values())
     if not fits:
         return None

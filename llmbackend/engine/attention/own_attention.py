@@ -1,8 +1,9 @@
-"""Older families whose attention is written into their modules: it is led to the interface while a context is active.
+"""Redirects older families, whose attention is hard-coded in their modules, to the attention interface while a context
+is active.
 
-For: `check_config`, before such a model is made. Does not know: where keys and values are stored. Invariant: without an
-active context the modules compute what they always did, so that the check compares both. Families whose attention is
-more than a softmax of scaled products are refused.
+Used by `check_config`, before such a model is created. Invariant: without an active context the modules compute what
+they always did, so the check compares both. Families whose attention is more than a softmax of scaled products are
+refused.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ _ALIBI: Final = "its attention adds a bias by distance to the scores (ALiBi), wh
 
 
 def why_not(config: Any) -> str:
-    """Why attention of this kind cannot be led to the interface; "" where nothing is known against it."""
+    """Why attention of this kind cannot be redirected to the interface; "" = no reason is known."""
     has_alibi = getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt")
     return _ALIBI if has_alibi else ""
 
 
 def tables_of(model_class: Any) -> list[dict[str, Any]]:
-    """From which older code chooses its class of attention."""
+    """Tables from which older code selects its attention class."""
     code = vars(sys.modules[model_class.__module__])
     return [value for name, value in code.items() if name.endswith("ATTENTION_CLASSES")]
 
 
 def lead_to_interface(model_class: Any) -> None:
-    """Lets a class of _ADAPTED take our attention, as newer ones do. May be called any number of times."""
+    """Makes a class in _ADAPTED accept our attention, as newer ones do. Idempotent."""
     if model_class.__name__ not in _ADAPTED or vars(model_class).get("_can_set_attn_implementation_cached_value"):
         return
     attention, method, adapted = _ADAPTED[model_class.__name__]
@@ -64,7 +65,7 @@ def _scaled(module: Any, query: Any, key: Any, value: Any, _mask: Any = None) ->
 def _falcon(
     module: Any, hidden_states: torch.Tensor, *_args: Any, position_embeddings: Any, **_options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Its own forward repeats keys and values for each query."""
+    """Falcon's own forward repeats keys and values for each query head."""
     query, key, value = module._split_heads(module.query_key_value(hidden_states))
     repeats = key.shape[2] // module.num_kv_heads
     q, k, v = (each.transpose(1, 2) for each in (query, key[:, :, ::repeats], value[:, :, ::repeats]))
@@ -80,4 +81,4 @@ _ADAPTED: Final[Mapping[str, tuple[str, str, Method]]] = {
     "GPTNeoForCausalLM": ("GPTNeoSelfAttention", "_attn", _scaled),
     "GPTNeoXJapaneseForCausalLM": ("GPTNeoXJapaneseAttention", "_attn", _scaled),
 }
-"""The class of attention, which of its methods is led, and to what."""
+"""The attention class, the method to replace, and its replacement."""

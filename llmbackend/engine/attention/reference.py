@@ -1,9 +1,9 @@
 """Paged attention in plain torch, for CPU and CUDA: its KV memory, the ragged layout of a step, and the computation.
 
-For: models that run as transformers modules, where no faster backend fits, and the reference for tests of other
-backends. Does not know: which model calls it, which request owns a block. Invariants: the tokens of a step are written
-to the cache before they are read, so that prefill, chunked prefill and decode are one path; a row is computed with
-shapes that depend on that row alone; stored keys and values are finite, because zero times a leftover NaN is NaN.
+Used for models that run as transformers modules if no faster backend fits, and as the reference in tests of other
+backends. Invariants: the tokens of a step are written to the cache before they are read, so prefill, chunked prefill
+and decode are one path; a row is computed with shapes that depend only on that row; stored keys and values are finite,
+because zero times a leftover NaN is NaN.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def _dense_attention(
     """As grouped_attention, in slices of queries that bound the memory for scores; on a GPU torch's fused attention.
 
     Not fused on CPU, although that would save a third of the time of a long prefill: the result of the fused kernel for
-    a query depends on how many others are computed with it, so that a prompt's chunks would change its tokens. Plain
-    products have no such dependence."""
+    a query depends on how many others are computed with it, so the chunking of a prompt would change its tokens. Plain
+    products have no such dependence.
+    """
     rows, heads, query_len, _ = queries.shape
     if queries.is_cuda and query_len > 1 and options.softcap is None and options.sinks is None:
         return functional.scaled_dot_product_attention(
@@ -100,7 +101,7 @@ def grouped_attention(
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right, where a row of the result does not depend on how many others there are."""
+    """left @ right, such that a row of the result does not depend on the number of rows."""
     count = left.shape[2]
     if count >= _MIN_ROWS or left.is_cuda:
         return left @ right
@@ -133,7 +134,7 @@ class RowGroup:
     blocks: torch.Tensor
     """int64 [num_rows, padded_blocks]: KV block ids."""
     visible: torch.Tensor
-    """bool [num_rows, query_len, padded_blocks * block_size]: whether a query sees a key."""
+    """bool [num_rows, query_len, padded_blocks * block_size]: whether a query attends to a key."""
 
     @property
     def end_token(self) -> int:
@@ -151,8 +152,9 @@ def padded_blocks(num_blocks: Int64Array) -> Int64Array:
 class RaggedBatch:
     """Where each row is in the flattened batch, and which KV blocks it reads.
 
-    The padding of a row depends on its own query length, context length and window, never on its neighbours, so that
-    its result does not depend on them either."""
+    The padding of a row depends on its own query length, context length and window, never on its neighbours, so its
+    result does not depend on them either.
+    """
 
     def __init__(
         self,
@@ -198,7 +200,7 @@ class RaggedBatch:
         total = padded_blocks(-(-np.maximum(self._seq_lens, _MIN_KEYS) // self._block_size))
         if window is None:
             return total, np.zeros_like(total)
-        # The oldest visible key may lie anywhere in its block, hence the second extra block.
+        # The oldest visible key may be anywhere in its block, hence the second extra block.
         limit = (window + self._query_lens - 2) // self._block_size + 2
         first_key = np.maximum(self._seq_lens - self._query_lens - window + 1, 0)
         return np.minimum(total, limit), first_key // self._block_size
@@ -225,7 +227,7 @@ class RaggedBatch:
 
 class LayerKVCache:
     """keys [num_blocks, num_kv_heads, block_size, key_dim], values likewise: a head's part of a block is contiguous, so
-    that gathering a row's keys per head is a copy of whole slabs."""
+    gathering a row's keys per head copies whole slabs."""
 
     def __init__(
         self, shape: LayerShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -247,7 +249,7 @@ class LayerKVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take no memory on CPU before they are written: numpy requests zero pages from the system, torch would
+    """Zeros whose pages are committed only when written on CPU: numpy requests zero pages from the system, torch would
     write them."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,1 +1,1 @@
-"""The CPU path: one decoder program on native kernels, and linear layers for models that run as modules."""
+"""The CPU path: a decoder program on native kernels, and linear layers for models that run as modules."""

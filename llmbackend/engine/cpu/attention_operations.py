@@ -1,6 +1,6 @@
-"""The operations between a layer's projections: rotation, the write of keys and values, attention and its gate.
+"""The operations between a layer's projections: rotary embedding, the write of keys and values, attention and its gate.
 
-For: cpu/decoder_program.py. Does not know: layers, their order.
+Used by cpu/decoder_program.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def rotary_op(
     attention: PackedAttention, cache: NativeLayerCache, qkv: Buffer, memories: Memories, turned: Buffer | None = None,
     turned_step: int = 0,
 ) -> RotaryOp:  # fmt: skip
-    """qkv: queries, keys and values, side by side. turned: what is rotated of queries, turned_step columns from head to
-    head; None: it is in qkv."""
+    """qkv: queries, keys and values, concatenated. turned: destination of rotated queries, turned_step columns from
+    head to head; None = in place."""
     keys = qkv.from_column(attention.num_heads * cache.head_dim * (1 + attention.is_gated))
     q_norm, k_norm = attention.q_norm, attention.k_norm
     return RotaryOp(
@@ -76,7 +76,7 @@ def attention_op(
 
 
 def attention_gate(attention: PackedAttention, x: Buffer, qkv: Buffer, out: Buffer) -> GateOp:
-    """x times the sigmoid of the gates that follow each head's queries."""
+    """x times the sigmoid of the gates that follow the queries of each head."""
     head_dim = attention.head_dim
     return GateOp(
         kind=Kind.GATE,

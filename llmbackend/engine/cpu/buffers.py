@@ -1,6 +1,6 @@
 """Rows of activations in native memory.
 
-For: programs. Does not know: operations. Invariant: memory is zeros at first, and costs nothing before it is written.
+Invariant: memory is zeroed, and committed only when first written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..kernels.operations import Type
 
 Float32Array = npt.NDArray[np.float32]
 
-# Rows that are a multiple of 4 KiB apart would share the same few sets of the first cache.
+# Rows a multiple of 4 KiB apart would compete for the same few sets of the L1 cache.
 _ROW_PADDING: Final = 16
 _TILE_ROWS: Final = 16
 _TILE_COLUMNS: Final = 32
@@ -35,7 +35,7 @@ class Buffer:
         self.address = int(self._memory.ctypes.data)
 
     def from_column(self, column: int) -> Buffer:
-        """The columns from this one on, of float32."""
+        """The columns from this one on; float32 only."""
         part = copy.copy(self)
         part.address += 4 * column
         return part

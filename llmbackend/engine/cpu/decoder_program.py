@@ -1,10 +1,10 @@
-"""A decoder-only model as a flat list of native operations: one call computes a whole step, or one for each run of
-neighbouring layers that share KV blocks, where not all do.
+"""A decoder-only model as a flat list of native operations. One call computes a whole step; if layers are in different
+KV groups, one call per run of neighbouring layers of a group.
 
-For: the native runner, and the packer, which compares a program with the model's modules. Does not know: families,
-torch, requests, sampling. Invariants: all buffers are made once, for the largest step; the residual stream is float32
-throughout; the operations of a layer are listed in the order in which they run; every address comes from a checked
-description (cpu/packed_decoder.py).
+Used by the native runner, and by the packer, which compares a program with the model's modules. Independent of model
+families, torch, requests and sampling. Invariants: all buffers are allocated once, for the largest step; the residual
+stream is float32 throughout; the operations of a layer are listed in execution order; every address comes from a
+validated description (cpu/packed_decoder.py).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ..kernels.operations import (
 from ..step import FlatStep, Int32Array
 from .attention_operations import attention_gate, attention_op, rotary_op
 from .buffers import Buffer
-from .latent_room import LatentRoom
+from .expert_buffers import ExpertBuffers
+from .latent_buffers import LatentBuffers
 from .lora_ops import Input, LoraOps, ProgramAdapters, adapt
-from .mixture_room import MixtureRoom
 from .native_memory import NativeKVMemory, NativeLayerCache
 from .operations import ROLE_OF, Operation, Role
 from .packed_decoder import PackedAttention, PackedExpertMatrix, PackedExperts, PackedLayer, PackedMlp, PackedModel
@@ -48,11 +48,11 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 _ACTIVATIONS: Final = {"gelu_tanh": Activation.GELU, "relu2": Activation.RELU2}
-"""Without a gate."""
+"""For MLPs without a gate."""
 
 
 class _Part(NamedTuple):
-    """Operations that one native call runs: of neighbouring layers whose keys and values are in blocks of one group."""
+    """Operations of one native call: neighbouring layers whose keys and values are in one KV group."""
 
     group: int
     pointers: Any
@@ -71,9 +71,9 @@ class DecoderProgram:
         adapters: ProgramAdapters | None = None,
         num_state_slots: int = 1,
     ) -> None:
-        """num_blocks, block_size: of the KV memory. max_tokens, max_samples: the largest step. adapters: None: no step
-        has some. num_state_slots: where layers are recurrent. Raises MemoryError, and ValueError where the description
-        is broken."""
+        """num_blocks, block_size: of the KV memory. max_tokens, max_samples: of the largest step. adapters: None =
+        steps have no adapters. num_state_slots: for recurrent layers. Raises MemoryError, or ValueError if the
+        description is invalid."""
         decoder, memories = packed.decoder, packed.memories
         decoder.check(memories)
         self._kernels = kernels
@@ -90,12 +90,12 @@ class DecoderProgram:
         self._make_buffers(max_tokens, max_samples)
         self._loras = None if adapters is None else LoraOps(kernels, decoder, max_tokens, adapters)
         self.operations: list[Operation] = []
-        """In the order in which they run. Constant."""
+        """In execution order. Constant."""
         self._starts: list[tuple[int, int]] = []
-        """The first operation of each part, and its group."""
+        """First operation and KV group of each part."""
         self._add_operations()
         self._parts = self._parts_of(self.operations)
-        """With what adapters need."""
+        """Including the operations that adapters need."""
         self._plain_parts = self._parts_of([each for each in self.operations if each.role != Role.LORA])
         self._head_pointers = op_pointers([operation.op for operation in self.operations[-2:]])
 
@@ -115,9 +115,8 @@ class DecoderProgram:
     ) -> Float32Array:  # fmt: skip
         """Computes the step; logits float32 [samples, vocab], valid until the next call. Raises MemoryError.
 
-        Of each group of layers: slots int32 [groups, tokens]; block_tables int32 [groups, rows, blocks], of the step's
-        rows. states: where layers are recurrent. has_adapters: whether what the program was told of adapters says that
-        some tokens have one.
+        slots int32 [groups, tokens] and block_tables int32 [groups, rows, blocks]: of the step's rows, for each layer
+        group. states: for recurrent layers. has_adapters: whether any token has an adapter.
         """
         for call in self._calls(step, slots, block_tables, states, self._parts if has_adapters else self._plain_parts):
             self._kernels.run(*call)
@@ -126,8 +125,8 @@ class DecoderProgram:
     def profile(
         self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, states: StepStates | None = None
     ) -> Float64Array:
-        """As `forward`: the seconds of each of `operations`, without the last two where nothing is sampled. Raises
-        OSError where the library cannot time them."""
+        """As `forward`, but returns the seconds of each of `operations`, without the last two if nothing is sampled.
+        Raises OSError if the library cannot time them."""
         calls = self._calls(step, slots, block_tables, states, self._parts)
         seconds = [self._kernels.profile(*call) for call in calls]
         self._finished(self._logits.floats(len(step.sampled_tokens), self._vocab_size))
@@ -136,7 +135,8 @@ class DecoderProgram:
     def write_kv(
         self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, states: StepStates | None = None
     ) -> None:
-        """Writes keys and values of the step's tokens and computes nothing else: they are what the last step left."""
+        """Writes keys and values of the step's tokens and computes nothing else; their contents are those of the last
+        step."""
         for pointers, num_ops, native_step in self._calls(step, slots, block_tables, states, self._plain_parts):
             writes = [each for each in pointers[:num_ops] if ctypes.c_int32.from_address(each).value == Kind.ROTARY]
             self._kernels.run((ctypes.c_void_p * len(writes))(*writes), len(writes), native_step)
@@ -145,10 +145,13 @@ class DecoderProgram:
         self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, states: StepStates | None,
         parts: list[_Part],
     ) -> Iterator[tuple[Any, int, Step]]:  # fmt: skip
-        """The native calls of a step, to be made as they come: the arrays that they read end with the iterator."""
+        """The native calls of a step, to be made while iterating: the arrays that they read live as long as the
+        iterator."""
         num_samples = len(step.sampled_tokens)
         if len(step.token_ids) > self._max_tokens or num_samples > self._max_samples:
-            raise RuntimeError(f"a step of {len(step.token_ids)} tokens and {num_samples} samples has no room")
+            raise RuntimeError(
+                f"a step of {len(step.token_ids)} tokens and {num_samples} samples exceeds the program's buffers"
+            )
         slots, blocks = self._kv.kernels_slots(slots), self._kv.kernels_blocks(block_tables)
         tables = zip(slots, blocks, strict=True)
         steps = [self._native_step(step, *tables_of_group, states) for tables_of_group in tables]
@@ -171,8 +174,7 @@ class DecoderProgram:
         )  # fmt: skip
 
     def logits_behind(self, step: FlatStep, tokens: Int32Array) -> Float32Array:
-        """Logits float32 [tokens, vocab] behind these tokens of the batch, the one that was computed last; valid until
-        the next call."""
+        """Logits float32 [tokens, vocab] after these tokens of the last computed batch; valid until the next call."""
         assert len(tokens) <= self._max_samples, "more tokens than fit into a step's samples"
         tokens = np.ascontiguousarray(tokens, np.int32)
         native_step = Step(num_tokens=len(step.token_ids), num_rows=len(step.rows), num_sampled=len(tokens),
@@ -209,8 +211,10 @@ class DecoderProgram:
         self._logits = Buffer(self._kernels.library, samples, self._vocab_size, Type.FLOAT32)
         mixtures = [layer.experts for layer in layers if layer.experts is not None]
         latents = [each for each in attentions if each.latent is not None]
-        self._latents = LatentRoom(self._kernels.library, tokens, latents, self._activation) if latents else None
-        self._mixtures = MixtureRoom(self._kernels.library, tokens, mixtures) if mixtures else None
+        self._latent_buffers = (
+            LatentBuffers(self._kernels.library, tokens, latents, self._activation) if latents else None
+        )
+        self._expert_buffers = ExpertBuffers(self._kernels.library, tokens, mixtures) if mixtures else None
 
     def _add_operations(self) -> None:
         decoder = self._decoder
@@ -269,9 +273,9 @@ class DecoderProgram:
             column += part.weight.n
 
     def _add_latent_qkv(self, attention: PackedAttention, latent: PackedLatent, x: Buffer) -> None:
-        """Queries, of which the rotary parts are elsewhere, and behind them the key."""
-        room, of_value, rotary = self._latents, *attention.qkv
-        assert room is not None, "there is room for latent attention"
+        """Queries, without their rotary parts, followed by the key."""
+        buffers, of_value, rotary = self._latent_buffers, *attention.qkv
+        assert buffers is not None, "latent attention has buffers"
         key = self._qkv.from_column(attention.num_heads * attention.head_dim)
         value = key.from_column(rotary.weight.n)
         lora = self._add_lora(x, *attention.inputs[0])
@@ -281,30 +285,30 @@ class DecoderProgram:
         self._add_norm(latent.norm, value, value, Rows.TOKENS, width=latent.rank)
         panel += rotary.weight.n // PANEL
         if latent.q_down is not None and latent.q_norm is not None:
-            self._add_linear(Role.QKV, latent.q_down, x, room.compressed, lora=lora, lora_panel=panel)
-            self._add_norm(latent.q_norm, room.compressed, room.normed, Rows.TOKENS, width=latent.q_down.weight.n)
-            x, lora, panel = room.normed, self._add_lora(room.normed, latent.q), 0
-        self._add_linear(Role.QKV, latent.q, x, room.queries, lora=lora, lora_panel=panel)
-        self._add(Role.LATENT, room.up_op(attention, latent, self._memories, self._qkv))
+            self._add_linear(Role.QKV, latent.q_down, x, buffers.compressed, lora=lora, lora_panel=panel)
+            self._add_norm(latent.q_norm, buffers.compressed, buffers.normed, Rows.TOKENS, width=latent.q_down.weight.n)
+            x, lora, panel = buffers.normed, self._add_lora(buffers.normed, latent.q), 0
+        self._add_linear(Role.QKV, latent.q, x, buffers.queries, lora=lora, lora_panel=panel)
+        self._add(Role.LATENT, buffers.up_op(attention, latent, self._memories, self._qkv))
 
     def _add_attend(self, attention: PackedAttention, cache: NativeLayerCache) -> None:
-        latent, room, qkv, out = attention.latent, self._latents, self._qkv, self._attended
-        if latent is None or room is None:
+        latent, buffers, qkv, out = attention.latent, self._latent_buffers, self._qkv, self._attended
+        if latent is None or buffers is None:
             self._add(Role.ROTARY, rotary_op(attention, cache, qkv, self._memories))
             attended = self._ungated if attention.is_gated else out
             self._add(Role.ATTENTION, attention_op(attention, cache, qkv, attended, self._memories))
             if attention.is_gated:
                 self._add(Role.GATE, attention_gate(attention, attended, qkv, out))
             return
-        turned = room.queries.from_column(latent.up.k), latent.up.k + attention.head_dim - latent.rank
+        turned = buffers.queries.from_column(latent.up.k), latent.up.k + attention.head_dim - latent.rank
         self._add(Role.ROTARY, rotary_op(attention, cache, qkv, self._memories, *turned))
-        self._add(Role.ATTENTION, attention_op(attention, cache, qkv, room.weighted, self._memories))
-        self._add(Role.LATENT, room.down_op(attention, latent, self._memories, out))
+        self._add(Role.ATTENTION, attention_op(attention, cache, qkv, buffers.weighted, self._memories))
+        self._add(Role.LATENT, buffers.down_op(attention, latent, self._memories, out))
 
     def _add_mixer(self, layer: PackedLayer, mixer: PackedShortConv | PackedScan, index: int) -> None:
         states = self._states
-        assert states is not None, "there is memory for the states of recurrent layers"
-        # Beside attention it reads what attention read.
+        assert states is not None, "recurrent layers have states"
+        # A mixer parallel to attention reads the same input.
         x = self._input(layer.attention_norm) if layer.attention is None else self._normed
         self._add_projects(mixer, x)
         buffers, place = (self._qkv, self._arranged, self._attended), (states.address(index), states.slot_floats)
@@ -332,30 +336,30 @@ class DecoderProgram:
             self._add_to_hidden(Role.DOWN, layer.mlp.down, self._gated, layer.mlp_out_norm, layer.mlp_factor)
 
     def _add_experts(self, layer: PackedLayer, experts: PackedExperts) -> None:
-        """The router and the experts read float32, the shared expert what other layers read."""
-        room = self._mixtures
-        assert room is not None, "there is room for the experts of all layers"
+        """The router and the experts read float32; the shared expert reads the usual activation type."""
+        buffers = self._expert_buffers
+        assert buffers is not None, "experts have buffers"
         x, shared = self._hidden, layer.mlp
         if layer.mlp_norm is not None:
-            x = room.normed
+            x = buffers.normed
             self._add_norm(layer.mlp_norm, self._hidden, x, Rows.TOKENS)
         if shared is not None:
             self._add_gate(shared, self._input(layer.mlp_norm))
             lora = self._add_lora(self._gated, shared.down)
-            self._add_linear(Role.DOWN, shared.down, self._gated, room.shared, lora=lora)
+            self._add_linear(Role.DOWN, shared.down, self._gated, buffers.shared, lora=lora)
         if experts.shared_gate is not None:
             lora = self._add_lora(x, experts.shared_gate)
-            self._add_linear(Role.DOWN, experts.shared_gate, x, room.shared_gate, lora=lora)
-        self._add_linear(Role.ROUTE, experts.router, x, room.logits)
-        self._add(Role.ROUTE, room.route_op(experts, self._pointer(experts.correction)))
+            self._add_linear(Role.DOWN, experts.shared_gate, x, buffers.shared_gate, lora=lora)
+        self._add_linear(Role.ROUTE, experts.router, x, buffers.logits)
+        self._add(Role.ROUTE, buffers.route_op(experts, self._pointer(experts.correction)))
         up, down = self._expert_matrix(experts.up), self._expert_matrix(experts.down)
         gate = None if experts.gate is None else self._expert_matrix(experts.gate)
-        pairs = room.pairs(experts)
-        rows = [(each.address, each.stride) for each in (x, room.gated, room.mixed)]
+        pairs = buffers.pairs(experts)
+        rows = [(each.address, each.stride) for each in (x, buffers.gated, buffers.mixed)]
         self._add(Role.EXPERTS_GATE_UP, gated_experts_op(pairs, gate, up, rows[0], rows[1], experts.activation))
         self._add(Role.EXPERTS_DOWN, experts_op(pairs, down, rows[1], rows[2], False))
         out, norm = self._hidden if layer.mlp_out_norm is None else self._block, layer.mlp_out_norm
-        mix = room.mix_op(experts, shared is not None, self._width)
+        mix = buffers.mix_op(experts, shared is not None, self._width)
         mix.out, mix.out_stride = out.address, out.stride
         mix.accumulate, mix.factor = norm is None, layer.mlp_factor
         self._add(Role.MIX, mix)
@@ -369,7 +373,7 @@ class DecoderProgram:
         return ExpertMatrix(panels, scale, sums, first.n, first.k, TYPE_OF[first.dtype], self._pointer(matrix.bias))
 
     def _input(self, norm: PackedNorm | None) -> Buffer:
-        """A block's input: the residual stream, normalised where the block has a norm before it."""
+        """A block's input: the residual stream, normalised if the block has an input norm."""
         if norm is None:
             return self._hidden
         self._add_norm(norm, self._hidden, self._normed, Rows.TOKENS)
@@ -378,7 +382,7 @@ class DecoderProgram:
     def _add_to_hidden(
         self, role: Role, projection: PackedProjection, x: Buffer, norm: PackedNorm | None, factor: float
     ) -> None:
-        """hidden += norm(x·Wᵀ + b), or without a norm factor * (x·Wᵀ + b)"""
+        """hidden += norm(x·Wᵀ + b), or without a norm, factor * (x·Wᵀ + b)"""
         lora = self._add_lora(x, projection)
         if norm is None:
             self._add_linear(role, projection, x, self._hidden, epilogue=Epilogue.ADD, factor=factor, lora=lora)
@@ -389,7 +393,7 @@ class DecoderProgram:
     def _add_norm(
         self, norm: PackedNorm, x: Buffer, out: Buffer, rows: Rows, accumulate: bool = False, width: int = 0
     ) -> None:
-        """width: 0: the model's."""
+        """width: 0 = the model's."""
         self._add(
             Role.NORM,
             NormOp(
@@ -414,14 +418,14 @@ class DecoderProgram:
         epilogue: Epilogue = Epilogue.STORE, factor: float = 1.0, lora: LoraOp | None = None,
         activation: Activation = Activation.NONE, lora_panel: int = 0,
     ) -> None:  # fmt: skip
-        """lora: of this input, of which lora_panel is the first output's panel."""
+        """lora: for this input; its lora_panel is the panel of the first output."""
         op = self._linear(projection, x, y)
         adapt(op, lora, lora_panel)
         op.rows, op.epilogue, op.factor, op.activation = rows, epilogue, factor, activation
         self._add(role, op)
 
     def _add_lora(self, x: Buffer, *projections: PackedProjection) -> LoraOp | None:
-        """What adapters need before these projections of x."""
+        """The adapter operation for these projections of x."""
         if self._loras is None or not any(projection.parts for projection in projections):
             return None
         op = self._loras.of(Input(x.address, x.type, x.stride), projections)

@@ -1,9 +1,8 @@
-"""Linear layers with packed weights for the CPU: on the native kernels, or on oneDNN where those do not run.
+"""Linear layers with packed weights for the CPU: on the native kernels, or on oneDNN if those are not available.
 
-For: the loader, which swaps them for a model's own layers, and the program, which reads the native packed weights.
-Does not know: models. Invariant: a row of the output depends on that row of the input alone, bit by bit. oneDNN's
-packed kernels treat rows alike from two rows up, so a single row is computed as two; plain `F.linear` changes kernels,
-and results, with the number of rows.
+The loader swaps them for a model's own layers; the program reads the native packed weights. Invariant: a row of the
+output depends, bit by bit, only on that row of the input. oneDNN's packed kernels treat rows alike only from two rows
+up, so a single row is computed as two; plain `F.linear` changes kernels, and results, with the number of rows.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .native_memory import release_pages
 logger = logging.getLogger(__name__)
 
 _ROUNDED: Final = (Type.FLOAT32, Type.BFLOAT16, Type.INT8, Type.INT4_MIN)
-"""Types that matrices of plain numbers are packed in."""
+"""Types to which plain matrices are packed."""
 
 
 class NativeLinear(nn.Module):
@@ -40,7 +39,7 @@ class NativeLinear(nn.Module):
         self.in_features, self.out_features = packed.k, packed.n
         self.packed = packed
         self.float_bias = None if bias is None else bias.detach().float().contiguous()
-        # Some models ask for the weight's dtype; computing with this one is an error.
+        # Some models read the weight's dtype; computing with this tensor is an error.
         self.weight = torch.empty((packed.n, packed.k), dtype=dtype, device="meta")
         self._kernels = kernels
         self._op = LinearOp(
@@ -71,22 +70,22 @@ class NativeLinear(nn.Module):
 
 
 class HeadRows(NamedTuple):
-    """How the outputs of a linear layer are heads, one after the other."""
+    """How the outputs of a linear layer are divided into heads."""
 
     rest: int
-    """The first outputs of a head, by which a program also multiplies the other way round."""
+    """The first outputs of a head, by which a program also multiplies transposed."""
     value: int
-    """The others."""
+    """The other outputs."""
 
 
 class HeadedLinear(NativeLinear):
-    """One whose outputs are heads. Of each head there is a second matrix: its `rest` rows, turned over."""
+    """A linear layer whose outputs are heads. Each head has a second matrix: the transpose of its `rest` rows."""
 
     def __init__(
         self, kernels: NativeKernels, packed: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
         up: PackedWeight,
     ) -> None:  # fmt: skip
-        """up: [k, rest] of the first head; the others follow in equal steps"""
+        """up: [k, rest] of the first head; the others follow at constant strides"""
         super().__init__(kernels, packed, bias, dtype)
         self.up = up
 
@@ -101,12 +100,12 @@ def swap_linears(
     headed: Mapping[str, HeadRows] | None = None,
 ) -> WeightStore:
     """Packs and replaces every plain linear layer of a float32 or bfloat16 model in place. Returns the memory of the
-    packed weights, which has room for the model's norms and biases.
+    packed weights, which has space for the model's norms and biases.
 
-    quantization "int8": all of these weights become int8, the output head's among them; "int4": the head's become int8,
-    the others 4 bits (benchmarks/perplexity.py: what it costs). stored: matrices that int4 keeps as the checkpoint has
-    them, the head's among them; the others then become int8. experts: are packed behind the linear layers. headed:
-    the layers, by name, that become a HeadedLinear; beside matrices that are kept, its second ones become int8.
+    quantization "int8": all these weights become int8, including the output head; "int4": the head becomes int8, the
+    others 4 bits (accuracy: benchmarks/perplexity.py). stored: matrices that int4 keeps as stored in the checkpoint,
+    including the head; all others become int8. experts: packed after the linear layers. headed: the layers, by name,
+    that become a HeadedLinear; next to matrices kept as stored, its transposed ones become int8.
     """
     found, headed = dict(_plain_linears(model)), headed or {}
     matrices = {path: _matrix(linear) for path, linear in found.items()}
@@ -172,34 +171,34 @@ def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
 
 
 class PackableExperts(Protocol):
-    """What else of a model is packed."""
+    """Further parts of a model to pack."""
 
     @property
     def shapes(self) -> list[tuple[int, int, Type]]:
-        """(n, k, type) of all matrices in the order in which they are packed."""
+        """(n, k, type) of all matrices, in packing order."""
 
     @property
     def vector_bytes(self) -> int:
-        """Room for arrays beside them."""
+        """Bytes for their small arrays."""
 
     def pack(self, store: WeightStore, kernels: NativeKernels) -> None:
         """Replaces modules of the model."""
 
 
 class StoredMatrices(Protocol):
-    """The linear layers of a checkpoint that has some in few bits, by their names in the model."""
+    """The quantized linear layers of a checkpoint, by their names in the model."""
 
     def type_of(self, layer: str) -> Type | None:
-        """None: it is in no type that is kept."""
+        """The type to keep; None = the layer is packed like any other."""
 
     def order_of(self, layer: str) -> bytes:
-        """FourBits.order as bytes; b"": it has none, or is not kept."""
+        """FourBits.order as bytes; b"" = it has none, or is not kept."""
 
     def read(self, layer: str) -> FourBits | StoredBlocks: ...
 
 
 def _types_of_int4(found: Mapping[str, Any], head: Any, stored: StoredMatrices | None) -> dict[str, Type]:
-    """A gate and its up, which are multiplied together, have one type, and one order of inputs."""
+    """A gate and its up projection, which are multiplied together, share one type and one input permutation."""
     if stored is None:
         return {path: Type.INT8 if linear is head else Type.INT4_MIN for path, linear in found.items()}
     types = {path: stored.type_of(path) or Type.INT8 for path in found}
@@ -214,7 +213,7 @@ def _types_of_int4(found: Mapping[str, Any], head: Any, stored: StoredMatrices |
 
 
 def _common_type(together: list[str], types: Mapping[str, Type], stored: StoredMatrices) -> Type | None:
-    """None where they have no type in common, or need their inputs in different orders."""
+    """None = they have no type in common, or need different input permutations."""
     kinds = {types[path] for path in together}
     if kinds == {Type.INT4, Type.INT4_ZERO}:
         kinds = {Type.INT4_ZERO}
@@ -223,20 +222,21 @@ def _common_type(together: list[str], types: Mapping[str, Type], stored: StoredM
 
 
 def kept_weights(model: Any, stored: StoredMatrices) -> frozenset[str]:
-    """Names of the weights that `swap_linears` reads from the checkpoint itself: of a plain model, memory or not."""
+    """Names of the weights that `swap_linears` reads from the checkpoint itself. Works on models with or without
+    memory."""
     types = _types_of_int4(dict(_plain_linears(model)), None, stored)
     return frozenset(f"{path}.weight" for path, kind in types.items() if kind is not Type.INT8)
 
 
 def _order_bytes(found: Mapping[str, Any], stored: StoredMatrices | None) -> int:
-    """Room for the orders of layers' inputs, each beginning anew in a cache line."""
+    """Space for input permutations, each starting on a cache line."""
     orders = () if stored is None else map(stored.order_of, found)
     return sum(len(order) + 64 for order in orders if order)
 
 
 def _vector_bytes(model: nn.Module) -> int:
-    """Room for norms, biases, convolutions and the like as float32, each beginning anew in a cache line. Norms without
-    a weight get one. Beside a convolution there may be factors of columns."""
+    """Space for norms, biases, convolutions and the like as float32, each starting on a cache line. Norms without a
+    weight get one. Convolutions may come with column factors."""
     modules = list(model.modules())
     convolutions = {id(each.weight) for each in modules if type(each) is nn.Conv1d}
     parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
@@ -261,13 +261,13 @@ def _plain_linears(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _matrix(linear: Any) -> torch.Tensor:
-    """The weight as [out_features, in_features]; Conv1D keeps it the other way round."""
+    """The weight as [out_features, in_features]; Conv1D stores it transposed."""
     weight: torch.Tensor = linear.weight.detach()
     return weight.t() if type(linear) is Conv1D else weight
 
 
 def _shared_addresses(model: nn.Module) -> set[int]:
-    """Addresses of weights that more than one module holds: tied embeddings are still read after they are packed."""
+    """Addresses of weights shared by several modules: tied embeddings are still read after they are packed."""
     seen: set[int] = set()
     shared: set[int] = set()
     for module in model.modules():
@@ -293,9 +293,8 @@ def has_native(dtype: torch.dtype) -> bool:
 class PackedLinear(nn.Module):
     """y = x·Wᵀ + b for x [..., in_features] in the model's dtype.
 
-    compute_dtype is the type of the packed weight and of the product. Where the CPU has no bfloat16 products,
-    widening the same bfloat16 weights to float32 at load is exact and about three times as fast; outputs are rounded
-    to x's type.
+    compute_dtype is the type of the packed weight and of the product. On CPUs without bfloat16 products, widening
+    bfloat16 weights to float32 at load is exact and about three times as fast; outputs are rounded to x's type.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, compute_dtype: torch.dtype) -> None:
@@ -322,7 +321,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, dtype: torch.dtype) -> str:
-    """Replaces every plain linear layer of the model in place. Returns a short text on how they compute."""
+    """Replaces every plain linear layer of the model in place. Returns a description of how they compute."""
     compute_dtype = dtype if has_native(dtype) else torch.float32
     if compute_dtype != dtype and not _fits(model, compute_dtype):
         compute_dtype = dtype
@@ -334,7 +333,7 @@ def pack_linears(model: nn.Module, dtype: torch.dtype) -> str:
 
 
 def _fits(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether the widened weights take less than half of the free memory."""
+    """Whether the widened weights fit in half of the free memory."""
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear | Conv1D)]
     wanted = sum(weight.numel() for weight in weights) * dtype.itemsize
     return bool(wanted < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)

@@ -1,8 +1,8 @@
-"""LoRA adapters of a native program: their matrices in the kernels' layout, and which tokens of a step have one.
+"""LoRA adapters of a native program: their matrices in the kernels' layout, and which tokens of a step use one.
 
-For: the native runner, whose thread adds and removes adapters and begins steps; another thread reads files. Does not
-know: torch, how products are computed (native/lora.h), when an adapter is wanted. Invariants: an adapter's memory lasts
-until no request uses it; a step without adapters leaves everything as it is; how tokens are grouped changes no result.
+The native runner's thread adds and removes adapters and begins steps; another thread reads files. The products are
+computed by native/lora.h. Invariants: an adapter's memory lives until no request uses it; a step without adapters
+leaves everything unchanged; results do not depend on how tokens are grouped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..adapter_files import AdapterArrays, AdapterFiles, Float32Array, LoraArrays
-from ..adapter_loads import first_adapters, number_of_adapter
+from ..adapter_loads import adapter_number, first_adapters
 from ..config import EngineConfig
 from ..kernels.library import PANEL, KernelLibrary
 from ..kernels.operations import LORA_BLOCK, LORA_RANKS, LoraMatrices, LoraStep, Type
@@ -26,17 +26,16 @@ from .packed_parts import TYPE_OF, PackedPart
 
 _ALIGN_BYTES: Final = 64
 _CHAINS: Final = 4
-"""k is padded to a multiple of it."""
+"""k is padded to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
-    """Any thread may make one."""
+    """May be created on any thread."""
 
     matrices: Any
-    """An array of LoraMatrices, by the numbers of the program's parts."""
+    """An array of LoraMatrices, indexed by the program's parts."""
     memory: npt.NDArray[np.uint8]
-    """Which the matrices are in."""
 
     @property
     def address(self) -> int:
@@ -44,12 +43,12 @@ class PackedAdapter:
 
 
 class NativeAdapters:
-    """The adapters of one program. Any thread may `read`; one thread, the engine's, does everything else."""
+    """The adapters of one program. Any thread may call `read`; everything else belongs to the engine's thread."""
 
     def __init__(self, config: EngineConfig, decoder: PackedDecoder, library: KernelLibrary) -> None:
-        """Loads the adapters that the config names. Raises ValueError naming adapter, file and reason."""
+        """Loads the adapters named in the config. Raises ValueError naming adapter, file and reason."""
         self.step = LoraStep()
-        """What the program reads of the step that `begin` was told of."""
+        """What the program reads about the step passed to `begin`."""
         self._parts = tuple(decoder.parts)
         self._type = TYPE_OF[decoder.dtype]
         self._library = library
@@ -58,13 +57,13 @@ class NativeAdapters:
         self._numbers: dict[str, int] = {}
         self._num_added = 0
         self._of_row = np.zeros(config.max_num_seqs, np.int32)
-        """Numbers of adapters; 0: none."""
+        """Adapter number of each row; 0 = none."""
         self._arrays: object = None
         for name, path in first_adapters(config):
             self.add(name, self.read(name, path))
 
     def read(self, name: str, path: str) -> PackedAdapter:
-        """The adapter in the folder `path`, checked. Raises ValueError naming adapter, file and reason."""
+        """The validated adapter in the folder `path`. Raises ValueError naming adapter, file and reason."""
         return pack_adapter(self._files.read(name, path), self._parts, self._type, self._library)
 
     def add(self, name: str, matrices: PackedAdapter) -> None:
@@ -74,16 +73,16 @@ class NativeAdapters:
         self._adapters[self._num_added] = matrices
 
     def remove(self, name: str) -> None:
-        """No live request uses it; unknown names are ignored."""
+        """Called once no live request uses it; unknown names are ignored."""
         if (number := self._numbers.pop(name, None)) is not None:
             del self._adapters[number]
 
     def set_row(self, row: int, name: str) -> None:
-        """`name` "" is the model without an adapter. Raises ValueError for one that is not loaded."""
-        self._of_row[row] = number_of_adapter(name, self._numbers, none=0)
+        """name: "" = the model without an adapter. Raises ValueError if it is not loaded."""
+        self._of_row[row] = adapter_number(name, self._numbers, none=0)
 
     def begin(self, step: FlatStep) -> bool:
-        """Tells the program which tokens have which adapter. False: none has one."""
+        """Tells the program which tokens use which adapter. False = none does."""
         of_row = self._of_row[step.rows]
         if not of_row.any():
             self.step.num_adapters = 0
@@ -94,22 +93,21 @@ class NativeAdapters:
         self.step.num_adapters, self.step.num_tokens = len(addresses), len(grouped.arrays["tokens"])
         for field, array in arrays.items():
             setattr(self.step, field, array.ctypes.data)
-        self._arrays = arrays  # as long as the step reads them
+        self._arrays = arrays  # must outlive the step
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedTokens:
-    """A step's tokens that have an adapter, sorted by it (native/step.h, LoraStep)."""
+    """A step's tokens with an adapter, sorted by adapter (native/step.h, LoraStep)."""
 
     numbers: tuple[int, ...]
-    """Of the adapters."""
     arrays: dict[str, Int32Array]
-    """By their names there."""
+    """By the names in LoraStep."""
 
     @classmethod
     def of(cls, numbers: Int32Array) -> GroupedTokens:
-        """numbers: int32 [tokens], 0: no adapter."""
+        """numbers: int32 [tokens], 0 = no adapter."""
         order = np.argsort(numbers, kind="stable").astype(np.int32)
         tokens = order[np.count_nonzero(numbers == 0) :]
         found, counts = np.unique(numbers[tokens], return_counts=True)
@@ -137,7 +135,7 @@ def _shapes(parts: Sequence[tuple[PackedPart, int]]) -> dict[str, tuple[int, int
 def pack_adapter(
     arrays: AdapterArrays, parts: Sequence[tuple[PackedPart, int]], kind: Type, library: KernelLibrary
 ) -> PackedAdapter:
-    """parts: of the program, with their numbers of inputs. kind: of the matrices. Raises MemoryError."""
+    """parts: of the program, with their numbers of inputs. kind: type of the matrices. Raises MemoryError."""
     packed = [_packed(arrays.get(part.layer), part, kind) for part, _ in parts]
     offsets, size_bytes = [], 0
     for pair in packed:
@@ -161,7 +159,7 @@ Matrix = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 
 
 def _packed(arrays: LoraArrays | None, part: PackedPart, kind: Type) -> tuple[Matrix, Matrix]:
-    """`down` and `up` as native/step.h orders them."""
+    """`down` and `up` in the order of native/step.h."""
     if arrays is None:
         return _NOTHING, _NOTHING
     fill = -arrays.rank % LORA_RANKS
@@ -173,7 +171,8 @@ def _packed(arrays: LoraArrays | None, part: PackedPart, kind: Type) -> tuple[Ma
 
 
 def _in_order(matrices: Float32Array, kind: Type) -> Matrix:
-    """Of matrices [n][columns][depth], the columns of each step of the depth side by side; of bfloat16, pairs of it."""
+    """For matrices [n][columns][depth]: the columns of each depth step side by side; for bfloat16, of pairs of
+    steps."""
     if kind is Type.FLOAT32:
         return np.ascontiguousarray(matrices.transpose(0, 2, 1))
     n, columns, depth = matrices.shape
@@ -182,7 +181,7 @@ def _in_order(matrices: Float32Array, kind: Type) -> Matrix:
 
 
 def _bfloat16(x: Float32Array) -> npt.NDArray[np.uint16]:
-    """Rounded to nearest, ties to even; a NaN stays one."""
+    """Rounded to nearest, ties to even; NaNs are preserved."""
     bits = np.ascontiguousarray(x).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
     kept = bits >> np.uint32(16) | np.uint32(0x40)

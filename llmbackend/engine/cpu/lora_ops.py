@@ -1,7 +1,6 @@
-"""The operations that adapters need in a native program: one for each input of layers that they may change.
+"""The operations for adapters in a native program: one for each input of layers that adapters may change.
 
-For: decoder_program.py. Does not know: adapters, which step has some. Invariant: the parts of all operations are
-numbered in the order of `PackedDecoder.parts`.
+Used by decoder_program.py. Invariant: the parts of all operations are numbered in the order of `PackedDecoder.parts`.
 """
 
 from __future__ import annotations
@@ -22,16 +21,13 @@ _ROW_PADDING: Final = 16
 
 
 class ProgramAdapters(NamedTuple):
-    """What a program is told of adapters."""
+    """What a program knows about adapters."""
 
     step: LoraStep
-    """Which its operations read."""
     max_rank: int
 
 
 class Input(NamedTuple):
-    """Rows of activations."""
-
     address: int
     type: Type
     stride: int
@@ -52,7 +48,7 @@ class LoraOps:
         self._num_parts = 0
 
     def of(self, x: Input, projections: Sequence[PackedProjection]) -> LoraOp:
-        """The operation for projections of this input. Called in the order of the program."""
+        """The operation for projections of this input. Must be called in program order."""
         sizes = [part.n for projection in projections for part in projection.parts]
         assert 0 < len(sizes) <= LORA_LAYERS, f"{len(sizes)} layers have one input"
         k = projections[0].weight.k
@@ -73,7 +69,6 @@ class LoraOps:
 
 
 def _inputs(decoder: PackedDecoder) -> Iterator[tuple[PackedProjection, ...]]:
-    """The projections of each input."""
     for layer in decoder.layers:
         yield from layer.inputs
 
@@ -83,13 +78,14 @@ def _num_panels(projections: Sequence[PackedProjection]) -> int:
 
 
 def splits_of(k: int) -> tuple[int, int]:
-    """Columns of a split, and how many there are: a function of k alone."""
+    """Columns per split, and number of splits: a function of k alone."""
     columns = -(-k // min(-(-k // _SPLIT_COLUMNS), _MAX_SPLITS))
     columns = -(-columns // _COLUMNS_MULTIPLE) * _COLUMNS_MULTIPLE
     return columns, -(-k // columns)
 
 
 def adapt(linear: LinearOp, lora: LoraOp | None, first_panel: int = 0) -> None:
-    """Lets adapters change what an operation computes. first_panel: its place among the panels of all of this input."""
+    """Lets adapters change what an operation computes. first_panel: index of its first panel among all panels of this
+    input."""
     if lora is not None:
         linear.lora, linear.lora_panel = ctypes.addressof(lora), first_panel

@@ -1,8 +1,7 @@
 """Memory of an engine on CPU: KV blocks in the layout of the native kernels, and pages of mapped weights.
 
-For: the native program, native attention under modules, and linear layers that pack their weights. Does not know:
-torch, which request owns a block, how attention is computed. Invariants: a block takes no memory before something is
-written to it; pages that are given back are still in their file.
+Used by the native program, native attention in modules, and linear layers that pack their weights. Invariants: a
+block's pages are committed when first written; released pages are still in their file.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from ..step import Int32Array
 
 
 def release_pages(address: int, size_bytes: int) -> None:
-    """Gives the whole pages of memory that is not read again back to the system.
+    """Returns the whole pages of memory that is not read again to the system.
 
-    For weights mapped from a file: they would stay in memory beside their packed form until all are packed.
+    For weights mapped from a file, which would otherwise stay resident next to their packed form until all are packed.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -38,10 +37,10 @@ def release_pages(address: int, size_bytes: int) -> None:
 
 
 class FilePages:
-    """Limits how much of a mapped file is in the memory of this process.
+    """Limits how much of a mapped file is resident in this process.
 
-    Pages that are given back stay in the system's cache, and return within a microsecond. Each row that is read brings
-    its neighbours: without the limit a whole embedding would be resident after some thousand different tokens.
+    Released pages stay in the page cache and return within a microsecond. Each row that is read brings in its
+    neighbours, so without the limit a whole embedding would be resident after some thousand different tokens.
     """
 
     LIMIT_BYTES: Final = 16 << 20
@@ -52,10 +51,10 @@ class FilePages:
         self._pages = pages
         self._rows_left = self._ROWS_PER_CHECK
         self._others_bytes = _file_bytes()
-        """Bytes of other files, such as libraries."""
+        """Resident bytes of other files, such as libraries."""
 
     def read(self, num_rows: int) -> None:
-        """`num_rows` more rows are read."""
+        """Accounts for `num_rows` further reads."""
         self._rows_left -= num_rows
         if self._rows_left > 0:
             return
@@ -66,7 +65,7 @@ class FilePages:
 
 
 def _file_bytes() -> int:
-    """Memory of this process that is files' pages; 0 where it cannot be known."""
+    """Resident file pages of this process; 0 = unknown."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[2]) * mmap.PAGESIZE
@@ -77,13 +76,13 @@ def _file_bytes() -> int:
 BLOCK_MULTIPLE: Final = 32
 HEAD_MULTIPLE: Final = 32
 DEFAULT_KV_BYTES: Final = 1 << 30
-_MOST_EMPTY_BLOCKS: Final = 1 << 18
-"""Of a model without attention, whose blocks take no memory but that of their tables."""
+_MAX_EMPTY_BLOCKS: Final = 1 << 18
+"""For models without attention, whose blocks occupy memory only in their tables."""
 _ITEM_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.FIXED16: 2}
 
 
 def can_hold(key_dim: int, value_dim: int, block_size: int) -> bool:
-    """Whether heads of these sizes fit the native layout. value_dim: 0: values are part of the keys."""
+    """Whether heads of these sizes fit the native layout. value_dim: 0 = values are part of the keys."""
     return value_dim in (0, key_dim) and key_dim % HEAD_MULTIPLE == 0 and block_size % BLOCK_MULTIPLE == 0
 
 
@@ -93,21 +92,21 @@ class LayerKV(NamedTuple):
     num_kv_heads: int
     head_dim: int
     has_values: bool = True
-    """Else they are part of the keys."""
+    """Otherwise values are part of the keys."""
 
     @property
     def parts(self) -> int:
         return 1 + self.has_values
 
     def type(self, library: KernelLibrary, model_type: Type) -> Type:
-        """One unit for all of a key leaves too few bits to the part of it that is a value."""
+        """Fixed point has one scale per key, which leaves too few bits for a part of it that is a value."""
         return library.kv_type(model_type) if self.has_values else model_type
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLayerCache:
-    """One layer's keys and values; `keys` and `values` are addresses (layouts: native/step.h, RotaryOp), or values are
-    None: part of the keys."""
+    """One layer's keys and values. `keys` and `values` are addresses (layouts: native/step.h, RotaryOp); values is None
+    if they are part of the keys."""
 
     num_kv_heads: int
     head_dim: int
@@ -118,11 +117,11 @@ class NativeLayerCache:
 
 
 class NativeKVMemory:
-    """KV memory of the layers that a block has room for; those at one place in blocks of different groups share it.
+    """KV memory for the layers of one block; layers at the same place in blocks of different groups share it.
 
-    Where layers are alike, a block's keys and values of all layers lie side by side, and the kernels get block ids that
-    count in single parts of layers: an engine with few blocks in use then has few pages in use, also where these are
-    huge. Else each layer has a memory of its own.
+    If layers are alike, a block's keys and values of all layers are contiguous, and the kernels get block ids that
+    count individual parts of layers. An engine with few blocks in use then has few pages in use, even huge ones.
+    Otherwise each layer has its own memory.
     """
 
     def __init__(
@@ -131,15 +130,15 @@ class NativeKVMemory:
         """model_type: float32 or bfloat16. Raises MemoryError."""
         self.block_size = block_size
         self._scale = 1
-        """Ids of the kernels' blocks per block."""
+        """Kernel block ids per block."""
         types = [shape.type(library, model_type) for shape in shapes]
         sizes = [
             shape.num_kv_heads * shape.head_dim * block_size * _ITEM_BYTES[kind]
             for shape, kind in zip(shapes, types, strict=True)
         ]
-        """Of a block's keys of each layer, and of its values."""
+        """For each layer: bytes of a block's keys, and of its values."""
         parts = [shape.parts for shape in shapes]
-        # An odd number of parts, so that a layer's blocks do not fall into the same few sets of a cache.
+        # An odd number of parts, so a layer's blocks are spread over the sets of a cache.
         interleaved = sum(parts) + 1 - sum(parts) % 2
         if len(set(shapes)) == 1 and num_blocks * interleaved * block_size < 2**31:
             self._scale = interleaved
@@ -154,11 +153,11 @@ class NativeKVMemory:
         )
 
     def kernels_blocks(self, block_table: Int32Array) -> Int32Array:
-        """Block ids as the kernels count them."""
+        """Converts block ids to those of the kernels."""
         return block_table * np.int32(self._scale)
 
     def kernels_slots(self, slots: Int32Array) -> Int32Array:
-        """The same for slots."""
+        """Converts slots to those of the kernels."""
         return slots + slots // np.int32(self.block_size) * np.int32((self._scale - 1) * self.block_size)
 
 
@@ -172,17 +171,17 @@ def check_kv_dtype(config: EngineConfig) -> None:
 
 
 def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int, groups: KVGroups = KVGroups()) -> int:
-    """bytes_per_token: of the layers of one block. Raises ValueError where there is no room for one block."""
+    """bytes_per_token: of the layers of one block. Raises ValueError if not even one block fits."""
     check_kv_dtype(config)
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     block_bytes = config.block_size * bytes_per_token
     memory_bytes = config.kv_cache_memory_bytes or DEFAULT_KV_BYTES
-    num_blocks = memory_bytes // block_bytes if block_bytes else _MOST_EMPTY_BLOCKS
+    num_blocks = memory_bytes // block_bytes if block_bytes else _MAX_EMPTY_BLOCKS
     if num_blocks < 1:
         raise ValueError(
             f"engine argument 'kv_cache_memory_bytes' is {memory_bytes}, "
             f"expected at least {block_bytes}, the size of one block of {config.block_size} tokens"
         )
-    # More than all rows at full length fill is never used.
+    # No more than all rows use at full length.
     return min(num_blocks, config.max_num_seqs * groups.count * -(-max_model_len // config.block_size))

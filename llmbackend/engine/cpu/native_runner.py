@@ -1,8 +1,8 @@
-"""Runs the steps of a packed model: one native program, and nothing else of the model than its packed weights.
+"""Runs the steps of a packed model: one native program, and nothing else of the model but its packed weights.
 
-For: the engine core, as its `Runner`, wherever a CPU computes what can be a program; `why_modules` tells where the
-engine arguments rule that out. Does not know: torch, checkpoints, where the memories come from. Invariant: the same
-packed model computes the same bits in any process, whether it was just packed or read from a file.
+The engine core's `Runner` whenever a CPU can run the model as a program; `why_modules` says when engine arguments rule
+that out. Independent of torch, checkpoints, and the source of the memories. Invariant: the same packed model computes
+the same bits in any process, whether just packed or read from a file.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .lora_ops import ProgramAdapters
 from .native_memory import BLOCK_MULTIPLE, FilePages, num_kv_blocks
 from .packed_decoder import PackedDecoder, PackedModel
 from .recurrent_operations import StepStates
-from .recurrent_states import SlotContents, flatten_from, groups_beside_states, num_state_slots, part_of_row
+from .recurrent_states import SlotContents, flatten_from, groups_with_draft_replay, num_state_slots, part_of_row
 
 
 def why_modules(config: EngineConfig) -> str:
-    """Why the engine arguments rule out a native program; "" when they do not."""
+    """Why the engine arguments rule out a native program; "" = they do not."""
     reasons = {
-        "it is the mock": config.model == "mock",
+        "it is the mock model": config.model == "mock",
         f"device is '{config.device}'": config.device != "cpu",
         f"the model is split over {config.num_ranks} ranks": config.num_ranks != 1,
         "kernels is 'torch'": config.kernels == "torch",
@@ -44,16 +44,16 @@ def why_modules(config: EngineConfig) -> str:
 
 
 def why_no_adapters(config: EngineConfig, decoder: PackedDecoder) -> str:
-    """Why this program does not do where adapters are enabled; "" when it does, or none are."""
+    """Why this program does not support the enabled adapters; "" = it does, or none are enabled."""
     if not config.enable_lora or not decoder.unadapted:
         return ""
-    return f"LoRA adapters may change '{decoder.unadapted}', which native programs compute without them"
+    return f"LoRA adapters may change '{decoder.unadapted}', which native programs compute without adapters"
 
 
 class NativeRunner:
     def __init__(self, config: EngineConfig, packed: PackedModel) -> None:
-        """Makes the program and the KV memory. Raises ProgramUnsupportedError where the config asks for modules,
-        ValueError or OSError with a text for the user, or MemoryError."""
+        """Makes the program and the KV memory. Raises ProgramUnsupportedError if the config asks for modules,
+        ValueError or OSError with a message for the user, or MemoryError."""
         start_s = time.monotonic()
         if reason := why_modules(config):
             raise ProgramUnsupportedError(reason)
@@ -65,7 +65,7 @@ class NativeRunner:
         bytes_per_token = layers.share_of_block(decoder.kv_bytes_per_token)
         num_blocks = num_kv_blocks(config, bytes_per_token, decoder.max_model_len, layers.groups)
         num_slots = num_state_slots(config, decoder.state_bytes, num_blocks) if decoder.state_bytes else 0
-        num_backups = config.max_guess_step_tokens if num_slots else 0
+        num_backups = config.max_speculative_step_tokens if num_slots else 0
         most_once_more = num_backups * (config.speculative_config or SpeculativeConfig()).num_speculative_tokens
         rows = SamplingRows(config.max_num_seqs, decoder.vocab_size, decoder.eos_token_ids)
         self._sampler = Sampler(rows, NativeSampling(self.kernels, rows))
@@ -100,7 +100,7 @@ class NativeRunner:
             kv_bytes_per_token=decoder.kv_bytes_per_token,
             held_weight_bytes=packed.memories.resident.nbytes + packed.memories.mapped.nbytes,
             kv_bytes=num_blocks * config.block_size * bytes_per_token,
-            kv_groups=groups_beside_states(layers.groups, config) if num_slots else layers.groups,
+            kv_groups=groups_with_draft_replay(layers.groups, config) if num_slots else layers.groups,
             state_bytes=decoder.state_bytes,
             num_state_slots=num_slots,
             path="native",
@@ -158,15 +158,14 @@ class _Forward:
         self._slots, self._max_tokens = states, max_tokens
         self._tables = FilePages(packed.memories.mapped) if packed.memories.is_file else None
         self._step: FlatStep
-        """The last one that was computed."""
 
     def logits(self, plan: StepPlan, table: RowTable) -> Float32Array | None:
-        """Logits float32 [samples, vocab], valid until the next step; None when no row samples."""
+        """Logits float32 [samples, vocab], valid until the next step; None if no row samples."""
         self._step = flatten(plan, table)
         if self._tables is not None:
             self._tables.read(len(self._step.token_ids))
         if self._slots is not None:
-            if (behind := self._slots.behind(self._step, table)) is not None:
+            if (behind := self._slots.num_tokens_to_replay(self._step, table)) is not None:
                 self._step = flatten_from(plan, table, behind)
             for row in self._slots.lost(self._step, table):
                 self._recompute(row, table, self._slots)
@@ -187,11 +186,11 @@ class _Forward:
         return self._program.forward(step, slots, blocks, states, has_adapters)
 
     def _recompute(self, row: int, table: RowTable, contents: SlotContents) -> None:
-        """Computes all that a row had computed once more, with the same bits, for its state."""
+        """Recomputes everything the row had computed, with the same bits, to restore its state."""
         computed = int(table.num_computed_tokens[row])
         for begin in range(0, computed, self._max_tokens):
             step = part_of_row(table, row, begin, min(begin + self._max_tokens, computed))
-            states = contents.begin_anew(step, table)
+            states = contents.begin_recompute(step, table)
             self._compute(step, table, states)
             contents.end(step, states)
 

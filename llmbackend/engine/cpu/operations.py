@@ -1,7 +1,4 @@
-"""What the operations of a program are in the model.
-
-For: the program and its profile. Does not know: how operations are computed.
-"""
+"""The roles of a program's operations in the model."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from ..kernels.operations import ArrangeOp, ConvOp, GateOp, ScanOp
 
 
 class Role(StrEnum):
-    """What an operation is in the model, in the order in which a layer has them."""
+    """The role of an operation in the model, in the order within a layer."""
 
     EMBEDDING = "embedding"
     NORM = "norm"

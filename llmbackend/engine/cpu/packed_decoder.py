@@ -1,9 +1,9 @@
-"""A native program as data: each weight as its place in one of two memories, and the numbers beside them.
+"""A native program as data: each weight's location in one of two memories, and the parameters.
 
-For: what packs a model, files that keep it, and the program that computes it. Does not know: torch, families, files,
-kernels' code. Invariants: a description is self-contained, so that an engine needs neither the checkpoint nor the
-libraries that read it; a place outside of its memory, or weights that do not fit each other, are refused before a
-kernel sees an address (`Memories`, `PackedDecoder.check`).
+Used by the packer, by the files that store it, and by the program. Independent of torch and model families. Invariants:
+a description is self-contained, so an engine needs neither the checkpoint nor the libraries that read it; locations
+outside their memory and inconsistent shapes are refused before a kernel sees an address (`Memories`,
+`PackedDecoder.check`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import msgspec
 import numpy as np
 
-from ..kernels.expert_layout import MOST_EXPERTS, steps_of
+from ..kernels.expert_layout import MAX_EXPERTS, steps_of
 from ..kv_groups import LayerGroups, layer_groups
 from .native_memory import LayerKV
 from .packed_latent import PackedLatent, check_latent
@@ -40,33 +40,32 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """One layer's attention, and the shape of its keys and values."""
 
     qkv: tuple[PackedProjection, ...]
-    """Query, key and value as one matrix, or the rows of each type as one of their own; of latent attention the latent
-    and the rotary part of keys."""
+    """Query, key and value as one matrix, or one matrix per type of weight; for latent attention, the latent and the
+    rotary part of keys."""
     out: PackedProjection
     q_norm: PackedNorm | None
     """Over each head, or with norm_whole over all heads together."""
     k_norm: PackedNorm | None
     norm_whole: bool
     cos_sin: ArrayAt | None
-    """float32 [positions, rotary_dim]: cosines of each pair, then sines; None: no rotation."""
+    """float32 [positions, rotary_dim]: cosines of each pair, then sines; None = no rotation."""
     q_cos_sin: ArrayAt | None = None
-    """Of queries, where theirs differ."""
+    """For queries, if theirs differ."""
     pairs: bool = False
-    """Whether numbers 2i and 2i + 1 of a head turn together, not i and i + rotary_dim / 2."""
+    """Whether numbers 2i and 2i + 1 of a head rotate together, instead of i and i + rotary_dim / 2."""
     norm_last: bool = False
-    """Whether heads are normalised after they are turned."""
+    """Whether heads are normalised after the rotation."""
     num_kv_heads: int
     head_dim: int
     scaling: float
-    """Factor on q·k."""
     sliding_window: int
-    """A query sees this many positions, itself included; 0: all."""
+    """A query attends to this many positions, its own included; 0 = all."""
     softcap: float
-    """Scores become softcap * tanh(scores / softcap); 0: off."""
+    """Scores become softcap * tanh(scores / softcap); 0 = off."""
     sinks: ArrayAt | None
     """float32 [num_heads]: an extra score per head without a value."""
     is_gated: bool = False
-    """Each head of queries is followed by as many gates in qkv: the head's result is multiplied by their sigmoid."""
+    """In qkv, each head of queries is followed by as many gates; the head's output is multiplied by their sigmoid."""
     latent: PackedLatent | None = None
 
     @property
@@ -75,7 +74,7 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def projected(self) -> int:
-        """Numbers of queries, gates, keys and values of a token."""
+        """Numbers of queries, gates, keys and values per token."""
         if self.latent is not None:
             return (self.num_heads + 1) * self.head_dim
         return sum(part.weight.n for part in self.qkv)
@@ -86,7 +85,7 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def inputs(self) -> tuple[tuple[PackedProjection, ...], ...]:
-        """The projections before attention by their inputs, in the order of the program."""
+        """The projections before attention, grouped by input, in program order."""
         if self.latent is None:
             return (self.qkv,)
         of_both, *others = self.latent.inputs
@@ -94,7 +93,7 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackedMlp(msgspec.Struct, frozen=True):
-    """down(activation(gate_factor * gate) * up), or without a gate down(activation(up))"""
+    """down(activation(gate_factor * gate) * up), or without a gate, down(activation(up))"""
 
     gate: PackedProjection | None
     up: PackedProjection
@@ -117,9 +116,8 @@ class PackedExpertMatrix(msgspec.Struct, frozen=True):
 
 
 class PackedExperts(msgspec.Struct, frozen=True, kw_only=True):
-    """The sum over a token's experts of share * down(activation(gate) * up), or without a gate share *
-    down(activation(up)), and the layer's MLP, which is the shared expert. How experts are chosen:
-    native/step_experts.h."""
+    """The sum over a token's experts of share * down(activation(gate) * up), or without a gate, share *
+    down(activation(up)); plus the layer's MLP, which is the shared expert. Expert selection: native/step_experts.h."""
 
     router: PackedProjection
     top_k: int
@@ -129,18 +127,18 @@ class PackedExperts(msgspec.Struct, frozen=True, kw_only=True):
     correction: ArrayAt | None
     """float32 [experts]"""
     groups: int
-    """0: none."""
+    """0 = none."""
     top_groups: int
     of_group: int = 2
-    """A group counts as much as so many of its experts, the best."""
+    """A group's score is the sum of this many of its best experts."""
     gate: PackedExpertMatrix | None
     up: PackedExpertMatrix
     down: PackedExpertMatrix
     activation: Literal["silu", "gelu_tanh", "swigluoai", "relu2"]
     shared_gate: PackedProjection | None
-    """[1, width]: the shared expert is multiplied by the sigmoid of it; None: by 1."""
+    """[1, width]: the shared expert is multiplied by the sigmoid of this; None = by 1."""
     epsilon: float = 0.0
-    """Added to the sum that shares are divided by."""
+    """Added to the sum by which shares are divided."""
 
     @property
     def count(self) -> int:
@@ -148,9 +146,9 @@ class PackedExperts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """h += out_norm(block(in_norm(h))), for attention and then for the MLP, the experts or both; without an out norm,
-    the sum is h += factor * block(…). The weights of out norms have the factor in them. A norm or block that is None is
-    left out. A mixer comes in attention's place, or beside it: then both read what in_norm gives."""
+    """h += out_norm(block(in_norm(h))), for attention and then for the MLP, the experts or both; without an out norm, h
+    += factor * block(…). Weights of out norms include the factor. A norm or block that is None is omitted. A mixer
+    replaces attention, or runs parallel to it on the same input."""
 
     attention_norm: PackedNorm | None
     attention: PackedAttention | None
@@ -159,17 +157,17 @@ class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
     mlp: PackedMlp | None
     mlp_out_norm: PackedNorm | None
     residual_factor: float
-    """Of attention."""
+    """For attention."""
     mixer_factor: float = 1.0
     mlp_factor: float = 1.0
     experts: PackedExperts | None = None
     mixer: PackedShortConv | PackedScan | None = None
     is_parallel: bool = False
-    """Whether the MLP reads what attention's in_norm gives."""
+    """Whether the MLP reads the output of attention's in_norm."""
 
     @property
     def inputs(self) -> tuple[tuple[PackedProjection, ...], ...]:
-        """The projections that adapters may change by their inputs, in the order of the program."""
+        """The projections that adapters may change, grouped by input, in program order."""
         attention, mlp = self.attention, self.mlp
         qkv, out = ((), ()) if attention is None else (attention.inputs, ((attention.out,),))
         mixer = () if self.mixer is None else inputs_of(self.mixer)
@@ -183,7 +181,7 @@ class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def attending(self) -> PackedAttention:
-        """Of a layer that is not recurrent."""
+        """The attention of a layer that is not recurrent."""
         assert self.attention is not None, "a recurrent layer has no attention"
         return self.attention
 
@@ -191,7 +189,7 @@ class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
 class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
     """Logits are x = head(norm(h)) * logit_factor, or with a softcap: softcap * tanh(x / softcap).
 
-    kernel_variant  of the library whose probes the program has passed; panels of all variants are alike
+    kernel_variant  the library with which the program was verified; panels of all variants are alike
     linear_kind     how linear layers compute, for the log
     kernel_report   why these kernels, for the log
     """
@@ -213,9 +211,9 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
     head: PackedProjection
     logit_factor: float
     logit_softcap: float
-    """0: off."""
+    """0 = off."""
     unadapted: str = ""
-    """A linear layer that LoRA adapters may change and the program computes without them; "": there is none."""
+    """A linear layer that LoRA adapters may change but that the program computes without them; "" = none."""
 
     @property
     def width(self) -> int:
@@ -223,7 +221,7 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> Iterator[tuple[PackedPart, int]]:
-        """What adapters may change, in the order of the program, with the number of inputs."""
+        """What adapters may change, in program order, with the number of inputs."""
         for layer in self.layers:
             for projection in (each for together in layer.inputs for each in together):
                 for part in projection.parts:
@@ -231,18 +229,16 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of all layers."""
         shapes = [each.kv for each in self.attentions]
         return sum(each.parts * each.num_kv_heads * each.head_dim for each in shapes) * ITEM_BYTES[self.dtype]
 
     @property
     def attentions(self) -> list[PackedAttention]:
-        """Of the layers that have some."""
         return [layer.attention for layer in self.layers if layer.attention is not None]
 
     @property
     def state_bytes(self) -> int:
-        """Of one sequence, in recurrent layers; 0: there are none."""
+        """Recurrent state of one sequence; 0 = no recurrent layers."""
         return 4 * sum(layer.mixer.state_floats for layer in self.layers if layer.mixer is not None)
 
     @property
@@ -253,8 +249,8 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
         return layer_groups([each.sliding_window for each in attentions], self.max_model_len, are_alike)
 
     def check(self, memories: Memories) -> None:
-        """Raises ValueError where the weights do not lie in the memories, or do not fit each other or the model's
-        numbers."""
+        """Raises ValueError if weights are outside the memories, or inconsistent with each other or with the model's
+        parameters."""
         for place in _places(self):
             if isinstance(place, ArrayAt):
                 memories.address(place)
@@ -298,7 +294,7 @@ def _places(part: object) -> Iterator[ArrayAt | MatrixAt]:
 
 
 def _check_parts(parts: Iterable[tuple[PackedPart, int]]) -> None:
-    """Each layer's parts follow each other from its first output on, and have one number of inputs."""
+    """Each layer's parts must follow each other from its first output on, with the same number of inputs."""
     ends: dict[str, tuple[int, int]] = {}
     for part, k in parts:
         expect((part.first, k) == ends.get(part.layer, (0, k)), "layers")
@@ -357,7 +353,7 @@ def _check_mlp(mlp: PackedMlp, width: int) -> None:
 
 def _check_experts(experts: PackedExperts, is_shared: bool, width: int, memories: Memories) -> None:
     count, inner = experts.count, experts.down.first.k
-    expect(0 < experts.top_k <= count <= MOST_EXPERTS, "experts")
+    expect(0 < experts.top_k <= count <= MAX_EXPERTS, "experts")
     check_projection(experts.router, count, width)
     expect((experts.gate is None) == (experts.activation == "relu2"), "experts")
     gate = experts.up if experts.gate is None else experts.gate
@@ -382,11 +378,11 @@ def _check_experts(experts: PackedExperts, is_shared: bool, width: int, memories
 
 @dataclass(frozen=True, slots=True)
 class Memories:
-    """Where a packed model's weights lie, read-only to the program.
+    """The memories with a packed model's weights, read-only for the program.
 
     resident  uint8 [bytes]  what every step reads: packed matrices, norms, biases; on huge pages
     mapped    uint8 [bytes]  what a step reads few rows of: the embedding, rotary tables
-    is_file   whether `mapped` are a file's pages, read-only, which can be given back and are then read again
+    is_file   whether `mapped` consists of a file's pages, read-only, which can be released and are then read again
     """
 
     resident: Bytes
@@ -394,17 +390,18 @@ class Memories:
     is_file: bool = False
 
     def address(self, array: ArrayAt) -> int:
-        """Raises ValueError when the array does not lie in its memory."""
+        """Raises ValueError if the array is outside its memory."""
         memory = self.resident if array.memory == "resident" else self.mapped
         return _address(memory, array.offset_bytes, array.size_bytes)
 
     def matrix_addresses(self, matrix: MatrixAt) -> Iterator[int | None]:
-        """Of panels, scale and sums, minima or zeros. Raises ValueError when one does not lie in resident memory."""
+        """Of panels, scales, and sums, minima or zero points. Raises ValueError if one is outside the resident
+        memory."""
         for offset_bytes, size_bytes in matrix.parts:
             yield None if offset_bytes is None else _address(self.resident, offset_bytes, size_bytes)
 
     def order_address(self, matrix: MatrixAt) -> int | None:
-        """Of the order of its inputs. Raises ValueError when it does not lie in resident memory, or is none."""
+        """Of its input permutation. Raises ValueError if it is outside the resident memory or not a permutation."""
         offset_bytes = matrix.order_offset_bytes
         if offset_bytes is None:
             return None
@@ -415,18 +412,18 @@ class Memories:
 
 
 class PackingPlace(Protocol):
-    """Where a model is packed; what it has no room for, the packing process keeps in memory of its own."""
+    """Provides memory for packing a model; the packing process allocates what it does not provide."""
 
     def new_memory(self, size_bytes: int) -> Bytes | None:
-        """Resident memory, of zeros."""
+        """Zeroed resident memory."""
 
     def write_tables(self, resident: Bytes, tables: Sequence[tuple[int, Bytes]], size_bytes: int) -> Bytes | None:
-        """Mapped memory of that size with these arrays at their offsets, once all of `resident` is filled."""
+        """Mapped memory of this size with these arrays at their offsets; called once `resident` is filled."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """A model that a native program computes; its program's logits were compared with those of its modules."""
+    """A model that a native program can compute; the program's logits were compared with those of the modules."""
 
     decoder: PackedDecoder
     memories: Memories

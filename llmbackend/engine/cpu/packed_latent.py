@@ -1,7 +1,6 @@
 """Multi-head latent attention of a native program as data.
 
-For: packed_decoder.py. Does not know: layers. Invariant: parts that do not fit each other raise ValueError in the
-checks here.
+Used by packed_decoder.py. Invariant: inconsistent parts raise ValueError in the checks here.
 """
 
 from __future__ import annotations
@@ -13,29 +12,28 @@ from .packed_parts import TYPE_OF, MatrixAt, PackedNorm, PackedProjection, check
 
 
 class PackedLatent(msgspec.Struct, frozen=True, kw_only=True):
-    """All heads read one key per token, [rotary part | latent], whose latent is the value. A head of queries is [rotary
-    part | up·rest], its result down·(weighted latents)."""
+    """All heads read one key per token, [rotary part | latent], whose latent is also the value. A head's query is
+    [rotary part | up·rest], its output down·(weighted latents)."""
 
     q_down: PackedProjection | None
-    """Queries are q(q_norm(q_down(x))), or without it q(x)."""
+    """Queries are q(q_norm(q_down(x))), or without it, q(x)."""
     q_norm: PackedNorm | None
     q: PackedProjection
     """[heads * (rest + rotary part), …]"""
     norm: PackedNorm
-    """Of latents."""
     up: MatrixAt
     """[latent, rest], of head 0; the others follow."""
     down: MatrixAt
-    """[value_dim, latent], of head 0: the last rows of a head's rest + value_dim ones; the others follow."""
+    """[value_dim, latent], of head 0: the last of a head's rest + value_dim rows; the others follow."""
 
     @property
     def rank(self) -> int:
-        """Numbers of a latent."""
+        """Dimension of a latent."""
         return self.up.n
 
     @property
     def up_steps(self) -> Steps:
-        """Bytes from a head's parts to those of the next."""
+        """Strides in bytes between the parts of consecutive heads."""
         return steps_of(self.rank, self.up.k, TYPE_OF[self.up.dtype])
 
     @property
@@ -44,12 +42,12 @@ class PackedLatent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def inputs(self) -> tuple[tuple[PackedProjection, ...], ...]:
-        """Of queries, by their inputs; the first is that of keys, too."""
+        """Of queries, grouped by input; the first input is also that of keys."""
         return ((self.q,),) if self.q_down is None else ((self.q_down,), (self.q,))
 
 
 def check_latent(latent: PackedLatent, head_dim: int, num_heads: int, width: int) -> None:
-    """Raises ValueError where its parts do not fit each other. head_dim: of keys."""
+    """Raises ValueError if parts are inconsistent. head_dim: of keys."""
     rank, rest, value_dim = latent.rank, latent.up.k, latent.down.n
     rotary_dim = head_dim - rank
     expect(rotary_dim > 0 and all(size % 32 == 0 for size in (rank, rest, value_dim, rotary_dim)), "attention")

@@ -1,7 +1,8 @@
-"""Parts of a native program as data: arrays and matrices by their places in one of two memories, and what they form.
+"""The elements of a native program as data: arrays and matrices by their locations in one of two memories, and norms
+and projections made of them.
 
-For: packed_decoder.py and packed_recurrent.py, which describe layers with them. Does not know: layers. Invariant: parts
-that do not fit each other raise ValueError in the checks here.
+Used by packed_decoder.py and packed_recurrent.py, which describe layers with them. Invariant: inconsistent parts raise
+ValueError in the checks here.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ Dtype = Literal[
 
 TYPE_OF: Final[dict[Dtype, Type]] = {name: Type[name.upper()] for name in get_args(Dtype)}
 ITEM_BYTES: Final[dict[Dtype, int]] = {"float32": 4, "bfloat16": 2, "int8": 1}
-"""Of arrays."""
 ALIGN_BYTES: Final = 64
-"""Arrays and matrices begin at multiples of it."""
 
 
 class ArrayAt(msgspec.Struct, frozen=True, array_like=True):
@@ -51,11 +50,11 @@ class MatrixAt(msgspec.Struct, frozen=True, array_like=True):
     k: int
     dtype: Dtype
     scale_offset_bytes: int | None = None
-    """Of its scales, if it has some (kernels.library.scale_bytes)."""
+    """Of its scales, if any (kernels.library.scale_bytes)."""
     sums_offset_bytes: int | None = None
-    """Of its sums, minima or zeros, if it has some (kernels.library.sums_bytes)."""
+    """Of its sums, minima or zero points, if any (kernels.library.sums_bytes)."""
     order_offset_bytes: int | None = None
-    """Of the order of its inputs, int32 [k], if it has one of its own."""
+    """Of its input permutation, int32 [k], if any."""
 
     @property
     def size_bytes(self) -> int:
@@ -63,7 +62,7 @@ class MatrixAt(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def parts(self) -> tuple[tuple[int | None, int], ...]:
-        """Offset and size of panels, scale and sums, in bytes."""
+        """Offset and size in bytes of panels, scales and sums."""
         shape = (self.n, self.k, TYPE_OF[self.dtype])
         return (
             (self.offset_bytes, self.size_bytes),
@@ -72,7 +71,7 @@ class MatrixAt(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def moved(self, steps: Sequence[int], count: int) -> MatrixAt:
-        """The matrix that follows after so many steps. steps: bytes of panels, scales and sums."""
+        """The matrix `count` steps further on. steps: strides in bytes of panels, scales and sums."""
         offsets = (self.offset_bytes, self.scale_offset_bytes, self.sums_offset_bytes)
         panels, scale, sums = (
             None if offset is None else offset + count * step for offset, step in zip(offsets, steps, strict=True)
@@ -81,7 +80,7 @@ class MatrixAt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedNorm(msgspec.Struct, frozen=True):
-    """x / rms(x) * weight, or centred (x - mean(x)) / rms(x - mean(x)) * weight + bias"""
+    """x / rms(x) * weight, or centred, (x - mean(x)) / rms(x - mean(x)) * weight + bias"""
 
     weight: ArrayAt
     eps: float
@@ -90,12 +89,12 @@ class PackedNorm(msgspec.Struct, frozen=True):
 
 
 class PackedPart(msgspec.Struct, frozen=True, array_like=True):
-    """Outputs of one of the model's linear layers, which LoRA adapters may change."""
+    """Outputs of one of the model's linear layers that LoRA adapters may change."""
 
     layer: str
-    """By its name in the model."""
+    """Its name in the model."""
     first: int
-    """Of the layer's outputs."""
+    """Index among the layer's outputs."""
     n: int
 
 
@@ -105,7 +104,7 @@ class PackedProjection(msgspec.Struct, frozen=True):
     weight: MatrixAt
     bias: ArrayAt | None
     parts: tuple[PackedPart, ...] = ()
-    """What it consists of; empty: no adapter changes it."""
+    """The layers it consists of; empty = no adapter changes it."""
 
 
 def expect(is_right: bool, part: str) -> None:

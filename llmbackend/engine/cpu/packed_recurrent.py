@@ -1,7 +1,6 @@
 """Recurrent layers of a native program as data.
 
-For: packed_decoder.py, whose layers may have one in attention's place. Does not know: slots, kernels' code. Invariant:
-what does not fit together raises ValueError (`check_mixer`).
+Used by packed_decoder.py. Invariant: inconsistent parts raise ValueError (`check_mixer`).
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from ..kernels.operations import LORA_LAYERS
 from .packed_parts import ArrayAt, PackedNorm, PackedProjection, check_norm, check_projection, expect
 
 CONV_CHANNELS: Final = 64
-"""A convolution's state is padded to a multiple of so many channels (native/conv.h)."""
+"""A convolution's state is padded to a multiple of this many channels (native/conv.h)."""
 
 
 class PackedShortConv(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv"):
-    """out(C * conv(B * x)), where B, C and x are what `project` gives, and conv sums a few tokens of each channel."""
+    """out(C * conv(B * x)), where `project` yields B, C and x, and conv is a causal convolution per channel."""
 
     project: PackedProjection
     """[3 * channels, width]"""
@@ -33,7 +32,7 @@ class PackedShortConv(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv
 
     @property
     def projected(self) -> int:
-        """Columns that come before the convolution."""
+        """Columns before the convolution."""
         return self.project.weight.n
 
     @property
@@ -42,8 +41,8 @@ class PackedShortConv(msgspec.Struct, frozen=True, kw_only=True, tag="short_conv
 
 
 class ScanColumns(msgspec.Struct, frozen=True, array_like=True):
-    """Where in what the projections give, one after the other, a recurrence finds what it reads: q, k and v, which a
-    convolution runs over first, the gate z, and of each head a and, for the delta rule, b."""
+    """The columns of the concatenated projections that a recurrence reads: q, k and v, which first pass through a
+    convolution, the gate z, and for each head a and, for the delta rule, b."""
 
     conv: int
     q: int
@@ -55,13 +54,14 @@ class ScanColumns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedScan(msgspec.Struct, frozen=True, kw_only=True, tag="scan"):
-    """out(gate(z, heads(silu(conv(q, k, v)), a, b))): heads with a matrix each (native/step_recurrent.h, ScanOp)."""
+    """out(gate(z, heads(silu(conv(q, k, v)), a, b))): heads with a matrix state each (native/step_recurrent.h,
+    ScanOp)."""
 
     is_delta: bool
-    """The gated delta rule; else Mamba2's recurrence."""
+    """The gated delta rule; otherwise Mamba2's recurrence."""
     projects: tuple[PackedProjection, ...]
     taps: ArrayAt
-    """float32 [taps, channels], the oldest token's first; channels of q, k and v, which lie side by side"""
+    """float32 [taps, channels], the oldest token's first; channels of q, k and v, which are contiguous"""
     conv_bias: ArrayAt | None
     columns: ScanColumns
     num_heads: int
@@ -76,16 +76,16 @@ class PackedScan(msgspec.Struct, frozen=True, kw_only=True, tag="scan"):
     """float32 [num_heads]"""
     rate_limits: tuple[float, float]
     norm: PackedNorm | None
-    """Of all num_heads * value_dim channels, or the same of each group."""
+    """Over all num_heads * value_dim channels, or the same over each group."""
     norm_groups: int
     norm_is_last: bool
-    """Whether it comes after the gate."""
+    """Whether the norm follows the gate."""
     out: PackedProjection
     by_key_head: bool = False
-    """Whether the projections give q, k, v and z, then b and a, of one key head after the other; `columns` are those of
-    q, k, v, z, b and a of all heads."""
+    """Whether the projections yield q, k, v and z, then b and a, for one key head after the other; `columns` are then
+    those of q, k, v, z, b and a of all heads."""
     factors: ArrayAt | None = None
-    """float32 [projected]: on what the projections give"""
+    """float32 [projected]: multiply the outputs of the projections"""
 
     @property
     def state_floats(self) -> int:
@@ -97,24 +97,24 @@ class PackedScan(msgspec.Struct, frozen=True, kw_only=True, tag="scan"):
 
     @property
     def projected(self) -> int:
-        """Columns of all projects."""
+        """Columns of all projections."""
         return sum(project.weight.n for project in self.projects)
 
 
 def inputs_of(mixer: PackedShortConv | PackedScan) -> tuple[tuple[PackedProjection, ...], ...]:
-    """Its projections by their inputs, in the order of the program; as many together as one LoraOp has layers."""
+    """Its projections grouped by input, in program order, at most as many per group as one LoraOp has layers."""
     projects = mixer.projects
     together = (projects[first : first + LORA_LAYERS] for first in range(0, len(projects), LORA_LAYERS))
     return (*together, (mixer.out,))
 
 
 def conv_floats(num_taps: int, channels: int) -> int:
-    """What a convolution keeps of a sequence."""
+    """Size of a convolution's state per sequence."""
     return (num_taps - 1) * -(-channels // CONV_CHANNELS) * CONV_CHANNELS
 
 
 def check_mixer(mixer: PackedShortConv | PackedScan, width: int) -> None:
-    """Raises ValueError where its parts do not fit each other, or the width of the model."""
+    """Raises ValueError if its parts are inconsistent with each other or with the model's width."""
     if isinstance(mixer, PackedShortConv):
         _check_short_conv(mixer, width)
     else:

@@ -1,7 +1,7 @@
-"""Operations of recurrent layers, and the memory of their states: one slot for each sequence, and for each kept prefix.
+"""Operations of recurrent layers, and the memory of their states: one slot per sequence and per cached prefix.
 
-For: the program of a decoder that has such layers. Does not know: which sequence has which slot, texts. Invariants: a
-slot has the states of all layers side by side, float32; it takes no memory before it is written to.
+Used by the program of a decoder with such layers. Invariants: a slot contains the states of all layers contiguously, in
+float32; its pages are committed when first written.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .packed_decoder import Memories, PackedDecoder
 from .packed_recurrent import PackedScan, PackedShortConv
 
 _NORM_EPS: Final = 1e-6
-"""Of the norms of queries and keys, which the gated delta rule itself contains."""
+"""For the query and key norms inside the gated delta rule."""
 _SLOT_PADDING_FLOATS: Final = 16
-"""Slots that are a multiple of 4 KiB apart would share the same few sets of a cache."""
+"""Slots a multiple of 4 KiB apart would compete for the same few sets of a cache."""
 
 
 class StepStates(NamedTuple):
-    """Where the states of a step's rows are. All int32.
+    """The slots of a step's states. All int32.
 
     slots    [rows]    of each row
-    sources  [rows]    with whose state it begins; -1: with zeros
-    copies   [tokens]  which slot keeps the state after this token; -1: none
+    sources  [rows]    slot of the state from which it starts; -1 = zeros
+    copies   [tokens]  slot in which to save the state after this token; -1 = none
     """
 
     slots: Int32Array
@@ -50,12 +50,12 @@ class StateMemory:
         self.memory = library.memory(4 * self.slot_floats * num_slots)
 
     def address(self, layer: int) -> int:
-        """Of a layer's state in slot 0."""
+        """Address of a layer's state in slot 0."""
         return int(self.memory.ctypes.data) + 4 * self._offsets[layer]
 
 
 def slot_floats(floats: int) -> int:
-    """Of a slot that keeps so many."""
+    """Padded size of a slot."""
     return -(-floats // 16) * 16 + _SLOT_PADDING_FLOATS
 
 
@@ -63,8 +63,8 @@ def mixer_operations(
     mixer: PackedShortConv | PackedScan, memories: Memories, projected: Buffer, arranged: Buffer, out: Buffer,
     state: int, slot_stride: int,
 ) -> Sequence[ArrangeOp | ConvOp | ScanOp | GateOp]:  # fmt: skip
-    """What is done to what the projections gave, up to the input of the last one. arranged: rows for what they give by
-    key head."""
+    """The operations from the projections' outputs to the input of the last projection. arranged: buffer for
+    projections ordered by key head."""
     if isinstance(mixer, PackedShortConv):
         return [_short_conv(mixer, memories, projected, out, state, slot_stride)]
     if not mixer.by_key_head and mixer.factors is None:
@@ -87,9 +87,9 @@ def _arrange(mixer: PackedScan, memories: Memories, x: Buffer, out: Buffer) -> A
     )
 
 
-@cache  # as long as operations may read it
+@cache  # kept alive: operations store its address
 def _order_of(num_key_heads: int, num_heads: int, key_dim: int, value_dim: int) -> Int32Array:
-    """Where q, k, v, z, b and a of all heads are in what is given by key head."""
+    """Where q, k, v, z, b and a of all heads are in projections ordered by key head."""
     values = num_heads // num_key_heads * value_dim
     by_head = np.arange(num_key_heads * 2 * (key_dim + values), dtype=np.int32).reshape(num_key_heads, -1)
     rates = by_head.size + np.arange(2 * num_heads, dtype=np.int32).reshape(num_key_heads, -1)
@@ -120,7 +120,7 @@ def _short_conv(
 def _scan(
     mixer: PackedScan, memories: Memories, projected: Buffer, out: Buffer, state: int, slot_stride: int
 ) -> Sequence[ConvOp | ScanOp | GateOp]:
-    """Convolution, recurrence and gate of what the projections gave, in its place."""
+    """Convolution, recurrence and gate, in place on the projections' outputs."""
     num_taps, channels = mixer.taps.shape
     conv = ConvOp(
         kind=Kind.CONV,

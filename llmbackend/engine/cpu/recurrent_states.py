@@ -1,8 +1,8 @@
-"""What each slot of states holds, between steps: how many tokens of a row it has seen.
+"""Tracks, between steps, how many tokens of a row each state slot has seen.
 
-For: the native runner, whose program changes states in place, so that a step cannot simply be computed again. Does not
-know: which row should have which slot. Invariant: a row's tokens are computed from the state after exactly the tokens
-before them; where that is lost, because a step failed or computed what was refused, `lost` names the row.
+Used by the native runner: its program changes states in place, so a step cannot simply be repeated. Invariant: a row's
+tokens are computed from the state after exactly the tokens before them; if that state was lost, because a step failed
+or computed rejected drafts, `lost` names the row.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _NONE = -1
 
 
 def num_state_slots(config: EngineConfig, state_bytes: int, num_blocks: int) -> int:
-    """Slots of `state_bytes` for sequences that run, in no more memory than the KV blocks may take, and for kept
-    prefixes in half of that. Raises ValueError where there is no room for one."""
+    """Number of slots of `state_bytes`: for running sequences, in at most the memory that KV blocks may take, and for
+    cached prefixes, in half of that. Raises ValueError if not even one fits."""
     memory_bytes = config.kv_cache_memory_bytes or DEFAULT_KV_BYTES
     if memory_bytes < state_bytes:
         raise ValueError(
@@ -36,8 +36,8 @@ def num_state_slots(config: EngineConfig, state_bytes: int, num_blocks: int) -> 
     return min(config.max_num_seqs, memory_bytes // state_bytes) + kept
 
 
-def groups_beside_states(groups: KVGroups, config: EngineConfig) -> KVGroups:
-    """Windows also keep the positions that a row sees which computes accepted drafts once more."""
+def groups_with_draft_replay(groups: KVGroups, config: EngineConfig) -> KVGroups:
+    """Extends windows by the positions that are seen when accepted drafts are computed once more."""
     if config.speculative_config is None or not groups.num_windowed:
         return groups
     return msgspec.structs.replace(groups, window=groups.window + config.speculative_config.num_speculative_tokens)
@@ -45,15 +45,15 @@ def groups_beside_states(groups: KVGroups, config: EngineConfig) -> KVGroups:
 
 class SlotContents:
     def __init__(self, num_slots: int, num_backups: int = 0) -> None:
-        """num_backups: slots behind the others, of the runner's own, for rows with drafts: their state before these."""
+        """num_backups: extra slots, owned by the runner, for the states of rows before their drafts."""
         self._num_tokens = np.full(num_slots + num_backups, _UNKNOWN, np.int64)
         self._free_backups = list(range(num_slots, num_slots + num_backups))
         self._backups: dict[int, int] = {}
         """By row."""
 
-    def behind(self, step: FlatStep, table: RowTable) -> Int32Array | None:
-        """How many tokens before the step's each row has to compute once more, from its state before drafts of which
-        some were refused; None: no row has to."""
+    def num_tokens_to_replay(self, step: FlatStep, table: RowTable) -> Int32Array | None:
+        """How many tokens before the step's own each row has to recompute, from its state before partly rejected
+        drafts; None = none."""
         found = np.zeros(len(step.rows), np.int32)
         for index, row in enumerate(step.rows.tolist() if self._backups else ()):
             backup, begin = self._backups.get(row, _NONE), int(step.seq_lens[index] - step.query_lens[index])
@@ -63,7 +63,7 @@ class SlotContents:
         return found if found.any() else None
 
     def lost(self, step: FlatStep, table: RowTable) -> list[int]:
-        """The step's rows of which no slot has the state before the step's tokens."""
+        """The rows of the step for which no slot has the state before the step's tokens."""
         slots, sources = table.state_slots[step.rows], table.state_sources[step.rows]
         begins = step.seq_lens - step.query_lens
         is_lost = (begins > 0) & (self._num_tokens[np.where(sources == _NONE, slots, sources)] != begins)
@@ -71,15 +71,15 @@ class SlotContents:
         rows: list[int] = step.rows[is_lost].tolist()
         return rows
 
-    def begin_anew(self, step: FlatStep, table: RowTable) -> StepStates:
-        """As `begin`, of a step of rows whose states are computed from their first token on."""
+    def begin_recompute(self, step: FlatStep, table: RowTable) -> StepStates:
+        """As `begin`, for a step whose rows are recomputed from their first token."""
         slots = table.state_slots[step.rows]
         sources = np.where(step.seq_lens == step.query_lens, _NONE, slots).astype(np.int32)
         return self._written(StepStates(slots, sources, np.full(len(step.token_ids), _NONE, np.int32)))
 
     def begin(self, step: FlatStep, table: RowTable, num_drafts: Int32Array | None = None) -> StepStates:
-        """Where the step finds states, and where it leaves them; those of lost rows are in their own slots again. Until
-        `end`, what it writes to is not known. num_drafts: the last tokens of each row."""
+        """Where the step finds states and where it leaves them; lost rows must be in their own slots again. Until
+        `end`, the contents of written slots are unknown. num_drafts: the last tokens of each row."""
         copies = np.full(len(step.token_ids), _NONE, np.int32)
         for index, row in enumerate(step.rows.tolist() if table.state_copies else ()):
             for position, slot in table.state_copies.get(row, ()):
@@ -94,18 +94,17 @@ class SlotContents:
         return self._written(StepStates(table.state_slots[step.rows], sources, copies))
 
     def end(self, step: FlatStep, states: StepStates) -> None:
-        """The step has run."""
         self._num_tokens[states.slots] = step.seq_lens
         is_copied = states.copies != _NONE
         self._num_tokens[states.copies[is_copied]] = step.positions[is_copied] + 1
 
     def forget(self, row: int) -> None:
-        """The row's request is over, or what it had before drafts is of no use any more."""
+        """The row's request has ended, or its backup is no longer useful."""
         if (backup := self._backups.pop(row, _NONE)) != _NONE:
             self._free_backups.append(backup)
 
     def _back_up(self, step: FlatStep, num_drafts: Int32Array, sources: Int32Array, copies: Int32Array) -> None:
-        """Has the step keep the states before drafts, as far as there are slots that it does not begin from."""
+        """Makes the step save the states before drafts, as far as there are slots that it does not start from."""
         for index in num_drafts.nonzero()[0].tolist():
             token = int(step.query_start[index + 1] - num_drafts[index]) - 1
             slot = next((each for each in self._free_backups if each not in sources), _NONE)
@@ -115,7 +114,7 @@ class SlotContents:
                 self._backups[int(step.rows[index])] = slot
 
     def _written(self, states: StepStates) -> StepStates:
-        """They are about to be."""
+        """Marks slots about to be written."""
         self._num_tokens[states.slots] = _UNKNOWN
         self._num_tokens[states.copies[states.copies != _NONE]] = _UNKNOWN
         return states
@@ -129,7 +128,7 @@ class SlotContents:
         return found
 
     def _backups_of(self, step: FlatStep, slots: Int32Array) -> Int32Array:
-        """Of each row; its own slot where it has none."""
+        """Backup slot of each row; its own slot if it has none."""
         if not self._backups:
             return slots
         backups = (self._backups.get(row, slot) for row, slot in zip(step.rows.tolist(), slots.tolist(), strict=True))
@@ -137,7 +136,7 @@ class SlotContents:
 
 
 def flatten_from(plan: StepPlan, table: RowTable, behind: Int32Array) -> FlatStep:
-    """The plan's step, with so many computed tokens of each row once more before its own."""
+    """The plan's step, preceded by this many already computed tokens of each row."""
     earlier = copy.copy(table)
     earlier.num_computed_tokens = table.num_computed_tokens.copy()
     earlier.num_computed_tokens[plan.rows] -= behind

@@ -1,8 +1,7 @@
-"""Where a step's time goes: the operations of a native program by what they are in the model, each timed, with what it
-multiplies and reads.
+"""Where a step's time goes: the operations of a native program by role, with their time, compute and memory traffic.
 
-For: `llmbackend bench --profile`. Does not know: requests, scheduling, sampling. Invariants: what is counted follows
-from an operation's shape and the step, and not from how a library computes it; a time is the least of several rounds.
+Used by `llmbackend bench --profile`. Invariants: counts depend on an operation's shape and the step, not on how a
+library computes it; a time is the minimum of several rounds.
 """
 
 from __future__ import annotations
@@ -26,24 +25,22 @@ from .recurrent_operations import StepStates
 
 PROMPT_TOKENS: Final = 1024
 CONTEXT_TOKENS: Final = 1024
-"""Of each row of a decode step."""
+"""Context of each row in a decode step."""
 _MIN_ROUNDS, _MAX_ROUNDS, _ENOUGH_S = 3, 50, 3.0
 _BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.FIXED16: 2}
 
 
 class Counts(NamedTuple):
-    """Of one operation in one step. Attention multiplies, and reads, what a query can see and nothing else."""
+    """Work of one operation in one step. Attention counts only what queries can see."""
 
     operations: int = 0
-    """Multiplications and additions of matrix products, in the numbers' type."""
+    """Multiplications and additions of matrix products, in the type of the numbers."""
     weight_bytes: int = 0
     kv_bytes: int = 0
     """Keys and values, each counted once."""
 
 
 class RoleTime(msgspec.Struct, frozen=True):
-    """All operations of one role."""
-
     role: Role
     seconds: float
     operations: int
@@ -52,13 +49,13 @@ class RoleTime(msgspec.Struct, frozen=True):
 
 
 class StepProfile(msgspec.Struct, frozen=True):
-    """One or more steps, one after the other. Of roles that the program has, in the order in which they first run."""
+    """One or more consecutive steps. Roles are listed in the order in which they first run."""
 
     title: str
     num_tokens: int
     roles: tuple[RoleTime, ...]
     whole_s: float
-    """With what Python does for a step."""
+    """Including the Python time of a step."""
 
     @property
     def seconds(self) -> float:
@@ -72,9 +69,9 @@ class StepProfile(msgspec.Struct, frozen=True):
 class EngineProfile(msgspec.Struct, frozen=True):
     description: str
     weights: str
-    """Their type, in linear layers."""
+    """Type of the weights in linear layers."""
     peak_rate: float
-    """Operations per second of all threads, if each only multiplied registers as for these weights."""
+    """Operations per second of all threads if each only multiplied registers, as for these weights."""
     steps: tuple[StepProfile, ...]
 
 
@@ -88,7 +85,7 @@ class Batch(NamedTuple):
 
 
 def profile_runner(runner: NativeRunner, max_tokens: int, max_rows: int) -> EngineProfile:
-    """A prompt in steps of max_tokens, and decode steps of one row and of max_rows. Raises OSError where the library
+    """A prefill in steps of max_tokens, and decode steps of one row and of max_rows. Raises OSError if the library
     cannot time operations."""
     info, program, kernels = runner.info, runner.program, runner.kernels
     weights = next(Type(op.weight_type) for _, op in program.operations if isinstance(op, LinearOp))
@@ -139,7 +136,7 @@ def _sum(role: Role, times: Sequence[tuple[float, Counts]]) -> RoleTime:
 
 
 def _least_seconds(program: DecoderProgram, batches: Sequence[Batch]) -> tuple[list[Float64Array], float]:
-    """Of each operation of each batch, and of all batches as a whole."""
+    """For each operation of each batch, and for all batches as a whole."""
     rounds: list[list[Float64Array]] = []
     whole: list[float] = []
     while len(rounds) < _MIN_ROUNDS or (len(rounds) < _MAX_ROUNDS and sum(whole) < _ENOUGH_S):
@@ -158,7 +155,7 @@ def count(op: ctypes.Structure, step: FlatStep) -> Counts:
     if isinstance(op, ExpertsOp):
         pairs, linear = len(step.token_ids) * op.top_k, op.linear
         numbers = linear.n * linear.k * (2 if linear.weight2 else 1)
-        read = min(pairs, op.num_experts)  # if tokens choose as many as they can
+        read = min(pairs, op.num_experts)  # if tokens choose as many different ones as possible
         return Counts(2 * pairs * numbers, read * (2 if linear.weight2 else 1) * op.weight_bytes)
     if isinstance(op, HeadsOp):
         linear = op.linear
@@ -177,12 +174,12 @@ def count(op: ctypes.Structure, step: FlatStep) -> Counts:
 
 
 def _longest(info: ModelInfo, rows: int) -> int:
-    """Tokens that so many rows can have at once."""
+    """Length in tokens that this many rows can have at once."""
     return min(info.max_model_len, info.num_blocks // (info.kv_groups.count * rows) * info.block_size)
 
 
 def _table(info: ModelInfo, rows: int, length: int) -> RowTable:
-    """Rows of random tokens with blocks of their own."""
+    """Rows of random tokens with their own blocks."""
     table = RowTable(rows, length, info.block_size, info.kv_groups.count)
     table.token_ids[:] = np.random.default_rng(0).integers(0, info.vocab_size, table.token_ids.shape)
     table.num_tokens[:] = length
@@ -191,7 +188,7 @@ def _table(info: ModelInfo, rows: int, length: int) -> RowTable:
 
 
 def chunks(table: RowTable, begin: int, end: int, size: int) -> list[Batch]:
-    """All rows' tokens begin..end-1, in steps of `size` tokens a row. Rows sample where they end."""
+    """Tokens begin..end-1 of all rows, in steps of `size` tokens per row. Rows sample at their end."""
     batches = []
     rows = np.arange(table.max_num_seqs, dtype=np.int32)
     for start in range(begin, end, size):

@@ -1,1 +1,2 @@
-"""The accelerator path: one decoder program on device tensors, its kernels, the rows and the sampler on the device."""
+"""The accelerator path: a decoder program on device tensors, its kernels, and the rows and the sampler on the
+device."""

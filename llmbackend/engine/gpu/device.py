@@ -1,15 +1,14 @@
-"""What the accelerator path needs from a device: ordered work beside the host, events, and detection of its loss.
+"""What the accelerator path needs from a device: ordered asynchronous work, events, and detection of its loss.
 
-For: everything that loads a model on a GPU, the runner and its parts. Does not know: models, steps, what tensors mean.
-Invariants: work runs in the order in which it was enqueued; it reads no host memory that changes later, except pinned
-memory that its owner leaves unchanged until an event after that work has passed. A process that computes on `cuda:3`
-makes it its current device before anything else, because Triton launches kernels on a thread's current device and
-pinned memory belongs to the context of that device. Ids count GPUs in the order of their bus, as the host does
-(core/gpus.py), unless CUDA_DEVICE_ORDER says otherwise.
+Used by everything that loads a model on a GPU, and by the runner and its parts. Invariants: work runs in the order in
+which it was enqueued; it reads no host memory that changes later, except pinned memory that its owner leaves unchanged
+until an event after that work has passed. A process that computes on `cuda:3` makes it its current device before
+anything else, because Triton launches kernels on a thread's current device and pinned memory belongs to the context of
+that device. Ids number GPUs in bus order, as the host does (core/gpus.py), unless CUDA_DEVICE_ORDER says otherwise.
 
 A kernel that fails (an illegal address, an assertion, a hardware error) makes the device unusable for its whole
-process: every later call fails with the same error, and only another process helps. A runner raises DeviceLostError
-then, so that no row is blamed; other errors, such as lack of memory, concern one call.
+process: every later call fails with the same error, and only a new process can recover. A runner then raises
+DeviceLostError, so that no row is blamed; other errors, such as lack of memory, affect only one call.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ..errors import DeviceLostError
 
 
 def use_gpu(device: torch.device) -> torch.device:
-    """Makes it the current device of this thread. Returns it with its index. Raises ValueError as `check_gpu`."""
+    """Makes it the current device of this thread; returns it with its index. Raises ValueError as `check_gpu` does."""
     check_gpu(device)
     device = torch.device("cuda", device.index or 0)
     torch.cuda.set_device(device)
@@ -36,7 +35,7 @@ def use_gpu(device: torch.device) -> torch.device:
 
 
 def check_gpu(device: torch.device) -> None:
-    """Raises ValueError when this torch cannot compute on the device."""
+    """Raises ValueError if this torch cannot compute on the device."""
     subject = f"engine argument 'device' is '{device}', but this torch ({torch.__version__})"
     if torch.version.hip is not None:
         raise ValueError(f"{subject} is built for ROCm, expected a CUDA build: the kernels require NVIDIA GPUs")
@@ -54,8 +53,8 @@ _NO_MEMORY = 2
 
 @contextmanager
 def noticing_loss(synchronize: Callable[[], None]) -> Iterator[None]:
-    """Raises DeviceLostError for an exception inside if the device is lost, and else the exception itself. synchronize:
-    waits for the device, and raises if it is lost; libraries report a lost device as errors of their own types."""
+    """Turns an exception inside into a DeviceLostError if the device is lost. synchronize: waits for the device, and
+    raises if it is lost; libraries report a lost device as errors of their own types."""
     try:
         yield
     except DeviceLostError:
@@ -78,14 +77,14 @@ class Event(Protocol):
     """A point in the device's work."""
 
     def wait(self) -> None:
-        """Returns when all work enqueued before it is complete. Raises what that work raised."""
+        """Returns once all work enqueued before it is complete. Raises what that work raised."""
 
     def seconds_since(self, earlier: Event) -> float:
         """Device time in seconds between two events that have passed."""
 
 
 class Graph(Protocol):
-    """Captured work, repeated on the same memory."""
+    """Captured work that can be replayed on the same memory."""
 
     def replay(self) -> None:
         """Called inside enqueued work."""
@@ -97,7 +96,7 @@ class Memory(NamedTuple):
 
 
 class Mark(Protocol):
-    """A point in the work of a lane, for which other lanes wait without the host."""
+    """A point in the work of a lane that other lanes can wait for without involving the host."""
 
 
 class Lane(Protocol):
@@ -115,7 +114,7 @@ class Lane(Protocol):
 class Device(Lane, Protocol):
     @property
     def beside(self) -> Lane:
-        """A lane for copies that run concurrently with the device's other work."""
+        """A lane for copies that run concurrently with other work of the device."""
 
     @property
     def torch_device(self) -> torch.device: ...
@@ -125,17 +124,18 @@ class Device(Lane, Protocol):
         """For the log."""
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """`work` calls operations on device tensors, and copies between them and pinned memory with non_blocking.
+        """work: calls operations on device tensors, and copies between them and pinned memory with non_blocking.
 
-        An exception, such as torch.OutOfMemoryError, has stopped the work half-way."""
+        After an exception, such as torch.OutOfMemoryError, the work is partly enqueued.
+        """
 
     def record(self) -> Event: ...
 
     def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros [size] in host memory, which can be copied to and from the device without waiting."""
+        """Zeros [size] in host memory that can be copied to and from the device asynchronously."""
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Called inside enqueued work: a copy in host memory, complete when a later event has passed."""
+        """Called inside enqueued work: a copy in host memory, complete once a later event has passed."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Runs the work once and then records it. Nothing else may be enqueued meanwhile."""
@@ -148,11 +148,11 @@ class Device(Lane, Protocol):
         """Whether the device computes with float8_e4m3fn."""
 
     def memory(self) -> Memory:
-        """The device's memory. Memory that this process freed counts as used until `trim`."""
+        """The device's memory. Memory freed by this process counts as used until `trim`."""
 
     @property
     def held_bytes(self) -> int:
-        """Memory of this process for tensors, including those of graphs and what is freed until `trim`."""
+        """Memory of this process for tensors, including those of graphs and freed memory until `trim`."""
 
     def trim(self) -> None:
         """Returns unused memory of this process to the device."""
@@ -197,7 +197,7 @@ class GraphPool:
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def handle(self) -> Any:
-        """That of the graphs alive, or a new one."""
+        """The handle of the living graphs, or a new one."""
         if not self._graphs:
             self._handle = self._new_handle()
         return self._handle
@@ -245,7 +245,7 @@ class CudaDevice:
         return torch.zeros(size, dtype=dtype, pin_memory=True)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        # torch does not reuse the pinned memory before the copy is done.
+        # torch does not reuse the pinned memory until the copy is complete.
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def capture(self, work: Callable[[], None]) -> Graph:
@@ -262,11 +262,11 @@ class CudaDevice:
             return graph
 
     def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Errors of `work`, such as torch.OutOfMemoryError, are raised as they are: the broken capture is ended so that
-        the allocator stops recording, and errors of ending it are ignored."""
+        """Errors of `work`, such as torch.OutOfMemoryError, are raised unchanged: the failed capture is ended so that
+        the allocator stops recording, ignoring errors from doing so."""
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other engines of this process may use their devices meanwhile.
+            # Other engines in this process may use their devices meanwhile.
             graph.capture_begin(pool=self._graph_pool.handle(), capture_error_mode="thread_local")
             work()
         except BaseException:
@@ -297,7 +297,7 @@ class CudaDevice:
 
 
 class CpuDevice:
-    """The processor as a device, for ranks on processors: work is complete when it is enqueued."""
+    """The processor as a device, for ranks on processors: work is complete as soon as it is enqueued."""
 
     @property
     def torch_device(self) -> torch.device:

@@ -1,12 +1,11 @@
-"""KV memory of a device: how many blocks it has room for, those blocks, and blocks in host memory.
+"""KV memory of a device: how many blocks fit, those blocks, and blocks in host memory.
 
-For: the runner, when it is made. Does not know: models, steps, which text a block holds. Invariants: KV blocks leave
-room for the largest step and the graphs, both measured before, and for the staging buffers of host blocks; an engine
-that could not hold one sequence of max_model_len tokens does not start, and the error names what would help. A host
-block is one contiguous piece of pinned memory with the block's keys and values of all layers; a copy is ordered with
-the device's other work. Device kernels only gather blocks into a staging buffer or spread them from it; transfers
-between buffer and host run concurrently, neighbouring host blocks as one copy, one buffer being filled while the other
-is emptied.
+Used by the runner when it is created. Invariants: KV blocks leave room for the largest step and the graphs, both
+measured before, and for the staging buffers of host blocks; an engine that could not hold one sequence of max_model_len
+tokens does not start, and the error says what would help. A host block is one contiguous piece of pinned memory with
+the block's keys and values of all layers; a copy is ordered with the device's other work. Device kernels only gather
+blocks into a staging buffer or scatter them from it; transfers between buffer and host run concurrently, with
+neighbouring host blocks as one copy, and one buffer being filled while the other is drained.
 
 Source of the names: vLLM's gpu_memory_utilization, num_gpu_blocks_override, kv_cache_memory_bytes, kv_cache_dtype.
 """
@@ -28,10 +27,10 @@ from .device import Device, Mark, Memory
 from .ops.ops import LayerCache
 
 CHUNK_BYTES = 1 << 28
-"""Pinned memory is allocated in pieces of this size: torch rounds each up to a power of two."""
+"""Pinned memory is allocated in pieces of this size, because torch rounds each up to a power of two."""
 
 STAGING_BYTES = 1 << 27
-"""Of both staging buffers together, unless a block is larger than one of them."""
+"""Size of both staging buffers together, unless a block is larger than one of them."""
 
 
 class HostBlocks:
@@ -53,8 +52,8 @@ class HostBlocks:
 
     @classmethod
     def make(cls, config: EngineConfig, device: Device, caches: Iterable[LayerCache]) -> HostBlocks | None:
-        """As many blocks as the config requests; None: it requests none. Raises ValueError when there is no room for
-        one, RuntimeError when the host cannot pin that much memory."""
+        """As many blocks as the config requests; None = it requests none. Raises ValueError if not even one fits,
+        RuntimeError if the host cannot pin that much memory."""
         layers = list(caches)
         num_blocks = config.num_host_blocks(sum(part.shape[1] for part in _parts(layers)))
         return cls(device, layers, num_blocks) if num_blocks else None
@@ -74,7 +73,7 @@ class HostBlocks:
                 buffer.from_host(blocks, runs)
 
     def _runs(self, hosts: tuple[int, ...], buffer: _Buffer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Runs of neighbours among these rising host blocks, each with its places in the buffer."""
+        """Runs of consecutive numbers among these ascending host blocks, each with its slots in the buffer."""
         per_chunk = self._blocks_per_chunk
         breaks = [i for i in range(1, len(hosts)) if hosts[i] != hosts[i - 1] + 1 or hosts[i] % per_chunk == 0]
         runs = []
@@ -86,7 +85,7 @@ class HostBlocks:
 
 
 class _Buffer:
-    """Room on the device for some blocks in the layout of the host. Marks say when its last use is complete."""
+    """Device memory for some blocks in the host's layout. Marks say when its last use is complete."""
 
     def __init__(self, device: Device, parts: list[torch.Tensor], num_blocks: int) -> None:
         ends = list(accumulate((part.shape[1] for part in parts), initial=0))
@@ -137,13 +136,13 @@ def _block_bytes(part: torch.Tensor) -> torch.Tensor:
 def _moves(parts: list[torch.Tensor], ends: list[int], staged: torch.Tensor) -> _Moves:
     if not staged.is_cuda:
         return _TorchMoves(parts, ends, staged)
-    from .kernels.fused import BlockMoves  # Triton, which only a GPU's torch brings
+    from .kernels.fused import BlockMoves  # imports Triton, which only GPU builds of torch include
 
     return BlockMoves(parts, ends, staged)
 
 
 class _Moves(Protocol):
-    """Device work: blocks to the start of a buffer, in this order, and back."""
+    """Device work: copies blocks to the start of a buffer, in this order, and back."""
 
     def gather(self, blocks: tuple[int, ...]) -> None: ...
 
@@ -193,23 +192,24 @@ def num_kv_blocks(
     graph_bytes: int,
     groups: KVGroups = KVGroups(),
 ) -> int:
-    """How many KV blocks there is room for. memory: the device's, after the largest step has run. groups: of layers;
-    each block belongs to one of them. Raises ValueError when a sequence of max_model_len tokens does not fit."""
+    """How many KV blocks fit. memory: the device's, after the largest step has run. groups: of layers; each block
+    belongs to one of them. Raises ValueError when a sequence of max_model_len tokens does not fit."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     if config.num_host_blocks(bytes_per_block):
         graph_bytes += staging_bytes(bytes_per_block)
     available = _available_bytes(config, memory, graph_bytes)
     num_blocks = min(max(available, 0) // bytes_per_block, _MAX_SLOTS // config.block_size)
-    needed = groups.most_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
+    needed = groups.max_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
     if num_blocks >= needed:
         return num_blocks
     source = "gpu_memory_utilization" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
     raise ValueError(
         f"engine argument 'max_model_len' is {max_model_len}, whose KV blocks take {_gib(needed * bytes_per_block)}, "
-        f"and there is room for {_gib(max(available, 0))} (of {_gib(memory.total_bytes)}, {_gib(memory.free_bytes)} "
-        f"are free beside the weights and the largest step, and graphs take {_gib(graph_bytes)}): expected at most "
-        f"{groups.most_tokens(config.block_size, num_blocks, config.max_num_batched_tokens)}, or a larger {source}"
+        f"but only {_gib(max(available, 0))} are available (of {_gib(memory.total_bytes)}, {_gib(memory.free_bytes)} "
+        f"are free after the weights and the largest step, and graphs take {_gib(graph_bytes)}): expected at most "
+        f"{groups.max_request_tokens(config.block_size, num_blocks, config.max_num_batched_tokens)}, "
+        f"or a larger {source}"
     )
 
 

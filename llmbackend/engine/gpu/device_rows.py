@@ -1,11 +1,11 @@
 """The rows of live requests on the device, the message that updates them for a step, and the step's batch.
 
-For: the runner. A row's tokens are sent once, with its first step; of its block table the changes; of a step its rows
-and how far each is computed. Token ids, positions and slots are computed on the device, which knows the tokens of the
-previous step first. Does not know: models, sampling, graphs, when the device's work is complete. Invariants: a message
-is written from the plan and the table alone, before `write` returns; its memory is reused only after the event that
-follows its step; the content of a message that was not sent is sent with the next one; `layout` reads memory at fixed
-addresses only, so that it can be captured; nothing here waits for the device.
+Used by the runner. A row's tokens are sent once, with its first step; later messages contain changes of its block
+table, the rows of the step, and how far each is computed. Token ids, positions and slots are computed on the device,
+which is the first to know the tokens of the previous step. Invariants: a message depends only on the plan and the
+table, and is complete when `write` returns; its memory is reused only after the event that follows its step; the
+content of an unsent message is sent with the next one; `layout` reads memory only at fixed addresses, so it can be
+captured; nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ class Padded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Changes:
-    """What the device does not know yet, in the order of the message."""
+    """What the device does not know yet, in message order."""
 
     drafted: Int32Array
-    """[NUM_FIELDS, n]: `drafted_rows`. First, so that it begins at a multiple of 16 bytes."""
+    """[NUM_FIELDS, n]: `drafted_rows`. First, to start at a multiple of 16 bytes."""
     blocks: Int32Array
     """[3, n]: rows, columns and values of the block table."""
     drafts: Int32Array
-    """[3, n]: rows, positions and ids of drafts that the host knows. Valid for this step only: its samples overwrite
+    """[3, n]: rows, positions and ids of drafts that the host knows. Valid only for this step, whose samples overwrite
     them."""
     prompts: Int32Array
-    """[4, n]: rows, lengths of their prompts, lengths of all their tokens, slots of their LoRA adapters."""
+    """[4, n]: rows, lengths of their prompts, total lengths, slots of their LoRA adapters."""
     token_ids: Int32Array
     """[tokens]: all tokens of those rows, row by row."""
 
@@ -93,7 +93,7 @@ class StepMessage:
     buffer: _Buffer = field(repr=False)
 
     @property
-    def places_of_drafts(self) -> Int32Array:
+    def draft_indices(self) -> Int32Array:
         """Indices in `DeviceRows.accepted` of the rows that have drafts in this step."""
         *_, num_drafts, _ = self.changes.drafted
         places: Int32Array = np.flatnonzero(num_drafts).astype(np.int32)
@@ -124,7 +124,7 @@ class StepMessages:
         self._section_words = section_words(max_sequences)
         self._step_words = NUM_SECTIONS * self._section_words
         self.max_words = self._step_words + (2 + 6 * num_groups + NUM_FIELDS) * max_sequences + max_model_len
-        """Words of a usual message; one with many long prompts is longer and gets memory of its own."""
+        """Words of a usual message; one with many long prompts is longer and gets separate memory."""
         self._buffers = [_Buffer(device.pinned(self.max_words, torch.int32)) for _ in range(max_steps_in_flight)]
         self._blocks = BlockTableMirror(max_num_seqs, -(-max_model_len // block_size), num_groups)
         self._new_rows: set[int] = set()
@@ -139,7 +139,7 @@ class StepMessages:
         self._new_rows.discard(row)
 
     def expect_adapters(self) -> None:
-        """Steps are launched as if every row had an adapter, until a request is added to the row."""
+        """Launches steps as if every row had an adapter, until a request is added to the row."""
         self._adapter_of_row.fill(0)
 
     def adapts(self, plan: StepPlan) -> bool:
@@ -147,7 +147,7 @@ class StepMessages:
         return bool((self._adapter_of_row[plan.rows] != NO_ADAPTER).any())
 
     def write(self, plan: StepPlan, table: RowTable, padded: Padded | None = None) -> StepMessage:
-        """padded: the size of a captured graph; None: no padding."""
+        """padded: the size of a captured graph; None = no padding."""
         known = drafted_rows(plan, table), self._blocks.changes(plan, table), _drafts(plan, table)
         changes = _Changes(*known, *self._prompts(plan, table))
         num_words = self._step_words + sum(part.size for part in changes.parts)
@@ -164,7 +164,7 @@ class StepMessages:
         """The device reads the message before `event` passes."""
         message.buffer.event = event
         if message.changes.blocks.size:
-            self._blocks.told(message.changes.blocks)
+            self._blocks.mark_sent(message.changes.blocks)
         if message.changes.prompts.size:
             self._new_rows.difference_update(message.changes.prompts[0].tolist())
 
@@ -233,7 +233,7 @@ class DeviceRows:
         lookup: LookupLengths | None = None,
         num_groups: int = 1,
     ) -> None:
-        """max_words: of a usual message (StepMessages.max_words). max_sequences, max_tokens: of a step. lookup: None:
+        """max_words: of a usual message (StepMessages.max_words). max_sequences, max_tokens: of a step. lookup: None =
         no drafts are looked up. Raises torch.OutOfMemoryError."""
         self._ops = ops
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
@@ -255,7 +255,7 @@ class DeviceRows:
         self.looks_up = lookup is not None
         self._lookup = lookup
         self._num_tokens = torch.zeros(max_num_seqs, **numbers)
-        """Of rows that had drafts in earlier steps, accepted drafts included."""
+        """Of rows that had drafts in earlier steps; includes accepted drafts."""
         self._drafted = torch.zeros((NUM_FIELDS, 0), **numbers)
         self._accepted = torch.zeros(max_sequences, **numbers)
 
@@ -291,8 +291,8 @@ class DeviceRows:
             self._ops.begin_drafts(self._drafted, self._lookup, self.token_table, self._num_tokens, lens, positions)
 
     def layout(self, shape: StepShape) -> StepLayout:
-        """The batch of the step whose message was uploaded last. Its tensors may be views of memory that the next
-        upload overwrites."""
+        """The batch of the most recently uploaded step. Its tensors may be views of memory that the next upload
+        overwrites."""
         rows, query_start, seq_lens = self._sections[:3]
         rows, seq_lens = rows[: shape.num_rows], seq_lens[: shape.num_rows]
         query_start = query_start[: shape.num_rows + 1]
@@ -316,7 +316,7 @@ class DeviceRows:
         )
 
     def sampled_tokens(self, count: int) -> torch.Tensor:
-        """Places in the batch of the first `count` tokens to sample; a view as in `layout`."""
+        """Indices in the batch of the first `count` tokens to sample; a view as in `layout`."""
         return self._sections[3, :count]
 
     def samples(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:

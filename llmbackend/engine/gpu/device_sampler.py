@@ -1,9 +1,9 @@
 """From logits to tokens on the device, without waiting for it.
 
-For: the runner on an accelerator. Does not know: models, stop rules, when its work is complete. Invariants: definitions
-and tokens are those of engine/sampling, except where the last bits of a float decide (see `DeviceSampler`); a sample
-depends on its logits, its row's request and its row's tokens alone, bit by bit; the settings of a row are on the device
-before its first sample, even if a step in between was abandoned.
+Used by the runner on an accelerator. Invariants: definitions and tokens are those of engine/sampling, except if the
+last bits of a float decide (see `DeviceSampler`); a sample depends, bit by bit, only on its logits, its row's request
+and its row's tokens; the settings of a row are on the device before its first sample, even if an intermediate step was
+abandoned.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .kernels.ranking import CANDIDATES, LOWEST_KEY
 from .kernels.sampling import BLOCK, NUM_WORDS, RECORD
 
 _BLOCKS_AT_ONCE = sampling.BLOCKS_AT_ONCE
-"""Blocks of the vocabulary per program that only copies or summarises."""
+"""Blocks of the vocabulary handled by each program that only copies or summarises."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class _Changes:
     records: torch.Tensor | None
     """int64 [rows, 1 + words]: the row's number, then its record."""
     edits: torch.Tensor | None
-    """int32 [2, n]: the ids and values (float32 bits) that all rows share; None: unchanged."""
+    """int32 [2, n]: the ids and values (float32 bits) shared by all rows; None = unchanged."""
     sent: bool = False
 
 
@@ -52,7 +52,7 @@ class _Features:
     """Samples that may change their logits."""
     limited: bool
     num_logprobs: int
-    """The most of any row; -1: none."""
+    """The maximum over the rows; -1 = none."""
 
 
 class DeviceSampler:
@@ -60,13 +60,14 @@ class DeviceSampler:
 
     Tokens are those of `Sampler` for the same logits, seeds and positions: uniform numbers, edits, divisions by the
     temperature, the order of equal logits and top_k are equal bit by bit. Weights are float32 exponentials (the
-    device's may differ from the CPU's in the last bits), summed in float64 in another order: where a draw, or the end
-    of top_p or min_p, is within about 1e-6 of the border between two tokens, either may be chosen. On one device the
-    same logits give the same token whatever else is sampled; the settings of other rows may select another build of a
-    kernel, and so change only the last bit of float64 sums.
+    device's may differ from the CPU's in the last bits), summed in float64 in another order: if a draw, or the end of
+    top_p or min_p, is within about 1e-6 of the border between two tokens, either may be chosen. On one device the same
+    logits give the same token whatever else is sampled; the settings of other rows may select another build of a
+    kernel, but that changes only the last bit of float64 sums.
 
-    A step without limits, edits and logprobs is two launches whose shape depends only on the number of samples
-    (`is_plain`), and can be captured."""
+    A step without limits, edits and logprobs (`is_plain`) is two launches whose shape depends only on the number of
+    samples, so it can be captured.
+    """
 
     max_steps_in_flight = 2
 
@@ -91,11 +92,11 @@ class DeviceSampler:
         self._on_device = _DeviceState(max_num_seqs, vocab_size, self._device, max_samples)
 
     def add_row(self, row: int, request: InferRequest) -> None:
-        """Raises ValueError naming the field, its value and what was expected."""
+        """Raises ValueError naming field, value and what was expected."""
         if request.sampling.logprob_token_ids:
             raise ValueError("'logprob_token_ids' is not supported on a GPU, expected null")
         if request.sampling.bad_words:  # the host does not know the preceding tokens when it launches a step
-            raise ValueError("'bad_words' holds a word of several tokens, expected words of one token on a GPU")
+            raise ValueError("'bad_words' contains a word of several tokens, expected single-token words on a GPU")
         self._rows.add(row, request)
         self.is_unused = False
         self._edits_changed |= row in self._rows.edits
@@ -114,17 +115,17 @@ class DeviceSampler:
         return not (self._rows.edits or self._rows.limited or self._rows.with_logprobs)
 
     def prepare(self, sampled_rows: Int32Array | None = None, masks: PendingMasks | None = None) -> PreparedSampling:
-        """Reads everything that the next `sample` needs from the host, except the masks (`complete`). Used at most
-        once; the next step may be prepared before this one is used. sampled_rows: the row of each sample, for
-        `result`."""
+        """Reads everything that the next `sample` needs from the host, except the masks (`complete`). The result is
+        used at most once; the next step may be prepared before this one is used. sampled_rows: the row of each sample,
+        for `result`."""
         rows = self._rows
         most_logprobs = max((int(rows.num_logprobs[row]) for row in rows.with_logprobs), default=-1)
         features = _Features(self._num_edited(sampled_rows), bool(rows.limited), most_logprobs)
         return PreparedSampling(self, self._on_device, self._changes(), features, sampled_rows, masks)
 
     def compile(self, logits: torch.Tensor, token_table: torch.Tensor, num_prompt_tokens: torch.Tensor) -> None:
-        """Device work: samples once in every way while no row is used, so that no request waits for a compiler and the
-        memory for as many samples is allocated once. Arguments as in PreparedSampling.sample."""
+        """Device work: runs every sampling variant once while no row is used, so that no request waits for a compiler
+        and memory for this many samples is allocated. Arguments as in PreparedSampling.sample."""
         sampled_rows = np.arange(len(logits), dtype=np.int32) % np.int32(self._rows.max_num_seqs)
         rows, num_rows = torch.from_numpy(sampled_rows).to(self._device), int(sampled_rows.max()) + 1
         ways = SamplingParams(), SamplingParams(top_p=0.5, logprobs=1), SamplingParams(top_p=0.5, presence_penalty=1.0)
@@ -188,7 +189,7 @@ class DeviceSampler:
 
 
 def _staged(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Host memory that can be copied without waiting; torch keeps it until the copy is complete."""
+    """Host memory that can be copied asynchronously; torch keeps it until the copy is complete."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
@@ -242,7 +243,7 @@ class _DeviceState:
 
 
 class PreparedSampling:
-    """The sampling of one step with everything it needs from the host: a `StepSampling` (gpu_runner.py)."""
+    """The sampling of one step with all its host data: a `StepSampling` (gpu_runner.py)."""
 
     def __init__(
         self,
@@ -260,7 +261,7 @@ class PreparedSampling:
         self._fetched: list[torch.Tensor] = []
 
     def complete(self) -> None:
-        """Copies the masks, whose host memory is reused."""
+        """Copies the masks, because their host memory is reused."""
         if self._pending is not None:
             masks, device = self._pending.result(), self._state.device
             index, words = masks.index.copy(), masks.words.view(np.int32).copy()
@@ -269,7 +270,7 @@ class PreparedSampling:
     def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
         where = rows.samples(len(logits))
         if self._sampler.is_unused and not knobs.runtime.interpret:
-            # The largest step, whose memory is measured when the engine starts.
+            # The largest step, whose memory is measured at engine start.
             self._sampler.compile(logits, rows.token_table, rows.num_prompt_tokens)
         samples = self.sample(logits, *where, rows.token_table, rows.num_prompt_tokens)
         rows.put(*where, samples[0])
@@ -287,13 +288,14 @@ class PreparedSampling:
         token_table: torch.Tensor,
         num_prompt_tokens: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Device work: the token at each (row, position) from logits [samples, vocab_size or more], any float type,
-        left unchanged. rows and positions int32 [samples]; a row with drafts several times, padding last (row 0, or a
-        negative one, whose token is NO_TOKEN). token_table int32 [max_num_seqs, max_model_len] and num_prompt_tokens
-        int32 [max_num_seqs]: as in RowTable.
+        """Device work: the token at each (row, position) from logits [samples, vocab_size or more], any float type, not
+        modified. rows and positions int32 [samples]: a row with drafts occurs several times; padding comes last (row 0,
+        or a negative one, whose token is NO_TOKEN). token_table int32 [max_num_seqs, max_model_len] and
+        num_prompt_tokens int32 [max_num_seqs]: as in RowTable.
 
-        Returns token ids int32 [samples], NO_TOKEN where logits are not finite and for padding; and, if any row
-        requested logprobs, the fields of SampleLogprobs."""
+        Returns token ids int32 [samples], NO_TOKEN for padding and if logits are not finite; and, if any row requested
+        logprobs, the fields of SampleLogprobs.
+        """
         self._state.update(self._changes)
         if not len(rows):
             return [torch.empty(0, dtype=torch.int32, device=logits.device)]
@@ -384,7 +386,7 @@ class _Launches:
         )  # fmt: skip
 
     def draw_limited(self) -> None:
-        """Many programs narrow flat rows down to where the draw ends; then one program per row draws."""
+        """Many programs narrow flat rows down to the end of the draw; then one program per row draws."""
         source = self._logits, self._stride, self._copies, self._slots, self._rows
         records, peaks, masses = self._state.records, self._peaks, self._masses
         sizes = self._vocab_size, self._num_blocks, self._num_samples
@@ -417,7 +419,7 @@ class _Launches:
     def logprobs(self) -> tuple[torch.Tensor, ...]:
         """The fields of SampleLogprobs."""
         most, samples = self._features.num_logprobs, self._num_samples
-        # torch sorts what does not fit among the collected keys.
+        # What does not fit among the collected keys is sorted by torch.
         collected = most if most <= CANDIDATES.value else 0
         asked, ranks = self._new((samples,), torch.int32), self._new((samples,), torch.int32)
         own, norms = self._new((samples,), torch.float32), self._new((samples,), torch.float64)

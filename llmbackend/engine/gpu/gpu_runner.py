@@ -1,10 +1,8 @@
-"""Runs steps on an accelerator: launches them one after the other and collects their results later, while the host
-continues.
+"""Runs steps on an accelerator: launches them in order and collects their results later, while the host continues.
 
-For: the engine core, as its `OverlappingRunner`. Does not know: how the program, its memory and its graphs were made
-(make_gpu_runner.py), why these rows were chosen, text, clients. Invariants: `launch` reads everything that a step needs
-from the host before it returns; a launch that raised leaves nothing that a later step could see; the tokens of a step
-are in the device's rows before the next step reads them.
+The engine core's `OverlappingRunner`; make_gpu_runner.py creates the program, its memory and its graphs. Invariants:
+`launch` reads everything that a step needs from the host before it returns; a launch that raised leaves nothing that a
+later step could see; the tokens of a step are in the device's rows before the next step reads them.
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 
 class StepSampling(Protocol):
-    """One step's sampling."""
-
     def complete(self) -> None:
         """Waits for the token masks. Called after the computation of the logits was enqueued."""
 
@@ -52,10 +48,10 @@ class StepSampling(Protocol):
 class StepSampler(Protocol):
     @property
     def max_steps_in_flight(self) -> int:
-        """1: `enqueue` waits for the device and reads the table, so that a step is complete when `launch` returns."""
+        """1 = `enqueue` waits for the device and reads the table, so a step is complete when `launch` returns."""
 
     def add_row(self, row: int, request: InferRequest) -> None:
-        """Raises ValueError naming the field, its value and what was expected."""
+        """Raises ValueError naming field, value and what was expected."""
 
     def remove_row(self, row: int) -> None: ...
 
@@ -65,18 +61,16 @@ class StepSampler(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunnerParts:
-    """The parts that compute steps."""
-
     device: Device
     program: GpuProgram
     rows: DeviceRows
     messages: StepMessages
     graphs: StepGraphs
-    """Replaces the program where a step fits one of them."""
+    """Run instead of the program if a step fits one of them."""
     sampling: StepSampler
     host_blocks: HostBlocks | None = None
     adapters: DeviceAdapters | None = None
-    """None: LoRA is not enabled."""
+    """None = LoRA is not enabled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +82,7 @@ class _Launched:
     end: Event
     prompts: list[PromptPiece]
     """Prompt tokens whose logprobs were requested."""
-    places_of_drafts: Int32Array
+    draft_indices: Int32Array
     accepted: list[torch.Tensor]
     """`DeviceRows.accepted`, if the step has drafts; complete after `end`."""
 
@@ -154,7 +148,7 @@ class GpuRunner:
             sampled,
             errors={**sampled.errors, **errors},
             prompt_logprobs=prompt_logprobs,
-            num_accepted_tokens=launched.accepted[0].numpy()[launched.places_of_drafts] if launched.accepted else None,
+            num_accepted_tokens=launched.accepted[0].numpy()[launched.draft_indices] if launched.accepted else None,
             forward_s=launched.computed.seconds_since(launched.start),
             sample_s=launched.end.seconds_since(launched.computed),
         )
@@ -198,14 +192,14 @@ class GpuRunner:
         if num_samples:
             sampling.complete()
             device.enqueue(lambda: _sample(parts, sampling, logits[0]))
-        if len(message.places_of_drafts):
+        if len(message.draft_indices):
             device.enqueue(lambda: accepted.append(device.fetch(parts.rows.accepted)))
         for piece in prompts:
             device.enqueue(partial(piece.enqueue, parts.program, self._info.vocab_size, device))
         end = device.record()
         if self.max_steps_in_flight == 1:
             end.wait()
-        return _Launched(step_id, sampling, start, computed, end, prompts, message.places_of_drafts, accepted)
+        return _Launched(step_id, sampling, start, computed, end, prompts, message.draft_indices, accepted)
 
 
 @torch.inference_mode()
@@ -223,7 +217,7 @@ def _sample(parts: RunnerParts, sampling: StepSampling, logits: torch.Tensor) ->
 
 
 class HostSampling:
-    """The CPU path's sampler, for devices without one of their own."""
+    """The CPU path's sampler, for devices without their own."""
 
     max_steps_in_flight = 1
 
@@ -261,12 +255,12 @@ class _HostStep:
 @dataclass(slots=True, eq=False)
 class PromptPiece:
     """Part of a row's prompt whose logprobs were requested: the head runs again for it. All pieces are padded to the
-    same number of rows, so that a token's logprobs do not depend on how many others are computed.
+    same number of rows, so a token's logprobs do not depend on how many others are computed.
 
     token_ids  the tokens whose logprobs were requested
     places     int32 [2, room], padded: places in the step's batch of the preceding tokens, and token_ids
-    count      number of likeliest tokens requested
-    fetched    set by `enqueue`: logprobs, ranks, ids and logprobs of the likeliest tokens
+    count      number of top logprobs requested
+    fetched    set by `enqueue`: logprobs, ranks, and ids and logprobs of the most likely tokens
     """
 
     row: int

@@ -1,14 +1,13 @@
 """CUDA graphs of whole steps (decode steps by number of sequences, mixed steps by number of tokens) and their memory.
 
-For: the runner. A step of a small model is a few hundred launches of a few microseconds each; as a graph it is one
-launch. Does not know: requests, sampling. Invariants: everything that changes between steps is in memory at fixed
-addresses, including the layout of a mixed step; a step is padded up to the next size, with sequences and tokens that
-write no KV and whose results are not used. The graph of a mixed step ends before the logits, which are computed only
-for the sampled tokens.
+Used by the runner. A step of a small model is a few hundred launches of a few microseconds each; as a graph it is one
+launch. Invariants: everything that changes between steps is at fixed addresses, including the layout of a mixed step; a
+step is padded up to the next size, with sequences and tokens that write no KV and whose results are not used. The graph
+of a mixed step ends before the logits, which are computed only for the sampled tokens.
 
 The memory of all graphs of an engine is estimated by capturing two of each kind before KV blocks are made. Tensors are
-counted by the allocator of this process, so that other processes on the device change nothing. What the driver keeps
-for the launches of a graph shows only in the device's free memory, and is bounded because other processes change that
+counted by the allocator of this process, so other processes on the device have no effect. The driver's memory for a
+graph's launches shows only in the device's free memory, and its estimate is bounded because other processes change that
 too.
 """
 
@@ -32,7 +31,7 @@ from .row_messages import num_sequences
 logger = logging.getLogger(__name__)
 
 MAX_CAPTURE_S = 60.0
-"""After this time no more sizes are captured; steps of those sizes use a larger graph or none."""
+"""No more sizes are captured after this time; steps of those sizes use a larger graph or none."""
 
 _MAX_MIXED_TOKENS = 2048
 """Larger steps keep a device busy for longer than the host needs to launch their kernels."""
@@ -41,8 +40,8 @@ _ADVICE = "expected a lower engine argument 'gpu_memory_utilization', fewer 'cud
 
 
 def ladder(most: int, wanted: Sequence[int] | None = None) -> list[int]:
-    """Batch sizes in rising order, none above `most`: the wanted ones, or 1, 2, 4, 8, then steps of 8, steps of 16 from
-    256 on, and `most` itself (vLLM's sizes)."""
+    """Ascending batch sizes up to `most`: the wanted ones, or 1, 2, 4, 8, then steps of 8, steps of 16 from 256 on, and
+    `most` itself (vLLM's sizes)."""
     if wanted is not None:
         return sorted({size for size in wanted if size <= most})
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16), most]
@@ -50,8 +49,8 @@ def ladder(most: int, wanted: Sequence[int] | None = None) -> list[int]:
 
 
 def mixed_ladder(max_tokens: int, wanted: Sequence[int] | None = None) -> list[int]:
-    """Numbers of tokens in rising order, none above max_tokens: the wanted ones, or steps of 64, of 128 from 512 on,
-    and of 256 from 1024 to _MAX_MIXED_TOKENS; max_tokens itself, if it is less."""
+    """Ascending numbers of tokens up to max_tokens: the wanted ones, or steps of 64, of 128 from 512 on, and of 256
+    from 1024 to _MAX_MIXED_TOKENS; and max_tokens itself, if it is smaller."""
     if wanted is not None:
         return sorted({size for size in wanted if 1 < size <= max_tokens})
     most = min(max_tokens, _MAX_MIXED_TOKENS)
@@ -68,8 +67,8 @@ class StepGraphs:
         max_model_len: int,
         most: Callable[[int], int] | None = None,
     ) -> None:
-        """most: where ranks capture together, the largest of their numbers (if only some ranks ran a step as a graph,
-        it would never end). None: there is one rank."""
+        """most: for several ranks that capture together, returns the maximum of their numbers (if only some ranks ran a
+        step as a graph, it would never end). None = there is one rank."""
         self._device, self._program, self._rows, self._max_model_len = device, program, rows, max_model_len
         self._most = most
         self._graphs: dict[Padded, Graph] = {}
@@ -87,11 +86,12 @@ class StepGraphs:
         return [size.num_tokens for size in self._sizes if not size.is_decode]
 
     def capture(self, sizes: Sequence[Padded]) -> float:
-        """Captures decode steps before mixed ones, and the largest of a kind first, because the others fit into its
-        memory. Returns the seconds it took. Sizes that do not fit into MAX_CAPTURE_S are left out, and sizes that do
-        not fit into memory if there is one rank.
+        """Captures decode steps before mixed ones, and the largest of a kind first, because the others fit in its
+        memory. Returns the seconds it took. Sizes beyond MAX_CAPTURE_S are left out; with one rank, so are sizes that
+        do not fit in memory.
 
-        Raises ValueError for the latter if there are several ranks, which would wait for the step."""
+        With several ranks, raises ValueError for the latter, because the other ranks would wait for the step.
+        """
         start_s = time.monotonic()
         for size in sorted(sizes, key=lambda size: (size.is_decode, size.num_tokens), reverse=True):
             if self._spent_s(start_s) > MAX_CAPTURE_S:
@@ -110,7 +110,7 @@ class StepGraphs:
         return time.monotonic() - start_s
 
     def _spent_s(self, start_s: float) -> float:
-        """Of the slowest rank."""
+        """The maximum over ranks."""
         spent_s = time.monotonic() - start_s
         return spent_s if self._most is None else self._most(int(spent_s * 1e3)) / 1e3
 
@@ -122,8 +122,8 @@ class StepGraphs:
         self._device.trim()
 
     def size_for(self, plan: StepPlan, adapts: bool = False) -> Padded | None:
-        """The size to which this step is padded, that of a decode step if each sequence decodes one token; None: no
-        graph is large enough. adapts: whether a row has a LoRA adapter."""
+        """The size to which this step is padded, a decode size if each sequence decodes one token; None = no graph is
+        large enough. adapts: whether a row has a LoRA adapter."""
         num_rows, num_tokens = num_sequences(plan), plan.num_tokens
         is_decode = num_tokens == num_rows and bool(plan.sample_rows.all())
         for size in self._sizes:
@@ -133,8 +133,8 @@ class StepGraphs:
         return None
 
     def replay(self, size: Padded, num_samples: int) -> torch.Tensor:
-        """Device work: computes the step whose message was uploaded last. Returns logits [num_samples, vocab], valid
-        until the next step."""
+        """Device work: computes the most recently uploaded step. Returns logits [num_samples, vocab], valid until the
+        next step."""
         self._graphs[size].replay()
         if size.is_decode:
             return self._logits[size][:num_samples]
@@ -152,8 +152,7 @@ class StepGraphs:
                 self._program.run_layers(layout, self._rows.block_table)
 
 
-MOST_OF_LAUNCHES_BYTES = 32 << 20
-"""Bound per graph."""
+MAX_LAUNCH_BYTES_PER_GRAPH = 32 << 20
 
 
 class _Used(NamedTuple):
@@ -162,7 +161,7 @@ class _Used(NamedTuple):
 
 
 def graph_bytes(graphs: StepGraphs, device: Device, sizes: Sequence[Padded]) -> int:
-    """Estimates the memory of graphs of these sizes. No graphs are left."""
+    """Estimates the memory of graphs of these sizes. Leaves no graphs behind."""
     kinds = [[size for size in sizes if size.is_decode == is_decode] for is_decode in (True, False)]
     total = sum(_bytes_of_kind(graphs, device, kind) for kind in kinds if kind)
     graphs.forget()
@@ -170,11 +169,11 @@ def graph_bytes(graphs: StepGraphs, device: Device, sizes: Sequence[Padded]) -> 
 
 
 def _bytes_of_kind(graphs: StepGraphs, device: Device, sizes: Sequence[Padded]) -> int:
-    """The largest graph brings the tensors that all share; each has launches and may need tensors of its own."""
+    """The largest graph allocates the tensors shared by all; each has launches and may need tensors of its own."""
     used = [_with_graphs(graphs, device, some) for some in (sizes[:0], sizes[-1:], sizes[-2:])]
     first, second = (max(after.held_bytes - before.held_bytes, 0) for before, after in pairwise(used))
     launches = min(after.beside_bytes - before.beside_bytes for before, after in pairwise(used[: len(sizes) + 1]))
-    each = min(max(launches, 0), MOST_OF_LAUNCHES_BYTES)
+    each = min(max(launches, 0), MAX_LAUNCH_BYTES_PER_GRAPH)
     return first + second * (len(sizes) - 1) + each * len(sizes)
 
 

@@ -1,10 +1,8 @@
 """The LoRA adapters of a program, in slots of device memory that are allocated once.
 
-For: the program, which requests memory product by product; the engine core, which adds and removes adapters; the
-runner, which asks for the slot of a row. Does not know: requests beyond the name of an adapter, how products are
-computed. Invariants: no memory is allocated or moved after the start, so that captured graphs stay valid; a slot is
-written by device work that follows every step that may read its former content; an adapter has a slot from `add` to
-`remove`.
+The program requests memory product by product; the engine core adds and removes adapters; the runner asks for the slot
+of a row. Invariants: no memory is allocated or moved after the start, so captured graphs stay valid; a slot is only
+written after every step that may read its previous content; an adapter has a slot from `add` to `remove`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..adapter_loads import number_of_adapter
+from ..adapter_loads import adapter_number
 from ..config import EngineConfig
 from ..errors import ProgramUnsupportedError
 from ..model.loader import LoadedModel
@@ -24,8 +22,8 @@ from ..model.lora import AdapterMatrices, AdapterReader, LoraMatrices, adaptable
 from .device import Device
 from .ops.ops import NO_ADAPTER, LoraSpec
 
-_LEAST_RANK = 16
-"""Of a slot: the minimum of a tensor core."""
+_MIN_RANK = 16
+"""Minimum rank of a slot: the minimum of a tensor core."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +34,7 @@ class LayerSlots:
     part: int
 
     def write(self, slot: int, matrices: LoraMatrices | None) -> None:
-        """Device work. None: the adapter does not change this layer."""
+        """Device work. None = the adapter does not change this layer."""
         if matrices is None:
             self.spec.ranks[slot, self.part] = 0
             return
@@ -51,13 +49,13 @@ class LoraSlots:
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = num_slots
-        self._max_rank = max(_LEAST_RANK, 1 << (max_rank - 1).bit_length())
+        self._max_rank = max(_MIN_RANK, 1 << (max_rank - 1).bit_length())
         self._dtype, self._device = dtype, device
         self.by_layer: dict[nn.Module, LayerSlots] = {}
         self.specs: list[LoraSpec] = []
 
     def for_product(self, layers: Sequence[tuple[nn.Module, int]], k: int) -> LoraSpec:
-        """layers: the layers whose outputs make up the product, each with its number of outputs. Raises
+        """layers: those whose outputs make up the product, each with its number of outputs. Raises
         torch.OutOfMemoryError."""
         widths = tuple(n for _, n in layers)
         spec = LoraSpec(
@@ -75,8 +73,8 @@ class LoraSlots:
 
 
 def slots_for(config: EngineConfig, loaded: LoadedModel) -> LoraSlots | None:
-    """None: the config enables no adapters. There is one slot more than adapters are served, because an adapter that is
-    loaded again exists beside the former one while requests use that."""
+    """None = the config enables no adapters. There is one spare slot, because a reloaded adapter coexists with the
+    previous one while requests use that."""
     if not config.enable_lora:
         return None
     num_slots = max(config.max_loras, len(config.lora_modules)) + 1
@@ -84,12 +82,11 @@ def slots_for(config: EngineConfig, loaded: LoadedModel) -> LoraSlots | None:
 
 
 class DeviceAdapters:
-    """The adapters of one program. `read` may be called by any thread, everything else by the engine's thread only."""
+    """The adapters of one program. Any thread may call `read`; everything else belongs to the engine's thread."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, slots: LoraSlots, device: Device) -> None:
-        """slots: of a complete program. Loads the adapters that the config names. Raises ValueError naming adapter,
-        file and reason, and ProgramUnsupportedError where adapters may change a layer that the program does not
-        have."""
+        """slots: of a complete program. Loads the adapters named in the config. Raises ValueError naming adapter, file
+        and reason, or ProgramUnsupportedError if adapters may change a layer that the program does not have."""
         self._layers = _by_name(loaded, slots)
         shapes = {name: (linear.out_features, linear.in_features) for name, linear in adaptable_linears(loaded.model)}
         self._reader = AdapterReader(shapes, loaded.dtype, config.max_lora_rank)
@@ -100,14 +97,14 @@ class DeviceAdapters:
             self.add(name, self.read(name, path))
 
     def read(self, name: str, path: str) -> AdapterMatrices:
-        """The adapter in the folder `path`, checked. Raises ValueError naming adapter, file and reason."""
+        """The validated adapter in the folder `path`. Raises ValueError naming adapter, file and reason."""
         return self._reader.read(name, path)
 
     def add(self, name: str, matrices: AdapterMatrices) -> None:
         """Rows may use it from now on. Raises ValueError if there is no free slot."""
         if not self._free:
             raise ValueError(
-                f"LoRA '{name}' does not fit beside {len(self._slots)} others that are loaded or in use, "
+                f"LoRA '{name}' does not fit: {len(self._slots)} others are loaded or in use, "
                 "expected a higher engine argument 'max_loras'"
             )
         slot = self._free[0]
@@ -115,14 +112,14 @@ class DeviceAdapters:
         self._slots[name] = self._free.pop(0)
 
     def remove(self, name: str) -> None:
-        """No live request uses it; unknown names are ignored. Steps in flight may still read the slot: later writes
-        follow them."""
+        """Called once no live request uses it; unknown names are ignored. Steps in flight may still read the slot:
+        later writes follow them."""
         if name in self._slots:
             self._free.append(self._slots.pop(name))
 
     def slot_of(self, name: str) -> int:
-        """NO_ADAPTER for "". Raises ValueError for an adapter that is not loaded."""
-        return number_of_adapter(name, self._slots, NO_ADAPTER)
+        """NO_ADAPTER for "". Raises ValueError if the adapter is not loaded."""
+        return adapter_number(name, self._slots, NO_ADAPTER)
 
     @torch.inference_mode()
     def _write(self, slot: int, matrices: AdapterMatrices) -> None:

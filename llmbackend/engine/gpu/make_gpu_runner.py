@@ -1,11 +1,10 @@
 """From a loaded model to a runner on an accelerator: kernels, the verified program, KV memory, graphs and warm-up
 steps.
 
-For: make_runner. Does not know: requests, schedules. Invariants: memory is taken in this order: weights, the buffers of
-the program and the rows, what the largest step needs in addition, graphs; KV blocks get the rest, up to the configured
-limit, so that no step of a running engine runs out of memory. The warm-up steps compile every kernel that a running
-engine needs, so that no request waits for a compiler; they write to the first KV block only. Triton is imported only
-where it is used.
+Used by make_runner. Invariants: memory is allocated in this order: weights, the buffers of the program and the rows,
+what the largest step needs in addition, graphs; KV blocks get the rest, up to the configured limit, so no step of a
+running engine runs out of memory. The warm-up steps compile every kernel that a running engine needs, so that no
+request waits for a compiler; they write only to the first KV block. Triton is imported only if it is used.
 """
 
 from __future__ import annotations
@@ -61,10 +60,11 @@ def start(
     start_s: float,
     stages: Stages = WHOLE,
 ) -> GpuRunner:
-    """start_s: when loading began, by the monotonic clock. stages: where `loaded` is a stage of a pipeline.
+    """start_s: when loading began, by the monotonic clock. stages: if `loaded` is a pipeline stage.
 
-    Raises ProgramUnsupportedError when the model must run as modules, ValueError (naming the argument) or
-    torch.OutOfMemoryError when there is no room for it."""
+    Raises ProgramUnsupportedError if the model must run as modules; ValueError (naming the argument) or
+    torch.OutOfMemoryError if it does not fit.
+    """
     layers = _layer_groups(config, loaded, stages)
     parts = _make_parts(config, loaded, device, ops, matmul, sampling, stages, layers)
     num_blocks = _num_blocks(config, loaded, parts, stages, layers)
@@ -93,7 +93,7 @@ def _make_parts(
     stages: Stages,
     layers: LayerGroups,
 ) -> RunnerParts:
-    """All parts except KV memory and graphs; the program was verified with a few blocks."""
+    """All parts except KV memory and graphs; the program has been verified with a few blocks."""
     assert loaded.decoder is not None
     max_tokens = max(config.max_num_batched_tokens, MAX_PROBE_TOKENS)
     max_samples = max(config.max_step_samples, MAX_PROBE_TOKENS)
@@ -109,14 +109,15 @@ def _make_parts(
     speculation = config.speculative_config
     lookup = None if speculation is None else LookupLengths.of(speculation)
     rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words, max_tokens, lookup, num_groups)
-    graphs = StepGraphs(device, program, rows, loaded.max_model_len, None if stages is WHOLE else stages.most)
+    over_stages = None if stages is WHOLE else stages.max_over_stages
+    graphs = StepGraphs(device, program, rows, loaded.max_model_len, over_stages)
     adapters = None if loras is None else DeviceAdapters(config, loaded, loras, device)
     return RunnerParts(device, program, rows, messages, graphs, sampling, adapters=adapters)
 
 
 def _layer_groups(config: EngineConfig, loaded: LoadedModel, stages: Stages) -> LayerGroups:
-    """One group where a stage does not know the others' layers, and it sees all there; one where blocks are copied to
-    host memory. Raises ProgramUnsupportedError when the model must run as modules."""
+    """One group for a pipeline stage, which does not know the layers of the others, and if blocks are copied to host
+    memory. Raises ProgramUnsupportedError if the model must run as modules."""
     if loaded.decoder is None:
         raise ProgramUnsupportedError(loaded.why_modules)
     layers = loaded.decoder.layers
@@ -126,7 +127,7 @@ def _layer_groups(config: EngineConfig, loaded: LoadedModel, stages: Stages) -> 
 
 
 def _shapes_of_block(loaded: LoadedModel, layers: LayerGroups) -> dict[nn.Module, LayerShape]:
-    """Of the layers in the first group."""
+    """Shapes of the layers in the first group."""
     assert loaded.decoder is not None
     of_group = zip(loaded.decoder.layers, layers.group_of, strict=True)
     return {layer.module: loaded.layer_shapes[layer.module] for layer, group in of_group if group == 0}
@@ -154,11 +155,13 @@ def _num_blocks(
 ) -> int:
     dtype = kv_memory.kv_dtype(config, loaded.dtype, parts.device)
     measured = config.num_kv_blocks is None
-    for_graphs = stages.most(graph_bytes(parts.graphs, parts.device, _graph_sizes(config))) if measured else 0
+    for_graphs = (
+        stages.max_over_stages(graph_bytes(parts.graphs, parts.device, _graph_sizes(config))) if measured else 0
+    )
     parts.device.trim()
     warm_up(config, parts, _info(config, loaded, parts.device, layers.groups, 1, "", 0.0))
     shapes = _shapes_of_block(loaded, layers)
-    bytes_per_block = stages.most(kv_memory.block_bytes(shapes, config.block_size, dtype))
+    bytes_per_block = stages.max_over_stages(kv_memory.block_bytes(shapes, config.block_size, dtype))
     limits = config, loaded.max_model_len, bytes_per_block
     return kv_memory.num_kv_blocks(*limits, parts.device.memory(), for_graphs, layers.groups)
 
@@ -206,10 +209,11 @@ def _info(
 
 
 def choose(config: EngineConfig, loaded: LoadedModel, triton: bool | None = None) -> tuple[Ops, Matmul, StepSampler]:
-    """triton: whether its kernels run here; None: on CUDA devices, whose torch includes it. `kernels: torch` replaces
+    """triton: whether its kernels run here; None = on CUDA devices, whose torch includes it. `kernels: torch` replaces
     the kernels of the operations, not the sampler.
 
-    Raises ProgramUnsupportedError when the model must run as modules, ValueError naming an argument."""
+    Raises ProgramUnsupportedError if the model must run as modules, ValueError naming an argument.
+    """
     if loaded.decoder is None:
         raise ProgramUnsupportedError(loaded.why_modules)
     if triton is None:
@@ -225,9 +229,9 @@ def _check_invariance(config: EngineConfig, by_kernels: bool) -> None:
         return
     if not by_kernels:
         raise ValueError("engine argument 'batch_invariant' is true, which needs a GPU, triton and its kernels")
-    if config.quantization == "fp8":  # products of the library; integer products are exact in any order
+    if config.quantization == "fp8":  # the library multiplies; integer products are exact in any order
         raise ValueError("engine argument 'quantization' is 'fp8', expected null or 'int8' with batch_invariant")
-    if config.tensor_parallel_size > 1:  # the order of sums between devices depends on their size
+    if config.tensor_parallel_size > 1:  # the order of sums across devices depends on their size
         size = config.tensor_parallel_size
         raise ValueError(f"engine argument 'tensor_parallel_size' is {size}, expected 1 with batch_invariant")
 
@@ -269,11 +273,11 @@ def _sampling(config: EngineConfig, loaded: LoadedModel, triton: bool) -> StepSa
 
 
 _SIZES = 1, 17, 65, 257
-"""Numbers of tokens and of samples at which products may be compiled for another tile (kernels/matmul.py)."""
+"""Numbers of tokens and of samples at which products may be compiled with a different tile (kernels/matmul.py)."""
 
 
 def warm_up(config: EngineConfig, parts: RunnerParts, info: ModelInfo) -> None:
-    """The memory it used counts as used afterwards (Device.memory). Raises torch.OutOfMemoryError."""
+    """The memory used counts as used afterwards (Device.memory). Raises torch.OutOfMemoryError."""
     runner = GpuRunner(parts, info)
     if parts.adapters is not None:
         parts.messages.expect_adapters()
@@ -296,7 +300,7 @@ class _Step(NamedTuple):
 
 
 def _largest(config: EngineConfig, max_model_len: int) -> _Step:
-    """The most tokens and samples that a step can have."""
+    """The maximum tokens and samples of a step."""
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     counts = np.clip(_shares(config.max_num_batched_tokens, num_rows), 1, max(max_model_len - 1, 1))
     drafts = np.minimum(_shares(max_sequences(config) - num_rows, num_rows), counts - 1)
@@ -304,8 +308,8 @@ def _largest(config: EngineConfig, max_model_len: int) -> _Step:
 
 
 def _kinds(config: EngineConfig, max_model_len: int) -> Iterator[_Step]:
-    """For each size a step of decoded tokens and drafts, and one with the end of a prompt, with as many keys as
-    possible. (The sampled token has a place of its own.)"""
+    """For each size, a step of decoded tokens and drafts, and one with the end of a prompt, with as many keys as
+    possible. (The sampled token takes a separate position.)"""
     length = max_model_len - 1
     for size in _SIZES:
         decoded = _shares(size, min(size, config.max_num_seqs))
@@ -332,18 +336,18 @@ def _run(runner: Runner, config: EngineConfig, step: _Step) -> None:
 
 
 _COPIES = 4
-"""Bytes that attention copies per byte of a layer's KV read in a step: the blocks of the rows, padded by up to a third,
-once in the model's dtype and once in float32."""
+"""Bytes that attention copies per byte of a layer's KV read in a step: the rows' blocks, padded by up to a third, once
+in the model's dtype and once in float32."""
 
 
 def num_module_blocks(config: EngineConfig, loaded: LoadedModel, device: Device, trial: Runner) -> int:
-    """trial: the model with one KV block. Raises ValueError when a sequence of max_model_len tokens does not fit,
-    torch.OutOfMemoryError when the largest step does not."""
+    """trial: the model with one KV block. Raises ValueError if a sequence of max_model_len tokens does not fit,
+    torch.OutOfMemoryError if the largest step does not."""
     device.trim()
     run_largest(trial, config)
     device.synchronize()
     layers = loaded.layer_shapes
     with_copies = block_bytes(layers, config.block_size, loaded.dtype) * (len(layers) + _COPIES) // len(layers)
     num_blocks = num_kv_blocks(config, loaded.max_model_len, with_copies, device.memory(), 0)
-    # All rows at full length never use more.
+    # No more than all rows use at full length.
     return min(num_blocks, config.max_num_seqs * -(-loaded.max_model_len // config.block_size))

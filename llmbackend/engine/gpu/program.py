@@ -1,9 +1,8 @@
-"""A decoder-only model on an accelerator: a flat list of operations that one call runs through.
+"""A decoder-only model on an accelerator: a flat list of operations that one call executes.
 
-For: the runner of the accelerator path, if the model was recognised (decoder_description.py). Does not know: families,
-transformers, requests, graphs. Invariants: every buffer is allocated once, for the largest step, so that a step can be
-captured and repeated at the same addresses; nothing here waits for the device; the residual stream is float32,
-everything else is in the model's dtype.
+Used by the accelerator's runner if the model was recognised (decoder_description.py). Invariants: every buffer is
+allocated once, for the largest step, so a step can be captured and replayed at the same addresses; nothing here waits
+for the device; the residual stream is float32, everything else is in the model's dtype.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from .lora import LoraSlots
 from .ops.ops import (
     Activation,
     AttendSpec,
-    ExpertRoom,
+    ExpertScratch,
     ExpertSpec,
     LayerCache,
-    LoraRoom,
+    LoraScratch,
     LoraSpec,
     Norm,
     Ops,
@@ -40,7 +39,7 @@ from .weights.experts import DenseExperts, ExpertProjection
 
 def library_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """The vendor's library. It chooses a kernel, and so the order of sums, by the number of rows: the last bits of a
-    row may depend on how many others there are."""
+    row may depend on the number of others."""
     if bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
@@ -78,7 +77,7 @@ class _Experts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    """One layer as the arguments of its operations; decoder_description.Layer describes the parts."""
+    """One layer as arguments of its operations; see decoder_description.Layer for the parts."""
 
     attention_norm: Norm | None
     qkv: _Linear
@@ -94,8 +93,8 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """The output of a block that is not yet added to the residual stream; the next operation that reads the stream adds
-    it."""
+    """The output of a block that has not been added to the residual stream yet; the next operation that reads the
+    stream adds it."""
 
     block: torch.Tensor | None = None
     norm: Norm | None = None
@@ -103,7 +102,7 @@ class _Pending:
 
 
 class Stages(Protocol):
-    """The place of a program in a pipeline of stages, each of which has some of the layers."""
+    """The place of a program in a pipeline of stages, each with some of the layers."""
 
     @property
     def is_first(self) -> bool: ...
@@ -117,12 +116,12 @@ class Stages(Protocol):
     def send(self, residual: torch.Tensor) -> None:
         """To the next stage."""
 
-    def most(self, count: int) -> int:
-        """The largest of the numbers of all stages."""
+    def max_over_stages(self, count: int) -> int:
+        """The maximum of this number over all stages."""
 
 
 class _Whole:
-    """A model in one piece."""
+    """A model that is not split into stages."""
 
     is_first = is_last = True
 
@@ -132,7 +131,7 @@ class _Whole:
     def send(self, residual: torch.Tensor) -> None:
         raise AssertionError("there is no next stage")
 
-    def most(self, count: int) -> int:
+    def max_over_stages(self, count: int) -> int:
         return count
 
 
@@ -150,7 +149,7 @@ class _Buffer:
 
 
 class _Inputs:
-    """Memory for the input of a product, in the model's dtype or in the 8-bit type that its weight takes."""
+    """Memory for the input of a product, in the model's dtype or in the 8-bit type that its weight requires."""
 
     def __init__(self, rows: int, weights: Sequence[DeviceWeight], dtype: torch.dtype, device: torch.device) -> None:
         dense = [weight.k for weight in weights if weight.input_dtype is None]
@@ -182,7 +181,7 @@ class GpuProgram:
         """caches: KV memory by attention module; layers of different groups may share it. max_tokens, max_samples: of
         the largest step. Weights (DeviceWeight) and caches are on one device. stages: the place in a pipeline. loras:
         for adapters of every product except the head's. group_of: the group of each layer; the layers of a group share
-        block tables; empty: there is one group. Raises torch.OutOfMemoryError, and ProgramUnsupportedError for what it
+        block tables; empty = there is one group. Raises torch.OutOfMemoryError, or ProgramUnsupportedError for what it
         cannot compute."""
         self._stages, self._loras = stages, loras
         self._ops, self._matmul = ops, matmul
@@ -199,16 +198,17 @@ class GpuProgram:
         self._make_buffers(max_tokens, max_samples)
 
     def use_caches(self, caches: Mapping[nn.Module, LayerCache]) -> None:
-        """Uses other KV memory of the same kind from now on."""
+        """Switches to other KV memory of the same kind."""
         self._caches = [caches[module] for module in self._modules]
 
     @torch.inference_mode()
     def forward(self, layout: StepLayout, block_table: torch.Tensor) -> torch.Tensor:
         """Computes the step and writes its KV. block_table int32 [rows, blocks]: of the first group of layers.
 
-        Returns logits [samples, vocab], float32 where the model scales or caps them and else in its dtype, valid until
-        the next call; [0, vocab] without computing the head when no row samples; [samples, 0] where another stage has
-        the head."""
+        Returns logits [samples, vocab], valid until the next call: float32 if the model scales or caps them, else in
+        its dtype; [0, vocab], without computing the head, if no row samples; [samples, 0] if another stage has the
+        head.
+        """
         self.run_layers(layout, block_table)
         if not self._stages.is_last:
             return self._logit_memory.matrix(len(layout.sampled_tokens), 0)
@@ -216,17 +216,19 @@ class GpuProgram:
 
     @torch.inference_mode()
     def run_layers(self, layout: StepLayout, block_table: torch.Tensor) -> None:
-        """As `forward`, without the logits (`logits_behind`)."""
+        """As `forward`, but without the logits (`logits_behind`)."""
         num_tokens = len(layout.token_ids)
         if num_tokens > self._max_tokens or len(layout.sampled_tokens) > self.max_samples:
-            raise RuntimeError(f"a step of {num_tokens} tokens and {len(layout.sampled_tokens)} samples has no room")
+            raise RuntimeError(
+                f"a step of {num_tokens} tokens and {len(layout.sampled_tokens)} samples exceeds the program's buffers"
+            )
         residual = self._residual.matrix(num_tokens, self._width)
         if self._stages.is_first:
             self._ops.embed(layout.token_ids, self._embedding, self._embedding_factor, residual)
         else:
             self._stages.receive(residual)
-        if self._lora_room is not None and layout.adapters is not None:
-            self._ops.group_by_adapter(layout.adapters, self._lora_room)
+        if self._lora_scratch is not None and layout.adapters is not None:
+            self._ops.group_by_adapter(layout.adapters, self._lora_scratch)
         pending = _Pending()
         tables = [(layout, block_table)]
         tables += [(replace(layout, slots=slots), table) for slots, table in layout.other_groups]
@@ -252,7 +254,7 @@ class GpuProgram:
         checked.verify(all_logits)
 
     def _input(self, residual: torch.Tensor, pending: _Pending, norm: Norm | None, linear: _Linear) -> Rows:
-        """Adds the output of the last block to the residual stream. Returns the input of the next block."""
+        """Adds the output of the previous block to the residual stream. Returns the input of the next block."""
         x = self._normed.rows(len(residual), linear.weight)
         self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, norm, x)
         return x
@@ -281,16 +283,16 @@ class GpuProgram:
             gated = self._gated.rows(len(x), mlp.down.weight)
             self._ops.gate(first, mlp.activation, gated)
             return self._adapted_product(mlp.down, gated, layout, self._block)
-        assert isinstance(x, torch.Tensor) and self._expert_room is not None
+        assert isinstance(x, torch.Tensor) and self._expert_scratch is not None
         out = self._block.matrix(*x.shape)
-        self._ops.mix_experts(x, first, mlp.spec, mlp.activation, self._expert_room, out)
+        self._ops.mix_experts(x, first, mlp.spec, mlp.activation, self._expert_scratch, out)
         if mlp.add_up is not None:
             mlp.add_up(out)
         return out
 
     @torch.inference_mode()
     def logits_behind(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits, as in `forward`, after these tokens of the last batch, int32 [tokens], at most as many as the largest
+        """Logits, as in `forward`, after these tokens of the last batch, int32 [tokens]; at most as many as the largest
         step samples."""
         if not len(tokens):
             return self._logit_memory.matrix(0, self._head.n)
@@ -309,8 +311,8 @@ class GpuProgram:
     def _adapted_product(self, linear: _Linear, x: Rows, layout: StepLayout, buffer: _Buffer) -> torch.Tensor:
         out = self._product(linear, x, buffer)
         if linear.lora is not None and layout.adapters is not None:
-            assert isinstance(x, torch.Tensor) and self._lora_room is not None, "adapters multiply dense rows"
-            self._ops.add_loras(x, layout.adapters, linear.lora, self._lora_room, out)
+            assert isinstance(x, torch.Tensor) and self._lora_scratch is not None, "adapters multiply dense rows"
+            self._ops.add_loras(x, layout.adapters, linear.lora, self._lora_scratch, out)
         return out
 
     def _product(self, linear: _Linear, x: Rows, buffer: _Buffer) -> torch.Tensor:
@@ -332,8 +334,8 @@ class GpuProgram:
         downs = [layer.mlp.down for layer in layers if isinstance(layer.mlp, _Mlp)]
         self._gated = self._inputs(tokens, [*downs, *(layer.attention_out for layer in layers)])
         specs = [layer.mlp.spec for layer in layers if isinstance(layer.mlp, _Experts)]
-        self._expert_room = ExpertRoom.of(tokens, specs, self._dtype, self._device) if specs else None
-        self._lora_room = None if self._loras is None else LoraRoom.of(tokens, self._loras.specs)
+        self._expert_scratch = ExpertScratch.of(tokens, specs, self._dtype, self._device) if specs else None
+        self._lora_scratch = None if self._loras is None else LoraScratch.of(tokens, self._loras.specs)
         self._sampled = buffer(samples, width)
         self._logit_memory = buffer(samples, self._head.n)
         is_plain = self._logit_factor == 1.0 and not self._logit_softcap
@@ -385,11 +387,11 @@ class GpuProgram:
     def _by_expert(self, projection: ExpertProjection) -> ExpertProjection:
         weight, bias = projection.weight, projection.bias
         if isinstance(weight, DenseExperts) and weight.tensor.dtype != self._dtype:
-            raise ProgramUnsupportedError("its experts' weights are not of the model's type")
+            raise ProgramUnsupportedError("its experts' weights do not have the model's dtype")
         return ExpertProjection(weight, None if bias is None else bias.to(self._dtype).contiguous())
 
     def _linear(self, projection: Projection) -> _Linear:
-        """With memory for adapters of the layers that it consists of."""
+        """Allocates memory for adapters of the layers that it consists of."""
         base = self._base(projection)
         if self._loras is None or not projection.parts:
             return base
@@ -398,9 +400,9 @@ class GpuProgram:
     def _base(self, projection: Projection) -> _Linear:
         weight = projection.weight
         if isinstance(weight, DenseWeight) and weight.tensor.dtype != self._dtype:
-            raise ProgramUnsupportedError("some of its weights are not of the model's type")
+            raise ProgramUnsupportedError("some of its weights do not have the model's dtype")
         if not isinstance(weight, DeviceWeight):
-            raise ProgramUnsupportedError("some of its weights have a format that the device does not multiply")
+            raise ProgramUnsupportedError("some of its weights have a format that the device does not support")
         bias = None if projection.bias is None else projection.bias.to(self._dtype)
         return _Linear(weight, bias)
 

@@ -1,11 +1,10 @@
-"""What a device is told about the rows of a step: sequences, drafts, and changes of the block tables.
+"""What a device must be told about the rows of a step: sequences, drafts, and changes of the block tables.
 
-For: the message of a step, and other ranks, which keep tables of their own. Does not know: where drafts come from, how
-messages travel. Invariants: the tokens of the sequences are the plan's, in its order. A draft is a sequence of one
-query that shares the blocks of its row: every layer writes the keys of the step before it attends, so that a draft sees
-the drafts before it, and the kernels and graphs are those of a decode step. Every message has all that the host knows
-about rows with drafts, so that a step can be repeated after one that failed. A reader that has applied all changes has,
-for the rows of the plan, every block that the step reads.
+Used for the message of a step, and for other ranks, which have their own tables. Invariants: the tokens of the
+sequences are the plan's, in its order. A draft is a sequence of one query that shares the blocks of its row: every
+layer writes the keys of the step before it attends, so a draft attends to the drafts before it, and the kernels and
+graphs are those of a decode step. Every message contains all that the host knows about rows with drafts, so a step can
+be repeated after a failed one. A reader that has applied all changes knows every block that the step reads.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..step import PENDING_TOKEN, BoolArray, Int32Array, RowTable, StepPlan
 class StepSequences:
     """Arrays over the sequences of a step.
 
-    rows        int32 [n]  a row with drafts several times in succession
+    rows        int32 [n]  a row with drafts occurs several times in succession
     query_lens  int32 [n]  tokens that the step computes
     seq_lens    int32 [n]  tokens that have KV after the step; also the position of the sampled token
     samples     bool  [n]
@@ -53,7 +52,7 @@ def num_sequences(plan: StepPlan) -> int:
 
 
 def max_sequences(config: EngineConfig) -> int:
-    """The most sequences of any step; also the most samples."""
+    """Maximum number of sequences in a step; also the maximum number of samples."""
     return max(config.max_num_seqs, config.max_step_samples) if config.may_draft else config.max_num_seqs
 
 
@@ -66,8 +65,8 @@ def drafted_rows(plan: StepPlan, table: RowTable) -> Int32Array:
     """int32 [NUM_FIELDS, n], for each row:
 
     row
-    num_tokens       before the step, if all drafts of earlier steps were accepted
-    pending_drafts   how many of these may be missing; 0: num_tokens is exact
+    num_tokens       before the step, if all drafts of earlier steps are accepted
+    pending_drafts   how many of these may be rejected; 0 = num_tokens is exact
     first_sequence   its first sequence in the step; those of its drafts follow
     first_sample     its first sample in the step
     num_drafts
@@ -99,17 +98,18 @@ NO_CHANGES: Int32Array = np.empty((3, 0), np.int32)
 
 
 class BlockTableMirror:
-    """The content of the reader's block tables, which begin as zeros. Row r of group g of the layers has the number g *
-    max_num_seqs + r."""
+    """The content of the reader's block tables, initially zeros. Row r of layer group g has the number g * max_num_seqs
+    + r."""
 
     def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, num_groups: int = 1) -> None:
         self._known: Int32Array = np.zeros((num_groups, max_num_seqs, max_blocks_per_seq), np.int32)
 
     def changes(self, plan: StepPlan, table: RowTable) -> Int32Array:
-        """Row numbers, columns and block ids that the reader does not have, int32 [3, n].
+        """Row numbers, columns and block ids that the reader does not have yet, int32 [3, n].
 
         Compared up to the last block of the longest row: stale entries after the last block of a shorter row are
-        harmless."""
+        harmless.
+        """
         reach = int((table.num_computed_tokens[plan.rows] + plan.num_scheduled_tokens).max())
         width = -(-reach // table.block_size)
         wanted = table.block_tables[:, plan.rows, :width]  # np.take would copy the whole slice first
@@ -120,7 +120,7 @@ class BlockTableMirror:
         numbers = groups.astype(np.int32) * self._known.shape[1] + plan.rows[places]
         return np.stack((numbers, columns.astype(np.int32), wanted[groups, places, columns]))
 
-    def told(self, changes: Int32Array) -> None:
+    def mark_sent(self, changes: Int32Array) -> None:
         """The reader applies these changes before all later ones."""
         numbers, columns, blocks = changes
         self._known.reshape(-1, self._known.shape[2])[numbers, columns] = blocks

@@ -1,9 +1,8 @@
 """What Triton needs from a machine at run time besides torch and the driver: what is missing, and what to do.
 
-For: whatever starts an engine on a GPU. Does not know: kernels, models; it imports no Triton. Triton compiles a C
-module that launches kernels, links it with the driver's library, and keeps compiled modules in a folder. Invariant:
-missing parts are named in a warning, and in the error if a start fails in Triton; where everything is compiled already,
-nothing is needed.
+Used by whatever starts an engine on a GPU; does not import Triton. Triton compiles a C module that launches kernels,
+links it with the driver's library, and caches compiled modules in a folder. Invariant: missing parts are named in a
+warning, and in the error if a start fails inside Triton; nothing is needed if everything is already compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _DRIVER = "libcuda.so.1"
 
 @contextlib.contextmanager
 def naming_what_triton_needs() -> Iterator[None]:
-    """An error of Triton inside names what is missing, if anything is. Raises ValueError."""
+    """Makes an error of Triton inside name what is missing, if anything is. Raises ValueError."""
     missing = missing_needs()
     for need in missing:
         logger.warning("Triton may not work on this machine: %s", need)
@@ -41,7 +40,7 @@ def naming_what_triton_needs() -> Iterator[None]:
 
 
 def _is_tritons(error: Exception) -> bool:
-    """Whether it passed through Triton's code."""
+    """Whether it was raised in Triton's code."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(module.partition(".")[0] == "triton" for module in modules)
 

@@ -1,1 +1,1 @@
-"""Which tokens a request may get next: grammar, reasoning, allowed tokens. Begin with row_constraint.py."""
+"""Which tokens a request may get next: grammar, reasoning, allowed tokens. Start with row_constraint.py."""

@@ -1,8 +1,7 @@
-"""The constraints of all live requests: compiled before they run, and their masks for each step.
+"""The constraints of all live requests: their compilation before they run, and their masks for each step.
 
-For: the engine core. Does not know: scheduling, logits, what a mask is made from. Invariants: a request whose grammar
-is being compiled delays no other; masks are computed on a thread while the model runs, one step after the other; a
-constraint that fails is an error of its own request.
+Used by the engine core. Invariants: a request whose grammar is being compiled delays no other; masks are computed on a
+thread during the forward pass, one step after the other; a constraint that fails is an error of its own request only.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ logger = logging.getLogger(__name__)
 class _Job:
     """A row's masks in one step.
 
-    sample         its first sample
-    first_word     its place in the words
-    new_token_ids  of the output, that the constraint does not know yet
+    sample         index of its first sample
+    first_word     index of its first words
+    new_token_ids  output tokens that the constraint has not seen yet
     drafts
-    tokens         int32 [n]  all tokens, where there are bad words
+    tokens         int32 [n]  all tokens, if there are bad words
     """
 
     constraint: RowConstraint
@@ -76,28 +75,28 @@ class Constraints:
         return RowConstraint(request, self._info, None) if is_constrained(request) else None
 
     def compile(self, request: InferRequest) -> None:
-        """Starts to compile a request's grammar; `take_compiled` gives its constraint."""
+        """Starts compiling a request's grammar; `take_compiled` returns its constraint."""
         self._compiling[request.request_id] = request, self._compiler.compile(request.grammar)
 
     def take_compiled(self) -> list[tuple[str, RowConstraint | str]]:
-        """Requests whose grammar is compiled, or cannot be: id, and constraint or the reason."""
+        """Requests whose grammar was compiled, or cannot be: id, and constraint or reason."""
         done = [(request, future) for request, future in self._compiling.values() if future.done()]
         return [(request.request_id, self._finish(request, future)) for request, future in done]
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until a grammar is compiled."""
+        """Waits until a grammar has been compiled."""
         wait([future for _, future in self._compiling.values()], timeout_s, "FIRST_COMPLETED")
 
     def forget(self, request_id: str) -> None:
-        """The request is over, perhaps before its grammar was compiled."""
+        """The request has ended, perhaps before its grammar was compiled."""
         if self._compiling and (waiting := self._compiling.pop(request_id, None)) is not None:
             waiting[1].cancel()
 
     def masks(self, plan: StepPlan, constraints: Mapping[int, RowConstraint]) -> PendingMasks | None:
         """The masks of the step's samples, computed on another thread and valid until the next call. None = all tokens
-        for all samples. constraints: by row."""
+        are allowed for all samples. constraints: by row."""
         if self._latest is not None:
-            self._latest.result()  # also of an abandoned step: a constraint has one user at a time
+            self._latest.result()  # even of an abandoned step: a constraint has one user at a time
         jobs, count = self._jobs(plan, constraints)
         if not jobs:
             return None
@@ -134,14 +133,14 @@ class Constraints:
         return token_ids
 
     def _jobs(self, plan: StepPlan, constraints: Mapping[int, RowConstraint]) -> tuple[list[_Job], int]:
-        """What is to be computed, and for how many samples."""
+        """What to compute, and the number of samples."""
         jobs: list[_Job] = []
         table, sample, first_word = self._table, 0, 0
         counts = _num_drafts(plan)
         for row, num_drafts in zip(plan.rows[plan.sample_rows].tolist(), counts, strict=True):
             constraint = constraints.get(row)
             if constraint is not None and not constraint.has_grammar:
-                self.known(row, constraint)  # costs little, and may make masks unnecessary
+                self.known(row, constraint)  # cheap, and may make masks unnecessary
             if constraint is not None and not constraint.is_free(num_drafts + 1):
                 num_tokens = int(table.num_tokens[row])
                 drafts = table.token_ids[row, num_tokens : num_tokens + num_drafts].tolist()
@@ -160,7 +159,7 @@ def _num_drafts(plan: StepPlan) -> list[int]:
 
 
 def _compute(jobs: Sequence[_Job], words: Words, num_samples: int) -> TokenMasks:
-    """On the thread of the masks."""
+    """Runs on the mask thread."""
     index, errors = np.full(num_samples, -1, np.int32), dict[int, str]()
     for job in jobs:
         count = 1 + len(job.drafts)

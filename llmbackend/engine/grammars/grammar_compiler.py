@@ -1,8 +1,8 @@
-"""Compiles grammars on a thread of its own, within limits, and keeps those that were used last.
+"""Compiles grammars on a separate thread, within limits, and caches the most recently used.
 
-For: constraints.py, and the adapter, which by the same limits refuses with a path what the engine could not follow.
-Does not know: rows, steps, requests. Invariants: a grammar that takes long, or fails, costs time on this thread only;
-what a compiled grammar may use of memory and time is bounded; a matcher belongs to one request.
+Used by constraints.py, and by the adapter, which applies the same limits to refuse, with a path, what the engine could
+not compile. Invariants: a grammar that is slow or fails costs time only on this thread; the memory and time of a
+compiled grammar are bounded; a matcher belongs to one request.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Limits of one grammar, or of computing one mask of it."""
+    """Limits for one grammar, or for computing one of its masks."""
 
     initial_lexer_fuel: int = 1_000_000
-    """Some 20 ms for the regular expressions of a grammar."""
+    """About 20 ms for the regular expressions of a grammar."""
     step_lexer_fuel: int = 100_000
-    """Some 7 ms for those of one mask."""
+    """About 7 ms for those of one mask."""
     step_max_items: int = 50_000
-    """Some 3 ms of one mask."""
+    """About 3 ms of one mask."""
     max_items_in_row: int = 2_000
-    """Ways in which the grammar may continue from one place."""
+    """Alternatives in which the grammar may continue at one position."""
     max_lexer_states: int = 50_000
     """Up to 100 MB."""
     max_grammar_size: int = 500_000
@@ -57,12 +57,12 @@ _MAX_CACHED_GRAMMARS: Final = 128
 
 
 class GrammarCompiler:
-    """Owner of the compiled grammars. Its thread starts with the first of them, or with the vocabulary."""
+    """Owns the compiled grammars. Its thread starts with the first of them, or with the vocabulary."""
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
         self._vocabulary: Vocabulary | None = None
-        """Until it is read."""
+        """Until it has been read."""
         self._tokenizer: LLTokenizer | None = None
         self._why_no_tokenizer = ""
         self._thread: ThreadPoolExecutor | None = None
@@ -70,7 +70,8 @@ class GrammarCompiler:
         self._num_cached_bytes = 0
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Before the first grammar. It is read at once, on the compiler's thread: that takes a second."""
+        """Must precede the first grammar. The vocabulary is read immediately, on the compiler's thread, which takes a
+        second."""
         self._vocabulary = vocabulary
         self._started().submit(self._read_vocabulary)
 
@@ -84,7 +85,7 @@ class GrammarCompiler:
         return self._thread
 
     def _read_vocabulary(self) -> None:
-        """Its error is raised for the requests that need it."""
+        """An error is raised for the requests that need the vocabulary."""
         with contextlib.suppress(BadInputError):
             self._get_tokenizer()
         self._vocabulary = None
@@ -138,7 +139,7 @@ class GrammarCompiler:
 
 
 def first_line(matcher: LLMatcher) -> str:
-    """A matcher's error, for its client."""
+    """A matcher's error, for the client."""
     return matcher.get_error().partition("\n")[0][:500]
 
 
@@ -149,13 +150,13 @@ class _AddedToken(msgspec.Struct, frozen=True):
 
 
 class _TokenizerFile(msgspec.Struct, frozen=True):
-    """What is read of a tokenizer.json: its vocabulary is skipped, which takes a fifteenth of the time."""
+    """The parts of a tokenizer.json that are read; skipping the vocabulary cuts the time to a fifteenth."""
 
     added_tokens: list[_AddedToken] | None = None
 
 
 class _ByteTokens:
-    """A vocabulary of bytes, in the form that the library asks for."""
+    """A vocabulary of bytes, in the library's format."""
 
     def __init__(self, token_bytes: tuple[bytes, ...], info: ModelInfo) -> None:
         """Tokens that end a sequence are special, whatever bytes they stand for."""
@@ -173,9 +174,9 @@ class _ByteTokens:
 
 
 class _FileTokens:
-    """A tokenizer's vocabulary, in the form that the library asks for, with two things as the tokenizer means them: an
-    added token that looks like `<tool_call>` is special only where the file says so, and text that reads like a special
-    token is text. The library by itself gets stuck at both."""
+    """A tokenizer's vocabulary in the library's format, corrected to the tokenizer's behaviour in two cases on which
+    the library gets stuck: an added token that looks like `<tool_call>` is special only if the file says so, and text
+    that reads like a special token is text."""
 
     def __init__(self, whole: LLTokenizer, markers: dict[int, str], info: ModelInfo) -> None:
         token_ids = range(whole.vocab_size)
@@ -189,7 +190,7 @@ class _FileTokens:
         self._whole = whole
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Text that reads like a special token is still text."""
+        """Text that reads like a special token remains text."""
         text = text if isinstance(text, bytes) else text.encode()
         token_ids = self._whole.tokenize_bytes(text)
         return (
@@ -200,12 +201,12 @@ class _FileTokens:
 
 
 def make_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> LLTokenizer:
-    """Takes about a second for a large vocabulary; the library holds the interpreter's lock in each of its two calls.
-    Raises ValueError saying why the vocabulary cannot be used."""
+    """Takes about a second for a large vocabulary; the library holds the interpreter lock during both of its calls.
+    Raises ValueError if the vocabulary cannot be used."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     if not info.eos_token_ids:
-        raise ValueError("the model names no end-of-sequence token")
+        raise ValueError("the model has no end-of-sequence token")
     try:
         if vocabulary.token_bytes:
             return LLTokenizer(TokenizerWrapper(_ByteTokens(vocabulary.token_bytes, info)), slices=[])
@@ -216,7 +217,7 @@ def make_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> LLTokenizer:
             if not token.special and token.id not in info.eos_token_ids and token.id < info.vocab_size
         }
         eos_token_ids = list(info.eos_token_ids)
-        # This one never makes a mask, and needs no slices, which take a tenth of its time.
+        # This one never makes a mask, so it needs no slices, which take a tenth of the time.
         whole = LLTokenizer(vocabulary.tokenizer_json, info.vocab_size, eos_token_ids, slices=[])
         tokens = _FileTokens(whole, markers, info)
         wrapper = TokenizerWrapper(tokens)
@@ -224,5 +225,5 @@ def make_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> LLTokenizer:
         # The library has copied them, and calls the wrapper to tokenise.
         tokens.tokens = wrapper.tokens = []
         return tokenizer
-    except Exception as error:  # of whatever kind the library raises
+    except Exception as error:  # the library raises various types
         raise ValueError(str(error).partition("\n")[0]) from error

@@ -1,8 +1,8 @@
 """Which tokens one request may get next: its grammar, its reasoning, its allowed and forbidden tokens.
 
-For: constraints.py. Does not know: steps, other requests, logits. Invariants: what is allowed is a function of the
-request and its tokens alone, so that preemption, restart and drafts need nothing; a forced token is allowed alone, also
-where it is not drafted; a mask without a token is an error that names the fields.
+Used by constraints.py. Invariants: what is allowed is a function of the request and its tokens alone, so preemption,
+restart and drafts need no special handling; a forced token is the only one allowed, even if it is not drafted; a mask
+that allows no token is an error that names the fields.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where an output is.
+    """The state of an output.
 
     phase
-    num_matched    tokens at the output's end that begin the start sequence (START) or the end sequence (REASONING)
-    num_reasoning  tokens since the reasoning began, the start sequence not counted
+    num_matched    tokens at the output's end that match the beginning of the start (START) or end sequence (REASONING)
+    num_reasoning  tokens of reasoning, without the start sequence
     """
 
     phase: Phase
@@ -48,7 +48,7 @@ ANSWERING = Progress(Phase.ANSWER)
 
 
 def begin(reasoning: Reasoning | None) -> Progress:
-    """Before the first token of the output."""
+    """Before the first output token."""
     if reasoning is None:
         return ANSWERING
     if reasoning.is_open:
@@ -57,7 +57,7 @@ def begin(reasoning: Reasoning | None) -> Progress:
 
 
 def advance(reasoning: Reasoning, progress: Progress, token_id: int) -> Progress:
-    """After one more token of the output."""
+    """After one more output token."""
     if progress.phase is Phase.ANSWER:
         return progress
     if progress.phase is Phase.START:
@@ -73,7 +73,7 @@ def advance(reasoning: Reasoning, progress: Progress, token_id: int) -> Progress
 
 
 def forced_token(reasoning: Reasoning, progress: Progress) -> int | None:
-    """The next token of the end sequence, where the reasoning's limit is reached."""
+    """The next token of the end sequence, once the reasoning limit has been reached."""
     limit = reasoning.max_tokens
     if progress.phase is not Phase.REASONING or limit is None or progress.num_reasoning < limit:
         return None
@@ -81,13 +81,13 @@ def forced_token(reasoning: Reasoning, progress: Progress) -> int | None:
 
 
 def _matched(sequence: tuple[int, ...], num_matched: int, token_id: int) -> int:
-    """How many tokens at the end of (sequence[:num_matched], token_id) begin the sequence."""
+    """How many tokens at the end of (sequence[:num_matched], token_id) match the beginning of the sequence."""
     text = (*sequence[:num_matched], token_id)
     return next(n for n in range(len(text), -1, -1) if text[len(text) - n :] == sequence[:n])
 
 
 MAX_MARKER_TOKENS: Final = 64
-"""Of the start and the end of reasoning."""
+"""Limit for the start and end sequence of reasoning."""
 
 
 def is_constrained(request: InferRequest) -> bool:
@@ -95,7 +95,7 @@ def is_constrained(request: InferRequest) -> bool:
 
 
 def refusal(request: InferRequest, vocab_size: int) -> str:
-    """Why the request's constraints can never be kept: a text that names field and value, or ""."""
+    """Why the request's constraints can never be satisfied, naming field and value; "" = they can."""
     allowed, marked = request.sampling.allowed_token_ids, request.reasoning
     for token_id in (min(allowed, default=0), max(allowed, default=0)):
         if not 0 <= token_id < vocab_size:
@@ -115,18 +115,18 @@ def refusal(request: InferRequest, vocab_size: int) -> str:
 
 
 class RowConstraint:
-    """Owner of one request's matcher. One thread at a time uses it."""
+    """Owns one request's matcher. One thread at a time uses it."""
 
     def __init__(self, request: InferRequest, info: ModelInfo, matcher: LLMatcher | None) -> None:
-        """matcher: of request.grammar, at its beginning; None without a grammar."""
+        """matcher: of request.grammar, in its initial state; None without a grammar."""
         sampling = request.sampling
         self._request, self._vocab_size = request, info.vocab_size
         self._matcher, self._reasoning = matcher, request.reasoning
         self._progress = begin(request.reasoning)
         self.num_output = 0
-        """Output tokens that it knows."""
+        """Output tokens consumed so far."""
         self.mask_s = 0.0
-        """What its latest masks took, seconds of one; the scheduler bounds their sum in a step."""
+        """Seconds that each of its latest masks took; the scheduler limits their sum per step."""
         self._min_tokens = sampling.min_tokens
         self._eos = frozenset(info.eos_token_ids)
         self._stops = stop_token_ids(sampling, info.eos_token_ids)
@@ -147,7 +147,7 @@ class RowConstraint:
         return self._matcher is not None
 
     def is_free(self, num_drafts: int) -> bool:
-        """Whether all tokens are allowed at the next position and behind `num_drafts` drafts."""
+        """Whether all tokens are allowed at the next position and after each of `num_drafts` drafts."""
         if self._matcher is not None or self._allowed is not None:
             return False
         limit = None if self._reasoning is None else self._reasoning.max_tokens
@@ -155,27 +155,27 @@ class RowConstraint:
         return is_answering or limit is None or self._progress.num_reasoning + num_drafts < limit
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """The next tokens of the output. Raises BadInputError where they do not follow the grammar."""
+        """Consumes the next output tokens. Raises BadInputError if they violate the grammar."""
         for token_id in token_ids:
             self._consume(token_id)
 
     def masks(self, drafts: Sequence[int], words: Words, tokens: np.ndarray | None = None) -> list[str]:
-        """Writes what is allowed behind the known tokens, and behind each draft, into words [1 + drafts, …]. Returns
-        an error for each, "" = none. tokens int32 [n]: all known tokens, prompt included, where there are bad words."""
+        """Writes what is allowed after the known tokens, and after each draft, to words [1 + drafts, …]. Returns an
+        error for each, "" = none. tokens int32 [n]: all known tokens, prompt included, if there are bad words."""
         progress, num_output, num_consumed = self._progress, self.num_output, 0
         errors = [self._mask(words[0], tokens)]
         for i, draft in enumerate(drafts):
             if not errors[-1] and has(words[i], draft) and draft not in self._stops:
                 num_consumed += self._consume(draft)
                 errors.append(self._mask(words[i + 1], None))
-            else:  # what follows a draft that cannot hold is never looked at
+            else:  # what follows a forbidden draft is never read
                 errors += ["the draft before it is not allowed"] * (len(drafts) - i)
                 break
         self._restore(progress, num_output, num_consumed)
         return errors
 
     def forced(self, limit: int) -> list[int]:
-        """The next tokens, up to `limit`, that are the only ones possible."""
+        """The next tokens, up to `limit`, as long as each is the only one allowed."""
         marked, progress = self._reasoning, self._progress
         if self._is_restricted:
             return []
@@ -186,7 +186,7 @@ class RowConstraint:
         return self._matcher.compute_ff_tokens()[:limit]
 
     def num_possible(self, drafts: Sequence[int]) -> int:
-        """How many of the drafts, from the first on, the grammar and the reasoning allow."""
+        """How many of the drafts, from the first on, grammar and reasoning allow."""
         progress, num_output, num_consumed, count = self._progress, self.num_output, 0, 0
         for draft in drafts:
             if not self._is_possible(draft):
@@ -201,7 +201,7 @@ class RowConstraint:
     # --- the state --------------------------------------------------------------------------------------------------
 
     def _consume(self, token_id: int) -> int:
-        """One more token of the output; how many tokens the matcher consumed."""
+        """Consumes one output token; returns how many tokens the matcher consumed."""
         self.num_output += 1
         before = self._progress
         if before.phase is Phase.ANSWER:
@@ -244,7 +244,7 @@ class RowConstraint:
     def _mask(self, words: Words, tokens: np.ndarray | None) -> str:
         name = self._write(words)
         if self._matcher is not None and self._matcher.is_error():
-            return f"'structured_outputs' cannot be satisfied any further: {first_line(self._matcher)}"
+            return f"'structured_outputs' can no longer be satisfied: {first_line(self._matcher)}"
         names = [name] if name else []
         for name, restriction in self._restrictions(tokens):
             names.append(name)
@@ -263,7 +263,7 @@ class RowConstraint:
             if forced is not None:
                 words[:] = only([forced], self._vocab_size)
                 return "'thinking_token_budget'"
-            ends = None if matcher is None else self._without_eos  # an answer follows
+            ends = None if matcher is None else self._without_eos  # the final answer follows
             words[:] = self._all if ends is None else ends
             return "'structured_outputs'" if matcher is not None else ""
         if matcher is None:
@@ -279,7 +279,7 @@ class RowConstraint:
         return "'structured_outputs'"
 
     def _write_behind(self, matcher: LLMatcher, begun: list[int], words: Words) -> None:
-        """What the grammar allows behind tokens that also begin the start sequence."""
+        """Writes what the grammar allows after tokens that also begin the start sequence."""
         if begun and matcher.validate_tokens(begun) < len(begun):
             words[:] = 0
             return
@@ -298,7 +298,7 @@ class RowConstraint:
         words &= self._all
 
     def _restrictions(self, tokens: np.ndarray | None) -> list[tuple[str, Words]]:
-        """What else the request excludes here: names of fields, and what each leaves."""
+        """What else the request excludes here: the names of the fields, and what each leaves."""
         found: list[tuple[str, Words]] = []
         sampling = self._request.sampling
         if self._allowed is not None:

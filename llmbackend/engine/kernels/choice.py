@@ -1,9 +1,9 @@
-"""Which library computes a model: the fastest one for a small piece of a decoder layer.
+"""Chooses the kernel library for a model: the one that is fastest on a small part of a decoder layer.
 
-For: the loader, when it packs a model; the choice is stored with the packed weights, and `library.load` loads it by
-name. Does not know: models. Invariants: only libraries that this CPU can execute and that passed their self-test are
-measured; one process measures each type of weights once, so that all of its engines compute the same bits; if the
-difference is within measurement noise, the wider instruction set is chosen.
+Used by the loader when it packs a model; the choice is stored with the packed weights, and `library.load` loads it by
+name. Invariants: only libraries that this CPU can execute and that passed their self-test are measured; one process
+measures each type of weights once, so all its engines compute the same bits; if the difference is within measurement
+noise, the wider instruction set wins.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .library import VARIANTS, KernelLibrary, NativeKernels, available, load, op
 from .operations import AttentionOp, Epilogue, Kind, LinearOp, Step, Type
 
 _ROUNDS: Final = 7
-"""Libraries take turns, and the least time of each counts: other processes seldom disturb every turn."""
+"""Libraries take turns, and the minimum time of each counts, because other processes rarely disturb every round."""
 _TIE: Final = 1.05
-"""Different ways to multiply differ by a factor of two; smaller differences than this are noise."""
+"""Real alternatives differ by a factor of two; smaller differences than this are noise."""
 _ROWS, _N, _K = 64, 256, 896
 _QUERIES, _KEYS, _HEADS, _HEAD_DIM = 32, 128, 4, 64
 
@@ -32,12 +32,11 @@ _QUERIES, _KEYS, _HEADS, _HEAD_DIM = 32, 128, 4, 64
 class Choice:
     library: KernelLibrary
     report: str
-    """The measurements, for a log."""
 
 
 @functools.cache
 def choose_library(weights: Type) -> Choice | None:
-    """The library for a model whose linear layers have weights of this type; None, with a warning: there is none."""
+    """The library for a model whose linear layers have weights of this type; None, with a warning = there is none."""
     libraries = _candidates()
     if not libraries:
         best = load()
@@ -51,7 +50,7 @@ def choose_library(weights: Type) -> Choice | None:
 
 
 def _candidates() -> list[KernelLibrary]:
-    """The libraries for vector units that this CPU can execute, widest first."""
+    """The libraries with vector instructions that this CPU can execute, widest first."""
     found = (load(name) for name in available() if name != "generic")
     return [library for library in found if library is not None]
 
@@ -81,8 +80,8 @@ def _least_seconds(pieces: Sequence[_Piece]) -> list[float]:
 
 
 class _Piece:
-    """Some columns of a linear layer and heads of an attention, in the proportions of a prompt. They fit into a core's
-    caches, because computation is compared, not memory."""
+    """Some columns of a linear layer and some heads of an attention, in the proportions of a prefill. They fit in a
+    core's caches, because compute is compared, not memory."""
 
     def __init__(self, library: KernelLibrary, weights: Type) -> None:
         self._kernels = NativeKernels(library, 1)
@@ -107,7 +106,7 @@ class _Piece:
         return int(array.ctypes.data)
 
     def _numbers(self, count: int, kind: Type) -> int:
-        """Ones: products of all numbers take the same time, except those close to zero."""
+        """Ones: products of all numbers take equally long, except those near zero."""
         if kind is Type.INT8:
             return self._kept(np.ones(count, np.int8))
         ones = np.ones(count, np.float32)

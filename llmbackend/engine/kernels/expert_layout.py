@@ -1,8 +1,8 @@
-"""The matrices of a layer's experts, or heads, in equal steps of native memory, and the operations that multiply by
+"""The matrices of a layer's experts or heads, at constant strides in native memory, and the operations that multiply by
 them.
 
-For: the program and the modules of mixtures of experts. Does not know: torch, how experts are chosen. Invariant: from
-an expert to the next, panels, scales and sums go in equal steps, as a WeightStore places matrices of one shape.
+Used by the native program and by the modules of mixtures of experts. Invariant: panels, scales and sums of consecutive
+experts are at constant strides, which is how a WeightStore places matrices of one shape.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Final, NamedTuple
 from .library import packed_bytes, scale_bytes, sums_bytes
 from .operations import Activation, Epilogue, ExpertsOp, HeadsOp, Kind, LinearOp, Rows, Type
 
-MOST_EXPERTS: Final = 1024
-"""Of a layer (native/route.h)."""
+MAX_EXPERTS: Final = 1024
+"""Per layer (native/route.h)."""
 GATES: Final = {
     "silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL, "swigluoai": Epilogue.SWIGLU_OAI,
 }  # fmt: skip
-"""By activations of gates."""
+"""By activation of the gate."""
 _ALIGN_BYTES: Final = 64
 
 
 class ExpertMatrix(NamedTuple):
-    """x·Wᵀ + bias of every expert, by the addresses of the first one's parts."""
+    """x·Wᵀ + bias of every expert, by the addresses of the first expert's parts."""
 
     panels: int
     scale: int | None
@@ -35,7 +35,7 @@ class ExpertMatrix(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Bytes from an expert's parts to those of the next."""
+    """Strides in bytes between the parts of consecutive experts."""
 
     panels: int
     scale: int
@@ -47,7 +47,7 @@ def steps_of(n: int, k: int, kind: Type) -> Steps:
 
 
 def steps_of_rows(rows: int, k: int, kind: Type) -> Steps:
-    """From rows of a matrix to those that come so many rows, whole panels, later."""
+    """Strides between matrices that are `rows` rows, whole panels, of one matrix apart."""
     return Steps(*(size(rows, k, kind) for size in (packed_bytes, scale_bytes, sums_bytes)))
 
 
@@ -56,7 +56,7 @@ def _aligned(size_bytes: int) -> int:
 
 
 class Pairs(NamedTuple):
-    """Addresses of what tells which expert multiplies which rows (native/step_experts.h)."""
+    """Addresses of the arrays that say which expert multiplies which rows (native/step_experts.h)."""
 
     num_experts: int
     top_k: int
@@ -67,7 +67,7 @@ class Pairs(NamedTuple):
 def heads_op(
     num_heads: int, matrix: ExpertMatrix, steps: Steps, x: tuple[int, int, int], y: tuple[int, int, int], y_type: Type
 ) -> HeadsOp:
-    """matrix: of head 0. x, y: address, stride of rows, and step from head to head; x is float32."""
+    """matrix: of head 0. x, y: address, row stride and head stride; x is float32."""
     linear = LinearOp(
         kind=Kind.LINEAR, rows=Rows.TOKENS, weight=matrix.panels, scale=matrix.scale, sums=matrix.sums,
         x=x[0], y=y[0], n=matrix.n, k=matrix.k, x_stride=x[1], y_stride=y[1],
@@ -83,8 +83,8 @@ def experts_op(
     pairs: Pairs, matrix: ExpertMatrix, x: tuple[int, int], y: tuple[int, int], of_tokens: bool,
     up: ExpertMatrix | None = None, epilogue: Epilogue = Epilogue.STORE,
 ) -> ExpertsOp:  # fmt: skip
-    """x, y: address and stride of float32 rows; of_tokens: x has a row for each token, not for each place. up: the
-    second factor of a gated epilogue."""
+    """x, y: address and stride of float32 rows; of_tokens: x has a row per token, not per place. up: the second factor
+    of a gated epilogue."""
     steps = steps_of(matrix.n, matrix.k, matrix.type)
     linear = LinearOp(
         kind=Kind.LINEAR, rows=Rows.TOKENS, weight=matrix.panels, scale=matrix.scale, sums=matrix.sums,
@@ -103,7 +103,7 @@ def experts_op(
 def gated_experts_op(
     pairs: Pairs, gate: ExpertMatrix | None, up: ExpertMatrix, x: tuple[int, int], y: tuple[int, int], activation: str
 ) -> ExpertsOp:
-    """activation(gate) * up, or without a gate max(0, up)²; x has a row for each token."""
+    """activation(gate) * up, or without a gate max(0, up)²; x has a row per token."""
     if gate is not None:
         return experts_op(pairs, gate, x, y, True, up, GATES[activation])
     op = experts_op(pairs, up, x, y, True)

@@ -1,9 +1,9 @@
 """The native kernels: the library for this CPU, its functions, sizes of packed weights, and its self-test.
 
-For: code that builds operations or runs steps. Does not know: models. Invariants: a library is used only if the CPU can
-execute it, its structures have the sizes of ours (operations.py) and it passed a self-test of some
-milliseconds (a program is compared with modules that run on the same kernels, which would not reveal a library that
-computes wrongly); calls release the GIL; memory and threads are freed with their Python owners.
+Used by code that builds operations or runs steps; independent of models. Invariants: a library is used only if the CPU
+can execute it, its structures have the sizes of ours (operations.py), and it passed a self-test of a few milliseconds.
+(The verification of a program compares it with modules that use the same kernels, which would not reveal a faulty
+library.) Calls release the GIL; memory and threads are freed with their Python owners.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ logger = logging.getLogger(__name__)
 VARIANTS: Final = {
     "amx": 8, "avx512_bf16": 16, "avx512_vnni": 4, "avx512": 2, "avx_vnni": 32, "avx2": 1, "generic": 0,
 }  # fmt: skip
-"""Widest first, with the bits that the generic library reports for a CPU that can execute it (native/cpu.h)."""
+"""Widest first, with the bits that the generic library reports if a CPU can execute them (native/cpu.h)."""
 PANEL: Final = 32
-"""Output columns of a packed weight per panel."""
+"""Output columns per panel of a packed weight."""
 GROUP: Final = 32
-"""Inputs of a weight in 4 bits that share a scale."""
+"""Inputs of a 4-bit weight that share a scale."""
 FOUR_BITS: Final = (Type.INT4, Type.INT4_MIN, Type.INT4_ZERO)
 _K_MULTIPLE: Final = {Type.FLOAT32: 1, Type.BFLOAT16: 32, Type.INT8: 64} | dict.fromkeys(FOUR_BITS, 64)
 _ITEM_BITS: Final = {Type.FLOAT32: 32, Type.BFLOAT16: 16, Type.INT8: 8} | dict.fromkeys(FOUR_BITS, 4)
 
 
 class Blocks(NamedTuple):
-    """Of a type of GGUF files: a row is a sequence of these."""
+    """Block format of a GGUF tensor type: a row is a sequence of blocks."""
 
     k: int
-    """Numbers in a block."""
+    """Numbers per block."""
     file_bytes: int
     panel_bytes: int
-    """Of the blocks of a panel's columns."""
+    """Bytes of the blocks of all columns of a panel."""
 
 
 BLOCKS: Final = {
@@ -63,7 +63,7 @@ BLOCKS: Final = {
     Type.MXFP4: Blocks(32, 17, 576),
 }
 _PEAK_STEPS, _PEAK_REPEATS = 20_000, 50
-"""A tenth of a millisecond each."""
+"""Each repeat takes a tenth of a millisecond."""
 
 
 def packed_bytes(n: int, k: int, packed_type: Type) -> int:
@@ -75,45 +75,45 @@ def packed_bytes(n: int, k: int, packed_type: Type) -> int:
 
 
 def scale_bytes(n: int, k: int, packed_type: Type) -> int:
-    """Size of its scales; 0: it has none."""
+    """Size of its scales; 0 = it has none."""
     if packed_type in FOUR_BITS:
         return 2 * packed_bytes(n, k, Type.INT8) // GROUP
     return 4 * n if packed_type is Type.INT8 else 0
 
 
 def sums_bytes(n: int, k: int, packed_type: Type) -> int:
-    """Size of its sums, or of its groups' minima or zeros; 0: it has none."""
+    """Size of its sums, or of its groups' minima or zero points; 0 = it has none."""
     if packed_type is Type.INT4_ZERO:
         return scale_bytes(n, k, packed_type) // 2
     return 0 if packed_type is Type.INT4 else scale_bytes(n, k, packed_type)
 
 
 class KernelLibrary:
-    """One loaded library. `variant`: the instruction set it was compiled for."""
+    """One loaded library. variant: the instruction set it was compiled for."""
 
     def __init__(self, variant: str, path: Path) -> None:
-        """Raises OSError if it cannot be loaded, or was built from other sources."""
+        """Raises OSError if it cannot be loaded, or was built from different sources."""
         self.variant = variant
         self.functions: Any = ctypes.CDLL(str(path))
         sizes = (c_int32 * len(STRUCTURES))()
         is_ours = _declare(self.functions)
         self.functions.llmb_sizes(sizes)
         if not is_ours or list(sizes) != [ctypes.sizeof(structure) for structure in STRUCTURES]:
-            raise OSError(f"{path.name} was built from other sources than this package's: reinstall it")
-        # Libraries built before fixed point existed do not have the entry.
+            raise OSError(f"{path.name} was built from different sources: reinstall this package")
+        # Missing in libraries built before fixed point existed.
         self._keeps_fixed_point = bool(getattr(self.functions, "llmb_keeps_fixed_point", int)())
 
     def activation_type(self, model_type: Type) -> Type:
-        """How the inputs of linear layers in a model of this type, float32 or bfloat16, are stored."""
+        """How the inputs of linear layers are stored in a model of this type, float32 or bfloat16."""
         return Type(self.functions.llmb_activation_type()) if model_type is Type.BFLOAT16 else model_type
 
     def kv_type(self, model_type: Type) -> Type:
-        """How keys and values of a model of this type, float32 or bfloat16, are stored."""
+        """How keys and values are stored for a model of this type, float32 or bfloat16."""
         return Type.FIXED16 if model_type is Type.BFLOAT16 and self._keeps_fixed_point else model_type
 
     def peak_rate(self, weights: Type) -> float:
         """Multiplications and additions per second of one thread that only multiplies registers, as for weights of this
-        type: the best of many short runs, which nothing interrupts."""
+        type: the best of many short, undisturbed runs."""
         multiply_registers = self.functions.llmb_peak
         multiply_registers.restype, multiply_registers.argtypes = c_int64, [c_int32, c_int64]
 
@@ -124,7 +124,7 @@ class KernelLibrary:
         return max(rate() for _ in range(_PEAK_REPEATS))
 
     def unpack_blocks(self, kind: Type, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-        """The values of rows [n, bytes] of blocks of a type of GGUF files."""
+        """The values of rows [n, bytes] of blocks of a GGUF type."""
         rows, form = np.ascontiguousarray(rows), BLOCKS[kind]
         num_blocks = rows.shape[1] // form.file_bytes
         values = np.empty((len(rows), num_blocks * form.k), np.float32)
@@ -132,7 +132,7 @@ class KernelLibrary:
         return values
 
     def memory(self, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """Zeros, uint8 [size_bytes], on huge pages if available. Pages take no memory before they are written. Raises
+        """Zeros, uint8 [size_bytes], on huge pages if available. Pages are committed when first written. Raises
         MemoryError."""
         address = self.functions.llmb_memory_new(max(size_bytes, 1))
         if not address:
@@ -143,7 +143,7 @@ class KernelLibrary:
 
 
 class NativeKernels:
-    """The native kernels with a team of threads that runs them. Used by one thread at a time."""
+    """The native kernels, with a team of threads that runs them. Used by one thread at a time."""
 
     def __init__(self, library: KernelLibrary, num_threads: int) -> None:
         self.library = library
@@ -152,13 +152,13 @@ class NativeKernels:
         self._finalizer = weakref.finalize(self, library.functions.llmb_engine_delete, self.pointer)
 
     def run(self, ops: Any, num_ops: int, step: Step) -> None:
-        """Runs `ops`, an array of pointers to operations from `op_pointers`. Raises MemoryError."""
+        """Runs `ops`, an array of pointers from `op_pointers`. Raises MemoryError."""
         if self.library.functions.llmb_run(self.pointer, ops, num_ops, ctypes.byref(step)):
             raise MemoryError("scratch memory for a step could not be allocated")
 
     def profile(self, ops: Any, num_ops: int, step: Step) -> npt.NDArray[np.float64]:
-        """As `run`: how many seconds each operation took. Raises MemoryError, and OSError for a library that is older
-        than this."""
+        """As `run`; returns the seconds that each operation took. Raises MemoryError, or OSError if the library is too
+        old to time operations."""
         profile = getattr(self.library.functions, "llmb_profile", None)
         if profile is None:
             raise OSError(f"the native kernels '{self.library.variant}' cannot time operations: reinstall this package")
@@ -179,16 +179,16 @@ class NativeKernels:
         )
 
     def pack_blocks(self, blocks: int, kind: Type, shape: tuple[int, int], packed: int) -> None:
-        """Packs the matrix [n, k] whose blocks, of a type of GGUF files, are at address `blocks`, row by row."""
+        """Packs the matrix [n, k] from blocks of a GGUF type at address `blocks`, row by row."""
         self.library.functions.llmb_pack_blocks(self.pointer, blocks, kind, *shape, packed)
 
     def close(self) -> None:
-        """Ends the threads. Nothing may be called afterwards."""
+        """Ends the threads. Must be the last call."""
         self._finalizer()
 
 
 def op_pointers(ops: Sequence[ctypes.Structure]) -> Any:
-    """The array that `NativeKernels.run` takes. The caller keeps the operations alive."""
+    """The array that `NativeKernels.run` takes. The caller must keep the operations alive."""
     return (c_void_p * len(ops))(*(ctypes.addressof(op) for op in ops))
 
 
@@ -203,9 +203,9 @@ def available() -> tuple[str, ...]:
 
 @functools.cache
 def load(variant: str | None = None) -> KernelLibrary | None:
-    """The best library for this CPU, or the named variant if this CPU can execute it; None, with one warning: there is
+    """The best library for this CPU, or the named variant if this CPU can execute it; None, with one warning = there is
     none."""
-    # Also for a named variant: `available` requests the AMX registers from Linux.
+    # Called for a named variant too, because `available` requests the AMX registers from Linux.
     for name in available() if variant is None else {variant}.intersection(available()):
         path = _path(name)
         if path is not None and (library := _checked(name, path)) is not None:
@@ -217,7 +217,7 @@ def load(variant: str | None = None) -> KernelLibrary | None:
 
 
 def _checked(variant: str, path: Path) -> KernelLibrary | None:
-    """The library; None, with a warning: it cannot be loaded or computes wrongly on this CPU."""
+    """The library; None, with a warning = it cannot be loaded, or computes wrongly on this CPU."""
     try:
         library = KernelLibrary(variant, path)
         fault = fault_of(library)
@@ -230,14 +230,15 @@ def _checked(variant: str, path: Path) -> KernelLibrary | None:
 
 
 def _path(variant: str) -> Path | None:
-    """Its file. One for every version of Python precedes one for this version, which is from an older build."""
+    """Its file. One for every version of Python takes precedence over one for this version, which is from an older
+    build."""
     directory = Path(__file__).parent
     paths = (directory / f"_{variant}{suffix}" for suffix in reversed(importlib.machinery.EXTENSION_SUFFIXES))
     return next((path for path in paths if path.exists()), None)
 
 
 def _declare(functions: Any) -> bool:
-    """Types of the entry points (native/library.cpp); pointers are passed as integers. False: the library lacks one."""
+    """Declares the entry points (native/library.cpp), with pointers as integers. False = the library lacks one."""
     declare = {
         "llmb_sizes": (None, [c_void_p]),
         "llmb_engine_new": (c_void_p, [c_int32]),
@@ -264,9 +265,9 @@ ROWS, N, K = 19, 70, 130
 _ZERO = 8
 _BLOCKS_K: Final = 512
 _FINITE: Final = 0xBB
-"""Of random bytes with these bits alone, every 16 bits are a finite float16."""
+"""Random bytes masked with this are finite as float16."""
 _INT8_ERROR: Final = 3e-2
-# Of the largest element. int8 rounds weights and activations to 127 steps each, int4 weights to 8.
+# Relative to the largest element. int8 rounds weights and activations to 127 steps each, int4 weights to 8.
 _CASES = (
     (Type.FLOAT32, Type.FLOAT32, 1e-5),
     (Type.BFLOAT16, Type.FLOAT32, 1e-5),
@@ -279,8 +280,8 @@ _CASES = (
 
 
 def fault_of(library: KernelLibrary) -> str:
-    """What the library computes wrongly; "": nothing. Every pair of types that a layer can have is multiplied once,
-    with more rows and columns than one tile."""
+    """What the library computes wrongly; "" = nothing. Multiplies each pair of types that a layer can have once, with
+    more rows and columns than one tile."""
     kernels = NativeKernels(library, 1)
     try:
         for weight_type, x_type, tolerance in _CASES:
@@ -335,7 +336,7 @@ def _multiply(
     packed = kernels.library.memory(packed_bytes(N, K, weight_type))
     scale = np.zeros(max(scale_bytes(N, K, weight_type), 1), np.uint8)
     sums = np.full(max(sums_bytes(N, K, weight_type), 1), _ZERO, np.uint8)
-    # Nothing is rounded to numbers with zeros of their own: zeros of 8 are what INT4 has.
+    # Packing never rounds to INT4_ZERO; zero points of 8 are equivalent to INT4.
     rounded_to = Type.INT4 if weight_type is Type.INT4_ZERO else weight_type
     kernels.pack(
         weight.ctypes.data, source_type, (N, K), K, packed.ctypes.data, rounded_to, scale.ctypes.data, sums.ctypes.data

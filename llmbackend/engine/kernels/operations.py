@@ -1,8 +1,7 @@
-"""What Python hands to a kernel library: the structures of native/step.h and of the headers beside it, which explain
-the fields.
+"""The structures that Python passes to a kernel library; native/step.h and its neighbouring headers explain the fields.
 
-For: the library, which compares their sizes with its own, and programs, which fill them in. Does not know: how
-operations are computed. Invariant: a structure has the fields of its header, in their order.
+The library compares their sizes with its own; programs fill them in. Invariant: a structure has the fields of its
+header, in the same order.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ class Type(IntEnum):
     BFLOAT16 = 1
     INT8 = 2
     FIXED16 = 3
-    """For keys and values only (native/fixed16.h)."""
+    """Keys and values only (native/fixed16.h)."""
     BFLOAT16_TILES = 4
-    """For activations only (native/tile_rows.h)."""
+    """Activations only (native/tile_rows.h)."""
     INT4 = 5
-    """For weights only: scale * (q - 8), in groups of 32 along k."""
+    """Weights only: scale * (q - 8), in groups of 32 along k."""
     INT4_MIN = 6
-    """For weights only: scale * q + min, alike."""
+    """Weights only: scale * q + min, likewise."""
     INT4_ZERO = 7
-    """For weights only: scale * (q - zero), alike."""
+    """Weights only: scale * (q - zero), likewise."""
     Q5_0 = 38
-    """For weights only, as all below: types of GGUF files, 32 + their number there (native/ggml_forms.h)."""
+    """Weights only, as all below: GGUF types, 32 + their number there (native/ggml_forms.h)."""
     Q5_1 = 39
     Q8_0 = 40
     Q2_K = 42
@@ -78,13 +77,13 @@ class Activation(IntEnum):
 
 
 LORA_LAYERS: Final = 3
-"""The most layers of one LoraOp."""
+"""Maximum number of layers of one LoraOp."""
 LORA_BLOCK: Final = 16
 """Tokens of one adapter that are multiplied together."""
 LORA_DELTA_TOKENS: Final = 64
-"""So many tokens have room for what adapters add to them."""
+"""Capacity in tokens of the buffer for what adapters add."""
 LORA_RANKS: Final = 16
-"""Ranks of adapters are padded to a multiple of it."""
+"""Ranks of adapters are padded to a multiple of this."""
 
 
 def _named(names: str, kind: type) -> list[tuple[str, type]]:

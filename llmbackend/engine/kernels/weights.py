@@ -1,8 +1,8 @@
-"""Packed weights: where the matrix of a linear layer is in native memory.
+"""Packed weights: where the matrices of linear layers are in native memory.
 
-For: the loader, which packs every linear layer of a model, and the operations that read them. Does not know: modules.
-Invariant: matrices packed one after the other are adjacent, so that neighbours of whole panels (query, key, value) are
-one matrix without being copied together.
+Used by the loader, which packs every linear layer of a model, and by the operations that read them. Invariant: matrices
+packed one after the other are adjacent, so neighbours made of whole panels (query, key, value) form one matrix without
+copying.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .operations import Type
 TYPE_OF = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
 _ALIGN_BYTES = 64
 _ZERO: Final = 8
-"""Of INT4."""
+"""The zero point of INT4."""
 NEIGHBOURS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers with the same input, by their names in transformers, in the order in which programs need their outputs."""
 NewMemory = Callable[[int], npt.NDArray[np.uint8] | None]
-"""Returns this many bytes of zeros, or None: the caller allocates its own."""
+"""Returns this many zeroed bytes, or None = the caller allocates its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class PackedWeight:
     k: int
     type: Type
     scale: int = 0
-    """Address of the scales (library.scale_bytes); 0: there are none."""
+    """Address of the scales (library.scale_bytes); 0 = none."""
     sums: int = 0
-    """Address of the sums, minima or zeros (library.sums_bytes); 0: there are none."""
+    """Address of the sums, minima or zero points (library.sums_bytes); 0 = none."""
     order: int = 0
-    """Address of the order of x's columns, int32 [k]; 0: as they are. Of weights in 4 bits alone."""
+    """Address of the permutation of x's columns, int32 [k]; 0 = none. Only for 4-bit weights."""
     memory: object = field(default=None, compare=False, repr=False)
     """Keeps the addresses valid."""
 
@@ -56,13 +56,13 @@ class PackedWeight:
         return self._from(start, n)
 
     def joined(self, other: PackedWeight) -> PackedWeight | None:
-        """This matrix with the rows of the other below; None unless they are adjacent in memory."""
+        """This matrix with the rows of the other appended; None unless they are adjacent in memory."""
         if self.n % PANEL or other != self._from(self.n, other.n):
             return None
         return dataclasses.replace(self, n=self.n + other.n)
 
     def _from(self, start: int, n: int) -> PackedWeight:
-        """n rows in this memory from row `start` of this matrix on."""
+        """n rows of this matrix, from row `start` on."""
         shape = (start, self.k, self.type)
         return dataclasses.replace(
             self,
@@ -75,22 +75,22 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FourBits:
-    """A matrix [n, k] in 4 bits as a checkpoint has it: scale * (number - 8), with minima scale * number + min, with
-    zeros scale * (number - zero). Groups are of GROUP columns, the last one of fewer."""
+    """A 4-bit matrix [n, k] as a checkpoint stores it: scale * (number - 8); with minima, scale * number + min; with
+    zero points, scale * (number - zero). Groups have GROUP columns; the last may have fewer."""
 
     numbers: npt.NDArray[np.uint8]
     """[n, k]"""
     scales: npt.NDArray[np.float16]
     """[n, groups]"""
     mins: npt.NDArray[np.float16] | None
-    """As scales."""
+    """Shaped like scales."""
     zeros: npt.NDArray[np.uint8] | None = None
-    """As scales."""
+    """Shaped like scales."""
     order: npt.NDArray[np.int32] | None = None
-    """[k]: column i is of input order[i]; None: of input i."""
+    """[k]: column i multiplies input order[i]; None = input i."""
 
     def values(self) -> npt.NDArray[np.float32]:
-        """What the numbers stand for, [n, k]."""
+        """The dequantized values, [n, k]."""
         groups = np.arange(self.numbers.shape[1]) // GROUP
         numbers, scales = self.numbers.astype(np.float32), self.scales.astype(np.float32)[:, groups]
         if self.mins is not None:
@@ -104,13 +104,14 @@ class FourBits:
         return values
 
     def offsets(self, kind: Type) -> npt.NDArray[Any] | None:
-        """Minima or zeros, as a matrix of this type has them, which may have zeros though this one has none."""
+        """Minima or zero points as a matrix of this type stores them; it may have zero points even if this one has
+        none."""
         if kind is Type.INT4_ZERO and self.zeros is None:
             return np.full(self.scales.shape, _ZERO, np.uint8)
         return self.zeros if kind is Type.INT4_ZERO else self.mins
 
     def panels(self) -> npt.NDArray[np.uint8]:
-        """The numbers as native/step.h orders them, uint8 [panels, k / 8, PANEL, 4]."""
+        """The numbers in the order of native/step.h, uint8 [panels, k / 8, PANEL, 4]."""
         n, k = self.numbers.shape
         padded = np.zeros((-(-n // PANEL) * PANEL, -(-k // 64) * 64), np.uint8)
         padded[:n, :k] = self.numbers
@@ -118,7 +119,7 @@ class FourBits:
         return np.asarray((quads[:, :, :, 0] | quads[:, :, :, 1] << 4).transpose(0, 2, 1, 3))
 
     def by_panel(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Scales, minima or zeros as native/step.h orders them, [panels, groups, PANEL]."""
+        """Scales, minima or zero points in the order of native/step.h, [panels, groups, PANEL]."""
         n, k = self.numbers.shape
         padded = np.zeros((-(-n // PANEL) * PANEL, -(-k // 64) * 64 // GROUP), values.dtype)
         padded[:n, : values.shape[1]] = values
@@ -127,7 +128,7 @@ class FourBits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredBlocks:
-    """A matrix [n, k] as a GGUF file has it."""
+    """A matrix [n, k] as a GGUF file stores it."""
 
     type: Type
     """One of BLOCKS."""
@@ -141,17 +142,18 @@ class StoredBlocks:
 
 
 class WeightStore:
-    """Memory for all packed weights of a model and the small arrays beside them, reserved at once.
+    """Memory for all packed weights of a model and its small arrays, reserved at once.
 
-    It is filled in this order: panels of all matrices, their scales, their sums, other arrays. `memory` is uint8, and
-    takes memory only where it is filled."""
+    It is filled in this order: panels of all matrices, their scales, their sums, other arrays. `memory` is uint8; its
+    pages are committed as it is filled.
+    """
 
     def __init__(
         self, kernels: NativeKernels, shapes: list[tuple[int, int, Type]], extra_bytes: int = 0,
         new_memory: NewMemory | None = None,
     ) -> None:  # fmt: skip
-        """shapes: (n, k, type) of every matrix that will be packed. extra_bytes: the most for other arrays. new_memory:
-        is tried first. Raises MemoryError."""
+        """shapes: (n, k, type) of every matrix to be packed. extra_bytes: limit for other arrays. new_memory: tried
+        first. Raises MemoryError."""
         self._kernels = kernels
         panels = sum(packed_bytes(*shape) for shape in shapes)
         scales = sum(_aligned(scale_bytes(*shape)) for shape in shapes)
@@ -162,7 +164,7 @@ class WeightStore:
         self._next_scale = self._next + panels
         self._next_sums = self._next_scale + scales
         self._orders: dict[bytes, int] = {}
-        """Addresses."""
+        """Their addresses."""
 
     @property
     def used(self) -> npt.NDArray[np.uint8]:
@@ -183,7 +185,7 @@ class WeightStore:
         return packed
 
     def pack_four_bits(self, matrix: FourBits, kind: Type) -> PackedWeight:
-        """Keeps every number, scale, minimum and zero as it is."""
+        """Stores every number, scale, minimum and zero point unchanged."""
         n, k = matrix.numbers.shape
         packed = self._reserve(n, k, kind)
         self._write(packed.address, matrix.panels())
@@ -193,14 +195,14 @@ class WeightStore:
         return packed if matrix.order is None else dataclasses.replace(packed, order=self._order(matrix.order))
 
     def _order(self, order: npt.NDArray[np.int32]) -> int:
-        """The address of a copy; neighbours with equal orders have one."""
+        """The address of a copy; equal permutations are shared."""
         data = order.tobytes()
         if data not in self._orders:
             self._orders[data] = int(self.memory.ctypes.data) + self.add(np.frombuffer(data, np.uint8))
         return self._orders[data]
 
     def pack_blocks(self, matrix: StoredBlocks) -> PackedWeight:
-        """Keeps every number, scale and minimum as it is."""
+        """Stores every number, scale and minimum unchanged."""
         packed = self._reserve(*matrix.shape, matrix.type)
         self._kernels.pack_blocks(matrix.blocks.ctypes.data, matrix.type, matrix.shape, packed.address)
         return packed
@@ -219,8 +221,7 @@ class WeightStore:
         return packed
 
     def add(self, array: npt.NDArray[np.uint8]) -> int:
-        """Copies a small array behind the others and returns its offset in bytes. Raises MemoryError when there is no
-        room."""
+        """Appends a small array and returns its offset in bytes. Raises MemoryError if there is no room."""
         begin = _aligned(self._end)
         if begin + len(array) > len(self.memory):
             raise MemoryError(f"{len(array)} bytes do not fit into the memory of packed weights")

@@ -1,1 +1,1 @@
-"""KV blocks: tables, prefix cache, host tier."""
+"""KV blocks: block tables, prefix cache, host tier."""

@@ -1,7 +1,7 @@
-"""Host memory for KV blocks: which of its blocks holds which text, and the copies that follow.
+"""KV blocks in host memory: which tokens each block caches, and the resulting copies.
 
-For: the manager of the device's blocks. Does not know: rows, requests, the memory itself (the runner's). Invariant: a
-text is in one place, on the device or here; copies are handed out once, in the order in which they must be made.
+Used by the manager of the device's blocks; the memory itself is the runner's. Invariants: a cached block is in one
+place, on the device or here; copies are handed out once, in the order in which they must be made.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ..step import KVCopies
 from .prefix_cache import PrefixCache
 
 _Copy = tuple[bool, int, int]
-"""Whether to the host; the device's block; the host's block."""
+"""Whether to the host; device block; host block."""
 
 
 class HostTier:
-    """Host memory for KV blocks whose place on the device is given to others.
+    """Keeps KV blocks evicted from the device.
 
-    A text is in one place, on the device or here, and is found through the same prefix cache, where host block h has
-    the number num_device_blocks + h. Each host block is free, or kept (the least recently used is evicted first), or
-    being reloaded. The copies that follow from this are handed out once, in order; the runner makes them.
+    Host blocks are found through the same prefix cache, in which host block h has the number num_device_blocks + h.
+    Each host block is free, cached (the least recently used is evicted first) or being reloaded. The runner makes the
+    resulting copies.
     """
 
     def __init__(self, prefixes: PrefixCache, num_device_blocks: int, num_host_blocks: int) -> None:
@@ -39,12 +39,12 @@ class HostTier:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Host blocks that hold a text."""
+        """Host blocks in the prefix cache."""
         return len(self._kept)
 
     def offload(self, block: int) -> None:
-        """Keeps the text of a registered device block that is about to be reused, if it can be found, and if not all
-        host blocks are being reloaded."""
+        """Keeps the contents of a registered device block that is about to be reused, if they can still be found and
+        not all host blocks are being reloaded."""
         if not (self._free or self._kept) or not self._prefixes.is_found(block):
             self._prefixes.forget(block)
             return
@@ -55,16 +55,16 @@ class HostTier:
         self.num_offloaded += 1
 
     def use_later(self, number: int) -> None:
-        """A kept text is evicted after all others."""
+        """Makes a cached block the last to be evicted."""
         self._kept.move_to_end(number - self._first)
 
     def hold(self, numbers: list[int]) -> None:
-        """These cached prefixes are about to be reloaded: none of them is evicted for another."""
+        """Protects cached prefixes that are about to be reloaded from eviction."""
         for number in numbers:
             del self._kept[number - self._first]
 
     def reload(self, number: int, block: int) -> None:
-        """Copies a held text back into a block of the device."""
+        """Copies a held block back into a device block."""
         host_block = number - self._first
         self._prefixes.move(number, block)
         self._free.append(host_block)
@@ -72,7 +72,7 @@ class HostTier:
         self.num_reloaded += 1
 
     def discard(self, number: int) -> None:
-        """A kept text is no longer registered."""
+        """Drops a cached block that is no longer registered."""
         host_block = number - self._first
         del self._kept[host_block]
         self._free.append(host_block)
@@ -83,13 +83,13 @@ class HostTier:
         return list(_batches(copies))
 
     def check(self) -> None:
-        """Raises AssertionError unless each host block is free, or kept and found as a text."""
+        """Raises AssertionError unless each host block is either free, or cached and found."""
         if sorted([*self._free, *self._kept]) != list(range(self.num_blocks)):
             raise AssertionError(f"host blocks are lost or held twice: {len(self._free)} free, {len(self._kept)} kept")
         if any(self._first + host_block in self._prefixes for host_block in self._free):
-            raise AssertionError("a free host block is found as a text")
+            raise AssertionError("a free host block is registered")
         if any(self._first + host_block not in self._prefixes for host_block in self._kept):
-            raise AssertionError("a host block is kept and not found")
+            raise AssertionError("a host block is cached but not registered")
 
     def _evict(self) -> int:
         host_block, _ = self._kept.popitem(last=False)
@@ -98,8 +98,8 @@ class HostTier:
 
 
 def _batches(copies: list[_Copy]) -> Iterator[KVCopies]:
-    """Runs of copies in one direction. A run reads nothing that it writes, so that of copies to one target only the
-    last counts."""
+    """Runs of copies in one direction. No run reads what it writes, so of several copies to one target only the last
+    counts."""
     for to_host, run in groupby(copies, key=lambda copy: copy[0]):
         by_target = {copy[2] if to_host else copy[1]: copy for copy in run}
         blocks, host_blocks = zip(*((block, host_block) for _, block, host_block in by_target.values()), strict=True)

@@ -1,23 +1,22 @@
-"""The pools of KV blocks, on the device and in host memory: which row holds which block, and which text a block holds.
+"""The pools of KV blocks, on the device and in host memory: which rows hold a block, and which tokens it caches.
 
-For: the scheduler, which looks up the computed beginning of a text, reserves blocks for a step's tokens, and releases a
-row's blocks at its end. Does not know: the KV memory itself (the runner's), requests, or why a block is needed.
-Invariant: each device block is free (on the stack), cached (registered in the prefix cache and held by no row; the
-least recently used is reused first) or used (held by as many rows as it counts); `check()` verifies it. Only full
-blocks of computed tokens are registered, and no step writes to them after that.
+The scheduler looks up cached prefixes, reserves blocks for a step's tokens, and releases a row's blocks at its end. The
+KV memory itself is the runner's. Invariant: each device block is free (on the stack), cached (registered in the prefix
+cache but held by no row; the least recently used is reused first) or used (with a count of the rows that hold it);
+`check()` verifies it. Only full blocks of computed tokens are registered, and no step writes to them afterwards.
 
-A block may be given to another row while a step in flight still writes to it, because steps run in launch order: the
-new row's writes come later, and it reads only what it has written. A late write never lands in a registered block: a
-step writes behind what earlier steps of its row computed, and a block is registered only when the step that filled it
-was committed.
+A block may be reassigned while a step in flight still writes to it, because steps run in launch order: the new row
+writes later, and reads only what it has written. A late write never hits a registered block, because a step writes only
+after what earlier steps of its row computed, and a block is registered only once the step that filled it is committed.
 
-Where layers have a window, a row gives back the blocks that lie wholly behind it while it runs; they stay cached like
-others. Where some layers see all, blocks are of one group of layers each (kv_groups.py). A row's blocks are then those
-of the group that sees all: they have texts, and a text's windowed blocks are the parts of its blocks (window_parts.py).
-A text is found up to where the parts that the next query sees have not been reused.
+If layers have a window, a running row frees blocks entirely outside it; they stay cached like others. If only some
+layers have one, each block belongs to one group of layers (kv_groups.py). The row's blocks are then those of the
+full-attention group, which are the ones registered in the prefix cache; the blocks of the windowed groups are their
+parts (window_parts.py). A prefix is found up to the last point at which all parts within the next query's window still
+exist.
 
-Allocating, freeing and finding cost O(1) per block; a step costs Python time only for rows that need a new block or
-have filled one.
+Allocating, freeing and finding are O(1) per block; a step costs Python time only for rows that need a new block or have
+filled one.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from .state_slots import StateSlots
 from .window_parts import FREED_BLOCK, WindowParts
 
 NEVER = np.iinfo(np.int32).max
-"""A number of registered blocks that no row exceeds: its blocks are not shared."""
+"""A count of registered blocks that no row reaches: the row's blocks are not shared."""
 NOT_SHARED: Final = 0
-"""The parent of a row whose blocks are not shared: no block has this identity."""
+"""Parent of a row whose blocks are not shared; no block has this identity."""
 ONE_GROUP: Final = KVGroups()
 
 
 class KVCacheManager:
-    """Owns the free stack, the cached blocks and the counts of rows per block; only it writes `table.block_tables`."""
+    """Owns the free stack, the cached blocks and the reference counts; the only writer of `table.block_tables`."""
 
     def __init__(
         self,
@@ -53,14 +52,14 @@ class KVCacheManager:
         groups: KVGroups = ONE_GROUP,
         num_state_slots: int = 0,
     ) -> None:
-        """num_state_slots: of recurrent layers' states; 0: there are no such layers."""
+        """num_state_slots: for recurrent states; 0 = the model has no recurrent layers."""
         self.num_blocks = num_blocks
         self._groups = groups
         self._window = groups.window
         self.block_size = table.block_size
         self._table = table
         self._block_table = table.block_table
-        # Of each row: where its blocks end in its tables, and how many at the beginning are behind the window.
+        # Per row: the end of its blocks in its tables, and how many leading ones are outside the window.
         self._held: Int32Array = np.zeros(table.max_num_seqs, np.int32)
         self._num_freed: Int32Array = np.zeros(table.max_num_seqs, np.int32)
         self._holders: Int32Array = np.zeros(num_blocks, np.int32)
@@ -70,72 +69,74 @@ class KVCacheManager:
         self._prefixes = PrefixCache(num_blocks + num_host_blocks)
         self.host_tier = HostTier(self._prefixes, num_blocks, num_host_blocks)
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """Least recently used first: blocks, and ~block for the part of a block, which may be lost before it."""
+        """Least recently used first: blocks, and ~block for a block's part, which may be evicted earlier."""
         self._num_cached_parts = 0
         self.states = StateSlots(num_state_slots, table) if num_state_slots else None
         both = groups.num_full and groups.num_windowed
         assert not (both and num_host_blocks), "host blocks are of all layers"
         self._parts = WindowParts(table.block_tables[1:], num_blocks) if both else None
-        # Of each row: how many of its blocks are registered (they, or others of the same text), and the identity of the
-        # last of them. `take` resets both.
+        # Per row: how many of its blocks are registered (themselves, or others with the same tokens), and the identity
+        # of the last one. `take` resets both.
         self._num_known: Int32Array = np.full(table.max_num_seqs, 0 if self._is_enabled else NEVER, np.int32)
         self._parent: list[Parent] = [()] * table.max_num_seqs
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated: cached ones are reused when no others are left."""
+        """Blocks that can be allocated, including cached ones, which are reused once no others are left."""
         return self._num_free + self.num_cached_blocks
 
     @property
     def num_cached_blocks(self) -> int:
         return len(self._cached) + self._num_cached_parts * (self._groups.num_windowed - 1)
 
-    # --- what fits ----------------------------------------------------------------------------------------------------
+    # --- capacity -----------------------------------------------------------------------------------------------------
 
     @property
     def has_state_slot(self) -> bool:
-        """Whether a row without blocks could have a state, where rows need one."""
+        """Whether a further row could get a state slot, if rows need one."""
         return self.states is None or self.states.has_room
 
     def max_chunk(self, num_tokens: int) -> int:
-        """The largest chunks in which a row of `num_tokens` can be computed in the whole memory; 0: it cannot."""
+        """The largest chunk size with which a row of `num_tokens` can be computed in the whole memory; 0 = none."""
         return self._groups.max_chunk(num_tokens, self.block_size, self.num_blocks)
 
     def min_blocks(self, num_tokens: int) -> int:
-        """The fewest blocks with which a row of `num_tokens` can be computed, in chunks of any size."""
-        return self._groups.most_blocks(num_tokens, 1, self.block_size)
+        """Minimum number of blocks with which a row of `num_tokens` can be computed, whatever the chunk size."""
+        return self._groups.max_blocks(num_tokens, 1, self.block_size)
 
     def future_blocks(self, rows: Int32Array, chunk_tokens: int) -> int:
-        """How many more blocks than now these rows will hold at once, until their known tokens are computed in chunks
-        of `chunk_tokens`. Blocks that a chunk in flight will free count as free."""
+        """How many more blocks these rows will hold at once until their known tokens are computed in chunks of
+        `chunk_tokens`. Blocks that a chunk in flight will free count as free."""
         num_tokens, computed = self._table.num_tokens[rows], self._table.num_computed_tokens[rows]
         columns = -(-num_tokens // self.block_size)
         missing = np.maximum(columns - self._held[rows], 0)
         to_come = self._groups.num_full * missing
         if self._window:
             chunks = np.minimum(chunk_tokens, num_tokens - computed)
-            at_once = np.minimum(columns - self._num_freed[rows], self._groups.most_windowed(chunks, self.block_size))
+            at_once = np.minimum(
+                columns - self._num_freed[rows], self._groups.max_windowed_blocks(chunks, self.block_size)
+            )
             more = np.maximum(at_once - (self._held[rows] - self._num_freed[rows]), 0)
             to_come = to_come + self._groups.num_windowed * np.minimum(missing, more)
         return int(to_come.sum())
 
     def blocks_to_begin(self, prefix: Prefix, num_tokens: int, chunk_tokens: int) -> int:
-        """Most free blocks that a waiting row of `num_tokens` takes at once, behind its prefix. Blocks of the prefix
-        that other rows use are not free."""
+        """Maximum number of free blocks that a waiting row of `num_tokens` takes at once after its prefix. Blocks of
+        the prefix that other rows use are not free."""
         groups, columns, num_hit = self._groups, -(-num_tokens // self.block_size), len(prefix.blocks) * self.block_size
         needed = groups.num_full * (columns - _num_used(prefix.blocks, self._holders))
         if self._window:
             unseen = self._first_seen(num_hit)
             holders = self._holders if self._parts is None else self._parts.holders
             most = columns - unseen - _num_used(prefix.blocks[unseen:], holders)
-            at_once = groups.most_windowed(min(chunk_tokens, num_tokens - num_hit), self.block_size)
+            at_once = groups.max_windowed_blocks(min(chunk_tokens, num_tokens - num_hit), self.block_size)
             needed += groups.num_windowed * min(most, at_once)
         return needed
 
     # --- blocks of rows -----------------------------------------------------------------------------------------------
 
     def reserve(self, rows: Int32Array, num_tokens: Int32Array) -> bool:
-        """Gives each row the blocks for `num_tokens[i]` tokens: all of them and True, or none and False."""
+        """Gives each row blocks for `num_tokens[i]` tokens; all or nothing. Returns whether it did."""
         missing = np.maximum(-(-num_tokens // self.block_size) - self._held[rows], 0)
         if missing.sum() * self._groups.count > self.num_free_blocks:
             return False
@@ -144,8 +145,8 @@ class KVCacheManager:
         return True
 
     def release(self, row: int) -> None:
-        """Frees all blocks of a row, the last one first: the end of a text is reused before its beginning, which is
-        more likely to be shared."""
+        """Frees all blocks of a row, the last one first, so that the end of a sequence is reused before its beginning,
+        which is more likely to be shared."""
         blocks = self._blocks_of(row)
         if self._parts is not None:
             first = int(self._num_freed[row])
@@ -156,21 +157,21 @@ class KVCacheManager:
             self.states.release(row)
 
     def plan(self, rows: Int32Array, num_tokens: Int32Array) -> None:
-        """The next step computes `num_tokens[i]` tokens of each row."""
+        """Announces that the next step computes `num_tokens[i]` tokens of each row."""
         if self.states is not None:
             are_shared = self._num_known[rows] != NEVER
             self.states.plan(rows[are_shared], num_tokens[are_shared], self.block_size)
 
-    def tell(self, journal: BlockJournal | None) -> None:
-        """Reports to `journal` from now on which blocks any request can find; None = to nobody. Without prefix caching
-        there are none."""
-        self._prefixes.tell(journal if self._is_enabled else None)
+    def set_journal(self, journal: BlockJournal | None) -> None:
+        """Sets who is told which blocks requests can find; None = nobody. Without prefix caching there are none."""
+        self._prefixes.set_journal(journal if self._is_enabled else None)
 
-    # --- prefixes that are shared -------------------------------------------------------------------------------------
+    # --- shared prefixes ----------------------------------------------------------------------------------------------
 
     def find(self, token_ids: Int32Array, salt: Salt, group: str = "") -> Prefix:
-        """The computed beginning of a text, for a row without blocks; never its last token, whose logits are needed.
-        Blocks from num_blocks on are in host memory. group: where caching is off, only rows of one group share."""
+        """The cached prefix of these tokens, for a row without blocks. Excludes the last token, whose logits are
+        needed. Blocks from num_blocks on are in host memory. group: without prefix caching, only rows of one group
+        share."""
         if not self._is_enabled:
             if not group:
                 return Prefix([], NOT_SHARED, None)
@@ -188,7 +189,7 @@ class KVCacheManager:
         return self._prefixes.shortened(prefix, int(ends[-1]) if len(ends) else 0)
 
     def take(self, row: int, prefix: Prefix) -> int:
-        """Gives a row without blocks the prefix that was found; returns its tokens."""
+        """Gives a found prefix to a row without blocks; returns its length in tokens."""
         count = len(prefix.blocks)
         first = self._first_seen(count * self.block_size)
         begin = 0 if self._groups.num_full else first
@@ -215,8 +216,8 @@ class KVCacheManager:
         return count * self.block_size
 
     def register(self, rows: Int32Array, num_tokens: Int32Array) -> None:
-        """The KV of each row's first `num_tokens[i]` tokens is computed without errors: its full blocks can be found
-        from now on, and those that no later query sees are free."""
+        """The KV of each row's first `num_tokens[i]` tokens was computed without errors: registers full blocks, and
+        frees those that no later query attends to."""
         num_full = num_tokens // self.block_size
         for i in (num_full > self._num_known[rows]).nonzero()[0].tolist():
             self._register(int(rows[i]), int(num_full[i]))
@@ -228,7 +229,7 @@ class KVCacheManager:
                 self._free_behind_window(int(rows[i]), int(num_tokens[i]))
 
     def next_keys(self, rows: Int32Array) -> set[Key]:
-        """The blocks that these rows compute next: of each row, the key of the first full block of its known tokens
+        """The keys of the blocks that these rows compute next: of each row, the first full block of its known tokens
         that is not registered yet."""
         at = self._num_known[rows]
         unfinished = (self._table.num_tokens[rows] // self.block_size > at).nonzero()[0].tolist()
@@ -238,8 +239,8 @@ class KVCacheManager:
         }
 
     def invalidate(self, row: int) -> None:
-        """The row failed, so none of its blocks is found any more: neither those that it computed, which may be bad,
-        nor those that it found, which may be the cause. Other rows that use them continue."""
+        """The row failed, so none of its blocks is found from now on: neither those it computed, which may be bad, nor
+        those it found, which may be the cause. Other rows that use them continue."""
         if self._first_held(row) and isinstance(last := self._parent[row], int):
             for block in self._prefixes.forget_through(last):
                 self._discard(block)
@@ -248,8 +249,8 @@ class KVCacheManager:
             self._discard_part(block)
 
     def contents(self) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Of each block, int32 [num_blocks]: its state (0 free, 1 cached, 2 used); how many rows hold it; one of them,
-        or -1."""
+        """For each block, int32 [num_blocks]: its state (0 free, 1 cached, 2 used), how many rows hold it, and one of
+        them or -1."""
         states: Int32Array = np.where(self._holders > 0, 2, 0).astype(np.int32)
         states[[entry for entry in self._cached if entry >= 0]] = 1
         rows: Int32Array = np.full(self.num_blocks, -1, np.int32)
@@ -278,7 +279,7 @@ class KVCacheManager:
         if len(holders) != self.num_blocks or (holders != self._holders).any():
             raise AssertionError("KV blocks are lost or held twice: the counts of their holders are wrong")
         if any(block in self._prefixes for block in free.tolist()) or any(one not in self._prefixes for one in cached):
-            raise AssertionError("a free block is found as a text, or a cached one is not")
+            raise AssertionError("a free block is registered, or a cached one is not")
         self._prefixes.check()
         self.host_tier.check()
         if self.states is not None:
@@ -299,15 +300,15 @@ class KVCacheManager:
         if sorted(cached) != unused or len(cached) != self._num_cached_parts:
             raise AssertionError("a part is neither held nor cached, or both")
         if any(block not in self._prefixes for block in cached):
-            raise AssertionError("a part is cached for a block that is not found as a text")
+            raise AssertionError("a part is cached for a block that is not registered")
         return found.reshape(-1)
 
     def _check_texts(self) -> None:
-        """Raises AssertionError unless each registered block that a row holds has the row's tokens."""
+        """Raises AssertionError unless each registered block that a row holds stores the row's tokens."""
         for row in range(len(self._held)):
             for index, block in enumerate(self._blocks_of(row).tolist(), self._first_held(row)):
                 if self._prefixes.tokens_of(block) not in (None, self._tokens(row, index, index + 1)):
-                    raise AssertionError(f"row {row} holds block {block} of another text")
+                    raise AssertionError(f"row {row} holds block {block} with other tokens")
 
     def _tokens(self, row: int, first_block: int, end_block: int) -> bytes:
         return self._table.token_ids[row, first_block * self.block_size : end_block * self.block_size].tobytes()
@@ -325,21 +326,21 @@ class KVCacheManager:
         self._num_known[row], self._parent[row] = num_full, parent
 
     def _replace_without_part(self, parts: WindowParts, parent: Parent, tokens: bytes, block: int) -> None:
-        """Where another block is registered for this text and has lost its part, `block` is found from now on."""
+        """If another block is registered for these tokens but has lost its part, registers `block` in its place."""
         known = self._prefixes.block_of(parent, tokens)
         if known is not None and known != block and not parts.has(known):
             self._prefixes.move(known, block)
             self._discard(known)
 
     def _up_to_a_state(self, prefix: Prefix, salt: Salt, states: StateSlots, ends: Int32Array) -> Prefix:
-        """The most of a prefix after which a state is kept, one of `ends`. What it misses is still what the whole one
-        does: a row that computes that will keep a state."""
+        """The longest part of a prefix after which a recurrent state is cached, at one of `ends`. Its `missing` remains
+        that of the whole prefix, because a row that computes it will save a state."""
         identities = self._prefixes.identities(prefix.blocks)
         count = next((end for end in reversed(ends.tolist()) if states.keeps(identities[end - 1])), 0)
         return Prefix(prefix.blocks[:count], identities[count - 1] if count else salt, prefix.missing)
 
     def _usable(self, prefix: Prefix, parts: WindowParts) -> Int32Array:
-        """How many of a prefix's blocks a row could begin with: queries behind them see no part that is lost."""
+        """How many of a prefix's blocks a row could start with, such that no later query attends to a lost part."""
         places = np.arange(len(prefix.blocks), dtype=np.int32)
         lost_before = np.maximum.accumulate(np.where(parts.present(prefix.blocks), -1, places))
         first_seen = np.maximum((places + 1) * self.block_size - self._window + 1, 0) // self.block_size
@@ -355,7 +356,7 @@ class KVCacheManager:
         return blocks
 
     def _give_back(self, blocks: Int32Array) -> None:
-        """A row no longer holds these blocks; the first of them are reused last."""
+        """Releases blocks of a row; the first of them are reused last."""
         blocks = blocks[::-1]
         self._holders[blocks] -= 1
         unused = blocks[self._holders[blocks] == 0]
@@ -382,11 +383,11 @@ class KVCacheManager:
         self._num_free += len(blocks)
 
     def _first_seen(self, num_tokens: int) -> int:
-        """The first block that queries behind `num_tokens` see."""
+        """The first block that queries after `num_tokens` attend to."""
         return max(num_tokens - self._window + 1, 0) // self.block_size if self._window else 0
 
     def _free_behind_window(self, row: int, num_tokens: int) -> None:
-        """Frees the blocks that no query sees once `num_tokens` are computed."""
+        """Frees the blocks that no query attends to once `num_tokens` are computed."""
         first, end = int(self._num_freed[row]), self._first_seen(num_tokens)
         blocks = self._block_table[row, first:end]
         if self._parts is not None:
@@ -397,7 +398,7 @@ class KVCacheManager:
         self._num_freed[row] = end
 
     def _use_later(self, blocks: list[int]) -> None:
-        """Cached blocks at the beginning of a text that is used are reused last, the first of them after the others."""
+        """Makes cached blocks of a sequence in use the last to be reused, its first block last of all."""
         for block in reversed(blocks):
             if block >= self.num_blocks:
                 self.host_tier.use_later(block)
@@ -405,7 +406,7 @@ class KVCacheManager:
                 self._cached.move_to_end(block)
 
     def _discard(self, block: int) -> None:
-        """A block, of the device or of the host, is not registered any more: it is free, unless a row uses it."""
+        """A block, on the device or in host memory, is no longer registered: it is free unless a row uses it."""
         if block >= self.num_blocks:
             self.host_tier.discard(block)
         elif block in self._cached:
@@ -413,7 +414,7 @@ class KVCacheManager:
             self._add_free(np.array([block], np.int32))
 
     def _discard_part(self, block: int) -> None:
-        """The part of a block that is not registered any more is free, unless a row needs it."""
+        """The part of an unregistered block is free unless a row needs it."""
         if ~block in self._cached:
             assert self._parts is not None
             del self._cached[~block]
@@ -421,7 +422,7 @@ class KVCacheManager:
             self._add_free(self._parts.detach(np.array([block], np.int32)))
 
     def _take(self, row: int, count: int) -> None:
-        """Gives a row `count` more blocks, and their parts."""
+        """Gives a row `count` more blocks and their parts."""
         held, blocks = int(self._held[row]), self._allocate(count)
         self._block_table[row, held : held + count] = blocks
         self._holders[blocks] = 1
@@ -431,7 +432,7 @@ class KVCacheManager:
         self._held[row] = held + count
 
     def _reload(self, host_numbers: list[int]) -> Int32Array:
-        """Copies texts from host memory into new blocks, used by one row each."""
+        """Copies blocks from host memory into new ones, each used by one row."""
         self.host_tier.hold(host_numbers)
         blocks = self._allocate(len(host_numbers))
         self._holders[blocks] = 1
@@ -440,15 +441,14 @@ class KVCacheManager:
         return blocks
 
     def _allocate(self, count: int) -> Int32Array:
-        """Takes `count` of the free blocks."""
         while self._num_free < count:
             self._reuse()
         self._num_free -= count
         return self._free[self._num_free : self._num_free + count][::-1].copy()
 
     def _reuse(self) -> None:
-        """Frees what is cached and was used least recently: a block, whose text goes to host memory if there is any,
-        with its part, or the part alone."""
+        """Frees the least recently used cached entry: a block with its part (its contents move to host memory, if there
+        is any), or only a part."""
         entry = next(iter(self._cached))
         if entry < 0:
             self._discard_part(~entry)
@@ -462,5 +462,5 @@ class KVCacheManager:
 
 
 def _num_used(blocks: list[int], holders: Int32Array) -> int:
-    """How many of these blocks rows hold. Those from len(holders) on are in host memory."""
+    """How many of these blocks are held by rows. Blocks from len(holders) on are in host memory."""
     return int(np.count_nonzero(holders[[block for block in blocks if block < len(holders)]]))

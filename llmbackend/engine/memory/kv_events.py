@@ -1,9 +1,9 @@
-"""Reports which blocks the prefix cache has: to hosts, and to other routers as vLLM's KV events over ZeroMQ.
+"""Publishes which blocks the prefix cache has: to hosts, and to external routers as vLLM's KV events over ZeroMQ.
 
-For: the engine core. Does not know: steps, requests, who subscribes. Invariants: without a receiver there is no
-journal; the events are those of vLLM in their array form ([tag, field, …]), in batches [time, events,
-data_parallel_rank] with a topic and a number that counts from 0 in each process; the first event of a process is
-AllBlocksCleared. The engine's thread never waits: a thread of its own has the sockets.
+Used by the engine core. Invariants: without a receiver there is no journal; the events are vLLM's in array form ([tag,
+field, …]), in batches [time, events, data_parallel_rank] with a topic and a sequence number that starts at 0 in each
+process; the first event of a process is AllBlocksCleared. The engine's thread never waits: a separate thread owns the
+sockets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .prefix_cache import BlockJournal, FoundBlock
 logger = logging.getLogger(__name__)
 
 MEDIUM: Final = "GPU"
-"""vLLM's word for where an engine finds its blocks; it also stands for those in host memory."""
+"""vLLM's name for the device; it also covers blocks in host memory."""
 SEQUENCE_BYTES: Final = 8
 END_OF_REPLAY: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 _QUEUE: Final = "inproc://batches"
@@ -36,16 +36,16 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class _Event(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
-    """Its tag, the name of the class, comes first."""
+    """The tag, the name of the class, comes first."""
 
 
 class BlockStored(_Event):
-    """Blocks that follow one another, the first behind `parent_block_hash`.
+    """Consecutive blocks, the first one after `parent_block_hash`.
 
     token_ids   of all of them
-    block_size  tokens of each
+    block_size  tokens per block
     lora_id     always None
-    extra_keys  for each block: what distinguishes it beside its tokens (tenant, salt), at the beginning of a text
+    extra_keys  for the first block of a sequence: what distinguishes it besides its tokens (tenant, salt)
     """
 
     block_hashes: list[int]
@@ -77,7 +77,7 @@ class KVEvents:
     """A BlockListener. One thread calls it."""
 
     def __init__(self, config: KVEventsConfig, block_size: int) -> None:
-        """Raises ValueError when an endpoint cannot be bound."""
+        """Raises ValueError if an endpoint cannot be bound."""
         self._block_size = block_size
         self._rank = config.data_parallel_rank
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = [AllBlocksCleared()]
@@ -119,7 +119,7 @@ class KVEvents:
             self._events.append(BlockRemoved([_number(block_hash)], MEDIUM))
 
     def send(self) -> None:
-        """Publishes the events since the last call, unless the first one of all is the only one."""
+        """Publishes the events since the last call, unless the initial one is the only one."""
         if self._events and not isinstance(self._events[-1], AllBlocksCleared):
             self._queue.send(_encode(EventBatch(time.time(), self._events, self._rank)))
             self._events = []
@@ -132,7 +132,7 @@ class KVEvents:
 
 
 class _Publisher:
-    """Publishes batches, and repeats those that a subscriber missed. Its thread owns it."""
+    """Publishes batches and replays those that a subscriber missed. Owned by its thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: KVEventsConfig) -> None:
         """Raises ZMQError."""
@@ -156,7 +156,7 @@ class _Publisher:
     def run(self) -> None:
         while True:
             ready = dict(self._poller.poll())
-            if self._batches in ready:  # first: a replay has all batches that were sent before it was asked for
+            if self._batches in ready:  # first: a replay includes all batches sent before it was requested
                 batch = self._batches.recv()
                 if batch == _STOP:
                     break
@@ -174,7 +174,7 @@ class _Publisher:
         self._subscribers.send_multipart((self._topic, number, batch))
 
     def _replay(self, replays: zmq.Socket[bytes], request: list[bytes]) -> None:
-        """A request is an empty frame and a number: all batches from that on follow, and an end."""
+        """A request is an empty frame and a number: sends all batches from that number on, then an end marker."""
         client, *frames = request
         if len(frames) != 2 or frames[0] or len(frames[1]) != SEQUENCE_BYTES:
             logger.warning("a request for a replay of KV events has frames of %s bytes, expected 0 and 8",
@@ -197,7 +197,7 @@ def _number(block_hash: bytes) -> int:
 
 class PrefixPublishing:
     def __init__(self, kv_cache: KVCacheManager, events: KVEventsConfig | None) -> None:
-        """Raises ValueError when an endpoint of the KV events cannot be bound."""
+        """Raises ValueError if an endpoint of the KV events cannot be bound."""
         self._kv_cache = kv_cache
         self._events = KVEvents(events, kv_cache.block_size) if events is not None and events.is_on else None
         self._journal: BlockJournal | None = None
@@ -207,20 +207,20 @@ class PrefixPublishing:
 
     @property
     def has_work(self) -> bool:
-        """Whether there are changes for hosts although nothing is computed."""
+        """Whether there are changes for hosts even if nothing is computed."""
         return self._is_wanted and self._journal is not None and self._journal.has_changes
 
     def publish(self, is_wanted: bool) -> None:
-        """Sets whether hosts get changes from now on; true also asks for a snapshot."""
+        """Sets whether hosts get changes from now on; true also requests a snapshot."""
         self._is_wanted = is_wanted
         if is_wanted:
             (self._journal or self._begin()).ask_for_snapshot()
         elif self._events is None:
             self._journal = None
-            self._kv_cache.tell(None)
+            self._kv_cache.set_journal(None)
 
     def take(self) -> BlockChanges | None:
-        """The changes for hosts after a step; KV events are published here."""
+        """The changes for hosts after a step; also publishes KV events."""
         if self._journal is None:
             return None
         if self._events is not None:
@@ -234,5 +234,5 @@ class PrefixPublishing:
 
     def _begin(self) -> BlockJournal:
         self._journal = BlockJournal(self._events)
-        self._kv_cache.tell(self._journal)
+        self._kv_cache.set_journal(self._journal)
         return self._journal

@@ -1,13 +1,13 @@
-"""Which KV block holds the keys and values of which full block of tokens, and of all tokens before it.
+"""Maps full blocks of tokens, together with all tokens before them, to the KV blocks that store their keys and values.
 
-For: the pools of KV blocks, which ask for the blocks of a text's beginning. Does not know: rows, requests, which block
-is used or reused. One idea: a registered block has an identity, a number that is never reused, and is found under the
-key (identity of the block before it, its tokens); the first block of a text has the request's salt in place of an
-identity. Invariant: what is found is exact. A dict finds a key by a fast hash (SipHash, keyed at random in each
-process) and then compares all of it, so that a collision costs a comparison and never a wrong block; and an identity
-stands for one salt and one text, so that equal keys mean equal texts from their first token on.
+Used by the pools of KV blocks. Independent of rows, requests, and which blocks are in use. The idea: a registered block
+has an identity, a number that is never reused, and is found under the key (identity of the preceding block, its
+tokens); for the first block of a sequence, the request's salt takes the place of the identity. Invariant: lookups are
+exact. A dict finds a key by a fast hash (SipHash, randomly keyed in each process) and then compares it in full, so a
+collision costs a comparison and never yields a wrong block; and an identity stands for one salt and one sequence of
+tokens, so equal keys mean equal sequences from the first token on.
 
-A block that is forgotten takes its identity with it: blocks registered after it are not found any more, and no more are
+When a block is forgotten, its identity is lost: blocks registered after it are no longer found, and none can be
 registered after it.
 """
 
@@ -32,18 +32,18 @@ _TOKENS: Final = "i"
 
 @lru_cache(maxsize=1024)
 def root_hash(salt: tuple[str, ...]) -> bytes:
-    """The hash before the first block of a text with this salt."""
+    """The hash that precedes the first block of a sequence with this salt."""
     return blake2b(msgspec.msgpack.encode(salt), digest_size=HASH_BYTES).digest()
 
 
 def next_hash(before: bytes, token_bytes: bytes) -> bytes:
-    """The hash of the block with these tokens (int32, one after the other) behind the one whose hash is `before`."""
+    """The hash of the block with these tokens (concatenated int32) that follows the block with the hash `before`."""
     return blake2b(before + token_bytes, digest_size=HASH_BYTES).digest()
 
 
 def prefix_hashes(salt: tuple[str, ...], token_ids: Sequence[int], block_size: int) -> array[int]:
-    """The hashes of all blocks of a text that a prefix cache may have: the full ones, without its last token. uint64
-    [blocks]."""
+    """The hashes of all blocks of a sequence that a prefix cache may have: the full ones, excluding the last token.
+    uint64 [blocks]."""
     size, before = block_size * array(_TOKENS).itemsize, root_hash(salt)
     data = array(_TOKENS, token_ids).tobytes()
     hashes = bytearray()
@@ -54,12 +54,12 @@ def prefix_hashes(salt: tuple[str, ...], token_ids: Sequence[int], block_size: i
 
 
 def numbers(hashes: bytes) -> array[int]:
-    """The hashes, one after the other, as integers. uint64 [len(hashes) / 8]."""
+    """Concatenated hashes as integers. uint64 [len(hashes) / 8]."""
     return array(_NUMBERS, hashes)
 
 
 def joined(hashes: Iterable[bytes]) -> bytes:
-    """What `numbers` takes apart."""
+    """The inverse of `numbers`."""
     return b"".join(hashes)
 
 
@@ -68,11 +68,11 @@ Salt = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class FoundBlock:
-    """A block that is found.
+    """A block that can be found.
 
-    hash    of it, and of all before it
-    before  identity of the block before it, or the salt of its text
-    salt    of its text
+    hash    of the block and all before it
+    before  identity of the preceding block, or the salt of its sequence
+    salt    of its sequence
     """
 
     hash: bytes
@@ -81,29 +81,29 @@ class FoundBlock:
 
 
 class BlockListener(Protocol):
-    """Gets each change as it happens."""
+    """Notified of each change as it happens."""
 
     def stored(self, block: FoundBlock, before: bytes | None, tokens: bytes) -> None:
-        """before: the hash of the block before it; None for the first of a text. tokens: int32"""
+        """before: hash of the preceding block; None for the first of a sequence. tokens: int32"""
 
     def removed(self, block_hash: bytes) -> None: ...
 
 
 class BlockJournal:
-    """Which blocks the prefix cache would find, as hashes that other processes can compute, and their changes; kept
-    while there is a receiver.
+    """The blocks that the prefix cache would find, as hashes that other processes can compute, and their changes.
+    Exists only while there is a receiver.
 
-    It has exactly the blocks that a look-up from the beginning of a text reaches: a block behind a forgotten one stays
-    registered, but is reported as removed with it. A block's hash follows from the salt and from all tokens up to the
-    block's last one. Hashes are 64 bits of BLAKE2b: two texts that share one by chance cost a worse choice of an
-    engine, never a wrong token, because engines look blocks up by their tokens.
+    It contains exactly the blocks that a lookup from the beginning of a sequence reaches: a block after a forgotten one
+    stays registered, but is reported as removed. A block's hash depends on the salt and on all tokens up to the end of
+    the block. Hashes are 64 bits of BLAKE2b. If two sequences collide, a worse engine may be chosen, but tokens are
+    never wrong, because engines look blocks up by their tokens.
     """
 
     def __init__(self, listener: BlockListener | None = None) -> None:
         self._found: dict[int, FoundBlock] = {}
         """By identity."""
         self._num_behind: Counter[int] = Counter()
-        """By identity: how many found blocks are directly behind it."""
+        """By identity: the number of found blocks directly after it."""
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
         self._is_snapshot_due = False
@@ -126,7 +126,6 @@ class BlockJournal:
             self._listener.stored(found, None if isinstance(before, tuple) else hash_before, tokens)
 
     def removed(self, identity: int) -> None:
-        """A block was forgotten."""
         if identity not in self._found:
             return
         behind = self._all_behind(identity) if self._num_behind[identity] else ()
@@ -134,7 +133,7 @@ class BlockJournal:
             self._remove(one)
 
     def ask_for_snapshot(self) -> None:
-        """Makes the next changes a snapshot of all that is found."""
+        """Makes the next changes a snapshot of all blocks that can be found."""
         self._is_snapshot_due = True
 
     @property
@@ -142,7 +141,7 @@ class BlockJournal:
         return self._is_snapshot_due or bool(self._stored or self._removed)
 
     def take(self) -> BlockChanges | None:
-        """What has changed since the last call; None = nothing."""
+        """The changes since the last call; None = none."""
         if not self.has_changes:
             return None
         if self._is_snapshot_due:
@@ -163,7 +162,8 @@ class BlockJournal:
             self._listener.removed(block.hash)
 
     def _all_behind(self, identity: int) -> list[int]:
-        """All found blocks behind one, the farthest first. Rare: the end of a text is evicted before its beginning."""
+        """All found blocks after this one, farthest first. Rare: the end of a sequence is evicted before its
+        beginning."""
         behind: defaultdict[int | Salt, list[int]] = defaultdict(list)
         for one, block in self._found.items():
             behind[block.before].append(one)
@@ -174,18 +174,18 @@ class BlockJournal:
 
 
 Parent = int | Salt
-"""What is before a block: the identity of another block, or the salt at the beginning of a text."""
+"""What precedes a block: the identity of another block, or the salt at the beginning of a sequence."""
 Key = tuple[Parent, bytes]
 NOT_REGISTERED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A cached beginning of a text.
+    """A cached prefix of a sequence.
 
-    blocks   that hold it
+    blocks   its blocks
     parent   the identity of the last of them, or the salt
-    missing  the key of the next full block, which cannot be used; None = the text has no further full block
+    missing  the key of the next full block, which is not usable; None = the sequence has no further full block
     """
 
     blocks: list[int]
@@ -194,7 +194,7 @@ class Prefix:
 
 
 class PrefixCache:
-    """Over blocks 0..num_blocks-1 of the device and the host."""
+    """Covers blocks 0..num_blocks-1 of the device and the host."""
 
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[Key, int] = {}
@@ -211,23 +211,23 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return self._identity_of[block] != NOT_REGISTERED
 
-    def tell(self, journal: BlockJournal | None) -> None:
-        """Reports each change to `journal` from now on, and at once all that is registered; None = to nobody."""
+    def set_journal(self, journal: BlockJournal | None) -> None:
+        """Sets who gets each change, starting with all that is registered; None = nobody."""
         self._journal = journal
         if journal is None:
             return
-        # A block's identity is larger than that of the block before it.
+        # A block's identity is greater than that of the block before it.
         for identity, key in sorted(zip(self._identity_of, self._key_of, strict=True), key=lambda one: one[0]):
             if key is not None:
                 journal.stored(identity, *key)
 
     def tokens_of(self, block: int) -> bytes | None:
-        """The tokens of a registered block, None for another."""
+        """The tokens of a registered block, otherwise None."""
         key = self._key_of[block]
         return None if key is None else key[1]
 
     def find(self, salt: Salt, token_bytes: bytes, bytes_per_block: int) -> Prefix:
-        """The longest registered beginning of a text of full blocks."""
+        """The longest registered prefix of these tokens, in full blocks."""
         blocks: list[int] = []
         parent: Parent = salt
         for start in range(0, len(token_bytes), bytes_per_block):
@@ -240,11 +240,10 @@ class PrefixCache:
         return Prefix(blocks, parent, None)
 
     def identities(self, blocks: Sequence[int]) -> list[int]:
-        """Of registered blocks."""
         return [self._identity_of[block] for block in blocks]
 
     def shortened(self, prefix: Prefix, num_blocks: int) -> Prefix:
-        """The first blocks of a prefix that was found."""
+        """The first blocks of a found prefix."""
         if num_blocks == len(prefix.blocks):
             return prefix
         missing = self._key_of[prefix.blocks[num_blocks]]
@@ -252,13 +251,14 @@ class PrefixCache:
         return Prefix(prefix.blocks[:num_blocks], missing[0], missing)
 
     def block_of(self, parent: Parent, tokens: bytes) -> int | None:
-        """The block that is found for these tokens after `parent`."""
+        """The block found for these tokens after `parent`."""
         return self._block_of.get((parent, tokens))
 
     def register(self, parent: Parent, tokens: bytes, block: int) -> int:
-        """The identity of the block that holds these tokens after `parent`: of one registered before, else of `block`.
+        """Registers `block` for these tokens after `parent`, unless a block already is. Returns the identity of the
+        registered block.
 
-        After a parent that is forgotten nothing is registered, and the result is the parent.
+        If the parent has been forgotten, registers nothing and returns the parent.
         """
         key = (parent, tokens)
         known = self._block_of.get(key)
@@ -266,7 +266,7 @@ class PrefixCache:
             return self._identity_of[known]
         if isinstance(parent, int) and parent not in self._live_identities:
             return parent
-        assert block not in self, f"block {block} is registered for another text"
+        assert block not in self, f"block {block} is registered for other tokens"
         self._last_identity += 1
         self._block_of[key] = block
         self._key_of[block] = key
@@ -277,7 +277,7 @@ class PrefixCache:
         return self._last_identity
 
     def forget(self, block: int) -> None:
-        """The block is not found any more. Does nothing for one that is not registered."""
+        """Removes a block from the cache. No effect if it is not registered."""
         key = self._key_of[block]
         if key is not None:
             del self._block_of[key]
@@ -288,8 +288,8 @@ class PrefixCache:
             self._identity_of[block] = NOT_REGISTERED
 
     def forget_through(self, identity: int) -> list[int]:
-        """Forgets a text: the block of this identity, if it is registered, and those before it. Returns them. Takes
-        time for all blocks."""
+        """Forgets the block with this identity, if registered, and all blocks before it. Returns them. Takes time
+        proportional to the number of blocks."""
         block_of = {one: block for block, one in enumerate(self._identity_of)}
         forgotten: list[int] = []
         parent: Parent = identity
@@ -303,12 +303,12 @@ class PrefixCache:
         return forgotten
 
     def is_found(self, block: int) -> bool:
-        """Whether a block is registered and so is the one before it, without which it is not found."""
+        """Whether a block and the one before it, without which it cannot be found, are registered."""
         key = self._key_of[block]
         return key is not None and (isinstance(key[0], tuple) or key[0] in self._live_identities)
 
     def move(self, block: int, target: int) -> None:
-        """The text of `block` is found in `target` from now on; blocks registered after it stay registered."""
+        """Moves the registration of `block` to `target`; blocks registered after it stay registered."""
         key = self._key_of[block]
         assert key is not None and target not in self, f"block {block} cannot be moved to {target}"
         self._block_of[key] = target

@@ -1,9 +1,9 @@
-"""The slots of recurrent layers' states: which row has which, and which keep the state after a prefix.
+"""The slots for states of recurrent layers: which belong to rows, and which cache the state after a prefix.
 
-For: the manager of KV blocks, beside whose blocks a row has one slot. Does not know: the states themselves (the
-runner's), blocks, texts. A prefix is named by the identity of its last block (prefix_cache.py), which is never reused.
-Invariants: each slot is free, a row's, about to keep a prefix in the step that is planned, or keeps one; the least
-recently used of the latter is given up first. A slot that a row has yet to begin from is not given up.
+Used by the manager of KV blocks: a row has one slot in addition to its blocks. The states themselves are the runner's.
+A prefix is named by the identity of its last block (prefix_cache.py), which is never reused. Invariants: each slot is
+free, a row's, reserved for a prefix by the planned step, or caches a prefix; the least recently used of the last kind
+is evicted first. A slot from which a row has yet to start is not evicted.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..step import Int32Array, RowTable
 
 NO_SLOT: Final = -1
 GRID_TOKENS: Final = 2048
-"""States are kept at multiples of this many tokens, and at the last full block before the end of a prompt."""
+"""States are saved at multiples of this many tokens, and at the last full block before the end of a prompt."""
 
 
 class _Copy(NamedTuple):
-    """The state that the planned step is to keep."""
+    """A state that the planned step must save."""
 
     row: int
     position: int
@@ -27,21 +27,21 @@ class _Copy(NamedTuple):
 
 
 class StateSlots:
-    """Only it writes `table.state_slots`, `state_sources` and `state_copies`. Steps do not overlap."""
+    """The only writer of `table.state_slots`, `state_sources` and `state_copies`. Steps do not overlap."""
 
     def __init__(self, num_slots: int, table: RowTable) -> None:
         self.num_slots = num_slots
         self._table = table
         self._free = list(range(num_slots - 1, -1, -1))
         self._kept: OrderedDict[int, int] = OrderedDict()
-        """Slots by the identity of the last block of the prefix; least recently used first."""
+        """Slots by the identity of the prefix's last block; least recently used first."""
         self._begins: dict[int, int] = {}
-        """By row: the identity of the prefix whose state it has yet to begin from."""
+        """By row: the identity of the prefix from whose state it has yet to start."""
         self._planned: list[_Copy] = []
 
     @property
     def has_room(self) -> bool:
-        """Whether one more row can have a slot."""
+        """Whether one more row can get a slot."""
         return bool(self._free) or len(self._kept) > len(set(self._begins.values()))
 
     @property
@@ -49,25 +49,25 @@ class StateSlots:
         return len(self._kept)
 
     def keeps(self, identity: int) -> bool:
-        """Whether there is the state after the block of this identity."""
+        """Whether the state after the block with this identity is cached."""
         return identity in self._kept
 
     def take(self, row: int, identity: int | None) -> None:
-        """Gives a row a slot. identity: of the prefix after whose state it begins; None: it begins with zeros."""
+        """Gives a row a slot. identity: of the prefix from whose state it starts; None = it starts from zeros."""
         source = NO_SLOT
         if identity is not None:
             source = self._kept[identity]
             self._kept.move_to_end(identity)
             self._begins[row] = identity
         slot = self._allocate()
-        if slot == NO_SLOT and identity is not None:  # the last one: the row goes on with it
+        if slot == NO_SLOT and identity is not None:  # the last slot: the row takes it over
             del self._kept[identity], self._begins[row]
             slot, source = source, NO_SLOT
         assert slot != NO_SLOT, "a row was admitted without a slot for its state"
         self._table.state_slots[row], self._table.state_sources[row] = slot, source
 
     def release(self, row: int) -> None:
-        """The row's slot is free. Does nothing for a row without one."""
+        """Frees the row's slot. No effect for a row without one."""
         slot = int(self._table.state_slots[row])
         if slot != NO_SLOT:
             self._free.append(slot)
@@ -75,8 +75,8 @@ class StateSlots:
         self._table.state_slots[row] = self._table.state_sources[row] = NO_SLOT
 
     def plan(self, rows: Int32Array, num_tokens: Int32Array, block_size: int) -> None:
-        """The next step computes `num_tokens[i]` tokens of each row, whose blocks will be found: which states it is to
-        keep. What an earlier plan was to keep, and was not, is forgotten."""
+        """Plans which states the next step must save; it computes `num_tokens[i]` tokens of each row, whose blocks will
+        be found. Drops what an earlier plan was to save but did not."""
         self._forget_planned()
         begin = self._table.num_computed_tokens[rows]
         end, prompt_end = begin + num_tokens, (self._table.num_prompt_tokens[rows] - 1) // block_size * block_size
@@ -88,7 +88,7 @@ class StateSlots:
             self._plan_row(int(rows[i]), sorted(positions))
 
     def reached(self, row: int, position: int, identity: int) -> None:
-        """A row's block that ends at this position is registered with this identity, in the step that was planned."""
+        """The row's block that ends at this position was registered with this identity by the planned step."""
         for copy in self._planned:
             if copy.row == row and copy.position == position and not self.keeps(identity):
                 self._kept[identity] = copy.slot
@@ -96,7 +96,7 @@ class StateSlots:
                 return
 
     def computed(self, rows: Int32Array) -> None:
-        """The planned step has run without errors for these rows, and their blocks are registered."""
+        """The planned step ran without errors for these rows, and their blocks are registered."""
         self._table.state_sources[rows] = NO_SLOT
         if self._begins:
             for row in rows.tolist():
@@ -104,7 +104,7 @@ class StateSlots:
         self._forget_planned()
 
     def check(self) -> None:
-        """Raises AssertionError unless each slot is exactly one of free, a row's and kept."""
+        """Raises AssertionError unless each slot is exactly one of free, a row's and cached."""
         slots = self._table.state_slots
         known = [*self._free, *self._kept.values(), *slots[slots != NO_SLOT].tolist()]
         known += [copy.slot for copy in self._planned]
@@ -127,7 +127,7 @@ class StateSlots:
         self._table.state_copies.clear()
 
     def _allocate(self) -> int:
-        """A free slot, or that of the prefix that was not used for longest; NO_SLOT: there is none."""
+        """A free slot, or that of the least recently used prefix; NO_SLOT = there is none."""
         if self._free:
             return self._free.pop()
         begins = set(self._begins.values())

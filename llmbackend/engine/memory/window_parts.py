@@ -1,9 +1,9 @@
-"""The blocks of windowed groups of layers, beside those of the group that sees all.
+"""The blocks of windowed layer groups, attached to the blocks of the full-attention group.
 
-For: the manager of KV blocks, where some layers have a window and others do not. A block of the group that sees all is
-held as long as its row; its part, one block of each windowed group for the same positions, only while a query of some
-row may see them. Does not know: free blocks, texts, windows. Invariant: a block has all of its part or has lost it; a
-row's tables of windowed groups hold the parts that it needs, and FREED_BLOCK before them.
+Used by the manager of KV blocks if only some layers have a window. A block of the full-attention group is held as long
+as its row. Its part, one block of each windowed group for the same positions, is needed only while a query of some row
+may attend to them. Invariants: a block has its whole part or has lost it; a row's tables of the windowed groups contain
+the parts that it needs, preceded by FREED_BLOCK.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from ..step import BoolArray, Int32Array
 
 FREED_BLOCK: Final = -1
-"""In a row's table, in place of a block behind the window: no step reads it."""
+"""In a row's table, replaces a block outside the window; no step reads it."""
 _LOST: Final = -1
 
 
 class WindowParts:
     def __init__(self, tables: Int32Array, num_blocks: int) -> None:
-        """tables: the row table's own, of windowed groups alone, int32 [groups, rows, columns]"""
+        """tables: those of the windowed groups in the row table, int32 [groups, rows, columns]"""
         self.num_groups = len(tables)
         self._tables = tables
         self._parts: Int32Array = np.full((num_blocks, self.num_groups), _LOST, np.int32)
@@ -38,37 +38,38 @@ class WindowParts:
         return present
 
     def attach(self, row: int, first: int, blocks: Int32Array, parts: Int32Array) -> None:
-        """A row's new blocks, from the column `first` on, get parts, int32 [blocks, groups]; the row needs them."""
+        """Attaches parts, int32 [blocks, groups], to a row's new blocks, from the column `first` on; the row needs
+        them."""
         self._parts[blocks] = parts
         self._hold(row, first, blocks)
 
     def take(self, row: int, first: int, blocks: Int32Array) -> None:
-        """A row begins with blocks that it found: those from the column `first` on have parts, which it needs."""
+        """A row starts with found blocks; those from the column `first` on have parts, which it needs."""
         self._tables[:, row, :first] = FREED_BLOCK
         self._hold(row, first, blocks)
 
     def leave(self, row: int, first: int, blocks: Int32Array) -> Int32Array:
-        """A row does not need the parts of its blocks from the column `first` on any more. Returns the blocks whose
-        parts no row needs."""
+        """A row no longer needs the parts of its blocks from the column `first` on. Returns the blocks whose parts no
+        row needs."""
         self._tables[:, row, first : first + len(blocks)] = FREED_BLOCK
         self.holders[blocks] -= 1
         unused: Int32Array = blocks[self.holders[blocks] == 0]
         return unused
 
     def detach(self, blocks: Int32Array) -> Int32Array:
-        """The blocks lose their parts, which are returned."""
+        """Detaches and returns the parts of these blocks."""
         parts = self._parts[blocks].reshape(-1)
         self._parts[blocks] = _LOST
         return parts
 
     def all(self) -> tuple[Int32Array, Int32Array]:
-        """The blocks that have parts, int32 [n], and these, int32 [n, groups]."""
+        """The blocks with parts, int32 [n], and the parts, int32 [n, groups]."""
         blocks = (self._parts[:, 0] != _LOST).nonzero()[0].astype(np.int32)
         return blocks, self._parts[blocks]
 
     def check(self, needed: list[tuple[int, int, Int32Array]]) -> None:
-        """needed: of each row, the column from which on it needs parts, and its blocks there. Raises AssertionError
-        where tables or counts say something else."""
+        """needed: for each row, the first column at which it needs parts, and its blocks there. Raises AssertionError
+        if tables or counts disagree."""
         holders = np.zeros_like(self.holders)
         for row, first, blocks in needed:
             holders[blocks] += 1

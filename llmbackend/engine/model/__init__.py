@@ -1,1 +1,1 @@
-"""From a checkpoint to a module that computes flattened batches."""
+"""From a checkpoint to modules that compute flattened batches."""

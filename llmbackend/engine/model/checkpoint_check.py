@@ -1,10 +1,10 @@
-"""Do a checkpoint's tensors fit the model that its config describes? Checked before memory is taken for any of them.
+"""Checks, before allocating memory, that a checkpoint's tensors match the model described by its config.
 
-For: the loader. Does not know: families, how weights are packed. transformers itself loads the checkpoint's names,
-types and shapes as tensors without memory, with all its rules for renamed, tied, merged and quantised weights, and
-reports what is left over. The steps are those of its `from_pretrained`, which takes a `device_map` only where the
-package accelerate is installed. Invariant: a checkpoint that passes gives every weight of the model; transformers would
-fill missing ones with random numbers.
+Used by the loader; independent of model families and packing. transformers itself loads the checkpoint's names, types
+and shapes as tensors without memory, with all its rules for renamed, tied, merged and quantised weights, and reports
+what is left over. The steps are those of its `from_pretrained`, which accepts a `device_map` only if the package
+accelerate is installed. Invariant: a checkpoint that passes provides every weight of the model; transformers would fill
+missing ones with random numbers.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _TORCH_TYPES = {
 
 _HARMLESS = re.compile(
     r"rotary_(pos_)?emb\.(inv_freq|cos_cached|sin_cached)$"
-    r"|(^|\.)(attn|attention)\.(bias|masked_bias)$"  # causal masks that GPT-2 and GPT-NeoX once saved
+    r"|(^|\.)(attn|attention)\.(bias|masked_bias)$"  # causal masks that GPT-2 and GPT-NeoX used to save
     r"|(^|\.)position_ids$|_extra_state$"
-    r"|(^|\.)mtp(_\w+)?\."  # layers that draft further tokens
-    r"|^v_head\."  # a value head left over from training
-    r"|\.(input|activation|k|v|kv)_scale$"  # of activations and cached keys and values, which are not quantised here
+    r"|(^|\.)mtp(_\w+)?\."  # layers for drafting further tokens
+    r"|^v_head\."  # a value head from training
+    r"|\.(input|activation|k|v|kv)_scale$"  # for activations and cached keys and values, which are not quantised here
 )
-"""Tensors that a checkpoint may hold although the model does not use them."""
+"""Tensors that a checkpoint may contain although the model does not use them."""
 _OTHER_MODALITY = re.compile(r"(^|\.)(vision|visual|vit|audio|speech|image|multi_?modal|mm)(_\w+)?\.")
-"""Parts of a multimodal model that text does not pass through."""
+"""Parts of a multimodal model that text does not use."""
 _SCALES = ("_scale_inv", "_scale")
 
 
@@ -58,8 +58,9 @@ def check_tensors(
 ) -> None:
     """Raises CheckpointError naming what is missing, left over or of another shape.
 
-    model_class: a transformers class; hf_config: its config. multimodal: the checkpoint may have, or lack, parts for
-    images and sound. spare: names that may be left over. Takes a tenth of a second, and no memory for weights.
+    model_class: a transformers class; hf_config: its config. multimodal: whether the checkpoint may contain, or lack,
+    parts for images and sound. spare: names that may be left over. Takes a tenth of a second, and no memory for
+    weights.
     """
     _check_scales(hf_config, tensors)
     state = {name: _without_memory(tensor, name) for name, tensor in tensors.items()}
@@ -68,12 +69,12 @@ def check_tensors(
             info = _loading_info(model_class, hf_config, state, tensors)
     except CheckpointError:
         raise
-    except ImportError as error:  # of a package that reads this kind of quantised weights
+    except ImportError as error:  # from a package that reads this kind of quantised weights
         raise CheckpointError(f"its weights cannot be read: {error}") from error
     except Exception as error:
         if gaps := _gaps(tensors):
             raise CheckpointError(f"it does not fit its config.json: missing {few(gaps)}") from None
-        # A conversion that cannot run without memory: what is wrong shows when the weights are read.
+        # The conversion needs real tensors; errors will show when the weights are read.
         logger.info("the checkpoint's tensors were not compared with the model: %r", error)
         return
     check_loading_info(info, multimodal, spare)
@@ -104,7 +105,7 @@ def _loading_info(
 
 
 def check_loading_info(info: Mapping[str, Collection[Any]], multimodal: bool, spare: Collection[str] = ()) -> None:
-    """info: as from_pretrained gives it with output_loading_info. spare: as of `check_tensors`. Raises
+    """info: as returned by from_pretrained with output_loading_info. spare: as in `check_tensors`. Raises
     CheckpointError."""
 
     def is_needed(name: str) -> bool:
@@ -123,7 +124,7 @@ def check_loading_info(info: Mapping[str, Collection[Any]], multimodal: bool, sp
 
 
 def _check_scales(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> None:
-    """Raises CheckpointError for 8-bit floats without scales, which transformers would take as they are."""
+    """Raises CheckpointError for 8-bit floats without scales, which transformers would accept as they are."""
     eight_bits = [name for name, tensor in tensors.items() if tensor.dtype.startswith("F8_E") and "scale" not in name]
     if eight_bits and getattr(hf_config, "quantization_config", None) is None:
         raise CheckpointError(
@@ -142,7 +143,7 @@ def _without_memory(tensor: TensorHeader, name: str) -> torch.Tensor:
 
 
 def _gaps(names: Iterable[str]) -> list[str]:
-    """Tensors that a module lacks and most others of the same list have, such as one expert's weight."""
+    """Tensors that a module lacks but most others in the same list have, such as one expert's weight."""
     parts: dict[str, dict[str, set[str]]] = {}
     for name in names:
         if match := re.match(r"(.*\.)(\d+)(\..*)$", name):
@@ -158,14 +159,14 @@ def _gaps(names: Iterable[str]) -> list[str]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key that puts layer 2 before layer 10."""
+    """Sort key that puts layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """Silences transformers' table of what this module says in one line. The logger's level is left alone: it decides
-    what else transformers checks and warns of."""
+    """Silences transformers' table, which this module replaces by one line. The logger's level is left unchanged,
+    because it decides what else transformers checks and warns about."""
     reporter = logging.getLogger("transformers.modeling_utils")
     was_disabled, reporter.disabled = reporter.disabled, True
     try:

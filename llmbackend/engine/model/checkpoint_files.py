@@ -1,8 +1,8 @@
-"""What a checkpoint's files say about its tensors, read from the headers of its safetensors or GGUF files alone.
+"""What a checkpoint's files say about its tensors, read only from the headers of its safetensors or GGUF files.
 
-For: the adapter, which refuses a bad checkpoint at once, and the loader, before it allocates anything. Does not know:
-torch, transformers, model families. Invariant: costs no more than the headers' own size, regardless of what config.json
-or a header claims. Source: the safetensors format (8 bytes of header length, a JSON header, then the data).
+Used by the adapter, which refuses a bad checkpoint at once, and by the loader before it allocates anything. Independent
+of torch, transformers and model families. Invariant: the cost is that of the headers' own size, regardless of what
+config.json or a header claims. Source: the safetensors format (8 bytes of header length, a JSON header, then the data).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library itself."""
+"""The safetensors library's own limit."""
 
 _ITEM_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
@@ -39,32 +39,32 @@ _COUNTS = frozenset({
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers",
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
 })  # fmt: skip
-"""Config fields that models build modules by."""
+"""Config fields that determine how many modules a model builds."""
 _WIDTHS = frozenset({"hidden_size", "n_embd", "d_model", "vocab_size"})
-"""Config fields that are dimensions of every model's weights."""
+"""Config fields that are dimensions of weights in every model."""
 _INNER_WIDTHS = frozenset({"intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"})
-"""Of those weights that a model may not have: whether it has is known when it is built without memory."""
-_MOST_INNER = 1 << 31
-"""A model with wider ones cannot be built, memory or not."""
+"""Dimensions of weights that a model may not have; whether it does is known once it is built without memory."""
+_MAX_INNER_WIDTH = 1 << 31
+"""A model with larger ones cannot be built, even without memory."""
 _HARMLESS_COUNT = 256
-"""Up to so many modules cost nothing to build, and the comparison with the model itself names what is missing."""
+"""Up to this many modules cost nothing to build, and the comparison with the model itself names what is missing."""
 _MAX_CONFIG_DEPTH = 8
 _MADE_OF_GGUF = "F32"
-"""What the values of any type are before they are rounded to the model's."""
+"""The dequantized values of any type, before they are rounded to the model's type."""
 PACKED_NUMBERS = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
-"""By the quant_method of a checkpoint in 4 bits: what a layer has in place of its weight."""
+"""By quant_method of a 4-bit checkpoint: the tensor that replaces a layer's weight."""
 _INDEX = re.compile(r"(?:^|(?<=\.))\d{1,9}(?=\.)")
 
 
 def bad_checkpoint(model: str, error: Exception) -> ValueError:
-    """The error of the engine argument that names the checkpoint."""
+    """The error for the engine argument that names the checkpoint."""
     return ValueError(f"engine argument 'model' is '{source_of(model)}', a checkpoint that cannot be served: {error}")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
     dtype: str
-    """By its name in safetensors."""
+    """Its name in safetensors."""
     shape: tuple[int, ...]
 
 
@@ -85,7 +85,7 @@ _WEIGHT_MAP = msgspec.json.Decoder(_Index)
 def check_directory(directory: Path) -> dict[str, TensorHeader]:
     """All tensors of a checkpoint's directory by name.
 
-    Raises CheckpointError naming file or field, value and what was expected, also when the numbers in config.json
+    Raises CheckpointError naming file or field, value and what was expected, also if the numbers in config.json
     contradict the tensors' shapes.
     """
     try:
@@ -100,17 +100,17 @@ def check_directory(directory: Path) -> dict[str, TensorHeader]:
 
 
 def weight_files(directory: Path, stated: str = "") -> list[Path]:
-    """The safetensors files that transformers would read, or the parts of a GGUF model. stated: the name that
-    config.json gives, if any.
+    """The safetensors files that transformers would read, or the parts of a GGUF model. stated: the name given in
+    config.json, if any.
 
-    Raises CheckpointError when there are none, or when the index names files that are not there.
+    Raises CheckpointError if there are none, or if the index names missing files.
     """
     candidates = [stated] if stated else [WEIGHTS_FILE, INDEX_FILE]
     name = next((name for name in candidates if (directory / name).is_file()), None)
     if name is None and (files := _gguf_files(directory)):
         return files
     if name is None:
-        raise CheckpointError(f"it holds no safetensors file {' or '.join(candidates)}")
+        raise CheckpointError(f"it contains no safetensors file {' or '.join(candidates)}")
     if not name.endswith(".index.json"):
         return [directory / name]
     try:
@@ -126,8 +126,8 @@ def weight_files(directory: Path, stated: str = "") -> list[Path]:
 
 
 def has_four_bits(directory: Path) -> bool:
-    """Whether a directory's config.json and tensors say that linear layers are in 4 bits. Raises CheckpointError or
-    OSError."""
+    """Whether a directory's config.json and tensors say that linear layers are stored in 4 bits. Raises CheckpointError
+    or OSError."""
     try:
         config = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -212,8 +212,8 @@ def _check_entry(file: str, name: str, entry: _Entry, data_bytes: int) -> None:
 
 
 def check_numbers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
-    """Raises CheckpointError when config.json describes a model far larger than the tensors: modules are built by these
-    numbers, and memory is taken by them. config: the parsed file, nested configs included."""
+    """Raises CheckpointError if config.json describes a model far larger than the tensors, because modules are built
+    and memory is allocated by these numbers. config: the parsed file, nested configs included."""
     num_modules = _largest_count(tensors)
     largest_dimension = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
     for name, value in _numbers(config, 0):
@@ -221,19 +221,19 @@ def check_numbers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]
             of_experts = "expert" in name and value <= largest_dimension
             if not of_experts:
                 raise CheckpointError(
-                    f"its config.json states {name} {value}, but its tensors are of {num_modules} layers or experts"
+                    f"its config.json states {name} {value}, but its tensors belong to {num_modules} layers or experts"
                 )
         if name in _WIDTHS and value > max(largest_dimension, _HARMLESS_COUNT):
             raise _too_wide(name, value, largest_dimension)
-        if name in _INNER_WIDTHS and value > _MOST_INNER:
+        if name in _INNER_WIDTHS and value > _MAX_INNER_WIDTH:
             raise _too_wide(name, value, largest_dimension)
 
 
 def check_inner_widths(
     config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], dimensions: Collection[int]
 ) -> None:
-    """As `check_numbers`, of widths that the model may not use. dimensions: of all weights of the model that config
-    describes, without memory."""
+    """As `check_numbers`, for dimensions that the model may not use. dimensions: those of all weights of the model that
+    config describes, without memory."""
     largest_dimension = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
     for name, value in _numbers(config, 0):
         is_wide = name in _INNER_WIDTHS and value > max(largest_dimension, _HARMLESS_COUNT)
@@ -256,7 +256,7 @@ def _numbers(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, int]]
 
 
 def _largest_count(names: Iterable[str]) -> int:
-    """How many modules the longest list in the tensors' names has: in 'model.layers.3.mlp…' the list is
+    """The length of the longest module list in the tensors' names: in 'model.layers.3.mlp…', the list is
     'model.layers'."""
     indices: dict[str, set[str]] = {}
     for name in names:
@@ -266,7 +266,7 @@ def _largest_count(names: Iterable[str]) -> int:
 
 
 def few(names: Iterable[str], most: int = 5) -> str:
-    """Names for a message: the first few of them, and how many more there are."""
+    """Names for a message: the first few, and how many more there are."""
     listed = list(names)
     shown = ", ".join(_short(name) for name in listed[:most])
     return f"{shown} and {len(listed) - most} more" if len(listed) > most else shown

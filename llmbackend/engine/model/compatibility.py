@@ -1,8 +1,8 @@
-"""Can this engine run this model? Asked twice: of the config before weights are read, of the loaded model once.
+"""Whether this engine can run a model: checks its config before weights are read, and the loaded model once.
 
-For: the loader. Does not know: families by name. Everything is read off the class, the config or two tiny forward
-passes, so that an unknown family is judged too. Invariant: a model that passes gives, in a flattened batch through our
-attention function, the logits that it gives on its own; any other would serve nonsense without an error.
+Used by the loader; knows no family by name. Everything is read off the class, the config or two tiny forward passes, so
+unknown families are judged too. Invariant: a model that passes gives the same logits in a flattened batch through our
+attention function as on its own; any other would silently produce wrong output.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ..errors import ProgramUnsupportedError
 
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _HYBRID = "hybrid"
-"""Attention and a recurrent module side by side."""
+"""Attention and a recurrent module in parallel."""
 _RECURRENT_LAYER_TYPES = frozenset({"conv", "linear_attention", _HYBRID})
 _BESIDE_RECURRENT = frozenset({"mlp", "moe"})
-"""Layers of nothing else, in models with recurrent ones."""
+"""Layers consisting only of these, in models with recurrent layers."""
 _SUPPORTED_LAYER_TYPES = _ATTENTION_LAYER_TYPES | _RECURRENT_LAYER_TYPES
 _ENCODER_TASKS = (
     "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
@@ -42,16 +42,17 @@ _ENCODER_TASKS = (
 _PROBE_LENS = [5, 3]
 _MAX_QUANTIZED_ERROR = {"int8": 0.25, "int4": 0.25, "fp8": 0.4}
 """Rounding to 8 bits flips with the last bit of its input, so two programs of one model in 8 bits agree no better than
-either agrees with the float model: SmolLM2-135M in int8 8 %; 32 layers of random weights on an H100 19 % in int8, 33 %
-in fp8. A program that computes something else is off by 50 % and more. Programs with weights in 4 bits are compared
-with the modules with these weights."""
+each agrees with the float model: SmolLM2-135M in int8 8 %; 32 layers of random weights on an H100 19 % in int8, 33 % in
+fp8. A wrong program is off by 50 % and more. Programs with 4-bit weights are compared with modules with the same
+weights."""
 _MAX_ROUNDING_ERROR = 0.08
-"""Of 16 bits, where one logit of many differs by more: SmolLM2-135M rounded to the nearest 4 bits 6 %."""
+"""RMS error for 16 bits, if the largest difference exceeds its own limit: SmolLM2-135M rounded to the nearest 4 bits is
+off by 6 %."""
 _MAX_EXPERTS_ERROR = 0.25
 _MAX_QUANTIZED_EXPERTS_ERROR = 0.4
-"""Of 16 bits, and of 8 or 4, where a rounding may choose other experts for a token."""
+"""RMS errors for 16 bits, and for 8 or 4, if rounding may select other experts for a token."""
 MAX_PROBE_TOKENS = 8
-"""Tokens, and samples, that a program must have room for to be verified."""
+"""Minimum tokens and samples per step for a program to be verified."""
 
 
 def unsupported(architecture: str, reason: str) -> ValueError:
@@ -59,24 +60,26 @@ def unsupported(architecture: str, reason: str) -> ValueError:
 
 
 def needs_program(config: Any, reason: str) -> ValueError:
-    """For a model with recurrent layers that no native program computes. reason: why."""
-    text = f"its recurrent layers keep a state per sequence, which only a native program on a CPU holds, and {reason}"
+    """For a model with recurrent layers that cannot run as a native program. reason: why."""
+    text = (
+        f"its recurrent layers keep a state per sequence, which only a native program on a CPU supports, and {reason}"
+    )
     return unsupported(architecture_name(config), text)
 
 
 def architecture_name(config: Any) -> str:
-    """The class name that the checkpoint states, else its model type."""
+    """The class name stated in the checkpoint, else its model type."""
     names = getattr(config, "architectures", None)
     return str(names[0]) if names else str(config.model_type)
 
 
 def layer_types(config: Any) -> list[str]:
-    """Of each layer of the text model, as its config states them; empty where it does not."""
+    """The type of each layer of the text model, as stated in its config; empty if it does not."""
     return [str(kind) for kind in getattr(config.get_text_config(decoder=True), "layer_types", None) or ()]
 
 
 def is_recurrent(config: Any) -> bool:
-    """Whether some layers keep a state of fixed size per sequence, of a kind that a program can hold."""
+    """Whether some layers keep a fixed-size state per sequence, of a kind that programs support."""
     return not _RECURRENT_LAYER_TYPES.isdisjoint(layer_types(config))
 
 
@@ -111,19 +114,19 @@ def check_config(config: Any) -> None:
 
 
 def _calls_attention_interface(model_class: Any) -> bool:
-    """Older code chooses its attention from a table of its own."""
+    """Older code selects its attention from its own table."""
     tables = own_attention.tables_of(model_class)
     return bool(model_class._can_set_attn_implementation()) and all(PAGED_ATTENTION in table for table in tables)
 
 
 def causal_lm_class(config: Any) -> Any | None:
-    """The class of transformers that computes this config's text; None: it has none of its own for it."""
+    """The transformers class that computes this config's text; None = it has none of its own."""
     return auto_class(config)._model_mapping.get(type(config), None)
 
 
 def auto_class(config: Any) -> Any:
-    """The Auto class that loads this config's text model. A model for images and text without a class for text alone
-    is loaded as a whole, and given text."""
+    """The Auto class that loads this config's text model. A multimodal model without a separate text class is loaded as
+    a whole, and given text."""
     if type(config) in AutoModelForCausalLM._model_mapping or not hasattr(config, "text_config"):
         return AutoModelForCausalLM
     return AutoModelForImageTextToText
@@ -131,23 +134,23 @@ def auto_class(config: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """What the check found out about a loaded model."""
+    """The findings of the check of a loaded model."""
 
     shapes: Mapping[nn.Module, LayerShape]
     """By attention module, in the order of the layers."""
     options: Mapping[nn.Module, AttentionOptions]
-    """What each attention module asked for, in the same order."""
+    """What each attention module requested, in the same order."""
     sequences: tuple[torch.Tensor, ...]
-    """Token ids of the probes, int64 [tokens] each; none: the model's own logits are not known, and nothing is
-    compared with them."""
+    """Token ids of the probes, int64 [tokens] each; empty = the model's own logits are unknown, and nothing is compared
+    with them."""
     logits: torch.Tensor
     """Of all tokens of the probes [tokens, vocab], computed one sequence at a time."""
     quantization: str | None = None
-    """Of the weights that compute the logits which are compared with these: "int8", "int4", "fp8" or none."""
+    """Quantisation of the weights that compute the logits to compare: "int8", "int4", "fp8" or none."""
     has_experts: bool = False
 
     def difference(self, logits: torch.Tensor) -> str:
-        """By how much logits of the same tokens, computed otherwise, differ beyond rounding; "" if they do not."""
+        """By how much logits of the same tokens, computed differently, deviate beyond rounding; "" = they do not."""
         if self.quantization is not None:
             error = _relative_rms_error(logits.float(), self.logits.float())
             most = _MAX_QUANTIZED_EXPERTS_ERROR if self.has_experts else _MAX_QUANTIZED_ERROR[self.quantization]
@@ -162,7 +165,7 @@ class CheckedModel:
         return f"by {difference:.3g} (of {scale:.3g})"
 
     def verify(self, program: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Compares a program with the model's own modules. program: from a sequence's token ids [tokens] to the logits
+        """Compares a program with the model's own modules. program: maps a sequence's token ids [tokens] to the logits
         of all its tokens [tokens, vocab]. Raises ProgramUnsupportedError."""
         if not self.sequences:
             return
@@ -172,7 +175,7 @@ class CheckedModel:
 
     @torch.inference_mode()
     def verify_quantized_modules(self, model: Any) -> None:
-        """Compares the model, now with quantised linear layers, with what it was. Raises ValueError."""
+        """Compares the model, now with quantised linear layers, with the original. Raises ValueError."""
         _, _, flattened = check_calls(model)
         if difference := self.difference(flattened):
             reason = (
@@ -182,7 +185,7 @@ class CheckedModel:
 
 
 def _relative_rms_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of logits [tokens, vocab], without what is added to all logits of a token, which changes no probability."""
+    """For logits [tokens, vocab], ignoring constants added to all logits of a token, which change no probability."""
     logits, expected = (each - each.mean(-1, keepdim=True) for each in (logits, expected))
     return float((logits - expected).norm() / expected.norm())
 
@@ -202,21 +205,21 @@ def check_model(model: Any, quantization: str | None = None) -> CheckedModel:
     )
     if difference := checked.difference(flattened):
         if "position_ids" not in inspect.signature(model.forward).parameters:
-            raise unsupported(name, "it numbers tokens itself, which goes wrong with several sequences in a batch")
+            raise unsupported(name, "it computes positions itself, which fails for several sequences in a batch")
         raise unsupported(
-            name, f"logits of a flattened batch differ from its own {difference}; it would compute nonsense"
+            name, f"logits of a flattened batch differ from its own {difference}; its output would be wrong"
         )
     return checked
 
 
 def check_calls(model: Any) -> tuple[RecordingAttention, tuple[torch.Tensor, ...], torch.Tensor]:
-    """What the model's layers ask of attention, the probes' tokens, and the logits of their flattened batch. Also of a
-    model without memory for weights, which has no logits. Raises ValueError as check_config does."""
+    """What the model's layers request from attention, the probes' tokens, and the logits of their flattened batch.
+    Works on a model without memory for weights, which has no logits. Raises ValueError as check_config does."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     device = next(model.parameters()).device
     tokens = torch.arange(1, sum(_PROBE_LENS) + 1, device=device) * 7 % min(int(config.vocab_size), 1009)
     sequences = torch.split(tokens, _PROBE_LENS)
-    # Modules with recurrent layers take one sequence for another's continuation in a flattened batch.
+    # In a flattened batch, modules with recurrent layers would treat one sequence as another's continuation.
     batches = [[sequence] for sequence in sequences] if is_recurrent(config) else [list(sequences)]
     logits = []
     for batch in batches:
@@ -228,7 +231,7 @@ def check_calls(model: Any) -> tuple[RecordingAttention, tuple[torch.Tensor, ...
 
 
 def _flattened_logits(model: Any, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All logits of the sequences in one batch, which the model's code may not support. Raises ValueError as
+    """All logits of the sequences in one batch; the model's code may not support that. Raises ValueError as
     check_config does."""
     try:
         return _logits(model, batch, _positions(batch))
@@ -274,25 +277,25 @@ def _positions(sequences: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _logits(model: Any, sequences: Sequence[torch.Tensor], positions: torch.Tensor | None) -> torch.Tensor:
-    """All logits [tokens, vocab] of the sequences flattened into one batch. positions: None: the model's own."""
+    """All logits [tokens, vocab] of the sequences flattened into one batch. positions: None = the model's own."""
     input_ids = torch.cat(list(sequences))[None]
-    # Without a mask transformers reads the values of the positions, which a tensor without memory has not, and for
-    # recurrent layers those of a mask.
+    # Without a mask, transformers reads the values of the positions, which a meta tensor lacks, and for recurrent
+    # layers those of a mask.
     mask: torch.Tensor | dict[str, None] | None = torch.ones_like(input_ids) if input_ids.is_meta else None
     if mask is not None and is_recurrent(model.config):
         attends = any(map(_attends, layer_types(model.config)))
         mask = dict.fromkeys((*layer_types(model.config), "full_attention", "linear_attention")) if attends else None
     output = model(input_ids=input_ids, position_ids=positions, attention_mask=mask, use_cache=False)
     logits: torch.Tensor = output.logits[0]
-    return logits.to(model.get_input_embeddings().weight.dtype)  # some models widen what they have rounded before
+    return logits.to(model.get_input_embeddings().weight.dtype)  # some models widen values that they rounded before
 
 
-# Tensors that layers pass along and that do not change the attention itself.
+# Tensors that layers pass along but that do not affect attention.
 _HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings", "input_ids"})
 
 
 class RecordingAttention:
-    """Attention without a cache that records what a model asks for: each sequence of the flattened batch on its own.
+    """Attention without a cache that records what a model requests: each sequence of the flattened batch on its own.
 
     shapes, options: one entry for each layer that called. problems: what a paged backend cannot do.
     """
@@ -321,7 +324,7 @@ class RecordingAttention:
         if query.shape[0] != sum(self._sequence_lens) or key.shape[0] != query.shape[0]:
             self.problems.append(f"a layer attends to {key.shape[0]} keys for {query.shape[0]} flattened tokens")
         if options.mask is not None:
-            self.problems.append("a layer brings its own attention mask")
+            self.problems.append("a layer passes its own attention mask")
         if extra.get("is_causal") is False:
             self.problems.append("a layer attends in both directions")
         for name, given in extra.items():

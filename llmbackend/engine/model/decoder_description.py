@@ -1,9 +1,9 @@
 """What a decoder-only model computes, read off its transformers modules: numbers and weights, no code.
 
-For: cpu/decoder_program.py and gpu/program.py, which compute the same with native kernels and on an accelerator. Does
-not know: kernels, steps or memory. Invariants: modules are read, never changed; what is not understood, by name or by a
-probe, raises ProgramUnsupportedError, and the model runs as the modules it is. What a description misses is found when
-the program's logits are compared with the modules' (CheckedModel.verify), before the program is used.
+Used by cpu/decoder_program.py and gpu/program.py, which compute it with native kernels and on an accelerator.
+Invariants: modules are read, never changed; anything not recognised, by name or by a probe, raises
+ProgramUnsupportedError, and the model runs as its modules. What a description misses is found when the program's logits
+are compared with the modules' (CheckedModel.verify), before the program is used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Attention:
     """One layer's attention: projections, norms, rotation, options."""
 
     qkv: Projection
-    """Query, key and value as one matrix, on a CPU also as a StackedWeight; of latent attention what a token keeps."""
+    """Query, key and value as one matrix, on a CPU also as a StackedWeight; for latent attention, what is cached per
+    token."""
     out: Projection
     q_norm: Norm | None
     """Over each head, or with norm_whole over all heads together."""
@@ -59,7 +60,7 @@ class Attention:
     rotation: Rotation
     options: AttentionOptions
     is_gated: bool = False
-    """Each head of queries is followed by as many gates in qkv: the head's result is multiplied by their sigmoid."""
+    """In qkv, each head of queries is followed by as many gates; the head's output is multiplied by their sigmoid."""
     latent: Latent | None = None
 
     @property
@@ -72,54 +73,54 @@ class Experts:
     """The sum over a token's experts of share * down(activation(gate) * up)"""
 
     router: Projection
-    """[experts, width]: the top_k experts of a token are those of its largest outputs."""
+    """[experts, width]: a token's experts are the top_k of its largest outputs."""
     top_k: int
     renormalises: bool
-    """Whether a token's shares, of a softmax over all experts, are divided by their sum."""
+    """Whether a token's shares, from a softmax over all experts, are divided by their sum."""
     gate_up: ExpertProjection
-    """Matrices [2 * n, width], gates and ups in the order of the activation."""
+    """Matrices [2 * n, width], gates and ups in the order that the activation expects."""
     down: ExpertProjection
     """Matrices [width, n]"""
     activation: Activation
     add_up: Callable[[torch.Tensor], None] | None = None
-    """Where each expert's n is spread: adds up what all parts gave, in place."""
+    """If each expert's n is split over ranks: sums the parts' results in place."""
 
 
 class Mixer(Protocol):
-    """What a recurrent layer has in attention's place (recurrent_layers.py)."""
+    """A recurrent layer's replacement for attention (recurrent_layers.py)."""
 
     @property
     def state_floats(self) -> int:
-        """Of one sequence."""
+        """Per sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """h += factor * out_norm(block(in_norm(h))), for attention and then for the MLP. A norm or block that is None is
-    left out."""
+    omitted."""
 
     module: nn.Module
-    """The attention module, the key of the layer's KV memory; of a recurrent layer what it has in its place."""
+    """The attention module, the key of the layer's KV memory; in a recurrent layer, the module that replaces it."""
     attention_norm: Norm | None
     attention: Attention | None
-    """None: a mixer has its place, or nothing."""
+    """None = replaced by a mixer, or absent."""
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
     mlp: Mlp | PlainMlp | Experts | Mixture | None
-    """Mixture: on a CPU."""
+    """Mixture: only on a CPU."""
     mlp_out_norm: Norm | None
     residual_factor: float
-    """Of all blocks but those with one of their own."""
+    """For all blocks without a factor of their own."""
     mixer: Mixer | None = None
-    """Beside attention it reads the same."""
+    """If there is attention too, both read the same input."""
     mixer_factor: float | None = None
     mlp_factor: float | None = None
     is_parallel: bool = False
-    """Whether the MLP reads what attention's in_norm gives."""
+    """Whether the MLP reads the output of attention's in_norm."""
 
     @property
     def attending(self) -> Attention:
-        """Of a model without recurrent layers."""
+        """The attention of a model without recurrent layers."""
         assert self.attention is not None, "a recurrent layer has no attention"
         return self.attention
 
@@ -136,22 +137,22 @@ class Decoder:
     head: Projection
     logit_factor: float
     logit_softcap: float
-    """0: off."""
+    """0 = off."""
 
     def shapes(self, of_modules: Mapping[nn.Module, LayerShape]) -> dict[nn.Module, LayerShape]:
-        """What a program keeps of a token in each layer with attention."""
+        """The KV shape of each layer with attention, as a program caches it."""
         latents = {each.module: each.attention.latent for each in self.layers if each.attention is not None}
         found = ((module, latents.get(module)) for module in of_modules)
         return {module: of_modules[module] if latent is None else latent.shape for module, latent in found}
 
     @property
     def state_bytes(self) -> int:
-        """Of one sequence, in recurrent layers."""
+        """Recurrent state of one sequence."""
         return 4 * sum(layer.mixer.state_floats for layer in self.layers if layer.mixer is not None)
 
 
 def why_not_on_accelerator(decoder: Decoder) -> str:
-    """What only the CPU's program computes; "": nothing."""
+    """What only the CPU's program supports; "" = nothing."""
     layers = decoder.layers
     rotations = [layer.attention.rotation for layer in layers if layer.attention is not None]
     norms = [decoder.norm]
@@ -159,22 +160,22 @@ def why_not_on_accelerator(decoder: Decoder) -> str:
         norms += filter(None, (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm))
     found = {
         "its layer norms": any(norm.centred for norm in norms),
-        "its rotation of neighbours": any(rotation.pairs for rotation in rotations),
+        "its rotation of adjacent pairs": any(rotation.pairs for rotation in rotations),
         "its scaled queries": any(rotation.q_cos_sin is not None for rotation in rotations),
-        "its norms behind the rotation": any(rotation.norm_last for rotation in rotations),
+        "its norms after the rotation": any(rotation.norm_last for rotation in rotations),
         "its MLPs without a gate": any(isinstance(layer.mlp, PlainMlp) for layer in layers),
         "its parallel attention and MLP": any(layer.is_parallel for layer in layers),
     }
     names = [name for name, is_there in found.items() if is_there]
-    return f"{' and '.join(names)}: computed by the CPU's program alone" if names else ""
+    return f"{' and '.join(names)}: supported only by the CPU's program" if names else ""
 
 
 @torch.no_grad()
 def describe(
     model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int, with_experts: bool = False
 ) -> Decoder:
-    """options: what each attention module asked for, in the order of the layers. with_experts: whether layers may have
-    some. Raises ProgramUnsupportedError."""
+    """options: what each attention module requested, in layer order. with_experts: whether layers may be mixtures of
+    experts. Raises ProgramUnsupportedError."""
     config = model.config.get_text_config(decoder=True)
     base = text_part(model)
     expect_children(model, {"model", "lm_head"})
@@ -203,7 +204,7 @@ def _has_plain_experts(layer: Any) -> bool:
 
 
 def _feed_forward(layer: Any) -> Any:
-    """None: it has another name."""
+    """None = it has another name."""
     return getattr(layer, "mlp", getattr(layer, "block_sparse_moe", None))
 
 
@@ -265,7 +266,7 @@ def _attention(index: int, module: Any, options: AttentionOptions, rotations: Ro
 
 
 def _head_norm(module: Any, whole: int) -> Norm | None:
-    """Over each head or over all heads together, which have `whole` numbers."""
+    """Over each head, or over all heads together, which have `whole` numbers."""
     if module is None:
         return None
     weight = getattr(module, "weight", None)
@@ -287,7 +288,7 @@ def experts_of(module: Any) -> Experts | Mixture:
     gate_up, down = (_by_expert(experts, name) for name in ("gate_up_proj", "down_proj"))
     sizes = gate_up.weight.num_experts, down.weight.n
     if router.weight.shape != sizes or (gate_up.weight.k, gate_up.weight.n) != (down.weight.n, 2 * down.weight.k):
-        raise ProgramUnsupportedError(f"{type(experts).__name__} keeps its weights in another order")
+        raise ProgramUnsupportedError(f"{type(experts).__name__} stores its weights in another order")
     bias = getattr(router, "bias", None)
     return Experts(
         router=Projection(DenseWeight(router.weight.detach()), None if bias is None else bias.detach().float()),
@@ -322,7 +323,7 @@ def _gate(experts: Any) -> Activation:
 
 
 def _renormalises(router: Any) -> bool:
-    """Whether a token's shares of the softmax over all experts are divided by their sum: tried out."""
+    """Whether a token's shares from the softmax over all experts are divided by their sum, found by probing."""
     weight = router.weight
     x = torch.linspace(-2, 3, 4 * weight.shape[1], device=weight.device).view(4, -1).to(weight.dtype)
     _, given, chosen = router(x)

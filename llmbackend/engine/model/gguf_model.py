@@ -1,6 +1,6 @@
-"""A model's modules are given the tensors of a GGUF file, one after the other.
+"""Fills a model's modules with the tensors of a GGUF file, one at a time.
 
-For: the loader. Does not know: engine arguments, how the file is laid out.
+Used by the loader.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _FOUR_BITS: Final = {"Q4_0": Type.INT4, "Q4_1": Type.INT4_MIN}
 
 
 class KeptLayers:
-    """Linear layers whose weights stay as a GGUF file has them, by the names of their modules."""
+    """Linear layers whose weights stay as stored in a GGUF file, by module name."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._matrices = stored.FileMatrices(files)
 
     def type_of(self, layer: str) -> Type | None:
-        """None: its weights do not."""
+        """None = the layer's weights do not."""
         kind = self._matrices.type_of(f"{layer}.weight")
         return None if kind is None else _FOUR_BITS.get(kind) or Type[kind]
 
@@ -60,7 +60,7 @@ def _unpacked(kind: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]
 
 
 def fill_of_gguf(model: Any, files: Sequence[Path], dtype: torch.dtype, kept: StoredMatrices | None) -> None:
-    """model: without memory, of the class that the tensors fit. kept: the weights of these layers are not read. Raises
+    """model: without memory, of the class that the tensors fit. kept: layers whose weights are not read. Raises
     CheckpointError."""
     try:
         tensors = GgufTensors(files, dtype, _unpacked)

@@ -1,7 +1,7 @@
-"""What a decoder with recurrent layers computes, read off its transformers modules as decoder_description.py does.
+"""What a decoder with recurrent layers computes, read off its transformers modules like decoder_description.py.
 
-For: the loader. Does not know: kernels, slots of states. Invariant: as there; a layer that is not understood raises
-ProgramUnsupportedError, and since no modules compute such a model here, it is refused with that text.
+Used by the loader. Invariant: as there; but since no modules run such a model here, a ProgramUnsupportedError refuses
+it with that message.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _ROTARY: Final = ("rotary_emb", "pos_emb")
 def describe_any(
     model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int, with_experts: bool = False
 ) -> Decoder:
-    """As `describe`, also of models with recurrent layers. What else goes wrong is a reason, too: an unknown module may
-    break any assumption."""
+    """As `describe`, but also for models with recurrent layers. Any other exception becomes a reason too, because an
+    unknown module may break any assumption."""
     try:
         if not is_recurrent(model.config):
             return describe(model, options, max_model_len, with_experts)
@@ -53,13 +53,13 @@ def describe_any(
     except ProgramUnsupportedError:
         raise
     except Exception as error:
-        reason = f"its {type(model).__name__} is not understood ({type(error).__name__}: {error})"
+        reason = f"its {type(model).__name__} is not recognised ({type(error).__name__}: {error})"
         raise ProgramUnsupportedError(reason) from error
 
 
 def check_layers(model: Any) -> None:
-    """Of a model without memory for weights: raises ValueError where its layers have other parts than those that can be
-    described, before their weights are read."""
+    """For a model without memory for weights: raises ValueError if its layers have parts that cannot be described,
+    before weights are read."""
     try:
         _layer_reader(model.base_model)
         for layer in model.base_model.layers:
@@ -105,15 +105,15 @@ LayerReader = Callable[[Any, Mapping[nn.Module, AttentionOptions], Rotations | N
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How the parts of a layer are named, and who reads them."""
+    """How the parts of a layer are named, and the functions that read them."""
 
     norms: tuple[str, str]
     """Before attention or the recurrent module, and before the MLP."""
     mixer: str
     mlps: frozenset[str]
-    """Parts of the MLP; a layer has one of them at least."""
+    """Alternative names of the MLP's parts; a layer has at least one of them."""
     mlp_of: Callable[[Any], Mlp | Experts | Mixture]
-    """Of a layer."""
+    """Reads the MLP of a layer."""
     attention_of: Callable[[Any, AttentionOptions, Rotations | None], Attention]
 
     def read(self, layer: Any, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None) -> Layer:
@@ -138,7 +138,7 @@ def _attention(
     module: Any, options: AttentionOptions, tables: Rotations | None, out: str = "o_proj",
     norms: tuple[str, str] | None = None,
 ) -> Attention:  # fmt: skip
-    """norms: names of those of queries and keys."""
+    """norms: names of the query and key norms."""
     expect_children(module, {"q_proj", "k_proj", "v_proj", out, *(norms or ())})
     q_norm, k_norm = (norm_of(getattr(module, name)) for name in norms) if norms else (None, None)
     projected = projection_of(getattr(module, out))
@@ -162,7 +162,7 @@ def _qwen_mlp(layer: Any) -> Mlp | Experts | Mixture:
 
 
 def _lfm2_mlp(layer: Any) -> Mlp | Experts | Mixture:
-    """Its activation is written into its code."""
+    """Its activation is hard-coded in the module."""
     module = layer.feed_forward
     if hasattr(module, "experts"):
         return experts_of(module)
@@ -171,7 +171,7 @@ def _lfm2_mlp(layer: Any) -> Mlp | Experts | Mixture:
 
 
 def _granite_mlp(layer: Any) -> Mlp | Experts | Mixture:
-    """Gate and up as one matrix; beside experts, if there are some, it is the shared one."""
+    """Gate and up projections are one matrix; if there are experts, this MLP is the shared one."""
     module = layer.shared_mlp
     expect_children(module, {"input_linear", "output_linear"}, frozenset({"activation"}))
     gate, up = halves_of(module.input_linear)
@@ -202,7 +202,7 @@ _FAMILIES: Final = (
 
 
 def _falcon_h1(layer: Any, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None) -> Layer:
-    """Attention and Mamba2 side by side, with factors."""
+    """Attention and Mamba2 in parallel, with factors."""
     expect_children(layer, {"self_attn", "mamba", "feed_forward", "input_layernorm", "pre_ff_layernorm"})
     module, feed_forward = layer.self_attn, layer.feed_forward
     of_input, mlp = float(layer.attention_in_multiplier), mlp_of(feed_forward)
@@ -223,8 +223,8 @@ def _falcon_h1(layer: Any, options: Mapping[nn.Module, AttentionOptions], tables
 
 
 def _factored(attention: Attention, of_input: float, of_keys: float) -> Attention:
-    """With factors on its input and on keys. Both go into the scores, and the one of values is left to the sum that the
-    result is added to; biases have no factor of the input."""
+    """Applies factors to the input and the keys. Both go into the scaling of scores; the factor of values is left to
+    the sum to which the output is added. Biases are not scaled by the input's factor."""
     projections = (attention.qkv, attention.out)
     qkv, out = (replace(each, bias=None if each.bias is None else each.bias / of_input) for each in projections)
     scaling = attention.options.scaling * of_input**2 * of_keys
@@ -232,7 +232,7 @@ def _factored(attention: Attention, of_input: float, of_keys: float) -> Attentio
 
 
 def _one_block(layer: Any, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None) -> Layer:
-    """Of Nemotron-H and Mamba2: a layer is attention or recurrent, an MLP or experts."""
+    """Nemotron-H and Mamba2: a layer is only attention, recurrent, an MLP, or experts."""
     expect_children(layer, {"norm", "mixer"})
     module, norm = layer.mixer, norm_of(layer.norm)
     attends, mixes = module in options, _is_recurrent(module)

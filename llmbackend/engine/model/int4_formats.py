@@ -1,19 +1,20 @@
-"""Formats of checkpoints with weights of 4 bits: compressed-tensors, AWQ, GPTQ and mxfp4.
+"""4-bit checkpoint formats: compressed-tensors, AWQ, GPTQ and mxfp4.
 
-For: the loader. Does not know: models, devices, how such weights are multiplied by. A layer named L has in place of
-L.weight [n, k]:
+Used by the loader. In place of L.weight [n, k], a layer named L has:
+
 - compressed-tensors (pack-quantized): L.weight_packed [n, k / 8], 8 numbers of a row in each int32, the first one in
-  the lowest bits; L.weight_scale [n, groups]; L.weight_zero_point [n / 8, groups], packed downwards; L.weight_shape;
-- GPTQ: L.qweight [k / 8, n], packed downwards; L.scales [groups, n]; L.qzeros [groups, n / 8], in its first version
-  less 1; L.g_idx, the group of each column;
-- AWQ (gemm): L.qweight [k, n / 8], in the order 0, 2, 4, 6, 1, 3, 5, 7; L.scales and L.qzeros as GPTQ's, zeros in the
-  same order and as they are.
+  the lowest bits; L.weight_scale [n, groups]; L.weight_zero_point [n / 8, groups], packed along the first dimension;
+  L.weight_shape;
+- GPTQ: L.qweight [k / 8, n], packed along the first dimension; L.scales [groups, n]; L.qzeros [groups, n / 8], minus 1
+  in its first version; L.g_idx, the group of each column;
+- AWQ (gemm): L.qweight [k, n / 8], in the order 0, 2, 4, 6, 1, 3, 5, 7; L.scales and L.qzeros as in GPTQ, zero points
+  in the same order and without offset.
+
 The experts of gpt-oss are in mxfp4: in place of E [experts, k, n] (…experts.gate_up_proj, …experts.down_proj) there are
-E_blocks, uint8 [experts, n, k / 32, 16], two numbers of e2m1 in each byte, the first one in its lower half, and
-E_scales, uint8 [experts, n, k / 32] of e8m0; all other weights are plain.
-Invariants: a number is 0 … 15, and the weight (number - zero) * scale; what is in another form, or of more or fewer
-bits, is refused by the name of its field or tensor.
-Source: the checkpoints that llm-compressor, GPTQModel, AutoAWQ and OpenAI write; microscaling formats (MX) 1.0.
+E_blocks, uint8 [experts, n, k / 32, 16], two e2m1 numbers per byte, the first one in its low nibble, and E_scales,
+uint8 [experts, n, k / 32] of e8m0; all other weights are unquantised. Invariants: a number is 0 … 15, and the weight is
+(number - zero) * scale; other layouts and bit widths are refused, naming the field or tensor. Sources: the checkpoints
+that llm-compressor, GPTQModel, AutoAWQ and OpenAI write; microscaling formats (MX) 1.0.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..gpu.weights.experts import Int4Experts
-from ..gpu.weights.int4 import LEAST_GROUP, PLAIN_ZERO, Int4Weight
+from ..gpu.weights.int4 import MIN_GROUP, PLAIN_ZERO, Int4Weight
 from .checkpoint_files import PACKED_NUMBERS, TensorHeader, few
 
 _GROUP: Final = 32
@@ -35,7 +36,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Format:
-    """As PackedFormat."""
+    """Implements PackedFormat."""
 
     bytes_per_number: float = 0.5 + 1 / _GROUP
 
@@ -84,7 +85,7 @@ def _shape(tensors: Mapping[str, TensorHeader], name: str) -> tuple[int, ...]:
 
 
 def _numbers(blocks: torch.Tensor) -> torch.Tensor:
-    """uint8 [n, k] of [n, k / 32, 16]"""
+    """uint8 [n, k] from [n, k / 32, 16]"""
     return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
 
 
@@ -103,20 +104,20 @@ _OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
     "awq": (),
 }
 _AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in an int32 of AWQ its numbers 0 … 7 are."""
+"""Positions of the numbers 0 … 7 in an int32 of AWQ."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Groups:
-    """What a layer's numbers stand for, as any of the formats states it."""
+    """The dequantization parameters of a layer, in any of the formats."""
 
     scale: torch.Tensor
     """[n, groups]"""
     zero: torch.Tensor | None
-    """uint8 [n, groups]; None: 8."""
+    """uint8 [n, groups]; None = 8."""
     size: int
     order: torch.Tensor | None
-    """int64 [k]: the columns, group by group; None: groups are of neighbours."""
+    """int64 [k]: the columns, group by group; None = groups are contiguous."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,45 +125,45 @@ class Int4Layer:
     """A layer's weight."""
 
     numbers: torch.Tensor
-    """uint8 [n, k], the columns of a group side by side."""
+    """uint8 [n, k], with the columns of a group contiguous."""
     groups: Int4Groups
 
 
 class PackedFormat(Protocol):
-    """How a checkpoint stores weights of 4 bits."""
+    """How a checkpoint stores 4-bit weights."""
 
     @property
     def bytes_per_number(self) -> float:
-        """Of packed weights, about."""
+        """Approximate size of packed weights."""
 
     def plain(self, tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-        """The tensors that the checkpoint would have without quantisation. Raises CheckpointError."""
+        """The tensors of the equivalent unquantised checkpoint. Raises CheckpointError."""
 
     def spare(self, tensors: Mapping[str, TensorHeader]) -> frozenset[str]:
-        """Tensors that the model may not have."""
+        """Tensors that the model may lack."""
 
     def linears(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-        """Names of the linear layers in 4 bits."""
+        """Names of the 4-bit linear layers."""
 
     def has_experts(self, tensors: Mapping[str, torch.Tensor], module: str) -> bool:
-        """Whether those of this module are in 4 bits."""
+        """Whether the experts of this module are in 4 bits."""
 
     def read_experts(
         self, tensors: Mapping[str, torch.Tensor], module: str, name: str, device: torch.device, exact: bool
     ) -> Int4Experts:
-        """Their weight of this name (gate_up_proj or down_proj), on the device. exact: as of Int4Weight. Raises
-        CheckpointError naming the tensor."""
+        """The experts' weight with this name (gate_up_proj or down_proj), on the device. exact: as in Int4Weight.
+        Raises CheckpointError naming the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Format:
-    """What a quantization_config says of a checkpoint's weights."""
+    """What a quantization_config says about a checkpoint's weights."""
 
     method: Method
     group_sizes: tuple[int, ...]
-    """That layers may have; -1: one group."""
+    """Group sizes that layers may have; -1 = one group."""
     zero_offset: int = 0
-    """What is to be added to a stored zero."""
+    """Added to a stored zero point."""
 
     @property
     def bytes_per_number(self) -> float:
@@ -170,11 +171,11 @@ class Int4Format:
 
     @property
     def packed_ending(self) -> str:
-        """How names of tensors of packed numbers end."""
+        """Suffix of the tensors with packed numbers."""
         return f".{PACKED_NUMBERS[self.method]}"
 
     def layers(self, tensors: Mapping[str, TensorHeader]) -> list[str]:
-        """Names of the layers in 4 bits. Raises CheckpointError naming tensors that are missing."""
+        """Names of the 4-bit layers. Raises CheckpointError naming missing tensors."""
         ending = self.packed_ending
         names = [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
         needed = [f"{name}.{each}" for name in names for each in _NEEDED[self.method]]
@@ -189,7 +190,7 @@ class Int4Format:
         return {name: header for name, header in tensors.items() if name not in own} | weights
 
     def spare(self, tensors: Mapping[str, TensorHeader]) -> frozenset[str]:
-        """Biases that layers may not have: some writers give every layer one of zeros."""
+        """Biases that layers may lack: some writers give every layer a zero bias."""
         return frozenset(name for layer in self.layers(tensors) if (name := f"{layer}.bias") in tensors)
 
     def linears(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
@@ -210,7 +211,7 @@ class Int4Format:
         return Int4Layer(numbers if groups.order is None else numbers[:, groups.order], groups)
 
     def groups(self, tensors: Mapping[str, torch.Tensor], layer: str) -> Int4Groups:
-        """As `read`, without the numbers."""
+        """As `read`, but without the numbers."""
         parts = self._parts(tensors, layer)
         n, k = self._dimensions(_there(parts, PACKED_NUMBERS[self.method]).shape)
         if self.method == "compressed-tensors":
@@ -242,7 +243,7 @@ class Int4Format:
         return self._dimensions(header.shape)
 
     def _dimensions(self, packed_shape: Sequence[int]) -> tuple[int, int]:
-        """Outputs and inputs by the shape of the packed numbers."""
+        """Outputs and inputs, from the shape of the packed numbers."""
         first, second = packed_shape
         return {
             "compressed-tensors": (first, 8 * second),
@@ -259,7 +260,7 @@ class Int4Format:
 
 
 def packed_format(settings: Mapping[str, Any]) -> PackedFormat | None:
-    """Of a quantization_config; None: it is of another method. Raises CheckpointError naming the field."""
+    """The format given by a quantization_config; None = another method. Raises CheckpointError naming the field."""
     reader = _READERS.get(str(settings.get("quant_method")))
     return None if reader is None else reader(settings)
 
@@ -288,7 +289,7 @@ def _of_compressed_tensors(settings: Mapping[str, Any]) -> Int4Format:
 
 def _of_gptq(settings: Mapping[str, Any]) -> Int4Format:
     _expect("bits", settings.get("bits"), 4)
-    if settings.get("checkpoint_format") == "gemm":  # what GPTQModel states of AWQ's layout without AWQ's search
+    if settings.get("checkpoint_format") == "gemm":  # GPTQModel's name for AWQ's layout without AWQ's search
         return _of_awq(settings)
     _expect("checkpoint_format", settings.get("checkpoint_format") or "gptq", "gptq", "gptq_v2")
     _expect("lm_head", settings.get("lm_head") or False, False)
@@ -318,9 +319,9 @@ def _expect(field: str, value: Any, *expected: Any) -> None:
 
 
 def _checked_size(field: str, size: Any) -> int:
-    if size == _WHOLE or (isinstance(size, int) and size > 0 and size % LEAST_GROUP == 0):
+    if size == _WHOLE or (isinstance(size, int) and size > 0 and size % MIN_GROUP == 0):
         return int(size)
-    raise _unexpected(field, size, f"-1 or a multiple of {LEAST_GROUP}")
+    raise _unexpected(field, size, f"-1 or a multiple of {MIN_GROUP}")
 
 
 def _unexpected(field: str, value: Any, expected: str) -> CheckpointError:
@@ -339,7 +340,7 @@ def _compressed_groups(parts: _Parts, n: int) -> _ScaleAndZero:
     zero = parts["weight_zero_point"]
     if zero is not None and zero.dtype == torch.int32:
         zero = _unpacked(zero.t()).t()[:n]
-    elif zero is not None:  # writers before 2025 stored them as they are, less 8
+    elif zero is not None:  # writers before 2025 stored them unsigned, minus 8
         zero = (zero.to(torch.int16) + PLAIN_ZERO).to(torch.uint8)
     return _there(parts, "weight_scale"), zero
 
@@ -371,7 +372,7 @@ def _there(parts: _Parts, name: str) -> torch.Tensor:
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, 8 * columns] of int32 [rows, columns]: the lowest bits first."""
+    """uint8 [rows, 8 * columns] from int32 [rows, columns]: the lowest bits first."""
     pairs = words.contiguous().view(torch.uint8)
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
 
@@ -381,8 +382,8 @@ def _in_order(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _order(layer: str, group_of: torch.Tensor | None, k: int, size: int) -> torch.Tensor | None:
-    """Columns by their groups; None: these are of neighbours. Raises CheckpointError."""
-    if group_of is None or bool((group_of < 0).all()):  # there are none, or none were chosen
+    """Columns sorted by group; None = groups are contiguous. Raises CheckpointError."""
+    if group_of is None or bool((group_of < 0).all()):  # there are none, or none were assigned
         return None
     expected, group_of = torch.arange(k) // size, group_of.long()
     if torch.equal(group_of, expected):

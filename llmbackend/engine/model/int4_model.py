@@ -1,8 +1,8 @@
-"""A model of a checkpoint in 4 bits: its modules without memory are given their tensors, one layer after the other.
+"""Fills the modules of a model without memory with the tensors of a 4-bit checkpoint, one layer at a time.
 
-For: the loader. Does not know: engine arguments, files. transformers would need each format's own library, and would
-make models for that library's kernels. Invariants: of the layers in 4 bits no more than one group of neighbours is
-unpacked at a time; every parameter and buffer has a value in the end, under the name that it has in the files.
+Used by the loader. transformers would need each format's own library, and would build models for that library's
+kernels. Invariants: of the 4-bit layers, at most one group of neighbours is unpacked at a time; every parameter and
+buffer has a value in the end, under the name that it has in the files.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .rotary import restore_buffers
 
 @dataclass(frozen=True, slots=True)
 class Int4Placement:
-    """Where layers in 4 bits go."""
+    """Where 4-bit layers are placed."""
 
     device: torch.device
     dtype: torch.dtype
     """The model's."""
     dense: bool
-    """Whether they become plain layers, on a CPU whose kernels take no weights of 4 bits."""
+    """Whether to dequantize them, on a CPU whose kernels do not support 4-bit weights."""
     exact: bool
-    """As of Int4Weight."""
+    """As in Int4Weight."""
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def fill(
 def fill_plain(
     model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, without: Set[str] = frozenset()
 ) -> None:
-    """model: as of `fill`. tensors: each look-up makes one, which is the model's from then on. without: names of those
+    """model: as in `fill`. tensors: each lookup creates one, which then belongs to the model. without: names of those
     that stay without memory. Raises CheckpointError."""
     _give_plain(model, tensors, dtype, are_owned=True, without=without)
     restore_buffers(model)
@@ -112,7 +112,8 @@ _EXPERT_PARTS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": (
 
 
 def _expert_parts(name: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of what an expert adds to a parameter of all experts, with {} for its number; none: it is none of those."""
+    """Names of an expert's parts of a parameter of all experts, with {} for its number; empty = it is not such a
+    parameter."""
     outer, _, attribute = name.rpartition(".")
     kind = "bias" if attribute.endswith("_bias") else "weight"
     parts = [f"{outer}.{{}}.{part}.{kind}" for part in _EXPERT_PARTS.get(attribute.removesuffix("_bias"), ())]
@@ -122,7 +123,7 @@ def _expert_parts(name: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
 def _of_experts(
     module: Any, shape: torch.Size, parts: list[str], tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The parameter of transformers' module: [experts, rows, columns], or of biases [experts, rows]."""
+    """The parameter of transformers' module: [experts, rows, columns], or for biases [experts, rows]."""
     value = torch.empty(shape, dtype=dtype)
     for expert in range(shape[0]):
         found = [tensors[part.format(expert)].to(dtype) for part in parts]
@@ -134,7 +135,7 @@ def _of_experts(
 
 
 def _groups(names: set[str]) -> list[tuple[str, ...]]:
-    """Layers whose weights lie side by side."""
+    """Groups of layers with adjacent weights."""
     together = [group for group in NEIGHBOURS if names.issuperset(group)]
     return [*together, *((name,) for name in sorted(names) if not any(name in group for group in together))]
 
@@ -160,7 +161,7 @@ def _replace(
 
 
 def _on_device(layer: Int4Layer, name: str, place: Int4Placement) -> Int4Weight:
-    """Raises CheckpointError where the groups are not of neighbours, which the kernels of GPUs expect."""
+    """Raises CheckpointError if groups are not contiguous, as the GPU kernels require."""
     if layer.groups.order is not None:
         raise CheckpointError(
             f"the columns of '{name}' are grouped by their activations (g_idx, desc_act), expected groups of neighbours"
@@ -174,7 +175,7 @@ def _weight(layer: Int4Layer, place: Int4Placement) -> Int4Weight:
 
 
 def _side_by_side(weights: list[Int4Weight], place: Int4Placement) -> Iterator[Int4Weight]:
-    """Those of one group size in one memory, on the device."""
+    """Weights with the same group size, in one allocation on the device."""
     if len({(weight.k, weight.group_size, weight.scale.dtype) for weight in weights}) > 1:
         yield from (weight.to(place.device) for weight in weights)
         return
@@ -200,7 +201,7 @@ def _plain(layer: Int4Layer, bias: nn.Parameter | None, place: Int4Placement) ->
 def _experts(
     module: Any, full_name: str, form: PackedFormat, tensors: Mapping[str, torch.Tensor], place: Int4Placement
 ) -> nn.Module:
-    """What stands in the place of the model's module, or the module with plain weights."""
+    """The replacement of the model's module, or the module with dequantized weights."""
 
     def projection(name: str) -> ExpertProjection:
         weight = form.read_experts(tensors, full_name, name, place.device, place.exact)
@@ -218,7 +219,7 @@ def _experts(
 
 
 def _bias(linear: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> nn.Parameter | None:
-    """Raises CheckpointError where the module is no plain linear layer, or the file has a bias that the model lacks."""
+    """Raises CheckpointError if the module is not a plain linear layer, or the file has a bias that the model lacks."""
     if type(linear) is not nn.Linear:
         raise CheckpointError(f"its '{name}' is in 4 bits, expected plain weights for a {type(linear).__name__}")
     stored = tensors.get(f"{name}.bias")

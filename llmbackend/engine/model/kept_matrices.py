@@ -1,6 +1,6 @@
-"""Which matrices of a checkpoint `quantization: int4` keeps as they are.
+"""Which matrices of a checkpoint `quantization: int4` keeps as stored.
 
-For: the loader. Does not know: layouts of formats.
+Used by the loader.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def kept_matrices(config: EngineConfig, form: PackedFormat | None, is_gguf: bool) -> StoredMatrices | None:
-    """form: how the checkpoint stores weights in 4 bits. None: int4 rounds them all. Raises ValueError or OSError."""
+    """form: how the checkpoint stores 4-bit weights. None = int4 rounds all weights. Raises ValueError or OSError."""
     if config.quantization is None and config.device == "cpu" and isinstance(form, Int4Format):
         logger.info("weights in 4 bits become plain ones: quantization 'int4' would keep them")
     if config.quantization != "int4" or config.load_format == "dummy":

@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA), read off its transformers modules, for the CPU's program.
 
-For: the loader, decoder_description.py. Does not know: kernels, families. The absorbed form: a token keeps a rotary
-part and a latent, and heads attend to both. Queries are multiplied by what gives a head's keys in the modules, and
-weighted latents by what gives its values. Invariant: what is not understood raises ProgramUnsupportedError.
+Used by the loader and decoder_description.py. The absorbed form: a rotary part and a latent are cached per token, and
+heads attend to both. Queries are multiplied by the matrix that yields a head's keys in the modules, and weighted
+latents by the one that yields its values. Invariant: anything not recognised raises ProgramUnsupportedError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MULTIPLE: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """How cpu/packed_latent.py's parts are made."""
+    """The source of the parts in cpu/packed_latent.py."""
 
     q_down: Projection | None
     q_norm: Norm | None
@@ -41,13 +41,13 @@ class Latent:
 
     @property
     def shape(self) -> LayerShape:
-        """Of keys, whose last part is the value."""
+        """Shape of keys, whose last part is the value."""
         return LayerShape(1, self.rotary_dim + self.up.n, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class LatentParts:
-    """Of a layer's attention."""
+    """The latent projections of a layer's attention."""
 
     kept: Projection
     """[latent | rotary part]"""
@@ -61,7 +61,7 @@ def is_latent(module: nn.Module) -> bool:
 
 
 def headed_linears(model: nn.Module) -> dict[str, HeadRows]:
-    """The layers that give keys and values of heads from latents, by name."""
+    """The layers that compute keys and values of heads from latents, by name."""
     return dict(_headed(model))
 
 
@@ -80,7 +80,7 @@ def latent_parts(index: int, module: Any, rotations: Rotations) -> LatentParts:
     expect_children(module, {_KEPT, "kv_a_layernorm", _EXPANDED, "o_proj", *of_queries})
     expanded = getattr(module, _EXPANDED)
     if not isinstance(expanded, HeadedLinear):
-        raise ProgramUnsupportedError("its latent attention: computed by the CPU's program alone")
+        raise ProgramUnsupportedError("its latent attention: supported only by the CPU's program")
     if expanded.float_bias is not None or expanded.packed.order:
         raise ProgramUnsupportedError(f"its {_EXPANDED} has a bias, or an order of its inputs")
     if any(size % _MULTIPLE for size in (rank, rest, rotary_dim, value_dim)):

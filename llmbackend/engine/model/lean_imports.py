@@ -1,9 +1,9 @@
-"""Transformers without torch's compiler and distributed tensors, which an engine on CPU never uses.
+"""Imports transformers without torch's compiler and distributed tensors, which an engine on CPU never uses.
 
-For: everything that imports transformers and loads a model. Does not know: models. Why: transformers decorates a few
-functions for torch.compile and names distributed tensor types, and by that imports a third of torch: about two seconds
-and 100 MB of every engine. Invariants: they are left out inside `without_compiler` alone, so a later `import
-torch._dynamo` finds the real one; where the compiler is imported already, nothing is left out.
+Used by everything that imports transformers and loads a model. Why: transformers decorates a few functions for
+torch.compile and mentions distributed tensor types, which imports a third of torch, about two seconds and 100 MB per
+engine. Invariants: they are only left out inside `without_compiler`, so a later `import torch._dynamo` finds the real
+one; if the compiler is already imported, nothing is left out.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _COMPILER = "torch._dynamo"
 _HELPER = f"{_COMPILER}._trace_wrapped_higher_order_op"
 _DECORATORS = ("allow_in_graph", "assume_constant_result")
 _KEPT_BY_TORCH = "__dynamo_disable"
-"""Where torch keeps, on a function, what the compiler's `disable` made of it at its first call."""
+"""Function attribute in which torch caches the result of the compiler's `disable` after the first call."""
 _lock = threading.RLock()
 
 
 def import_for(model: str) -> None:
-    """Imports what loading the checkpoint in directory `model` takes, as far as that is known without loading it."""
+    """Imports what loading the checkpoint in directory `model` needs, as far as can be known without loading it."""
     try:
         with without_compiler():
             _import_architecture(model)
@@ -51,7 +51,7 @@ def _architectures(model: str) -> list[str]:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """One thread at a time. Meanwhile torch finds stand-in modules where it looks for the compiler, and reports that it
+    """One thread at a time. While active, torch finds stand-in modules in place of the compiler, and reports that it
     was built without distributed tensors."""
     import torch.compiler
     import torch.distributed
@@ -71,12 +71,12 @@ def without_compiler() -> Iterator[None]:
             torch.distributed.is_available = is_available
             for name in stand_ins:
                 sys.modules.pop(name, None)
-            for function in disabled:  # the real compiler must be asked when it is imported
+            for function in disabled:  # the real compiler must be consulted once it is imported
                 vars(function).pop(_KEPT_BY_TORCH, None)
 
 
 def _stand_ins(disabled: list[Any]) -> dict[str, ModuleType]:
-    """A compiler whose decorators return functions as they are; `disabled` collects those not to compile."""
+    """A compiler whose decorators return functions unchanged; `disabled` collects those marked not to be compiled."""
 
     def disable(function: Any = None, *_arguments: Any, **_options: Any) -> Any:
         if function is not None:

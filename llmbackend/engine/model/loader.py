@@ -1,7 +1,7 @@
-"""From a checkpoint to a model that can run in flattened batches.
+"""From a checkpoint to a model that can run flattened batches.
 
-For: the model runner. Does not know: KV memory, rows, steps. Invariant: safetensors or GGUF only, no remote code unless
-the config allows it, and a loaded model has passed `compatibility`.
+Used by the model runner. Independent of KV memory, rows and steps. Invariants: only safetensors or GGUF; no remote code
+unless the config allows it; a loaded model has passed `compatibility`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 _PLAIN_UNDER_A_LABEL = "config.json states a quantization_config, but the weights are plain: using them as they are"
 _DEQUANTIZED = ("fp8",)
-"""Methods by which a checkpoint may be quantised: transformers turns its weights into plain ones."""
+"""quant_methods whose weights transformers dequantizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class LoadedModel:
 
     model: Any
     layer_shapes: Mapping[nn.Module, LayerShape]
-    """KV shape by attention module, in the order of the layers."""
+    """KV shape by attention module, in layer order."""
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
@@ -86,13 +86,13 @@ class LoadedModel:
     """How linear layers compute, for the log."""
     checked: CheckedModel
     kernels: NativeKernels | None
-    """The native kernels, where they compute the linear layers."""
+    """The native kernels, if they compute the linear layers."""
     store: WeightStore | None
-    """The memory of the layers' packed weights, when those kernels compute them."""
+    """The memory of the packed weights, if the native kernels compute them."""
     decoder: Decoder | None
-    """What a program would compute; None: the model runs as modules."""
+    """What a program would compute; None = the model runs as modules."""
     why_modules: str
-    """Why there is no decoder; empty when there is one."""
+    """Why there is no decoder; empty if there is one."""
     adapters: ModuleAdapters | None
     """None until `with_module_adapters`."""
 
@@ -100,24 +100,24 @@ class LoadedModel:
     def weight_bytes(self) -> int:
         """Of the modules' tensors and the packed weights, in the device's memory."""
         tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())}
-        tensors.pop(0, None)  # given away when it was packed
+        tensors.pop(0, None)  # freed when it was packed
         packed = 0 if self.store is None else self.store.used.nbytes
         return int(sum(tensors.values()) + packed)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:
-    """A checkpoint that has passed what is checked before its weights are read."""
+    """A checkpoint that passed the checks made before its weights are read."""
 
     hf_config: Any
     tensors: Mapping[str, TensorHeader] | None
-    """By name; None: of a hub id, or of random weights."""
+    """By name; None = a hub id, or random weights."""
     max_model_len: int
     device: torch.device
     dense: bool
     """Whether weights stay plain matrices."""
     int4: PackedFormat | None = None
-    """How the checkpoint stores weights in 4 bits; hf_config says nothing of them any more."""
+    """How the checkpoint stores 4-bit weights; hf_config no longer mentions them."""
     is_gguf: bool = False
 
     @property
@@ -126,7 +126,7 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(config: EngineConfig, dense: bool | None = None) -> OpenedCheckpoint:
-    """dense: None: when the device is no CPU. Raises ValueError (naming the argument or the architecture) or OSError
+    """dense: None = if the device is not a CPU. Raises ValueError (naming the argument or the architecture) or OSError
     (missing or unreadable files)."""
     interface.register()
     device = device_of(config.device)
@@ -143,8 +143,8 @@ def open_checkpoint(config: EngineConfig, dense: bool | None = None) -> OpenedCh
 
 
 def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewMemory | None = None) -> LoadedModel:
-    """dense: weights stay plain matrices, for a program of the accelerator path; None: when the device is no CPU.
-    new_memory: for packed weights; None: memory of this process.
+    """dense: whether weights stay plain matrices, for a program on an accelerator; None = if the device is not a CPU.
+    new_memory: for packed weights; None = memory of this process.
 
     Raises ValueError (naming the argument or the architecture) or OSError (missing or unreadable files).
     """
@@ -164,13 +164,13 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
     rounds_weights = config.quantization is not None and not dense and stored is None
-    if rounds_weights:  # what is asked of the model itself is asked before its weights are rounded
+    if rounds_weights:  # check the model itself before its weights are rounded
         checked = replace(_check(model.eval(), on_one_thread=False), quantization=config.quantization)
     with part("pack"):
         model, kernels, store, linear_kind = _place(config, model, device, dtype, dense, new_memory, stored)
     if not rounds_weights:
         checked = _check(model, kernels is not None, config.quantization)
-    elif config.quantization == "int4":  # too far from the model's own to tell a wrong program from a right one
+    elif config.quantization == "int4":  # too far from the original model to tell a wrong program from a right one
         checked = replace(checked, logits=check_calls(model)[2])
     if dense or (kernels is not None and not config.enforce_eager):
         decoder, why_modules = describe_or_why(model, checked.options, max_len, for_accelerator=dense)
@@ -196,15 +196,15 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
 
 
 def _check(model: Any, on_one_thread: bool, quantization: str | None = None) -> CheckedModel:
-    report("trying the model")
+    report("checking the model")
     with part("check"), _on_one_thread() if on_one_thread else contextlib.nullcontext():
         return check_model(model, quantization)
 
 
 @contextlib.contextmanager
 def _on_one_thread() -> Iterator[None]:
-    """torch computes on one thread: a step of few tokens, whose linear layers run on the native kernels' threads, takes
-    a fifth of the time without torch's own threads, which wait for work by spinning."""
+    """Runs torch on one thread. A step of few tokens, whose linear layers run on the native kernels' threads, takes a
+    fifth of the time without torch's own threads, which spin while waiting for work."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -214,8 +214,8 @@ def _on_one_thread() -> Iterator[None]:
 
 
 def with_module_adapters(config: EngineConfig, loaded: LoadedModel) -> LoadedModel:
-    """For a model that runs as modules: as it is, but for the adapters that these take, if the config enables some.
-    Raises ValueError naming adapter, file and reason."""
+    """For a model that runs as modules: adds adapters if the config enables them. Raises ValueError naming adapter,
+    file and reason."""
     if not config.enable_lora:
         return loaded
     batch = LoraBatch(config.max_num_seqs, loaded.device)
@@ -240,12 +240,12 @@ def _place(
     new_memory: NewMemory | None,
     stored: StoredMatrices | None,
 ) -> tuple[Any, NativeKernels | None, WeightStore | None, str]:
-    """The model on its device with linear layers for it; the native kernels and the memory of their packed weights, if
-    they compute these; how linear layers compute, for the log."""
+    """The model on its device with the linear layers for it; the native kernels and the memory of their packed weights,
+    if they compute these; how linear layers compute, for the log."""
     if dense and (eight_bits := config.eight_bits) is not None:
         check_device(eight_bits, device, dtype)
         quantize_linears(model, model.get_output_embeddings(), eight_bits, device)
-    if device.type != "cpu":  # kept matrices have no memory to be copied from
+    if device.type != "cpu":  # matrices kept as stored have no tensor to copy
         model = model.to(device)
     model = model.eval()
     if dense:
@@ -256,7 +256,7 @@ def _place(
 
 
 def _native_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> NativeKernels | None:
-    """The native kernels, where they can compute this model's layers. Raises ValueError as `library_choice`."""
+    """The native kernels, if they can compute this model's layers. Raises ValueError as `library_choice` does."""
     choice = library_choice(config, dtype) if device.type == "cpu" else None
     if choice is None:
         return None
@@ -264,8 +264,8 @@ def _native_kernels(config: EngineConfig, device: torch.device, dtype: torch.dty
 
 
 def library_choice(config: EngineConfig, dtype: torch.dtype) -> Choice | None:
-    """Which native kernels compute on CPU, and why these; None: torch does. Raises ValueError when quantised weights
-    need them."""
+    """The native kernels to use on CPU, and why; None = torch computes. Raises ValueError if quantised weights need
+    them."""
     choice = None
     if dtype in TYPE_OF and config.kernels != "torch":
         choice = choose_library(TYPE_OF[dtype] if config.quantization is None else Type.INT8)
@@ -286,8 +286,8 @@ def why_not_native(config: EngineConfig, dtype: torch.dtype) -> str:
 
 
 def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> PackedFormat | None:
-    """Raises ValueError for weights in a form that neither path multiplies by. Has transformers dequantise, as it reads
-    them, those that it can, and tells it nothing of those in 4 bits, which this loader reads."""
+    """Raises ValueError for weights in a format that neither path supports. Lets transformers dequantise the formats it
+    can, and hides from it 4-bit weights, which this loader reads."""
     if config.quantization == "fp8" and config.batch_invariant:
         raise ValueError(
             "engine argument 'quantization' is 'fp8', expected 'int8' or null where 'batch_invariant' is true"
@@ -314,8 +314,8 @@ def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> Pa
     if method not in _DEQUANTIZED:
         raise ValueError(
             f"engine argument 'model' is '{config.model}', whose weights are quantised by '{method}', expected "
-            f"plain ones, or {', '.join((*_DEQUANTIZED, *METHODS))}: the engine argument 'quantization' quantises "
-            "plain ones"
+            f"unquantised ones, or {', '.join((*_DEQUANTIZED, *METHODS))}: the engine argument 'quantization' "
+            "quantises unquantised ones"
         )
     settings["dequantize"] = True
     return None
@@ -329,7 +329,7 @@ def _swap_linears(
     new_memory: NewMemory | None = None,
     stored: StoredMatrices | None = None,
 ) -> tuple[WeightStore | None, str]:
-    """Puts packed linear layers into the model; the memory of native ones, and how they compute, for the log."""
+    """Replaces linear layers by packed ones. Returns the memory of native ones, and how they compute, for the log."""
     if kernels is None:
         return None, pack_linears(model, dtype)
     kind = config.quantization or str(dtype).removeprefix("torch.")
@@ -363,7 +363,7 @@ def device_of(name: str) -> torch.device:
 
 
 def _read_directory(config: EngineConfig) -> dict[str, TensorHeader] | None:
-    """The tensors of a local checkpoint, before transformers builds anything by what its config.json states."""
+    """The tensors of a local checkpoint, checked before transformers builds anything from its config.json."""
     if config.load_format == "dummy" or not Path(config.model).is_dir():
         return None
     try:
@@ -375,7 +375,7 @@ def _read_directory(config: EngineConfig) -> dict[str, TensorHeader] | None:
 def _instantiate(
     config: EngineConfig, hf_config: Any, device: torch.device, tensors: Mapping[str, TensorHeader] | None
 ) -> Any:
-    """tensors: of the checkpoint, None: of one that is not read yet."""
+    """tensors: of the checkpoint; None = not read yet."""
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.load_format == "dummy":
         return random_model(config, hf_config, dtype, device)
@@ -403,7 +403,8 @@ def _instantiate(
 
 
 def _filled_model(config: EngineConfig, opened: OpenedCheckpoint, kept: StoredMatrices | None) -> Any:
-    """Of weights that transformers does not read: in 4 bits, or in a GGUF file, of which some layers may be kept."""
+    """For weights that transformers does not read: in 4 bits, or in a GGUF file, of which some layers may be kept as
+    stored."""
     dtype = dtype_of(config, opened)
     files = files_of(config)
     try:
@@ -426,7 +427,7 @@ def _filled_model(config: EngineConfig, opened: OpenedCheckpoint, kept: StoredMa
 
 
 def check_stored_tensors(config: EngineConfig, opened: OpenedCheckpoint, tensors: Mapping[str, TensorHeader]) -> None:
-    """Whether the files' tensors fit the model. Raises CheckpointError."""
+    """Raises CheckpointError if the files' tensors do not fit the model."""
     spare: frozenset[str] = frozenset()
     if opened.int4 is not None:
         tensors, spare = opened.int4.plain(tensors), opened.int4.spare(tensors)
@@ -434,15 +435,15 @@ def check_stored_tensors(config: EngineConfig, opened: OpenedCheckpoint, tensors
 
 
 def _note_plain_weights(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> None:
-    """Warns of a quantization_config beside plain weights, which is no reason to refuse them."""
+    """Warns of a quantization_config in a checkpoint with plain weights, which is accepted."""
     is_packed = any(tensor.dtype.startswith("F8_E") or tensor.dtype == "U8" for tensor in tensors.values())
     if getattr(hf_config, "quantization_config", None) is not None and not is_packed:
         logger.warning(_PLAIN_UNDER_A_LABEL)
 
 
 def dtype_of(config: EngineConfig, opened: OpenedCheckpoint) -> torch.dtype:
-    """As transformers chooses it: the config's, else that of the checkpoint's first tensor of floats. Kept in 4 bits,
-    weights are multiplied by native kernels, which have no float16."""
+    """As transformers chooses it: the config's, else that of the checkpoint's first floating-point tensor. But kept
+    4-bit weights are multiplied by native kernels, which do not support float16."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)  # type: ignore[no-any-return]
     dtype = _stated_dtype(opened)
@@ -460,7 +461,7 @@ def _stated_dtype(opened: OpenedCheckpoint) -> torch.dtype:
 
 
 def class_and_config(config: EngineConfig, hf_config: Any) -> tuple[Any, Any]:
-    """The class that AutoModelForCausalLM will choose, and the config that the class will get."""
+    """The class that AutoModelForCausalLM will choose, and the config that it will receive."""
     model_class = causal_lm_class(hf_config)
     if model_class is None or "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {}):
         with torch.device("meta"):
@@ -476,7 +477,7 @@ def class_and_config(config: EngineConfig, hf_config: Any) -> tuple[Any, Any]:
 
 
 def random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str, device: torch.device) -> Any:
-    """Random weights, drawn on the device itself: a GPU draws billions of numbers in a second, a CPU takes minutes."""
+    """Random weights, generated on the device itself: a GPU takes a second for billions of numbers, a CPU minutes."""
     if isinstance(dtype, str):
         dtype = getattr(hf_config, "dtype", None) or torch.float32
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
@@ -490,7 +491,7 @@ def random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str,
 
 
 def eos_token_ids(model: Any, hf_config: Any) -> tuple[int, ...]:
-    """generation_config.json wins over config.json, as in transformers' generate."""
+    """generation_config.json takes precedence over config.json, as in transformers' generate."""
     given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if given is None:
         given = getattr(hf_config.get_text_config(decoder=True), "eos_token_id", None)

@@ -1,6 +1,6 @@
-"""Where a checkpoint's files with weights are: in a directory, or of a hub id in the hub's cache.
+"""Locates a checkpoint's weight files: in a directory, or in the hub's cache for a hub id.
 
-For: the loader and ranks. Does not know: what is in the files.
+Used by the loader and by ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .checkpoint_files import bad_checkpoint, weight_files
 
 
 def files_of(config: EngineConfig) -> list[Path]:
-    """The checkpoint's files with weights. Raises ValueError or OSError."""
+    """The checkpoint's weight files. Raises ValueError or OSError."""
     directory = Path(config.model)
     if not directory.is_dir():
         return hub_files(config)

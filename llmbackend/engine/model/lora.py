@@ -1,9 +1,8 @@
 """LoRA adapters as tensors, and several adapters in one batch of a model that runs as modules.
 
-For: the loader, which makes room for adapters beside the linear layers; the runner, which adds and removes them; the
-module forward pass, which tells them which tokens are in a step; gpu/lora.py, which reads the same files. Does not
-know: requests beyond the adapter's name, native programs (cpu/lora.py). Invariants: a token gets its own row's adapter
-and no other; a step without adapters costs one check per layer.
+The loader wraps the linear layers; the runner adds and removes adapters; the module forward pass says which tokens are
+in a step; gpu/lora.py reads the same files. Native programs have their own (cpu/lora.py). Invariants: a token gets only
+its own row's adapter; a step without adapters costs one check per layer.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from ..adapter_files import AdapterFiles, Float32Array
-from ..adapter_loads import first_adapters, number_of_adapter
+from ..adapter_loads import adapter_number, first_adapters
 from ..config import EngineConfig
 from ..cpu.linear import HeadedLinear, NativeLinear, PackedLinear
 from ..gpu.weights.dense import QuantizedLinear
@@ -29,7 +28,7 @@ class LoraMatrices:
     down: torch.Tensor
     """[rank, in_features]"""
     up: torch.Tensor
-    """[out_features, rank], multiplied by the adapter's scale"""
+    """[out_features, rank], premultiplied by the adapter's scale"""
 
     @property
     def rank(self) -> int:
@@ -37,20 +36,20 @@ class LoraMatrices:
 
 
 AdapterMatrices = dict[str, LoraMatrices]
-"""By the names of the layers that they change."""
+"""By the name of the layer."""
 
 
 class AdapterReader:
-    """Any thread."""
+    """May be used from any thread."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype, max_lora_rank: int) -> None:
         """shapes: outputs and inputs of each layer that an adapter may change, by its name in the model. dtype: of the
-        matrices that are read."""
+        matrices returned."""
         self._files = AdapterFiles(shapes, max_lora_rank)
         self._dtype = dtype
 
     def read(self, name: str, path: str) -> AdapterMatrices:
-        """The adapter in the folder `path`, checked. Raises ValueError naming adapter, file and reason."""
+        """The validated adapter in the folder `path`. Raises ValueError naming adapter, file and reason."""
         found = self._files.read(name, path)
         return {module: LoraMatrices(self._tensor(pair.down), self._tensor(pair.up)) for module, pair in found.items()}
 
@@ -59,16 +58,16 @@ class AdapterReader:
 
 
 _RANK_MULTIPLE = 32
-"""Ranks are padded with zeros, which change no sum, to a size that the linear kernels compute fast."""
+"""Ranks are zero-padded, which changes no result, to a size for which the linear kernels are fast."""
 
 
 _ADAPTABLE = nn.Linear, QuantizedLinear, NativeLinear, HeadedLinear, PackedLinear
 AdaptableLinear = nn.Linear | QuantizedLinear | NativeLinear | PackedLinear
-"""Quantised: of a checkpoint in 4 bits, on a GPU."""
+"""Quantised: a 4-bit checkpoint on a GPU."""
 
 
 class LoraBatch:
-    """Which adapter each row has, and which tokens of the current step are those rows'. Index 0 is no adapter."""
+    """The adapter of each row, and which tokens of the current step belong to those rows. Index 0 is no adapter."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._index_of: dict[str, int] = {}
@@ -76,22 +75,22 @@ class LoraBatch:
         self._of_row: Int32Array = np.zeros(max_num_seqs, np.int32)
         self._device = device
         self.groups: tuple[tuple[str, torch.Tensor], ...] = ()
-        """Adapter and int64 [tokens] places in the flat batch, for each adapter of the step."""
+        """For each adapter of the step: its name, and int64 [tokens] indices into the flat batch."""
 
     def add(self, name: str) -> None:
         self._num_added += 1
         self._index_of[name] = self._num_added
 
     def remove(self, name: str) -> None:
-        """No row that computes has it."""
+        """Must not be used by any row that computes."""
         del self._index_of[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._index_of
 
     def set_row(self, row: int, name: str) -> None:
-        """`name` "" is the model without an adapter. Raises ValueError for one that is not loaded."""
-        self._of_row[row] = number_of_adapter(name, self._index_of, none=0)
+        """name: "" = the model without an adapter. Raises ValueError if it is not loaded."""
+        self._of_row[row] = adapter_number(name, self._index_of, none=0)
 
     def begin(self, step: FlatStep) -> None:
         of_row = self._of_row[step.rows]
@@ -114,12 +113,12 @@ class LoraLinear(nn.Module):
         self.base = base
         self.shape = base.out_features, base.in_features
         self.pairs: dict[str, tuple[nn.Module, nn.Module]] = {}
-        """down and up, by adapter; no children of this module, so that they can come and go."""
+        """down and up, by adapter; not registered as children, so they can be added and removed."""
         self._batch = batch
 
     @property
     def weight(self) -> Any:
-        """Some models ask for the weight's type."""
+        """Some models read the weight's type."""
         return self.base.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +135,7 @@ class LoraLinear(nn.Module):
 
 
 def adaptable_linears(model: Any) -> Iterator[tuple[str, AdaptableLinear]]:
-    """The layers that adapters may change, by name: every linear one but the output head."""
+    """The layers that adapters may change, by name: every linear layer but the output head."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if type(module) in _ADAPTABLE and module is not head:
@@ -144,7 +143,7 @@ def adaptable_linears(model: Any) -> Iterator[tuple[str, AdaptableLinear]]:
 
 
 def wrap_linears(model: Any, batch: LoraBatch) -> dict[str, LoraLinear]:
-    """Puts a layer with adapters in the place of each that they may change; by name."""
+    """Wraps each layer that adapters may change; by name."""
     wrapped: dict[str, LoraLinear] = {}
     for name, linear in list(adaptable_linears(model)):
         wrapped[name] = LoraLinear(linear, batch)
@@ -153,7 +152,7 @@ def wrap_linears(model: Any, batch: LoraBatch) -> dict[str, LoraLinear]:
 
 
 class ModuleAdapters:
-    """The adapters of one loaded model. Any thread may `read`; one thread, the model's, does everything else."""
+    """The adapters of one loaded model. Any thread may call `read`; everything else belongs to the model's thread."""
 
     def __init__(
         self,
@@ -162,14 +161,14 @@ class ModuleAdapters:
         batch: LoraBatch,
         place: Callable[[nn.ModuleList], nn.ModuleList],
     ) -> None:
-        """place: moves plain linear layers to the model's device, in the form in which its own compute"""
+        """place: moves plain linear layers to the model's device, in the format in which its own layers compute"""
         self._reader = reader
         self._layers = layers
         self._place = place
         self.batch = batch
 
     def read(self, name: str, path: str) -> AdapterMatrices:
-        """The adapter in the folder `path`, checked. Raises ValueError naming adapter, file and reason."""
+        """The validated adapter in the folder `path`. Raises ValueError naming adapter, file and reason."""
         return self._reader.read(name, path)
 
     def add(self, name: str, matrices: AdapterMatrices) -> None:
@@ -185,7 +184,7 @@ class ModuleAdapters:
         self.batch.add(name)
 
     def remove(self, name: str) -> None:
-        """No row that computes has it. An unknown name was never added."""
+        """Must not be used by any row that computes. Unknown names are ignored."""
         if name not in self.batch:
             return
         for layer in self._layers.values():
@@ -200,7 +199,7 @@ def load_adapters(
     dtype: torch.dtype,
     place: Callable[[nn.ModuleList], nn.ModuleList],
 ) -> ModuleAdapters:
-    """The adapters that the config names; others may be added later. Raises ValueError naming adapter, file and
+    """Loads the adapters named in the config; others may be added later. Raises ValueError naming adapter, file and
     reason."""
     shapes = {name: layer.shape for name, layer in wrapped.items()}
     reader = AdapterReader(shapes, dtype, config.max_lora_rank)

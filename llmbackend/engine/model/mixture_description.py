@@ -1,7 +1,7 @@
 """What a mixture of experts computes, read off its transformers modules, for the CPU's program.
 
-For: decoder_description.py. Does not know: kernels, families. Invariant: how a router chooses and weighs is tried out
-with the module itself; what is not understood raises ProgramUnsupportedError.
+Used by decoder_description.py. Invariant: how a router selects and weights experts is found by probing the module
+itself; anything not recognised raises ProgramUnsupportedError.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _SCORES: Final[tuple[Scores, ...]] = ("softmax", "sigmoid")
 _SHARED: Final = ("shared_expert", "shared_experts")
 _SHARED_GATE: Final = "shared_expert_gate"
 OUT_NORM: Final = "post_mlp_layernorm"
-"""Behind the sum, of modules that have it: the layer's."""
+"""Name of the layer's norm after the sum, in modules that have it."""
 _EPSILONS: Final = {"softmax": (0.0,), "sigmoid": (1e-20, 1e-6)}
 _OF_GROUP: Final = (2, 1, 0)
-_TRIED_ROWS: Final = 64
-"""So many that ways of choosing by groups differ in some."""
+_PROBE_ROWS: Final = 64
+"""Enough rows for ways of selecting by groups to differ."""
 _LOW: Final = -12.0
-"""Logits of experts, so low that an epsilon shows in the shares of their sigmoids."""
+"""Expert logits so low that an epsilon shows in the shares of their sigmoids."""
 _CORRECTION: Final = "e_score_correction_bias"
 _FACTORS: Final = ("routed_scaling_factor", "router_scaling_factor")
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Chosen are the top_k largest of scores + correction, among the best groups if there are groups; a share is the
-    score, divided by epsilon + the sum of those chosen if `renormalises`, times factor (native/step_experts.h)."""
+    """Selects the top_k of scores + correction, among the best groups if there are groups. A share is the score,
+    divided by epsilon + the sum of the selected scores if `renormalises`, times factor (native/step_experts.h)."""
 
     top_k: int
     scores: Scores
@@ -45,14 +45,14 @@ class Route:
     correction: torch.Tensor | None
     """float32 [experts]"""
     groups: int
-    """0: none."""
+    """0 = none."""
     top_groups: int
     of_group: int
-    """A group counts as much as so many of its experts, the best."""
+    """A group's score is the sum of this many of its best experts."""
     epsilon: float
 
     def of(self, logits: torch.Tensor) -> torch.Tensor:
-        """Shares [tokens, experts] from logits, float32 both; 0: not chosen."""
+        """Shares [tokens, experts] from logits, both float32; 0 = not selected."""
         scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
         values = scores if self.correction is None else scores + self.correction
         if self.groups:
@@ -74,7 +74,7 @@ class Mixture:
     experts: NativeExperts
     shared: Mlp | PlainMlp | None
     shared_gate: Projection | None
-    """[1, width]: the shared expert is multiplied by the sigmoid of it."""
+    """[1, width]: the shared expert is multiplied by the sigmoid of this."""
 
 
 def describe_mixture(module: Any) -> Mixture:
@@ -82,7 +82,9 @@ def describe_mixture(module: Any) -> Mixture:
     own = router_of(module)
     known = {"experts", "router", "gate", _SHARED_GATE, OUT_NORM, *_SHARED}
     if unknown := {name for name, child in module.named_children() if not isinstance(child, nn.Identity)} - known:
-        raise ProgramUnsupportedError(f"{type(module).__name__} has {', '.join(sorted(unknown))} beside experts")
+        raise ProgramUnsupportedError(
+            f"{type(module).__name__} has {', '.join(sorted(unknown))} in addition to experts"
+        )
     shared = next((getattr(module, name) for name in _SHARED if hasattr(module, name)), None)
     gate = getattr(module, _SHARED_GATE, None)
     bias = getattr(own, "bias", None)
@@ -96,30 +98,33 @@ def describe_mixture(module: Any) -> Mixture:
 
 
 def _correction_of(module: Any) -> tuple[torch.Tensor, ...]:
-    """What some blocks keep for their router, and give it."""
+    """The correction that some blocks store for their router and pass to it."""
     held = getattr(module, _CORRECTION, getattr(module, "expert_bias", None))
     return () if held is None else (held,)
 
 
 def _route(router: Any, *given: torch.Tensor) -> Route:
-    """The one that gives what the router gives, tried out. given: the correction, where the router gets it."""
+    """The route that reproduces the router's outputs, found by probing. given: the correction, if the router takes
+    it."""
     if unknown := {name for name, _ in router.named_parameters()} - {"weight", "bias"}:
-        raise ProgramUnsupportedError(f"{type(router).__name__} has {', '.join(sorted(unknown))} beside its weight")
+        raise ProgramUnsupportedError(
+            f"{type(router).__name__} has {', '.join(sorted(unknown))} in addition to its weight"
+        )
     correction = _float(given[0] if given else getattr(router, _CORRECTION, None))
-    logits, expected = _tried(router, *given)
+    logits, expected = _probed(router, *given)
     for scores, renormalises, of_group in product(_SCORES, (False, True), _OF_GROUP):
         for epsilon in _EPSILONS[scores]:
             route = _candidate(router, scores, renormalises, correction, of_group, epsilon)
             if torch.allclose(route.of(logits), expected, rtol=1e-2, atol=1e-5):
                 return route
-    raise ProgramUnsupportedError(f"{type(router).__name__} chooses experts in a way of its own")
+    raise ProgramUnsupportedError(f"{type(router).__name__} selects experts in an unknown way")
 
 
-def _tried(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of some rows, and a share for each expert. Computed in float32, so that no rounding chooses other experts,
-    and with logits so small that several experts have shares that count, or all of them low."""
+def _probed(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of some rows, and a share for each expert. Computed in float32, so that rounding does not change the
+    selection, with logits so small that several experts have significant shares, or with all of them low."""
     weight, bias = router.weight, getattr(router, "bias", None)
-    x = torch.arange(1.0, _TRIED_ROWS * weight.shape[1] + 1).sin().view(_TRIED_ROWS, -1)
+    x = torch.arange(1.0, _PROBE_ROWS * weight.shape[1] + 1).sin().view(_PROBE_ROWS, -1)
     x /= nn.functional.linear(x, weight.float()).std().clamp(min=1e-6)
     low = ((_LOW - 0.01 * torch.arange(len(weight))) / weight.shape[1])[:, None].expand(weight.shape)
     logits, shares_of = [], []
@@ -130,7 +135,7 @@ def _tried(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
             router.weight = nn.Parameter(tried, requires_grad=False)
             _, shares, chosen = router(rows, *given)
             if chosen.shape != shares.shape or chosen.dim() != 2:
-                raise ProgramUnsupportedError(f"{type(router).__name__} gives no shares of chosen experts")
+                raise ProgramUnsupportedError(f"{type(router).__name__} returns no shares of the selected experts")
             logits.append(nn.functional.linear(rows, tried, _float(bias)))
             shares_of.append(torch.zeros(len(rows), weight.shape[0]).scatter_(1, chosen, shares.float()))
     finally:
@@ -143,7 +148,7 @@ def _tried(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def _candidate(
     router: Any, scores: Scores, renormalises: bool, correction: torch.Tensor | None, of_group: int, epsilon: float
 ) -> Route:
-    """of_group: 0: the groups that are stated are not used."""
+    """of_group: 0 = the stated groups are not used."""
     groups = int(getattr(router, "num_group", None) or getattr(router, "n_group", None) or 1)
     return Route(
         top_k=int(router.top_k),

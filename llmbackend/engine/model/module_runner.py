@@ -1,8 +1,8 @@
-"""Runs the steps of a transformers model that no program computes, with paged attention under its own modules.
+"""Runs the steps of a transformers model as modules, with paged attention, if no program can compute it.
 
-For: the engine core, as its `Runner`; `make_model_runner` also chooses the program where there is one. Does not know:
-why these rows were chosen, text, clients. Invariants: a request costs time per step only inside array operations; the
-KV of a step's tokens is written before it is read; `execute` changes KV slots alone, so that it can be repeated.
+The engine core's `Runner`; `make_model_runner` chooses the program if there is one. Invariants: per step, a request
+costs time only inside array operations; the KV of a step's tokens is written before it is read; `execute` changes only
+KV slots, so it can be repeated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .packing import pack_model
 
 class _Attention(Protocol):
     def begin(self, plan: StepPlan, table: RowTable) -> tuple[FlatStep, AttentionContext]:
-        """The plan as one flat batch, in the order that this attention needs, and the attention of the step."""
+        """The plan as one flat batch, in the order that this attention needs, and the attention context of the step."""
 
 
 class ModuleForward:
@@ -52,16 +52,17 @@ class ModuleForward:
         self._loras = None if loaded.adapters is None else loaded.adapters.batch
         self._attention = _make_attention(loaded, num_blocks, block_size)
         self._hidden: object = None
-        """What the layers gave for the last step's batch."""
+        """The layers' output for the last step's batch."""
         self._step: FlatStep
         base = self._model.base_model
         self._layers = getattr(base, "decoder", base)
-        """What the head's input comes from: with a decoder of its own (OPT) not the base model itself."""
+        """The module whose output is the head's input: in models with a separate decoder (OPT), not the base model
+        itself."""
         self._hook = self._layers.register_forward_hook(self._keep_hidden)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan, table: RowTable) -> torch.Tensor | None:
-        """Logits [samples, vocab] in the model's dtype; None when no row samples (the output head is skipped)."""
+        """Logits [samples, vocab] in the model's dtype; None if no row samples (the output head is skipped)."""
         step, context = self._attention.begin(plan, table)
         self._step = step
         if self._loras is not None:
@@ -89,7 +90,7 @@ class ModuleForward:
 
     @torch.inference_mode()
     def logits_behind(self, row: int, positions: Int32Array) -> Float32Array:
-        """The model is called once more, with what its layers gave in the last step in place of its layers."""
+        """Calls the model once more, with the layers' output of the last step in place of its layers."""
         hidden = self._hidden
         self._layers.forward = lambda *args, **kwargs: hidden
         try:
@@ -109,7 +110,7 @@ class ModuleForward:
 
 
 def _make_attention(loaded: LoadedModel, num_blocks: int, block_size: int) -> _Attention:
-    """Native attention where every layer fits its layout, else torch's."""
+    """Native attention if every layer fits its layout, else torch's."""
     if loaded.kernels is not None:
         memory = native_kv_memory(loaded.kernels, loaded.layer_shapes, num_blocks, block_size, loaded.dtype)
         if memory is not None:
@@ -149,7 +150,7 @@ class _OnTorch:
 
 
 def _by_length(plan: StepPlan, table: RowTable) -> Int32Array:
-    """Rows of equal query length become neighbours, sorted by context, as RaggedBatch needs them."""
+    """Sorts rows by query length, then context, as RaggedBatch requires."""
     counts = plan.num_scheduled_tokens
     order: Int32Array = np.lexsort((table.num_computed_tokens[plan.rows] + counts, counts)).astype(np.int32)
     return order
@@ -159,7 +160,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_model_runner(config: EngineConfig) -> Runner:
-    """The model on its device. Raises ValueError, OSError or torch.OutOfMemoryError with a text for the user."""
+    """The model on its device. Raises ValueError, OSError or torch.OutOfMemoryError with a message for the user."""
     start_s = time.monotonic()
     if not config.device.startswith("cuda"):
         made = pack_or_run(config)
@@ -181,7 +182,7 @@ def _on_gpu(config: EngineConfig, start_s: float) -> Runner:
 
 
 def run_modules_on(device: Device, config: EngineConfig, loaded: LoadedModel, reason: str = "") -> ModelRunner:
-    """On an accelerator, with as much KV memory as it has room for. Raises ValueError or torch.OutOfMemoryError."""
+    """On an accelerator, with as much KV memory as fits. Raises ValueError or torch.OutOfMemoryError."""
     from ..gpu.make_gpu_runner import num_module_blocks
 
     check_kv_dtype(config)
@@ -195,8 +196,8 @@ def run_modules_on(device: Device, config: EngineConfig, loaded: LoadedModel, re
 
 
 def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> PackedModel | Runner:
-    """A checkpoint on CPU: packed for native runners, in `place`, or its runner where it must run as modules.
-    Raises as `make_model_runner`."""
+    """A checkpoint on CPU: packed for native runners, in `place`, or its runner if it must run as modules. Raises as
+    `make_model_runner` does."""
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     loaded = load_model(config, new_memory=None if place is None else place.new_memory)
@@ -205,7 +206,7 @@ def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> Pack
     except ProgramUnsupportedError as reason:
         if is_recurrent(loaded.model.config):
             raise needs_program(loaded.model.config, str(reason)) from reason
-        level = logging.INFO if why_modules(config) else logging.WARNING  # asked for, or slower than it could be
+        level = logging.INFO if why_modules(config) else logging.WARNING  # requested, or slower than necessary
         logger.log(level, "%s runs as transformers modules: %s", loaded.model_type, reason)
         note(f"transformers modules, because {reason}")
         loaded = with_module_adapters(config, loaded)
@@ -215,7 +216,7 @@ def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> Pack
             note(f"kernels {choice.report}")
         return ModelRunner(config, loaded, reason=str(reason))
     del loaded
-    gc.collect()  # the modules are not read again, and refer to each other
+    gc.collect()  # the modules are no longer needed, and reference each other
     return packed
 
 
@@ -223,8 +224,8 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, loaded: LoadedModel, device: Device | None = None, reason: str = ""
     ) -> None:
-        """device: None: a CPU. reason: why no program computes. Allocates the KV memory. Raises ValueError with a text
-        for the user."""
+        """device: None = a CPU. reason: why no program computes. Allocates the KV memory. Raises ValueError with a
+        message for the user."""
         start_s = time.monotonic()
         if device is None and config.transport == "process":
             keep_freed_memory()
@@ -275,7 +276,7 @@ class ModelRunner:
 
     def close(self) -> None:
         self._forward.close()
-        with contextlib.suppress(RuntimeError):  # of a device that is lost
+        with contextlib.suppress(RuntimeError):  # the device may be lost
             self._device.trim()
 
 

@@ -1,7 +1,7 @@
-"""The experts of a layer on the native kernels: packed one after the other, in the place of transformers' module.
+"""The experts of a layer on the native kernels: packed one after the other, replacing transformers' module.
 
-For: the loader, descriptions. Does not know: how tokens choose experts, families. Invariant: a row of the output
-depends on that row of the input, its experts and shares alone, bit by bit.
+Used by the loader and by descriptions. Invariant: a row of the output depends, bit by bit, only on that row of the
+input, its experts and shares.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..cpu.linear import StoredMatrices, kept_weights, pack_stored
 from ..cpu.native_memory import release_pages
 from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import ACTIVATIONS, Activation, gated
-from ..kernels.expert_layout import MOST_EXPERTS, ExpertMatrix, Pairs, experts_op, gated_experts_op, steps_of
+from ..kernels.expert_layout import MAX_EXPERTS, ExpertMatrix, Pairs, experts_op, gated_experts_op, steps_of
 from ..kernels.library import NativeKernels, op_pointers
 from ..kernels.operations import Step, Type
 from ..kernels.weights import TYPE_OF, PackedWeight, WeightStore
@@ -27,7 +27,7 @@ from ..load_progress import counted
 from .recognition import plain_activation_of
 
 ExpertActivation = Activation | Literal["relu2"]
-"""Of gates; relu2, max(0, x)², of experts without one."""
+"""For gates; relu2, max(0, x)², for experts without a gate."""
 _WITHOUT_GATE: Final = {"up_proj", "down_proj"}
 _WEIGHTS: Final = {"gate_up_proj", "down_proj"}
 _BIASES: Final = {"gate_up_proj_bias", "down_proj_bias"}
@@ -51,7 +51,7 @@ class PackedExperts:
 
 
 def activation_of(experts: Any) -> ExpertActivation | None:
-    """Recognised by what it computes of gates and ups, beyond any bound; None: it is not known."""
+    """Recognised by its output for gates and ups, beyond any bound; None = unknown."""
     if hasattr(experts, "up_proj"):
         with suppress(ProgramUnsupportedError):
             return "relu2" if plain_activation_of(experts) == "relu2" else None
@@ -66,10 +66,10 @@ def activation_of(experts: Any) -> ExpertActivation | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plain:
-    """Experts of transformers, and the layer's router."""
+    """transformers' experts module, and the layer's router."""
 
     path: str
-    """Of the parent, which the layer's tensors are named after."""
+    """Path of the parent, which prefixes the layer's tensor names."""
     parent: nn.Module
     experts: Any
     router: Any
@@ -97,7 +97,7 @@ class _Plain:
         return weight.transpose(1, 2) if getattr(self.experts, "is_transposed", False) else weight
 
     def split(self, gate_up: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Gates and ups, of which there are as many in the second dimension."""
+        """Splits the second dimension into equally many gates and ups."""
         if not self.has_gate:
             return None, gate_up
         if self.activation == "swigluoai":
@@ -106,7 +106,7 @@ class _Plain:
         return gate_up[:, :half], gate_up[:, half:]
 
     def expert(self, index: int, name: str) -> str:
-        """One expert's layer as checkpoints name it."""
+        """The name of one expert's layer in checkpoints."""
         return f"{self.path}.experts.{index}.{name}"
 
     def bias(self, name: str) -> torch.Tensor | None:
@@ -115,7 +115,7 @@ class _Plain:
 
 
 def router_of(parent: Any) -> Any:
-    """What chooses the experts of this module; None: it has none."""
+    """The router of this module; None = it has none."""
     return getattr(parent, "router", getattr(parent, "gate", None))
 
 
@@ -130,7 +130,7 @@ def _plain_experts(model: nn.Module) -> Iterator[_Plain]:
 
 
 def _fits(experts: Any, router: Any) -> bool:
-    """Whether the matrices are those of gates, ups and downs, of equal shape for all experts."""
+    """Whether the matrices are gates, ups and downs with equal shapes for all experts."""
     names = {name for name, _ in experts.named_parameters()}
     weight = getattr(router, "weight", None)
     is_known = names == _WITHOUT_GATE or _WEIGHTS <= names <= _WEIGHTS | _BIASES
@@ -145,11 +145,11 @@ def _fits(experts: Any, router: Any) -> bool:
     n = down.shape[2]
     shapes = (tuple(gate_up.shape), tuple(down.shape))
     ups = n if names == _WITHOUT_GATE else 2 * n
-    return count <= MOST_EXPERTS and shapes == ((count, ups, width), (count, width, n))
+    return count <= MAX_EXPERTS and shapes == ((count, ups, width), (count, width, n))
 
 
 class _Types(NamedTuple):
-    """Of a layer's matrices, and whether they stay as the checkpoint has them."""
+    """Types of a layer's matrices, and whether they are kept as stored."""
 
     gate_up: Type
     down: Type
@@ -158,17 +158,17 @@ class _Types(NamedTuple):
 
 
 class ExpertsToPack:
-    """The experts of a model that native kernels multiply by."""
+    """The experts of a model to pack for the native kernels."""
 
     def __init__(self, model: nn.Module, quantization: str | None, stored: StoredMatrices | None = None) -> None:
-        """quantization, stored: as of `swap_linears`; single experts are named as linear layers are."""
+        """quantization, stored: as in `swap_linears`; single experts are named like linear layers."""
         self._stored = stored
         rounded = {"int8": Type.INT8, "int4": Type.INT4_MIN if stored is None else Type.INT8}.get(quantization or "")
         self._found = [(plain, self._types(plain, rounded)) for plain in _plain_experts(model)]
 
     @property
     def shapes(self) -> list[tuple[int, int, Type]]:
-        """(n, k, type) of all matrices in the order in which they are packed."""
+        """(n, k, type) of all matrices, in packing order."""
         shapes: list[tuple[int, int, Type]] = []
         for plain, types in self._found:
             count, width, n = plain.down.shape
@@ -178,13 +178,13 @@ class ExpertsToPack:
 
     @property
     def vector_bytes(self) -> int:
-        """Room for biases and routers' vectors as float32, each beginning anew in a cache line."""
+        """Space for biases and routers' vectors as float32, each starting on a cache line."""
         modules = ((*plain.experts.parameters(), *plain.parent.buffers()) for plain, _ in self._found)
         return sum(4 * each.numel() + 3 * 64 for tensors in modules for each in tensors if each.dim() < 3)
 
     @property
     def kept_weights(self) -> frozenset[str]:
-        """Names of the weights that are read from the checkpoint itself."""
+        """Names of the weights that are read directly from the checkpoint."""
         return frozenset(
             f"{plain.path}.experts.{name}"
             for plain, types in self._found
@@ -210,7 +210,7 @@ class ExpertsToPack:
         return _Types(gate_up or other, down or other, gate_up is not None, down is not None)
 
     def _kept_type(self, plain: _Plain, names: tuple[str, ...]) -> Type | None:
-        """That of all experts; None: they have no type in common, or not all are kept."""
+        """The type of all experts; None = they have no type in common, or not all are kept."""
         if self._stored is None:
             return None
         layers = [plain.expert(index, name) for index in range(plain.down.shape[0]) for name in names]
@@ -236,7 +236,7 @@ class ExpertsToPack:
         self, store: WeightStore, plain: _Plain, name: str, kind: Type, own: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> PackedExperts:  # fmt: skip
-        """own: the matrices; None: those of the checkpoint."""
+        """own: the matrices; None = those of the checkpoint."""
         if own is not None:
             return _in_steps([store.pack(matrix, kind) for matrix in own], bias)
         stored = self._stored
@@ -246,7 +246,7 @@ class ExpertsToPack:
 
 
 def kept_names(model: nn.Module, stored: StoredMatrices) -> frozenset[str]:
-    """Names of all weights that are read from the checkpoint itself: of a plain model, memory or not."""
+    """Names of all weights that are read directly from the checkpoint. Works on models with or without memory."""
     return kept_weights(model, stored) | ExpertsToPack(model, "int4", stored).kept_weights
 
 
@@ -258,20 +258,20 @@ def _in_steps(packed: list[PackedWeight], bias: torch.Tensor | None) -> PackedEx
 
 
 class NativeExperts(nn.Module):
-    """Replaces the experts of transformers."""
+    """Replaces transformers' experts module."""
 
     def __init__(
         self, kernels: NativeKernels, gate: PackedExperts | None, up: PackedExperts, down: PackedExperts,
         router: PackedWeight, activation: ExpertActivation,
     ) -> None:  # fmt: skip
-        """router: of the layer, packed for a program."""
+        """router: the layer's, packed for a program."""
         super().__init__()
         self.gate, self.up, self.down, self.router, self.activation = gate, up, down, router, activation
         self._kernels = kernels
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """The sum, over the experts that each token of x [tokens, width] chose, of their outputs times their shares;
+        """The sum, over the experts that each token of x [tokens, width] selected, of their outputs times their shares;
         chosen, shares [tokens, top_k]."""
         top_k = chosen.shape[1]
         flat = chosen.reshape(-1).numpy()
@@ -285,7 +285,7 @@ class NativeExperts(nn.Module):
         return total.to(x.dtype)
 
     def _outputs(self, x: torch.Tensor, chosen: Any, places: Any, top_k: int) -> torch.Tensor:
-        """float32 [pairs, width], by places."""
+        """float32 [pairs, width], indexed by places."""
         first = np.zeros(self.up.count + 1, np.int32)
         first[1:] = np.bincount(chosen, minlength=self.up.count).cumsum()
         inner = torch.empty(len(places), self.down.first.k)
@@ -302,7 +302,7 @@ class NativeExperts(nn.Module):
 
 
 def packed_routers(model: nn.Module) -> Iterator[tuple[Any, NativeExperts]]:
-    """Of layers whose experts are packed, and which have the router's weight too."""
+    """The routers of layers with packed experts that include the router's weight."""
     for parent in model.modules():
         if isinstance(experts := getattr(parent, "experts", None), NativeExperts):
             yield router_of(parent), experts

@@ -1,7 +1,8 @@
-"""From a loaded model to a native program as data: packed weights in one memory, rows that are looked up in another.
+"""From a loaded model to a native program as data: packed weights in one memory, tables that are looked up by row in
+another.
 
-For: what starts engines on CPU. Does not know: engines, files, where the memories go. Invariant: a packed model has
-given the probes' logits as the model's own modules give them.
+Used by whatever starts engines on CPU. Invariant: a packed model has reproduced the logits of the model's own modules
+for the probes.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ _NAME_OF: dict[Type, Dtype] = {kind: name for name, kind in TYPE_OF.items()}
 
 
 def pack_model(config: EngineConfig, loaded: LoadedModel, place: PackingPlace | None = None) -> PackedModel:
-    """The loaded model as a program that needs nothing of it any more. place: which gave the loader's memory. Raises
-    ProgramUnsupportedError when it must run as modules."""
+    """The loaded model as a self-contained program. place: the one that provided the loader's memory. Raises
+    ProgramUnsupportedError if it must run as modules."""
     if loaded.kernels is None or loaded.decoder is None or loaded.store is None:
         raise ProgramUnsupportedError(loaded.why_modules)
     if reason := why_modules(config):
@@ -86,7 +87,7 @@ def pack_model(config: EngineConfig, loaded: LoadedModel, place: PackingPlace | 
 
 
 def _verify(packed: PackedModel, loaded: LoadedModel, block_size: int) -> None:
-    """Raises ProgramUnsupportedError when the program computes something else than the modules."""
+    """Raises ProgramUnsupportedError if the program's results differ from those of the modules."""
     assert loaded.kernels is not None
     num_groups = packed.decoder.layer_groups.groups.count
     try:
@@ -96,7 +97,7 @@ def _verify(packed: PackedModel, loaded: LoadedModel, block_size: int) -> None:
 
     def logits(token_ids: torch.Tensor) -> torch.Tensor:
         step = _whole_sequence(token_ids.numpy().astype(np.int32))
-        blocks = np.arange(num_groups, dtype=np.int32)[:, None, None]  # one of each group
+        blocks = np.arange(num_groups, dtype=np.int32)[:, None, None]  # one block of each group
         slots = blocks[:, 0] * np.int32(block_size) + step.slots
         states = _first_states(len(token_ids)) if packed.decoder.state_bytes else None
         return torch.from_numpy(program.forward(step, slots, blocks, states).copy())
@@ -121,19 +122,20 @@ def _whole_sequence(token_ids: Int32Array) -> FlatStep:
 
 
 def _first_states(num_tokens: int) -> StepStates:
-    """Of one sequence from its start, in slot 0."""
+    """For one sequence from its start, in slot 0."""
     none = np.full(num_tokens, -1, np.int32)
     return StepStates(np.zeros(1, np.int32), none[:1], none)
 
 
 class _Packer:
-    """Gives weights their places: arrays of every step behind the packed matrices, those of few rows apart."""
+    """Assigns locations to weights: arrays read by every step after the packed matrices, sparsely read ones
+    separately."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._tables: list[torch.Tensor] = []
         self._places: dict[int, ArrayAt] = {}
-        """Of tables, by their addresses: layers share them."""
+        """Of tables, by their addresses; layers share tables."""
         self._mapped_bytes = 0
 
     def matrix(self, weight: object) -> MatrixAt:
@@ -147,7 +149,7 @@ class _Packer:
         return ArrayAt("resident", offset_bytes, tuple(tensor.shape), _float_dtype(tensor.dtype))
 
     def table(self, tensor: torch.Tensor) -> ArrayAt:
-        """An array of which a step reads few rows."""
+        """An array of which a step reads only a few rows."""
         tensor = tensor.contiguous()
         if (known := self._places.get(tensor.data_ptr())) is not None:
             return known
@@ -158,7 +160,7 @@ class _Packer:
         return place
 
     def mapped(self, place: PackingPlace | None) -> Bytes:
-        """The memory of all tables, once all arrays have their places."""
+        """The memory of all tables, once all arrays have been placed."""
         tables = [(self._places[tensor.data_ptr()].offset_bytes, _bytes(tensor)) for tensor in self._tables]
         if place is not None:
             memory = place.write_tables(self._store.used, tables, self._mapped_bytes)
@@ -321,7 +323,7 @@ def _latent(latent: Latent, packer: _Packer, names: _Names) -> PackedLatent:
 
 
 def _mlp(mlp: Mlp | PlainMlp | Experts | Mixture | None, packer: _Packer, names: _Names) -> PackedMlp | None:
-    """Of a mixture, its shared expert."""
+    """For a mixture, its shared expert."""
     if isinstance(mlp, Mixture):
         mlp = mlp.shared
     if mlp is None:
@@ -331,7 +333,7 @@ def _mlp(mlp: Mlp | PlainMlp | Experts | Mixture | None, packer: _Packer, names:
         return PackedMlp(None, up, down, mlp.activation)
     assert isinstance(mlp, Mlp), "native kernels are given no description with experts that are not packed"
     parts = [_named_parts(each, names) for each in (mlp.gate, mlp.up, mlp.down)]
-    if parts[0][0].layer == parts[1][0].layer:  # one layer has both
+    if parts[0][0].layer == parts[1][0].layer:  # one layer contains both
         parts[1] = [PackedPart(part.layer, mlp.gate.weight.n + part.first, part.n) for part in parts[1]]
     projections = zip((mlp.gate, mlp.up, mlp.down), parts, strict=True)
     gate, up, down = (_projection(each, packer, own) for each, own in projections)
@@ -384,7 +386,7 @@ def _named_parts(projection: Projection, names: _Names) -> list[PackedPart]:
 
 
 def _first_of(parts: list[PackedPart], n: int) -> list[PackedPart]:
-    """Takes the first parts, which have n outputs together, out of the list."""
+    """Removes and returns the first parts, which have n outputs in total."""
     taken: list[PackedPart] = []
     while n > 0:
         taken.append(parts.pop(0))

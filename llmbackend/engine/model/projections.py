@@ -1,7 +1,7 @@
 """Linear layers of transformers modules as projections, and MLPs made of them.
 
-For: the descriptions of decoders, of mixtures of experts and of recurrent layers. Does not know: attention, layers,
-kernels. Invariant: weights are read, never changed or copied; what is not understood raises ProgramUnsupportedError.
+Used by the descriptions of decoders, mixtures of experts and recurrent layers. Invariant: weights are read, never
+changed or copied; anything not recognised raises ProgramUnsupportedError.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .recognition import PlainActivation, mlp_activation, plain_activation_of
 
 
 class Weight(Protocol):
-    """A matrix [n, k]: a PackedWeight for the CPU's kernels, a DeviceWeight for an accelerator, a StoredWeight before
-    it is cut for the ranks."""
+    """A matrix [n, k]: a PackedWeight for the CPU's kernels, a DeviceWeight for an accelerator, or a StoredWeight
+    before it is sharded."""
 
     @property
     def n(self) -> int: ...
@@ -35,19 +35,19 @@ class Weight(Protocol):
 
 @runtime_checkable
 class DivisibleWeight(Weight, Protocol):
-    """A weight that can be cut into parts without a copy: PackedWeight, DenseWeight, QuantizedWeight, Int4Weight,
+    """A weight that can be split without a copy: PackedWeight, DenseWeight, QuantizedWeight, Int4Weight,
     StoredWeight."""
 
     def part(self, start: int, n: int) -> Self:
         """Rows start .. start + n - 1; both are multiples of a panel of 32 rows."""
 
     def joined(self, other: Self) -> Self | None:
-        """This matrix with the other's rows below, when they are neighbours in memory; else None."""
+        """This matrix with the other's rows appended, if they are adjacent in memory; else None."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackedWeight:
-    """Matrices of several types, one above the other."""
+    """Matrices of several types, stacked by rows."""
 
     matrices: tuple[PackedWeight, ...]
 
@@ -68,7 +68,7 @@ class Projection:
     bias: torch.Tensor | None
     """float32 [n]"""
     parts: tuple[tuple[nn.Module, int], ...] = ()
-    """The model's layers that it consists of, with their numbers of outputs; none: of a router or a rank."""
+    """The model's layers that it consists of, with their numbers of outputs; empty for routers and ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +103,11 @@ def expect_children(module: nn.Module, names: set[str], optional: frozenset[str]
 
 
 _PLAIN_NAMES = (("fc1", "fc2"), ("c_fc", "c_proj"), ("up_proj", "down_proj"))
-"""Of MLPs without a gate."""
+"""For MLPs without a gate."""
 
 
 def plain_mlp_of(module: Any) -> PlainMlp | None:
-    """None: it has a gate."""
+    """None = it has a gate."""
     for up_name, down_name in _PLAIN_NAMES:
         if hasattr(module, up_name) and hasattr(module, down_name) and not hasattr(module, "gate_proj"):
             up, down = (projection_of(getattr(module, name)) for name in (up_name, down_name))
@@ -126,7 +126,7 @@ def mlp_of(module: Any) -> Mlp:
 
 
 def halves_of(gate_up: Any) -> tuple[Projection, Projection]:
-    """Gate and up of one matrix."""
+    """Gate and up projections from one matrix."""
     weight, bias = _weight_and_bias(gate_up)
     half = weight.n // 2
     if half % 32 or bias is not None or not isinstance(weight, DivisibleWeight):
@@ -161,7 +161,7 @@ def qkv_of(projections: Sequence[Projection]) -> Projection:
 
 
 def joined(first: Projection, *others: Projection) -> Projection | None:
-    """The projections as one; None where they are not neighbours in memory, or only some have a bias."""
+    """The projections as one; None if they are not adjacent in memory, or only some have a bias."""
     weight: Weight | None = first.weight
     for other in others:
         if not isinstance(weight, DivisibleWeight) or not isinstance(other.weight, type(weight)):
@@ -171,7 +171,7 @@ def joined(first: Projection, *others: Projection) -> Projection | None:
 
 
 def _stacked(projections: Sequence[Projection]) -> Projection | None:
-    """The projections as one of several types; as `joined`."""
+    """The projections as one of several types; otherwise as `joined`."""
     matrices: list[PackedWeight] = []
     for weight in (projection.weight for projection in projections):
         if not isinstance(weight, PackedWeight):
@@ -192,7 +192,7 @@ def _with_weight(weight: Weight, projections: Sequence[Projection]) -> Projectio
 
 
 def parts_of(projection: Projection) -> Iterator[Projection]:
-    """Those of one type each."""
+    """Parts with one type each."""
     weight, first = projection.weight, 0
     for matrix in weight.matrices if isinstance(weight, StackedWeight) else (weight,):
         bias = None if projection.bias is None else projection.bias[first : first + matrix.n]
@@ -201,7 +201,7 @@ def parts_of(projection: Projection) -> Iterator[Projection]:
 
 
 def _merged(parts: Iterable[tuple[nn.Module, int]]) -> tuple[tuple[nn.Module, int], ...]:
-    """Neighbours of one layer as one."""
+    """Merges neighbouring parts of the same layer."""
     merged: list[tuple[nn.Module, int]] = []
     for layer, n in parts:
         if merged and merged[-1][0] is layer:

@@ -1,7 +1,7 @@
-"""What small parts of a model compute, recognised by trying them out: norms, activations, what follows the head.
+"""Recognises what small parts of a model compute by probing them: norms, activations, what follows the head.
 
-For: decoder_description.py. Does not know: layers, families. Invariant: modules are called, never changed; what none of
-the known functions gives raises ProgramUnsupportedError.
+Used by decoder_description.py. Invariant: modules are called, never changed; an output that no known function matches
+raises ProgramUnsupportedError.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import ACTIVATIONS, Activation, Norm, gated
 
 PlainActivation = Literal["gelu_tanh", "relu2"]
-"""Of an MLP without a gate; relu2 is max(0, x)²."""
+"""For MLPs without a gate; relu2 is max(0, x)²."""
 
 T = TypeVar("T")
 
 _INPUT: Final = torch.linspace(-6, 6, 49)
-"""Of an activation that is tried."""
 _USUAL_EPS: Final = (1e-5, 1e-6)
 _SMALL: Final = 1e-3
-"""A factor on a norm's input that lets its eps show."""
+"""A factor on a norm's input that makes its eps visible."""
 
 
-# Which norm stands before attention, after it, before the MLP and after it, by the names a layer has.
+# Names of the norms before attention, after it, before the MLP and after it, by the set of names in the layer.
 NORMS_BY_PLACE: Final[dict[frozenset[str], tuple[str, str, str, str]]] = {
     frozenset({"input_layernorm", "post_attention_layernorm"}): ("input_layernorm", "", "post_attention_layernorm", ""),
     frozenset({"post_attention_layernorm", "post_feedforward_layernorm"}): (
@@ -53,12 +52,12 @@ NORMS_BY_PLACE: Final[dict[frozenset[str], tuple[str, str, str, str]]] = {
     frozenset({"input_layernorm"}): ("input_layernorm", "", "", ""),
 }  # fmt: skip
 NORMS_OF_PARALLEL: Final = frozenset({"input_layernorm"})
-"""The norms of a layer whose attention and MLP read the same."""
+"""The norms of a layer whose attention and MLP read the same input."""
 
 
 def norm_of(module: Any, width: int | None = None) -> Norm:
-    """An RMS norm or a layer norm with factor w, 1 + w or none, distinguished by what it computes. width: None: its
-    weight's."""
+    """An RMS norm or a layer norm with factor w, 1 + w or none, distinguished by its output. width: None = that of its
+    weight."""
     weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
     if width is None:
         if weight is None:
@@ -68,9 +67,9 @@ def norm_of(module: Any, width: int | None = None) -> Norm:
     factor = torch.ones(width, device=device) if weight is None else weight.detach().float()
     added = None if bias is None else bias.detach().float()
     is_exact = bias is None or bias.dtype == torch.float32
-    given = _tried(module, width, 1.0)
+    given = _probed(module, width, 1.0)
     for eps in _eps_of(module):
-        small = _tried(module, width, _SMALL)
+        small = _probed(module, width, _SMALL)
         for is_centred in (False, True):
             for candidate in (factor,) if weight is None else (factor, 1.0 + factor):
                 norm = Norm(candidate.contiguous(), float(eps), added, is_centred)
@@ -88,8 +87,8 @@ def _probe(width: int, scale: float, like: torch.Tensor | None) -> torch.Tensor:
     return scale * torch.linspace(-2, 3, width, device=None if like is None else like.device)[None]
 
 
-def _tried(module: Any, width: int, scale: float) -> torch.Tensor:
-    """With a bias, torch's own layer norm takes rows of its weights' type alone."""
+def _probed(module: Any, width: int, scale: float) -> torch.Tensor:
+    """With a bias, torch's layer norm accepts only rows of its weights' type."""
     weight = getattr(module, "weight", None)
     x = _probe(width, scale, weight)
     if isinstance(module, nn.LayerNorm) and weight is not None:
@@ -105,7 +104,7 @@ def _is_near(norm: Norm, given: torch.Tensor, scale: float, is_exact: bool) -> b
 
 
 def normalised(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """Rows of float32."""
+    """x: rows of float32."""
     if norm.centred:
         x = x - x.mean(-1, keepdim=True)
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
@@ -113,12 +112,12 @@ def normalised(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 def mlp_activation(module: Any) -> Activation:
-    """Of a gated MLP."""
+    """For a gated MLP."""
     return _same(module, {name: gated(torch.cat((_INPUT, torch.ones_like(_INPUT))), name) for name in ACTIVATIONS})
 
 
 def plain_activation_of(module: Any) -> PlainActivation:
-    """Of an MLP without a gate."""
+    """For an MLP without a gate."""
     known: dict[PlainActivation, torch.Tensor] = {
         "gelu_tanh": functional.gelu(_INPUT, approximate="tanh"),
         "relu2": _INPUT.relu().square(),
@@ -127,21 +126,21 @@ def plain_activation_of(module: Any) -> PlainActivation:
 
 
 def _same(module: Any, known: Mapping[T, torch.Tensor]) -> T:
-    """The name of what the module's activation gives for _INPUT."""
+    """The name of the known function whose output for _INPUT equals that of the module's activation."""
     names = ("act_fn", "activation_fn", "act", "activation")
     function = next((getattr(module, name) for name in names if getattr(module, name, None) is not None), None)
     if function is None:
         raise ProgramUnsupportedError(f"{type(module).__name__} has no activation")
-    if not isinstance(function, nn.Module) or not list(function.parameters()):  # of which more would be read
+    if not isinstance(function, nn.Module) or not list(function.parameters()):  # more than the activation would be read
         given = function(_INPUT)
         for name, expected in known.items():
             if torch.allclose(given, expected, atol=1e-6):
                 return name
-    raise ProgramUnsupportedError(f"{type(module).__name__} activates by {type(function).__name__}")
+    raise ProgramUnsupportedError(f"{type(module).__name__} has the unsupported activation {type(function).__name__}")
 
 
 def finish_of(model: Any, config: Any) -> tuple[float, float]:
-    """Factor and softcap of the logits behind the head, as the config states them."""
+    """Factor and softcap of the logits after the head, as stated in the config."""
     cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
     names = ("logit_scale", "lm_head_multiplier", "logits_scaling")
     *scales, scaling = (float(getattr(config, name, None) or 1.0) for name in names)
@@ -152,11 +151,11 @@ def finish_of(model: Any, config: Any) -> tuple[float, float]:
         expected = cap * torch.tanh(x * factor / cap) if cap else x * factor
         if torch.allclose(given, expected, rtol=1e-4, atol=1e-6):
             return factor, cap
-    raise ProgramUnsupportedError(f"{type(model).__name__} scales its logits in a way of its own")
+    raise ProgramUnsupportedError(f"{type(model).__name__} scales its logits in an unknown way")
 
 
 class _Hidden(tuple[torch.Tensor]):
-    """What layers give; all else that a model may ask of it is None."""
+    """The output of the layers; any other attribute that a model reads is None."""
 
     def __new__(cls, hidden: torch.Tensor) -> _Hidden:
         return super().__new__(cls, (hidden,))
@@ -170,7 +169,7 @@ class _Hidden(tuple[torch.Tensor]):
 
 
 def _finished(model: Any, logits: torch.Tensor) -> torch.Tensor:
-    """What the model makes of these logits of its head, before it or behind it."""
+    """What the model makes of these logits of its head, before or after it."""
     base, head = model.base_model, model.get_output_embeddings()
     base.forward = lambda *_args, **_kwargs: _Hidden(torch.ones(1, 1, 1, device=logits.device))
     head.forward = lambda hidden: logits * hidden

@@ -1,6 +1,6 @@
-"""What recurrent layers compute in attention's place, read off their transformers modules.
+"""What recurrent layers compute in place of attention, read off their transformers modules.
 
-For: hybrid_description.py. Does not know: the other parts of a model, kernels. Invariant: as there.
+Used by hybrid_description.py; same invariant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .projections import Projection, children_of, projection_of
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """out(C * conv(B * x)): B, C and x are what `project` gives."""
+    """out(C * conv(B * x)), where `project` yields B, C and x."""
 
     project: Projection
     taps: torch.Tensor
@@ -37,7 +37,7 @@ class ShortConv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """As cpu/packed_decoder.py's PackedScan."""
+    """See PackedScan in cpu/packed_recurrent.py."""
 
     is_delta: bool
     projects: tuple[Projection, ...]
@@ -107,7 +107,7 @@ def delta_net_of(module: Any) -> Scan:
 
 
 def mamba_of(module: Any) -> Scan:
-    """Mamba2's. Falcon-H1 has it without a norm, too, and with factors."""
+    """Mamba2's. Falcon-H1's may lack a norm, and has factors."""
     _expect_silu(module)
     taps, bias = _taps(module.conv1d)
     inner, heads, groups = int(module.intermediate_size), int(module.num_heads), int(module.n_groups)
@@ -138,7 +138,7 @@ def mamba_of(module: Any) -> Scan:
 
 
 def _factored(module: Any) -> tuple[Projection, torch.Tensor | None]:
-    """The projection, and the factors on what it gives. (factor * x)·Wᵀ + bias is factor * (x·Wᵀ + bias / factor)."""
+    """The projection, and the factors on its outputs. (factor * x)·Wᵀ + bias = factor * (x·Wᵀ + bias / factor)."""
     project, of_columns = projection_of(module.in_proj), getattr(module, "mup_vector", None)
     if of_columns is None:
         return project, None
@@ -153,11 +153,11 @@ _PARTS: Final[tuple[tuple[Callable[[Any], ShortConv | Scan], set[str]], ...]] = 
     (delta_net_of, {"conv1d", "norm", "out_proj", *_BY_KEY_HEAD}),
     (mamba_of, {"conv1d", "norm", "out_proj", "in_proj"}),
 )
-"""Of the modules that each of these understands."""
+"""The parts of the modules that each function reads."""
 
 
 def reader_of(module: nn.Module) -> Callable[[Any], ShortConv | Scan]:
-    """What understands a module with these parts."""
+    """The function that reads a module with these parts."""
     found = children_of(module) - {"act"}
     for reader, parts in _PARTS:
         if found == parts:
@@ -166,7 +166,7 @@ def reader_of(module: nn.Module) -> Callable[[Any], ShortConv | Scan]:
 
 
 def _taps(conv: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """float32 [taps, channels] and [channels], of a causal convolution of each channel alone."""
+    """float32 [taps, channels] and [channels], from a causal depthwise convolution."""
     if type(conv) is not nn.Conv1d or conv.groups != conv.in_channels or conv.in_channels != conv.out_channels:
         raise ProgramUnsupportedError(f"{type(conv).__name__} mixes channels")
     bias = None if conv.bias is None else conv.bias.detach().float()
@@ -175,12 +175,11 @@ def _taps(conv: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _expect_silu(module: Any) -> None:
     if (name := getattr(module, "activation", None)) not in ("silu", "swish"):
-        raise ProgramUnsupportedError(f"{type(module).__name__} activates by {name}")
+        raise ProgramUnsupportedError(f"{type(module).__name__} has the unsupported activation {name}")
 
 
 def _gated_norm(module: Any, groups: int = 1) -> tuple[Norm, bool]:
-    """An RMS norm of each group of x with a gate, and whether it comes after the gate: recognised by what it
-    computes."""
+    """A gated RMS norm of each group of x, and whether it follows the gate, recognised by its output."""
     weight, eps = module.weight.detach().float(), float(module.variance_epsilon)
     x = torch.linspace(-2, 3, len(weight))[None]
     gates = functional.silu(x.flip(-1).cos())

@@ -1,9 +1,9 @@
-"""How long a model's sequences may be, and one set of rotary frequencies for all of them.
+"""The maximum sequence length of a model, and one set of rotary frequencies for all its sequences.
 
-For: the loader. Does not know: families, steps. Invariant: the angle of a position depends on the model and on
-max_model_len alone. transformers chooses the frequencies of longrope and dynamic NTK by the longest sequence in a
-batch, so that one request would change another's tokens; here they are chosen once, as in vLLM, and the modules and all
-programs read the same ones. Source of the lengths: vLLM's rule for max_model_len.
+Used by the loader. Invariant: the angle of a position depends only on the model and on max_model_len. transformers
+chooses the frequencies of longrope and dynamic NTK by the longest sequence in a batch, so one request would change
+another's tokens; here they are chosen once, as in vLLM, and used by the modules and all programs. Lengths follow vLLM's
+rule for max_model_len.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _STRETCHED = frozenset({"linear", "dynamic", "yarn"})
-"""Kinds of scaling whose factor multiplies the length in the config; with others, that length is already scaled."""
+"""Scaling types whose factor multiplies the length in the config; with others, that length is already scaled."""
 _STATED_SCALED = ("gemma3",)
-"""Model types whose config gives the scaled length although their kind of scaling is a stretched one."""
+"""Model types whose config states the scaled length although their scaling type is one of these."""
 
 
 def max_model_len(wanted: int | None, text_config: Any) -> int:
-    """The limit in force, in tokens. wanted: the engine argument. Raises ValueError naming it when the model allows
-    less, or when neither it nor the config states a limit."""
+    """The effective limit, in tokens. wanted: the engine argument. Raises ValueError naming it if the model allows
+    less, or if neither it nor the config states a limit."""
     limit = _longest(text_config)
     if limit is None:
         if wanted is None:
@@ -62,7 +62,7 @@ def _fix(module: Any, config: Any, kind: str, length: int, layer_type: str | Non
     names = {"layer_type": layer_type} if layer_type else {}
     seq_len: int | None = length
     if kind == "dynamic":
-        # vLLM's frequencies are those of the longest sequence that the model allows.
+        # vLLM uses the frequencies for the longest sequence that the model allows.
         seq_len = config.max_position_embeddings if length <= config.max_position_embeddings else _longest(config)
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, frequencies.device, seq_len=seq_len, **names)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def _fix(module: Any, config: Any, kind: str, length: int, layer_type: str | Non
 
 
 def _longest(text_config: Any) -> int | None:
-    """The longest sequence that the model allows, its scaling included."""
+    """The longest sequence that the model allows, including scaling."""
     stated = (getattr(text_config, name, None) for name in _LENGTH_NAMES)
     limit = next((value for value in stated if isinstance(value, int)), None)
     if limit is None or str(getattr(text_config, "model_type", "")).startswith(_STATED_SCALED):
@@ -86,13 +86,13 @@ def _longest(text_config: Any) -> int | None:
 
 
 def _without_argument(limit: int, text_config: Any) -> int:
-    """longrope's frequencies for long sequences make short ones worse, so only the argument switches to them."""
+    """longrope's frequencies for long sequences make short ones worse, so only the argument enables them."""
     if any(rope.get("rope_type") == "longrope" for rope in _rope_parameters(text_config)):
         original = _original_length(text_config)
         if original and original < limit:
             logger.warning(
-                "max_model_len is capped to %d tokens, of the %d that the model allows: longer sequences need other "
-                "rotary frequencies (longrope), for all requests alike; set the engine argument 'max_model_len' to "
+                "max_model_len is limited to %d of the model's %d tokens: longer sequences need other "
+                "rotary frequencies (longrope), which affect all requests; set the engine argument 'max_model_len' to "
                 "use them",
                 original,
                 limit,
@@ -122,8 +122,8 @@ def _rope_parameters(text_config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def restore_buffers(model: Any) -> None:
-    """Gives a model without memory what its files do not hold: rotary frequencies, the embedding's factor, and the
-    factors of a recurrence's inputs (Falcon-H1)."""
+    """Restores, in a model without memory, what its files do not contain: rotary frequencies, the embedding's factor,
+    and the factors of a recurrence's inputs (Falcon-H1)."""
     for module in list(model.modules()):
         if hasattr(module, "mup_vector"):
             from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector

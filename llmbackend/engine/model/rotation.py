@@ -1,8 +1,8 @@
-"""How an attention module turns its heads: tables of cosines and sines, and which numbers of a head turn together.
+"""How an attention module rotates its heads: tables of cosines and sines, and which numbers of a head form pairs.
 
-For: decoder_description.py. Does not know: families, weights. The module is called with projections that give known
-numbers, and the queries and keys that it hands to attention are compared with those of each known way. Invariants:
-modules are as before afterwards; a way that is not known raises ProgramUnsupportedError.
+Used by decoder_description.py. The module is called with projections that return known numbers, and the queries and
+keys that it passes to attention are compared with those of each known scheme. Invariants: modules are unchanged
+afterwards; an unknown scheme raises ProgramUnsupportedError.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import Norm
 from .recognition import normalised
 
-_TRIED_POSITIONS: Final = (0, 1, 2, 5)
-"""With others in the middle and at the end."""
+_PROBE_POSITIONS: Final = (0, 1, 2, 5)
+"""Others are added in the middle and at the end."""
 _LARGE: Final = 100.0
-"""So large that a bound on queries and keys would show."""
+"""Large enough to reveal a bound on queries and keys."""
 
 
 Embeddings = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
 """Cosines and sines, or both as complex numbers."""
 QueryScale = Callable[[torch.Tensor], torch.Tensor]
-"""Factors on queries at positions."""
+"""Factors on queries, by position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What an attention module computes queries and keys with."""
+    """From what an attention module computes queries and keys."""
 
     outputs: Mapping[str, int]
-    """Numbers of outputs of its projections, by name; those of query, key and value in this order, then the last one's
-    behind attention."""
+    """Numbers of outputs of its projections, by name: query, key and value in this order, then the projection after
+    attention."""
     dim: int
     num_kv_heads: int
     q_norm: Norm | None
@@ -51,24 +51,24 @@ class Heads:
 @dataclass(frozen=True, slots=True)
 class Rotation:
     cos_sin: torch.Tensor | None
-    """float32 [max_model_len, rotary_dim]: cosines of each pair, then sines; None: no rotation."""
+    """float32 [max_model_len, rotary_dim]: cosines of each pair, then sines; None = no rotation."""
     q_cos_sin: torch.Tensor | None = None
-    """Of queries, where theirs differ."""
+    """For queries, if theirs differ."""
     pairs: bool = False
-    """Whether numbers 2i and 2i + 1 of a head turn together, not i and i + rotary_dim / 2."""
+    """Whether numbers 2i and 2i + 1 of a head rotate together, instead of i and i + rotary_dim / 2."""
     norm_last: bool = False
-    """Whether heads are normalised after they are turned."""
+    """Whether heads are normalised after the rotation."""
 
 
 class Rotations:
-    """Cosines and sines of all positions, computed once for each kind of layer, by a copy of the module on the CPU: a
-    GPU may have been told to round the factors of products (TF32), and angles of thousands lose their fraction then."""
+    """Cosines and sines of all positions, computed once per kind of layer by a copy of the module on the CPU. A GPU may
+    be configured to round the factors of products (TF32), which would lose the fraction of angles in the thousands."""
 
     def __init__(
         self, rotary: Any, max_model_len: int, device: torch.device, kinds: Sequence[str] = (),
         query_scale: QueryScale | None = None,
     ) -> None:  # fmt: skip
-        """kinds: of the layers, where the module has a table for each. query_scale: which attention may apply."""
+        """kinds: of the layers, if the module has a table for each. query_scale: a scaling that attention may apply."""
         self._rotary = copy.deepcopy(rotary).cpu()
         self._device = device
         self._length = max_model_len
@@ -79,31 +79,33 @@ class Rotations:
         self._scaled_tables: dict[str | None, torch.Tensor] = {}
         if by_kind and not kinds:
             raise ProgramUnsupportedError(
-                f"{type(rotary).__name__} has tables by kinds of layers, which are not stated"
+                f"{type(rotary).__name__} has a table per layer type, but the config states no layer types"
             )
 
     def of(self, layer: int, attention: nn.Module, heads: Heads) -> Rotation:
         """Raises ProgramUnsupportedError."""
         kind = None if self._kinds is None else self._kinds[layer]
-        positions = self._tried_positions()
+        positions = self._probe_positions()
         rows = positions.to(self._device)
-        given = _try(attention, heads, rows, self._given(positions, kind))
+        given = _probe(attention, heads, rows, self._given(positions, kind))
         for rotation in self._known(kind, heads):
             if all(_is_near(*each) for each in zip(given, _expected(heads, rotation, rows), strict=True)):
                 return rotation
-        raise ProgramUnsupportedError(f"{type(attention).__name__} turns its heads in a way of its own")
+        raise ProgramUnsupportedError(f"{type(attention).__name__} rotates its heads in an unknown way")
 
     def of_latent(
         self, layer: int, attention: nn.Module, outputs: Mapping[str, int], q: str, kept: str, rotary_dim: int
     ) -> Rotation:
-        """Of latent attention, where the last `rotary_dim` numbers of each head and of what the projection `kept` gives
-        are turned: compared by the products of queries and keys, which may be in an order of their own. outputs: as of
-        `Heads`; q: the projection of queries. Raises ProgramUnsupportedError."""
+        """For latent attention: the last `rotary_dim` numbers of each head, and of the output of the projection `kept`,
+        are rotated. Compares products of queries and keys, which may be permuted. outputs: as in `Heads`; q: the
+        projection of queries. Raises ProgramUnsupportedError."""
         kind = None if self._kinds is None else self._kinds[layer]
-        positions = self._tried_positions()
+        positions = self._probe_positions()
         rows = positions.to(self._device)
         heads = Heads(outputs, rotary_dim, 1, None, None, False)
-        queries, keys = (each[..., -rotary_dim:] for each in _try(attention, heads, rows, self._given(positions, kind)))
+        queries, keys = (
+            each[..., -rotary_dim:] for each in _probe(attention, heads, rows, self._given(positions, kind))
+        )
         names, raw = list(outputs)[:-1], _raw(heads, rows.device)
         numbers = dict(zip(names, torch.split(raw, [outputs[name] for name in names]), strict=True))
         raw_q = numbers[q].view(queries.shape[1], -1)[:, -rotary_dim:].expand(len(rows), -1, -1)
@@ -113,7 +115,7 @@ class Rotations:
             turned_q, turned_k = (_rotated(each, table[rows], pairs) for each in (raw_q, raw_k))
             if table.shape[1] == rotary_dim and _is_near(_products(queries, keys), _products(turned_q, turned_k)):
                 return Rotation(table, None, pairs)
-        raise ProgramUnsupportedError(f"{type(attention).__name__} turns its heads in a way of its own")
+        raise ProgramUnsupportedError(f"{type(attention).__name__} rotates its heads in an unknown way")
 
     def table(self, kind: str | None, head_dim: int) -> torch.Tensor:
         if kind not in self._tables:
@@ -130,15 +132,15 @@ class Rotations:
             yield Rotation(table, self._scaled(kind, table))
 
     def _scaled(self, kind: str | None, table: torch.Tensor) -> torch.Tensor:
-        """The table of queries, which lie wholly in it."""
+        """The table for queries, which includes their scale."""
         assert self._query_scale is not None
         if kind not in self._scaled_tables:
             positions = torch.arange(self._length, device=self._device)
             self._scaled_tables[kind] = table * self._query_scale(positions)[:, None]
         return self._scaled_tables[kind]
 
-    def _tried_positions(self) -> torch.Tensor:
-        tried = {*_TRIED_POSITIONS, self._length // 2, self._length - 1}
+    def _probe_positions(self) -> torch.Tensor:
+        tried = {*_PROBE_POSITIONS, self._length // 2, self._length - 1}
         return torch.tensor(sorted(each for each in tried if each < self._length))
 
     def _embeddings(self, positions: torch.Tensor, kind: str | None) -> Embeddings:
@@ -146,14 +148,13 @@ class Rotations:
         return given
 
     def _given(self, positions: torch.Tensor, kind: str | None) -> Embeddings:
-        """What attention modules get."""
         given = self._embeddings(positions, kind)
         if isinstance(given, torch.Tensor):
             return given.to(self._device)
         return given[0].to(self._device), given[1].to(self._device)
 
     def _table(self, head_dim: int, kind: str | None) -> torch.Tensor:
-        """Modules state an angle twice, for halves or for neighbours, or, where they rotate whole heads, once."""
+        """Modules state each angle twice, for halves or for neighbours, or once if they rotate whole heads."""
         given = self._embeddings(torch.arange(self._length), kind)
         cos, sin = (each[0] for each in ((given.real, given.imag) if isinstance(given, torch.Tensor) else given))
         half = cos.shape[-1] // 2
@@ -167,7 +168,7 @@ class Rotations:
 
 
 class _Given:
-    """Attention that keeps what it is given."""
+    """Attention that records its inputs."""
 
     def __init__(self) -> None:
         self.heads: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -179,7 +180,7 @@ class _Given:
         return query.new_zeros(*query.shape[:2], value.shape[-1])
 
 
-def _try(
+def _probe(
     attention: nn.Module, heads: Heads, positions: torch.Tensor, embeddings: Embeddings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys [positions, heads, dim]."""
@@ -198,21 +199,21 @@ def _try(
 
 
 def _raw(heads: Heads, device: torch.device) -> torch.Tensor:
-    """What query, key and value projections give, one after the other."""
+    """The outputs of the query, key and value projections, concatenated."""
     *inner, _ = heads.outputs.values()
     return _LARGE * (torch.arange(1.0, sum(inner) + 1, device=device) * 1.7).sin()
 
 
 @contextmanager
 def _projecting(attention: Any, heads: Heads, hidden: torch.Tensor) -> Iterator[None]:
-    """The module's projections give known numbers meanwhile, the same at all positions."""
+    """Makes the module's projections return known numbers, the same at all positions."""
     *inner, last = heads.outputs
     sizes = [heads.outputs[name] for name in inner]
     rows = _raw(heads, hidden.device).expand(1, hidden.shape[1], -1)
     numbers = dict(zip(inner, torch.split(rows, sizes, dim=-1), strict=True)) | {last: hidden}
     children = {name: getattr(attention, name) for name in numbers}
     for name, child in children.items():
-        child.forward = lambda _x, given=numbers[name]: given.clone()  # some bound them in place
+        child.forward = lambda _x, given=numbers[name]: given.clone()  # some modules clamp them in place
     try:
         yield
     finally:
@@ -257,12 +258,12 @@ def _rotated(x: torch.Tensor, rows: torch.Tensor, pairs: bool) -> torch.Tensor:
 
 
 def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Of each with each: queries [positions, heads, dim], keys [positions, heads or 1, dim]."""
+    """All pairwise products: queries [positions, heads, dim], keys [positions, heads or 1, dim]."""
     return torch.einsum("phd,qhd->hpq", queries, keys.expand(-1, queries.shape[1], -1))
 
 
 def query_scale_of(config: Any) -> QueryScale | None:
-    """Of Ministral 3: queries grow with the logarithm of their position."""
+    """For Ministral 3: queries grow with the logarithm of their position."""
     stated = getattr(config, "rope_parameters", None) or {}
     beta, length = (stated.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
     if not beta or not length:

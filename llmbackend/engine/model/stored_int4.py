@@ -1,8 +1,8 @@
-"""Linear layers of a checkpoint in 4 bits (compressed-tensors, GPTQ, AWQ) as the kernels of CPUs multiply them.
+"""Linear layers of a 4-bit checkpoint (compressed-tensors, GPTQ, AWQ), in the format that the CPU kernels multiply.
 
-For: the loader. Does not know: models, devices, how weights are packed. Invariant: numbers, scales and zeros are those
-of the file; a layer is left out where float16 does not hold its scales exactly. Groups of more than 32 inputs become
-groups of 32 with equal scales and zeros.
+Used by the loader. Invariant: numbers, scales and zero points are those of the file; a layer is left out if float16
+cannot represent its scales exactly. Groups of more than 32 inputs become groups of 32 with equal scales and zero
+points.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class StoredInt4:
-    """By the names of the layers' modules. Each is read when it is asked for."""
+    """By module name. Each layer is read on demand."""
 
     def __init__(self, form: Int4Format, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises CheckpointError naming the tensor."""
@@ -68,6 +68,6 @@ def _order(order: torch.Tensor) -> npt.NDArray[np.int32]:
 
 
 def _spread(groups: Int4Groups, values: torch.Tensor, k: int) -> npt.NDArray[Any]:
-    """Of groups of GROUP inputs."""
+    """Repeats the values for groups of GROUP inputs."""
     of_groups = np.repeat(values.numpy(), -(-groups.size // GROUP), axis=1)
     return of_groups[:, : -(-k // GROUP)]

@@ -1,7 +1,7 @@
-"""Experts of a checkpoint in mxfp4, as gpt-oss is published, as the kernels of CPUs multiply them.
+"""Experts of a checkpoint in mxfp4, as gpt-oss is published, in the format that the CPU kernels multiply.
 
-For: the loader. Does not know: models, how weights are packed. Invariant: numbers and scales are those of the file.
-GGUF files have the same ones (e2m1 in groups of 32 inputs with scales of e8m0) in another order of bytes.
+Used by the loader. Invariant: numbers and scales are those of the file. GGUF files contain the same (e2m1 in groups of
+32 inputs with e8m0 scales) in another byte order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..kernels.weights import StoredBlocks
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _HALF: Final = 16
-"""Numbers in the lower halves of a block's bytes."""
+"""Numbers in the low nibbles of a block's bytes."""
 _PARTS: Final = {"gate_proj": ("gate_up_proj", slice(0, None, 2)), "up_proj": ("gate_up_proj", slice(1, None, 2)),
                  "down_proj": ("down_proj", slice(None))}  # fmt: skip
-"""Of an expert's layers: the tensor, and the rows in it."""
+"""For each layer of an expert: the tensor, and the rows in it."""
 
 
 class StoredMxfp4:
-    """By the names of single experts' layers. Each is read when it is asked for."""
+    """By the names of single experts' layers. Each is read on demand."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -46,7 +46,7 @@ class StoredMxfp4:
 
     @staticmethod
     def _place(layer: str) -> tuple[str, int, slice] | None:
-        """The tensor's name without its ending, the expert, and its rows."""
+        """The tensor's name without its suffix, the expert, and its rows."""
         outer, _, part = layer.rpartition(".")
         experts, _, expert = outer.rpartition(".")
         if part not in _PARTS or not expert.isdigit():

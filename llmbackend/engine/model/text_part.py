@@ -1,6 +1,6 @@
-"""The part of a model for images and text that computes text; other models are it themselves.
+"""The text part of a multimodal model; for other models, the whole base model.
 
-For: the loader and descriptions. Does not know: families.
+Used by the loader and by descriptions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def text_part(model: Any) -> Any:
 
 
 def keep_text(model: Any) -> None:
-    """Gives away the parts that text does not need."""
+    """Removes the parts that text does not need."""
     base, text = model.base_model, text_part(model)
     for name, child in list(base.named_children()) if text is not base else ():
         if child is not text:

@@ -1,9 +1,8 @@
 """A checkpoint's model without its weights: whether it would load, how it would be computed, and what memory it needs.
 
-For: load_forecast.py. Does not know: KV blocks, caches, machines. The model is built without memory for its matrices,
-and goes through the loader's own checks and description; norms are given ones, because a description probes what they
-compute. Invariant: what raises here raises in the loader, with the same text; what only weights can tell (the logits)
-is left open.
+Used by load_forecast.py. The model is built without memory for its matrices, and goes through the loader's own checks
+and description; norms get real weights, because a description probes what they compute. Invariant: an error here is
+raised by the loader too, with the same message; what only weights can tell (the logits) is left open.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ from .text_part import keep_text
 logger = logging.getLogger(__name__)
 
 _PROBED_TOKENS = 64
-"""Positions for which rotary frequencies are compared."""
+"""Positions at which rotary frequencies are compared."""
 _EMBEDDING_ROWS = 2
-"""Rows of an embedding for which its factor is measured."""
+"""Rows of an embedding from which its factor is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """What is known of a model without its weights."""
+    """What can be known of a model without its weights."""
 
     architecture: str
     model_type: str
@@ -66,29 +65,28 @@ class UnloadedModel:
     max_model_len: int
     num_parameters: int
     weight_bytes: int
-    """In memory, packed where linear layers are, without embeddings that are looked up by row."""
+    """In memory, with linear layers packed if they would be, without embeddings that are looked up by row."""
     embedding_bytes: int
     kv_bytes_per_token: int | None
-    """None: only the weights tell."""
+    """None = only the weights tell."""
     layers: LayerGroups | None
-    """Which layers share KV blocks; None: only the weights tell, or all do."""
+    """Which layers share KV blocks; None = only the weights tell, or all do."""
     state_bytes: int
-    """Of one sequence, in recurrent layers."""
     why_modules: str
-    """Why a step runs the model's modules; "" when it would run one native program, or on an accelerator."""
+    """Why a step would run the model's modules; "" = it would run a native program, or on an accelerator."""
     kernels: str
-    """The native kernels that would compute, and what was measured; "" where there are none."""
+    """The native kernels that would be used, and what was measured; "" = none."""
 
 
 class _Layout(NativeKernels):
-    """Native kernels that give matrices their places, and pack nothing."""
+    """Native kernels that place matrices but pack nothing."""
 
     def pack(self, *_arguments: Any) -> None:
         return None
 
 
 def unloaded_model(config: EngineConfig) -> UnloadedModel:
-    """Raises ValueError or OSError as `load_model`."""
+    """Raises ValueError or OSError as `load_model` does."""
     transformers.utils.logging.disable_progress_bar()
     opened = open_checkpoint(config)
     _check_tensors(config, opened)
@@ -132,7 +130,7 @@ def _check_tensors(config: EngineConfig, opened: OpenedCheckpoint) -> None:
 
 
 def meta_model(config: EngineConfig, opened: OpenedCheckpoint, dtype: torch.dtype) -> Any:
-    """Without memory. Raises ValueError."""
+    """The model without memory. Raises ValueError."""
     model = random_model(config, opened.hf_config, dtype, torch.device("meta")).eval()
     if not isinstance(model.get_output_embeddings(), nn.Module):
         name = architecture_name(opened.hf_config)
@@ -145,13 +143,13 @@ _AttentionModules = tuple[Mapping[nn.Module, LayerShape], Mapping[nn.Module, Att
 
 
 def _attention_of(model: Any) -> _AttentionModules | None:
-    """None where the model cannot be run without weights. Raises ValueError for one that is not supported."""
+    """None if the model cannot be run without weights. Raises ValueError if it is unsupported."""
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("batched_mm")  # others read values, or multiply bfloat16 alone
+        model.set_experts_implementation("batched_mm")  # other implementations read values, or multiply only bfloat16
     try:
         recorder, _, _ = check_calls(model)
     except (RuntimeError, NotImplementedError) as error:  # an operation that needs values
-        logger.info("the layers of %s are not known without weights", type(model).__name__, exc_info=error)
+        logger.info("the layers of %s cannot be determined without weights", type(model).__name__, exc_info=error)
         return None
     return recorder.shapes, recorder.options
 
@@ -159,13 +157,12 @@ def _attention_of(model: Any) -> _AttentionModules | None:
 def _layer_groups(
     shapes: Mapping[nn.Module, LayerShape], options: Mapping[nn.Module, AttentionOptions], max_model_len: int
 ) -> LayerGroups:
-    """Of a program."""
     windows = [options[module].sliding_window or 0 for module in shapes]
     return layer_groups(windows, max_model_len, are_alike=len(set(shapes.values())) == 1)
 
 
 def _weight_bytes(config: EngineConfig, opened: OpenedCheckpoint, model: Any, choice: Choice | None) -> int:
-    """Packs linear layers where they would be, in place."""
+    """Packs linear layers, if they would be packed, in place."""
     if choice is None:
         linear = sum(each.weight.numel() for each in model.modules() if type(each) is nn.Linear)
         whole = sum(_bytes(parameter) for parameter in model.parameters())
@@ -192,7 +189,7 @@ def _weight_bytes(config: EngineConfig, opened: OpenedCheckpoint, model: Any, ch
 
 
 def _num_packed(model: Any, form: PackedFormat) -> int:
-    """Numbers of weights in 4 bits."""
+    """Number of weights stored in 4 bits."""
     if isinstance(form, Mxfp4Format):
         return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 3)
     head = model.get_output_embeddings()
@@ -210,13 +207,13 @@ def _why_modules(
     choice: Choice | None,
     dtype: torch.dtype,
 ) -> tuple[str, Decoder | None]:
-    """Also what a program would compute."""
+    """Why modules would run, and what a program would compute."""
     if reason := why_modules(config):
         return reason, None
     if choice is None:
         return why_not_native(config, dtype), None
     if attention is None:
-        return "its layers are not known without weights", None
+        return "its layers cannot be determined without weights", None
     shapes, options = attention
     try:
         _give_values(model)
@@ -232,13 +229,13 @@ def _why_modules(
 
 @torch.no_grad()
 def _give_values(model: Any) -> None:
-    """To what a description probes: vectors, rotary frequencies, some rows of the embedding."""
+    """Gives values to what a description probes: vectors, rotary frequencies, some rows of the embedding."""
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.dim() == 1:
                 setattr(module, name, nn.Parameter(torch.ones(parameter.shape, dtype=parameter.dtype)))
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.dim() == 1 and buffer.is_meta:  # a router's correction shows how it is used
+            if buffer.dim() == 1 and buffer.is_meta:  # shows how a router's correction is used
                 most = 1.0 if name.endswith("correction_bias") else 0.0
                 setattr(module, name, torch.linspace(0.0, most, len(buffer), dtype=buffer.dtype))
     for router, _ in packed_routers(model):

@@ -1,1 +1,1 @@
-"""An engine's process: its life, the host's link to it, and the restart when it dies."""
+"""An engine's process: its lifetime, the host's link to it, and its restart after a failure."""

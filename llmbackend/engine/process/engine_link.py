@@ -1,10 +1,10 @@
-"""A host's end of its link to an engine, wherever that runs: what the supervisor needs of it.
+"""A host's end of its link to an engine, wherever that runs: the interface that the supervisor uses.
 
-For: the supervisor, which makes a new transport for each engine. Does not know: sockets, processes. Invariants: an
-engine first reports how its load goes, and then one message for each step; whatever an engine does or fails to do, a
-call returns within the time that the caller allows. One thread at a time uses a transport; `kill` is for any.
+The supervisor makes a new transport for each engine. Invariants: an engine first reports how its load goes, then sends
+one message per step; whatever an engine does or fails to do, each call returns within the time allowed by the caller.
+One thread at a time uses a transport; `kill` may be called from any.
 
-Hosts import this module before they start an engine, so it imports nothing that an engine's process needs.
+Hosts import this module before they start an engine, so it imports nothing that only an engine's process needs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from ..rank_order import RankMeeting
 
 class EngineOrder(msgspec.Struct, frozen=True):
     """endpoint  of the host's socket
-    is_whole  whether the engine loads the checkpoint itself, with all that this takes; else it may share what its fork
-              server holds, or prepare that and end
-    meeting   where the other ranks of a split model come, which others start; None = they are forked
-    """
+    is_whole  whether the engine loads the whole checkpoint itself; otherwise it may share what its fork server has
+              loaded, or prepare that and exit
+    meeting   where the other ranks of a split model connect if they are started elsewhere; None = they are forked"""
 
     endpoint: str
     is_whole: bool = False
@@ -35,12 +34,12 @@ class EngineOrder(msgspec.Struct, frozen=True):
 
 
 class Transport(ABC):
-    """A wait ends early when the wake-up's descriptor, which its maker is given, becomes readable."""
+    """A wait ends early when the descriptor of the wake-up passed to the transport's maker becomes readable."""
 
     num_requests_of_others = 0
-    """Requests of other hosts that the engine has, by its last report."""
+    """Requests of other hosts in the engine, by its last report."""
     knows_vocabulary = False
-    """Whether the engine has it from another host."""
+    """Whether another host has sent the engine the vocabulary."""
 
     def __init__(self, config: EngineConfig, progress: Callable[[LoadProgress], None]) -> None:
         """progress: called while the engine loads."""
@@ -49,7 +48,7 @@ class Transport(ABC):
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process; None where it has none of its own on this machine."""
+        """Of the engine's process; None if it has no process of its own on this machine."""
         return None
 
     @abstractmethod
@@ -57,10 +56,9 @@ class Transport(ABC):
         """Starts the engine, which then loads its model, or connects to it; returns at once."""
 
     def receive_started(self, timeout_s: float | None) -> ModelInfo | ModelPrepared | None:
-        """Blocks until the model is loaded or prepared; None after a wake-up, a report of the load's progress, or
-        `timeout_s`.
+        """Blocks until the model is loaded or prepared; None after a wake-up, a progress report, or `timeout_s`.
 
-        Raises EngineDeadError with the engine's reason when the model cannot be loaded.
+        Raises EngineDeadError with the engine's reason if the model cannot be loaded.
         """
         started = None
         for message in self._receive_started(timeout_s):
@@ -79,23 +77,25 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, message: EngineInput) -> None:
-        """Never blocks. Raises EngineDeadError when the engine has ended."""
+        """Never blocks. Raises EngineDeadError if the engine has ended."""
 
     @abstractmethod
     def receive(self, timeout_s: float | None = None) -> list[StepResult]:
-        """Blocks until there is a result, a wake-up, or `timeout_s` is over; all results so far, oldest first.
+        """Blocks until there is a result, a wake-up, or `timeout_s` has passed; returns all results so far, oldest
+        first.
 
-        Raises EngineDeadError when the engine has ended or sent a malformed message, after all results before that.
+        Raises EngineDeadError if the engine has ended or sent a malformed message, but only after all earlier results
+        were returned.
         """
 
     def kill(self) -> int:
-        """Kills the engine's process with SIGKILL, and returns its id; 0 = it has none here, or has ended."""
+        """Sends SIGKILL to the engine's process and returns its pid; 0 = it has none here, or has ended."""
         return 0
 
     @abstractmethod
     def close(self, *, force: bool = False) -> None:
-        """Leaves the engine, with a message unless `force`, and frees everything; an engine that this host started
-        ends. Never raises for a dead engine."""
+        """Leaves the engine, with a message unless `force`, and frees everything; an engine started by this host ends.
+        Never raises for a dead engine."""
 
     @abstractmethod
     def _receive_started(self, timeout_s: float | None) -> Sequence[EngineStarted]:
@@ -105,5 +105,5 @@ class Transport(ABC):
         if progress is not None:
             self._progress(progress)
         parts = [part for part in self._config.model.split("/") if part]
-        is_version = len(parts) > 1 and parts[-1].isdecimal()  # of a repository: the model's name is before it
+        is_version = len(parts) > 1 and parts[-1].isdecimal()  # of a repository: the model's name precedes it
         load_progress.show(id(self), parts[-2 if is_version else -1], progress)

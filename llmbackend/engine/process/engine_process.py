@@ -1,11 +1,11 @@
-"""An engine core at the end of a socket: one message in, one message out, per step; and the process that runs it.
+"""An engine core behind a socket, one message in and one out per step, and the process that runs it.
 
-For: the engine's process, which its fork server makes with `prepare`, and the inline thread. Does not know: the host,
-beyond its sockets. Invariants: it sends EngineStarted messages first, the last of which says how loading ended, then
-one StepResult per step, if a model was loaded; it blocks on the socket while there is nothing to compute, and polls it
-without waiting between the steps of a busy engine; each time that work ends it checks that no row or block is lost. An
-engine's process never outlives its host, even without its fork server: the lifeline is a socket pair whose other end
-only the host holds, so its end of file means that the host has ended.
+Used by the engine's process, which its fork server makes with `prepare`, and by the inline thread. Of the host it knows
+only the sockets. Invariants: it first sends EngineStarted messages, the last of which says how loading ended, then one
+StepResult per step if a model was loaded; it blocks on the socket while there is nothing to compute, and polls it
+between the steps of a busy engine; whenever work ends, it checks that no row or block is lost. An engine's process
+never outlives its host, even without its fork server: the lifeline is a socket pair whose other end only the host
+holds, so end of file on it means that the host has ended.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ LINGER_MS = 1000
 
 
 class EngineParts(Protocol):
-    """What the engines of one config have in common, in their fork server."""
+    """What the engines of one config share through their fork server."""
 
     def before_fork(self, is_whole: bool) -> None:
-        """Makes what the next engine is to share. Never raises: what fails fails again in the engine."""
+        """Prepares what the next engine will share. Never raises: what fails here fails again in the engine."""
 
     def in_own_process(
         self, is_whole: bool, lifeline_fd: int, meeting: RankMeeting | None = None
     ) -> Callable[[], Runner | ModelPrepared]:
-        """In an engine's process that has no threads yet: what makes its runner, or prepares the model for the next
-        one. meeting: as EngineOrder's. Raises ValueError, OSError or RuntimeError with a text for the user."""
+        """Called in an engine's process before it has threads: returns what makes its runner, or prepares the model for
+        the next one. meeting: as in EngineOrder. Raises ValueError, OSError or RuntimeError with a message for the
+        user."""
 
 
 def load(
@@ -63,10 +64,10 @@ def load(
     link: Link,
     before: Start | None = None,
 ) -> EngineCore | None:
-    """Loads the model and reports it, or reports in one line why it cannot be loaded and returns None; also None where
-    it was prepared for the next engine.
+    """Loads the model and reports it. Returns None if it cannot be loaded, after reporting why in one line, or if it
+    was prepared for the next engine.
 
-    before: the parts of this start that other processes did.
+    before: the parts of this start done by other processes.
     """
 
     def tell(progress: LoadProgress) -> None:
@@ -94,7 +95,7 @@ def load(
 
 
 def run(core: EngineCore, link: Link, fault_directory: str) -> None:
-    """Steps until the shutdown message, and then closes the core."""
+    """Steps until the shutdown message, then closes the core."""
     if fault_directory:
         link = FaultyLink(link, Faults(fault_directory))
     try:
@@ -107,7 +108,7 @@ def run(core: EngineCore, link: Link, fault_directory: str) -> None:
 
 
 def _take_inputs(core: EngineCore, link: Link) -> bool:
-    """Applies all messages so far; waits for one when the core has nothing to do. False = shut down."""
+    """Applies all messages so far; waits for one if the core has nothing to do. False = shut down."""
     while True:
         try:
             message = _decode_input(link.recv(zmq.NOBLOCK if core.has_work else 0))
@@ -141,8 +142,8 @@ class EngineProgram:
         self._is_first = True
 
     def before_fork(self, order: bytes) -> None:
-        """What is done now counts as a part of that engine's start; so does what was done before, for the first
-        engine."""
+        """What is done now counts as part of that engine's start; for the first engine, so does what was done
+        before."""
         with collecting() as start:
             self._parts.before_fork(_decode_order(order).is_whole)
         if self._is_first:
@@ -150,7 +151,7 @@ class EngineProgram:
         self._before, self._is_first = start, False
 
     def __call__(self, order: bytes, *descriptors: int) -> None:
-        """An engine. descriptors: the lifeline."""
+        """Runs an engine. descriptors: the lifeline."""
         (lifeline_fd,) = descriptors
         engine = _decode_order(order)
         make_runner = self._parts.in_own_process(engine.is_whole, lifeline_fd, engine.meeting)
@@ -163,26 +164,26 @@ class EngineProgram:
             core = load(self._config, make_runner, link, self._before)
             if core is not None:
                 gc.collect()
-                gc.freeze()  # what loading made stays; the collector need not walk over it again
+                gc.freeze()  # objects from loading are permanent; the collector need not scan them again
                 run(core, link, self._config.fault_directory)
         if core is None:
             end_at_once()
 
 
 def prepare(runners: str, config_json: str) -> EngineProgram:
-    """In the fork server. `runners`: the name of a module like engine/make_runner.py."""
+    """Called in the fork server. runners: the name of a module like engine/make_runner.py."""
     return EngineProgram(msgspec.json.decode(config_json, type=EngineConfig), runners)
 
 
 def end_at_once() -> None:
-    """Ends this process. What a load has made is not taken apart: the next process waits for the end of this one."""
+    """Ends this process without tearing down what the load has made, because the next process waits for its end."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
 
 
 def end_with_host(lifeline_fd: int) -> None:
-    """Ends this process when the other end of its lifeline is gone."""
+    """Ends this process when the other end of its lifeline is closed."""
     os.set_inheritable(lifeline_fd, False)
     lifeline = socket.socket(fileno=lifeline_fd)
 

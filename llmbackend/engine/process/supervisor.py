@@ -1,12 +1,12 @@
-"""One engine, kept alive: loads it, watches it, and starts another one when it dies, hangs or sends malformed messages.
+"""Keeps one engine alive: loads it, watches it, and starts another when it dies, hangs or sends malformed messages.
 
-For: the LLM manager's loop, whose thread owns it. Does not know: requests; their owner catches EngineDeadError and
-gives them to the next engine. Invariants: at most one engine exists at a time, and a dead one is reaped before the next
-is launched; a call blocks only until there is something to do; each engine in a row that finished no step is followed
-by a longer pause, and after `max_engine_failures` of them requests should not wait for this engine, which is still
-tried again at intervals. A start that fails because the machine lacks descriptors, memory or processes is tried again
-at growing intervals, and does not count as a failure; nor does the end of an engine when memory runs out. A process
-that prepares the model for the next one ends without a failure; both together have the time limit of one load.
+Owned by the LLM manager's loop. Independent of requests: their owner catches EngineDeadError and gives them to the next
+engine. Invariants: at most one engine exists at a time, and a dead one is reaped before the next is launched; calls
+block only until there is something to do. Each consecutive engine that finished no step is followed by a longer pause;
+after `max_engine_failures` of them, requests should no longer wait for this engine, which is still retried at
+intervals. A start that fails because the machine lacks descriptors, memory or processes is retried at growing intervals
+and does not count as a failure; neither does an engine's end when memory runs out. A process that prepares the model
+for the next one ends without a failure; both together have the time limit of one load.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ logger = logging.getLogger(__name__)
 
 MAX_SHORTAGE_PAUSE_S = 10.0
 MAX_DISCONNECT_PAUSE_S = 1.0
-"""An engine elsewhere is tried again soon: that costs little, and its machine may be back."""
+"""A remote engine is retried soon: that is cheap, and its machine may be back."""
 MAX_PREPARATIONS = 2
 """In a row, before an engine that finds nothing prepared loads the model itself."""
 
 
 class Supervisor:
-    """Engines of one config, one after the other. Any thread may call `check_ready` and `kill`; the rest is for the
-    owner's."""
+    """Consecutive engines of one config. Any thread may call `check_ready` and `kill`; the rest is for the owner's."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class Supervisor:
         wakeup: Wakeup,
         progress: Callable[[LoadProgress], None] = lambda progress: None,
     ) -> None:
-        """source: of engines of this config; the supervisor closes it. progress: called while an engine loads."""
+        """source: of engines of this config; closed by the supervisor. progress: called while an engine loads."""
         self._progress = progress
         self._config = config
         self._wakeup = wakeup
@@ -68,7 +67,7 @@ class Supervisor:
         self._launch_at_s = 0.0
         self._load_began_s = 0.0
         self._is_load_due = False
-        """Whether a load has begun and has no engine yet."""
+        """Whether a load has begun that has no engine yet."""
         self._progress_at_s = time.monotonic()
         self._used_at_s = time.monotonic()
         self._cause = ""
@@ -76,27 +75,27 @@ class Supervisor:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine has ended because nobody used it, and none is started until `wake_up`."""
+        """Whether the engine was stopped because it was idle, and none is started until `wake_up`."""
         return self._is_asleep
 
     @property
     def info(self) -> ModelInfo | None:
-        """The loaded model; None while the engine loads, or is down."""
+        """The loaded model; None while the engine loads or is down."""
         return self._info
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process; None where it runs on a thread, or is down."""
+        """Of the engine's process; None if it runs on a thread or is down."""
         return None if self._transport is None else self._transport.pid
 
     @property
     def num_requests_of_others(self) -> int:
-        """Requests of other hosts that the engine has, by its last report."""
+        """Requests of other hosts in the engine, by its last report."""
         return 0 if self._transport is None else self._transport.num_requests_of_others
 
     @property
     def knows_vocabulary(self) -> bool:
-        """Whether the engine has it from another host."""
+        """Whether another host has sent the engine the vocabulary."""
         return self._transport is not None and self._transport.knows_vocabulary
 
     @property
@@ -105,10 +104,10 @@ class Supervisor:
         return self._num_failures >= self._config.max_engine_failures and self._info is None
 
     def receive(self, is_busy: bool) -> list[StepResult]:
-        """Blocks until there are results, a wake-up, or the engine's state changed.
+        """Blocks until there are results, a wake-up, or a change of the engine's state.
 
-        `is_busy`: the engine has requests, so that a step is due within step_timeout_s. Raises EngineDeadError once for
-        each death; the engine is reaped by then, and the calls that follow bring up the next one.
+        is_busy: the engine has requests, so a step is due within step_timeout_s. Raises EngineDeadError once per death;
+        the engine has been reaped by then, and later calls bring up the next one.
         """
         try:
             if self._is_asleep:
@@ -125,7 +124,7 @@ class Supervisor:
         return []
 
     def send(self, message: EngineInput) -> None:
-        """Only while `info` is there. Raises EngineDeadError as `receive` does."""
+        """Only while `info` is not None. Raises EngineDeadError as `receive` does."""
         assert self._transport is not None
         try:
             self._transport.send(message)
@@ -134,7 +133,7 @@ class Supervisor:
             raise
 
     def check_ready(self, num_requests: int, stall_timeout_s: float) -> None:
-        """Raises RuntimeError saying why nothing should be sent to this engine."""
+        """Raises RuntimeError with the reason if nothing should be sent to this engine."""
         if self._is_asleep:
             return
         if self.is_given_up:
@@ -148,36 +147,36 @@ class Supervisor:
             raise RuntimeError(f"the engine has {num_requests} requests and finished no step for {stalled_s:.0f} s")
 
     def kill(self) -> int:
-        """Kills the process of the loaded engine with SIGKILL, and returns its id; 0 = there is none."""
+        """Sends SIGKILL to the process of the loaded engine and returns its pid; 0 = there is none."""
         transport = self._transport
         return 0 if transport is None or self._info is None else transport.kill()
 
     def idle(self) -> None:
-        """The engine has no requests: the time until its next step counts from now on."""
+        """The engine has no requests: the time until its next step starts now."""
         if self._info is not None:
             self._progress_at_s = time.monotonic()
 
     def sleep_if_unused(self) -> bool:
-        """Ends an engine that has had no request for `idle_unload_s`. The engine has none now."""
+        """Stops an engine that had no request for `idle_unload_s`. Called while it has none."""
         idle_s = self._config.idle_unload_s
         if not idle_s or self._transport is None or self._info is None or self.num_requests_of_others:
             return False
         if time.monotonic() < self._used_at_s + idle_s:
             return False
-        logger.info("the engine had no request for %g s: it ends, and starts again with the next one", idle_s)
+        logger.info("the engine was idle for %g s: stopping it until the next request", idle_s)
         self._transport.close()
         self._transport = self._info = None
         self._is_asleep = True
         return True
 
     def wake_up(self) -> None:
-        """The next engine is due now."""
+        """Makes the next engine due now."""
         self._is_asleep = False
         self._progress_at_s = self._launch_at_s = time.monotonic()
 
     def reset_failures(self) -> None:
-        """The engine is not to blame for the failures so far. Works once between two finished steps: an engine that
-        fails with every request is broken."""
+        """The engine is not to blame for the failures so far. Works once between two finished steps, because an engine
+        that fails with every request is broken."""
         if self._can_reset_failures:
             self._can_reset_failures = False
             self._num_failures = 0
@@ -230,7 +229,7 @@ class Supervisor:
         self.idle()
 
     def _load_time_left_s(self) -> float:
-        """Raises EngineDeadError when none is left."""
+        """Raises EngineDeadError if none is left."""
         left_s = self._load_began_s + self._config.load_timeout_s - time.monotonic()
         if left_s <= 0:
             raise EngineDeadError(f"the model did not load within {self._config.load_timeout_s:g} s", "hang")
@@ -249,14 +248,14 @@ class Supervisor:
         return whole
 
     def _relaunch(self, transport: Transport, prepared: ModelPrepared) -> None:
-        """The process has prepared the model, and ends: the next one is due at once."""
+        """The process has prepared the model and exits; the next one is due at once."""
         before = self._prepared
         self._prepared = ModelPrepared(before.paths + prepared.paths, before.parts + prepared.parts)
         transport.close()
         self._transport = None
         self._num_preparations += 1
         if self._num_preparations >= MAX_PREPARATIONS and self._source.load_whole():
-            logger.warning("what engines prepare keeps disappearing: engines load the model themselves")
+            logger.warning("prepared models keep disappearing: engines load the model themselves")
         self._launch_at_s = time.monotonic()
 
     def _wait_for_step(self, transport: Transport, is_busy: bool) -> list[StepResult]:
@@ -274,7 +273,7 @@ class Supervisor:
         return results
 
     def _reap(self, error: EngineDeadError) -> None:
-        """Reaps the engine and sets when the next one starts: at once, unless this one finished no step."""
+        """Reaps the engine and decides when the next one starts: at once, unless this one finished no step."""
         if self._transport is not None:
             self._transport.close(force=True)
         self._transport = self._info = None
@@ -303,15 +302,15 @@ class _Shared:
 
 
 class ForkServers:
-    """Engines of one config share a fork server, so that what it holds, weights among it, exists once; it ends with the
-    last engine's supervisor. Any thread may use it."""
+    """Shares one fork server among the engines of a config, so that what it holds, including weights, exists once. It
+    ends with the supervisor of the last engine. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shared: dict[bytes, _Shared] = {}
 
     def acquire(self, config: EngineConfig, runners: str) -> EngineForkServer:
-        """The fork server of this config; `release` it in the end."""
+        """The fork server of this config; must be released."""
         with self._lock:
             key = _key(config, runners)
             shared = self._shared.get(key)
@@ -339,23 +338,24 @@ FORK_SERVERS: Final = ForkServers()
 
 
 class EngineSource(Protocol):
-    """The supervisor's thread uses it."""
+    """Used by the supervisor's thread."""
 
     def make_transport(self, wake_fd: int, progress: Callable[[LoadProgress], None]) -> Transport | None:
-        """To the next engine, not launched yet; None = there is none now, and a wake-up tells when that may have
-        changed. Raises what making one raises."""
+        """Link to the next engine, not launched yet; None = there is none now, and a wake-up follows when that may have
+        changed. Raises what making it raises."""
 
     def load_whole(self) -> bool:
-        """Engines load the checkpoint themselves from now on. Whether they did not before."""
+        """Makes engines load the checkpoint themselves from now on. Returns whether that is a change."""
 
     def close(self) -> None: ...
 
 
 class ForkedEngines:
-    """Children of this process, or threads. Those of one config share a fork server, from the first launch on."""
+    """Engines as children of this process, or as threads. Those of one config share a fork server from the first launch
+    on."""
 
     def __init__(self, config: EngineConfig, runners: str, policy: HostPolicy = NO_POLICY) -> None:
-        """policy: what their processes are bound to"""
+        """policy: core and memory binding of their processes"""
         self._config = config
         self._policy = policy
         self._runners = runners

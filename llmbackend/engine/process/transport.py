@@ -1,11 +1,11 @@
-"""Where an engine core runs: on a thread of this process (`inline`) or in a process of its own (`process`).
+"""Links to engines on this machine: on a thread of this process (`inline`) or in a separate process (`process`).
 
-For: supervisors of engines on this machine. Does not know: the owners of requests, restarts.
-Invariants: both kinds send the same messages over a ZeroMQ pair and hold one end of a lifeline, a socket pair that
-reads end of file when the other side has ended for any reason; no thread, process, file or descriptor outlives
-`close()`; whatever an engine does or fails to do, a call returns within the time that the caller allows.
+Used by supervisors. Independent of the owners of requests, and of restarts. Invariants: both kinds send the same
+messages over a ZeroMQ pair and hold one end of a lifeline, a socket pair that reads end of file when the other side has
+ended for any reason; no thread, process, file or descriptor outlives `close()`; whatever an engine does or fails to do,
+each call returns within the time allowed by the caller.
 
-One thread at a time uses a transport; `kill` is for any.
+One thread at a time uses a transport; `kill` may be called from any.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from .engine_link import EngineOrder, Transport
 logger = logging.getLogger(__name__)
 
 DESCRIPTORS_OF_AN_ENGINE = 24
-"""What starting one opens here: libzmq's, the lifeline, its output, the fork server's sockets and pipes."""
+"""Descriptors that starting an engine opens here: libzmq's, the lifeline, its output, the fork server's sockets and
+pipes."""
 CLOSE_TIMEOUT_S = 5.0
 KILLED_TIMEOUT_S = 5.0
 """How long a process may take to end after SIGKILL; only one in an uninterruptible system call takes longer."""
@@ -51,10 +52,10 @@ CLOSE_TIMEOUT_BEFORE_LOADED_S = 1.0
 LAST_MESSAGE_TIMEOUT_MS = 1000
 _MEMORY_RAN_OUT: Final = "memory ran out; give the server more, or the model a smaller 'num_kv_blocks'"
 _FORKS_WELL = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Neither BLAS threads nor an initialised CUDA driver would survive a fork: the server's imports must make neither."""
+"""Neither BLAS threads nor an initialised CUDA driver survive a fork, so the server's imports must create neither."""
 
 _PROGRAM: Final = f"{__package__}.engine_process"
-"""Imported only where an engine runs, so that hosts with engines in other processes start faster."""
+"""Imported only where an engine runs, which makes hosts start faster."""
 
 T = TypeVar("T")
 
@@ -64,16 +65,17 @@ _decode_result = msgspec.msgpack.Decoder(StepResult).decode
 
 
 class EngineForkServer(ForkServer):
-    """Forks the engines of one config. Its server is started by the first engine in a process of its own.
+    """Forks the engines of one config. Its server process is started by the first engine that runs in a separate
+    process.
 
-    Any thread may set `is_whole`, for good: engines load the checkpoint themselves and share imports alone.
+    Any thread may set `is_whole`, permanently: engines then load the checkpoint themselves and share only imports.
     """
 
     program = _PROGRAM
 
     def __init__(self, config: EngineConfig, runners: str, meeting: RankMeeting | None = None) -> None:
-        """runners: name of a module like make_runner.py. meeting: where the other ranks of a split model come, if
-        others start them."""
+        """runners: name of a module like make_runner.py. meeting: where the other ranks of a split model connect, if
+        they are started elsewhere."""
         self._meeting = meeting
         self.config = config
         self.runners = runners
@@ -94,7 +96,7 @@ class EngineForkServer(ForkServer):
 
 
 class PairTransport(Transport):
-    """A link to an engine of this machine, over a ZeroMQ pair and a lifeline."""
+    """A link to an engine on this machine, over a ZeroMQ pair and a lifeline."""
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class PairTransport(Transport):
         wake_fd: int,
         progress: Callable[[LoadProgress], None] = lambda progress: None,
     ) -> None:
-        """Raises OSError or ZMQError when there are too few descriptors; then none is left open."""
+        """Raises OSError or ZMQError if there are too few descriptors; none is left open then."""
         super().__init__(fork_server.config, progress)
         self._fork_server = fork_server
         self._loaded = False
@@ -172,23 +174,23 @@ class PairTransport(Transport):
         return messages
 
     def _has_ended_in_order(self) -> bool:
-        """Whether the engine, which is at its end, has sent why: its last message may be seen after its end."""
+        """Whether the ending engine has sent its reason: its last message may be seen only after its end."""
         return False
 
     @abstractmethod
     def _look(self, ready: Mapping[object, int]) -> None:
-        """Handles what else is `ready` among the polled descriptors."""
+        """Handles other descriptors that are `ready`."""
 
     @abstractmethod
     def _reap(self, timeout_s: float) -> bool:
-        """Waits for the engine's end, and forces it where possible. Whether it has ended. May be called twice."""
+        """Waits for the engine's end, and forces it if possible. Returns whether it has ended. May be called twice."""
 
     @abstractmethod
     def _cause_of_death(self) -> EngineDeadError: ...
 
 
 class InlineTransport(PairTransport):
-    """The core on a daemon thread of this process: for tests and embedding. A step that hangs cannot be ended."""
+    """The core on a daemon thread of this process, for tests and embedding. A step that hangs cannot be interrupted."""
 
     _ENDPOINT = "inproc://engine"
     _thread: threading.Thread | None = None
@@ -218,7 +220,7 @@ class InlineTransport(PairTransport):
         """Nothing else is polled."""
 
     def _reap(self, timeout_s: float) -> bool:
-        """A thread cannot be forced to end: one that has failed gets some time to return."""
+        """A thread cannot be killed; one that has failed gets some time to return."""
         if self._thread is not None:
             self._thread.join(max(timeout_s, CLOSE_TIMEOUT_BEFORE_LOADED_S))
         return self._thread is None or not self._thread.is_alive()
@@ -229,7 +231,8 @@ class InlineTransport(PairTransport):
 
 
 class ProcessTransport(PairTransport):
-    """The core in a process of its own: isolates crashes and the interpreter lock. Its output joins our stderr."""
+    """The core in a separate process, which isolates crashes and the interpreter lock. Its output goes to our
+    stderr."""
 
     def __init__(
         self,
@@ -238,7 +241,7 @@ class ProcessTransport(PairTransport):
         progress: Callable[[LoadProgress], None] = lambda progress: None,
         policy: HostPolicy = NO_POLICY,
     ) -> None:
-        """policy: what the process is bound to"""
+        """policy: core and memory binding of the process"""
         super().__init__(fork_server, wake_fd, progress)
         self._policy = policy
         self._process: ForkedProcess | None = None
@@ -253,7 +256,7 @@ class ProcessTransport(PairTransport):
     def receive_started(self, timeout_s: float | None) -> ModelInfo | ModelPrepared | None:
         started = super().receive_started(timeout_s)
         if started is not None:
-            shutil.rmtree(self._directory)  # connected: from now on a killed host leaves no file
+            shutil.rmtree(self._directory)  # connected: a killed host leaves no file from now on
         if isinstance(started, ModelInfo) and started.needs_torch:
             self._fork_server.is_whole = True
         return started
@@ -284,7 +287,7 @@ class ProcessTransport(PairTransport):
         return process.pid
 
     def _look(self, ready: Mapping[object, int]) -> None:
-        """A fork server that ends is replaced at once: the next engine need not wait for its imports."""
+        """A fork server that ends is replaced at once, so the next engine need not wait for its imports."""
         process = self._process
         if process is None or process.fileno() not in ready:
             return
@@ -308,7 +311,7 @@ class ProcessTransport(PairTransport):
         return True
 
     def _has_ended_after_kill(self, process: ForkedProcess) -> bool:
-        """Waits. The fork server reports the end of its children; one that hangs is killed, and `fork` starts another
+        """Waits. The fork server reports the end of its children; if it hangs, it is killed, and `fork` starts another
         for the next engine."""
         if process.wait(KILLED_TIMEOUT_S):
             return True
@@ -341,8 +344,8 @@ def _to_stderr(text: str) -> None:
 
 
 def require_descriptors(count: int) -> None:
-    """Raises OSError when this process cannot open `count` more. libzmq aborts the process where some of its own calls
-    find none, so there must be enough before it is asked."""
+    """Raises OSError if this process cannot open `count` more. libzmq aborts the process if some of its own calls run
+    out, so they must be available before it is called."""
     opened: list[int] = []
     try:
         opened.append(os.open(os.devnull, os.O_RDONLY))
@@ -359,8 +362,8 @@ def make_transport(
     progress: Callable[[LoadProgress], None] = lambda progress: None,
     policy: HostPolicy = NO_POLICY,
 ) -> Transport:
-    """For an engine of the fork server's config. An inline engine starts no server, and its thread is bound as the
-    calling thread is."""
+    """For an engine of the fork server's config. An inline engine starts no server, and its thread inherits the calling
+    thread's binding."""
     if fork_server.config.transport == "inline":
         return InlineTransport(fork_server, wake_fd, progress)
     return ProcessTransport(fork_server, wake_fd, progress, policy)

@@ -1,1 +1,1 @@
-"""What rows ask of sampling, and tokens from logits on the host."""
+"""Sampling parameters by row, and sampling from logits on the host."""

@@ -1,7 +1,7 @@
-"""Tokens and logprobs from logits on CPU, by native/sampling.h.
+"""Samples tokens and logprobs from logits on CPU, with native/sampling.h.
 
-For: the sampler. Does not know: stop rules, text, how tokens are chosen. Invariant: a step costs the same few
-microseconds of Python however many rows it samples: what rows ask for lies in permanent arrays (sampling/rows.py).
+Used by the sampler. Invariant: a step costs the same few microseconds of Python however many rows it samples, because
+sampling parameters are in permanent arrays (sampling/rows.py).
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class NativeLogits:
 
 
 class NativeSampling:
-    """Samples with the native kernels; one thread at a time calls it and them."""
+    """Samples with the native kernels; only one thread at a time calls it and them."""
 
     def __init__(self, kernels: NativeKernels, rows: SamplingRows) -> None:
-        """Raises OSError when the library was built from other sources than these."""
+        """Raises OSError if the library was built from different sources."""
         self._kernels = kernels
         self._num_logprobs, self._with_logprobs = rows.num_logprobs, rows.with_logprobs
         self._function = kernels.library.functions.llmb_sample
@@ -74,7 +74,7 @@ class NativeSampling:
         self._edits = np.zeros(rows.max_num_seqs, np.uintp)
         """By row, the address of its _Edits, or 0."""
         self._kept: dict[int, tuple[object, ...]] = {}
-        """By row, what its edits point to."""
+        """By row: keeps alive what its edits point to."""
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "num_logprobs")
         arrays = {name: getattr(rows, name).ctypes.data for name in names}
         self._rows = _SamplingRows(**arrays, edits=self._edits.ctypes.data)
@@ -97,7 +97,7 @@ class NativeSampling:
     def sample(
         self, rows: Int32Array, positions: Int32Array, logits: Float32Array, table: RowTable, masks: TokenMasks | None
     ) -> tuple[Int32Array, SampleLogprobs | None]:
-        """As TokenChooser.sample; a logit's neighbour in its row lies beside it. Raises MemoryError."""
+        """As TokenChooser.sample; the logits of a row must be contiguous. Raises MemoryError."""
         assert logits.dtype == np.float32 and logits.strides[-1] == 4, "logits are rows of float32"
         at = NativeLogits(int(logits.ctypes.data), logits.strides[0] // 4, Type.FLOAT32)
         return self.sample_from(at, rows, positions, table, masks)
@@ -145,4 +145,4 @@ def _check_sizes(kernels: NativeKernels) -> None:
     sizes, structures = (c_int32 * 3)(), (_Edits, _SamplingRows, _Samples)
     kernels.library.functions.llmb_sampling_sizes(sizes)
     if list(sizes) != [ctypes.sizeof(structure) for structure in structures]:
-        raise OSError("the native sampling was built from other sources than this package's: reinstall it")
+        raise OSError("the native sampling was built from different sources: reinstall this package")

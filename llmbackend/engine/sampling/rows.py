@@ -1,12 +1,13 @@
-"""What each row asks of sampling, and the results of samples: one form for the native, torch and Triton samplers.
+"""The sampling parameters of each row, and the results of samples: one format for the native, torch and Triton
+samplers.
 
-For: the samplers. They read the record as arrays over rows (`SamplingRows`), and what a row changes about its logits as
-`RowEdits`. Does not know: logits, torch, how a token is chosen. Invariants: a row's token is a function of its record,
-its logits and its own tokens, with one random number for (seed, position), the same in every batch, process and
-restart; a request that changes nothing about its logits costs nothing.
+Samplers read the parameters as arrays over rows (`SamplingRows`), and a row's changes to its logits as `RowEdits`.
+Invariants: a row's token is a function of its parameters, its logits and its own tokens, with one random number for
+(seed, position), the same in every batch, process and restart; a request that leaves its logits unchanged costs
+nothing.
 
-Masks (token_masks.py) come with a step's plan and are applied after a row's edits, so a row that may have masks has
-edits, if only empty ones.
+Masks (token_masks.py) come with a step's plan and are applied after a row's edits; so a row that may have masks always
+has edits, possibly empty ones.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ UInt64Array = npt.NDArray[np.uint64]
 Float32Array = npt.NDArray[np.float32]
 
 _GREEDY_TEMPERATURE = 1e-5
-"""A lower temperature means greedy, as in vLLM."""
+"""Lower temperatures mean greedy, as in vLLM."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SamplingRows:
-    """Arrays over rows; a row without a request asks for a plain greedy token.
+    """Arrays over rows; a row without a request samples greedily.
 
-    temperature    float32  0: greedy
-    top_k          int32    0: no limit
-    top_p          float64  1: no limit
-    min_p          float64  0: no limit
+    temperature    float32  0 = greedy
+    top_k          int32    0 = no limit
+    top_p          float64  1 = no limit
+    min_p          float64  0 = no limit
     seed           uint64
-    num_logprobs   int32    how many of the likeliest tokens; -1: no logprobs
+    num_logprobs   int32    number of top logprobs; -1 = no logprobs
 
-    edits: by row, for the rows that change their logits. limited: the rows that draw with a limit. with_logprobs: the
-    rows that want logprobs.
+    edits: by row, for rows that change their logits. limited: rows with a top_k, top_p or min_p. with_logprobs: rows
+    that return logprobs.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -58,7 +59,7 @@ class SamplingRows:
         self.with_logprobs: set[int] = set()
 
     def add(self, row: int, request: InferRequest) -> None:
-        """Raises ValueError naming the field, its value and what was expected; the row is unchanged then."""
+        """Raises ValueError naming field, value and what was expected; the row is unchanged then."""
         sampling = request.sampling
         edits = row_edits(request, self.vocab_size, self._eos_token_ids)
         for token_id in sampling.logprob_token_ids:
@@ -89,19 +90,19 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class RowEdits:
-    """What one request changes about its logits. Order and meaning are vLLM's: bias, minimum length, then penalties."""
+    """One request's changes to its logits. Order and meaning are vLLM's: bias, minimum length, then penalties."""
 
     bias_ids: Int64Array
     bias_values: Float32Array
     stop_ids: Int64Array
-    """May not be sampled among the first min_tokens output tokens."""
+    """Not sampled among the first min_tokens output tokens."""
     min_tokens: int
     repetition_penalty: float
-    """Of tokens in prompt and output; 1: none."""
+    """For tokens in prompt and output; 1 = none."""
     frequency_penalty: float
     presence_penalty: float
     prompt_ids: Int64Array
-    """The distinct tokens of the prompt; empty unless there is a repetition penalty."""
+    """The distinct prompt tokens; empty without a repetition penalty."""
 
     def with_bias(self, bias: Mapping[int, float]) -> RowEdits:
         """These edits with another bias."""
@@ -114,8 +115,7 @@ class RowEdits:
 
 
 def row_edits(request: InferRequest, vocab_size: int, eos_token_ids: Sequence[int]) -> RowEdits | None:
-    """None when the request leaves its logits alone. Raises ValueError naming the field, its value and what was
-    expected."""
+    """None if the request leaves its logits unchanged. Raises ValueError naming field, value and what was expected."""
     sampling = request.sampling
     for token_id, bias in sampling.logit_bias.items():
         if not 0 <= token_id < vocab_size:
@@ -132,7 +132,7 @@ def row_edits(request: InferRequest, vocab_size: int, eos_token_ids: Sequence[in
         bias_values=np.array(list(sampling.logit_bias.values()), np.float32),
         stop_ids=np.array(sorted(token_id for token_id in stops if 0 <= token_id < vocab_size), np.int64),
         min_tokens=sampling.min_tokens,
-        repetition_penalty=min(max(sampling.repetition_penalty, 1e-6), 1e6),  # so that logits stay finite
+        repetition_penalty=min(max(sampling.repetition_penalty, 1e-6), 1e6),  # keeps logits finite
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         prompt_ids=np.unique(np.array(request.prompt_token_ids if repetition else (), np.int64)),
@@ -142,10 +142,10 @@ def row_edits(request: InferRequest, vocab_size: int, eos_token_ids: Sequence[in
 
 
 def uniform(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) for pairs of seed and position, from a counter instead of a generator's state; arrays of equal
-    shape.
+    """Numbers in [0, 1) for pairs of seed and position, from a counter instead of a generator's state; the arrays have
+    equal shapes.
 
-    The position is mixed into the mixed seed, so that neighbouring seeds and positions have unrelated numbers.
+    The position is mixed into the mixed seed, so neighbouring seeds and positions give unrelated numbers.
     """
     bits = splitmix64(splitmix64(seeds) ^ (positions * _GOLDEN))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -162,35 +162,35 @@ def splitmix64(values: UInt64Array) -> UInt64Array:
 
 @dataclass(frozen=True, slots=True)
 class SampleLogprobs:
-    """Logprobs of a step's samples, of the model's own distribution. Where `asked` is -1, nothing else holds."""
+    """Logprobs of a step's samples, of the model's own distribution. Entries with `asked` -1 are undefined."""
 
     asked: Int32Array
-    """[samples]: how many of the likeliest tokens the row asks for; -1: no logprobs."""
+    """[samples]: number of top logprobs requested by the row; -1 = no logprobs."""
     own: Float32Array
-    """[samples]: the sampled token's logprob."""
+    """[samples]: logprob of the sampled token."""
     ranks: Int32Array
-    """[samples]: the sampled token's rank, from 1 on."""
+    """[samples]: rank of the sampled token, from 1."""
     top_ids: Int32Array
-    """[samples, most]: the likeliest tokens, by falling logprob."""
+    """[samples, most]: the most likely tokens, by descending logprob."""
     top: Float32Array
     """[samples, most]: their logprobs."""
 
     @classmethod
     def empty(cls, asked: Int32Array) -> SampleLogprobs:
-        """Room for what is asked: int32 [samples]."""
+        """Arrays for what is requested. asked: int32 [samples]."""
         n, most = len(asked), max(int(asked.max(initial=0)), 0)
         own, ranks = np.empty(n, np.float32), np.empty(n, np.int32)
         return cls(asked, own, ranks, np.empty((n, most), np.int32), np.empty((n, most), np.float32))
 
     def spread(self, index: Int64Array) -> SampleLogprobs:
-        """The same for all samples, where these arrays (except `asked`) are of the samples at `index` alone."""
+        """Expands these arrays (except `asked`), which cover only the samples at `index`, to all samples."""
         spread = SampleLogprobs.empty(self.asked)
         for name in ("own", "ranks", "top_ids", "top"):
             getattr(spread, name)[index] = getattr(self, name)
         return spread
 
     def by_row(self, rows: Int32Array, token_ids: Int32Array) -> dict[int, list[TokenLogprobs]]:
-        """The entries of all samples whose rows ask for logprobs. rows, token_ids: int32 [samples]."""
+        """The entries of all samples whose rows request logprobs. rows, token_ids: int32 [samples]."""
         found: dict[int, list[TokenLogprobs]] = {}
         asked, own, ranks = self.asked.tolist(), self.own.tolist(), self.ranks.tolist()
         for i, (row, token_id) in enumerate(zip(rows.tolist(), token_ids.tolist(), strict=True)):
@@ -201,8 +201,8 @@ class SampleLogprobs:
 
 
 def sampled_tokens(rows: Int32Array, token_ids: Int32Array, logprobs: SampleLogprobs | None) -> SampledTokens:
-    """The result of a step whose samples are of `rows`, a row's own in the order of their positions. A row's first
-    sample with NO_TOKEN is the row's error; a later one is none, since the drafts before it may be wrong."""
+    """The result of a step with samples of `rows`, those of a row in the order of their positions. A row's first sample
+    with NO_TOKEN is the row's error; a later one is not, because the drafts before it may be wrong."""
     errors: dict[int, str] = {}
     broken = np.flatnonzero(token_ids == NO_TOKEN)
     if len(broken):

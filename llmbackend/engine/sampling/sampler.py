@@ -1,11 +1,11 @@
-"""One step's sampling on the host: what requests ask for, bans of bad words, and the logprobs that prompts need.
+"""Sampling of one step on the host: request parameters, bans of bad words, and logprobs of prompts.
 
-For: the runners of the host, whose logits are of one form or another, and of accelerators (logprobs of prompts). Does
-not know: what computes logits, how a token is chosen (`TokenChooser`: the native kernels, torch), stop rules.
-Invariants: a row's token depends on its logits, its request and the tokens in its row alone; a broken row gets an error
-of its own; a step changes KV slots alone, and every edit follows from the request and the row's tokens, so that a step
-can be repeated. Logprobs of prompts are computed for a few tokens at a time, so that a long chunk never needs logits of
-all its tokens at once; a token's depend on its own logits alone, bit by bit: each is summed by itself, on one thread.
+Used by the host's runners, whose logits have various formats, and by accelerators (logprobs of prompts). How a token is
+chosen is left to a `TokenChooser` (the native kernels, torch). Invariants: a row's token depends only on its logits,
+its request and the tokens in its row; a broken row gets an error of its own; a step changes only KV slots, and every
+edit is derived from the request and the row's tokens, so a step can be repeated. Logprobs of prompts are computed for a
+few tokens at a time, so a long chunk never needs the logits of all its tokens at once. They depend, bit by bit, only on
+the token's own logits: each is summed separately, on one thread.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ _Logits = TypeVar("_Logits", contravariant=True)
 
 
 class TokenChooser(Protocol[_Logits]):
-    """Chooses tokens from logits of one form, by the records of the rows that it was made with."""
+    """Chooses tokens from logits of one format, by the parameters of the rows that it was made with."""
 
     def set_edits(self, row: int, edits: RowEdits | None) -> None:
-        """The row's edits in its record have changed to these."""
+        """The edits of the row have changed to these."""
 
     def sample(
         self, rows: Int32Array, positions: Int32Array, logits: _Logits, table: RowTable, masks: TokenMasks | None
     ) -> tuple[Int32Array, SampleLogprobs | None]:
-        """As Sampler.sample: token ids (NO_TOKEN where logits are not finite) and, if any row asks, logprobs."""
+        """As Sampler.sample: token ids (NO_TOKEN if logits are not finite) and, if any row requests them, logprobs."""
 
     def take(self, logits: _Logits, samples: Int64Array, token_ids: Int64Array) -> Float32Array:
-        """Single logits; samples and token_ids are broadcast to one shape."""
+        """Individual logits; samples and token_ids are broadcast to one shape."""
 
 
 class Sampler(Generic[LogitsT]):
     def __init__(self, rows: SamplingRows, sampling: TokenChooser[LogitsT]) -> None:
-        """rows: the records that `sampling` reads."""
+        """rows: the parameters that `sampling` reads."""
         self._rows = rows
         self._sampling = sampling
         self._bad_words: dict[int, tuple[BadWords, dict[int, float]]] = {}
         """By row: its bad words, and the bias of its request."""
         self._logprob_token_ids: dict[int, list[int]] = {}
-        """By row, of the rows that ask for logprobs of tokens by their ids."""
+        """By row, for rows that request logprobs of given tokens."""
 
     def add_row(self, row: int, request: InferRequest) -> None:
-        """Raises ValueError naming the field, its value and what was expected."""
+        """Raises ValueError naming field, value and what was expected."""
         self._rows.add(row, request)
         self._bad_words.pop(row, None)
         if words := request.sampling.bad_words:
@@ -75,15 +75,15 @@ class Sampler(Generic[LogitsT]):
     def sample(
         self, rows: Int32Array, positions: Int32Array, logits: LogitsT, table: RowTable, masks: TokenMasks | None = None
     ) -> SampledTokens:
-        """The token at each (row, position) from logits [len(rows), vocab_size or more], left unchanged. A row with
-        drafts is there several times in a row, with rising positions; rows with bad words have no drafts."""
+        """The token at each (row, position) from logits [len(rows), at least vocab_size], which are not modified. A row
+        with drafts occurs several times in succession, with ascending positions; rows with bad words have no drafts."""
         if self._bad_words:
             self._ban(rows, positions, table)
         sampled = sampled_tokens(rows, *self._sampling.sample(rows, positions, logits, table, masks))
         return self._with_others(sampled, rows, logits) if self._logprob_token_ids else sampled
 
     def _with_others(self, sampled: SampledTokens, rows: Int32Array, logits: LogitsT) -> SampledTokens:
-        """Adds the logprobs of tokens that rows ask for by their ids: their normaliser follows from the sampled token's
+        """Adds the logprobs of given tokens that rows request; their normaliser follows from the sampled token's
         logprob."""
         logprobs = dict(sampled.logprobs)
         for row, token_ids in self._logprob_token_ids.items():
@@ -99,7 +99,7 @@ class Sampler(Generic[LogitsT]):
         return replace(sampled, logprobs=logprobs)
 
     def _ban(self, rows: Int32Array, positions: Int32Array, table: RowTable) -> None:
-        """Gives rows with bad words the bias of this step."""
+        """Updates the bias of rows with bad words for this step."""
         for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
             if row in self._bad_words:
                 words, bias = self._bad_words[row]
@@ -122,13 +122,13 @@ _LogitsOut = TypeVar("_LogitsOut", covariant=True)
 
 
 class Forward(Protocol[_LogitsOut]):
-    """A loaded model with its KV memory, from tokens to logits."""
+    """A loaded model with its KV memory: tokens to logits."""
 
     def logits(self, plan: StepPlan, table: RowTable) -> _LogitsOut | None:
-        """Computes the plan's tokens and writes their KV; logits [plan.num_samples, vocab] or None when that is 0."""
+        """Computes the plan's tokens and writes their KV; logits [plan.num_samples, vocab], or None if that is 0."""
 
     def logits_behind(self, row: int, positions: Int32Array) -> Float32Array:
-        """Logits [positions, vocab or more] behind these tokens of a row of the last step; valid until the next call.
+        """Logits [positions, at least vocab] after these tokens of a row of the last step; valid until the next call.
         At most PIECE_TOKENS positions."""
 
 
@@ -164,15 +164,15 @@ Float32Array = npt.NDArray[np.float32]
 PIECE_TOKENS = 8
 """Tokens whose logits are in memory at once."""
 _BLOCK_TOKENS = 64
-"""Tokens of the vocabulary that are compared with others by their likeliest one."""
+"""Size of the vocabulary blocks that are compared by their most likely token."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
-    """Tokens of a row's prompt whose logprobs a step gives: those at positions first to end - 1, from the logits behind
-    the tokens before them.
+    """Prompt tokens of a row whose logprobs a step returns: positions first to end - 1, from the logits after the
+    tokens before them.
 
-    count  how many of the likeliest tokens are asked for
+    count  number of top logprobs per position
     """
 
     row: int
@@ -181,13 +181,13 @@ class PromptSpan:
     count: int
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """The same in parts of at most PIECE_TOKENS: (first, end)."""
+        """The span in pieces of at most PIECE_TOKENS: (first, end)."""
         for first in range(self.first, self.end, PIECE_TOKENS):
             yield first, min(first + PIECE_TOKENS, self.end)
 
 
 def prompt_spans(plan: StepPlan, table: RowTable) -> list[PromptSpan]:
-    """What the plan's rows need. Read before the table moves on."""
+    """What the plan's rows need. Must be read before the table is updated."""
     if not table.prompt_logprobs:
         return []
     spans = []
@@ -204,9 +204,9 @@ def prompt_spans(plan: StepPlan, table: RowTable) -> list[PromptSpan]:
 def logprobs_of_spans(
     spans: Sequence[PromptSpan], table: RowTable, logits_of: Callable[[int, Int32Array], Float32Array]
 ) -> tuple[dict[int, list[TokenLogprobs]], dict[int, str]]:
-    """By row: the logprobs of its span, or the error of one whose logits are not finite.
+    """By row: the logprobs of its span, or an error if its logits are not finite.
 
-    logits_of: logits [positions, vocab or more] behind the tokens of a row at these positions
+    logits_of: logits [positions, at least vocab] after the tokens of a row at these positions
     """
     found: dict[int, list[TokenLogprobs]] = {}
     errors: dict[int, str] = {}
@@ -224,7 +224,7 @@ def logprobs_of_spans(
 
 
 def token_logprobs(logits: Float32Array, token_id: int, count: int) -> TokenLogprobs:
-    """The logprob and rank of a token, and the `count` likeliest tokens; equal ones in the order of their ids. logits
+    """The logprob and rank of a token, and the `count` most likely tokens, equal ones in the order of their ids. logits
     [vocab]: of one token."""
     peak = logits.max()
     norm = peak + np.float32(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
@@ -238,7 +238,8 @@ def _likeliest(logits: Float32Array, count: int) -> npt.NDArray[np.int64]:
     num_blocks = len(logits) // _BLOCK_TOKENS
     if count >= num_blocks:
         return np.argsort(-logits, kind="stable")[:count]
-    # At least `count` tokens are as likely as the last of the `count` likeliest blocks' likeliest tokens.
+    # Let b be the block maximum that ranks `count`-th among all blocks: at least `count` tokens have logits of at least
+    # b.
     peaks = logits[: num_blocks * _BLOCK_TOKENS].reshape(num_blocks, _BLOCK_TOKENS).max(axis=1)
     least = np.partition(peaks, num_blocks - count)[num_blocks - count]
     candidates = np.flatnonzero(logits >= least)

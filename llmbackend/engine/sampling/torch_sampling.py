@@ -1,8 +1,8 @@
-"""Sampling from torch tensors: in plain torch, the reference, or by the native kernels where they lie on the CPU.
+"""Samples from torch tensors: in plain torch, the reference, or with the native kernels if they are on the CPU.
 
-For: models that run as modules, and devices that have no sampler of their own. Does not know: models, batches, stop
-rules. Invariants: plain greedy rows cost one argmax; a row's token is a function of its logits, one uniform number and
-its own limits; equal logits are ordered by token id, so that the result does not depend on a sorting algorithm.
+Used for models that run as modules, and for devices without a sampler of their own. Invariants: plain greedy rows cost
+one argmax; a row's token is a function of its logits, one uniform number and its own limits; equal logits are ordered
+by token id, so the result does not depend on a sorting algorithm.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .native_sampling import NativeLogits, NativeSampling
 from .rows import RowEdits, SampleLogprobs, SamplingRows, uniform
 from .sampler import Sampler
 
-# Truncated rows look at this many of the most likely tokens first; only if the kept set does not end among them is the
-# whole vocabulary sorted.
+# Truncated rows first look at this many of the most likely tokens; the whole vocabulary is sorted only if the kept set
+# extends beyond them.
 _NUM_CANDIDATES = 1024
 _CDF_BLOCK = 1024
 _MAX_BLOCK = 128
@@ -33,23 +33,24 @@ _MAX_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What may be drawn, per row. Applied as in vLLM: min_p, then top_k, then top_p."""
+    """Truncation per row. Applied as in vLLM: min_p, then top_k, then top_p."""
 
     top_k: torch.Tensor
-    """int [rows]: keeps this many of the most likely tokens; 0: no limit."""
+    """int [rows]: keeps this many of the most likely tokens; 0 = no limit."""
     top_p: torch.Tensor
-    """float64 [rows]: keeps the fewest most likely tokens whose share of what is left reaches this; 1: no limit."""
+    """float64 [rows]: keeps the fewest most likely tokens whose share of what is left reaches this; 1 = no limit."""
     min_p: torch.Tensor
-    """float64 [rows]: keeps tokens at least this many times as likely as the likeliest; 0: no limit."""
+    """float64 [rows]: keeps tokens at least this many times as likely as the most likely one; 0 = no limit."""
 
     def rows(self, index: torch.Tensor) -> Limits:
         return Limits(self.top_k[index], self.top_p[index], self.min_p[index])
 
 
 def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit of each row and its token id, the first of equals; NaN counts as the largest.
+    """The largest logit of each row and its token id, the first among equals; NaN counts as the largest.
 
-    First over blocks of tokens, then inside one: on CPU, only a plain maximum over neighbours is vectorised.
+    In two stages, over blocks of tokens and then within one, because on CPU only a plain maximum over contiguous
+    elements is vectorised.
     """
     rows, vocab_size = logits.shape
     if vocab_size % _MAX_BLOCK or not rows:
@@ -64,7 +65,7 @@ def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Token ids int64 [rows] for float32 logits [rows, vocab] and float64 uniforms [rows], without limits.
 
-    Inverts the distribution function in the order of token ids: first over blocks of tokens, then inside one block.
+    Inverts the distribution function in the order of token ids: first over blocks of tokens, then within one block.
     """
     weights = torch.exp(logits - logits.amax(-1, keepdim=True))
     blocks = functional.pad(weights, (0, -weights.shape[-1] % _CDF_BLOCK)).view(len(weights), -1, _CDF_BLOCK)
@@ -78,7 +79,7 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def draw_limited(logits: torch.Tensor, uniforms: torch.Tensor, limits: Limits) -> torch.Tensor:
-    """As `draw`, among the tokens that the limits keep, in the order of likelihood."""
+    """As `draw`, among the tokens that the limits keep, in descending order of likelihood."""
     num_candidates = min(_NUM_CANDIDATES, logits.shape[-1])
     tokens, complete = _draw_among(logits, uniforms, limits, num_candidates)
     redo = torch.nonzero(~complete)[:, 0]
@@ -90,7 +91,7 @@ def draw_limited(logits: torch.Tensor, uniforms: torch.Tensor, limits: Limits) -
 def most_likely(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` largest logits [rows, count] and their token ids, largest first, equal ones by ascending token id.
 
-    Which of several equal logits at the very end of the list are in it is not determined.
+    Which of several equal logits at the end of the list are included is unspecified.
     """
     values, ids = torch.topk(logits, count, dim=-1, sorted=False)
     by_id = ids.argsort(-1)
@@ -102,7 +103,7 @@ def most_likely(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
 def _draw_among(
     logits: torch.Tensor, uniforms: torch.Tensor, limits: Limits, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and whether `count` candidates were enough to know the kept set (bool [rows])."""
+    """Tokens, and whether `count` candidates sufficed to determine the kept set (bool [rows])."""
     values, ids = most_likely(logits, count)
     peak = values[:, :1]
     weights = torch.exp(values - peak).double()
@@ -123,8 +124,8 @@ def _draw_among(
 
 
 def _first_above(upto: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Index of the first running sum above the target [rows, 1]; never one past the last entry with any weight, which
-    rounding could otherwise reach."""
+    """Index of the first cumulative sum above the target [rows, 1]; never beyond the last entry with nonzero weight,
+    which rounding could otherwise reach."""
     last_with_weight = (upto < upto[:, -1:]).sum(-1)
     return torch.minimum((upto <= target).sum(-1), last_with_weight)
 
@@ -137,13 +138,13 @@ class TorchSampler(Sampler[torch.Tensor]):
     def __init__(
         self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int], native: NativeKernels | None = None
     ) -> None:
-        """`native`: samples from logits, which are on the CPU; without it, torch does."""
+        """native: samples from logits, which are on the CPU; without it, torch does."""
         rows = SamplingRows(max_num_seqs, vocab_size, eos_token_ids)
         super().__init__(rows, TorchSampling(rows) if native is None else NativeTensorSampling(native, rows))
 
 
 class NativeTensorSampling:
-    """The native kernels' sampling from tensors on the CPU, of any float type."""
+    """Samples with the native kernels from CPU tensors of any float type."""
 
     def __init__(self, kernels: NativeKernels, rows: SamplingRows) -> None:
         self._native = NativeSampling(kernels, rows)
@@ -170,13 +171,13 @@ def _take(logits: torch.Tensor, samples: Int64Array, token_ids: Int64Array) -> F
 
 
 class TorchSampling:
-    """The reference, and what samples on a device that has no sampler of its own."""
+    """The reference, and the sampler for devices without their own."""
 
     def __init__(self, rows: SamplingRows) -> None:
         self._rows = rows
 
     def set_edits(self, row: int, edits: RowEdits | None) -> None:
-        """They are read from the record."""
+        """Edits are read from the rows."""
 
     def take(self, logits: torch.Tensor, samples: Int64Array, token_ids: Int64Array) -> Float32Array:
         return _take(logits, samples, token_ids)
@@ -187,7 +188,7 @@ class TorchSampling:
         logits = logits[:, : self._rows.vocab_size]
         peaks, peak_ids = likeliest(logits)
         token_ids = peak_ids.cpu().numpy().astype(np.int32)
-        # A NaN or an infinity anywhere above the rest shows in the maximum.
+        # A NaN or an infinity shows in the maximum.
         sound = torch.isfinite(peaks).cpu().numpy()
         random = self._rows.temperature[rows] > 0
         edited = np.array([row in self._rows.edits for row in rows.tolist()], np.bool_)
@@ -252,7 +253,7 @@ class TorchSampling:
         if not len(index):
             return None
         raw = logits[torch.from_numpy(index).to(logits.device)].float()
-        # The logprob of a sample without a token is never looked at.
+        # The logprob of a sample without a token is never read.
         chosen = torch.from_numpy(np.maximum(token_ids[index], 0).astype(np.int64)).to(logits.device)[:, None]
         own = raw.gather(-1, chosen)
         norm = torch.logsumexp(raw, dim=-1, keepdim=True)
@@ -265,7 +266,7 @@ class TorchSampling:
 
 
 def apply_edits(logits: torch.Tensor, edits: Sequence[RowEdits], outputs: Sequence[Int32Array]) -> None:
-    """Changes logits float32 [rows, vocab] in place; outputs[i] are the output tokens so far of row i."""
+    """Modifies logits float32 [rows, vocab] in place; outputs[i] are the output tokens so far of row i."""
     biased = [(i, edit.bias_ids, edit.bias_values) for i, edit in enumerate(edits) if len(edit.bias_ids)]
     if biased:
         rows, ids, values = _join(logits, biased)
@@ -279,7 +280,7 @@ def apply_edits(logits: torch.Tensor, edits: Sequence[RowEdits], outputs: Sequen
 
 
 def apply_masks(logits: torch.Tensor, masks: TokenMasks, index: Int32Array) -> None:
-    """Changes logits float32 [samples, vocab] in place. index int32 [samples]: as of TokenMasks."""
+    """Modifies logits float32 [samples, vocab] in place. index int32 [samples]: as in TokenMasks."""
     masked = np.flatnonzero(index >= 0)
     if len(masked):
         allowed = torch.from_numpy(as_bools(masks.words[index[masked]], logits.shape[1])).to(logits.device)

@@ -1,14 +1,14 @@
-"""Drafts of a step: tokens that a row's grammar forces, and guesses from its own text.
+"""Drafts for a step: tokens forced by a row's grammar, and n-gram guesses from the row's own text.
 
-For: the engine core, which plans steps without drafts. Does not know: logits, why rows were chosen. Invariants: a draft
-changes how many tokens a step gives, never which; drafts never preempt a request; a guess that a grammar forbids is cut
-off, and a forced token always holds, because it is the only one that is allowed. The state of the guesses may be lost
-or wrong at any time, so recovery and preemption need none of it; only rows that decode in a small step cost time.
+The engine core plans steps without drafts and adds them here. Invariants: drafts change only how many tokens a step
+yields, never which; drafts never preempt a request; a guess that a grammar forbids is dropped, and a forced token is
+always accepted because no other is allowed. The state of the guesses may be lost or wrong at any time, so recovery and
+preemption need not preserve it. Only rows that decode in a small step cost time.
 
 A guess (n-gram speculation) is what followed the last occurrence of the row's last n tokens, for the largest n that has
 occurred before. A row whose guesses are accepted gets more of them, up to num_speculative_tokens. A guess costs at most
-about 1 / max_step_tokens of a step, and an accepted one saves one row's share of a step; so a row drafts freely while
-more than rows / max_step_tokens of its guesses are accepted, and otherwise tries again after pauses that double.
+about 1 / max_step_tokens of a step, and an accepted one saves one row's share of a step. So a row drafts freely while
+more than rows / max_step_tokens of its guesses are accepted, and otherwise retries after pauses that double.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from .sequence import Rows
 from .steps_in_flight import CompletedStep
 
 MAX_INDEXED_TOKENS = 8192
-"""A row that begins to draft searches its last tokens up to this many, which bounds its index (~5 MB)."""
+"""A row that starts drafting indexes at most this many of its last tokens, which limits its index to about 5 MB."""
 MAX_PAUSE_STEPS = 32
-"""Rows whose drafts do not pay try again seldom: together once in this many steps."""
+"""Rows whose drafts do not pay off retry rarely: all of them together make one attempt in this many steps."""
 MAX_LOOKUP_PAUSE_STEPS = 2
-"""The same where the runner looks drafts up: it is not known whether a text repeats before a draft is tried, and most
-tries fail because it does not yet."""
-FIRST_ACCEPTED_SHARE, NEWS_WEIGHT = 0.5, 0.25
-"""The assumed accepted share of a new row's drafts, and the weight of each try in the running mean."""
+"""The same if the runner looks drafts up. Whether a text repeats is then unknown until a draft is tried, and most
+attempts fail because it does not yet."""
+FIRST_ACCEPTED_SHARE, SAMPLE_WEIGHT = 0.5, 0.25
+"""Initial acceptance rate assumed for a new row, and the weight of each attempt in the running mean."""
 
 
 @dataclass(slots=True)
 class _RowState:
     """One row's index, and the outcome of its drafts.
 
-    latest          by n, each n-gram of the text that is followed by a token: the position of that token, the last time
-    indexed_end     n-grams that end at this position or before are in the index
-    width           drafts of the next try
-    accepted_share  running mean of the accepted share of its drafts, 0 to 1
-    pause_tokens    tokens that the row waited after its last try; 0 while drafts pay
-    resume_at       tokens from which on it drafts again
+    latest          by n: each n-gram followed by a token -> the position of that token at its last occurrence
+    indexed_end     n-grams that end at or before this position are in the index
+    width           drafts of the next attempt
+    accepted_share  running mean of its acceptance rate, 0 to 1
+    pause_tokens    tokens that the row waits after its last attempt; 0 while drafts pay off
+    resume_at       number of tokens at which it drafts again
     """
 
     latest: dict[int, dict[tuple[int, ...], int]]
@@ -59,11 +59,12 @@ class _RowState:
 
 
 class Speculator:
-    """Owner of the drafting rows' states. One thread calls it."""
+    """Owns the state of drafting rows. One thread calls it."""
 
     def __init__(self, config: SpeculativeConfig, table: RowTable, max_step_tokens: int, looks_up: bool = True) -> None:
-        """max_step_tokens: of the largest step with drafts, these included. looks_up: False where the runner looks
-        drafts up, and this says only how many: a try that finds nothing costs as much as one that fails there."""
+        """max_step_tokens: size of the largest step with drafts, these included. looks_up: False if the runner looks
+        drafts up and this class only decides how many; an attempt that finds nothing then costs as much as a failed
+        one."""
         self._table = table
         self._looks_up = looks_up
         self._max_pause_steps = MAX_PAUSE_STEPS if looks_up else MAX_LOOKUP_PAUSE_STEPS
@@ -73,10 +74,10 @@ class Speculator:
         self._states: dict[int, _RowState] = {}
 
     def draft(self, plan: StepPlan, max_total_tokens: Sequence[int], room: int) -> Int32Array | None:
-        """Writes drafts into the table, or PENDING_TOKEN in place of those that the runner looks up, and returns how
-        many each of plan.rows has, or None when there are none.
+        """Writes drafts into the table, or PENDING_TOKEN for those that the runner looks up. Returns how many each of
+        plan.rows has, or None if there are none.
 
-        max_total_tokens: of each row. room: drafts that the step has room for.
+        max_total_tokens: of each row. room: drafts that fit in the step.
         """
         drafts = [0] * len(plan.rows)
         num_tokens = self._table.num_tokens[plan.rows].tolist()
@@ -98,13 +99,12 @@ class Speculator:
                 self._adapt(row, state, drafted, accepted, len(rows))
 
     def forget(self, row: int) -> None:
-        """The row's request is over."""
         self._states.pop(row, None)
 
     def _adapt(self, row: int, state: _RowState, drafted: int, accepted: int, num_rows: int) -> None:
         width = max(state.width, 2 * drafted) if accepted == drafted else accepted + 1
         state.width = min(width, self._num_drafts_max)
-        state.accepted_share += NEWS_WEIGHT * (accepted / drafted - state.accepted_share)
+        state.accepted_share += SAMPLE_WEIGHT * (accepted / drafted - state.accepted_share)
         if state.accepted_share * self._max_step_tokens > num_rows:
             state.pause_tokens = 0
         else:
@@ -112,7 +112,7 @@ class Speculator:
             state.resume_at = int(self._table.num_tokens[row]) + state.pause_tokens
 
     def _draft_row(self, row: int, num_tokens: int, limit: int) -> int:
-        """Writes up to `limit` drafts behind the row's tokens; returns how many."""
+        """Writes up to `limit` drafts after the row's tokens; returns how many."""
         state = self._states.get(row)
         if state is None:
             indexed_end = max(num_tokens - MAX_INDEXED_TOKENS, 0)
@@ -127,17 +127,17 @@ class Speculator:
         source = self._find(state, tokens, num_tokens)
         if source < 0:
             return 0
-        # Text that repeats at a short distance continues repeating: the copy may reach into what it has copied.
+        # Text that repeats at a short distance keeps repeating, so the copy may run into its own output.
         tokens[num_tokens : num_tokens + limit] = np.resize(tokens[source:num_tokens], limit)
         return limit
 
     def _find(self, state: _RowState, tokens: Int32Array, num_tokens: int) -> int:
-        """The position that followed the last earlier occurrence of the text's longest ending, or -1."""
+        """The position after the last earlier occurrence of the text's longest matching suffix, or -1."""
         start = max(state.indexed_end + 1 - self._lengths[-1], 0)
         text = tokens[start:num_tokens].tolist()
         source, is_found = -1, True
         for n, latest in state.latest.items():
-            # If an ending has not occurred before, no longer one has; the index is updated all the same.
+            # If a suffix has not occurred before, no longer one has; the index is updated regardless.
             if len(text) == n + 1 or state.indexed_end + 2 == num_tokens:
                 if len(text) > n:
                     latest[tuple(text[-n - 1 : -1])] = num_tokens - 1
@@ -153,7 +153,7 @@ class Speculator:
 
 
 MAX_FORCED_TOKENS = 32
-"""Most forced tokens of one row in one step."""
+"""Maximum number of forced tokens per row and step."""
 
 
 class Drafter:
@@ -162,9 +162,9 @@ class Drafter:
     def __init__(
         self, config: EngineConfig, rows: Rows, kv_cache: KVCacheManager, constraints: Constraints, overlaps: bool
     ) -> None:
-        """overlaps: whether steps are launched before the last one's tokens are read. The runner looks guesses up
-        then."""
-        speculation, max_tokens = config.speculative_config, config.max_guess_step_tokens
+        """overlaps: whether steps are launched before the tokens of the last one are read; the runner then looks
+        guesses up."""
+        speculation, max_tokens = config.speculative_config, config.max_speculative_step_tokens
         self._rows, self._table, self._kv_cache, self._constraints = rows, rows.table, kv_cache, constraints
         self._overlaps = overlaps
         self._max_guess_step_tokens = max_tokens
@@ -174,14 +174,14 @@ class Drafter:
         may_force = not overlaps or config.may_draft
         self._forces = may_force and not config.structured_outputs_config.disable_jump_forward
         self.guesses: Int32Array | None = None
-        """Of the latest plan, int32 [rows]: drafts that are guesses; None where there are none."""
+        """Of the latest plan, int32 [rows]: drafts that are guesses; None if there are none."""
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
 
     def with_drafts(self, plan: StepPlan) -> StepPlan:
-        """The plan with drafts, where there are any and free blocks for them. The table holds them then, or
-        PENDING_TOKEN in place of what the runner looks up."""
+        """The plan with drafts, as far as there are any and free blocks for them. They are in the table then, or
+        PENDING_TOKEN for those that the runner looks up."""
         self.guesses = None
         if self._forces and self._rows.constraints:
             plan = self._with(plan, self._forced(plan))
@@ -194,7 +194,7 @@ class Drafter:
         return drafted
 
     def read(self, step: CompletedStep) -> None:
-        """Learns from the guesses of a step."""
+        """Learns from the outcome of a step's guesses."""
         if self._speculator is None or (guesses := step.num_guesses) is None:
             return
         rows = np.array(step.sampled_rows, np.int32)
@@ -205,12 +205,11 @@ class Drafter:
         self._speculator.learn(rows, guesses, num_accepted)
 
     def forget(self, row: int) -> None:
-        """The row's request is over."""
         if self._speculator is not None:
             self._speculator.forget(row)
 
     def _with(self, plan: StepPlan, drafts: Int32Array | None) -> StepPlan:
-        """The plan with these drafts beside its own, which are of other rows."""
+        """The plan with these drafts in addition to its own, which belong to other rows."""
         if drafts is None or not drafts.any():
             return plan
         scheduled = plan.num_scheduled_tokens + drafts
@@ -221,7 +220,8 @@ class Drafter:
         return StepPlan(plan.rows, scheduled, plan.sample_rows, drafts)
 
     def _forced(self, plan: StepPlan) -> Int32Array | None:
-        """Writes what constraints force into the table, after the tokens of rows that generate; how many of each."""
+        """Writes the tokens that constraints force into the table, after the tokens of decoding rows. Returns how many
+        per row."""
         drafts: Int32Array = np.zeros(len(plan.rows), np.int32)
         room = min(self._max_step_tokens - plan.num_tokens, self._max_step_samples - len(plan.rows))
         for i in (plan.sample_rows & (plan.num_scheduled_tokens == 1)).nonzero()[0].tolist():
@@ -236,15 +236,15 @@ class Drafter:
         return drafts
 
     def _guess(self, plan: StepPlan) -> Int32Array | None:
-        """Writes guesses into the table, after the tokens of rows that generate; how many of each."""
+        """Writes guesses into the table, after the tokens of decoding rows. Returns how many per row."""
         assert self._speculator is not None
         room = self._max_guess_step_tokens - plan.num_tokens
         rows = plan.rows.tolist()
         limits = [self._rows[row].max_total_tokens for row in rows]
         for i, row in enumerate(rows):
             has_drafts = plan.num_draft_tokens is not None and plan.num_draft_tokens[i]
-            # What bad words ban at a position depends on the token before it; and whether a grammar allows what the
-            # runner looks up would be known too late.
+            # What bad words ban depends on the previous token, and it would be known too late whether a grammar allows
+            # what the runner looks up.
             is_unknown = self._overlaps and row in self._rows.constraints
             if has_drafts or is_unknown or self._rows[row].request.sampling.bad_words:
                 limits[i] = 0
@@ -262,7 +262,7 @@ class Drafter:
         return constraint.num_possible(self._table.token_ids[row, num_tokens : num_tokens + num_guesses].tolist())
 
     def _known(self, row: int) -> RowConstraint | None:
-        """The row's constraint after its known tokens; None also where these violate it, which the masks report."""
+        """The row's constraint after its known tokens; None also if they violate it, which the masks report."""
         constraint = self._rows.constraints.get(row)
         if constraint is None:
             return None

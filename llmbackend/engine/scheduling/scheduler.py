@@ -1,24 +1,24 @@
-"""Which tokens the next step computes.
+"""Decides which tokens the next step computes.
 
-For: the engine core. Does not know: logits, finish rules, processes. One idea: a request's num_computed_tokens catches
-up with its num_tokens. Prefill, chunked prefill, decode and recomputation after a preemption are the same, under one
-token budget per step: requests that generate first, then running prompts, then waiting ones, each in the order of
-(priority, arrival). The prefix of a waiting request that is cached counts as computed when it is admitted. A request
-whose next block a running one computes waits for that; those after it may overtake it, but take neither the row nor the
-blocks that it needs.
+Used by the engine core; independent of logits, finish rules and processes. The idea: a request's num_computed_tokens
+catches up with its num_tokens. Prefill, chunked prefill, decode and recomputation after a preemption are the same,
+under one token budget per step: first decodes, then running prefills, then waiting requests, each in the order of
+(priority, arrival). The cached prefix of a waiting request counts as computed on admission. A request whose next block
+is being computed by a running one waits for it; later requests may overtake it, but take neither the row nor the blocks
+that it needs.
 
-A prompt is long while more of its tokens are missing than a threshold. Long prompts leave half of a step's budget for
-prompts to shorter ones, while there are any, and are started one after the other; shorter ones overtake those that
-wait. So short prompts do not wait behind long ones, and long ones do not starve. A StepPacer (step_pacing.py) may limit
-a step's budget for prompts beside requests that generate.
+A prompt is long while more of its tokens than a threshold are missing. Long prompts leave half of a step's prefill
+budget to shorter ones, if there are any, and are started one at a time; shorter ones overtake waiting long ones. So
+short prompts do not wait behind long ones, and long ones do not starve. A StepPacer (step_pacing.py) may limit a step's
+prefill budget while requests decode.
 
-Invariants: the blocks of a step's tokens are reserved before it runs, and no others; only running sequences hold
-blocks; a step that had to preempt admits no request, and the first running sequence is never preempted, so that some
-request always advances. Owns the waiting and running lists, and sets num_computed_tokens back to 0.
+Invariants: exactly the blocks for a step's tokens are reserved before it runs; only running sequences hold blocks; a
+step that had to preempt admits no request, and the first running sequence is never preempted, so some request always
+advances. The scheduler owns the waiting and running lists, and resets num_computed_tokens to 0.
 
 The tokens of steps in flight count as known and computed. A request whose last token is among them is not scheduled
-again; and no request is preempted or refused for lack of blocks until all of them are read, because the requests that
-they finish give blocks back. So only running rows, and never waiting ones, have tokens that are not read yet.
+again. No request is preempted or refused for lack of blocks until all of them have been read, because requests that
+they finish free blocks. So only running rows have unread tokens, never waiting ones.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from .sequence import Rows, Sequence
 from .step_pacing import StepBudget, StepPacer
 
 COSTLY_MASK_S, COSTLY_MASKS_OF_A_STEP_S = 0.001, 0.01
-"""Rows whose masks take longer than the first value get no more than the second in a step, or are a single row. A usual
-mask takes some 20 µs; a grammar can be made whose masks take milliseconds."""
+"""Rows whose masks take longer than the first value share the second per step, or run as a single row. A typical mask
+takes about 20 µs, but a grammar can be crafted to take milliseconds."""
 MAX_OVERTAKEN = 16
-"""Requests of one step that wait for a prefix and are overtaken: each costs a look-up in the prefix cache."""
+"""Maximum number of requests overtaken per step while they wait for a prefix; each costs a prefix-cache lookup."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the scheduler decided.
+    """The scheduler's decision.
 
     plan     None = nothing can run
-    refused  requests that end here, with the text for their client
+    refused  requests that end here, with the message for the client
     """
 
     plan: StepPlan | None
@@ -65,7 +65,7 @@ class Scheduler:
         long_prefill_token_threshold: int = sys.maxsize,
         pacer: StepPacer | None = None,
     ) -> None:
-        """pacer: limits the duration of steps in which requests generate; None = tokens alone limit a step."""
+        """pacer: limits the duration of steps with decodes; None = only the token budget limits a step."""
         self._rows = rows
         self._table = rows.table
         self._kv_cache = kv_cache
@@ -78,7 +78,7 @@ class Scheduler:
         self._running_rows: Int32Array | None = None
         self._refused: list[tuple[Sequence, str]] = []
         self._costly_turn = 0
-        """Which of the rows with costly masks is the next step's first."""
+        """Which of the rows with costly masks comes first in the next step."""
         self.wait_reason: WaitReason = "token_budget"
         """Why the latest plan admitted no further request."""
         self.preempted: list[Sequence] = []
@@ -86,7 +86,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
-        """Tokens of requests at their first admission, and those of them that the prefix cache had."""
+        """Tokens of requests at their first admission, and how many of them were prefix-cache hits."""
 
     @property
     def num_waiting(self) -> int:
@@ -97,15 +97,15 @@ class Scheduler:
         return len(self._running)
 
     def waiting(self) -> list[Sequence]:
-        """In the order of their turn."""
+        """In queue order."""
         return sorted([*self._waiting, *self._long_waiting])
 
     def add(self, sequence: Sequence) -> None:
         insort(self._queue_of(sequence), sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence ends, in any state: its blocks and its row are free at once, even while a step that computes
-        them is in flight (see kv_cache.py)."""
+        """Ends the sequence in any state: its blocks and its row are free at once, even while a step that computes them
+        is in flight (see kv_cache.py)."""
         if not self._discard(self._running, sequence):
             self._discard(self._queue_of(sequence), sequence)
         if sequence.row >= 0:
@@ -113,7 +113,7 @@ class Scheduler:
             self._rows.release(sequence)
 
     def mark_computed(self, rows: Int32Array, num_tokens: Int32Array) -> None:
-        """A step of these rows is committed without errors: the prefix cache may share the blocks of their first
+        """A step of these rows was committed without errors: the prefix cache may share the blocks of their first
         `num_tokens[i]` tokens."""
         self._kv_cache.register(rows, num_tokens)
 
@@ -123,7 +123,7 @@ class Scheduler:
             self._kv_cache.invalidate(sequence.row)
 
     def schedule(self, in_flight: bool = False) -> Schedule:
-        """Plans one step and reserves its blocks. in_flight: launched steps are not read yet."""
+        """Plans one step and reserves its blocks. in_flight: whether launched steps have not been read yet."""
         self._refused, self.preempted = [], []
         continued = self._continue_running(in_flight)
         if continued is None:
@@ -143,8 +143,8 @@ class Scheduler:
         return StepPlan(rows, chunks, table.num_computed_tokens[rows] + chunks == table.num_tokens[rows])
 
     def _continue_running(self, in_flight: bool) -> tuple[Int32Array, Int32Array, StepBudget, bool] | None:
-        """Rows and chunks of running sequences with their blocks reserved, the budget left for waiting prompts, and
-        whether a row was preempted for it; None when there are no blocks while steps are in flight."""
+        """Rows and chunks of running sequences with reserved blocks, the budget left for waiting prompts, and whether a
+        row was preempted. None if blocks are lacking while steps are in flight."""
         preempted = False
         while True:
             rows, chunks, budget = self._running_chunks(in_flight)
@@ -160,7 +160,7 @@ class Scheduler:
                 preempted = True
 
     def _running_chunks(self, in_flight: bool) -> tuple[Int32Array, Int32Array, StepBudget]:
-        """Running rows that this step computes, the tokens of each, and the budget left for waiting prompts."""
+        """The running rows that this step computes, the tokens of each, and the budget left for waiting prompts."""
         rows = self._rows_of_running()
         if in_flight:
             rows = rows[self._table.num_tokens[rows] < self._rows.max_total_tokens[rows]]
@@ -173,7 +173,7 @@ class Scheduler:
         decodes = (~is_prompt).nonzero()[0]
         num_decodes = min(len(decodes), self._budget)
         if 0 < num_decodes == self._budget and is_prompt[: decodes[num_decodes - 1]].any():
-            num_decodes -= 1  # a prompt that is before some of them in order gets a token
+            num_decodes -= 1  # a prompt ahead of some of them in order gets a token
         tokens_left = self._budget - num_decodes
         budget = StepBudget(tokens_left)
         if self._pacer is not None:
@@ -187,14 +187,14 @@ class Scheduler:
         return rows[reached], chunks[reached], budget
 
     def _may_follow(self, rows: Int32Array) -> BoolArray:
-        """bool [rows]: not the constrained rows whose last token is not read yet, since their masks follow from it."""
+        """bool [rows]: excludes constrained rows whose last token is still unread, since masks depend on it."""
         is_constrained = np.isin(rows, list(self._rows.constraints))
         last_token_ids = self._table.token_ids[rows, self._table.num_tokens[rows] - 1]
         may_follow: BoolArray = ~is_constrained | (last_token_ids != PENDING_TOKEN)
         return may_follow
 
     def _without_costly_masks(self, rows: Int32Array) -> Int32Array:
-        """The rows without some of those whose masks take long: they take turns, so that the others' steps do not wait
+        """The rows without some of those with costly masks, which take turns so that the other rows' steps do not wait
         for all of them."""
         constraints = self._rows.constraints
         costs_s = {row: constraints[row].mask_s for row in rows.tolist() if row in constraints}
@@ -211,11 +211,11 @@ class Scheduler:
         return kept
 
     def _cut_prompts(self, rows: Int32Array, chunks: Int32Array, is_prompt: BoolArray, budget: StepBudget) -> None:
-        """Makes the chunks of running prompts fit into the budget, in their order."""
+        """Cuts the chunks of running prompts to the budget, in their order."""
         is_long = chunks > self._threshold
         has_shorter = bool(self._waiting) or bool((is_prompt & ~is_long).any())
-        for_long = budget.half() if has_shorter else None
-        # Long prompts first, from their half; the shorter ones get what is left.
+        for_long = budget.halved() if has_shorter else None
+        # Long prompts first, from their half; shorter ones get the rest.
         for i in [*(is_prompt & is_long).nonzero()[0].tolist(), *(is_prompt & ~is_long).nonzero()[0].tolist()]:
             computed = int(self._table.num_computed_tokens[rows[i]])
             wanted = min(int(chunks[i]), self._kv_cache.max_chunk(computed + int(chunks[i])))
@@ -225,8 +225,8 @@ class Scheduler:
         """Admits from the head of the queue while budget, rows and blocks suffice. The head waits until it fits, and is
         overtaken only while it waits for a prefix.
 
-        A request is admitted when all its known tokens would fit beside those of running prompts, less what chunks give
-        back behind a window, though only the blocks of its first chunk are reserved: otherwise a long prompt would be
+        A request is admitted only if all its known tokens would fit next to those of running prompts, minus what chunks
+        free behind a window, although only the blocks of its first chunk are reserved. Otherwise a long prompt would be
         admitted and preempted repeatedly.
         """
         rows: list[int] = []
@@ -271,7 +271,7 @@ class Scheduler:
             if self._take_row(head):
                 num_hit = self._take_prefix(head, num_tokens, prefix)
                 wanted = min(num_tokens - num_hit, max_chunk)
-                chunk = _take(wanted, num_hit, budget, budget.half() if has_shorter else None)
+                chunk = _take(wanted, num_hit, budget, budget.halved() if has_shorter else None)
                 row, reach = np.array([head.row], np.int32), np.array([num_hit + chunk], np.int32)
                 self._kv_cache.reserve(row, reach)
                 unreserved += self._kv_cache.future_blocks(row, max_chunk)
@@ -302,11 +302,11 @@ class Scheduler:
         return self._num_tokens(sequence) > self._threshold
 
     def _queue_of(self, sequence: Sequence) -> list[Sequence]:
-        """The queue of a sequence that does not run."""
+        """The queue of a sequence that is not running."""
         return self._long_waiting if self._is_long(sequence) else self._waiting
 
     def _take_prefix(self, head: Sequence, num_tokens: int, prefix: Prefix) -> int:
-        """Starts the sequence after its cached prefix; returns the tokens of that."""
+        """Starts the sequence after its cached prefix; returns the length of the prefix."""
         num_hit = self._kv_cache.take(head.row, prefix)
         self._table.num_computed_tokens[head.row] = num_hit
         if head.num_cached_tokens < 0:
@@ -316,7 +316,7 @@ class Scheduler:
         return num_hit
 
     def _take_row(self, head: Sequence) -> bool:
-        """Moves a waiting sequence to the running ones. False when the runner refuses it, which ends it."""
+        """Moves a waiting sequence to the running list. False if the runner refuses it, which ends it."""
         self._discard(self._queue_of(head), head)
         if head.row < 0 and (error := self._rows.fill(head)):
             self._refused.append((head, error))
@@ -337,7 +337,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _refuse(self, sequence: Sequence, num_tokens: int) -> None:
-        """Ends a request that does not fit into the whole KV cache."""
+        """Ends a request that does not fit in the whole KV cache."""
         self.remove(sequence)
         needed, kv_cache = self._kv_cache.min_blocks(num_tokens), self._kv_cache
         text = (
@@ -357,7 +357,7 @@ class Scheduler:
         return self._running_rows
 
     def _discard(self, sequences: list[Sequence], sequence: Sequence) -> bool:
-        """Removes the sequence from a sorted list, and returns whether it was there."""
+        """Removes the sequence from a sorted list; returns whether it was there."""
         index = bisect_left(sequences, sequence)
         if index == len(sequences) or sequences[index] is not sequence:
             return False
@@ -367,11 +367,11 @@ class Scheduler:
 
 
 def _take(wanted: int, context: int, budget: StepBudget, part: StepBudget | None) -> int:
-    """Spends the budget on a prompt's next tokens, after `context` others; returns how many. part: a part of the
-    budget that limits them, too."""
-    chunk = budget.room(context, wanted)
+    """Spends the budget on a prompt's next tokens, after `context` others; returns how many. part: a share of the
+    budget that also limits them."""
+    chunk = budget.affordable_tokens(context, wanted)
     if part is not None:
-        chunk = min(chunk, part.room(context, wanted))
+        chunk = min(chunk, part.affordable_tokens(context, wanted))
         part.spend(context, chunk)
     budget.spend(context, chunk)
     return chunk

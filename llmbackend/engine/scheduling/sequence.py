@@ -1,7 +1,7 @@
-"""A request inside the engine, what ends it, and the rows of live requests.
+"""A request inside the engine, its end conditions, and the rows of live requests.
 
-For: scheduler and engine core. Does not know: KV blocks, steps, or logits. Invariant: a row belongs to at most one
-sequence, and the runner knows exactly the rows that are in use.
+Used by scheduler and engine core. Invariant: a row belongs to at most one sequence, and the runner knows exactly the
+rows in use.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ..step import Int32Array, PromptLogprobs, RowTable, Runner
 
 
 class Sequence:
-    """One live request. Sequences are ordered by their key: the smaller is first in everything, and preempted last.
+    """One live request. Sequences are ordered by key: the smallest is served first and preempted last.
 
     key                (priority, arrival)
     constraint         which tokens it may get; None = all
-    row                -1 until it is admitted, and then its row until it ends
-    token_ids          its tokens as int32 [n], from its first turn at the head of the queue until it has a row
-    num_cached_tokens  tokens that the prefix cache had when it was first admitted; -1 before
+    row                -1 until it is admitted, then its row until it ends
+    token_ids          its tokens as int32 [n], from its first time at the head of the queue until it has a row
+    num_cached_tokens  prefix-cache hit at its first admission; -1 before
     max_total_tokens   tokens, prompt included, at which it ends
-    end                what ends it; counts tokens with those of the prompt
+    end                its end conditions; counts include the prompt
     """
 
     __slots__ = (
@@ -54,7 +54,7 @@ class Sequence:
 
 
 def refusal(request: InferRequest, info: ModelInfo) -> str:
-    """Why this request can never run on this model: a text that names field, value and limit, or "" when it can."""
+    """Why this request can never run on this model, naming field, value and limit; "" = it can."""
     prompt, output = request.prompt_token_ids, request.output_token_ids
     if not prompt:
         return "prompt_token_ids is empty, expected at least 1 token"
@@ -69,7 +69,7 @@ def refusal(request: InferRequest, info: ModelInfo) -> str:
         return f"max_tokens is {request.sampling.max_tokens}, expected at least 0"
     if (request.sampling.prompt_logprobs or 0) < -1:
         return f"prompt_logprobs is {request.sampling.prompt_logprobs}, expected at least 0, or -1 for all"
-    if info.kv_groups.most_blocks(len(prompt) + len(output), 1, info.block_size) > info.num_blocks:
+    if info.kv_groups.max_blocks(len(prompt) + len(output), 1, info.block_size) > info.num_blocks:
         return (
             f"prompt_token_ids and output_token_ids have {len(prompt) + len(output)} tokens, "
             f"expected at most {info.max_request_tokens}, the engine's whole KV cache "
@@ -82,22 +82,22 @@ def refusal(request: InferRequest, info: ModelInfo) -> str:
 
 
 class Rows:
-    """Owns the row table and which sequence has which row; tells the runner of rows that change."""
+    """Owns the row table and the assignment of rows to sequences; tells the runner about rows that change."""
 
     def __init__(self, table: RowTable, runner: Runner) -> None:
         self.table = table
         self._runner = runner
         self._vocab_size = runner.info.vocab_size
         self.constraints: dict[int, RowConstraint] = {}
-        """By row, for the rows that have one."""
+        """By row, for constrained rows."""
         self._free = list(range(table.max_num_seqs - 1, -1, -1))
         self._holder: list[Sequence | None] = [None] * table.max_num_seqs
         self.max_total_tokens: Int32Array = np.zeros(table.max_num_seqs, np.int32)
-        """[max_num_seqs] Of each row in use: Sequence.max_total_tokens."""
+        """[max_num_seqs] Sequence.max_total_tokens of each row in use."""
         self.generation: Int32Array = np.zeros(table.max_num_seqs, np.int32)
-        """[max_num_seqs] Counts up when a row is given or taken back: a step in flight is for one generation."""
+        """[max_num_seqs] Incremented when a row is assigned or released: a step in flight is for one generation."""
         self.recompute_until: Int32Array = np.zeros(table.max_num_seqs, np.int32)
-        """[max_num_seqs] Of each row in use: the KV of tokens before this was computed and lost. For reports alone."""
+        """[max_num_seqs] Of each row in use: the KV of tokens before this was computed and lost. Only for reports."""
 
     def __getitem__(self, row: int) -> Sequence:
         sequence = self._holder[row]
@@ -105,7 +105,7 @@ class Rows:
         return sequence
 
     def request_ids(self, rows: Int32Array) -> list[str]:
-        """Of rows in use. (Rows[row] for each of them costs twice the time.)"""
+        """Of rows in use; half the cost of Rows[row] for each of them."""
         holder = self._holder
         return [holder[row].request.request_id for row in rows.tolist()]
 
@@ -114,7 +114,7 @@ class Rows:
         return len(self._free)
 
     def token_ids(self, sequence: Sequence) -> Int32Array:
-        """All tokens of the sequence known so far, whether it has a row or not."""
+        """All known tokens of the sequence, with or without a row."""
         if sequence.row >= 0:
             return self.table.token_ids[sequence.row, : self.table.num_tokens[sequence.row]]
         if sequence.token_ids is None:
@@ -123,7 +123,7 @@ class Rows:
         return sequence.token_ids
 
     def wanted_prompt_logprobs(self, sequence: Sequence) -> PromptLogprobs | None:
-        """What is missing of the logprobs of its prompt; None = nothing, or they were not asked for."""
+        """The logprobs of its prompt that are still missing; None = none are, or none were requested."""
         if sequence.row >= 0 and self._holder[sequence.row] is sequence:
             return self.table.prompt_logprobs.get(sequence.row)
         request = sequence.request
@@ -153,7 +153,7 @@ class Rows:
         table.num_prompt_tokens[row] = len(request.prompt_token_ids)
         table.num_computed_tokens[row] = 0
         self.recompute_until[row] = len(tokens) - 1 if request.output_token_ids else 0
-        # A prompt samples one token, though max_tokens may be 0.
+        # A prompt samples one token even if max_tokens is 0.
         self.max_total_tokens[row] = max(sequence.max_total_tokens, len(request.prompt_token_ids) + 1)
         if (wanted := self.wanted_prompt_logprobs(sequence)) is not None:
             table.prompt_logprobs[row] = wanted
@@ -166,7 +166,7 @@ class Rows:
         return ""
 
     def release(self, sequence: Sequence) -> None:
-        """Takes the row back; the sequence is over."""
+        """Releases the row of a sequence that has ended."""
         self._runner.remove_row(sequence.row)
         self.table.prompt_logprobs.pop(sequence.row, None)
         self.table.num_pending_drafts[sequence.row] = 0
@@ -177,7 +177,7 @@ class Rows:
         sequence.row = -1
 
     def check(self) -> None:
-        """Raises AssertionError unless every row is either free or held, and not both."""
+        """Raises AssertionError unless every row is either free or in use, and not both."""
         held = [row for row, holder in enumerate(self._holder) if holder is not None]
         if sorted(held + self._free) != list(range(self.table.max_num_seqs)):
             raise AssertionError(f"rows are lost or held twice: held {held}, free {self._free}")

@@ -1,13 +1,12 @@
-"""How many tokens of prompts a step may compute beside requests that generate, so that those do not stall.
+"""Limits how many prefill tokens a step computes while other requests decode, so that the decodes do not stall.
 
-For: the scheduler, which spends a step's budget, and the engine core, which reports the duration of steps. Does not
-know: rows, blocks, requests. Invariants: a step without requests that generate is limited by its tokens alone; a step
-that computes prompts computes at least MIN_CHUNK tokens of one; budgets change how prompts are cut, never which tokens
-follow.
+The scheduler spends a step's budget; the engine core reports how long steps took. Invariants: a step without decodes is
+limited only by its token budget; a step with prefill computes at least MIN_CHUNK_TOKENS of one prompt; the budget
+affects only how prompts are chunked, never the generated tokens.
 
-It measures the time of steps without prompts, and the time that a prompt's token adds to a step, by the context that it
-attends to, with which attention's share grows. Both are running means, in which a measurement counts as at most twice
-and at least half of the expected value, so that a busy moment of the machine changes little.
+It measures the duration of decode-only steps, and the time that a prefill token adds to a step, by context length,
+because attention costs more with longer contexts. Both are running means; each sample is clamped to between half and
+twice the current mean, so a noisy machine moves them slowly.
 """
 
 from __future__ import annotations
@@ -17,34 +16,34 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-MIN_CHUNK = 2
-"""Tokens. After many thousands of tokens of context a CPU computes no more in the time of a step."""
-TILE = 16
+MIN_CHUNK_TOKENS = 2
+"""Tokens. After many thousands of tokens of context, a CPU computes no more in the time of a step."""
+TILE_TOKENS = 16
 """Tokens that kernels compute together; longer chunks are multiples of it."""
-FIRST_CHUNK = 32
-"""Tokens of the first chunk beside generating requests, when nothing has been measured."""
-AUTOMATIC_FACTOR = 2.4
-"""Without a target, a step with prompts may take this many times as long as one without; longer where more requests
-wait for their first token than generate: prompts then get as many times the time of the others as there are more of
-them, so that a burst of requests does not wait for the few that were first."""
-AUTOMATIC_MIN_S = 0.018
-"""Without a target, a step may take at least this long: a reader does not notice shorter gaps."""
+FIRST_CHUNK_TOKENS = 32
+"""Tokens of the first chunk computed together with decodes, before anything has been measured."""
+DEFAULT_STEP_RATIO = 2.4
+"""Without a target, a step with prefill may take this many times as long as a decode-only step. If more requests wait
+for their first token than decode, the prefill time is scaled by that ratio, so that a burst of requests does not wait
+for the few that came first."""
+DEFAULT_MIN_STEP_S = 0.018
+"""Without a target, a step may always take this long: readers do not notice shorter gaps."""
 STEPS_BETWEEN_MEASUREMENTS = 32
-"""After this many steps with prompts one is made without, to measure it."""
-OTHER_SIZE = 1.5
-"""As it is when so many times more or fewer rows generate than in the step that was measured."""
+"""After this many steps with prefill, one step is decode-only, to measure it."""
+STALE_BATCH_RATIO = 1.5
+"""A measurement is stale once the number of decoding rows has changed by this factor."""
 
-_NEWS_WEIGHT = 0.4
+_SAMPLE_WEIGHT = 0.4
 _MIN_BUCKET = 9
-"""Contexts below 2**9 tokens count as one, because attention costs little there."""
+"""Contexts below 2**9 tokens share a bucket, because attention costs little there."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """What a step computes.
 
-    num_decodes  rows that compute one token
-    chunks       (tokens before it, tokens) of each part of a prompt
+    num_decodes  decoding rows
+    chunks       (context, tokens) of each prompt chunk
     """
 
     num_decodes: int
@@ -52,59 +51,59 @@ class StepWork:
 
 
 class StepBudget:
-    """What is left of a step: tokens, and seconds for prompts."""
+    """What remains of a step's budget: tokens, and seconds for prefill."""
 
     def __init__(self, tokens: int, seconds: float = math.inf, token_s: Callable[[int], float] | None = None) -> None:
-        """token_s: seconds of a token behind a context of tokens; needed where `seconds` is finite."""
+        """token_s: seconds per token after a context of this many tokens; required if `seconds` is finite."""
         self.tokens = tokens
         self._seconds = seconds
         self._token_s = token_s
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing is left for prompts."""
+        """Whether nothing is left for prefill."""
         return self.tokens <= 0 or self._seconds <= 0
 
-    def half(self) -> StepBudget:
-        """A budget of half of what is left, at least one token."""
+    def halved(self) -> StepBudget:
+        """Half of what remains, but at least one token."""
         return StepBudget((self.tokens + 1) // 2, self._seconds / 2, self._token_s)
 
-    def room(self, context: int, wanted: int) -> int:
+    def affordable_tokens(self, context: int, wanted: int) -> int:
         """How many of a prompt's next `wanted` tokens fit, after `context` others."""
         if self.is_spent:
             return 0
-        room = min(self.tokens, wanted)
+        count = min(self.tokens, wanted)
         if self._seconds < math.inf and self._token_s is not None:
             fitting = int(self._seconds / self._token_s(context))
-            fitting -= fitting % TILE if fitting > 2 * TILE else 0
-            room = min(room, max(fitting, MIN_CHUNK))
-        return room
+            fitting -= fitting % TILE_TOKENS if fitting > 2 * TILE_TOKENS else 0
+            count = min(count, max(fitting, MIN_CHUNK_TOKENS))
+        return count
 
     def spend(self, context: int, tokens: int) -> None:
-        """Takes a chunk out of the budget."""
+        """Subtracts a chunk from the budget."""
         self.tokens -= tokens
         if self._seconds < math.inf and self._token_s is not None:
             self._seconds -= tokens * self._token_s(context)
 
 
 class StepPacer:
-    """Owner of the measurements of one engine. One thread calls it."""
+    """Owns the measurements of one engine. One thread calls it."""
 
     def __init__(self, target_s: float | None) -> None:
-        """target_s: longest step; None = AUTOMATIC_FACTOR times a step without prompts or more, at least
-        AUTOMATIC_MIN_S."""
+        """target_s: duration limit of a step with prefill; None = at least DEFAULT_STEP_RATIO decode-only steps and
+        DEFAULT_MIN_STEP_S."""
         self._target_s = target_s
         self._decode_s: float | None = None
         self._decodes_measured = 0
-        """Rows of that step."""
+        """Number of rows in that step."""
         self._token_s: dict[int, float] = {}
         """By bucket: contexts of about 2**bucket tokens."""
         self._in_flight: deque[StepWork] = deque()
         self._steps_since_measured = 0
 
     def budget(self, tokens: int, num_decodes: int, num_prompts: int = 1) -> StepBudget:
-        """For the prompts of a step with `tokens` left beside `num_decodes` rows that generate. num_prompts: requests
-        that a row is there for and that wait for their first token."""
+        """The prefill budget of a step with `tokens` left after `num_decodes` decodes. num_prompts: requests with a row
+        that wait for their first token."""
         if not num_decodes:
             return StepBudget(tokens)
         if self._is_measurement_due(num_decodes):
@@ -112,7 +111,6 @@ class StepPacer:
         return StepBudget(tokens, self._seconds_for_prompts(num_prompts / num_decodes), self.token_s)
 
     def begin(self, work: StepWork) -> None:
-        """A step was launched."""
         self._in_flight.append(work)
         self._steps_since_measured = self._steps_since_measured + 1 if work.chunks else 0
 
@@ -120,37 +118,37 @@ class StepPacer:
         """The oldest launched step took `step_s`."""
         work = self._in_flight.popleft()
         if not work.chunks:
-            known_s = None if self._has_other_size(work.num_decodes) else self._decode_s
-            self._decode_s = step_s if known_s is None else _moved(known_s, step_s)
+            known_s = None if self._is_stale_for(work.num_decodes) else self._decode_s
+            self._decode_s = step_s if known_s is None else _updated_mean(known_s, step_s)
             self._decodes_measured = work.num_decodes
             return
         num_tokens = sum(tokens for _, tokens in work.chunks)
-        if num_tokens < MIN_CHUNK:
+        if num_tokens < MIN_CHUNK_TOKENS:
             return
         prompts_s = max(step_s - (self._decode_s or 0.0), step_s / 10)
         self._learn(work.chunks, prompts_s, num_tokens)
 
     def token_s(self, context: int) -> float:
-        """Seconds that a token of a prompt adds to a step, after `context` others."""
+        """Seconds that a prefill token adds to a step, after `context` others."""
         expected = self._expected(_bucket(context))
-        return self._seconds_for_prompts(0.0) / FIRST_CHUNK if expected is None else expected
+        return self._seconds_for_prompts(0.0) / FIRST_CHUNK_TOKENS if expected is None else expected
 
     def _is_measurement_due(self, num_decodes: int) -> bool:
-        if self._decode_s is None or self._has_other_size(num_decodes):
+        if self._decode_s is None or self._is_stale_for(num_decodes):
             return all(work.chunks for work in self._in_flight)
         return self._steps_since_measured >= STEPS_BETWEEN_MEASUREMENTS
 
-    def _has_other_size(self, num_decodes: int) -> bool:
+    def _is_stale_for(self, num_decodes: int) -> bool:
         ratio = num_decodes / max(self._decodes_measured, 1)
-        return not 1 / OTHER_SIZE < ratio < OTHER_SIZE
+        return not 1 / STALE_BATCH_RATIO < ratio < STALE_BATCH_RATIO
 
     def _seconds_for_prompts(self, prompts_per_decode: float) -> float:
         decode_s = self._decode_s or 0.0
         target_s = self._target_s
         if target_s is None:
-            factor = max(AUTOMATIC_FACTOR, 1.0 + prompts_per_decode)
-            target_s = max(factor * decode_s, AUTOMATIC_MIN_S)
-        # Where rows that generate take all of the time alone, prompts get their smallest chunk.
+            factor = max(DEFAULT_STEP_RATIO, 1.0 + prompts_per_decode)
+            target_s = max(factor * decode_s, DEFAULT_MIN_STEP_S)
+        # If decodes alone exceed the target, prompts get their smallest chunk.
         return max(target_s - decode_s, 1e-6)
 
     def _learn(self, chunks: Sequence[tuple[int, int]], prompts_s: float, num_tokens: int) -> None:
@@ -162,10 +160,10 @@ class StepPacer:
         expected = [token_s or 0.0 for token_s in known]
         ratio = prompts_s / sum(tokens * token_s for (_, tokens), token_s in zip(chunks, expected, strict=True))
         for bucket, token_s in dict(zip(buckets, expected, strict=True)).items():
-            self._token_s[bucket] = _moved(token_s, token_s * ratio)
+            self._token_s[bucket] = _updated_mean(token_s, token_s * ratio)
 
     def _expected(self, bucket: int) -> float | None:
-        """As measured there, or else at the nearest shorter contexts, or at longer ones."""
+        """The measurement for this bucket, else for the next shorter contexts, else for the shortest measured."""
         found = self._token_s.get(bucket)
         if found is not None or not self._token_s:
             return found
@@ -177,6 +175,6 @@ def _bucket(context: int) -> int:
     return max(context.bit_length(), _MIN_BUCKET)
 
 
-def _moved(mean: float, value: float) -> float:
+def _updated_mean(mean: float, value: float) -> float:
     value = min(max(value, mean / 2), mean * 2)
-    return mean + _NEWS_WEIGHT * (value - mean)
+    return mean + _SAMPLE_WEIGHT * (value - mean)

@@ -1,8 +1,7 @@
-"""Reports of steps and blocks for those who watch an engine, and events of requests that are traced.
+"""Reports of steps and blocks for watchers of an engine, and events of traced requests.
 
-For: the engine core, which has a reporter only while it is watched. Does not know: who watches. Invariants: both read
-the scheduler's state and change nothing, so that a watched engine computes the same tokens; while no live request is
-traced, a step costs one check.
+The engine core has a reporter only while it is watched. Invariants: reporter and tracer read the scheduler's state and
+change nothing, so a watched engine computes the same tokens; while no live request is traced, a step costs one check.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _BLOCK_STATES: Final[tuple[BlockState, ...]] = ("free", "cached", "used")
 
 @dataclass(frozen=True, slots=True)
 class _BegunStep:
-    """A step that is being computed.
+    """A step being computed.
 
     request_ids, kinds, num_tokens, preempted: as in StepReport
     begun_s  when its computation began, by the core's clock
@@ -54,22 +53,22 @@ class StepReporter:
         self._kv_cache = kv_cache
         self._now_s = now_s
         self._begun: dict[float, _BegunStep] = {}
-        """By planned_s: the steps whose results are not read yet."""
+        """By planned_s: steps whose results have not been read yet."""
         self._last_map_s = -BLOCK_MAP_INTERVAL_S
         self._is_map_due = False
 
     def watch(self, watch: Watch) -> None:
-        """What is reported from now on; the blocks at once."""
+        """Sets what is reported from now on; reports the blocks at once."""
         self._is_map_due = watch.blocks
         self._watch = watch
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to report though nothing is computed."""
+        """Whether there is something to report even if nothing is computed."""
         return self._is_map_due
 
     def begin(self, plan: StepPlan, planned_s: float) -> None:
-        """The plan is about to be computed: the table does not count its tokens yet."""
+        """The plan is about to be computed; the table does not count its tokens yet."""
         if not self._watch.steps:
             return
         table, rows = self._rows.table, plan.rows
@@ -93,9 +92,9 @@ class StepReporter:
         duration_s: float,
         read_s: float,
     ) -> EngineReport | None:
-        """After a turn of the core: `step` is committed, None where nothing was computed.
+        """After an iteration of the core: `step` is committed, None if nothing was computed.
 
-        compiling: requests whose grammars are being compiled. read_s: when the step's results were there, by the core's
+        compiling: requests whose grammars are being compiled. read_s: when the step's results arrived, by the core's
         clock.
         """
         begun = None if step is None else self._take_begun(step.planned_s)
@@ -107,7 +106,7 @@ class StepReporter:
         return None if report is None and blocks is None else EngineReport(report, blocks)
 
     def _take_begun(self, planned_s: float) -> _BegunStep | None:
-        """None for a step that began before anybody watched. A step that failed to start leaves its entry behind."""
+        """None for a step begun before anyone watched. A step that failed to start leaves its entry behind."""
         begun = self._begun.pop(planned_s, None)
         for older_s in [other_s for other_s in self._begun if other_s < planned_s]:
             del self._begun[older_s]
@@ -146,7 +145,7 @@ class StepReporter:
         )
 
     def _is_map_wanted_again(self) -> bool:
-        """At intervals, and when work ends: no step would follow."""
+        """At intervals, and when work ends, since no step would follow."""
         if not self._watch.blocks:
             return False
         is_idle = not (self._scheduler.num_running or self._scheduler.num_waiting)
@@ -203,7 +202,7 @@ class RequestTracer:
             self._events.append(RequestEvent(request_id, name, int(self._now_s() * 1e9), num_tokens))
 
     def planned(self, plan: StepPlan) -> None:
-        """A step was planned; before its rows advance."""
+        """A step was planned; called before its rows advance."""
         for request_id, sequence in self._live.items():
             if sequence.row < 0:
                 continue
@@ -223,7 +222,7 @@ class RequestTracer:
         return tuple(events)
 
     def _computes(self, sequence: Sequence, num_tokens: int) -> None:
-        """A step that only computes the row's last token, and drafts, is no event."""
+        """A step that computes only the row's last token and drafts is not an event."""
         row, table = sequence.row, self._table
         computed, known = int(table.num_computed_tokens[row]), int(table.num_tokens[row])
         num_prompt = int(table.num_prompt_tokens[row])

@@ -1,11 +1,11 @@
-"""Steps that are launched and not read yet, and how the row table runs ahead of them.
+"""Steps that are launched but not read yet, and how the row table runs ahead of them.
 
-For: the engine core. An OverlappingRunner gets the next step before the last one's tokens are known; a runner that
-computes when called has one step in flight at most, and its launch computes it. Does not know: why rows were chosen,
-what ends a request, blocks. Invariants: a launched step's rows advance at once, with PENDING_TOKEN in place of what
-they sample, as far as they can get: as if all of their drafts were accepted. A step's results are applied once, in
-launch order, and only to rows that still belong to the requests for which it was launched; a row with fewer tokens than
-that moves back, and with it what later steps compute of it.
+An OverlappingRunner gets the next step before the tokens of the last one are known; with any other runner, at most one
+step is in flight, and launching computes it. Independent of why rows were chosen, what ends a request, and blocks.
+Invariants: the rows of a launched step advance at once, as if all their drafts were accepted, with PENDING_TOKEN in
+place of the sampled tokens. A step's results are applied once, in launch order, and only to rows that still belong to
+the requests for which it was launched. A row with fewer tokens than assumed moves back, together with what later steps
+compute of it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .sequence import Rows
 
 @dataclass(slots=True)
 class CompletedStep:
-    """The results of a step for the rows whose requests still live, after the table has moved on.
+    """The results of a step for rows whose requests are still live, after the table was updated.
 
     rows                 int32 [n]
     num_computed_tokens  int32 [n]  tokens of each row whose KV is computed
     sampled_rows         the rows that sampled
     positions            of the first new token of each of them
-    new_token_ids        one or more for each of them
+    new_token_ids        at least one for each of them
     planned_s            when the step was begun, by the core's clock
-    sampled              as the runner gave it, with refusals; may contain other rows
-    num_guesses          int32 [sampled rows]  drafts that were guesses; None where the step had none
+    sampled              the runner's result, with refusals; may contain other rows
+    num_guesses          int32 [sampled rows]  drafts that were guesses; None if the step had none
     """
 
     rows: Int32Array
@@ -54,7 +54,7 @@ class Launcher(Protocol):
 
 
 class ComputingLauncher:
-    """Steps that do not overlap: a launch computes the step, whose drafts are in the table."""
+    """For runners whose steps do not overlap: a launch computes the step, whose drafts are all in the table."""
 
     max_steps_in_flight = 1
 
@@ -73,13 +73,13 @@ class ComputingLauncher:
 
 @dataclass(slots=True)
 class _LaunchedStep:
-    """A plan, and its rows at its launch, corrected by what was read since.
+    """A plan, and its rows at launch, corrected by what has been read since.
 
     generation           int32 [n]  see Rows.generation
-    num_tokens           int32 [n]  that they had
-    num_computed_tokens  int32 [n]  computed once the step has run
+    num_tokens           int32 [n]  tokens known at launch
+    num_computed_tokens  int32 [n]  tokens computed once the step has run
     planned_s            when the step was begun, by the core's clock
-    guesses              int32 [n]  drafts that are guesses; None where there are none
+    guesses              int32 [n]  drafts that are guesses; None if there are none
     """
 
     step_id: int
@@ -97,7 +97,7 @@ class _LaunchedStep:
 
 
 class StepsInFlight:
-    """Owner of the launched steps of one runner."""
+    """Owns the launched steps of one runner."""
 
     def __init__(self, runner: Launcher, rows: Rows) -> None:
         self._runner = runner
@@ -114,19 +114,19 @@ class StepsInFlight:
         return len(self._steps) < self._runner.max_steps_in_flight
 
     def launch(self, plan: StepPlan, planned_s: float, guesses: Int32Array | None = None) -> None:
-        """guesses: int32 [rows]  drafts of the plan that are guesses. Raises what the runner raises; then nothing has
-        changed."""
+        """guesses: int32 [rows], drafts of the plan that are guesses. Raises what the runner raises; nothing has
+        changed then."""
         self._runner.launch(self._last_step_id + 1, plan, self._table)
         self._advance(plan, planned_s, guesses)
 
     def collect(self) -> CompletedStep:
-        """Waits for the oldest step. Raises what the runner raises, or RuntimeError when the results are another step's
-        or not as planned; the engine cannot continue then."""
+        """Waits for the oldest step. Raises what the runner raises, or RuntimeError if the results belong to another
+        step or do not match the plan; the engine cannot continue then."""
         step_id, sampled = self._runner.collect()
         return self._read(step_id, sampled)
 
     def apply(self, plan: StepPlan, planned_s: float, sampled: SampledTokens) -> CompletedStep:
-        """A step without drafts that was computed elsewhere, while nothing is in flight."""
+        """Applies a step without drafts that was computed elsewhere, while nothing is in flight."""
         self._advance(plan, planned_s, None)
         return self._read(self._last_step_id, sampled)
 
@@ -163,7 +163,7 @@ class StepsInFlight:
         return _completed(step, sampled, is_live, rows, positions, token_ids[:, np.newaxis].tolist())
 
     def _read_drafts(self, step: _LaunchedStep, sampled: SampledTokens, is_live: BoolArray) -> CompletedStep:
-        """Applies the tokens of a step with drafts: of each row up to the first that differs from its draft."""
+        """Applies the tokens of a step with drafts: of each row, up to the first that differs from its draft."""
         plan, table, drafts = step.plan, self._table, step.plan.num_draft_tokens
         assert drafts is not None
         accepted = num_accepted(plan, sampled)
@@ -189,28 +189,29 @@ class StepsInFlight:
 
 
 def num_equal_drafts(plan: StepPlan, token_ids: Int32Array, table: RowTable) -> Int32Array:
-    """How many of its first drafts the tokens that each row with drafts sampled are equal to. int32 [rows with drafts],
-    as SampledTokens.num_accepted_tokens. The drafts are in the table."""
+    """How many leading drafts match the sampled tokens, for each row with drafts; int32, as
+    SampledTokens.num_accepted_tokens. The drafts are in the table."""
     assert plan.num_draft_tokens is not None
     counts = plan.num_draft_tokens[plan.sample_rows] + 1
     ends = np.cumsum(counts, dtype=np.int32)
     rows, positions = plan.samples(table)
     differs = token_ids != table.token_ids[rows, np.minimum(positions, table.max_model_len - 1)]
-    differs[ends - 1] = True  # behind the drafts
+    differs[ends - 1] = True  # after the last draft
     found, starts = differs.nonzero()[0], ends - counts
     equal: Int32Array = (found[np.searchsorted(found, starts)] - starts).astype(np.int32)
     return equal[counts > 1]
 
 
 def num_accepted(plan: StepPlan, sampled: SampledTokens) -> Int32Array:
-    """Of each row of a plan with drafts, int32 [n]: how many of them are accepted."""
+    """How many drafts of each row are accepted; int32 [rows], for a plan with drafts."""
     assert plan.num_draft_tokens is not None
     drafts, accepted = plan.num_draft_tokens, np.zeros(len(plan.rows), np.int32)
     if sampled.num_accepted_tokens is None or len(sampled.num_accepted_tokens) != np.count_nonzero(drafts):
         raise RuntimeError(f"the runner does not say which drafts of {np.count_nonzero(drafts)} rows are accepted")
     accepted[drafts > 0] = sampled.num_accepted_tokens
     ends = np.cumsum(np.where(plan.sample_rows, drafts + 1, 0))
-    # What a mask leaves no token for, behind accepted drafts: the run ends before it, and the next step begins with it.
+    # If the mask leaves no token after accepted drafts, the run ends before that position, and the next step starts
+    # with it.
     accepted -= (accepted > 0) & (sampled.token_ids[ends - drafts - 1 + accepted] == NO_TOKEN)
     return accepted
 
@@ -232,8 +233,8 @@ def _completed(
 
 
 def _with_refusals(plan: StepPlan, sampled: SampledTokens) -> SampledTokens:
-    """What the step sampled, without the tokens of samples that had none to choose from. A row's first sample without
-    one is the row's refusal; a later one is NO_TOKEN, since the drafts before it may be wrong."""
+    """The step's result without the tokens of samples that had none to choose from. A row's first such sample is the
+    row's refusal; a later one is NO_TOKEN, because the drafts before it may be wrong."""
     errors = plan.masks.result().errors if plan.masks is not None else {}
     if not errors:
         return sampled

@@ -1,1 +1,1 @@
-"""Packed weights on disk: keyed by the checkpoint, the kernels and the code; checked when they are read."""
+"""Packed weights on disk, keyed by checkpoint, kernels and code, and verified when read."""

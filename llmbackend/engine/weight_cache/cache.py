@@ -1,10 +1,10 @@
-"""The image of one engine's model: found in the cache, or about to be written. Begin here.
+"""The image of one engine's model: found in the cache, or about to be written. Start here.
 
-For: the process that forks engines (`CachedModel`), and the one that packs the model (`Draft.write`). Does not know:
-how a model is packed or computed. Invariants: importing this imports neither torch nor transformers; no failure of the
-cache fails a start: a warning says why, and the model is packed again; where nothing can be written to disk, packed
-weights are passed on in memory. Whatever changes what packing, the check of the model or the verification of its
-program would give is in the image's key (`ImageKey`), which takes some milliseconds to make.
+Used by the process that forks engines (`CachedModel`) and by the one that packs the model (`Draft.write`). Independent
+of how a model is packed or computed. Invariants: importing this module imports neither torch nor transformers; a
+failing cache never fails a start: a warning says why, and the model is packed again; if nothing can be written to disk,
+packed weights are passed on in memory. The image's key (`ImageKey`) covers everything that affects packing, the check
+of the model and the verification of its program; computing it takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from .image_file import (
 logger = logging.getLogger(__name__)
 
 _IN_MEMORY: Final = "weights"
-"""The key of an image that lies in memory alone, and is read by the process whose child wrote it."""
+"""The key of an image that exists only in memory, and is read by the process whose child wrote it."""
 NewMemory = Callable[[int], Bytes]
-"""Allocates that many bytes, as `KernelLibrary.memory` does: on huge pages, aligned, zeros."""
+"""Allocates this many bytes, as `KernelLibrary.memory` does: on huge pages, aligned, zeroed."""
 _SHARES: Final = {None: 0.95, "int8": 0.45, "int4": 0.25}
-"""By quantisation: resident memory of a checkpoint's bytes in 16 bits, rather less than more of it."""
+"""By quantisation: resident memory relative to the checkpoint's size in 16 bits; rather an underestimate."""
 _decode = msgspec.msgpack.Decoder(PackedDecoder).decode
 
 
 class CachedModel:
-    """The place of one model's image. Made anew for each start: the checkpoint may have been replaced."""
+    """Access to one model's image. Made anew for each start, because the checkpoint may have been replaced."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Takes some milliseconds; never raises for what is wrong with the cache or the checkpoint."""
+        """Takes a few milliseconds; never raises for a faulty cache or checkpoint."""
         self.directory = ""
         self.key = ""
-        """A digest of what the image depends on; "" where there is no place for one."""
+        """A digest of what the image depends on; "" if it cannot be stored."""
         self.why_not = ""
-        """Why there is no place for an image on disk; "" where there is one."""
+        """Why the image cannot be stored on disk; "" = it can."""
         self._folder: CacheFolder | None = None
         self._name = ""
         self._resident_bytes = 0
@@ -90,8 +90,7 @@ class CachedModel:
             self._resident_bytes = int(key.checkpoint_bytes * _SHARES[config.quantization])
 
     def read(self, new_memory: NewMemory, num_threads: int) -> PackedModel | None:
-        """The packed model, if there is an image of it that has not changed; its threads have ended. Raises
-        MemoryError."""
+        """The packed model, if an intact image of it exists; its reader threads have ended. Raises MemoryError."""
         image = self._find()
         if image is None:
             return None
@@ -106,19 +105,19 @@ class CachedModel:
         return None
 
     def has_image(self) -> bool:
-        """Whether there is an image of the model, which may prove damaged when it is read."""
+        """Whether an image of the model exists; it may still prove damaged when read."""
         image = self._find()
         if image is not None:
             image.close()
         return image is not None
 
     def draft(self) -> Draft:
-        """A place for the image that this process, or a child of it, is about to write. Raises OSError when there is
-        not even memory for it."""
+        """A draft of the image for this process or a child to write. Raises OSError if there is not even memory for
+        it."""
         return Draft(self.key, self._folder and self._folder.copy(), self._name, self._resident_bytes)
 
     def close(self) -> None:
-        """Drafts and what was read stay."""
+        """Drafts, and what was read, stay."""
         if self._folder is not None:
             self._folder.close()
             self._folder = None
@@ -148,11 +147,11 @@ class CachedModel:
 
 
 class Draft:
-    """An image that is being written: by this process, or by a child that inherited it. The one that made it
-    removes it at its end, if it was not published."""
+    """An image being written, by this process or by a child that inherited it. The process that made it removes it on
+    exit unless it was published."""
 
     def __init__(self, key: str, folder: CacheFolder | None, name: str, expected_bytes: int = 0) -> None:
-        """Owns the folder. expected_bytes: of resident memory, about; 0: unknown."""
+        """Owns the folder. expected_bytes: approximate resident memory; 0 = unknown."""
         self._key, self._name = key, name
         self._folder = folder
         self._file, self._unfinished = -1, ""
@@ -170,13 +169,13 @@ class Draft:
         atexit.register(self._clear, os.getpid())
 
     def prefault(self) -> None:
-        """Begins to allocate, on a thread, the memory that `new_memory` will probably need."""
+        """Starts allocating, on a thread, the memory that `new_memory` will probably need."""
         if self._expected_bytes and (memory := self.new_memory(self._expected_bytes)) is not None:
             self._prefault = Prefault(memory)
 
     def new_memory(self, size_bytes: int) -> Bytes | None:
-        """Memory in the image's file, in which a model is packed without being copied afterwards; None where that
-        costs more than a copy. What was there is lost: for one process at a time."""
+        """Memory in the image's file, so that a packed model need not be copied afterwards; None if that costs more
+        than a copy. Discards earlier contents, so only one process may use it at a time."""
         self._in_place = self._tables = None
         if self._folder is None or not self._is_unpublished():
             return None
@@ -193,8 +192,8 @@ class Draft:
         return self._in_place
 
     def write_tables(self, resident: Bytes, tables: Sequence[tuple[int, Bytes]], size_bytes: int) -> Bytes | None:
-        """The memory of arrays that are read sparsely, by their offsets in it, written behind `resident`, which is all
-        that is used of `new_memory`; None: the caller makes its own."""
+        """Writes sparsely read arrays, by their offsets, after `resident`, which is the used part of `new_memory`, and
+        returns them as mapped memory; None = the caller allocates its own."""
         if self._folder is None or not size_bytes or not self._has(self._in_place, resident):
             return None
         try:
@@ -205,7 +204,7 @@ class Draft:
         return self._tables
 
     def write(self, packed: PackedModel, num_threads: int) -> None:
-        """Into the file, or into memory where it cannot be written. Raises OSError when neither has room."""
+        """Writes to the file, or to memory if the file cannot be written. Raises OSError if neither has space."""
         description = msgspec.msgpack.encode(packed.decoder)
         resident, mapped = packed.memories.resident, packed.memories.mapped
         parts = (description, resident, mapped, num_threads)
@@ -221,13 +220,13 @@ class Draft:
         self.abandon()
 
     def _is_unpublished(self) -> bool:
-        """Others may have mapped an image that was published: it is never written to again."""
+        """Others may have mapped a published image, so it is never written to again."""
         if self._folder is None or self._file < 0 or self._has_failed:
             return False
         return self._folder.holds(self._file, self._unfinished)
 
     def _give_up(self, error: OSError) -> None:
-        """The file is not written to again by this process."""
+        """This process stops writing to the file."""
         self._has_failed = True
         logger.warning("packed weights are not cached: %s", str(error))
 
@@ -247,7 +246,7 @@ class Draft:
             self._folder.remove(self._unfinished)
 
     def read(self, new_memory: NewMemory, num_threads: int) -> PackedModel | None:
-        """What was written, also before it is published; None: nothing was, or its writer was killed. Raises
+        """What was written, even before it is published; None = nothing was, or the writer was killed. Raises
         MemoryError."""
         for descriptor, key in self._places():
             try:
@@ -262,7 +261,7 @@ class Draft:
         return None
 
     def is_written(self) -> bool:
-        """Whether a process has finished it, as far as its header says."""
+        """Whether a process has completed it, according to its header."""
         for descriptor, key in self._places():
             with contextlib.suppress(ImageDamagedError):
                 ImageFile(descriptor, key)
@@ -275,8 +274,8 @@ class Draft:
                 yield descriptor, key
 
     def publish(self) -> None:
-        """What was written becomes the model's image in the cache, once the disk has it: may take seconds. Does
-        nothing where it lies in memory, or was published by another process."""
+        """Makes what was written the model's image in the cache, once it is on disk, which may take seconds. No effect
+        if it is in memory, or was published by another process."""
         if self._folder is None or self._file < 0 or not os.fstat(self._file).st_size:
             return
         try:
@@ -287,12 +286,11 @@ class Draft:
             logger.warning("packed weights are not cached: %s", str(error))
 
     def _clear(self, pid: int) -> None:
-        """At the end of the process that made the draft: its children end before it."""
+        """When the process that made the draft exits: its children have ended by then."""
         if os.getpid() == pid:
             self.abandon()
 
     def close(self) -> None:
-        """Removes what was not published."""
         atexit.unregister(self._clear)
         os.close(self._memory)
         if self._folder is not None:
@@ -308,7 +306,7 @@ def _num_threads() -> int:
 
 
 def _read(image: ImageFile, new_memory: NewMemory, num_threads: int) -> PackedModel:
-    """Raises ImageDamagedError or MemoryError. Every place in the description lies in its memory."""
+    """Raises ImageDamagedError or MemoryError. Every location in the description lies within its memory."""
     description, resident, mapped = image.read(new_memory, num_threads)
     memories = Memories(resident, mapped, is_file=True)
     try:
@@ -322,18 +320,18 @@ def _read(image: ImageFile, new_memory: NewMemory, num_threads: int) -> PackedMo
 _LIBRARIES: Final = ("torch", "transformers", "safetensors", "numpy", "gguf")
 _ARGUMENTS: Final = ("dtype", "quantization", "max_model_len", "load_format", "seed", "trust_remote_code", "kernels",
                      "block_size")  # fmt: skip
-"""Engine arguments that change what is packed, or whether a program can run it."""
+"""Engine arguments that affect what is packed, or whether a program can run it."""
 _CODE: Final = ("attention", "cpu", "kernels", "model", "weight_cache")
 """Packages of the engine whose code packs, checks and verifies, besides what reads GGUF files."""
 _OFFLINE: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE: Final = ("1", "ON", "YES", "TRUE")
-"""As huggingface_hub reads its variables."""
+"""As huggingface_hub parses its variables."""
 _CONFIGS: Final = ("config.json", "generation_config.json")
 
 
 class ImageKey(msgspec.Struct, frozen=True):
-    """model: the folder's name, for people; digest: of everything that the image depends on, in hex;
-    checkpoint_bytes: of the files with weights; 0 where these are packed more tightly than in memory."""
+    """model: the folder's name, for people; digest: of everything that the image depends on, in hex; checkpoint_bytes:
+    size of the weight files; 0 if these are packed more tightly than in memory."""
 
     model: str
     digest: str
@@ -374,7 +372,7 @@ def key_of(config: EngineConfig) -> ImageKey:
 
 
 def _directory(model: str) -> Path:
-    """The checkpoint's folder; of a hub id its snapshot, where huggingface_hub may not look for a newer one. Raises
+    """The checkpoint's folder; for a hub id its snapshot, if huggingface_hub may not look for a newer one. Raises
     NoKeyError."""
     if Path(model).is_dir():
         return Path(model)
@@ -392,7 +390,7 @@ def _directory(model: str) -> Path:
 
 
 def is_offline() -> bool:
-    """Whether nothing may be fetched, as the environment says now."""
+    """Whether the environment currently forbids downloads."""
     return next(filter(None, map(os.environ.get, _OFFLINE)), "").upper() in _TRUE
 
 
@@ -408,8 +406,8 @@ def _fields(config_json: bytes) -> dict[str, Any]:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """A file that was replaced has another one, even where the size and the time of the last change are kept: both
-    the inode and the time at which these were set change."""
+    """Identifies a version of a file. A replaced file has a different stamp even if size and modification time were
+    preserved, because inode and change time differ."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
@@ -430,14 +428,14 @@ def _this_program() -> tuple[Any, ...]:
 
 
 def _version(package: str) -> str:
-    """The version of an installed package, without importing it: the name of its folder of metadata, and when it was
+    """The version of an installed package, without importing it: the name of its metadata folder, and when it was
     installed."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return f"no {package}"
     place = Path(next(iter(spec.submodule_search_locations)))
     installed = sorted(place.parent.glob(f"{package}-*.dist-info"))
-    # Of the package's own folder the time would change with the first import, which writes bytecode there.
+    # The time of the package's own folder would change with the first import, which writes bytecode there.
     return f"{place} {[(path.name, path.stat().st_mtime_ns) for path in installed]}"
 
 
@@ -448,7 +446,7 @@ def _this_machine() -> tuple[Any, ...]:
 
 
 def _processor() -> str:
-    """The processor's name and features, by the first entry of /proc/cpuinfo."""
+    """The processor's name and features, from the first entry of /proc/cpuinfo."""
     try:
         with Path("/proc/cpuinfo").open("rb") as file:
             entry = file.read(16384).partition(b"\n\n")[0].decode(errors="replace")

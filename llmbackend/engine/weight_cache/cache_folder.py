@@ -1,10 +1,10 @@
-"""The folder of images: whose it is, what lies in it, and how much of it.
+"""The folder of images: its ownership, its files and its size limit.
 
-For: the cache. Does not know: what an image holds. Invariants: a folder that others own or may write to is not used;
-names in it are opened without following links; an image appears by a rename, complete and on the disk; a file that is
-being written is locked by its writer, so that one whose writer was killed is known, and removed by the next process
-that opens the folder; the least recently used images go when the folder grows beyond its limit. Removing a file that
-others read is harmless: they hold its descriptor.
+Used by the cache; independent of what an image contains. Invariants: a folder that others own or may write to is not
+used; files in it are opened without following links; an image appears by a rename, complete and on disk; a file being
+written is locked by its writer, so the file of a killed writer is recognised and removed by the next process that opens
+the folder; the least recently used images are removed when the folder exceeds its limit. Removing a file that others
+read is harmless, because they hold its descriptor.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class FolderRefusedError(Exception):
 
 
 def directory_of(config: EngineConfig) -> Path:
-    """Raises FolderRefusedError where the user has no home."""
+    """Raises FolderRefusedError if the user has no home."""
     named = config.weight_cache_dir
     return Path(named).expanduser() if named else cache_directory("weights", DIRECTORY)
 
 
 def cache_directory(name: str, variable: str) -> Path:
-    """Of this program's cache: what the environment's variable says, else `name` in the user's cache. Raises
-    FolderRefusedError where the user has no home."""
+    """A cache directory of this program: the value of the environment variable, else `name` in the user's cache. Raises
+    FolderRefusedError if the user has no home."""
     if named := os.environ.get(variable, ""):
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -50,7 +50,7 @@ def cache_directory(name: str, variable: str) -> Path:
 
 
 def usable_directory(config: EngineConfig) -> Path | None:
-    """The folder, created and checked, for other files that starts keep; None where it is not used."""
+    """The folder, created and checked, for other files that starts keep; None if it is not used."""
     try:
         if not (limit_bytes := limit_bytes_of(config)):
             return None
@@ -62,7 +62,7 @@ def usable_directory(config: EngineConfig) -> Path | None:
 
 
 def limit_bytes_of(config: EngineConfig) -> int:
-    """0: no cache. Raises FolderRefusedError for a variable that holds no number."""
+    """0 = no cache. Raises FolderRefusedError if the variable is not a number."""
     size_gib = config.weight_cache_size
     if size_gib is None:
         text = os.environ.get(SIZE, "") or str(DEFAULT_SIZE_GIB)
@@ -76,7 +76,7 @@ def limit_bytes_of(config: EngineConfig) -> int:
 
 class CacheFolder:
     def __init__(self, path: Path, limit_bytes: int) -> None:
-        """Makes the folder where it is missing, and removes what killed writers left. Raises OSError or
+        """Creates the folder if it is missing, and removes what killed writers left. Raises OSError or
         FolderRefusedError."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._limit_bytes = limit_bytes
@@ -89,7 +89,7 @@ class CacheFolder:
             raise
 
     def copy(self) -> CacheFolder:
-        """Of the same folder, with a descriptor of its own. Raises OSError."""
+        """The same folder with a new descriptor. Raises OSError."""
         folder = CacheFolder.__new__(CacheFolder)
         folder._limit_bytes, folder._fd = self._limit_bytes, os.dup(self._fd)
         return folder
@@ -98,8 +98,8 @@ class CacheFolder:
         os.close(self._fd)
 
     def open_image(self, name: str) -> int | None:
-        """A descriptor, read-only, of an image, which counts as used now; None: there is none. Raises OSError, or
-        FolderRefusedError for a file of another owner."""
+        """A read-only descriptor of an image, which now counts as used; None = there is none. Raises OSError, or
+        FolderRefusedError if the file has another owner."""
         try:
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._fd)
         except FileNotFoundError:
@@ -113,7 +113,7 @@ class CacheFolder:
         return descriptor
 
     def new_file(self) -> tuple[int, str]:
-        """Descriptor and name of a file that only its holder finishes. Raises OSError."""
+        """Descriptor and name of a new file, locked by its holder. Raises OSError."""
         name = f"{os.getpid()}-{secrets.token_hex(8)}{_UNFINISHED}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         descriptor = os.open(name, flags, 0o600, dir_fd=self._fd)
@@ -126,14 +126,14 @@ class CacheFolder:
         return descriptor, name
 
     def reserve(self, descriptor: int, size_bytes: int) -> None:
-        """Raises OSError when the disk has no room, or the folder must not hold so much."""
+        """Raises OSError if the disk lacks space, or the folder's limit does not allow this much."""
         if size_bytes > self._limit_bytes:
             raise OSError(errno.EDQUOT, f"{size_bytes} bytes are more than the cache may hold ({self._limit_bytes})")
         self._evict(self._limit_bytes - size_bytes)
         os.posix_fallocate(descriptor, 0, size_bytes)
 
     def publish(self, descriptor: int, unfinished: str, name: str) -> None:
-        """The file becomes the image of that name, once it is on the disk. Raises OSError."""
+        """Makes the file the image with that name, once it is on disk. Raises OSError."""
         os.fsync(descriptor)
         os.rename(unfinished, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         os.fsync(self._fd)
@@ -150,7 +150,7 @@ class CacheFolder:
             os.unlink(name, dir_fd=self._fd)
 
     def keep_newest(self, ending: str, count: int) -> None:
-        """Removes the oldest files of a kind, until so many are left."""
+        """Removes the oldest files of a kind until only `count` are left."""
         found = []
         for name in self._names(ending):
             with contextlib.suppress(OSError):
@@ -170,13 +170,13 @@ class CacheFolder:
             with contextlib.suppress(OSError):
                 descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._fd)
                 try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer is alive
                     os.unlink(name, dir_fd=self._fd)
                 finally:
                     os.close(descriptor)
 
     def _evict(self, limit_bytes: int) -> None:
-        """Removes images, the least recently used first, until the others have at most so many bytes."""
+        """Removes the least recently used images until the others fit the limit."""
         images = []
         for name in self._names(_IMAGE):
             with contextlib.suppress(OSError):

@@ -1,16 +1,16 @@
-"""The file of a packed model: a header, two memories, their checksums, a description; its pages in memory.
+"""The file of a packed model: a header, two memory regions, their checksums, a description; and its pages in memory.
 
-For: the cache, and engines that pass packed weights on without a disk (a memfd). Does not know: what a description
-says, where files lie. Layout: a header (magic, length, CRC, msgpack), from 2 MiB on the resident memory, then the
-mapped memory, both in whole pages, a checksum of each 2 MiB of both (uint32), the description. Invariants: the header
-is written last, so that a file which was not finished has none; nothing is used before its checksum was compared; no
-byte is unpickled or executed; a mapping is only written to where the disk has room for it (else: SIGBUS).
+Used by the cache, and by engines that pass packed weights on without a disk (a memfd). Layout: a header (magic, length,
+CRC, msgpack); from 2 MiB on, the resident memory, then the mapped memory, both in whole pages; a checksum of each 2 MiB
+of both (uint32); the description. Invariants: the header is written last, so an unfinished file has none; nothing is
+used before its checksum was verified; nothing is unpickled or executed; a mapping is only written to if the disk has
+space for it (else: SIGBUS).
 
-Checksums are made word by word and page by page, as fast as memory is read; a CRC of the bytes takes three times as
-long. A chunk in which one word differs, or two pages are exchanged, has another checksum; they do not protect against
-deliberate collisions (the folder's owner and mode do). Processes that map the same pages share them, and a CPU reads
-huge pages about a quarter faster than small ones. Whether pages are huge is read from /proc/self/smaps: it depends on
-the kernel, the file system, and how the file came into memory.
+Checksums are computed by word and by page, at memory speed; a CRC of the bytes takes three times as long. They detect a
+changed word or two exchanged pages, but are no protection against deliberate collisions (the folder's owner and mode
+are). Processes that map the same pages share them, and a CPU reads huge pages about a quarter faster than small ones.
+Whether pages are huge is read from /proc/self/smaps: it depends on the kernel, the file system, and how the file came
+into memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PAGE_BYTES: Final = 4096
 
 
 def chunk_checksum(chunk: Bytes) -> int:
-    """Of whole pages: a CRC of their sums, word by word over all pages and page by page over all words."""
+    """For whole pages: a CRC of their sums, per word position over all pages and per page over all words."""
     words = chunk.view(np.uint64).reshape(-1, PAGE_BYTES // 8)
     return zlib.crc32(words.sum(axis=1), zlib.crc32(words.sum(axis=0)))
 
@@ -57,14 +57,15 @@ _MADV_POPULATE_WRITE: Final = 23
 
 
 def map_pages(descriptor: int, offset_bytes: int, size_bytes: int, *, writable: bool = False) -> Bytes:
-    """A part of the file, shared with whoever maps it. Huge pages begin at its multiples of 2 MiB. Raises OSError."""
+    """Maps a part of the file, shared with whoever else maps it. Huge pages start at its multiples of 2 MiB. Raises
+    OSError."""
     rights = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     pages = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, rights, offset=offset_bytes)
     return np.frombuffer(pages, np.uint8)
 
 
 def prefer_huge_pages(memory: Bytes) -> None:
-    """For the whole of what `map_pages` gave."""
+    """memory: everything that `map_pages` returned."""
     pages = memory.base
     if isinstance(pages, memoryview):
         pages = pages.obj
@@ -74,7 +75,7 @@ def prefer_huge_pages(memory: Bytes) -> None:
 
 class Prefault:
     """Populates the pages of a writable mapping on a thread, until `stop`: clearing them takes longer than filling
-    them, above all in virtual machines."""
+    them, especially in virtual machines."""
 
     def __init__(self, memory: Bytes) -> None:
         self._memory = memory
@@ -83,12 +84,12 @@ class Prefault:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; the pages that it has populated stay in the file."""
+        """Ends the thread; pages already populated stay in the file."""
         self._is_stopped = True
         self._thread.join()
 
     def _run(self) -> None:
-        madvise = ctypes.CDLL(None).madvise  # unlike mmap's own method it lets other threads run
+        madvise = ctypes.CDLL(None).madvise  # unlike mmap's own method, releases the interpreter lock
         address = int(self._memory.ctypes.data)
         for start in range(0, len(self._memory), _PREFAULT_BYTES):
             size_bytes = min(_PREFAULT_BYTES, len(self._memory) - start)
@@ -98,7 +99,7 @@ class Prefault:
 
 
 def huge_bytes(memory: Bytes) -> int:
-    """Bytes of the mapping that `memory` lies in that were touched and are on huge pages."""
+    """Resident bytes on huge pages in the mapping that contains `memory`."""
     address, found = int(memory.ctypes.data), 0
     is_ours = False
     with open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
@@ -119,16 +120,16 @@ _MAGIC: Final = b"llmbimg" + bytes([FORMAT])
 _HEAD: Final = struct.Struct("<8sII")
 RESIDENT_OFFSET_BYTES: Final = HUGE_PAGE_BYTES
 _SPARSE_PIECE_BYTES: Final = 64 << 10
-"""The mapped part is written in such pieces: the page cache keeps it in small ones, so that a row that is looked up
-brings little else into a process's memory."""
+"""The mapped part is written in pieces of this size, because the page cache then keeps it in small units, so that
+looking up a row brings little else into a process's memory."""
 _MAX_DESCRIPTION_BYTES: Final = 64 << 20
 _PUNCH_HOLE_AND_KEEP_SIZE: Final = 3
-_MOSTLY: Final = 0.9
-"""Share of huge pages with which a mapping is as fast as memory of one's own."""
+_MIN_HUGE_SHARE: Final = 0.9
+"""Fraction of huge pages from which on a mapping is as fast as anonymous memory."""
 
 
 class ImageDamagedError(Exception):
-    """What is wrong with an image's file: it was not finished, or has changed."""
+    """What is wrong with an image's file: it is unfinished, or has changed."""
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
@@ -154,13 +155,13 @@ _decode_header = msgspec.msgpack.Decoder(_Header).decode
 
 
 def image_bytes(resident_bytes: int, mapped_bytes: int, description_bytes: int) -> int:
-    """Size of the file with these parts."""
+    """Size of a file with these parts."""
     return _layout(resident_bytes, mapped_bytes, description_bytes)[3].end
 
 
 def new_resident(descriptor: int, size_bytes: int) -> Bytes | None:
-    """The resident memory of a new image, to be filled in place; None: not on huge pages, which is not worth it. The
-    disk has room for it: see `CacheFolder.reserve`. Raises OSError."""
+    """The resident memory of a new image, to be filled in place; None = not on huge pages, so not worth it. The disk
+    must have space for it: see `CacheFolder.reserve`. Raises OSError."""
     memory = map_pages(descriptor, RESIDENT_OFFSET_BYTES, whole_pages(size_bytes), writable=True)
     prefer_huge_pages(memory)
     memory[0] = 0
@@ -170,8 +171,8 @@ def new_resident(descriptor: int, size_bytes: int) -> Bytes | None:
 def write_tables(
     descriptor: int, resident_bytes: int, tables: Sequence[tuple[int, Bytes]], size_bytes: int, num_threads: int
 ) -> Bytes:
-    """The mapped memory of a new image behind so much resident memory: of size_bytes, with these arrays at these
-    offsets and zeros between them. Raises OSError."""
+    """The mapped memory, of size_bytes, of a new image after this much resident memory: these arrays at these offsets,
+    zeros in between. Raises OSError."""
     part = _layout(resident_bytes, size_bytes, 0)[1]
     os.ftruncate(descriptor, part.offset_bytes)
     os.ftruncate(descriptor, part.end)
@@ -193,8 +194,8 @@ def write_image(
     descriptor: int, key: str, description: bytes, resident: Bytes, mapped: Bytes, num_threads: int,
     *, has_resident: bool = False, has_mapped: bool = False,
 ) -> None:  # fmt: skip
-    """has_resident: `resident` is the beginning of this file's `new_resident`; has_mapped: so is `mapped` what
-    `write_tables` gave. Raises OSError; the file is then no image. Written, but not on the disk yet."""
+    """has_resident: `resident` is the beginning of this file's `new_resident`; has_mapped: `mapped` was returned by
+    `write_tables`. Written, but not yet on disk. Raises OSError; the file is then not an image."""
     parts = resident_part, mapped_part, sums_part, description_part = _layout(
         len(resident), len(mapped), len(description)
     )
@@ -221,7 +222,7 @@ def _layout(resident_bytes: int, mapped_bytes: int, description_bytes: int) -> t
 
 
 def _write_memory(descriptor: int | None, memory: Bytes, part: _Part, piece_bytes: int, num_threads: int) -> Sums:
-    """The checksums of all chunks. descriptor: None: the memory is in the file already."""
+    """The checksums of all chunks. descriptor: None = the memory is already in the file."""
     sums = np.zeros(num_chunks(len(memory)), np.uint32)
 
     def write(index: int) -> None:
@@ -250,10 +251,10 @@ def _write_all(descriptor: int, data: bytes | memoryview, offset_bytes: int) -> 
 
 
 class ImageFile:
-    """An image that was written whole, as far as its header says. Owns the descriptor."""
+    """An image that is complete according to its header. Owns the descriptor."""
 
     def __init__(self, descriptor: int, key: str) -> None:
-        """Raises ImageDamagedError; the descriptor is then the caller's."""
+        """Raises ImageDamagedError; the caller then keeps the descriptor."""
         self.descriptor = descriptor
         self._is_copied = False
         self._header = _read_header(descriptor)
@@ -265,9 +266,9 @@ class ImageFile:
         return self._header.description.end
 
     def read(self, new_memory: Callable[[int], Bytes], num_threads: int) -> tuple[bytes, Bytes, Bytes]:
-        """The description, and both memories: the resident one mapped where the system keeps the file on huge pages,
-        else copied into `new_memory(size_bytes)`; the other one mapped. All of it was compared with its checksums. Its
-        threads have ended. Raises ImageDamagedError, OSError or MemoryError."""
+        """The description and both memories, with verified checksums. The resident memory is mapped if the system keeps
+        the file on huge pages, else copied to `new_memory(size_bytes)`; the other is mapped. Reader threads have ended.
+        Raises ImageDamagedError, OSError or MemoryError."""
         header = self._header
         description = self._read_part(header.description)
         sums = np.frombuffer(self._read_part(header.checksums), np.uint32)
@@ -285,14 +286,14 @@ class ImageFile:
         return description, resident, map_pages(self.descriptor, mapped.offset_bytes, mapped.size_bytes)
 
     def release_resident(self) -> None:
-        """Frees the memory of the resident part, which was copied, of an image that lies in memory."""
+        """Frees the resident part of an in-memory image after it was copied."""
         part = self._header.resident
         if self._is_copied:
             arguments = (ctypes.c_int64(part.offset_bytes), ctypes.c_int64(part.size_bytes))
             ctypes.CDLL(None).fallocate(self.descriptor, _PUNCH_HOLE_AND_KEEP_SIZE, *arguments)
 
     def _map_resident(self, sums: Sums, num_threads: int) -> Bytes | None:
-        """None: most of it is not on huge pages. Raises ImageDamagedError or OSError."""
+        """None = most of it is not on huge pages. Raises ImageDamagedError or OSError."""
         part = self._header.resident
         whole = part.size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if not whole:
@@ -310,7 +311,7 @@ class ImageFile:
                 raise ImageDamagedError(f"the weights at byte {part.offset_bytes + start} have changed")
 
         _in_threads(compare, num_chunks(part.size_bytes), num_threads)
-        return memory if huge_bytes(memory) >= _MOSTLY * whole else None
+        return memory if huge_bytes(memory) >= _MIN_HUGE_SHARE * whole else None
 
     def close(self) -> None:
         """Memories that were read stay."""
@@ -323,7 +324,7 @@ class ImageFile:
         return data
 
     def _read_memory(self, part: _Part, sums: Sums, num_threads: int, memory: Bytes | None) -> None:
-        """memory: where the part goes; None: it is only compared."""
+        """memory: destination of the part; None = it is only verified."""
         buffers = threading.local()
 
         def read(index: int) -> None:
@@ -382,7 +383,7 @@ def _in_threads(work: Callable[[int], None], count: int, num_threads: int) -> No
         try:
             while not errors and (index := next(indices)) < count:
                 work(index)
-        except BaseException as error:  # raised below, in the caller's thread
+        except BaseException as error:  # re-raised below, in the caller's thread
             errors.append(error)
 
     threads = [threading.Thread(target=run, name="weight-image") for _ in range(min(num_threads, count) - 1)]

@@ -1,11 +1,10 @@
 """Access control on HTTP and gRPC: API keys, restricted APIs, roles and rate limits.
 
-Does not know: flags, what paths and RPCs do. Invariants: checks that no setting requires are not installed; a request
-is refused before its body or message is read; the access log has method, path, status, key name, time, and the
-request's own labels (`user`), never headers, queries or other parts of bodies; refusals do not repeat what the client
-sent. Source: OpenAI's API errors (401 invalid_api_key, 429 rate_limit_exceeded), RFC 6750, Triton's
-RespondIfRestricted; UNAVAILABLE for restricted protocols is Triton's, the other codes are those of gRPC's
-documentation.
+Independent of flags and of what paths and RPCs do. Invariants: checks that no setting requires are not installed. A
+request is refused before its body or message is read. The access log records method, path, status, key name, time and
+the request's own labels (`user`), never headers, queries or other parts of bodies. Refusals do not repeat what the
+client sent. Sources: OpenAI's API errors (401 invalid_api_key, 429 rate_limit_exceeded), RFC 6750, Triton's
+RespondIfRestricted; UNAVAILABLE for restricted protocols is Triton's, the other codes follow gRPC's documentation.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _READING: Final = ("GET", "HEAD")
 
 
 class HttpAccess:
-    """An ASGI application around another one. keys: None: every client is admitted"""
+    """Checks requests before the wrapped ASGI application. keys: None: every client is admitted"""
 
     def __init__(
         self, app: ASGIApp, keys: KeyRing | None, restrictions: Restrictions, metrics: AccessMetrics, log_requests: bool
@@ -90,7 +89,7 @@ class HttpAccess:
                 _log(request)
 
     def _check(self, request: _CheckedRequest) -> Response | None:
-        """The refusal; None: the request's identity is set, and the application may continue."""
+        """The refusal; None: the request's identity is set, and the application may handle it."""
         path = request.path
         account: Account | None = None
         if self._keys is not None and path not in OPEN_PATHS:
@@ -107,7 +106,7 @@ class HttpAccess:
         return None if account is None else self._admit(request, account, category)
 
     def _admit(self, request: _CheckedRequest, account: Account, category: Category | None) -> Response | None:
-        """Checks the role first. Rate limits apply to requests that begin an inference."""
+        """Checks the role first. Rate limits apply to requests that start an inference."""
         if account.role is not Role.OPERATOR and needs_operator(request.path, category):
             self._metrics.decided(account, "http", "forbidden")
             message = role_needed(account.name, account.role)
@@ -178,7 +177,7 @@ def _error(request: _CheckedRequest, status: int, message: str, kind: str, code:
     return plain(body_for(request.path, request.is_anthropic, status, message, kind, code), status, JSON)
 
 
-Handler = Any  # grpc.RpcMethodHandler, which the type stubs describe in part
+Handler = Any  # grpc.RpcMethodHandler, which the type stubs describe only in part
 Context = grpc.aio.ServicerContext[Any, Any]
 _STATUS_NAMES: Final[dict[Any, str]] = {code.value[0]: code.name for code in grpc.StatusCode}
 _KINDS: Final = ("unary_unary", "unary_stream", "stream_stream")
@@ -225,7 +224,7 @@ class GrpcAccess(grpc.aio.ServerInterceptor):
         return handler, account
 
     def _admit(self, account: Account, method: str, category: Category | None, handler: Handler) -> Handler:
-        """Checks the role first. Rate limits apply to inference, in a stream to each request (keyed_server.py)."""
+        """Checks the role first. Rate limits apply to inference; within a stream, to each request (keyed_server.py)."""
         if account.role is not Role.OPERATOR and method in OPERATOR_RPCS:
             self._metrics.decided(account, "grpc", "forbidden")
             return _refusing(grpc.StatusCode.PERMISSION_DENIED, role_needed(account.name, account.role))
@@ -246,7 +245,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _refusing(code: grpc.StatusCode, text: str, trailers: tuple[tuple[str, str], ...] = ()) -> Handler:
-    """A handler that ends the call: a stream in both directions, which runs before any message is read."""
+    """A handler that ends the call. It is bidirectional streaming, and so runs before any message is read."""
 
     async def refuse(requests: Any, context: Context) -> None:
         await context.abort(code, text, trailers)
@@ -333,8 +332,8 @@ class AccessControl:
         return None if self._grpc_tls is None else self._grpc_tls.credentials
 
     def reload(self) -> None:
-        """Reads API keys with their limits and certificates again, for later requests and connections. If one cannot be
-        used, this is logged, and the previous one stays."""
+        """Reloads API keys with their limits, and certificates, for later requests and connections. If one cannot be
+        used, an error is logged and the previous one remains in use."""
         done = []
         for what, source in (
             ("API keys", self._keys),
@@ -347,10 +346,10 @@ class AccessControl:
                 source.reload()
                 done.append(what)
             except (ValueError, OSError) as error:
-                log.error("%s; the previous content stays in force", error)
+                log.error("%s; the previous content remains in use", error)
         log.info("read again: %s", ", ".join(done) or "nothing")
 
-    def around_http(self, app: ASGIApp, registry: CollectorRegistry) -> ASGIApp:
+    def wrap_http(self, app: ASGIApp, registry: CollectorRegistry) -> ASGIApp:
         settings = self._settings
         if self._keys is None and not settings.http_restrictions and not settings.log_requests:
             return app
@@ -370,7 +369,7 @@ class AccessControl:
         return None if self._keys is None else self._keys.accounts
 
     def totals(self) -> dict[str, KeyTotals]:
-        """Since the start, by key name."""
+        """Totals since the start, by key name."""
         return {} if self._metrics is None else self._metrics.totals()
 
     def _metrics_of(self, registry: CollectorRegistry) -> AccessMetrics:
@@ -380,7 +379,7 @@ class AccessControl:
 
 
 def key_ring(settings: AccessSettings, shared: SharedCounts | None = None) -> KeyRing:
-    """Raises ValueError, whose text shows no key."""
+    """Raises ValueError, whose text does not contain any key."""
     defaults = settings.default_limits
     try:
         fixed = parse_keys(settings.environment_keys.replace(",", "\n"), defaults)

@@ -1,7 +1,7 @@
 """API keys: their sources, and the account of a request's key.
 
-Invariants: keys are kept as SHA-256 digests and never shown, not even in errors; the time of a look-up does not depend
-on its result; while a key file is invalid, the previous keys stay valid.
+Invariants: keys are stored as SHA-256 digests and never shown, not even in errors; the time of a lookup does not depend
+on its result; while a key file is invalid, the previous keys remain valid.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ApiKey:
 
     @property
     def owner(self) -> str:
-        """Owner of what is stored for the key: a hash of the key, the same in every server and after every restart. No
-        name of a key has a colon."""
+        """Owner of data stored for this key: a hash of the key, the same on every server and after every restart. It
+        cannot equal a key name, which never has a colon."""
         return f"key:{hmac.digest(self.digest, _OWNER, 'sha256').hex()[:32]}"
 
 
@@ -56,8 +56,8 @@ def digest_of(key: str) -> bytes:
 
 
 def parse_keys(text: str, defaults: Limits, separator: str = "\n") -> list[ApiKey]:
-    """Lines `name:key [role=user|operator] [rpm=N] [tpm=N] [concurrency=N]`, blank, or comments that begin with #.
-    Raises ValueError, whose text names the line and shows no key."""
+    """Parses lines `name:key [role=user|operator] [rpm=N] [tpm=N] [concurrency=N]`; blank lines and comments that begin
+    with # are skipped. Raises ValueError, whose text names the line and contains no key."""
     keys: list[ApiKey] = []
     for number, line in enumerate(text.split(separator), 1):
         words = line.split()
@@ -71,7 +71,7 @@ def parse_keys(text: str, defaults: Limits, separator: str = "\n") -> list[ApiKe
 
 
 def unnamed_keys(keys: Iterable[str], defaults: Limits) -> list[ApiKey]:
-    """Keys without a name (vLLM's --api-key): users api-key-1, api-key-2, … Raises ValueError."""
+    """Keys without a name (vLLM's --api-key), named api-key-1, api-key-2, …, with the role user. Raises ValueError."""
     return [ApiKey(f"api-key-{number}", _digest(key), defaults) for number, key in enumerate(keys, 1)]
 
 
@@ -99,20 +99,20 @@ def _digest(key: str) -> bytes:
 
 
 def check_distinct(keys: Iterable[ApiKey]) -> None:
-    """Raises ValueError if two keys have the same name or are the same."""
+    """Raises ValueError if two keys have the same name or the same value."""
     names: set[str] = set()
     digests: set[bytes] = set()
     for key in keys:
         if key.name in names:
-            raise ValueError(f"the name '{key.name}' is given twice")
+            raise ValueError(f"the name '{key.name}' occurs twice")
         if key.digest in digests:
-            raise ValueError(f"the key of '{key.name}' is given twice")
+            raise ValueError(f"the key of '{key.name}' occurs twice")
         names.add(key.name)
         digests.add(key.digest)
 
 
 class KeyFile:
-    """A file of keys that is read again when it has changed."""
+    """A key file that is reloaded when it changes."""
 
     def __init__(self, path: Path, defaults: Limits) -> None:
         self.path = path
@@ -120,13 +120,13 @@ class KeyFile:
         self._seen: tuple[int, ...] = ()
 
     def has_changed(self) -> bool:
-        """True once per change, also of removal."""
+        """True once per change, including removal."""
         seen = self._signature()
         changed, self._seen = seen != self._seen, seen
         return changed
 
     def read(self) -> list[ApiKey]:
-        """Raises ValueError, whose text names the file, if it cannot be read or has no key."""
+        """Raises ValueError, whose text names the file, if it cannot be read or contains no key."""
         try:
             with self.path.open("rb") as file:
                 text = file.read(_MAX_FILE_BYTES + 1)
@@ -134,7 +134,7 @@ class KeyFile:
                 raise ValueError(f"larger than {_MAX_FILE_BYTES} bytes")
             keys = parse_keys(text.decode(), self._defaults)
             if not keys:
-                raise ValueError("it has no key")
+                raise ValueError("it contains no key")
         except OSError as error:
             raise ValueError(f"API key file '{self.path}': {error.strerror}") from None
         except UnicodeDecodeError:
@@ -154,8 +154,8 @@ class KeyFile:
 class KeyRing:
     """All valid keys and their accounts. Used on the event loop.
 
-    A look-up checks the file for changes, at most once per second. An account survives a reload that changes neither
-    its key, its limits nor its role.
+    A lookup checks the file for changes, at most once per second. An account survives a reload that changes neither its
+    key, its limits nor its role.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class KeyRing:
         shares_caches: bool = False,
         shared: SharedCounts | None = None,
     ) -> None:
-        """shared: see Account. Raises ValueError if a key is given twice or the file is invalid."""
+        """shared: see Account. Raises ValueError if a key occurs twice or the file is invalid."""
         self._shares_caches = shares_caches
         self._shared = shared
         self._fixed = tuple(fixed)
@@ -215,7 +215,7 @@ class KeyRing:
             self._install(self._file.read())
             log.info("API keys reloaded: %d keys", len(self._entries))
         except ValueError as error:
-            log.error("%s; the previous keys stay in force", error)
+            log.error("%s; the previous keys remain in use", error)
 
     def _install(self, from_file: list[ApiKey]) -> None:
         keys = (*self._fixed, *from_file)
@@ -240,14 +240,14 @@ class KeyRing:
 
 
 def bearer_token(headers: Mapping[str, bytes]) -> bytes | None:
-    """The key in the Authorization header; None: none of the Bearer scheme."""
+    """The key in the Authorization header; None: no Bearer token."""
     scheme, _, token = headers.get("authorization", b"").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else None
 
 
 def presented_key(headers: Mapping[str, bytes], *, is_anthropic: bool) -> bytes | None:
-    """The key of an HTTP request, in the Authorization header, as from OpenAI's clients, or in `x-api-key`, as from
-    Anthropic's; None: no key. is_anthropic: if there are both, `x-api-key` is used"""
+    """The key of an HTTP request, from the Authorization header, which OpenAI's clients use, or `x-api-key`, which
+    Anthropic's use; None: no key. is_anthropic: if both are present, `x-api-key` is used"""
     own = headers.get("x-api-key")
     if own is not None and (is_anthropic or "authorization" not in headers):
         return own

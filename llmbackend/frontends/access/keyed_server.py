@@ -1,7 +1,8 @@
-"""The host of a server with API keys: each request has its key's tenant, limits and token counters.
+"""The host of a server with API keys: applies the tenant, limits and token counters of a request's key.
 
-Does not know: protocols, keys. Invariants: a client's request has its key's tenant, whatever the client sends; a
-request without an identity, which the process itself makes, is unchanged; a client gets only tensors that it requested.
+Independent of protocols and key formats. Invariants: a client's request has its key's tenant, whatever the client
+sends; a request without an identity, created by the process itself, is unchanged; a client gets only tensors that it
+requested.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .request_identity import REQUEST_IDENTITY, RequestIdentity
 _PROMPT_TOKENS: Final = "num_input_tokens"
 _GENERATED_TOKENS: Final = "num_output_tokens"
 _PROMPT_ONLY: Final = "prompt_only"
-"""Input of a request that computes nothing."""
+"""Input of a request that only describes its prompt and generates nothing."""
 _SWITCHES: Final = {f"return_{name}": name for name in (_PROMPT_TOKENS, _GENERATED_TOKENS)}
 
 
@@ -35,7 +36,7 @@ class KeyedServer(InferenceServer):
     """Methods without `by` act for the current key."""
 
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
-        """Also raises LimitReachedError if the key has too few prompts left."""
+        """Also raises LimitReachedError if the request exceeds the key's rate limit."""
         return super().infer_async(*of_key(self, request, callback))
 
     def cancel_requests(
@@ -58,8 +59,7 @@ def _current_tenant(default: Tenant | None) -> Tenant | None:
 def of_key(
     server: Host, request: InferenceRequest, callback: ResponseCallback
 ) -> tuple[InferenceRequest, ResponseCallback]:
-    """What is sent to `server` for a request of the current identity. Raises LimitReachedError if the key has too few
-    prompts left."""
+    """What is sent to `server` for a request of the current identity. Raises LimitReachedError at the limit."""
     identity = REQUEST_IDENTITY.get()
     if identity is None:
         return request, callback
@@ -75,7 +75,7 @@ def of_key(
 
 
 def _prompts(request: InferenceRequest, batches: bool) -> int:
-    """The rows of the request's batch. The host refuses a wrong shape."""
+    """The number of prompts: the rows of the request's batch. The host refuses a wrong shape."""
     if not batches or not request.inputs:
         return 1
     shape = request.inputs[0].shape
@@ -83,15 +83,14 @@ def _prompts(request: InferenceRequest, batches: bool) -> int:
 
 
 def _generates_nothing(request: InferenceRequest) -> bool:
-    """Whether the request only describes its prompt; it is charged no tokens."""
+    """Whether the request only describes its prompt; such a request is charged no tokens."""
     return any(tensor.name == _PROMPT_ONLY and _is_on(tensor) for tensor in request.inputs)
 
 
 def _metered(
     request: InferenceRequest, callback: ResponseCallback, identity: RequestIdentity, batches: bool
 ) -> tuple[InferenceRequest, ResponseCallback]:
-    """`request` for the key's tenant with both counts requested, and a callback that charges them and removes those
-    that the client did not request."""
+    """`request` for the key's tenant with both counts requested, and a callback that charges and hides them."""
     inputs = {tensor.name: tensor for tensor in request.inputs if not _is_false(tensor)}
     hidden = frozenset(
         name
@@ -107,7 +106,7 @@ def _metered(
         request,
         inputs=tuple(inputs.values()),
         requested_outputs=outputs,
-        classes={name: count for name, count in request.classes.items() if name not in counts},  # they stay numbers
+        classes={name: count for name, count in request.classes.items() if name not in counts},  # counts stay numbers
         tenant=identity.account.tenant,
     )
     return request, _Meter(identity, callback, hidden)
@@ -120,14 +119,14 @@ def _is_on(tensor: Tensor | RawTensor) -> bool:
 
 
 def _is_false(tensor: Tensor | RawTensor) -> bool:
-    """Whether this is a well-formed switch that is off. The host refuses a malformed one."""
+    """Whether `tensor` is a well-formed switch that is off. The host refuses a malformed one."""
     if tensor.name not in _SWITCHES or tensor.datatype != "BOOL":
         return False
     return tensor.raw == b"\0" if isinstance(tensor, RawTensor) else not tensor.data.any()
 
 
 def _counts(outputs: Sequence[Tensor]) -> tuple[int | None, int]:
-    """Tokens of the prompt, None if the response does not say, and generated ones."""
+    """Prompt tokens (None if the response does not say) and generated tokens."""
     if isinstance(outputs, Outputs):
         values = outputs.named()
     else:
@@ -149,7 +148,7 @@ def _without(outputs: Sequence[Tensor], names: frozenset[str]) -> Sequence[Tenso
 
 
 class _Meter:
-    """Charges the counts of every response before the request's own callback. Called by one thread at a time."""
+    """Charges the counts of every response, then calls the request's own callback. Called by one thread at a time."""
 
     def __init__(self, identity: RequestIdentity, callback: ResponseCallback, hidden: frozenset[str]) -> None:
         self._account = identity.account
@@ -166,7 +165,7 @@ class _Meter:
         self._callback(response, flags)
 
     def _charge(self, prompt: int | None, generated: int) -> None:
-        """Every response repeats the prompt's count; generated tokens are the response's own."""
+        """Every response repeats the prompt's count; generated tokens are those of this response."""
         if prompt is None or self._prompt_is_charged:
             prompt = 0
         else:

@@ -1,7 +1,7 @@
 """Triton's categories of endpoints, and what each requires: headers of restricted APIs, roles of keys.
 
 Invariants: every route of the HTTP application has a category (a test checks all); a category is in at most one
-restricted group. Source: Triton's restricted_features.h and ParseRestrictedFeatureOption, with their texts;
+restricted group. Sources: Triton's restricted_features.h and ParseRestrictedFeatureOption, with their texts;
 HTTPAPIServer::Handle; for /v1, the endpoint mapping of Triton's OpenAI frontend.
 """
 
@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 
 class Category(StrEnum):
-    """The kinds of endpoints, with the names of Triton's flags."""
+    """The categories of endpoints, named as in Triton's flags."""
 
     HEALTH = "health"
     METADATA = "metadata"
@@ -40,7 +40,7 @@ GRPC_HEADER_PREFIX: Final = "triton-grpc-protocol-"
 _FLAG: Final = {"api": "http-restricted-api", "protocol": "grpc-restricted-protocol"}
 
 OPERATOR_CATEGORIES: Final = frozenset({Category.TRACE, Category.LOGGING, Category.SHARED_MEMORY})
-"""Only operators may call these, and load and unload models."""
+"""Only operators may call these, and load or unload models."""
 OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready", "/health", "/health/ready", "/ping"})
 """Probes, which need no API key."""
 
@@ -50,7 +50,7 @@ _NO_INFERENCE: Final = re.compile(
     rf"({_MODEL}/(stop|stopInfer)|/v2/engine/.+|/v1/responses/resp_.+|/v1/chat/completions/chatcmpl-.+)\n?", re.DOTALL
 )
 _CATEGORIES: Final = tuple(
-    # A router's "$" also matches before a final newline: such a path must have a category, too.
+    # A router's "$" also matches before a final newline; such a path needs a category, too.
     (re.compile(rf"({pattern})\n?", re.DOTALL), category)
     for pattern, category in (
         (rf"{_MODEL}/(infer|generate|generate_stream|stop|stopInfer)", Category.INFERENCE),
@@ -103,7 +103,7 @@ OPERATOR_RPCS: Final = frozenset(
 
 
 def category_of(path: str) -> Category | None:
-    """The category of an HTTP path; None: no route, answered with 404."""
+    """The category of an HTTP path; None: no route matches (404)."""
     return next((category for pattern, category in _CATEGORIES if pattern.fullmatch(path)), None)
 
 
@@ -114,7 +114,7 @@ def needs_operator(path: str, category: Category | None) -> bool:
 
 
 def begins_no_inference(path: str) -> bool:
-    """Whether requests to this HTTP path of Category.INFERENCE only stop an inference, or read a stored answer."""
+    """Whether requests to this HTTP path of Category.INFERENCE only stop an inference or read a stored answer."""
     return _NO_INFERENCE.fullmatch(path) is not None
 
 
@@ -125,7 +125,7 @@ def role_needed(name: str, role: Role) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """The header that requests of a restricted category need."""
+    """The header that requests of a restricted category must have."""
 
     header: str
     """The header's name in lower case."""
@@ -142,7 +142,7 @@ class Restrictions:
         return bool(self.of)
 
     def missing_header(self, category: Category | None, headers: Mapping[str, bytes]) -> str | None:
-        """The header that a request of `category` lacks or has wrong, compared in constant time; None: it may pass."""
+        """The header that a request of `category` lacks or has wrong (compared in constant time); None: it may pass."""
         restriction = None if category is None else self.of.get(category)
         if restriction is None:
             return None
@@ -155,7 +155,7 @@ NO_RESTRICTIONS: Final = Restrictions()
 
 
 def parse_restrictions(items: Iterable[str], kind: Literal["api", "protocol"]) -> Restrictions:
-    """`<name>,<name>:<key>=<value>` each. Raises ValueError with Triton's text."""
+    """Parses items `<name>,<name>:<key>=<value>`. Raises ValueError with Triton's text."""
     of: dict[Category, Restriction] = {}
     prefix = GRPC_HEADER_PREFIX if kind == "protocol" else ""
     for item in items:
@@ -173,6 +173,6 @@ def _split(item: str, flag: str) -> tuple[str, str, str]:
     names, _, setting = item.partition(":")
     key, _, value = setting.partition("=")
     if not names or not key or not value:
-        shown = item.rpartition("=")[0] or item  # the value is a secret
+        shown = item.rpartition("=")[0] or item  # the value is secret
         raise ValueError(f"--{flag} option format is '<config name>:<setting>=<value>'. Got {shown}")
     return names, key, value

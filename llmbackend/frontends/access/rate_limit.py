@@ -1,7 +1,7 @@
 """Limits of one API key: requests and tokens per minute, as token buckets, and a share of the concurrent requests.
 
-Invariant: prompts are admitted all or none, and only while a token is left.
-Source: the fields of a refusal and the headers are those of OpenAI's API ("Rate limits").
+Invariant: the prompts of a request are admitted all or none, and only while at least one token is left. Source: the
+fields of a refusal and the headers are those of OpenAI's API ("Rate limits").
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Limits:
     tokens: int = 0
     """Prompt and generated tokens per minute; 0: no limit."""
     concurrency: int = 0
-    """Concurrent requests; 0: a share of the server's."""
+    """Concurrent requests; 0: a share of the server's limit."""
 
 
 NO_LIMITS: Final = Limits()
@@ -48,7 +48,7 @@ class Refusal:
     limit: int
     """Units per minute."""
     retry_after_s: float
-    """Until the same request may be admitted."""
+    """Time until the same request may be admitted."""
     asked: int = 1
     """Units of the request."""
 
@@ -74,7 +74,7 @@ class Refusal:
 
 class Cell(Protocol):
     def read(self) -> tuple[float, float]:
-        """Units of a bucket, and the time (s) when it had them."""
+        """The units of a bucket, and the time (s) at which it had them."""
 
     def write(self, units: float, at_s: float) -> None: ...
 
@@ -91,10 +91,10 @@ class _LocalCell:
 
 
 class Bucket:
-    """Holds up to `per_minute` units, and gains as many per minute. Not thread-safe."""
+    """A token bucket: holds up to `per_minute` units, and refills at that rate. Not thread-safe."""
 
     def __init__(self, per_minute: int, clock: Clock, cell: Cell | None = None) -> None:
-        """cell: the state of a bucket that several processes share; its clock must be one that all of them have."""
+        """cell: the state of a bucket that several processes share; they must also share the clock."""
         self.per_minute = per_minute
         self._clock = clock
         self._cell = cell or _LocalCell(per_minute, clock())
@@ -106,7 +106,7 @@ class Bucket:
         self._changed(-units)
 
     def _changed(self, change: int) -> float:
-        """The units after `change`, now."""
+        """The units after `change`, as of now."""
         (units, at_s), now_s = self._cell.read(), self._clock()
         units = min(units + (now_s - at_s) * self.per_minute / 60, self.per_minute) + change
         self._cell.write(units, now_s)
@@ -117,9 +117,10 @@ class Bucket:
 
 
 class Account:
-    """One key's role, tenant and limits, and the use of its limits. Thread-safe.
+    """One key's role, tenant and limits, and how much of its limits is used. Thread-safe.
 
-    Tokens are charged afterwards: their bucket may fall below zero, and then admits nothing until it is positive."""
+    Tokens are charged afterwards: their bucket may become negative, and admits nothing until it is positive again.
+    """
 
     def __init__(
         self,
@@ -132,8 +133,9 @@ class Account:
         shares_caches: bool = False,
         shared: SharedCounts | None = None,
     ) -> None:
-        """owner: under which the key's data is stored; "": its name. shared: holds the buckets if several processes
-        admit requests."""
+        """owner: under which the key's data is stored; "": its name
+        shared: holds the buckets if several processes admit requests
+        """
         self.name = name
         self.owner = owner or name
         self.limits = limits
@@ -146,8 +148,8 @@ class Account:
         self._tokens = _bucket(name, "tokens", limits.tokens, clock, shared)
 
     def admit(self, prompts: int = 1, taken: int = 0) -> Refusal | None:
-        """Takes `prompts` from the limits, or returns a refusal. taken: how many of them were taken before; if any, the
-        tokens were checked, too."""
+        """Charges `prompts`, or returns a refusal. taken: how many were charged before; if any, tokens were checked,
+        too"""
         with self._lock:
             refusal = _refusal("requests", self._requests, prompts, taken)
             if refusal is None and not taken:
@@ -170,7 +172,7 @@ class Account:
             self._tokens.take(tokens)
 
     def left(self) -> tuple[int | None, int | None]:
-        """Prompts and tokens; None: no limit. Tokens may be below zero."""
+        """Remaining prompts and tokens; None: no limit. Tokens may be negative."""
         with self._lock:
             requests, tokens = (
                 None if one is None else math.floor(one.units()) for one in (self._requests, self._tokens)
@@ -178,13 +180,13 @@ class Account:
         return requests, tokens
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """OpenAI's x-ratelimit-* headers of the key's limits."""
+        """OpenAI's x-ratelimit-* headers for the key's limits."""
         with self._lock:
             return [*_headers("requests", self._requests), *_headers("tokens", self._tokens)]
 
 
 def _bucket(name: str, kind: Kind, per_minute: int, clock: Clock, shared: SharedCounts | None) -> Bucket | None:
-    """None: no limit. A shared bucket belongs to its limit: if that changes, a new one is full."""
+    """None: no limit. A shared bucket belongs to its limit: if the limit changes, a new, full bucket is used."""
     if not per_minute:
         return None
     cell = None if shared is None else shared.bucket(f"{kind} of {name}, {per_minute} per minute", per_minute)
@@ -210,7 +212,7 @@ def _headers(kind: Kind, bucket: Bucket | None) -> list[tuple[bytes, bytes]]:
 
 
 def duration(seconds: float) -> str:
-    """A duration as OpenAI writes it: `20ms`, `1.5s`, `6m0s`."""
+    """A duration in OpenAI's notation: `20ms`, `1.5s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     tenths = math.ceil(seconds * 10)
@@ -223,14 +225,14 @@ class KeyShares:
     """The open inferences of each key.
 
     If there are several keys, one without its own limit may hold no more than it leaves free: one busy key gets a half,
-    two get a third each, and a new one finds room."""
+    two get a third each, and a new one always finds some capacity.
+    """
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
 
     def check(self, account: Account, count: int, held: int, free: int) -> None:
-        """Raises LimitReachedError if `count` more than `held` are too many for the key. free: room of the server
-        after them"""
+        """Raises LimitReachedError if the key may not have `count` more than `held`. free: capacity left after them"""
         limit = account.limits.concurrency
         if limit and held + count > limit:
             raise LimitReachedError(f"API key '{account.name}' is at its limit of {limit} concurrent requests")
@@ -244,7 +246,7 @@ class KeyShares:
         return self._counts.held(_SHARE_OF + account.name)
 
     def enter(self, account: Account, count: int = 1) -> int:
-        """Returns how many the key has afterwards."""
+        """Returns the key's number of open inferences afterwards."""
         return self._counts.add(_SHARE_OF + account.name, count)
 
     def leave(self, account: Account, count: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""The identity of the current request: the account of its API key, and the prompts that it has taken from the limit.
+"""The identity of the current request: the account of its API key, and the prompts charged to the rate limit so far.
 
 Invariant: the access checks set it as a context variable, which tasks and threads for the request inherit.
 """
@@ -25,7 +25,7 @@ from .rate_limit import Account, Refusal
 
 class ProcessCounters(Collector):
     def __init__(self, own: CollectorRegistry, folder: Path) -> None:
-        """own: the counters of this process. folder: has those of the other processes."""
+        """own: the counters of this process. folder: contains those of the other processes"""
         self._own = own
         self._folder = str(folder)
 
@@ -87,7 +87,7 @@ class AccessMetrics:
         self._requests.labels("" if account is None else account.name, protocol, outcome).inc()
 
     def totals(self) -> dict[str, KeyTotals]:
-        """Since the server's start, by key name, of keys that sent something."""
+        """Totals since the server's start, by name, of the keys that sent something."""
         found: defaultdict[str, KeyTotals] = defaultdict(KeyTotals)
         collectors = (self._requests, self._tokens) if self._summed is None else (self._summed,)
         for sample in _samples(metric for collector in collectors for metric in collector.collect()):
@@ -96,13 +96,12 @@ class AccessMetrics:
         return dict(found)
 
     def token_counters(self, account: Account) -> tuple[Counter, Counter]:
-        """The counters of prompt tokens and generated tokens. Call this once per request: a look-up costs more than
-        counting."""
+        """The counters of prompt and generated tokens. Call once per request: the lookup costs more than counting."""
         return self._tokens.labels(account.name, "prompt"), self._tokens.labels(account.name, "generated")
 
 
 class RequestIdentity:
-    """One HTTP request or RPC of a key. One prompt is taken from the rate limit before the body is read, the others
+    """One HTTP request or RPC of a key. One prompt is charged to the rate limit before the body is read, the others
     once their number is known. Used by one thread at a time."""
 
     __slots__ = ("_is_decided", "_metrics", "_taken", "account", "protocol")
@@ -115,7 +114,7 @@ class RequestIdentity:
         self._is_decided = False
 
     def take(self, prompts: int) -> Refusal | None:
-        """Takes prompts in advance, all or none, so that `prompts` are taken in total."""
+        """Charges prompts in advance, all or none, so that `prompts` are charged in total."""
         if prompts <= self._taken:
             return None
         refusal = self.account.admit(prompts, self._taken)
@@ -127,7 +126,7 @@ class RequestIdentity:
         return refusal
 
     def use(self, prompts: int) -> Refusal | None:
-        """Uses prompts that were taken in advance, and takes missing ones. Each request of a stream takes its own."""
+        """Uses prompts charged in advance, and charges missing ones. Each request of a stream uses its own."""
         if not self._taken:
             self._is_decided = False
         refusal = self.take(prompts)
@@ -136,7 +135,7 @@ class RequestIdentity:
         return refusal
 
     def give_back(self) -> None:
-        """Gives back unused prompts, which another process takes for the same request."""
+        """Refunds unused prompts, which another process will charge for the same request."""
         self.account.give_back(self._taken)
         self._taken = 0
 
@@ -148,6 +147,6 @@ REQUEST_IDENTITY: Final[ContextVar[RequestIdentity | None]] = ContextVar("reques
 
 
 def body_owner(scope: Scope) -> str:
-    """The client of a request's body: its key, or its address."""
+    """The client that a request's body is accounted to: its key, or its address."""
     identity = REQUEST_IDENTITY.get()
     return address_of(scope) if identity is None else f"key {identity.account.name}"

@@ -1,7 +1,7 @@
 """Settings of access control, certificates, and the warning about an exposed server.
 
-Invariants: files of certificates are checked before use; an open connection keeps its certificate.
-Source: Triton's SslOptions for gRPC, uvicorn's and vLLM's ssl_* options for HTTP (Triton has no TLS on HTTP).
+Invariants: certificate files are checked before use; an open connection keeps its certificate. Sources: Triton's
+SslOptions for gRPC, uvicorn's and vLLM's ssl_* options for HTTP (Triton has no TLS on HTTP).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class TlsFiles:
     ca: Path | None = None
     """File of the CAs that sign client certificates."""
     client_certificates: ssl.VerifyMode = ssl.CERT_NONE
-    """Whether clients need one."""
+    """Whether clients need a certificate."""
     ciphers: str = ""
-    """The ciphers for TLS 1.2 and below on HTTP, in OpenSSL's notation; "": OpenSSL's defaults."""
+    """Cipher list for TLS 1.2 and below on HTTP, in OpenSSL's notation; "": OpenSSL's defaults."""
 
     @classmethod
     def checked(
@@ -43,8 +43,7 @@ class TlsFiles:
         return files
 
     def context(self) -> ssl.SSLContext:
-        """The context for HTTP. Raises ValueError with one line of text if a file is missing, is not PEM, or does not
-        match the others."""
+        """The context for HTTP. Raises ValueError with one line if a file is missing, not PEM, or does not match."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         for path in (self.certificate, self.key, self.ca):
             if path is not None and not path.is_file():
@@ -52,7 +51,7 @@ class TlsFiles:
         if self.client_certificates is not ssl.CERT_NONE and self.ca is None:
             raise ValueError("TLS: client certificates are required, but no CA file is given")
         try:
-            # With an empty password OpenSSL does not ask for one on the terminal.
+            # With an empty password, OpenSSL does not prompt for one on the terminal.
             context.load_cert_chain(self.certificate, self.key, password="")
         except (ssl.SSLError, OSError) as error:
             raise ValueError(f"TLS: certificate '{self.certificate}' with key '{self.key}': {_reason(error)}") from None
@@ -86,7 +85,7 @@ class HttpCertificate:
         self.context = files.context()
 
     def reload(self) -> None:
-        """Raises ValueError as `TlsFiles.context`; then the previous one stays."""
+        """Raises ValueError as `TlsFiles.context`; the previous certificate then remains in use."""
         self.context = self._files.context()
 
 
@@ -103,11 +102,11 @@ class GrpcCertificate:
         )
 
     def reload(self) -> None:
-        """Raises ValueError as `TlsFiles.context`; then the previous one stays."""
+        """Raises ValueError as `TlsFiles.context`; the previous certificate then remains in use."""
         self._newer.append(self._files.grpc_configuration())
 
     def _take_newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called before each handshake; None: the previous one is still valid."""
+        """Called before each handshake; None: the previous certificate is still current."""
         try:
             return self._newer.pop()
         except IndexError:
@@ -125,7 +124,7 @@ class AccessSettings:
     api_key_file: Path | None = None
     """Read at start, and again when it changes."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """Keys without a name."""
+    """Keys without names."""
     environment_keys: str = field(default="", repr=False)
     """LLMBACKEND_API_KEYS: lines of a key file, separated by commas."""
     default_limits: Limits = NO_LIMITS
@@ -140,7 +139,7 @@ class AccessSettings:
     """Whether the access log has a line for each request."""
 
     def without_tls(self) -> AccessSettings:
-        """The same settings for a host whose frontend processes hold the clients' connections."""
+        """The same settings without TLS, for a host whose frontend processes hold the client connections."""
         return replace(self, http_tls=None, grpc_tls=None)
 
     @property
@@ -163,7 +162,7 @@ def exposure(settings: AccessSettings, *, http_address: str | None, grpc_address
 
 
 def is_local(address: str) -> bool:
-    """Whether only this machine can reach `address`: an IP address, a name, or `unix:` with a path."""
+    """Whether `address` (an IP address, a name, or `unix:` with a path) is reachable only from this machine."""
     return address.startswith("unix:") or is_loopback(address)
 
 

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API. Begin with router.py."""
+"""Anthropic's Messages API. Entry point: router.py."""

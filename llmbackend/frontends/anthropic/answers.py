@@ -1,7 +1,7 @@
-"""Answers of the Messages API: content blocks, whole messages, and events of streams.
+"""Answers of the Messages API: content blocks, whole messages, and stream events.
 
 Invariants: blocks, signatures and ids are functions of the request, the message's id and the tokens; one block is open
-at a time; a stream's events, joined as Anthropic's clients do it, give the whole message. A piece of text costs one
+at a time; a stream's events, joined as by Anthropic's clients, yield the whole message. A piece of text costs one
 orjson call.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NotRequired, Protocol
 import orjson
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from ..generation.answer import AnswerReader, Identity, Usage
 from ..generation.inferences import Generation
@@ -35,7 +35,7 @@ _CALL_IDS: Final = "toolu_"
 
 class BlockSink(Protocol):
     def start(self, block: JsonObject) -> None:
-        """block: with its `type`, else empty"""
+        """block: empty except for its `type`"""
 
     def piece(self, kind: str, text: str) -> None:
         """Adds text to the open block. kind: the block's type, or SIGNATURE."""
@@ -44,7 +44,7 @@ class BlockSink(Protocol):
 
 
 class Blocks:
-    """Makes content blocks of deltas; `close` ends the last one."""
+    """Builds content blocks from deltas; `close` ends the last one."""
 
     def __init__(
         self, request: MessageRequest, plan: AnswerPlan, message_id: str, key: SealingKey, sink: BlockSink
@@ -56,7 +56,7 @@ class Blocks:
         self._open = ""
         """Type of the open block."""
         self._layout: list[str] = []
-        """White space that begins a block only if other text follows."""
+        """White space that starts a block only if other text follows."""
         self._thoughts: list[str] = []
         """Text of the open thinking block."""
         self._num_blocks = 0
@@ -73,7 +73,7 @@ class Blocks:
             self._take(event)
 
     def close(self) -> None:
-        """Ends the answer. If the answer is only white space, the white space is its text."""
+        """Ends the answer. If the answer is only white space, the white space becomes its text."""
         if self._layout and not self._num_blocks:
             self._begin(TEXT, {"type": TEXT, "text": ""})
             self._sink.piece(TEXT, "".join(self._layout))
@@ -82,12 +82,12 @@ class Blocks:
             self._usage.set_reasoning(0, self._reader.num_reasoning_tokens)
 
     def ending(self) -> JsonObject:
-        """The reason of the end; after `close`."""
+        """Why the answer ended; available after `close`."""
         reason = "end_turn"
         if self._finish_reason == "length":
             counts = self._usage.total()
-            had_room = counts is not None and counts["completion_tokens"] < self._request.max_tokens
-            reason = "model_context_window_exceeded" if had_room else "max_tokens"
+            within_max_tokens = counts is not None and counts["completion_tokens"] < self._request.max_tokens
+            reason = "model_context_window_exceeded" if within_max_tokens else "max_tokens"
         elif isinstance(self._stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self._stop}
         elif self._reader.has_call:
@@ -95,7 +95,7 @@ class Blocks:
         return {"stop_reason": reason, "stop_sequence": None}
 
     def usage(self) -> JsonObject:
-        """So far. Input tokens do not include cached ones; caching further ones costs a client nothing."""
+        """Usage so far. Input tokens exclude cached ones; caching more of them costs a client nothing."""
         counts = self._usage.as_json()
         cached = counts.get("prompt_tokens_details", {}).get("cached_tokens", 0)
         usage: JsonObject = {
@@ -159,7 +159,7 @@ class Blocks:
 
 
 def _own(id: str) -> str:
-    """The id of a call in Anthropic's form, unless the model wrote it."""
+    """A call id in Anthropic's format, unless the model wrote one."""
     return _CALL_IDS + id.removeprefix(_OWN_CALL_IDS) if id.startswith(_OWN_CALL_IDS) else id
 
 
@@ -250,7 +250,7 @@ class WholeMessage:
 
 
 class _Collector:
-    """A BlockSink that keeps whole blocks."""
+    """A BlockSink that collects whole blocks."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[JsonObject, dict[str, list[str]]]] = []
@@ -275,7 +275,7 @@ def _fields(pieces: dict[str, list[str]]) -> JsonObject:
 
 
 def _input(text: str) -> Any:
-    """A call's input. One that was cut off has its complete part, as for clients of a stream."""
+    """A call's input. If the call was cut off, only its complete part, as for clients of a stream."""
     try:
         if isinstance(orjson.loads(text), dict):
             return orjson.Fragment(text)
@@ -291,7 +291,7 @@ def _input(text: str) -> Any:
 
 
 class MessageWriter:
-    """The events of one stream. The first one has the number of the prompt's tokens, which is in the first delta."""
+    """The events of one stream. The first one contains the number of prompt tokens, which is in the first delta."""
 
     def __init__(
         self,
@@ -354,7 +354,7 @@ class MessageWriter:
         return b"".join(events)
 
     def _message_start(self) -> bytes:
-        """Once, with a ping after it, as Anthropic's server."""
+        """Sent once, followed by a ping, as by Anthropic's server."""
         if self._has_begun:
             return b""
         self._has_begun = True
@@ -366,13 +366,13 @@ class MessageWriter:
 
 
 REQUEST_ID: Final = "request-id"
-"""Header by which an operator finds a request."""
+"""Header by which an operator can find a request."""
 _OVERLOADED: Final = 529
 _RETRIED: Final = (429, _OVERLOADED)
 
 
 def status_of(error: OpenAIError) -> int:
-    """Anthropic has 529 instead of 503."""
+    """Anthropic uses 529 instead of 503."""
     return _OVERLOADED if error.status == 503 else error.status
 
 

@@ -1,10 +1,10 @@
 """Reads messages of content blocks, tools and tool choices as a conversation.
 
-Does not know: templates, how a model writes calls. Invariants: an answer's blocks are accepted as an assistant's
-message, and give the same prompt as the answer in a chat; a tool_result follows every tool_use; tools that Anthropic's
-servers run, and those that its models know without a schema, are refused. A field without effect is refused by name;
-with an `anthropic-beta` header it is ignored and logged, but blocks and tools that the model would not see are refused.
-Source: Anthropic's API reference.
+Independent of chat templates and of how a model writes calls. Invariants: an answer's blocks are accepted as an
+assistant message, and yield the same prompt as the answer in a chat; a tool_result follows every tool_use; tools that
+Anthropic's servers run, and those that its models know without a schema, are refused. A field without effect is refused
+by name; with an `anthropic-beta` header it is ignored and logged, but blocks and tools that the model would not see are
+still refused. Source: Anthropic's API reference.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from ..openai.schema import TEXT_ONLY
 from .schema import RedactedThinkingBlock, TextBlock, ThinkingBlock, Tool, ToolResultBlock, ToolUseBlock
 
 log = logging.getLogger(__name__)
-_MAX_NOTED: Final = 16
+_MAX_LOGGED_FIELDS: Final = 16
 _MAX_NAME_CHARS: Final = 64
 
 
 class BetaFields:
-    """Unknown and unserved fields of one body."""
+    """Unknown and unsupported fields of one body."""
 
     def __init__(self, betas: str) -> None:
         """betas: the header `anthropic-beta`; "": none"""
@@ -58,7 +58,7 @@ class BetaFields:
                 message = f"'{param}' is not supported: {reason}"
                 raise OpenAIError(message, param=param, code="unsupported_parameter")
             raise OpenAIError(f"unknown field '{param}'", param=param, code="unknown_parameter")
-        if len(self.passed_over) < _MAX_NOTED:
+        if len(self.passed_over) < _MAX_LOGGED_FIELDS:
             self.passed_over.append(param[:_MAX_NAME_CHARS])
 
     def check_names(self, value: Mapping[str, Any], known: Collection[str], param: str) -> None:
@@ -99,14 +99,14 @@ def a_string(value: object, param: str, *, may_be_empty: bool = False) -> str:
 
 
 def a_flag(value: object, param: str) -> bool:
-    """False if it is absent."""
+    """False if the flag is absent."""
     if value is not None and not isinstance(value, bool):
         raise refuse(param, "true or false", value)
     return bool(value)
 
 
 def check_cache_control(value: object, param: str, beta: BetaFields) -> None:
-    """Marks a prefix of the prompt to be cached. Every prefix is cached here, so that it has no effect."""
+    """Checks a marker for caching a prefix of the prompt. It has no effect, since every prefix is cached here."""
     if value is None:
         return
     mark = an_object(value, param)
@@ -118,10 +118,9 @@ def check_cache_control(value: object, param: str, beta: BetaFields) -> None:
 
 
 _BILLING_HEADER: Final = "x-anthropic-billing-header:"
-"""Begins Claude Code's system prompt. The line says nothing to a model, and changes with every request, so that no
-prefix could be shared."""
+"""Start of Claude Code's system prompt. The line changes with every request, so no prefix could be shared."""
 _ERROR: Final = "Error: "
-"""Prefix of a tool result that is an error: chat templates have no other way to mark it."""
+"""Prefix of a tool result that is an error: chat templates have no other way to mark one."""
 _NO_SERVER_TOOLS: Final = "this server has no tools of its own"
 _REFUSED_BLOCKS: Final = {
     "image": TEXT_ONLY,
@@ -134,7 +133,7 @@ _ALLOWED: Final = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
-"""Types of blocks, by role."""
+"""Allowed block types, by role."""
 _BLOCKS: Final[dict[str, Any]] = {
     "text": TextBlock,
     "tool_result": ToolResultBlock,
@@ -152,13 +151,13 @@ class Conversation:
     messages: list[JsonObject]
     """The messages in the form that chat templates expect."""
     is_prefilled: bool
-    """Whether the answer continues the last message, an assistant's."""
+    """Whether the answer continues the last message, which is then an assistant's."""
     has_later_system: bool
     """Whether a system message follows another message."""
 
 
 def read_conversation(system: object, messages: object, beta: BetaFields, key: SealingKey) -> Conversation:
-    """key: opens signatures. Raises OpenAIError naming the first wrong block."""
+    """key: opens signatures. Raises OpenAIError naming the first invalid block."""
     reader = _Reader(beta, key)
     if system is not None:
         reader.add_system(system, "system")
@@ -176,7 +175,7 @@ class _Reader(Turns):
         self._beta = beta
         self._key = key
         self._open_calls: dict[str, str] = {}
-        """Names of functions, by ids of calls without a result."""
+        """Function names, by ids of calls without a result."""
 
     def conversation(self) -> Conversation:
         self._check_results()
@@ -184,7 +183,7 @@ class _Reader(Turns):
         is_prefilled = last.role == "assistant"
         if is_prefilled and (last.last_kind != "text" or not any(last.texts)):
             message = (
-                f"'{last.param}' is the final message and from the assistant: expected text that the answer continues"
+                f"'{last.param}' is the final message and from the assistant, expected text for the answer to continue"
             )
             raise OpenAIError(message, param=last.param, code="invalid_value")
         return Conversation(self.messages(), is_prefilled, self.has_later_system)
@@ -192,7 +191,7 @@ class _Reader(Turns):
     def add_system(self, content: object, param: str) -> None:
         blocks = self._blocks(content, param, "system")
         texts = [text for block, at in blocks if not (text := _text(block, at)).startswith(_BILLING_HEADER)]
-        if texts:  # successive ones are one message: many templates read no second one
+        if texts:  # consecutive system messages are joined: many templates read only one
             self._turn("system", param).texts.extend(texts)
 
     def add_message(self, value: object, param: str) -> None:
@@ -296,7 +295,7 @@ def _text(block: JsonObject, param: str) -> str:
 
 
 def _thinking(block: JsonObject, param: str, key: SealingKey) -> str:
-    """The reasoning of a block as the server sent it, which its signature contains."""
+    """The reasoning of a block as the server sent it; the signature contains it."""
     field = "data" if block["type"] == "redacted_thinking" else "signature"
     sealed = a_string(block.get(field), f"{param}.{field}")
     try:
@@ -352,7 +351,7 @@ def _read_tool(value: object, param: str, beta: BetaFields) -> OfferedTool:
 
 
 def _check_rest(tool: JsonObject, param: str, beta: BetaFields) -> None:
-    """Refuses values that would have an effect, of fields without one."""
+    """Refuses values of unsupported fields that would have an effect."""
     check_cache_control(tool.get("cache_control"), f"{param}.cache_control", beta)
     if tool.get("eager_input_streaming") not in (None, True):
         beta.unserved(f"{param}.eager_input_streaming", "the input of a call is always streamed")

@@ -1,6 +1,6 @@
 """Reads the body of a Messages request as a GenerationRequest.
 
-Does not know: HTTP, the host, how answers are written. Invariant: the prompt is that of the same chat.
+Independent of HTTP, the host and the format of answers. Invariant: the prompt is the one that the same chat has.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MessageRequest:
 
 
 def parse_message(body: JsonObject, beta: BetaFields, key: SealingKey) -> MessageRequest:
-    """key: signs the thinking blocks. Raises OpenAIError naming the first wrong or unsupported field."""
+    """key: signs the thinking blocks. Raises OpenAIError naming the first invalid or unsupported field."""
     fields = _read(MessagesRequest, body, beta)
     tools = read_tools(fields.tools, fields.tool_choice, beta)
     sampling: JsonObject = {"max_tokens": fields.max_tokens}
@@ -89,7 +89,7 @@ def _read(model: type[Body], body: JsonObject, beta: BetaFields) -> Body:
 
 
 def _known(model: type[ClosedObject], body: JsonObject, beta: BetaFields, param: str = "") -> JsonObject:
-    """`body` without fields of betas that have no effect here."""
+    """`body` without beta fields that have no effect here."""
     if not beta.are_named:
         return body
     known = model.__pydantic_fields__.keys() | model.field_aliases
@@ -124,7 +124,7 @@ def _reasoning(thinking: Thinking | None) -> ReasoningUse:
 
 
 def _structure(fields: PromptFields) -> tuple[JsonObject, str]:
-    """Sampling parameters for the schema of the answer, and its field."""
+    """Sampling parameters for the answer's schema, and the field that contains it."""
     config = fields.output_config.format if fields.output_config is not None else None
     if config is not None and fields.output_format is not None:
         message = "'output_config.format' and 'output_format' are mutually exclusive"
@@ -159,7 +159,7 @@ def _variables(thinking: Thinking | None, variables: Mapping[str, Any]) -> JsonO
 
 
 class UnsupportedThreadError(OpenAIError):
-    """A request about a thread, a conversation that the server stores. After an error with these details, Anthropic's
+    """A request about a thread, a conversation stored by the server. After an error with these details, Anthropic's
     clients send the whole conversation."""
 
     details: Final = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}

@@ -1,8 +1,7 @@
-"""The endpoints of Anthropic's API: messages, the count of their tokens, models.
+"""The endpoints of Anthropic's API: messages, token counting, models.
 
-Invariants: answers and errors under /v1/messages have Anthropic's form and a `request-id`; a request ends with its
-client; models have the same names as in the OpenAI API.
-Source: Anthropic's API reference.
+Invariants: answers and errors under /v1/messages have Anthropic's format and a `request-id`; a client disconnect
+cancels its request; models have the same names as in the OpenAI API. Source: Anthropic's API reference.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _MOST: Final = 1000
 
 
 def model_info(model: JsonObject) -> JsonObject:
-    """model: a model as OpenAI's API describes it."""
+    """model: in the format of OpenAI's API"""
     length = model["max_model_len"]
     return {
         "type": "model",
@@ -98,25 +97,25 @@ def _position(ids: list[str], id: str, param: str) -> int:
 
 VERSION: Final = "anthropic-version"
 _VERSIONS: Final = ("2023-06-01", "2026-10-21")
-"""Anthropic's later one takes no `temperature`, `top_k` and `top_p`; here they have an effect."""
+"""The later version does not accept `temperature`, `top_k` and `top_p` at Anthropic; here they have an effect."""
 _ID: Final = "llmbackend.anthropic_request_id"
-"""Key of the scope."""
+"""Key in the ASGI scope."""
 
 
 def create_anthropic_router(context: FrontendContext) -> APIRouter:
-    """/v1/messages, and /v1/models for clients that send `anthropic-version`. Include it before the OpenAI router."""
+    """/v1/messages, and /v1/models for clients that send `anthropic-version`. Must precede the OpenAI router."""
     api = AnthropicEndpoints(context)
     router = APIRouter()
     api.add_to(router)
     for path, endpoint in (("/v1/models", api.models), ("/v1/models/{model:path}", api.model)):
-        router.routes.append(_OwnClients(path, partial(api.answer, endpoint=endpoint), methods=["GET"]))
+        router.routes.append(_AnthropicClientsRoute(path, partial(api.answer, endpoint=endpoint), methods=["GET"]))
     for path in ("/v1/messages", "/v1/messages/{path:path}"):
         router.routes.append(Route(path, CatchAll(api, _refuse)))
     return router
 
 
-class _OwnClients(Route):
-    """A path of both APIs, for Anthropic's clients, which send their version."""
+class _AnthropicClientsRoute(Route):
+    """A path of both APIs; matches only Anthropic's clients, which send their API version."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         return super().matches(scope) if VERSION in Headers(scope=scope) else (Match.NONE, {})
@@ -128,7 +127,7 @@ class AnthropicEndpoints(OpenAIEndpoints):
     answers_head = False
 
     def check(self, http: Request) -> None:
-        """Refuses unknown versions. Many tools send none."""
+        """Refuses unknown versions. A missing version is accepted, since many tools send none."""
         version = http.headers.get(VERSION)
         if version is not None and version not in _VERSIONS:
             message = f"header '{VERSION}' is {as_json(version)}, expected {' or '.join(_VERSIONS)}"
@@ -155,10 +154,10 @@ class AnthropicEndpoints(OpenAIEndpoints):
         """Answer a conversation (Anthropic's API)"""
         start_ns = time.monotonic_ns()
         refuse_resuming(http)
-        self._gate.check_room()
+        self._gate.check_capacity()
         beta = BetaFields(http.headers.get("anthropic-beta", ""))
         request = await self.parsed(http, lambda body: parse_message(body, beta, self._key))
-        labels = _noted(request.generation.labels, beta)
+        labels = _log_labels(request.generation.labels, beta)
         asked = dataclasses.replace(request.generation, labels=labels)
         answer = partial(self._answer, http, request)
         return await traced_answer(self._gate, self._catalog, http, start_ns, asked, answer)
@@ -166,7 +165,7 @@ class AnthropicEndpoints(OpenAIEndpoints):
     async def _answer(
         self, http: Request, request: MessageRequest, target: Target, trace: RequestTrace | None
     ) -> Response:
-        request, request_id = _fitted(request, target), _id_of(http)
+        request, request_id = _without_unused_budget(request, target), _id_of(http)
         asked = request.generation
         identity = Identity.of(asked, target.model.fingerprint, request_id.removeprefix("req_"))
         plan = plan_answer(asked, target)
@@ -184,11 +183,11 @@ class AnthropicEndpoints(OpenAIEndpoints):
 
     @post("/v1/messages/count_tokens", body=CountTokensRequest, answer=TokenCount)
     async def count_tokens(self, http: Request) -> Response:
-        """How many tokens a conversation has (Anthropic's API)"""
-        self._gate.check_room()
+        """Count the tokens of a conversation (Anthropic's API)"""
+        self._gate.check_capacity()
         beta = BetaFields(http.headers.get("anthropic-beta", ""))
         request = await self.parsed(http, lambda body: parse_prompt(body, beta, self._key))
-        if labels := _noted({}, beta):
+        if labels := _log_labels({}, beta):
             http.scope[LABELS] = logged(labels)
         prompt = request.prompts[0]
         target = self._catalog.require(request.model, prompt.name)
@@ -198,12 +197,12 @@ class AnthropicEndpoints(OpenAIEndpoints):
             asked = describe_prompt(self._gate, target, prompt, (RETURN_NUM_INPUT_TOKENS,), request_id=_id_of(http))
             described = await unless_disconnected(http, asked)
         except OpenAIError as error:
-            raise request.in_own_fields(error) from None
+            raise request.in_client_fields(error) from None
         return _json({"input_tokens": described.num_tokens}, http)
 
 
-def _fitted(request: MessageRequest, target: Target) -> MessageRequest:
-    """A model that does not reason is below every budget of reasoning, which agents send to every model."""
+def _without_unused_budget(request: MessageRequest, target: Target) -> MessageRequest:
+    """Drops the reasoning budget for a model that does not reason: agents send one to every model."""
     asked = request.generation
     if asked.reasoning.budget_tokens is None or target.model.formats.reasoning is not None:
         return request
@@ -211,8 +210,8 @@ def _fitted(request: MessageRequest, target: Target) -> MessageRequest:
     return dataclasses.replace(request, generation=dataclasses.replace(asked, reasoning=reasoning))
 
 
-def _noted(labels: JsonObject, beta: BetaFields) -> JsonObject:
-    """Labels for the access log: the client's, and ignored fields."""
+def _log_labels(labels: JsonObject, beta: BetaFields) -> JsonObject:
+    """Labels for the access log: the client's own, and ignored fields."""
     beta.write_log()
     return labels | ({"passed_over": ",".join(beta.passed_over)} if beta.passed_over else {})
 

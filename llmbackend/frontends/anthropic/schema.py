@@ -1,14 +1,14 @@
 """The request bodies of the Messages API, also for /openapi.json.
 
-The types of blocks and tools only document them: content.py reads them, since it names the path of an error. Invariant:
-a field has its effect, or needs none, or is refused by name; null is as an absent field.
-Source: Anthropic's API reference; `seed` and `chat_template_kwargs` are vLLM's.
+The types of blocks and tools only document them: content.py reads them, since its errors name the path. Invariant: a
+field has its effect, or needs none, or is refused by name; null is the same as an absent field. Source: Anthropic's API
+reference; `seed` and `chat_template_kwargs` are vLLM's.
 """
 
 from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired
 
 from pydantic import ConfigDict, Field, with_config
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from ..conversation.tools import NAME_PATTERN
 from ..generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
@@ -17,7 +17,7 @@ from ..http.routing import DescribedBy
 _NO_SERVER_TOOLS = "this server has no tools of its own"
 _ONE_SPEED = "the server has one speed"
 _NO_ACCOUNTS = "this server has no workspaces, only API keys"
-_KEPT_WHOLE = "this server does not edit conversations; send what the model should see"
+_NO_EDITING = "this server does not edit conversations; send what the model should see"
 _closed = with_config(extra="forbid")
 _NonEmptyText = Annotated[str, Field(min_length=1)]
 _MayBe = bool | None
@@ -159,12 +159,12 @@ class OutputConfig(ClosedObject):
 
 
 class UnservedFields(ClosedObject):
-    """Refused by name; with an `anthropic-beta` header ignored."""
+    """Refused by name; ignored with an `anthropic-beta` header."""
 
     container: Annotated[Any, Only(reason="this server has no containers")] = None
     mcp_servers: Annotated[Any, Only([], reason=_NO_SERVER_TOOLS)] = None
-    context_management: Annotated[Any, Only({}, {"edits": []}, reason=_KEPT_WHOLE)] = None
-    compaction: Annotated[Any, Only(reason=_KEPT_WHOLE)] = None
+    context_management: Annotated[Any, Only({}, {"edits": []}, reason=_NO_EDITING)] = None
+    compaction: Annotated[Any, Only(reason=_NO_EDITING)] = None
     diagnostics: Annotated[Any, Only(reason="'cache_read_input_tokens' counts cached tokens")] = None
     inference_geo: Annotated[Any, Only(reason="this server has one region")] = None
     speed: Annotated[Any, Only("standard", reason=_ONE_SPEED)] = None
@@ -187,7 +187,7 @@ class PromptFields(UnservedFields):
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="The older form of output_config.format.")
     cache_control: Annotated[Any, DescribedBy(CacheControl | None)] = None
-    """Every prefix is cached while there is room."""
+    """No effect: every prefix is cached while memory lasts."""
     chat_template_kwargs: AnyObject | None = Field(None, description="Variables of the chat template (a vLLM extra).")
 
 

@@ -1,1 +1,1 @@
-"""Conversations as models get them: turns, tools, and which tools may be called; the same for every API."""
+"""Conversations as models receive them: turns, tools, and which tools may be called. Shared by all APIs."""

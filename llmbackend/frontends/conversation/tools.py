@@ -1,7 +1,6 @@
-"""Tools of a conversation: what is offered to the model, and what it may or must call.
+"""Tools of a conversation: which ones the model sees, and which it may or must call.
 
-Does not know: the APIs' forms, how a model writes calls. Invariant: the callable functions of a ToolUse are among its
-tools.
+Independent of API formats and of how models write calls. Invariant: a ToolUse's callable functions are among its tools.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ INPUT: Final = "input"
 NO_PARAMETERS: Final[JsonObject] = {"type": "object", "properties": {}}
 Mode = Literal["none", "auto", "required"]
 ToolKind = Literal["function", "custom", "tool_search"]
-"""The input of `custom` is a text; with `tool_search` the client finds further tools."""
+"""The input of `custom` is a text; with `tool_search` the client finds more tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTool:
-    """A tool that a client's choice names, whether or not it is among its tools."""
+    """A tool named by a client's choice, whether or not it is among the request's tools."""
 
     name: str
     param: str
-    """Field of the name."""
+    """The field that names the tool."""
     expected: str
-    """What the error says was expected if no tool has this name."""
+    """The expectation shown in the error if no tool has this name."""
     kind: ToolKind = "function"
 
 
@@ -41,7 +40,7 @@ class ToolChoice:
     tools: tuple[ChosenTool, ...] | None = None
     """The tools that may be called; None: all."""
     is_named: bool = False
-    """One tool, which is called once."""
+    """Whether it is a single tool, which must be called once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +78,14 @@ class OfferedTool:
     function: Function
     description: str
     name_param: str
-    """Field of its name."""
+    """The field that contains its name."""
     named: NamedTool
 
     @classmethod
     def of(
         cls, name: str, description: str | None, parameters: JsonObject | None, is_strict: bool, param: str, at: str
     ) -> OfferedTool:
-        """A function. param: field of its schema; at: field of its name"""
+        """A function tool. param: field of its schema; at: field of its name"""
         function = Function(name, NO_PARAMETERS if parameters is None else parameters, is_strict, param)
         return cls(function, description or "", at, NamedTool("function", name))
 
@@ -107,13 +106,13 @@ class ToolUse:
     tools: Sequence[JsonObject]
     """All tools, for the chat template."""
     functions: tuple[Function, ...]
-    """Callable ones."""
+    """The callable functions."""
     is_required: bool
-    """Whether one must be called."""
+    """Whether the model must call one."""
     max_calls: int | None
     """None: any number."""
     is_legacy: bool
-    """Whether the answer has `function_call`, the older form."""
+    """Whether the answer has `function_call`, the older format."""
 
     @property
     def field(self) -> str:
@@ -121,7 +120,7 @@ class ToolUse:
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether the model must be kept from some answers that it might write."""
+        """Whether decoding must be constrained by a grammar."""
         is_strict = any(function.is_strict or function.input_grammar is not None for function in self.functions)
         return self.is_required or is_strict or len(self.functions) < len(self.tools)
 
@@ -129,8 +128,7 @@ class ToolUse:
 def tool_use(
     offered: Sequence[OfferedTool], choice: ToolChoice | None, max_calls: int | None = None, *, is_legacy: bool = False
 ) -> ToolUse | None:
-    """None if no tool may be called. is_legacy: the fields are chat's older ones. Raises OpenAIError for a
-    contradiction."""
+    """None if no tool may be called. is_legacy: the fields are chat's older ones. Raises OpenAIError on conflict."""
     known: dict[str, OfferedTool] = {}
     for tool in offered:
         if known.setdefault(tool.function.name, tool) is not tool:

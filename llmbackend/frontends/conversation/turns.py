@@ -1,4 +1,4 @@
-"""The turns of a conversation as messages for chat templates: equal ones for equal conversations, over every API."""
+"""The turns of a conversation as messages for chat templates: identical for the same conversation over every API."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from ..http.errors import JsonObject
 
 
 def called(id: str, name: str, arguments: str) -> JsonObject:
-    """One of a message's `tool_calls`. arguments: JSON"""
+    """One of a message's `tool_calls`. arguments: JSON text"""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @dataclass(slots=True)
 class Turn:
-    """Successive parts of one role."""
+    """Consecutive parts of one role."""
 
     role: str
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[JsonObject] = field(default_factory=list)
     fields: JsonObject = field(default_factory=dict)
-    """Further fields of a tool's message."""
+    """Additional fields of a tool's message."""
     joint: str = "\n"
     """Separator of the texts; an assistant's texts are joined as the model wrote them."""
     param: str = ""
-    """The request's field of the last part."""
+    """The request field of the last part."""
     last_kind: str = "text"
     """The kind of the last part."""
 

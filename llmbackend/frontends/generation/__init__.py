@@ -1,1 +1,1 @@
-"""Generations as all APIs of text share them: the request, the plan of its answer, and the answer over HTTP."""
+"""Generation, shared by all text APIs: the request, the plan of its answer, and the answer over HTTP."""

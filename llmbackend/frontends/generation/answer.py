@@ -1,7 +1,7 @@
-"""What the answers of all APIs share: identity, usage, and the parsed content.
+"""Shared by the answers of all APIs: identity, usage, and the parsed content.
 
-Invariant: all of it is a function of the request, the answer's id and the tokens, so a stream and a whole answer, and
-an answer with and without an engine failure, are the same.
+Invariant: all of it is a function of the request, the answer's id and the tokens. A stream and a whole answer are
+therefore the same, as are answers with and without an engine failure.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Identity:
 
     id: str
     created_s: int
-    """Unix time."""
+    """Unix time in seconds."""
     model: str
     fingerprint: str
     """Changes with the server's release and with the model's configuration; "" for none."""
 
     @classmethod
     def of(cls, request: GenerationRequest, fingerprint: str, request_id: str = "") -> Identity:
-        """request_id: the client's id; "": a new one."""
+        """request_id: the client's id; "": a new one"""
         id = request.id_prefix + (request_id or uuid.uuid4().hex)
         return cls(id, int(time.time()), request.model, fingerprint)
 
     def recorded(self, recording: Recording) -> Identity:
-        """The recorded one of a regenerated stream; else itself, recorded."""
+        """The recorded identity of a regenerated stream; otherwise this one, after recording it."""
         if recording.identity:
             return msgspec.msgpack.decode(recording.identity, type=Identity)
         recording.identity = msgspec.msgpack.encode(self)
@@ -61,17 +61,17 @@ class Identity:
 
 
 class Usage:
-    """The token counts of one answer: each prompt counts once, and each choice."""
+    """The token counts of one answer: each prompt is counted once, and each choice."""
 
     def __init__(self, n: int) -> None:
-        """n: number of choices of each prompt."""
+        """n: number of choices of each prompt"""
         self._n = n
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens: dict[int, int] = {}
         self._reasoning_tokens: dict[int, int] = {}
         self._completion_tokens = 0
         self._reported_tokens: dict[int, int] = {}
-        """The last counts of choices whose deltas have totals."""
+        """The latest counts of choices whose deltas carry totals."""
 
     def add(self, index: int, delta: Delta) -> None:
         if delta.usage is not None:
@@ -113,8 +113,8 @@ class Usage:
 
 
 def request_metrics(delta: Delta, num_output_tokens: int) -> JsonObject:
-    """vLLM's metrics of a request, from the last delta of its only choice. Times in ms: to the first token since an
-    engine took the request, and of the generation from the first to the last token."""
+    """vLLM's metrics of a request, from the last delta of its only choice. Times in ms: from when an engine took the
+    request to the first token, and from the first to the last token."""
     assert delta.times_ns is not None
     arrival, taken, first, last = (ns / 1e6 for ns in delta.times_ns)
     return {
@@ -131,7 +131,7 @@ _SHORT_IDS = frozenset({"mistral"})
 
 
 def call_id(response_id: str, choice: int, index: int, format_name: str) -> str:
-    """The id of a call to which the model gave none."""
+    """The id of a call to which the model did not give one."""
     digest = hashlib.sha256(f"{response_id}/{choice}/{index}".encode()).hexdigest()
     return digest[:9] if format_name in _SHORT_IDS else f"call_{digest[:24]}"
 
@@ -158,7 +158,7 @@ class AnswerReader:
         return 0 if self._parser is None else self._parser.num_reasoning_tokens
 
     def read(self, delta: Delta) -> list[Event]:
-        """The client's events of the next tokens."""
+        """The client's events for the next tokens."""
         if not self._plan.reads_tokens:
             return [ContentDelta(delta.text)] if delta.text else []
         tokens = delta.text_tokens or ([(-1, delta.text, False)] if delta.text else [])
@@ -172,13 +172,13 @@ class AnswerReader:
         return self._shown(events)
 
     def finish_reason(self, reason: str) -> str:
-        """The client's: `tool_calls` if the model stopped after a call."""
+        """The client's finish reason: `tool_calls` if the model stopped after a call."""
         if reason != "stop" or not self.has_call:
             return reason
         return "function_call" if self._is_legacy else "tool_calls"
 
     def as_delta(self, event: Event) -> JsonObject | None:
-        """The event as a stream's `delta`; None if there is none."""
+        """The event as a stream's `delta`; None if it has none."""
         match event:
             case ContentDelta(text):
                 return {"content": text}
@@ -209,7 +209,7 @@ class AnswerReader:
         )
 
     def _last(self, events: list[Event]) -> list[Event]:
-        """Drops content if calls are required: it is the beginning of an incomplete call."""
+        """Drops content if calls are required: it is then the start of an incomplete call."""
         use = self._plan.tool_use
         if use is None or not use.is_required:
             return events

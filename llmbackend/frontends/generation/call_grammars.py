@@ -1,9 +1,9 @@
-"""Grammars of tool calls as structural tags, for calls that are required and for calls that may be made.
+"""Grammars of tool calls as structural tags, for required and for optional calls.
 
 Invariants: the format's parser reads all output that a grammar allows as calls of the request's functions whose
-arguments satisfy their schemas; what tagged parameters cannot enforce is reported by its place in the schema. The work
-is bounded by MAX_TAGGED_PARAMETERS, because plans are made on the event loop.
-Source: XGrammar's documentation of structural tags for the forms of `format`.
+arguments satisfy their schemas; keywords that tagged parameters cannot enforce are reported by their location in the
+schema. The work is bounded by MAX_TAGGED_PARAMETERS, because plans are made on the event loop. Source: XGrammar's
+documentation of structural tags for the forms of `format`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .parsers import CallGrammar, is_plain_text
 _ANY_OBJECT: JsonObject = {"type": "object"}
 MAX_TAGGED_PARAMETERS: Final = 512
 """Limit over all functions of a request, set by the model's grammar."""
-_MAX_PLACES: Final = 64
-"""How many places of one function are reported as not enforced."""
+_MAX_LOCATIONS: Final = 64
+"""How many unenforced locations are reported per function."""
 _ENFORCED = frozenset(("type", "properties", "required", "additionalProperties"))
-_SAYS_NOTHING = frozenset(
+_ANNOTATIONS = frozenset(
     ("$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated")
 )
-_KNOWN = _ENFORCED | _SAYS_NOTHING
+_KNOWN = _ENFORCED | _ANNOTATIONS
 _NOT_NAMES = "'required' must be a list of names of 'properties'"
 _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 """A parameter name that the parser can read."""
@@ -41,9 +41,9 @@ def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
     return _section(_calls(tags, use, grammar), grammar)
 
 
-def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
-    """Free text with calls. The arguments of a strict function follow its schema; those of another one are any object.
-    Raises OpenAIError."""
+def optional_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
+    """Free text with calls. A strict function's arguments follow its schema, others are any object. Raises
+    OpenAIError."""
     _check_count(use, grammar)
     tags = [
         _call(function, grammar, _arguments(function) if function.is_strict else _ANY_OBJECT)
@@ -61,13 +61,12 @@ def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObj
     }
 
 
-def places_not_enforced(use: ToolUse, grammar: CallGrammar) -> Iterator[str]:
-    """Places of keywords in the functions' schemas that the format cannot enforce. A strict function with such keywords
-    is refused."""
+def unenforced_locations(use: ToolUse, grammar: CallGrammar) -> Iterator[str]:
+    """Locations of schema keywords that the format cannot enforce. A strict function with such keywords is refused."""
     if grammar.key_end:
         for function in use.functions:
             if function.input_grammar is None and not function.is_strict:
-                places = islice(_not_tagged(function.parameters), _MAX_PLACES)
+                places = islice(_not_tagged(function.parameters), _MAX_LOCATIONS)
                 yield from (f"{function.param}#{path}" for path, _ in places)
 
 
@@ -115,7 +114,7 @@ def _call(function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -
 
 
 def _input(wanted: InputGrammar, grammar: CallGrammar) -> JsonObject:
-    """The arguments of a custom tool: its one string by its own grammar, written as the format writes strings."""
+    """The arguments of a custom tool: its single string, constrained by its own grammar, in the format's notation."""
     form: JsonObject = {"type": "grammar", "syntax": "lark", "grammar": wanted.definition}
     if wanted.syntax == "regex":
         form = {"type": "regex", "pattern": wanted.definition}
@@ -134,8 +133,7 @@ def _sequence(*elements: JsonObject) -> JsonObject:
 
 
 def _arguments(function: Function) -> JsonObject:
-    """The schema of a function's arguments: always an object, without unknown members, which small models keep
-    inventing."""
+    """The schema of a function's arguments: always an object, without unknown members, which small models invent."""
     schema = function.parameters
     types = schema.get("type", "object")
     if types != "object" and not (isinstance(types, list) and "object" in types):
@@ -168,7 +166,7 @@ class _NotTaggedError(ValueError):
 
 def _parameters(schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: bool) -> JsonObject:
     """The parameters in the order of the schema. is_strict: every keyword must be enforced. Raises _NotTaggedError for
-    a schema that describes no parameters."""
+    a schema that does not describe parameters."""
     root, required = _checked(schema)
     root = _with_definitions(root, schema)
     elements: list[JsonObject] = []
@@ -190,8 +188,7 @@ def property_path(name: str) -> str:
 
 
 def _not_tagged(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(path in the schema, reason) of what tagged parameters cannot enforce. Raises _NotTaggedError like
-    _parameters."""
+    """(path in the schema, reason) of what tagged parameters cannot enforce. Raises like _parameters."""
     root, required = _checked(schema)
     for key in root:
         if key not in _KNOWN:
@@ -221,11 +218,9 @@ def _checked(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The target of a root that is only a reference to one of its own definitions; else the root."""
+    """The target of a root that is only a reference to one of its own definitions; otherwise the root."""
     reference = schema.get("$ref")
-    if not isinstance(reference, str) or any(
-        key not in _SAYS_NOTHING and key not in ("$ref", "type") for key in schema
-    ):
+    if not isinstance(reference, str) or any(key not in _ANNOTATIONS and key not in ("$ref", "type") for key in schema):
         return schema
     for kind in ("$defs", "definitions"):
         definitions = schema.get(kind)

@@ -1,7 +1,7 @@
 """HTTP responses of generations, for all APIs: a whole body, or a stream of events.
 
-Invariants: the generation is closed however the request ends, so no request outlives its client; all deltas that are
-ready are sent together; an error is a stream's last event; work in proportion to a prompt is done in a thread.
+Invariants: the generation is closed however the request ends, so no request outlives its client; all ready deltas are
+sent together; an error is a stream's last event; work that grows with a prompt is done in a thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..http.errors import OpenAIError
 from ..http.event_stream import EventSource, EventStream, pieces_of
 from ..http.request_scope import LABELS, received, sampled, traced, unless_disconnected
 from ..inference_gate import InferenceGate
-from .inferences import Arrival, Generation, check_fields_taken
+from .inferences import Arrival, Generation, check_fields
 from .models import ModelCatalog, Target
 from .request import GenerationRequest
 from .tensors import (
@@ -39,7 +39,7 @@ class Writer(Protocol):
     def end(self) -> bytes: ...
 
     def ping(self) -> bytes:
-        """Keeps a quiet stream alive."""
+        """Keeps a silent stream alive."""
         ...
 
     def fail(self, error: OpenAIError) -> bytes:
@@ -48,8 +48,8 @@ class Writer(Protocol):
 
 
 QUIET_S: Final = 15.0
-"""Silence after which a stream sends a ping to keep the connection open. It is also how long the status line waits for
-the first response, which may be an error."""
+"""Silence after which a stream sends a ping to keep the connection open. Also how long the status line waits for the
+first response, which may be an error."""
 _HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _CONTENT_TYPE: Final = {"content-type": "text/event-stream; charset=utf-8"}
 
@@ -59,8 +59,8 @@ def stream_headers(more: Mapping[str, str]) -> dict[str, str]:
 
 
 async def first_arrival(http: Request, generation: Generation, quiet_s: float | None = QUIET_S) -> Arrival | None:
-    """The first response of a stream, None after `quiet_s`. Awaited before the status line is sent; raises its error,
-    and ClientDisconnect."""
+    """The first response of a stream, None after `quiet_s`. Awaited before the status line is sent; raises the
+    response's error, and ClientDisconnect."""
     await unless_disconnected(http, generation.wait(quiet_s))
     return generation.pop()
 
@@ -76,8 +76,8 @@ class AnswerEvents:
         before_end: Callable[[], Awaitable[None]] | None = None,
         quiet_s: float | None = QUIET_S,
     ) -> None:
-        """first: an arrival that was already popped. before_end: awaited before the last events are sent; if it fails,
-        the answer fails."""
+        """first: an already popped arrival. before_end: awaited before the last events; if it fails, the answer
+        fails"""
         self.quiet_s = quiet_s
         self.is_over = False
         self.needs_task = True
@@ -171,7 +171,7 @@ def _quoted(value: Any) -> str:
 
 
 MakeStream = Callable[[EventSource, Callable[[], None], Mapping[str, str]], Awaitable[Response]]
-"""(events, called when they are over, headers) → the HTTP response."""
+"""(events, callback at their end, headers) → the HTTP response."""
 
 
 async def traced_answer(
@@ -182,10 +182,10 @@ async def traced_answer(
     request: GenerationRequest,
     answer: Callable[[Target, RequestTrace | None], Coroutine[Any, Any, Response]],
 ) -> Response:
-    """Finds the model, checks that it takes all fields, then calls `answer`; logs and traces. start_ns: when the
+    """Finds the model, checks that it supports all fields, then calls `answer`; logs and traces. start_ns: when the
     request arrived. Raises OpenAIError."""
     target = catalog.require(request.model, request.prompts[0].name)
-    check_fields_taken(request, target)
+    check_fields(request, target)
     if request.labels:
         http.scope[LABELS] = logged(request.labels)
     trace = sampled(gate.server, target.name, http, start_ns)
@@ -196,8 +196,7 @@ async def traced_answer(
 async def whole_answer(
     http: Request, generation: Generation, work: Coroutine[Any, Any, bytes], headers: Callable[[], Mapping[str, str]]
 ) -> Response:
-    """work: makes the body from the generation. headers: called at the end. Raises ClientDisconnect, and what `work`
-    raises."""
+    """work: creates the body. headers: called at the end. Raises ClientDisconnect and the errors of `work`."""
     try:
         body = await unless_disconnected(http, work)
         of_schemas = await generation.checked()

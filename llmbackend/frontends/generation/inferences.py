@@ -1,8 +1,8 @@
 """A request's inferences: its generation, one inference per prompt, or the description of a prompt.
 
 Invariants: a Generation is used only on the event loop, and closed however its request ends; responses of its
-inferences are merged in order of arrival and share one backlog, which bounds what waits for the client. A described
-prompt is the one that a generation of the same request has.
+inferences are merged in order of arrival and share one backlog, which bounds the bytes that wait for the client. A
+described prompt is the one that a generation of the same request has.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Generation:
         trace: RequestTrace | None = None,
         recording: Recording | None = None,
     ) -> None:
-        """request_id: the answer's id. trace: belongs to the first prompt; further prompts get child traces. recording:
-        of a stream that other hosts copy."""
+        """request_id: the answer's id. trace: the first prompt's; others get child traces. recording: of a copied
+        stream"""
         self._request = request
         self._plan = plan
         self._request_id = request_id
@@ -94,7 +94,7 @@ class Generation:
                     model_name=target.name,
                     id=request_id,
                     trace=part,
-                    inputs=(target.model.fitted(request.prompts[index]), *options),
+                    inputs=(target.model.reshaped(request.prompts[index]), *options),
                     parameters=parameters,
                     resume=None if recording is None else recording.resume(index),
                 )
@@ -109,8 +109,8 @@ class Generation:
         return self._open == 0 and not self._arrived
 
     def listen(self, listener: Callable[[], None] | None) -> None:
-        """listener: called on the event loop once per wake-up, to pop all deltas; the caller pops those that wait
-        already. None: back to `wait`."""
+        """listener: called on the event loop once per wake-up, to pop all deltas; the caller pops those that are
+        already waiting. None: back to `wait`"""
         self._listener = listener
 
     def _on_responses(self, inferences: Sequence[Inference]) -> None:
@@ -121,7 +121,7 @@ class Generation:
             settle(self._waiter)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """Until there is a delta; False after `timeout_s`."""
+        """Waits for a delta; returns False after `timeout_s`."""
         if self._arrived:
             return True
         loop = asyncio.get_running_loop()
@@ -151,7 +151,7 @@ class Generation:
         try:
             delta = read_delta(*item)
         except TritonError as error:
-            raise in_own_fields(OpenAIError.of(error), self._request, self._plan) from None
+            raise in_client_fields(OpenAIError.of(error), self._request, self._plan) from None
         if delta.is_final:
             self._open -= 1
         choice = self._index_of[inference] * self._request.n + delta.sequence_index
@@ -177,11 +177,11 @@ class Generation:
         return arrival
 
     def headers(self) -> dict[str, str]:
-        """Headers about the request's schemas, once the first response has arrived."""
+        """Headers about the request's schemas, available once the first response has arrived."""
         return {} if self._schemas is None else self._schemas.headers()
 
     async def checked(self) -> dict[str, str]:
-        """Headers for the end of the answer: also whether it satisfies the schemas, which is logged, too."""
+        """Headers for the end of the answer: also whether it satisfies the schemas, which is logged too."""
         if self._schemas is None or not self._schemas.is_needed:
             return {}
         return await self._gate.run_in_thread(partial(self._schemas.judge, self._request_id))
@@ -195,26 +195,26 @@ class Generation:
             inference.close()
 
 
-def check_fields_taken(request: GenerationRequest, target: Target) -> None:
-    """Raises OpenAIError for a field that the model has no input for."""
-    if (field := _field_not_taken(request, target)) is not None:
+def check_fields(request: GenerationRequest, target: Target) -> None:
+    """Raises OpenAIError for a field for which the model has no input."""
+    if (field := _unsupported_field(request, target)) is not None:
         message = f"the model '{target.name}' has no input for '{field}'"
         param = "model" if field == "lora_name" else field
-        raise request.in_own_fields(OpenAIError(message, param=param, code="unsupported_parameter"))
+        raise request.in_client_fields(OpenAIError(message, param=param, code="unsupported_parameter"))
 
 
-def _field_not_taken(request: GenerationRequest, target: Target) -> str | None:
-    if not target.model.takes(SAMPLING_PARAMETERS) and (fields := (*request.sent_fields, *_lora(target))):
+def _unsupported_field(request: GenerationRequest, target: Target) -> str | None:
+    if not target.model.has_input(SAMPLING_PARAMETERS) and (fields := (*request.sent_fields, *_lora(target))):
         return fields[0]
-    if request.logprobs is not None and not target.model.takes(RETURN_LOGPROBS):
+    if request.logprobs is not None and not target.model.has_input(RETURN_LOGPROBS):
         return "logprobs"
-    if request.prior_output_ids and not target.model.takes(PRIOR_OUTPUT_IDS):
+    if request.prior_output_ids and not target.model.has_input(PRIOR_OUTPUT_IDS):
         return PRIOR_OUTPUT_IDS
-    return next((field for name, field in _flags(request).items() if not target.model.takes(name)), None)
+    return next((field for name, field in _flags(request).items() if not target.model.has_input(name)), None)
 
 
 def _flags(request: GenerationRequest) -> dict[str, str]:
-    """The model's input that asks for a further output → the client's field."""
+    """Model inputs that request additional outputs → the client's fields."""
     flags = request.prompt_form.inputs
     if request.return_token_ids:
         flags[RETURN_OUTPUT_IDS] = "return_token_ids"
@@ -236,15 +236,15 @@ def sampling_of(request: GenerationRequest, target: Target, plan: AnswerPlan) ->
     return request.sampling | _lora(target) | plan.sampling
 
 
-def in_own_fields(error: OpenAIError, request: GenerationRequest, plan: AnswerPlan) -> OpenAIError:
-    """An error of the model in terms of the client's fields."""
-    return plan.in_own_fields(error) if plan.is_about_calls(error) else request.in_own_fields(error)
+def in_client_fields(error: OpenAIError, request: GenerationRequest, plan: AnswerPlan) -> OpenAIError:
+    """A model error in terms of the client's fields."""
+    return plan.in_client_fields(error) if plan.is_about_calls(error) else request.in_client_fields(error)
 
 
 def _options(request: GenerationRequest, target: Target, plan: AnswerPlan) -> list[Tensor]:
     """The inputs other than the prompt."""
     wants_counts, wants_usage = _counts(request)
-    has_usage = wants_usage and target.model.takes(RETURN_USAGE)
+    has_usage = wants_usage and target.model.has_input(RETURN_USAGE)
     sampling = sampling_of(request, target, plan)
     has_stops = request.sampling.get("stop") or request.sampling.get("stop_token_ids")
     options = option_inputs(
@@ -264,7 +264,7 @@ def _options(request: GenerationRequest, target: Target, plan: AnswerPlan) -> li
     check_grammar_size(len(options[0].data.item(0)), sampling, request, plan)
     if request.prior_output_ids:
         options = (*options, prior_output_ids_tensor(request.prior_output_ids))
-    return [target.model.fitted(tensor) for tensor in options if target.model.takes(tensor.name)]
+    return [target.model.reshaped(tensor) for tensor in options if target.model.has_input(tensor.name)]
 
 
 def _counts(request: GenerationRequest) -> tuple[bool, bool]:
@@ -309,14 +309,15 @@ async def describe_prompt(
 ) -> PromptDescription:
     """wanted: flags of tensors.py: RETURN_NUM_INPUT_TOKENS, RETURN_MAX_MODEL_LEN, RETURN_PROMPT_TOKEN_IDS,
     RETURN_PROMPT_TOKENS, RETURN_PROMPT_TEXT, RETURN_TOKENIZER_CONFIG, and RETURN_SAMPLING_PARAMETERS, with which the
-    request is checked like a generation. sampling: with that flag all parameters, else those that change the prompt.
-    The caller must watch the client (`unless_disconnected`). Raises OpenAIError with the host's names of inputs."""
-    if not target.model.takes(PROMPT_ONLY):
+    request is checked like a generation. sampling: with that flag all parameters, otherwise those that change the
+    prompt. The caller must handle a client disconnect (`unless_disconnected`). Raises OpenAIError in the host's
+    names."""
+    if not target.model.has_input(PROMPT_ONLY):
         message = f"the model '{target.name}' has no input '{PROMPT_ONLY}', so its prompts are unknown"
         raise OpenAIError(message, param="model", code="unsupported_parameter")
     flags = (Tensor.of(name, np.array([True])) for name in (PROMPT_ONLY, *wanted))
     parameters = Tensor.text(SAMPLING_PARAMETERS, orjson.dumps(dict(sampling or {})))
-    inputs = tuple(target.model.fitted(tensor) for tensor in (prompt, parameters, *flags))
+    inputs = tuple(target.model.reshaped(tensor) for tensor in (prompt, parameters, *flags))
     gate.admit(1)
     marks: dict[str, ParameterValue] = {MAX_TOKENS_MUST_FIT: True} if max_tokens_must_fit else {}
     request = InferenceRequest(model_name=target.name, id=request_id, inputs=inputs, parameters=marks)

@@ -1,8 +1,9 @@
-"""The host's language models: their names, the inputs that each takes, the formats that it writes.
+"""The host's language models: their names, inputs and output formats.
 
 Invariants: a model is listed while the host has a READY version that requires a prompt and no input unknown to the
-frontends; only inputs that it declares are sent, in its declared rank. Formats are those that the model's configuration
-names, else those that its chat template shows; clients that need a format with an unknown name get an error.
+frontends; only inputs that it declares are sent, in their declared rank. Formats are those named by the model's
+configuration, otherwise those detected from its chat template. If the configuration names an unknown format, requests
+that need it fail.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class OutputFormats:
     reasoning: ReasoningFormat | None = None
     """None: the model does not reason."""
     error: str = ""
-    """Why the names in the model's configuration are wrong; "" if they are not."""
+    """Why the names in the model's configuration are invalid; "" if they are valid."""
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> OutputFormats:
@@ -55,7 +56,7 @@ class OutputFormats:
         )
 
     def check(self, model: str) -> None:
-        """Raises OpenAIError 500 for a wrong configuration."""
+        """Raises OpenAIError 500 for an invalid configuration."""
         if self.error:
             message = f"the configuration of the model '{model}' is invalid: {self.error}"
             raise OpenAIError(message, param="model", status=500, kind="server_error")
@@ -81,30 +82,30 @@ LORA_NAMES = "lora_names"
 LORA_MODELS = "lora_models"
 """Parameter: the adapters that clients can name like a model."""
 _MAX_NAMED = 20
-"""How many models an error names."""
+"""How many models an error message lists."""
 ADAPTERS_FAMILY = "llmbackend:lora_adapters"
-"""Metric: the adapters that were loaded at run time, by the label `lora_name`."""
+"""Metric: the adapters loaded at run time, by the label `lora_name`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
-    """A model with the LLM tensor interface, as it declares itself."""
+    """A model with the LLM tensor interface, as described by its metadata."""
 
     name: str
-    """The host's."""
+    """The host's name."""
     served_names: Sequence[str]
     """The clients' names of it, the canonical one first."""
     ranks: Mapping[str, int]
-    """Number of dimensions of each input that the model takes and the frontends can send."""
+    """Number of dimensions of each input that the model has and the frontends can send."""
     fingerprint: str
     """OpenAI's `system_fingerprint`; "" when the host has none."""
     formats: OutputFormats = NO_FORMATS
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    """The model's own values for sampling parameters that a request omits."""
+    """The model's own values of sampling parameters that a request omits."""
 
     @classmethod
     def of(cls, metadata: ModelMetadata, parameters: Mapping[str, str]) -> LanguageModel | None:
-        """parameters: from the model's configuration. Returns None if it is no language model, or requires an unknown
+        """parameters: from the configuration. Returns None for other models and for those that require an unknown
         input."""
         outputs = {tensor.name: tensor.datatype for tensor in metadata.outputs}
         known = {tensor.name: tensor for tensor in metadata.inputs if _is_known(tensor)}
@@ -120,11 +121,11 @@ class LanguageModel:
         served_names = split_names(parameters.get(SERVED_MODEL_NAME, "")) or (metadata.name,)
         return cls(metadata.name, served_names, usable, fingerprint, OutputFormats.of(parameters), defaults)
 
-    def takes(self, name: str) -> bool:
+    def has_input(self, name: str) -> bool:
         return name in self.ranks
 
-    def fitted(self, tensor: Tensor) -> Tensor:
-        """A tensor of one dimension in the rank that the model declares, as a batch of one."""
+    def reshaped(self, tensor: Tensor) -> Tensor:
+        """Reshapes a tensor of one dimension to the rank that the model declares, as a batch of one."""
         shape = (1,) * (self.ranks[tensor.name] - 1) + tensor.shape
         if shape == tensor.shape:
             return tensor
@@ -140,10 +141,10 @@ def _is_known(tensor: TensorMetadata) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model and adapter that a request's `model` names."""
+    """The model and adapter named by a request's `model`."""
 
     name: str
-    """The host's model."""
+    """The host's name of the model."""
     lora_name: str
     """"" without an adapter."""
     model: LanguageModel
@@ -154,7 +155,7 @@ class ModelCatalog:
 
     def __init__(self, server: Host, lora_separator: str = "", fingerprint: str | None = None) -> None:
         """lora_separator: separates the names of model and adapter (Triton's --lora-separator); "": no such names.
-        fingerprint: replaces the models' own fingerprints."""
+        fingerprint: replaces the models' own fingerprints"""
         self._server = server
         self._fingerprint = fingerprint
         self._separator = lora_separator
@@ -185,13 +186,13 @@ class ModelCatalog:
         return self._describe(model, self._context_lengths())
 
     def require(self, model: str, prompt_input: str) -> Target:
-        """Raises OpenAIError: 404 for an unknown model, 503 while it loads or if it failed to, 400 if it does not have
-        `prompt_input` or the adapter."""
+        """Raises OpenAIError: 404 for an unknown model, 503 while it is loading or if loading failed, 400 if it does
+        not have `prompt_input` or the adapter."""
         name, lora_name = self._split(model)
         found = self._language_model(name)
         if found is None:
             raise self._absent(name)
-        if not found.takes(prompt_input):
+        if not found.has_input(prompt_input):
             raise _lacks(name, prompt_input)
         return Target(found.name, lora_name, found)
 
@@ -200,7 +201,7 @@ class ModelCatalog:
         return request if request.model else dataclasses.replace(request, model=self.named(None))
 
     def named(self, model: str | None) -> str:
-        """`model`; for None the only one that is served. Raises OpenAIError if there are several or none."""
+        """`model`; for None, the only one that is served. Raises OpenAIError if there are several or none."""
         if model is not None:
             return model
         served = [model.served_names[0] for model in self._models()]
@@ -236,7 +237,7 @@ class ModelCatalog:
         return model
 
     def check_adapter_name(self, lora_name: str, model: str) -> None:
-        """Raises OpenAIError if the name already means something else, or there is no such model."""
+        """Raises OpenAIError if the name is already taken, or there is no such model."""
         if self._language_model(model) is None:
             raise self._absent(model)
         if self._language_model(lora_name) is not None:
@@ -247,7 +248,7 @@ class ModelCatalog:
             raise OpenAIError(text, param="lora_name", code="invalid_value")
 
     def _adapters(self) -> dict[str, str]:
-        """Adapter → model, for adapters that clients can name like a model; if two have one name, the first."""
+        """Adapter → model, for adapters that clients can name like a model; if two have the same name, the first."""
         found: dict[str, str] = {}
         for row in self._server.repository_index(ready_only=True):
             for lora_name in self._listed(row.name, LORA_MODELS):
@@ -270,8 +271,8 @@ class ModelCatalog:
         return parameters[parameter].split(",") if parameter in parameters else ()
 
     def _language_model(self, name: str) -> LanguageModel | None:
-        """None if no version is READY or it is no language model. A model whose engine is down counts as served: its
-        requests get 503."""
+        """None if no version is READY or it is not a language model. While its engine is down, it is listed and answers
+        503."""
         try:
             metadata = self._server.model_metadata(name)
         except TritonError as error:
@@ -280,7 +281,7 @@ class ModelCatalog:
                 return None
             raise
         read_from, found = self._known.get(name, (None, None))
-        if read_from is not metadata.inputs:  # made once per load
+        if read_from is not metadata.inputs:  # created once per load
             found = LanguageModel.of(metadata, self._server.model_parameters(name))
             if found is not None and self._fingerprint is not None:
                 found = dataclasses.replace(found, fingerprint=self._fingerprint)

@@ -1,7 +1,7 @@
-"""AnswerPlan: how the answer of a chat is parsed, and the grammar that makes this possible: tools and reasoning.
+"""AnswerPlan: how a chat's answer is parsed, and the grammar that makes it parseable: tools and reasoning.
 
-Invariants: without tools and reasoning the text is not parsed; what the model cannot do is refused by name, and so is a
-grammar that is too large for the model's input, with the schema that makes it so.
+Invariants: without tools and reasoning, the text is not parsed. What the model does not support is refused by name; so
+is a grammar that is too large for the model's input, naming the schema that makes it so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import orjson
 
 from ..conversation.tools import Function, ToolUse
 from ..http.errors import JsonObject, OpenAIError
-from .call_grammars import places_not_enforced, property_path, required_calls, voluntary_calls, written_properties
+from .call_grammars import optional_calls, property_path, required_calls, unenforced_locations, written_properties
 from .models import Target
 from .parsers import ReasoningFormat, ToolCallFormat
 from .request import STRUCTURED_OUTPUTS, GenerationRequest
@@ -25,8 +25,8 @@ _PATH = re.compile(
     "/structural_tag/\\S*?tags/(?P<index>\\d+)/content(?:/tags/(?P<inner>\\d+)/content)?"
     "(?:/elements/(?P<element>\\d+))?(?:/content)*/(?:grammar|pattern|json_schema(?P<path>/[^\\s:]*)?)"
 )
-"""A place in a grammar of calls, as the model names it."""
-_PLACE = re.compile(f"'{STRUCTURED_OUTPUTS}' at (?P<place>{_PATH.pattern})")
+"""A location in a grammar of calls, as the model names it."""
+_LOCATION = re.compile(f"'{STRUCTURED_OUTPUTS}' at (?P<place>{_PATH.pattern})")
 CALL_ARGUMENTS: JsonObject = {"whitespace_pattern": "[ ]"}
 """Arguments are on one line, as templates show calls; otherwise a small model may write spaces up to its limit."""
 
@@ -48,13 +48,13 @@ class AnswerPlan:
     """False: the answer is plain text, which is not parsed."""
 
     def is_about_calls(self, error: OpenAIError) -> bool:
-        """Whether an error of the model is about the grammar of calls, which the client did not send."""
+        """Whether a model error is about the grammar of calls, which the client did not send."""
         return error.param == STRUCTURED_OUTPUTS and STRUCTURED_OUTPUTS in self.sampling
 
-    def in_own_fields(self, error: OpenAIError) -> OpenAIError:
+    def in_client_fields(self, error: OpenAIError) -> OpenAIError:
         """Rewrites an error about the grammar of calls in terms of the client's tools."""
-        found = _PLACE.search(error.message)
-        own = None if found is None else self.own_place(found["place"])
+        found = _LOCATION.search(error.message)
+        own = None if found is None else self.client_path(found["place"])
         if found is None or own is None:
             return error
         error.param, _, path = own.partition("#")
@@ -62,8 +62,8 @@ class AnswerPlan:
         error.message = error.message.replace(found[0], f"'{error.param}'{at}", 1)
         return error
 
-    def own_place(self, path: str) -> str | None:
-        """A path in the grammar of calls as `schema of the function#path`; None for another path."""
+    def client_path(self, path: str) -> str | None:
+        """Rewrites a path in the grammar of calls as `schema of the function#path`; None for any other path."""
         use, found = self.tool_use, _PATH.match(path)
         if use is None or found is None:
             return None
@@ -81,14 +81,14 @@ class AnswerPlan:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a grammar constrains the answer, calls included."""
+        """Whether a grammar, possibly of calls, constrains the answer."""
         return STRUCTURED_OUTPUTS in self.sampling
 
     @property
     def not_enforced(self) -> Iterator[str]:
         calls = self.tool_format
         if self.has_grammar and self.tool_use is not None and calls is not None:
-            yield from places_not_enforced(self.tool_use, calls.grammar)
+            yield from unenforced_locations(self.tool_use, calls.grammar)
 
     @property
     def schemas(self) -> dict[str, JsonObject]:
@@ -99,11 +99,11 @@ TEXT: Final = AnswerPlan(None, None, None, False, False, reads_tokens=False)
 
 
 def plan_answer(request: GenerationRequest, target: Target) -> AnswerPlan:
-    """Raises OpenAIError for what the model cannot do."""
+    """Raises OpenAIError for what the model does not support."""
     try:
         return _plan(request, target)
     except OpenAIError as error:
-        raise request.in_own_fields(error) from None
+        raise request.in_client_fields(error) from None
 
 
 def _plan(request: GenerationRequest, target: Target) -> AnswerPlan:
@@ -120,7 +120,7 @@ def _plan(request: GenerationRequest, target: Target) -> AnswerPlan:
     if (budget := request.reasoning.budget_tokens) is not None:
         sampling["thinking_token_budget"] = budget
     if use is not None and formats.tool_calls is not None:
-        sampling |= _held_to(use, formats.tool_calls, _wanted(request, use), target)
+        sampling |= _grammar_sampling(use, formats.tool_calls, _wanted(request, use), target)
     return AnswerPlan(
         tool_use=use,
         tool_format=formats.tool_calls if use is not None else None,
@@ -140,7 +140,7 @@ def _is_about_reasoning(request: GenerationRequest, target: Target) -> bool:
 
 
 def _wanted(request: GenerationRequest, use: ToolUse) -> JsonObject | None:
-    """The request's constraint of the answer's text. Raises OpenAIError for one that excludes calls."""
+    """The request's constraint on the answer's text. Raises OpenAIError for one that excludes calls."""
     for name in request.sampling:
         if name.startswith("guided_") or name == "structural_tag":
             raise _excluded(use, name)
@@ -148,29 +148,28 @@ def _wanted(request: GenerationRequest, use: ToolUse) -> JsonObject | None:
     return wanted
 
 
-def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target) -> JsonObject:
-    """Sampling parameters with the grammar of the answer; {} if it has none. wanted: the constraint that the request
-    asks for."""
+def _grammar_sampling(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target) -> JsonObject:
+    """Sampling parameters with the answer's grammar; {} if it has none. wanted: the requested constraint"""
     if not use.needs_grammar and wanted is None:
-        return _ended_by_one_call(use, calls)
+        return _one_call_sampling(use, calls)
     if not (use.is_required or calls.trigger):
         raise _refused(target, use.field, f"writes calls in the format '{calls.name}', which no grammar enforces")
     if use.is_required:
         form = required_calls(use, calls.grammar)
     elif wanted is None:
-        form = voluntary_calls(use, calls.grammar, calls.trigger)
+        form = optional_calls(use, calls.grammar, calls.trigger)
     else:
         form = {"type": "or", "elements": [required_calls(use, calls.grammar), _as_format(wanted, use)]}
     arguments = CALL_ARGUMENTS if wanted is None else {}
     return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}, **arguments}}
 
 
-def _ended_by_one_call(use: ToolUse, calls: ToolCallFormat) -> JsonObject:
-    """If at most one call is allowed, ends the answer after it, so that no tokens are computed in vain. Formats without
+def _one_call_sampling(use: ToolUse, calls: ToolCallFormat) -> JsonObject:
+    """If at most one call is allowed, ends the answer after it, to avoid generating useless tokens. Formats without
     JSON arguments, or without a marker before a call, drop later calls instead, as vLLM does."""
     if use.max_calls != 1 or calls.grammar.key_end or not calls.trigger:
         return {}
-    form = voluntary_calls(use, calls.grammar, calls.trigger)
+    form = optional_calls(use, calls.grammar, calls.trigger)
     return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}}}
 
 
@@ -213,7 +212,7 @@ def check_grammar_size(num_bytes: int, sampling: JsonObject, request: Generation
 
 
 def _parts(request: GenerationRequest, plan: AnswerPlan) -> Iterator[tuple[int, str, str]]:
-    """(bytes, field, subject and verb of the error's text)"""
+    """(bytes, field, subject and verb of the error message)"""
     if (wanted := request.sampling.get(STRUCTURED_OUTPUTS)) is not None:
         yield len(orjson.dumps(wanted)), request.structure_field, "has"
     if plan.tool_use is not None and STRUCTURED_OUTPUTS in plan.sampling:

@@ -1,7 +1,7 @@
 """GenerationRequest: a client's request in one form for all APIs.
 
-Invariants: it is valid as far as can be checked without the model, and has everything that the body asked for; errors
-of the model are translated into the client's fields.
+Invariants: it is valid as far as can be checked without the model, and contains everything that the body asked for;
+model errors are translated to the client's fields.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ FORMER_FIELDS = (
 STRUCTURE_FIELDS = frozenset((STRUCTURED_OUTPUTS, *FORMER_FIELDS))
 """All sampling parameters that constrain the output."""
 _PATH = re.compile(f"'{STRUCTURED_OUTPUTS}'(?: at /(json_object|json|structural_tag)(?=[/: ])(/[^: ]*)?)?")
-"""A place in a constraint, as the model names it."""
+"""A location in a constraint, as the model names it."""
 
 
 def in_structure_field(error: OpenAIError, field: str, schema_field: str) -> OpenAIError:
-    """An error of the model about `structured_outputs`, in terms of the client's field."""
+    """A model error about `structured_outputs`, in terms of the client's field."""
 
     def renamed(match: re.Match[str]) -> str:
         named = schema_field if match[1] == "json" else field
@@ -62,12 +62,12 @@ FIRST_RANK = 0
 
 @dataclass(frozen=True, slots=True)
 class LogprobForm:
-    """The log probabilities that a client asked for."""
+    """The logprobs that a client asked for."""
 
     top: int
-    """How many of the most likely tokens are returned, besides the chosen one."""
+    """How many of the most likely tokens are returned, in addition to the chosen one."""
     as_token_ids: bool = False
-    """Tokens are written as `token_id:7` instead of their text."""
+    """Whether tokens are written as `token_id:7` instead of their text."""
     token_ids: tuple[str, ...] = ()
     """Return these tokens instead of the most likely ones."""
 
@@ -77,8 +77,7 @@ class LogprobForm:
         return entry["decoded_token"] or ""
 
     def others(self, entries: TokenEntries) -> list[tuple[str, dict[str, Any]]]:
-        """The tokens of a position to report. The chosen one is among them if it is likely enough by its rank, or if
-        tokens were asked for by their ids."""
+        """The tokens to report: the chosen one and those of `token_ids`, or else the `top` most likely ones."""
         if self.token_ids:
             ids = dict.fromkeys((next(iter(entries)), *self.token_ids))
             return [(token_id, entries[token_id]) for token_id in ids if token_id in entries]
@@ -139,13 +138,13 @@ class PromptForm:
         if self.has_token_ids:
             fields["prompt_token_ids"] = prompt.token_ids
         if self.logprobs is not None:
-            # JSON has no minus infinity: the interface sends null, vLLM's server this number.
+            # JSON has no minus infinity: the model interface sends null, vLLM's server this number.
             text = prompt.logprobs_json.replace(b'"logprob":null', b'"logprob":-9999.0')
             fields["prompt_logprobs"] = orjson.Fragment(text)
         return fields
 
     def positions(self, prompt: PromptDetails) -> list[TokenEntries]:
-        """The echoed log probabilities of the prompt. The first token has none."""
+        """The echoed logprobs of the prompt. The first token has none."""
         if not self.has_echoed_logprobs:
             return []
         first = first_position(prompt.token_ids[0], prompt.first_token)
@@ -177,7 +176,7 @@ class StoredParts:
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """What the client asked of a stream."""
+    """What the client requested for a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -194,7 +193,7 @@ class GenerationRequest:
     """A client's request."""
 
     model: str
-    """ "": the server's only one."""
+    """"": the server's only model."""
     prompts: tuple[Tensor, ...]
     """Tensors of one kind: `messages`, `text_input` or `input_ids`."""
     id_prefix: str
@@ -212,9 +211,9 @@ class GenerationRequest:
     logprobs: LogprobForm | None = None
     """None: no logprobs."""
     return_token_ids: bool = False
-    """Whether the answer has its token ids."""
+    """Whether the answer includes its token ids."""
     include_metrics: bool = False
-    """Whether the answer has its times; of one choice alone."""
+    """Whether the answer includes its timings; only with one choice."""
     prompt_form: PromptForm = NO_PROMPT_FORM
     labels: dict[str, Any] = field(default_factory=dict)
     """Labels for the access log."""
@@ -225,21 +224,21 @@ class GenerationRequest:
     max_tokens_field: str = ""
     """The field that limits the answer; "" for none."""
     structure_field: str = STRUCTURED_OUTPUTS
-    """The field that `structured_outputs` comes from."""
+    """The field that sets `structured_outputs`."""
     schema_field: str = ""
     """The path of its JSON schema."""
     field_names: Mapping[str, str] = field(default_factory=dict)
-    """Names of chat's fields and of sampling parameters → the client's."""
+    """Names of chat's fields and of sampling parameters → the client's names."""
     request_id: str = ""
-    """The client's; "" for none."""
+    """The client's id; "" for none."""
     tool_use: ToolUse | None = None
     """None: no tool may be called."""
     reasoning: ReasoningUse = NO_REASONING_USE
     stored: StoredParts | None = None
     """Set for a chat with `store`."""
     prior_output_ids: tuple[int, ...] = ()
-    """Tokens that an interrupted generation of the same request has sent; it continues after them. Requires one choice,
-    and a seed unless the temperature is 0."""
+    """Tokens already sent by an interrupted generation of the same request; generation continues after them. Requires
+    one choice, and a seed unless the temperature is 0."""
 
     @property
     def num_choices(self) -> int:
@@ -249,8 +248,8 @@ class GenerationRequest:
     def is_chat(self) -> bool:
         return self.prompts[0].name == MESSAGES
 
-    def in_own_fields(self, error: OpenAIError) -> OpenAIError:
-        """An error of the model with the request's names of fields."""
+    def in_client_fields(self, error: OpenAIError) -> OpenAIError:
+        """A model error with the request's field names."""
         if error.param == "max_tokens" and self.max_tokens_field:
             error.param = self.max_tokens_field
             error.message = error.message.replace("'max_tokens'", f"'{self.max_tokens_field}'")

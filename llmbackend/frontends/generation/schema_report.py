@@ -1,7 +1,7 @@
 """Which keywords of a request's schemas are not enforced, and whether the finished answer satisfies the schemas anyway.
 
-It is reported in headers and one log line. Invariants: places are named in the client's fields; if everything is
-enforced, nothing is kept or validated; nothing is fetched; a validation that takes too long has no verdict.
+Reported in headers and one log line. Invariants: locations are named in the client's fields; if everything is enforced,
+nothing is retained or validated; nothing is fetched; a validation that takes too long has no verdict.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MAX_CPU_S: Final = 1.0
 """CPU time of the validating thread for one answer; 2,000 tokens take 0.05 s."""
 MAX_PATTERN_CHARS: Final = 8192
 MAX_PATTERNS_S: Final = 0.5
-"""Limit for all patterns of one answer. They are matched without the interpreter's lock."""
+"""Limit for all patterns of one answer. They are matched without the GIL."""
 _UNBOUNDED: Final = ("patternProperties", "dependentSchemas")
-"""Keywords that jsonschema's `unevaluatedProperties` follows without a bound on the work."""
+"""Keywords that jsonschema's `unevaluatedProperties` follows without bounding the work."""
 _DRAFTS: Final = ("Draft3", "Draft4", "Draft6", "Draft7", "Draft201909", "Draft202012")
 
 
@@ -78,7 +78,7 @@ def violation(schema: Mapping[str, Any] | bool, text: str, budget: Budget | None
         return _violation(schema, value)
     except NotJudgedError:
         raise
-    except Exception as error:  # a keyword's value or a reference that jsonschema cannot use
+    except Exception as error:  # a keyword's value or a reference that jsonschema cannot handle
         raise NotJudgedError(f"the schema cannot be read: {type(error).__name__}") from None
     finally:
         _BUDGET.reset(token)
@@ -107,7 +107,7 @@ def _check_bounded(schema: Mapping[str, Any] | bool) -> None:
 
 @functools.cache
 def _bounded_drafts() -> dict[str, Any]:
-    """Validators whose keywords check the time. Made on first use: the import takes 0.1 s."""
+    """Validators whose keywords check the time. Created on first use: the import takes 0.1 s."""
     import jsonschema
     from jsonschema.validators import extend
 
@@ -171,7 +171,7 @@ def _additional_properties(validator: Any, wanted: Any, instance: Any, schema: A
 
 
 def _unique_items(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    """Replaces jsonschema's own check, which compares every two items."""
+    """Replaces jsonschema's own check, which compares all pairs of items."""
     if wanted is True and validator.is_type(instance, "array"):
         seen: set[str] = set()
         for item in instance:
@@ -182,7 +182,7 @@ def _unique_items(validator: Any, wanted: Any, instance: Any, schema: Any) -> It
 
 
 def _comparable(value: Any) -> Any:
-    """The value with one spelling of each number."""
+    """The value with a canonical form of each number."""
     if isinstance(value, dict):
         return {name: _comparable(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -192,7 +192,7 @@ def _comparable(value: Any) -> Any:
 
 log = logging.getLogger(__name__)
 NOT_ENFORCED: Final = "x-schema-not-enforced"
-"""Places of keywords: `tools[0].function.parameters#/properties/tags/uniqueItems, …`."""
+"""Locations of keywords: `tools[0].function.parameters#/properties/tags/uniqueItems, …`."""
 VALID: Final = "x-schema-valid"
 """`true`, `false`, or `unknown`."""
 _MAX_HEADER_CHARS: Final = 2048
@@ -215,7 +215,7 @@ class SchemaReport:
 
     def add(self, choice: int, delta: Delta) -> None:
         for place in delta.not_enforced:
-            self._places.setdefault(self._own(place))
+            self._places.setdefault(self._client_path(place))
         if self._places:
             self._deltas.setdefault(choice, []).append(delta)
 
@@ -229,8 +229,8 @@ class SchemaReport:
         return {NOT_ENFORCED: value}
 
     def judge(self, response_id: str) -> dict[str, str]:
-        """Validates the whole answer, logs the verdict, and returns the headers with it. Call it in a thread: the work
-        grows with the answer."""
+        """Validates the whole answer, logs the verdict, and returns the headers that include it. To be called in a
+        thread: the work grows with the answer."""
         budget = Budget()
         faults: list[str] = []
         unknown: list[str] = []
@@ -283,11 +283,11 @@ class SchemaReport:
         except orjson.JSONDecodeError:
             raise NotJudgedError("the schema cannot be read") from None
 
-    def _own(self, place: str) -> str:
-        """A place in the sampling parameters, in the client's fields."""
+    def _client_path(self, place: str) -> str:
+        """A location in the sampling parameters, in the client's fields."""
         param, _, path = place.partition("#")
         if param == STRUCTURED_OUTPUTS and self._plan.has_grammar:
-            return self._plan.own_place(path) or self._in_schema_field(path.partition("/json_schema")[2]) or place
+            return self._plan.client_path(path) or self._in_schema_field(path.partition("/json_schema")[2]) or place
         if param == STRUCTURED_OUTPUTS and path.startswith("/json/"):
             return self._in_schema_field(path.removeprefix("/json")) or place
         return place

@@ -1,9 +1,9 @@
-"""Sealed text that a client carries from one request to the next: `encrypted_content` of the Responses API,
-`signature` of Anthropic's thinking blocks.
+"""Sealed text that a client carries from one request to the next: `encrypted_content` of the Responses API, `signature`
+of Anthropic's thinking blocks.
 
 A seal is a function of text and key, so an answer has the same bytes after an engine failure. With a secret key,
-clients can neither read, alter nor make sealed text; they can replay it, and see that two texts are equal. With the
-fixed key below, anyone can read and make it; a seal then only shows that a text is complete.
+clients can neither read, alter nor forge sealed text; they can replay it, and see that two texts are equal. With the
+fixed key below, anyone can read and create it; a seal then only shows that a text is complete.
 
 The construction is a synthetic IV, as in RFC 5297: the HMAC of the text is its tag and the seed of the keystream.
 """
@@ -31,7 +31,7 @@ class SealingKey:
         return urlsafe_b64encode(_VERSION + tag + self._masked(content, tag)).decode()
 
     def unseal(self, sealed: str) -> str:
-        """Raises ValueError for text that was not sealed with this key, or altered."""
+        """Raises ValueError for text that was altered or not sealed with this key."""
         try:
             data = urlsafe_b64decode(sealed.encode("ascii"))
         except (UnicodeEncodeError, binascii.Error):

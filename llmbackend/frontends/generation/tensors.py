@@ -1,5 +1,4 @@
-"""The LLM tensor interface (vllm_backend's, plus `messages` and `input_ids`): the only module of the frontends with the
-names of tensors."""
+"""The LLM tensor interface (vllm_backend's, plus `messages` and `input_ids`); tensor names occur only here."""
 
 from __future__ import annotations
 
@@ -72,18 +71,18 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
 }
 """The other inputs, with their datatypes."""
 MAX_TOKENS_MUST_FIT: Final = "triton_max_tokens_must_fit"
-"""Request parameter: a max_tokens beyond the context is refused instead of cut. Clients of the other protocols cannot
-send parameters with this prefix."""
+"""Request parameter: a max_tokens beyond the context is refused instead of reduced. Clients of the other protocols
+cannot send parameters with this prefix."""
 LORA_CHANGE: Final = "triton_lora_change"
 """Request parameter: JSON of an adapter that the model loads or unloads. The request has no inputs."""
 _NONE = ResponseFlag.NONE
 TokenEntries = dict[str, dict[str, Any]]
 """{token id: {logprob, rank, decoded_token}} at one position; the first entry is the chosen token's (as in vLLM)."""
 TextToken = tuple[int, str, bool]
-"""(token id, the text that it added to the output, whether it is a special token with its own text). A negative id:
-text of earlier tokens that was held back."""
+"""(token id, the text that it added to the output, whether it is a special token with its own text). Negative id: text
+of earlier tokens that was held back."""
 PROMPT_IN_REASONING = -2
-"""Id of the first TextToken where the prompt already ends inside the reasoning."""
+"""Id of the first TextToken if the prompt already ends inside the reasoning."""
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
@@ -92,7 +91,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
     text: str = ""
     token_ids: Sequence[int] = ()
     first_token: str = ""
-    """The first one as text."""
+    """The prompt's first token as text."""
     logprobs: Sequence[TokenEntries | None] = ()
     """One entry per token; the first token has none."""
     logprobs_json: bytes = b""
@@ -103,7 +102,7 @@ class Delta(msgspec.Struct, frozen=True):
     """What one response adds to one choice."""
 
     text: str
-    """New text, never half a character."""
+    """New text, always whole characters."""
     finish_reason: str | None
     """`stop` or `length`, on the last response."""
     logprobs: list[TokenEntries]
@@ -111,30 +110,30 @@ class Delta(msgspec.Struct, frozen=True):
     num_input_tokens: int
     """Tokens of the whole prompt."""
     num_output_tokens: int
-    """New ones."""
+    """New output tokens."""
     is_final: bool
     """Nothing follows."""
     num_cached_tokens: int | None = None
-    """Tokens of the prompt that were not computed again; None when the model does not say."""
+    """Prompt tokens that were not computed again; None if the model does not report them."""
     text_tokens: Sequence[TextToken] = ()
     """The new tokens with their text, if requested."""
     sequence_index: int = 0
-    """Which of its prompt's choices."""
+    """The index of the choice among those of its prompt."""
     token_ids: Sequence[int] = ()
     """The new tokens, if requested."""
     prompt: PromptDetails | None = None
-    """When asked for."""
+    """Set if requested."""
     stop_reason: int | str | None = None
     """In the last response, if requested: the stop string or stop token of the request that ended the choice."""
     usage: tuple[int, int, int] | None = None
     """(prompt tokens, output tokens, prompt tokens that were not computed again) of the choice so far. Present in its
     first and its last response, if responses have no counts of their own."""
     not_enforced: Sequence[str] = ()
-    """Places in the sampling parameters of keywords of schemas that the answer is not held to; with a choice's first
-    response, if requested."""
+    """Locations in the sampling parameters of unenforced schema keywords; with a choice's first response, on
+    request."""
     times_ns: tuple[int, int, int, int] | None = None
-    """When the request arrived, an engine took it, its first and its last token came; with the last response, when
-    asked for."""
+    """When the request arrived, an engine took it, and its first and last tokens came; with the last response, on
+    request."""
 
 
 def text_tensor(text: str) -> Tensor:
@@ -164,8 +163,8 @@ def option_inputs(
     text_tokens: bool = False,
     more: Collection[str] = (),
 ) -> tuple[Tensor, ...]:
-    """The inputs other than the prompt: how tokens are chosen, and what the responses carry. counts: with each of
-    them; more: names of further flags that are set."""
+    """The inputs other than the prompt: how tokens are chosen, and what the responses carry. counts: with each
+    response; more: names of other flags that are set"""
     flags = {
         "stream": stream,
         "exclude_input_in_output": True,
@@ -183,7 +182,7 @@ def option_inputs(
 
 
 def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta:
-    """Raises the response's own error, and TritonError INTERNAL for outputs that are not of the interface."""
+    """Raises the response's own error, and TritonError INTERNAL for outputs that do not belong to the interface."""
     final = flags is not _NONE and is_final(flags)
     if response is None:
         return Delta("", None, [], 0, 0, final)
@@ -191,7 +190,7 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
         raise response.error
     outputs = response.outputs
     if type(outputs) is Outputs and outputs.layout.names == _ONLY_TEXT:
-        # All that most streams ask for: no look-up of anything else for each of their tokens.
+        # The only outputs of most streams: avoids all other lookups for each of their tokens.
         text, reason = outputs.values
         return Delta(text, _REASONS.get(reason, reason), [], 0, 0, final)
     values = outputs.named() if isinstance(outputs, Outputs) else _named_values(response)
@@ -204,7 +203,7 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
 
 _ONLY_TEXT = (TEXT_OUTPUT, FINISH_REASON)
 _REASONS = {"": None, "None": None, "null": None}
-"""Texts that are none."""
+"""Texts that mean no reason."""
 _JSON_OUTPUTS = frozenset((TEXT_TOKENS, "logprobs", "stop_reason", "not_enforced"))
 _TEXT_OUTPUTS = frozenset((TEXT_OUTPUT, FINISH_REASON, "prompt_text", "prompt_first_token"))
 
@@ -220,14 +219,14 @@ def _named_values(response: InferenceResponse) -> dict[str, Any]:
 
 
 def _value(tensor: Tensor) -> Any:
-    """A text, what a JSON text says, or numbers."""
+    """A text, the value of a JSON text, or numbers."""
     name, data = tensor.name, tensor.data
     if name in _TEXT_OUTPUTS:
         item = data.item(0)
         return item.decode() if isinstance(item, bytes) else str(item)
     if name in _JSON_OUTPUTS:
         return _json_value(tensor)
-    return tensor if name == PROMPT_LOGPROBS else data.tolist()  # its text is sent as it is
+    return tensor if name == PROMPT_LOGPROBS else data.tolist()  # its text is sent unchanged
 
 
 def _delta(values: Mapping[str, Any], is_final: bool) -> Delta:

@@ -1,7 +1,7 @@
-"""Types of fields for the models of request bodies, and their errors.
+"""Field types for the models of request bodies, and their errors.
 
-Invariant: a wrong body becomes one OpenAIError with the field's path, its value and what was expected. Validation of a
-list stops at its first wrong item, so the number of errors is bounded by the number of known fields.
+Invariant: an invalid body becomes one OpenAIError with the field's path, its value and the expectation. Validation of a
+list stops at its first invalid item, so the number of errors is bounded by the number of known fields.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +27,7 @@ from ..http.errors import JsonObject, OpenAIError, as_json, missing, refuse
 
 INT32_MAX = 2**31 - 1
 _IDS_PER_CALL = 8192
-"""Token ids that are checked without releasing the interpreter's lock."""
+"""Token ids that are checked without releasing the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An int or float from `low` to `high`, both included, or above `low`."""
+    """An int or float from `low` to `high`, both inclusive, or above `low`."""
 
     low: int
     high: int = INT32_MAX
@@ -62,7 +62,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list of `least` to `most` items, validated up to the first wrong one."""
+    """A list of `least` to `most` items, validated up to the first invalid one."""
 
     least: int = 0
     most: int | None = None
@@ -75,8 +75,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class IsTokenIds:
-    """A list of at least `least` token ids, checked in parts: two million at once would hold the interpreter's lock for
-    0.1 s."""
+    """A list of at least `least` token ids, checked in parts: two million at once would hold the GIL for 0.1 s."""
 
     least: int = 0
 
@@ -96,9 +95,10 @@ class IsTokenIds:
 
 
 class Only:
-    """A field without an effect: null, or one of `accepted`, which ask for what happens anyway.
+    """A field without an effect: null, or one of `accepted`, the values that ask for the behaviour that applies anyway.
 
-    reason: why other values are refused"""
+    reason: why other values are refused
+    """
 
     def __init__(self, *accepted: Any, reason: str = "") -> None:
         self.accepted = accepted
@@ -152,8 +152,7 @@ class OfTypes:
 
 
 class ClosedObject(BaseModel):
-    """An object without unknown fields. Only models that are read by themselves build a validator at import
-    (`defer_build=False`)."""
+    """An object without unknown fields. Only models read directly build a validator at import (`defer_build=False`)."""
 
     model_config = ConfigDict(extra="forbid", defer_build=True)
     field_aliases: ClassVar[frozenset[str]] = frozenset()
@@ -162,7 +161,7 @@ class ClosedObject(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, value: object) -> object:
-        """Stops at the first one; pydantic would collect an error for each."""
+        """Stops at the first unknown field; pydantic would collect an error for each."""
         if isinstance(value, dict):
             for name in value:
                 if name not in cls.__pydantic_fields__ and name not in cls.field_aliases:
@@ -190,7 +189,7 @@ _EXPECTED = {
 
 
 def read(model: type[Model], body: JsonObject) -> Model:
-    """`body` as a `model`. Raises OpenAIError naming the first wrong, unknown or unsupported field."""
+    """`body` as a `model`. Raises OpenAIError naming the first invalid, unknown or unsupported field."""
     try:
         return model.model_validate(body)
     except ValidationError as error:

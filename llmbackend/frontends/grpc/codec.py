@@ -1,8 +1,8 @@
-"""ModelInferRequest to the host's messages; responses to ModelInferResponse and to messages of a stream.
+"""Converts ModelInferRequest to the host's messages, and responses to ModelInferResponse and stream messages.
 
-Invariants: tensors stay raw bytes, which the host checks; what all responses of a stream share is serialised once, a
-large tensor is copied once, and the bytes are those of protocol buffers' own serialiser.
-Source: grpc_service.proto and Triton's infer_handler; texts recorded from Triton 2.51.
+Invariants: tensors stay raw bytes, which the host checks; what all responses of a stream share is serialised once; a
+large tensor is copied once; the bytes equal those of protobuf's own serialiser. Sources: grpc_service.proto and
+Triton's infer_handler; texts recorded from Triton 2.51.
 """
 
 from __future__ import annotations
@@ -71,22 +71,21 @@ def _set_parameter(parameter: pb.InferParameter, value: ParameterValue) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _description(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
-    """An entry of `outputs`."""
+    """A tensor's entry in `outputs`, without data."""
     message = pb.ModelInferResponse.InferOutputTensor(name=name, datatype=datatype, shape=shape)
     serialised: bytes = message.SerializeToString()
     return _OUTPUT + _length(len(serialised)) + serialised
 
 
 def response_parts(response: InferenceResponse, in_shared_memory: Collection[str] = ()) -> list[bytes | memoryview]:
-    """The ModelInferResponse of a response without an error, in parts to be joined: tensors are not copied. It lacks
-    the data of outputs in shared memory."""
+    """The ModelInferResponse of a response without an error, as parts to be joined: tensors are not copied. Data of
+    outputs in shared memory is omitted."""
     head = _head(response.model_name, response.model_version, response.request_id, response.parameters)
     return [head, *_described(response.outputs, in_shared_memory)]
 
 
 def stream_message(response: InferenceResponse, final: bool, in_shared_memory: Collection[str] = ()) -> bytes:
-    """Like `response_parts`, but returns a ModelStreamInferResponse. Raises TritonError INTERNAL if it cannot be
-    encoded."""
+    """Like `response_parts`, for a ModelStreamInferResponse. Raises TritonError INTERNAL if it cannot be encoded."""
     try:
         names = response.model_name, response.model_version, response.request_id
         if response.parameters:
@@ -112,7 +111,7 @@ def _text_descriptions(layout: OutputLayout) -> bytes:
 
 
 def _raw_text(text: str | bytes) -> bytes:
-    """An entry of `raw_output_contents`: one string with its length before it."""
+    """An entry of `raw_output_contents`: one string, preceded by its length."""
     data = text.encode() if isinstance(text, str) else text
     return b"".join((_RAW, _length(_STRING_LENGTH.size + len(data)), _STRING_LENGTH.pack(len(data)), data))
 
@@ -137,13 +136,13 @@ def outcome_message(model_name: str, request_id: str, final: bool, error: str = 
 
 
 def refusal_message(request_id: str, error: str) -> bytes:
-    """The answer to a request that reached no model, which the client recognises only by its id."""
+    """The answer to a request that did not reach any model; only the id tells the client which request it was."""
     message = pb.ModelStreamInferResponse(error_message=error, infer_response=pb.ModelInferResponse(id=request_id))
     return bytes(message.SerializeToString())
 
 
 UNKNOWN_DATATYPE: Final = "<invalid>"
-"""Triton's name of an unknown datatype."""
+"""Triton's name for an unknown datatype."""
 
 
 def model_version(text: str) -> int:
@@ -160,8 +159,7 @@ def model_version(text: str) -> int:
 
 
 def decode_request(request: OpenRequest, options: RequestOptions) -> InferenceRequest:
-    """options: made of the parameters of `request`. Raises TritonError for an input without data, or with two kinds of
-    data."""
+    """options: from `request`'s parameters. Raises TritonError for an input without data, or with two kinds of data."""
     message = request.message
     inputs, shared = _inputs(request)
     outputs = message.outputs

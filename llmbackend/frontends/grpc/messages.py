@@ -1,8 +1,8 @@
-"""Parses requests of inference, large ones off the event loop.
+"""Parses inference requests, large ones off the event loop.
 
 Invariants: nothing that takes more than milliseconds is parsed on the event loop, where gRPC calls deserialisers;
-tensors may have any size, and numpy does the work on them.
-Source: the wire format of protocol buffers; grpc_service.proto; Triton's infer_handler, texts recorded from 2.51.
+tensors may have any size, and numpy processes them. Sources: the protobuf wire format; grpc_service.proto; Triton's
+infer_handler, texts recorded from 2.51.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _VARINT, _FIXED_64, LENGTH, _FIXED_32 = 0, 1, 2, 5
 _WIDTHS: Final = {_FIXED_64: 8, _FIXED_32: 4}
 _MAX_VARINT_BYTES: Final = 10
 _CHUNK_BYTES: Final = 1 << 20
-"""Packed varints that are decoded together. numpy's temporary arrays take 25 times as much."""
+"""How many bytes of packed varints are decoded together. numpy's temporary arrays take 25 times as much."""
 
 
 class Field(NamedTuple):
-    """A field of a message: offsets."""
+    """Offsets of one field of a message."""
 
     number: int
     kind: int
@@ -75,18 +75,18 @@ def fields(data: memoryview) -> Iterator[Field]:
 
 def read_varint(data: memoryview, offset: int) -> tuple[int, int]:
     """The number at `offset`, and the offset after it. Raises DecodeError."""
-    if offset < len(data) and (byte := data[offset]) < 0x80:  # nearly always
+    if offset < len(data) and (byte := data[offset]) < 0x80:  # the common case
         return byte, offset + 1
     value = 0
     for index, byte in enumerate(data[offset : offset + _MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
             return value, offset + index + 1
-    raise DecodeError("no end of a number")
+    raise DecodeError("unterminated varint")
 
 
 def write_length_field(number: int, value: bytes | memoryview) -> bytes:
-    """A field of wire type LENGTH: an embedded message, or bytes."""
+    """A length-delimited field (wire type LENGTH): an embedded message, or bytes."""
     return varint(number << 3 | LENGTH) + varint(len(value)) + value
 
 
@@ -100,19 +100,19 @@ def varint(value: int) -> bytes:
 
 
 def packed_varints(data: memoryview, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """The numbers of a packed field of varints, cut to the width of `dtype`; bool: whether they are not 0. Raises
-    DecodeError for a number without an end or of more than 10 bytes."""
+    """The numbers of a packed varint field, truncated to the width of `dtype`; bool: whether they are not 0. Raises
+    DecodeError for an unterminated number or one of more than 10 bytes."""
     raw = np.frombuffer(data, np.uint8)
     if raw.size and raw[-1] >= 0x80:
-        raise DecodeError("no end of a number")
-    if not (raw >= 0x80).any():  # usual: each number is its byte
+        raise DecodeError("unterminated varint")
+    if not (raw >= 0x80).any():  # the common case: each number is one byte
         return raw.astype(dtype)
     numbers = np.empty(np.count_nonzero(raw < 0x80), dtype)
     done = 0
     while raw.size:
         ends = np.flatnonzero(raw[: _CHUNK_BYTES + _MAX_VARINT_BYTES] < 0x80) + 1
         if not ends.size:
-            raise DecodeError("a number is too long")
+            raise DecodeError("varint of more than 10 bytes")
         numbers[done : done + ends.size] = _varints(raw, ends).astype(dtype)
         done, raw = done + ends.size, raw[ends[-1] :]
     return numbers
@@ -123,7 +123,7 @@ def _varints(raw: npt.NDArray[np.uint8], ends: npt.NDArray[np.intp]) -> npt.NDAr
     starts = np.concatenate(([0], ends[:-1]))
     widths = ends - starts
     if widths.max() > _MAX_VARINT_BYTES:
-        raise DecodeError("a number is too long")
+        raise DecodeError("varint of more than 10 bytes")
     values = np.zeros(ends.size, np.uint64)
     for place in range(widths.max()):
         there = np.flatnonzero(widths > place)
@@ -146,10 +146,9 @@ _CONTENTS_FIELD: Final[Mapping[str, str]] = {
     "BYTES": "bytes_contents",
 }
 _DATATYPE_OF_FIELD: Final = {name: datatype for datatype, name in _CONTENTS_FIELD.items()}
-"""The widest one, which is the last."""
+"""The widest datatype of each field, which is the last one."""
 MAX_FIELDS: Final = 20_000
-"""Limit of a message's fields: inputs, outputs, raw contents, parameters, ids. Fields of nested messages are not
-counted."""
+"""Limit of a message's own fields: inputs, outputs, raw contents, parameters, ids. Nested fields are not counted."""
 RAW_INPUT_CONTENTS: Final = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number
 _INPUTS: Final = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["inputs"].number
 _CONTENTS: Final = pb.ModelInferRequest.InferInputTensor.DESCRIPTOR.fields_by_name["contents"].number
@@ -160,7 +159,7 @@ UNPARSABLE: Final = "Unable to parse request"
 
 
 class Malformed:
-    """Stands for a request that is not a valid message."""
+    """Placeholder for a request that is not a valid message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,7 @@ class OpenRequest:
 
 
 def parse_or_keep(data: bytes) -> Any:
-    """A ModelInferRequest, or a LargeRequest. Raises DecodeError."""
+    """A ModelInferRequest, or a LargeRequest that is parsed later. Raises DecodeError."""
     if len(data) > LARGE_BODY_BYTES:
         return LargeRequest(data)
     return pb.ModelInferRequest.FromString(data)
@@ -192,8 +191,8 @@ async def opened(request: Any, gate: InferenceGate) -> OpenRequest:
     """request: from `parse_or_keep`. Raw tensors of a large request are neither copied nor parsed. If the rest is
     large, it is parsed in a worker process, which returns small messages.
 
-    Raises MalformedError if it is no message, TritonError INVALID_ARG for a request beyond a limit, or for typed
-    contents of another datatype.
+    Raises MalformedError if it is not a valid message, TritonError INVALID_ARG for a request beyond a limit, or for
+    typed contents of another datatype.
     """
     if isinstance(request, Malformed):
         raise MalformedError(UNPARSABLE)
@@ -219,7 +218,7 @@ async def opened(request: Any, gate: InferenceGate) -> OpenRequest:
 
 def parse_contents(data: bytes, has_raws: bool) -> tuple[bytes, dict[int, PickleBuffer]] | None:
     """Runs in a worker process: returns the message without its typed contents, and these as raw bytes; None if it is
-    no message.
+    not a valid message.
 
     has_raws: the contents are only removed, since such a request is refused. Raises TritonError INVALID_ARG like
     `opened`.
@@ -244,7 +243,7 @@ def parse_contents(data: bytes, has_raws: bool) -> tuple[bytes, dict[int, Pickle
 
 
 def _split_contents(data: memoryview) -> tuple[bytes, dict[int, bytes]]:
-    """The message with empty typed contents, and the contents, by position of the input."""
+    """The message with empty typed contents, and the contents by input position."""
     rest: list[bytes | memoryview] = []
     contents: dict[int, bytes] = {}
     num_inputs = 0
@@ -254,7 +253,7 @@ def _split_contents(data: memoryview) -> tuple[bytes, dict[int, bytes]]:
             continue
         tensor, found = split_off(data[part.value : part.end], _CONTENTS)
         if found:
-            contents[num_inputs] = b"".join(found)  # a message that was sent in parts is their sum
+            contents[num_inputs] = b"".join(found)  # a message sent in parts is their concatenation
             tensor += write_length_field(_CONTENTS, b"")
         rest.append(write_length_field(_INPUTS, tensor))
         num_inputs += 1
@@ -275,8 +274,8 @@ def input_label(tensor: Any, model_name: str) -> str:
 
 
 def raw_contents(tensor: Any, model_name: str) -> bytes:
-    """The typed contents of an input as raw bytes. Raises TritonError INVALID_ARG for a field of another datatype, or
-    too many strings."""
+    """An input's typed contents as raw bytes. Raises TritonError INVALID_ARG for another datatype or too many
+    strings."""
     expected = _CONTENTS_FIELD.get(tensor.datatype)
     for given, _ in tensor.contents.ListFields():
         if given.name != expected:
@@ -305,12 +304,12 @@ def _unpacked(tensor: Any, contents: bytes, model_name: str) -> Any:
     if dtype.kind != "f":
         return packed_varints(packed, dtype)
     if len(packed) % dtype.itemsize:
-        raise DecodeError("a number is cut short")
+        raise DecodeError("truncated number")
     return packed
 
 
 def _packed_numbers(contents: memoryview, name: str) -> memoryview | None:
-    """The value of the field `name` of numbers, if the message has no other."""
+    """The value of the numeric field `name`, if the message has no other field."""
     found = next(fields(contents), None)
     if found is None or (_FIELD_NAMES.get(found.number), found.kind) != (name, LENGTH) or found.end < len(contents):
         return None
@@ -318,8 +317,8 @@ def _packed_numbers(contents: memoryview, name: str) -> memoryview | None:
 
 
 def split_off(data: memoryview, number: int) -> tuple[bytes, list[memoryview]]:
-    """The message without its fields `number`, which are messages or bytes, and views of these; in time proportional to
-    the number of fields, not to their bytes. Raises DecodeError, and TritonError INVALID_ARG for too many fields."""
+    """The message without its fields `number`, which are messages or bytes, and views of these. Takes time proportional
+    to the number of fields, not to their bytes. Raises DecodeError, and TritonError INVALID_ARG for too many fields."""
     rest: list[memoryview] = []
     found: list[memoryview] = []
     for count, part in enumerate(fields(data), 1):

@@ -1,7 +1,7 @@
-"""Requests of ModelStreamInfer that a client can resume: parameter `resumable`, later `resume_from`.
+"""ModelStreamInfer requests that a client can resume: parameter `resumable`, later `resume_from`.
 
-Does not know: connections. Invariants: as of ResumableStreams; responses are those of any other request, with the
-parameters `stream_id` and `event_number`; the model never sees the two parameters of the request.
+Independent of connections. Invariants: those of ResumableStreams; responses are those of any other request, plus the
+parameters `stream_id` and `event_number`; the model never sees the request's two parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESUME_FROM: Final = "resume_from"
 STREAM_ID: Final = "stream_id"
 EVENT_NUMBER: Final = "event_number"
 PATH: Final = "grpc:"
-"""Beginning of a stream's path, before the model's name."""
+"""Prefix of a stream's path, followed by the model's name."""
 _TYPES: Final = {RESUMABLE: "bool_param", RESUME_FROM: "string_param"}
 _encode_parameters = msgspec.msgpack.encode
 _decode_parameters = msgspec.msgpack.Decoder(dict[str, ParameterValue]).decode
@@ -44,7 +44,7 @@ class Resuming:
 
     is_requested: bool = False
     place: str = ""
-    """The id of the client's last response; "": a new request."""
+    """Id of the last response that the client received; "": a new request."""
 
 
 _NOT_ASKED: Final = Resuming()
@@ -84,7 +84,7 @@ async def begin(
 
 
 async def regenerate(gate: InferenceGate, streams: ResumableStreams, record: StreamRecord) -> None:
-    """A Maker of StreamCopies."""
+    """A Regenerate of StreamCopies."""
     request = await opened(parse_or_keep(record.head.request), gate)
     take_resuming(request.message)
     options = replace(
@@ -140,7 +140,7 @@ async def _messages(
 
 
 def numbered(message: bytes, key: str, number: int) -> bytes:
-    """The message with its place: parsers merge the bytes after a message into it."""
+    """The message with its stream id and event number: protobuf parsers merge bytes appended to a message into it."""
     place = pb.ModelStreamInferResponse()
     parameters = place.infer_response.parameters
     parameters[STREAM_ID].string_param, parameters[EVENT_NUMBER].int64_param = key, number
@@ -148,11 +148,11 @@ def numbered(message: bytes, key: str, number: int) -> bytes:
 
 
 class JournalAnswer:
-    """The messages of one resumable stream, from a place on, on one gRPC stream. It is in the queue of the gRPC stream
-    while messages wait, and reads further ones when they are written."""
+    """The messages of one resumable stream, from one position on, for one gRPC stream. It is in the gRPC stream's queue
+    while messages wait, and reads more when they are written."""
 
     has_ended = False
-    """Constant: it leaves by itself."""
+    """Constant: this answer leaves the queue by itself."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class JournalAnswer:
         self._leave(self)
 
     async def _write(self, messages: Sequence[bytes]) -> None:
-        """Returns when all have been taken."""
+        """Returns once all have been taken."""
         if messages:
             self._messages.extend(messages)
             self._taken = asyncio.get_running_loop().create_future()

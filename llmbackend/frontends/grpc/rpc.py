@@ -1,8 +1,8 @@
-"""For all RPCs: statuses of errors, times in traces, and the writing of streams.
+"""Shared by all RPCs: error statuses, trace timestamps, and writing of streams.
 
-Invariant: a TritonError becomes the status of its code with its text; a bug is logged, and reported without details.
-Source: Triton's grpc_utils; GRPC_WAITREAD_START … GRPC_SEND_END of Triton's grpc server (here the reading ends when the
-handler starts, which gets messages that were read).
+Invariant: a TritonError becomes the status of its code with its text; an internal error is logged, and reported without
+details. Sources: Triton's grpc_utils; GRPC_WAITREAD_START … GRPC_SEND_END of Triton's grpc server (here, reading ends
+when the handler starts, because grpc.aio reads the message before).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rpc(handler: Handler) -> Handler:
 
 
 def sampled(server: Host, model_name: str, context: Context, start_ns: int = 0) -> RequestTrace | None:
-    """The trace of a request, if it is sampled. start_ns: beginning of the wait for it (monotonic; 0: now)"""
+    """The trace of a request, if it is sampled. start_ns: when the server began to wait for it (monotonic; 0: now)"""
     if server.tracing.is_idle:
         return None
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
@@ -76,13 +76,13 @@ def sampled(server: Host, model_name: str, context: Context, start_ns: int = 0) 
 
 
 async def name_trace(trace: RequestTrace, context: Context) -> None:
-    """Sends the client of an RPC with one response the name of its trace."""
+    """Sends the trace's name to the client of a unary RPC."""
     if traceparent := trace.trace.traceparent:
         await context.send_initial_metadata((("traceparent", traceparent),))
 
 
 def close_when_sent(trace: RequestTrace, context: Context) -> None:
-    """The end of an RPC with one response ends the trace."""
+    """Ends the trace at the end of a unary RPC."""
 
     def sent(_: Any) -> None:
         trace.mark("GRPC_SEND_END")
@@ -92,10 +92,10 @@ def close_when_sent(trace: RequestTrace, context: Context) -> None:
 
 
 class StreamWriter:
-    """Used on the event loop.
+    """Writes the messages of one stream. Used on the event loop.
 
-    Runs gRPC's coroutines of writes as a task would: `send` runs one up to the future that it awaits. Raises nothing:
-    `on_failure` gets the exception if the call has ended or a write fails, and `on_stall` is called if the client takes
+    Drives gRPC's write coroutines as a task would: `send` runs one up to the future that it awaits. Raises nothing:
+    `on_failure` gets the exception if the call has ended or a write fails, and `on_stall` is called if the client reads
     nothing for `timeout_s`; nothing is written afterwards.
     """
 
@@ -113,7 +113,7 @@ class StreamWriter:
         self._loop = asyncio.get_running_loop()
         self._write: Coroutine[Any, Any, None] | None = None
         self._future: asyncio.Future[Any] | None = None
-        """The write in progress awaits it."""
+        """What the write in progress awaits."""
         self._when_free: list[Callable[[], object]] = []
         self._began_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -131,7 +131,7 @@ class StreamWriter:
         self._advance()
         self._began_s = self._loop.time()
         if self._timer is None:
-            self._timer = self._loop.call_later(self._timeout_s, self._look)
+            self._timer = self._loop.call_later(self._timeout_s, self._check_progress)
 
     def when_free(self, callback: Callable[[], object]) -> None:
         """Calls back once, as soon as no write is in progress."""
@@ -161,7 +161,7 @@ class StreamWriter:
         self._write = self._future = None
 
     def _advance(self) -> None:
-        """Runs the write to the next future that it awaits, or to its end."""
+        """Runs the write up to the next future that it awaits, or to its end."""
         assert self._write is not None
         try:
             future = self._write.send(None)
@@ -173,7 +173,7 @@ class StreamWriter:
             self.close()
             on_failure(error)
         else:
-            future._asyncio_future_blocking = False  # as a task does that awaits it
+            future._asyncio_future_blocking = False  # as a task that awaits it does
             self._future = future
 
     def _ended(self, _: asyncio.Future[Any]) -> None:
@@ -181,16 +181,16 @@ class StreamWriter:
         for callback in callbacks:
             self.when_free(callback)
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         self._timer = None
         if self.is_free or self._is_closed:
             return
         left_s = self._began_s + self._timeout_s - self._loop.time()
         if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._look)
+            self._timer = self._loop.call_later(left_s, self._check_progress)
         else:
             self._on_stall()
 
 
 def _nothing(*_: object) -> None:
-    """A callback."""
+    """A callback that does nothing."""

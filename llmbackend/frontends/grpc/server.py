@@ -1,7 +1,7 @@
-"""The gRPC server: its arguments and port, the parsing of messages, and the health service.
+"""The gRPC server: channel arguments, port, message parsing, and the health service.
 
-Does not know: what RPCs do. Invariants: handlers of unary RPCs get only well-formed messages; all watchers of the
-health service together cost one check of readiness per second.
+Independent of what RPCs do. Invariants: handlers of unary RPCs get only well-formed messages; all watchers of the
+health service together cost one readiness check per second.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from .messages import UNPARSABLE, Malformed, parse_or_keep
 from .rpc import Context
 from .service import InferenceRpcs, InferenceServicer
 
-_TARGET: Final = "_poll_wrapper"
+_POLLER_THREAD: Final = "_poll_wrapper"
 """Part of the name of grpc.aio's thread: the function that it runs."""
 
 
 def yield_to_event_loop() -> None:
-    """Gives grpc.aio's polling thread the policy SCHED_BATCH. Call it after a grpc.aio server, which starts the
-    thread, was made.
+    """Gives grpc.aio's polling thread the policy SCHED_BATCH. To be called after a grpc.aio server, which starts the
+    thread, was created.
 
-    Each finished write wakes it. With the default policy it takes the core from the event loop after each message; with
+    Each finished write wakes this thread. With the default policy it preempts the event loop after each message; with
     SCHED_BATCH it handles all messages of a step together (64 streams: 33 µs of CPU per message instead of 44).
     """
     for thread in threading.enumerate():
-        if _TARGET in thread.name and thread.native_id is not None:
+        if _POLLER_THREAD in thread.name and thread.native_id is not None:
             with contextlib.suppress(AttributeError, OSError):
                 os.sched_setscheduler(thread.native_id, os.SCHED_BATCH, os.sched_param(0))
 
@@ -56,18 +56,18 @@ _LARGE_MESSAGES: Final = {
 _SERIALISED: Final = frozenset({"ModelInfer", "ModelStreamInfer"})
 """Methods whose handlers return serialised messages."""
 SERVICES: Final = frozenset({"", "inference.GRPCInferenceService"})
-_ASK_EVERY_S: Final = 1.0
+_CHECK_INTERVAL_S: Final = 1.0
 Status = health_pb2.HealthCheckResponse
 _CORE_THREADS: Final = min(max(os.cpu_count() or 1, 4), 16)
 """Threads of gRPC's pool: one per core, within these bounds."""
-_MORE_THREADS: Final = 6
+_OTHER_THREADS: Final = 6
 """gRPC's other threads (watcher, timers, poller), and the first ones of requests."""
 
 
 def check_threads() -> None:
-    """Raises RuntimeError if gRPC's threads cannot be started: its core would try for ten seconds, and then abort the
-    process. The C library keeps their stacks and heaps for the next threads."""
-    wanted, may_end, threads = _CORE_THREADS + _MORE_THREADS, threading.Event(), list[threading.Thread]()
+    """Raises RuntimeError if gRPC's threads cannot be started: its core would retry for ten seconds, and then abort the
+    process. The C library keeps the stacks and heaps of the test threads for the next threads."""
+    wanted, may_end, threads = _CORE_THREADS + _OTHER_THREADS, threading.Event(), list[threading.Thread]()
     try:
         for _ in range(wanted):
             thread = threading.Thread(target=may_end.wait, name="grpc-threads", daemon=True)
@@ -92,8 +92,8 @@ async def create_grpc_server(
     limits: GrpcLimits | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> tuple[grpc.aio.Server, int]:
-    """A bound server, not started, and its port. For a host in another process it has the RPCs of inference, metadata
-    and readiness. Await it on the event loop that will run the server.
+    """A bound server, not started, and its port. For a host in another process it has only the RPCs of inference,
+    metadata and readiness. Must be awaited on the event loop that will run the server.
 
     address: "host:port", port 0: any
     options: gRPC channel arguments, after those of `limits`
@@ -123,30 +123,31 @@ async def create_grpc_server(
             return grpc_server, grpc_server.add_secure_port(address, credentials)
         return grpc_server, grpc_server.add_insecure_port(address)
     except RuntimeError:
-        await grpc_server.start()  # gRPC releases a server's descriptors and threads only if it was started
+        await grpc_server.start()  # gRPC frees a server's descriptors and threads only if it was started
         await grpc_server.stop(None)
         raise
 
 
 class _Oversized:
-    """Stands for a request that is too large."""
+    """Placeholder for a request that is too large."""
 
 
 class TolerantServices:
-    """For a generated `add_…Servicer_to_server`: adds its handlers to a server, with parsers that do not raise.
+    """Passed to a generated `add_…Servicer_to_server`: adds its handlers to a server, with parsers that do not raise.
 
     Malformed messages end as INTERNAL "Unable to parse request", as in Triton; grpc.aio would answer UNKNOWN and log a
-    traceback. An interceptor would wrap the handlers for each call. The generated function adds them twice; they are
-    added once, as generic handlers: for registered methods grpc.aio has a task each, and checks all of them for every
-    call (with 24 methods a seventh of a small RPC's time)."""
+    traceback. An interceptor would wrap the handlers for each call. The generated function adds the handlers twice;
+    here they are added once, as generic handlers: for registered methods, grpc.aio has a task each, and checks all of
+    them for every call (with 24 methods, a seventh of a small RPC's time).
+    """
 
     def __init__(self, server: grpc.aio.Server, parsers: Mapping[str, Callable[[bytes], Any]]) -> None:
-        """parsers: for methods whose messages may be large; they raise DecodeError."""
+        """parsers: for methods whose messages may be large; they raise DecodeError"""
         self._server = server
         self._parsers = parsers
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Ignored: `add_registered_method_handlers` gets the same ones."""
+        """Ignored: `add_registered_method_handlers` gets the same handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         tolerant = {
@@ -192,14 +193,15 @@ def _refusing(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, A
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """grpc.health.v1. Watchers get each change within two seconds.
 
-    Source: Triton's Check answers every service name alike (golden 30); Watch, which Triton lacks, follows
-    grpc/doc/health-checking.md: for an unknown service SERVICE_UNKNOWN, and the call stays open."""
+    Sources: Triton's Check answers every service name alike (golden 30); Watch, which Triton lacks, follows
+    grpc/doc/health-checking.md: SERVICE_UNKNOWN for an unknown service, and the call stays open.
+    """
 
     def __init__(self, server: Host) -> None:
         self._server = server
         self._probes = ReadinessProbes(server)
         self._answer: asyncio.Task[Any] | None = None
-        self._asked_at_s = 0.0
+        self._checked_at_s = 0.0
 
     async def Check(self, request: Any, context: Context) -> Any:
         return Status(status=await self._ask())
@@ -215,13 +217,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             if status != sent:
                 await context.write(Status(status=status))
                 sent = status
-            await asyncio.sleep(_ASK_EVERY_S)
+            await asyncio.sleep(_CHECK_INTERVAL_S)
 
     async def _shared_answer(self) -> Any:
-        """The status, at most a second old, for all watchers."""
+        """The status, at most a second old, shared by all watchers."""
         now_s = asyncio.get_running_loop().time()
-        if self._answer is None or now_s - self._asked_at_s >= _ASK_EVERY_S:
-            self._answer, self._asked_at_s = asyncio.create_task(self._ask()), now_s
+        if self._answer is None or now_s - self._checked_at_s >= _CHECK_INTERVAL_S:
+            self._answer, self._checked_at_s = asyncio.create_task(self._ask()), now_s
         return await asyncio.shield(self._answer)
 
     async def _ask(self) -> Any:

@@ -1,8 +1,8 @@
-"""The RPCs of inference.GRPCInferenceService (KServe v2), of a host and of a frontend process.
+"""The RPCs of inference.GRPCInferenceService (KServe v2), in a host and in a frontend process.
 
-Invariants: nothing here blocks the event loop; an RPC that is cancelled or past its deadline cancels its request; the
-response to a change of settings is the settings after it.
-Source: grpc_service.proto (from tritonclient) and Triton's grpc_server, recorded from Triton 2.51; golden 40.
+Invariants: nothing here blocks the event loop; an RPC that is cancelled or exceeds its deadline cancels its request;
+the response to a change of settings contains the settings after it. Sources: grpc_service.proto (from tritonclient) and
+Triton's grpc_server, recorded from Triton 2.51; golden 40.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _COMPRESSION: Final = {
     "medium": grpc.Compression.Deflate,
     "high": grpc.Compression.Deflate,
 }
-"""What gRPC's core chooses at each level for a client that accepts both. The Python API has no levels."""
+"""What gRPC's core chooses at each level for a client that accepts both algorithms. The Python API has no levels."""
 
 
 class InferenceRpcs(DescriptionRpcs):
@@ -105,7 +105,7 @@ class InferenceRpcs(DescriptionRpcs):
         protocol: ProtocolOptions,
         streams: ResumableStreams | None,
     ) -> None:
-        """streams: those of resumable requests; None if another process has them."""
+        """streams: those of resumable requests; None if another process has them"""
         super().__init__(server)
         self._streams = streams
         self._gate = gate
@@ -130,7 +130,7 @@ class InferenceRpcs(DescriptionRpcs):
         inference = await self._gate.send(given, trace=trace)
         try:
             if trace is not None:
-                await name_trace(trace, context)  # now a host in another process has named it
+                await name_trace(trace, context)  # by now, a host in another process has named it
             response = single_response(await inference.collect(at_most=2))
         finally:
             inference.close()
@@ -149,7 +149,7 @@ class InferenceRpcs(DescriptionRpcs):
 
 
 async def _joined(parts: Sequence[bytes | memoryview]) -> bytes:
-    """A large message is joined in a thread, where copying needs no lock."""
+    """Joins a large message in a thread, where copying does not hold the GIL."""
     if sum(map(len, parts)) <= LARGE_BODY_BYTES:
         return b"".join(parts)
     return await asyncio.to_thread(b"".join, parts)
@@ -244,7 +244,8 @@ class InferenceServicer(InferenceRpcs):
 
     @rpc
     async def CudaSharedMemoryStatus(self, request: Any, context: Context) -> Any:
-        self._server.shared_memory.status(MemoryKind.CUDA, request.name)  # there are none: raises for a name
+        # no CUDA regions exist, so this raises if a name is given
+        self._server.shared_memory.status(MemoryKind.CUDA, request.name)
         return pb.CudaSharedMemoryStatusResponse()
 
     @rpc

@@ -1,9 +1,8 @@
 """ModelStreamInfer: requests and their responses on one bidirectional stream.
 
-Does not know: how messages are encoded and written. Invariants: a request's error is a message, and ends the stream
-only with the metadata `triton_grpc_error: true`; responses of one request keep their order; requests to models that are
-not decoupled are answered in order.
-Source: Triton's stream_infer_handler, recorded from Triton 2.51.
+Independent of how messages are encoded and written. Invariants: a request's error is a message, and ends the stream
+only with the metadata `triton_grpc_error: true`; responses of one request stay in order; requests to models that are
+not decoupled are answered in order. Source: Triton's stream_infer_handler, recorded from Triton 2.51.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _ClientGoneError(Exception):
 
 
 class _Refusal:
-    """The answer to a request that reached no model."""
+    """The answer to a request that did not reach any model."""
 
     has_more = False
     has_ended = True
@@ -72,8 +71,8 @@ class _StreamRequest:
 class _Answer:
     """The responses of one request.
 
-    It is in the stream's queue (`enqueue`) while responses wait, and leaves (`leave`) when its last message is
-    written."""
+    It is in the stream's queue (`enqueue`) while responses wait, and leaves (`leave`) once its last message is written.
+    """
 
     def __init__(
         self,
@@ -95,14 +94,14 @@ class _Answer:
         """The answer whose messages are sent after all of these."""
 
     def listen(self) -> None:
-        self._inference.listener = self._heard
-        self._heard()
+        self._inference.listener = self._on_responses
+        self._on_responses()
 
     def follow(self, before: _Answer) -> None:
-        """Orders its messages after those of `before`, which has not left."""
+        """Orders its messages after those of `before`, which is still in use."""
         before.follower, self._must_wait = self, True
 
-    def _heard(self, _: object = None) -> None:
+    def _on_responses(self, _: object = None) -> None:
         if not (self._is_waiting or self._must_wait) and self._inference.has_responses:
             self._is_waiting = True
             self._enqueue(self)
@@ -114,8 +113,8 @@ class _Answer:
         return self._is_waiting
 
     def take(self) -> bytes | None:
-        """The next message; None: a final response without outputs, which the client did not request. Raises
-        TritonError if it ends the call."""
+        """The next message; None: a final response without outputs, not requested. Raises TritonError if it ends the
+        call."""
         response, flags = self._inference.pop()
         final, asked = is_final(flags), self._asked
         if not self._has_begun and asked.trace is not None:
@@ -141,7 +140,7 @@ class _Answer:
         follower, self.follower = self.follower, None
         if follower is not None:
             follower._must_wait = False
-            follower._heard()
+            follower._on_responses()
 
     def close(self) -> None:
         """Cancels the request unless FINAL was taken."""
@@ -159,9 +158,10 @@ _Source = _Answer | _Refusal | JournalAnswer
 class StreamSession:
     """One call of ModelStreamInfer. Used on the event loop.
 
-    Messages are written one at a time where responses arrive, without a task. While one waits for the client's flow
-    control, at most a backlog of responses is held for all requests of the stream, and a client that reads nothing for
-    too long loses the stream. Any end but the client's half-close cancels all requests."""
+    Messages are written one at a time as responses arrive, without a task. While a message waits for the client's flow
+    control, at most one backlog of responses is held for all requests of the stream, and a client that reads nothing
+    for too long loses the stream. Any end other than the client's half-close cancels all requests.
+    """
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class StreamSession:
         forward: HeaderForward,
         streams: ResumableStreams | None,
     ) -> None:
-        """streams: those of resumable requests; None if another process has them."""
+        """streams: those of resumable requests; None if another process has them"""
         self._gate = gate
         self._streams = streams
         self._context = context
@@ -180,13 +180,13 @@ class StreamSession:
         self._backlog = gate.new_backlog()
         self._metadata = tuple(context.invocation_metadata() or ())
         self._strict_errors = _STRICT_ERRORS in [(key, value) for key, value in self._metadata]
-        stalled = cancelled(f"the stream was cancelled: its client took nothing for {write_timeout_s:g} s")
+        stalled = cancelled(f"the stream was cancelled: its client read nothing for {write_timeout_s:g} s")
         self._writer = StreamWriter(context, write_timeout_s, self._lost, lambda: self._fail(stalled))
         self._queue: deque[_Source] = deque()
-        """Takes turns."""
+        """Served round-robin."""
         self._continues_when_free = False
         self._is_ending = False
-        """Whether nothing is written any more."""
+        """Whether nothing more will be written."""
         self._fail_in_group: Callable[[BaseException], object] | None = None
         self._answers: set[_Answer | JournalAnswer] = set()
         self._all_left = asyncio.Event()
@@ -194,7 +194,7 @@ class StreamSession:
         self._last_ordered: _Answer | None = None
 
     async def run(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
-        """Serves until the client half-closes and every request has ended, or the first error in strict mode."""
+        """Serves until the client half-closes and every request has ended, or until the first error in strict mode."""
         failure: TritonError | None = None
         client_is_gone = False
         try:
@@ -256,7 +256,7 @@ class StreamSession:
             if trace is not None:
                 trace.close()
             if is_back and self._strict_errors and isinstance(error, TritonError):
-                await self._end_with(error)  # its status says whether to try again
+                await self._end_with(error)  # its status says whether to retry
             await self._refuse(request, error)
             return
         asked = _StreamRequest(
@@ -271,7 +271,7 @@ class StreamSession:
 
     @property
     def _resumable(self) -> ResumableStreams:
-        """Raises TritonError INVALID_ARG if another process has these streams: it gets calls by their first request."""
+        """Raises TritonError INVALID_ARG if another process has these streams: a call's first request decides."""
         if self._streams is None:
             raise invalid_argument(
                 f"parameters '{RESUMABLE}' and '{RESUME_FROM}' must be in the first request of a call"
@@ -301,7 +301,7 @@ class StreamSession:
             self._all_left.set()
 
     async def _refuse(self, request: Any, error: Exception) -> None:
-        """Answers a request that reached no model, before the next one is read."""
+        """Answers a request that did not reach any model, before the next one is read."""
         if not isinstance(error, TritonError):
             log_bug(f"a request to model '{request.model_name}' cannot be submitted", error)
             error = internal(INTERNAL_ERROR)
@@ -316,7 +316,7 @@ class StreamSession:
         self._write_waiting()
 
     def _write_waiting(self) -> None:
-        """Writes messages while the client takes them."""
+        """Writes messages while the client reads them."""
         while self._queue and not self._is_ending:
             if not self._writer.is_free:
                 self._continue_when_free()
@@ -378,5 +378,5 @@ def _first(errors: BaseExceptionGroup[TritonError]) -> TritonError:
 
 
 def _message_of(request: Any) -> Any:
-    """The message whose id a refusal has; an empty one if the request was not parsed."""
+    """The message whose id a refusal repeats; an empty one if the request was not parsed."""
     return pb.ModelInferRequest() if isinstance(request, LargeRequest) else request

@@ -1,1 +1,1 @@
-"""HTTP, the same for every API: connections, bodies, JSON, errors, responses."""
+"""HTTP for all APIs: connections, bodies, JSON, errors, responses."""

@@ -1,7 +1,7 @@
-"""Accepts connections of one listening socket, within limits for the endpoint and for each address.
+"""Accepts connections on one listening socket, within the limits of the endpoint and of each client address.
 
-Does not know: HTTP, beyond the bytes of a refusal. Invariants: a connection counts from its acceptance, before the TLS
-handshake, until it is lost; it is closed at once if no place or no unreserved descriptor is free.
+Independent of HTTP, except for the bytes of a refusal. Invariants: a connection is counted from accept, before the TLS
+handshake, until it is lost; it is closed at once if no place or no unreserved file descriptor is free.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .errors import refusal_bytes
 
 log = logging.getLogger(__name__)
 
-_ACCEPTED_AT_ONCE: Final = 64
-"""Connections per turn of the event loop."""
+_ACCEPT_BATCH: Final = 64
+"""Connections accepted per turn of the event loop."""
 _PAUSE_S: Final = 0.5
 _WARN_EVERY_S: Final = 60.0
 _SHUTDOWN_TIMEOUT_S: Final = 5.0
@@ -36,10 +36,11 @@ _PEER_PREFIX_V6: Final = 64
 
 
 class Acceptor:
-    """Has the methods of an asyncio server that uvicorn calls at shutdown.
+    """Accepts connections; has the methods of an asyncio server that uvicorn calls at shutdown.
 
-    asyncio's server accepts every connection, and reports it only after its handshake. Here handshakes have a time
-    limit, and accepting pauses while the machine lacks descriptors or memory."""
+    asyncio's own server accepts every connection and reports it only after the TLS handshake. Here handshakes have a
+    timeout, and accepting pauses while the machine lacks file descriptors or memory.
+    """
 
     def __init__(
         self,
@@ -50,7 +51,9 @@ class Acceptor:
         handshake_timeout_s: float,
         first_reserved: int,
     ) -> None:
-        """tls: called for each connection. first_reserved: the lowest descriptor that no connection may have"""
+        """tls: called for each connection
+        first_reserved: the lowest descriptor that no connection may use
+        """
         self._listener = listener
         self._places = places
         self._make_protocol = make_protocol
@@ -85,7 +88,7 @@ class Acceptor:
         self._loop.remove_reader(self._listener.fileno())
 
     def _accept(self) -> None:
-        for _ in range(_ACCEPTED_AT_ONCE):
+        for _ in range(_ACCEPT_BATCH):
             try:
                 connection, address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -95,17 +98,17 @@ class Acceptor:
                 self._pause()
                 self._resuming = self._loop.call_later(_PAUSE_S, self._resume)
                 return
-            self._take(connection, address[0] if address else "")  # none on a unix socket
+            self._take(connection, address[0] if address else "")  # empty on a unix socket
 
     def _take(self, connection: socket.socket, address: str) -> None:
         connection.setblocking(False)
         if connection.fileno() >= self._first_reserved:
-            self._warn("connections are refused: the remaining descriptors are reserved for engines and files")
+            self._warn("refusing connections: the remaining file descriptors are reserved for engines and files")
             self._refuse(connection)
             return
         place = self._places.enter(address)
         if place is None:
-            self._warn("connections are refused: the server is at its limit")
+            self._warn("refusing connections: the server is at its limit")
             self._refuse(connection)
             return
         task = self._loop.create_task(self._begin(connection, place))
@@ -126,16 +129,16 @@ class Acceptor:
         except BaseException as error:
             place.leave()
             connection.close()
-            if not isinstance(error, OSError):  # one means that the handshake failed or the client left
+            if not isinstance(error, OSError):  # an OSError is a failed handshake or a client disconnect
                 raise
             log.debug("a connection could not be opened: %s", error)
 
     def _refuse(self, connection: socket.socket) -> None:
-        """Responds and closes without waiting for the request."""
+        """Sends the refusal and closes, without waiting for the request."""
         with connection, contextlib.suppress(OSError):
             if self._tls() is None:
                 with contextlib.suppress(BlockingIOError):
-                    connection.recv(1 << 16)  # with unread data, closing would reset, and the response be lost
+                    connection.recv(1 << 16)  # closing with unread data would send a reset and lose the response
                 connection.send(_REFUSAL)
 
     def _warn(self, text: str) -> None:
@@ -146,7 +149,7 @@ class Acceptor:
 
 
 class Place:
-    """How one connection is counted: for the address `peer`, and as served ("") or as refused, with the reason."""
+    """How a connection is counted: for the address `peer`, as served (refusal "") or refused (the reason)."""
 
     __slots__ = ("_places", "has_websocket", "peer", "refusal")
 
@@ -156,8 +159,8 @@ class Place:
         self.refusal = refusal
         self.has_websocket = False
 
-    def reconsider(self) -> str:
-        """`refusal`, determined again at a request: other connections may have ended."""
+    def reevaluate(self) -> str:
+        """Re-evaluates `refusal` at a request, since other connections may have closed."""
         if self.refusal and self._places is not None:
             self._places.count_in(self, -1)
             self.refusal = self._places.refusal_of(self.peer)
@@ -165,7 +168,7 @@ class Place:
         return self.refusal
 
     def enter_websocket(self) -> str:
-        """Counts the connection as a websocket, or returns why there can be no further one."""
+        """Counts the connection as a websocket, or returns why it is refused."""
         refusal = "" if self._places is None else self._places.enter_websocket(self.peer)
         self.has_websocket = not refusal
         return refusal
@@ -180,7 +183,7 @@ class Place:
 
 
 class Places:
-    """The connections of one endpoint, including those that are refused with a response. Used on its event loop."""
+    """The connections of one endpoint, including those refused with a response. Used on its event loop."""
 
     def __init__(
         self,
@@ -192,9 +195,9 @@ class Places:
         max_refused: int = 64,
     ) -> None:
         """limit_per_peer, websockets_per_peer: 0 = no limit
-        max_refused: beyond the limit, to be refused with a response
-        trusted: addresses of many clients, without limits per peer
-        counts: shared with other processes that have connections of the endpoint
+        max_refused: connections beyond the limit that are refused with a response
+        trusted: proxies; no limit per peer applies to them
+        counts: shared with the other processes that serve this endpoint
         """
         self._limit = limit
         self._limit_per_peer = limit_per_peer
@@ -209,8 +212,7 @@ class Places:
         return self._counts.held(_SERVED) + self._refused
 
     def enter(self, address: str) -> Place | None:
-        """A place for a connection from `address` ("": a unix socket); None: no room even to refuse it with a
-        response."""
+        """A place for a connection from `address` ("": a unix socket); None: no capacity even to send a refusal."""
         peer = self._peer_of(address) if address else ""
         refusal = self.refusal_of(peer)
         if refusal and self._refused >= self._max_refused:
@@ -246,7 +248,7 @@ class Places:
         return ""
 
     def _peer_of(self, text: str) -> str:
-        """The address that the connection counts for; "" for a trusted one."""
+        """The peer that `address` counts for; "" for a trusted one."""
         address = ipaddress.ip_address(text.partition("%")[0])
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
             address = address.ipv4_mapped

@@ -1,9 +1,9 @@
-"""What GuardedProtocol does below ASGI for speed: chunks of request bodies, heads and pieces of responses.
+"""Fast paths of GuardedProtocol below ASGI: request body chunks, response heads and response body pieces.
 
-Invariants: the parser's callbacks for a chunk are built-in functions (with chunks of one byte, Python callbacks would
-take ten times as long as the parser); responses are sent in order, with the bytes that ASGI messages would give;
-nothing is written before the head, after the end, to a client that is behind or gone, or while the application's task
-may send. Requires that nothing between application and connection changes a body.
+Invariants: the parser's callbacks for a chunk are built-in functions (for one-byte chunks, Python callbacks would take
+ten times as long as the parser itself). Responses are sent in order, with the same bytes that ASGI messages would
+produce. Nothing is written before the head, after the end, to a slow or disconnected client, or while the application's
+task may send. Requires that nothing between application and connection transforms the body.
 """
 
 from __future__ import annotations
@@ -18,34 +18,32 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 MAX_CHUNKS: Final = 65_536
-"""Limit for one body, without the empty last chunk. The limit and the text below are those of Triton's HTTP
-frontend."""
+"""Limit for one body, excluding the empty last chunk; Triton's limit and message."""
 TOO_MANY_CHUNKS: Final = (
     f"Chunked request body exceeds maximum of {MAX_CHUNKS} non-empty chunks. Send fewer or larger HTTP chunks."
 )
 _PARSED_AT_ONCE_BYTES: Final = 64 << 10
 _DENSE_PARSED_AT_ONCE_BYTES: Final = 8 << 10
-"""Used at the beginning of a request, and after many small chunks: the parser takes 0.2 ms for 1,400 chunks of one
-byte."""
+"""Used at the beginning of a request and after many small chunks: the parser takes 0.2 ms for 1,400 one-byte chunks."""
 _DENSE_PIECES: Final = 64
 
 
 class BodyPieces:
-    """The body pieces of one connection."""
+    """The received body pieces of one connection."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._heads = count()
-        """Counts chunk headers. Reading it increments it."""
+        """Counts chunk headers; each read increments it."""
         self._heads_before = 0
-        """Chunk heads that were seen before this request's first chunk."""
+        """Chunk headers seen before this request's first chunk."""
         self.is_dense = False
-        """Whether the last parsed data had many chunks: the rest of the read then waits for the next turn."""
+        """Whether the last parsed data had many chunks; if so, the rest of the read waits for the next turn."""
         self.parsed_at_once_bytes = _DENSE_PARSED_AT_ONCE_BYTES
-        """How much of one read is parsed at once."""
+        """How many bytes of one read are parsed at once."""
 
     def parser(self, protocol: Any) -> httptools.HttpRequestParser:
-        """A parser that calls `protocol` for everything except chunks of bodies."""
+        """A parser that calls `protocol` for everything except body chunks."""
         return httptools.HttpRequestParser(_Callbacks(protocol, self._pieces.append, self._heads.__next__))
 
     def begin(self) -> None:
@@ -63,13 +61,13 @@ class BodyPieces:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the current request that have begun, including the empty last one."""
+        """Chunks of the current request so far, including the empty last one."""
         self._heads_before += 1
         return next(self._heads) + 1 - self._heads_before
 
 
 class _Callbacks:
-    """The parser's callbacks, which it looks up when it is made."""
+    """The parser's callbacks, looked up when the parser is created."""
 
     def __init__(self, protocol: Any, on_body: Callable[[bytes], None], on_chunk_header: Callable[[], int]) -> None:
         self.on_message_begin = protocol.on_message_begin
@@ -82,17 +80,17 @@ class _Callbacks:
 
 
 _NOT_JOINED_BYTES: Final = 64 << 10
-"""Above this size, copying the first part of a body costs more than writing it separately."""
+"""Above this size, copying the first part of a body costs more than a separate write."""
 
 
 class HeadJoined(asyncio.Transport):
-    """Joins head and body in one write. A write of its own, as uvicorn's, is a packet, a system call and a wake-up of
+    """Joins head and body in one write. A separate write, as in uvicorn, costs a packet, a system call and a wake-up of
     the client: a tenth of the time of a small request."""
 
     def __init__(
         self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, close: Callable[[], None]
     ) -> None:
-        """close: ends the connection once the response is written"""
+        """close: closes the connection once the response is written"""
         self._transport = transport
         self._loop = loop
         self._close = close
@@ -131,7 +129,7 @@ class HeadJoined(asyncio.Transport):
 
 
 _DIRECT_BODY: Final = "llmbackend.direct_body"
-"""Key of the scope."""
+"""Key in the ASGI scope."""
 
 
 class DirectBody:
@@ -147,12 +145,12 @@ class DirectBody:
     def of(cls, scope: Mapping[str, Any]) -> DirectBody | None:
         return scope.get(_DIRECT_BODY)
 
-    def put_into(self, scope: Any) -> None:
+    def add_to(self, scope: Any) -> None:
         scope[_DIRECT_BODY] = self
 
     @staticmethod
-    def take_out_of(scope: Any) -> None:
-        """For an application that does not send its messages directly to the connection."""
+    def remove_from(scope: Any) -> None:
+        """Removes the body from `scope`, for an application whose messages do not go directly to the connection."""
         scope.pop(_DIRECT_BODY, None)
 
     @property
@@ -164,5 +162,5 @@ class DirectBody:
         )
 
     def write(self, piece: bytes) -> None:
-        """One chunk, not empty. Requires `is_open`."""
+        """Writes one non-empty chunk. Requires `is_open`."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))

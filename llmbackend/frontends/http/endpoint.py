@@ -1,6 +1,6 @@
-"""One ASGI application on one bound socket.
+"""Serves one ASGI application on one bound socket.
 
-Invariant: an idle process is never woken: only the graceful shutdown of uvicorn's server is used, not its main loop,
+Invariant: an idle process is never woken. Only the graceful shutdown of uvicorn's server is used, not its main loop,
 which ticks ten times per second.
 """
 
@@ -37,7 +37,10 @@ class HttpEndpoint:
         tunnels: Tunnels | None = None,
         sites: SiteCheck | None = None,
     ) -> None:
-        """tls: called for each connection. tunnels: take websockets. sites: whose pages may send requests; None: all"""
+        """tls: called for each connection
+        tunnels: accept websockets
+        sites: which pages may send requests; None: all
+        """
         self._socket = claim
         self._tls = tls
         self._tunnels = tunnels
@@ -51,7 +54,7 @@ class HttpEndpoint:
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # nothing reads the client's address from headers
+            proxy_headers=False,  # client addresses are never taken from headers
             date_header=False,
         )
         self._config.load()
@@ -62,7 +65,7 @@ class HttpEndpoint:
     async def start(
         self, limits: HttpLimits, protocol: type[GuardedProtocol], first_reserved: int, counts: Counts | None = None
     ) -> None:
-        """counts: see Places. Raises OSError if another process has begun to listen on the port."""
+        """counts: see Places. Raises OSError if another process already listens on the port."""
         self._config.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]  # seconds for call_later
         loop = asyncio.get_running_loop()
 
@@ -91,20 +94,20 @@ class HttpEndpoint:
         self._server.started = True
 
     async def stop(self, grace_s: float) -> None:
-        """Stops listening, waits up to `grace_s` for running responses, and cancels the others."""
+        """Stops listening, waits up to `grace_s` for running responses, and cancels the rest."""
         self._config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
         await self._server.shutdown(sockets=[self._socket])
 
 
 def _with_errors_handled(app: ASGIApp) -> ASGIApp:
-    """`app` whose exceptions are logged as bugs: Starlette raises them again after its 500, and uvicorn would log their
-    text. Requests that are cancelled at the end of the server get a response."""
+    """Wraps `app` so that its exceptions are logged as internal errors: Starlette raises them again after its 500, and
+    uvicorn would log their text. Requests cancelled by the shutdown get a response."""
 
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await app(scope, receive, send)
         except asyncio.CancelledError:
-            with contextlib.suppress(RuntimeError):  # a response has begun
+            with contextlib.suppress(RuntimeError):  # the response has begun
                 await refusing(503, STOPPING)(scope, receive, send)
         except Exception as error:
             log_bug(f"{scope['method']} {scope['path']} failed", error)

@@ -1,9 +1,9 @@
-"""Errors on HTTP: the status of each of Triton's codes, and error bodies in Triton's, OpenAI's and Anthropic's form.
+"""Errors over HTTP: the status of each Triton code, and error bodies in Triton's, OpenAI's and Anthropic's formats.
 
-Does not know: requests, models. Invariants: error bodies are Anthropic's under /v1/messages, OpenAI's under /v1/, and
-`{"error": "<text>"}` elsewhere, also with content type text/plain, which Triton sends where its handler has set no type
-yet (health, the checks before an /infer body). Once a stream has begun, an error is its last event.
-Source: Triton's HttpCodeFromError; content types recorded from Triton 2.51; Anthropic's API reference for its types.
+Independent of requests and models. Invariants: error bodies are Anthropic's under /v1/messages, OpenAI's under /v1/,
+and `{"error": "<text>"}` elsewhere, including those with content type text/plain, which Triton sends if its handler has
+not set a type yet (health, the checks before an /infer body). Once a stream has begun, an error is its last event.
+Sources: Triton's HttpCodeFromError; content types recorded from Triton 2.51; Anthropic's API reference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import (
     Any,
     Final,
     Literal,
-    NotRequired,  # pydantic takes typing's only from Python 3.12 on
+    NotRequired,  # pydantic accepts typing.NotRequired only from Python 3.12 on
 )
 
 import orjson
@@ -35,7 +35,7 @@ from ..errors import RETRY_AFTER_S, LimitReachedError, PermissionDeniedError, lo
 from .responses import JSON, TEXT, plain
 
 INVALID_REQUEST: Final = "invalid_request_error"
-"""OpenAI's type of a client's error."""
+"""OpenAI's error type for client errors."""
 HTTP_STATUS: Final[Mapping[ErrorCode, int]] = {
     ErrorCode.UNKNOWN: 400,
     ErrorCode.INTERNAL: 500,
@@ -55,9 +55,9 @@ _ANTHROPIC_KINDS: Final[Mapping[int, str]] = {
     503: "overloaded_error",
     529: "overloaded_error",
 }
-"""Anthropic's types by status; all others are invalid_request_error (4xx) or api_error."""
+"""Anthropic's error types by status; all others are invalid_request_error (4xx) or api_error."""
 _OPENAI_KINDS: Final = {429: ("requests", "rate_limit_exceeded"), 503: ("service_unavailable_error", "unavailable")}
-"""Type and code of refusals by the connection, by status."""
+"""OpenAI's type and code by status, for refusals at the connection level."""
 
 
 @with_config(extra="allow")
@@ -90,7 +90,7 @@ class AnthropicErrorBody(TypedDict):
 
 ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 _PLAIN_405: Final = re.compile(r"/(live|ready|infer|metrics)/?$")
-"""Paths where Triton refuses a method before it sets a content type."""
+"""Paths for which Triton refuses a method before it sets a content type."""
 STOPPING: Final = "Server is stopping"
 
 
@@ -99,7 +99,7 @@ def error_body(message: str) -> bytes:
 
 
 def _printable(message: str) -> str:
-    """Lone surrogates, which a backend's message may contain, become '?'."""
+    """Replaces lone surrogates, which a backend's message may contain, with '?'."""
     return message.encode("utf-8", "replace").decode()
 
 
@@ -108,7 +108,7 @@ def is_openai(path: str) -> bool:
 
 
 def is_anthropic(path: str, version: bytes | None = None) -> bool:
-    """version: the header `anthropic-version`, with which its clients request models"""
+    """version: the header `anthropic-version`, which Anthropic's clients send when they list models"""
     if path.startswith("/v1/models"):
         return version is not None
     return path == "/v1/messages" or path.startswith("/v1/messages/")
@@ -127,7 +127,7 @@ def openai_error_body(message: str, kind: str, code: str | None = None, param: s
 
 
 def error_response(error: TritonError, content_type: str = JSON, headers: Mapping[str, str] | None = None) -> Response:
-    """`error` in Triton's form, with Retry-After if the request may succeed later."""
+    """`error` in Triton's format, with Retry-After if a retry may succeed."""
     status = _status(error)
     response = plain(error_body(error.message), status, content_type)
     if status in (429, 503):
@@ -143,14 +143,14 @@ def _status(error: TritonError) -> int:
 
 
 def install_error_handlers(app: Starlette) -> None:
-    """Makes `app` answer exceptions, unknown paths and wrong methods in Triton's form."""
+    """Makes `app` answer exceptions, unknown paths and wrong methods in Triton's format."""
     for kind, handler in _HANDLERS:
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(Exception, _on_bug)
 
 
 async def response_to(request: Request, error: Exception) -> tuple[Response, Exception | None]:
-    """The response of such an app to `error`, and `error` if it is a bug, to be raised after the response."""
+    """The response of such an app to `error`, and `error` if it is an internal error, to be raised afterwards."""
     for kind, handler in _HANDLERS:
         if isinstance(error, kind):
             return await handler(request, error), None
@@ -173,11 +173,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return plain(status=400)  # the client is gone
+    return plain(status=400)  # the client has disconnected
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """The error is raised again after this response, and then logged."""
+    """Starlette raises the error again after this response; it is logged then."""
     return plain(error_body("internal error, see the server's log"), 500, JSON)
 
 
@@ -189,7 +189,7 @@ _HANDLERS: Final[tuple[tuple[type[Exception], ErrorHandler], ...]] = (
 
 
 def refusing(status: int, message: str) -> ASGIApp:
-    """An application that refuses every request, and closes the connection."""
+    """An application that refuses every request and closes the connection."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await Response(_body(scope["path"], status, message), status, _headers(status))(scope, receive, send)
@@ -198,7 +198,7 @@ def refusing(status: int, message: str) -> ASGIApp:
 
 
 def refusal_bytes(path: str, status: int, message: str) -> bytes:
-    """The same refusal as bytes. path: "" if it is not known yet."""
+    """The same refusal as bytes. path: "" if it is not known yet"""
     body = _body(path, status, message)
     headers = {**_headers(status), "content-length": str(len(body))}
     lines = (f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {text}" for name, text in headers.items()))
@@ -215,7 +215,7 @@ def _body(path: str, status: int, message: str) -> bytes:
 
 
 def body_for(path: str, is_for_anthropic: bool, status: int, message: str, kind: str, code: str | None) -> bytes:
-    """The error body in the form of the API of `path`. kind, code: in OpenAI's terms."""
+    """The error body in the format of the API of `path`. kind, code: OpenAI's terms"""
     if is_for_anthropic:
         return anthropic_error_body(status, message)
     return openai_error_body(message, kind, code) if is_openai(path) else error_body(message)
@@ -238,11 +238,11 @@ _TOO_LONG = re.compile(
     r"|maximum (context|model) length",
     re.IGNORECASE,
 )
-"""Messages of models about the context: vLLM's words, which clients such as LiteLLM search for."""
+"""Messages of models about the context length, in vLLM's wording, which clients such as LiteLLM search for."""
 
 
 class OpenAIError(Exception):
-    """An error as the client gets it."""
+    """An error in the form in which the client gets it."""
 
     def __init__(
         self,
@@ -256,18 +256,18 @@ class OpenAIError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
-        """The request's field that is wrong, as a path (`messages[0].role`)."""
+        """Path of the offending field (`messages[0].role`)."""
         self.code = code
         self.status = status
         """HTTP status."""
         self.kind = kind
         """OpenAI's `type`."""
         self.retry_after = RETRY_AFTER_S
-        """Seconds, for the header of a 429 or 503."""
+        """Seconds, for the Retry-After header of a 429 or 503."""
 
     @classmethod
     def of(cls, error: Exception) -> OpenAIError:
-        """An unexpected exception is logged, and becomes a 500 without details."""
+        """Logs an unexpected exception and turns it into a 500 without details."""
         if isinstance(error, OpenAIError):
             return error
         if isinstance(error, LimitReachedError):
@@ -314,17 +314,17 @@ _AS_JSON = _AsJson()
 
 
 def as_json(value: object) -> str:
-    """`value` as JSON for a message, shortened."""
+    """`value` as JSON for a message, truncated."""
     return _AS_JSON.repr(value)
 
 
 def refuse(param: str, expectation: str, value: object) -> OpenAIError:
-    """A 400 that names field, value and expectation."""
+    """A 400 that names the field, its value and the expectation."""
     return OpenAIError(f"'{param}' is {as_json(value)}, expected {expectation}", param=param, code="invalid_value")
 
 
 def requires(param: str, condition: str) -> OpenAIError:
-    """A 400 for a field without another one that it needs."""
+    """A 400 for a field that is set without another field that it requires."""
     return OpenAIError(f"'{param}' requires {condition}", param=param, code="invalid_value")
 
 

@@ -1,9 +1,9 @@
-"""Streams of server-sent events: `pieces_of` reads a source in pieces of whole events, `EventStream` sends them.
+"""Server-sent event streams: `pieces_of` reads a source in pieces of whole events, `EventStream` sends them.
 
-Does not know: what an event says, where it comes from. Invariants: all ready events are sent in one piece; while the
-client keeps up, it is written by the call that announces its tokens, and the request's task sleeps. The task awaits
-what must be awaited, and handles a slow client, the end and errors. Both ways send the same bytes. `on_close` is always
-called.
+Independent of what an event says and where it comes from. Invariants: all ready events are sent in one piece. While the
+client keeps up, the piece is written by the call that announces its tokens, and the request's task sleeps; the task
+awaits what must be awaited, and handles slow clients, the end and errors. Both paths send the same bytes. `on_close` is
+called in any case.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ class EventSource(Protocol):
     """The events of one answer, for one reader."""
 
     quiet_s: float | None
-    """Silence after which `ping` is sent; None: never."""
+    """Silence after which a `ping` is sent; None: never."""
     is_over: bool
     needs_task: bool
-    """The next events need `awaited`; until then `ready` returns none."""
+    """The next events require `awaited`; until then `ready` returns none."""
 
     def listen(self, listener: Callable[[], None]) -> None:
         """`listener` is called on the event loop when further events may be ready."""
 
     def ready(self) -> bytes:
-        """The events that need not be awaited, b"" for none. Never raises."""
+        """The events that are ready without awaiting, b"" for none. Never raises."""
 
     async def awaited(self) -> bytes:
-        """Raises the errors of the stream."""
+        """Waits for the next events. Raises the errors of the stream."""
 
     def ping(self) -> bytes:
         """A comment that shows that the stream is alive."""
 
 
 def pieces_of(source: EventSource, direct: DirectBody | None = None) -> AsyncGenerator[bytes, None]:
-    """The events of `source` in pieces, except those that are written to `direct`, while it is open and the generator
-    waits."""
+    """The events of `source` in pieces, except those written to `direct` while it is open and the generator waits."""
     return _PieceReader(source, direct).pieces()
 
 
@@ -55,14 +54,14 @@ class _PieceReader:
         self._direct = direct
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[bytes] | None = None
-        """Set while the generator waits. The result is a piece."""
+        """Set while the generator waits. Its result is a piece."""
         self._alarm: asyncio.TimerHandle | None = None
         self._active_s = 0.0
-        """When the last piece was made."""
+        """When the last piece was created."""
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
         source = self._source
-        source.listen(self._heard)
+        source.listen(self._on_ready)
         self._active_s = self._loop.time()
         if source.quiet_s is not None:
             self._set_alarm(source.quiet_s)
@@ -91,7 +90,7 @@ class _PieceReader:
                 self._waiter = None
             parts.append(source.ready())
 
-    def _heard(self) -> None:
+    def _on_ready(self) -> None:
         """Called for each token of a stream."""
         waiter = self._waiter
         if waiter is None or waiter.done():
@@ -109,9 +108,9 @@ class _PieceReader:
             self._active_s = self._loop.time()
 
     def _set_alarm(self, seconds: float) -> None:
-        self._alarm = self._loop.call_later(seconds, self._look_for_quiet)
+        self._alarm = self._loop.call_later(seconds, self._check_silence)
 
-    def _look_for_quiet(self) -> None:
+    def _check_silence(self) -> None:
         assert self._source.quiet_s is not None
         left_s = self._active_s + self._source.quiet_s - self._loop.time()
         if left_s <= 0:
@@ -124,9 +123,8 @@ class _PieceReader:
 class EventStream(EventSourceResponse):
     """sse-starlette's response with exactly the given headers.
 
-    Differences: pings are part of the pieces, since they are due only after silence; a stopping server lets open
-    streams end within its time limit for draining; the connection reports that its client is gone, also before the
-    response.
+    Differences: pings are part of the pieces, since they are due only after silence; at shutdown, open streams may
+    finish within the drain timeout; the connection reports a client disconnect, even before the response.
     """
 
     def __init__(
@@ -136,7 +134,7 @@ class EventStream(EventSourceResponse):
         status_code: int = 200,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_close: called once, at the end of the stream or if it cannot begin"""
+        """on_close: called once, at the end of the stream or if it cannot start"""
         super().__init__(pieces, status_code, ping=0)
         retry = {"retry-after": RETRY_AFTER_S} if status_code == 503 else {}
         self.init_headers({**headers, **retry})

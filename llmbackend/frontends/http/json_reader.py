@@ -1,8 +1,8 @@
-"""Reads JSON with Triton's strictness and error texts.
+"""Reads JSON with Triton's strictness and error messages.
 
-Does not know: tensors, HTTP. Invariants: a value has exactly the required JSON type (true is not 1, 1.0 is not 1); no
-input makes a parser recurse deeper than MAX_DEPTH. orjson parses; what it refuses is parsed again by RapidJSON,
-Triton's parser: NaN and Infinity are accepted, everything else fails with RapidJSON's text and byte offset.
+Independent of tensors and HTTP. Invariants: a value has exactly the required JSON type (true is not 1, 1.0 is not 1);
+no input makes a parser recurse deeper than MAX_DEPTH. orjson parses; what it rejects is parsed again by RapidJSON,
+Triton's parser, which accepts NaN and Infinity and reports the error text and byte offset for everything else.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_DEPTH: Final = 100
 _SCAN_BLOCK: Final = 1 << 20
 
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""A JSON string; also an unclosed one, so that the scan of hostile bodies is linear."""
+"""A JSON string; also matches an unterminated one, so that the scan of hostile bodies stays linear."""
 _NOT_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _RAPIDJSON_ERROR: Final = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 
 
 def parse(body: bytes) -> Any:
-    """Raises TritonError INVALID_ARG for nesting beyond MAX_DEPTH, INTERNAL with RapidJSON's reason and offset if
-    `body` is not JSON."""
+    """Raises TritonError INVALID_ARG for nesting beyond MAX_DEPTH, INTERNAL with RapidJSON's reason for invalid
+    JSON."""
     check_depth(body)
     try:
         return orjson.loads(body)
@@ -46,7 +46,7 @@ def check_depth(body: bytes) -> None:
         return
     brackets = np.frombuffer(_STRING.sub(b"", body).translate(None, _NOT_BRACKETS), dtype=np.uint8)
     depth = 0
-    for start in range(0, brackets.size, _SCAN_BLOCK):  # in blocks: a hostile body is all brackets
+    for start in range(0, brackets.size, _SCAN_BLOCK):  # in blocks: a hostile body may consist of brackets only
         block = brackets[start : start + _SCAN_BLOCK]
         opens = (block == ord("[")) | (block == ord("{"))
         depths = depth + np.cumsum(opens * np.int8(2) - np.int8(1), dtype=np.int64)
@@ -56,9 +56,9 @@ def check_depth(body: bytes) -> None:
 
 
 def check_objects(body: bytes, most: int) -> None:
-    """Raises TritonError INVALID_ARG for more than `most` objects and lists, each of which takes as long to parse as a
-    hundred characters."""
-    if body.count(b"[") + body.count(b"{") <= most:  # an upper bound: includes those in strings
+    """Raises TritonError INVALID_ARG for more than `most` objects and lists, each as slow to parse as 100
+    characters."""
+    if body.count(b"[") + body.count(b"{") <= most:  # an upper bound: includes those inside strings
         return
     num_objects = count_outside_strings(body, b"{[")
     if num_objects > most:
@@ -67,7 +67,7 @@ def check_objects(body: bytes, most: int) -> None:
 
 def _parse_as_rapidjson(body: bytes) -> Any:
     try:
-        return rapidjson.loads(body.partition(b"\0")[0])  # for RapidJSON a NUL ends the text
+        return rapidjson.loads(body.partition(b"\0")[0])  # RapidJSON ends the text at a NUL
     except UnicodeDecodeError as error:
         raise _parse_error("Invalid encoding in string.", error.start) from None
     except rapidjson.JSONDecodeError as error:
@@ -75,7 +75,7 @@ def _parse_as_rapidjson(body: bytes) -> Any:
         if match is None:
             raise _parse_error(str(error), 0) from None
         raise _parse_error(match[2], int(match[1])) from None
-    except ValueError:  # an integer of too many digits for Python; there is no offset
+    except ValueError:  # an integer with too many digits for Python; no offset is known
         raise _parse_error("Number too big to be stored in double.", 0) from None
 
 
@@ -84,7 +84,7 @@ def _parse_error(reason: str, offset: int) -> TritonError:
 
 
 def repeated_keys(body: bytes) -> list[str]:
-    """Keys that some object of the valid JSON text has twice; parsers silently keep the last value."""
+    """Keys that occur twice in one object of the valid JSON text; parsers silently keep the last value."""
     repeated: dict[str, None] = {}
 
     def look(pairs: list[tuple[str, Any]]) -> None:
@@ -132,7 +132,7 @@ def array_member(value: Any, key: str) -> list[Any]:
 
 
 def as_string(value: Any) -> str:
-    """Raises TritonError INTERNAL for another JSON type, as the functions below."""
+    """Raises TritonError INTERNAL for any other JSON type, like the functions below."""
     if isinstance(value, str):
         return value
     raise internal("attempt to access JSON non-string as string")
@@ -164,7 +164,7 @@ def as_object(value: Any) -> Mapping[str, Any]:
 
 @cache  # its arguments are constants
 def parsing(field: str, action: str = "parse") -> AbstractContextManager[None]:
-    """Puts "Unable to parse '<field>': " before the text of a TritonError raised inside: `with parsing("shape"):`."""
+    """Prefixes a TritonError raised inside with "Unable to parse '<field>': ": `with parsing("shape"):`."""
     return _Prefixing(f"Unable to {action} '{field}': ")
 
 

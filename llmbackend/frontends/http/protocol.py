@@ -1,8 +1,8 @@
 """One HTTP connection, with the limits that uvicorn's protocol lacks.
 
-Invariants: a connection without progress ends in each of its states (header, body, an unread response, silence between
-requests); the memory that it takes is bounded; a request, pipelined or not, sees the disconnect of its client. Uses
-private names of uvicorn: tests/frontends/test_uvicorn_seams.py lists them, pyproject.toml bounds the version.
+Invariants: a connection that makes no progress is closed, in every state (header, body, unread response, idle between
+requests); its memory is bounded; every request, pipelined or not, is told when its client disconnects. Uses private
+names of uvicorn: tests/frontends/test_uvicorn_seams.py lists them, pyproject.toml pins the version.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from .tunnel import Tunnel, Tunnels
 log = logging.getLogger(__name__)
 
 _MAX_FRAMING_BYTES: Final = 1 << 20
-"""Chunk sizes, chunk extensions and trailers of one body. 64 MiB in chunks of 1 KiB have half of it."""
+"""Chunk sizes, chunk extensions and trailers of one body. 64 MiB in chunks of 1 KiB need half of it."""
 _MAX_DISCARDED_BYTES: Final = 64 << 20
-"""Rest of a body whose request was answered already: it is read and dropped."""
+"""How much of the rest of a body is read and dropped after its request was answered."""
 _MAX_DISCARDED_CHUNKS: Final = 1024
-"""Limit of chunks that are discarded; after it nothing is parsed, and the connection closes."""
+"""Limit of discarded chunks; beyond it nothing is parsed, and the connection is closed."""
 _RESET: Final = struct.pack("ii", 1, 0)
 """A value of SO_LINGER: close at once, with a reset."""
-_CROWDED_HEADER_TIMEOUT_S: Final = 2.0
-"""Time for the header on a connection beyond the limit. The path in it decides the form of the refusal."""
+_OVERLOAD_HEADER_TIMEOUT_S: Final = 2.0
+"""Header timeout beyond the limit of connections. The path in the header determines the format of the refusal."""
 _INTERIM_RESPONSE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_RESET_LOOKED_FOR_AFTER_S: Final = 0.05
-_RESET_LOOKED_FOR_EACH_S: Final = 1.0
+_RESET_CHECK_DELAY_S: Final = 0.05
+_RESET_CHECK_INTERVAL_S: Final = 1.0
 
 
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol within `limits`. A connection has no timer while its response runs.
 
     uvicorn pauses `send` while more than 64 KiB wait for the client, and stops reading a body after 64 KiB until the
-    application reads it; beyond these marks a connection holds one read at a time."""
+    application consumes it; beyond these marks, a connection buffers at most one more read.
+    """
 
     def __init__(
         self,
@@ -57,11 +58,13 @@ class GuardedProtocol(HttpToolsProtocol):
         sites: SiteCheck | None = None,
         **options: Any,
     ) -> None:
-        """tunnels: take websockets; None: requests for them are served as any other. sites: None: no check"""
+        """tunnels: accept websockets; None: websocket requests are served like any other
+        sites: None: no check
+        """
         super().__init__(**options)
         self._pieces = BodyPieces()
         self.parser = self._pieces.parser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: a pipelined request
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn: a pipelined request
         self._limits = limits
         self._place = place
         self._sites = sites
@@ -70,7 +73,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._clock = _Clock(self.loop)
         self._write_clock = _Clock(self.loop)
         self._receiving: str | None = "header"
-        """Part of a request that is being received; None between requests and once one is complete."""
+        """Which part of a request is being received; None between requests and once a request is complete."""
         self._framing_bytes = 0
         self._discarded_bytes = 0
         self._piece_bytes = 0
@@ -81,16 +84,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
         self._closes_when_received = False
         self._unparsed = b""
-        """Received data with many chunks, which is parsed in later turns of the event loop."""
-        self._is_read_past = False
-        """Whether further data, the rest of a body whose request was answered, is dropped unparsed."""
+        """Received data with many chunks, parsed in later turns of the event loop."""
+        self._drops_input = False
+        """Whether further data (the rest of a body whose request was answered) is dropped unparsed."""
 
     # --- connection -------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._presence = ClientPresence(transport.close)
-        timeout_s = _CROWDED_HEADER_TIMEOUT_S if self._place.refusal else self._limits.header_timeout_s
+        timeout_s = _OVERLOAD_HEADER_TIMEOUT_S if self._place.refusal else self._limits.header_timeout_s
         self._clock.start(timeout_s, self._header_timed_out)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -115,27 +118,27 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._parse_at_length(data)
 
-    def _parse_on(self) -> None:
+    def _parse_rest(self) -> None:
         data, self._unparsed = self._unparsed, b""
         self._parse_at_length(data)
         if not self._unparsed and not self.flow.read_paused and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def _parse_at_length(self, data: bytes) -> None:
-        """Parses `data`, in several turns of the event loop if it has many chunks."""
+        """Parses `data`, over several turns of the event loop if it has many chunks."""
         rest = memoryview(data)
         while rest and not self.transport.is_closing() and self._opening is None:
             part = rest[: self._pieces.parsed_at_once_bytes]
             rest = rest[len(part) :]
             self._parse(part)
-            if rest and self._pieces.is_dense and not self._is_read_past:
+            if rest and self._pieces.is_dense and not self._drops_input:
                 self._unparsed = rest.tobytes()
                 self.transport.pause_reading()
-                self.loop.call_soon(self._parse_on)
+                self.loop.call_soon(self._parse_rest)
                 return
 
     def _parse(self, data: memoryview) -> None:
-        if self._is_read_past:
+        if self._drops_input:
             self._discarded_bytes += len(data)
             if self._discarded_bytes > _MAX_DISCARDED_BYTES:
                 self.transport.close()
@@ -149,7 +152,7 @@ class GuardedProtocol(HttpToolsProtocol):
         receiving = self._receiving
         if receiving is None:
             if self.timeout_keep_alive_task is None and not self._is_busy:
-                self._await_header()  # bytes that begin no request
+                self._await_header()  # bytes that do not begin a request
             else:
                 self._clock.stop()
         elif receiving == "header":
@@ -157,19 +160,19 @@ class GuardedProtocol(HttpToolsProtocol):
             if self._framing_bytes > self._limits.max_header_bytes + self._limits.max_url_bytes:
                 self._end(431, "the request's header is too large")
         else:
-            self._clock.start_once(self._limits.body_timeout_s, self._body_looked_at)
+            self._clock.start_once(self._limits.body_timeout_s, self._check_body_progress)
             num_chunks = self._pieces.num_chunks
             if num_chunks > MAX_CHUNKS + 1:
                 self._end(400, TOO_MANY_CHUNKS)
             elif self._framing_bytes > _MAX_FRAMING_BYTES or self._discarded_bytes > _MAX_DISCARDED_BYTES:
                 self._end(413, "the request's body has too much framing or trailing data")
             elif self.cycle.response_complete and num_chunks > _MAX_DISCARDED_CHUNKS:
-                self._is_read_past = True
+                self._drops_input = True
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's meaning: whether the transport stays open
-        """A client that closes its sending half still gets its answer. If it closed the connection instead, only
-        sending shows it: an interim response, which clients ignore, or the next piece. The client of a feed (GET),
-        which may send nothing for long, counts as gone."""
+        """A client that half-closes its connection still gets its response. If it closed the connection completely,
+        only sending reveals that: an interim response, which clients ignore, or the next piece. The client of a feed
+        (GET), which may stay silent for long, is treated as gone."""
         running = self._running
         if self._receiving is not None or running is None or running.response_complete or self.scheme == "https":
             return False
@@ -178,17 +181,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self.cycle.keep_alive = False
         if not running.response_started and running.scope["http_version"] == "1.1":
             self.transport.write(_INTERIM_RESPONSE)
-        self._clock.start(_RESET_LOOKED_FOR_AFTER_S, self._look_for_reset)
+        self._clock.start(_RESET_CHECK_DELAY_S, self._check_for_reset)
         return True
 
-    def _look_for_reset(self) -> None:
-        """The event loop does not report one after the end of reading."""
+    def _check_for_reset(self) -> None:
+        """After the end of reading, the event loop does not report a reset."""
         if self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         else:
-            self._clock.start(_RESET_LOOKED_FOR_EACH_S, self._look_for_reset)
+            self._clock.start(_RESET_CHECK_INTERVAL_S, self._check_for_reset)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -248,7 +251,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._clock.start_once(self._limits.header_timeout_s, self._header_timed_out)
 
     def _header_timed_out(self) -> None:
-        if self._is_busy:  # a pipelined request must not end the one before it
+        if self._is_busy:  # a pipelined request must not end the previous one
             self._clock.start(self._limits.header_timeout_s, self._header_timed_out)
         elif self._receiving is None or not self._framing_bytes:
             self.transport.close()
@@ -259,11 +262,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._progress_s = self._body_began_s = self.loop.time()
         self._body_bytes = 0
 
-    def _body_looked_at(self) -> None:
+    def _check_body_progress(self) -> None:
         if self._receiving != "body":
             return
         is_pipelined = self._is_busy and self._running is not self.cycle
-        if self.flow.read_paused or is_pipelined:  # the application does not read
+        if self.flow.read_paused or is_pipelined:  # the application is not reading
             self._begin_measuring()
         now_s, limits = self.loop.time(), self._limits
         left_s = self._progress_s + limits.body_timeout_s - now_s
@@ -273,11 +276,11 @@ class GuardedProtocol(HttpToolsProtocol):
         elif self._body_bytes < due_bytes:
             self._end(408, f"the request's body arrived at less than {limits.min_body_bytes_per_s} bytes per second")
         else:
-            self._clock.start(left_s, self._body_looked_at)
+            self._clock.start(left_s, self._check_body_progress)
 
     def _close_when_received(self) -> None:
         """Closes after the rest of the body, within `linger_s`: closing while a client sends its body resets the
-        connection, and the response might never be read."""
+        connection, and the client might never read the response."""
         if self._receiving == "body":
             self._closes_when_received = True
         else:
@@ -289,7 +292,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._watch_closing()
 
     def _end(self, status: int, message: str) -> None:
-        """Sends a refusal unless a response has begun, and closes. A handler that reads the body sees a disconnect."""
+        """Sends a refusal, unless a response has begun, and closes. A handler that reads the body sees a disconnect."""
         self._clock.stop()
         if self._may_answer:
             path = self.scope["path"] if self._receiving == "body" else ""
@@ -298,7 +301,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._watch_closing()
 
     def shutdown(self) -> None:
-        """A request whose body is still arriving can no longer be served."""
+        """A request whose body is still arriving is refused."""
         if self._receiving == "body" and self._may_answer:
             self._end(503, STOPPING)
         else:
@@ -310,10 +313,10 @@ class GuardedProtocol(HttpToolsProtocol):
         return self._tunnels is not None and self._tunnels.takes_websocket(self.url)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """None: any client could fill the log."""
+        """Logs nothing: any client could fill the log."""
 
     def handle_websocket_upgrade(self) -> None:
-        """The tunnel takes the connection over."""
+        """Hands the connection over to the tunnel."""
         assert self._tunnels is not None
         status, message = self._websocket_refusal(self._tunnels)
         if message:
@@ -327,10 +330,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._opening = self.loop.create_task(opening)
 
     def _websocket_refusal(self, tunnels: Tunnels) -> tuple[int, str]:
-        if message := self._place.reconsider():
+        if message := self._place.reevaluate():
             return 429, message
         if self.scope["method"] != "GET" or self._is_busy:
-            return 400, "a websocket begins with a GET on a connection without another request"
+            return 400, "a websocket request must be a GET on a connection without another request"
         if self._framing_bytes > self._limits.max_header_bytes:
             return 431, "the request's header is too large"
         if message := self._refused_site(self.scope["method"], self.headers) or tunnels.websocket_refusal(self.headers):
@@ -342,14 +345,14 @@ class GuardedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         cycle.transport = HeadJoined(self.transport, self.loop, self._close_when_received)
-        DirectBody(cycle, self.flow).put_into(cycle.scope)
+        DirectBody(cycle, self.flow).add_to(cycle.scope)
         app = self._refusal(cycle.scope) or app
         super()._start_asgi_task(cycle, _until_close(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def _refusal(self, scope: Any) -> Any | None:
         """The application that refuses the request; None: it is served."""
         limits = self._limits
-        if message := self._place.reconsider():
+        if message := self._place.reevaluate():
             return refusing(429, message)
         if len(scope["raw_path"]) + len(scope["query_string"]) > limits.max_url_bytes:
             return refusing(414, f"the request's URL is longer than {limits.max_url_bytes} bytes")
@@ -389,27 +392,27 @@ class GuardedProtocol(HttpToolsProtocol):
         self._watch_closing()
 
     def _watch_closing(self) -> None:
-        """A closing transport waits for its client to read the rest, which may never happen."""
+        """Bounds the close: a closing transport waits until its client has read the rest, which may never happen."""
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._watch_writing()
 
     def _watch_writing(self) -> None:
         self._unsent_bytes = self.transport.get_write_buffer_size()
-        self._write_clock.start(self._limits.write_timeout_s, self._writing_looked_at)
+        self._write_clock.start(self._limits.write_timeout_s, self._check_write_progress)
 
-    def _writing_looked_at(self) -> None:
+    def _check_write_progress(self) -> None:
         if self.transport.get_write_buffer_size() < self._unsent_bytes:
             self._watch_writing()
             return
         log.warning("a client read nothing for %g s: closing its connection", self._limits.write_timeout_s)
-        # Otherwise the kernel keeps what it holds for the client, megabytes, as long as the client stays.
+        # Without a reset, the kernel keeps the unsent megabytes for as long as the client stays connected.
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
 
 
 def _until_close(app: Any, cycle: RequestResponseCycle) -> Any:
-    """`app` for an HTTP/1.0 client, which knows no chunks: a response without a length ends with the connection (RFC
-    9112, 6.3)."""
+    """`app` for an HTTP/1.0 client, without chunks: a response without a length ends with the connection (RFC 9112,
+    6.3)."""
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
         async def unchunked(message: Any) -> None:
@@ -452,7 +455,7 @@ class _Clock:
 
 
 class CaseKeepingProtocol(GuardedProtocol):
-    """Also keeps header names as the client wrote them, because Triton forwards them like this (golden 60)."""
+    """Also records header names as sent, because Triton forwards them like this (golden 60)."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

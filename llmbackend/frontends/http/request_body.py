@@ -1,7 +1,7 @@
-"""Request bodies: read and decompressed within a limit, and counted while the server holds them.
+"""Request bodies: read and decompressed within a limit, and counted while the server holds them in memory.
 
-Invariant: at most `max_bytes` of one body are held, whether it has a length, chunks or a compressed bomb.
-Source: Triton's --http-max-input-size and its compression rules (gzip and deflate; not for generate).
+Invariant: at most `max_bytes` of one body are held, whether it has a Content-Length, is chunked or is a decompression
+bomb. Source: Triton's --http-max-input-size and its compression rules (gzip and deflate; not for generate).
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ from ..workers import WorkThreads
 from .request_scope import header
 
 MAX_CONTROL_BYTES: Final = 1 << 20
-"""Limit for requests that control the server, except for loads with files."""
+"""Limit for control requests, except for loads with files."""
 BODY_LEASE: Final = "llmbackend.body_lease"
-"""Key of the scope for a BodyLease; absent under an application other than this package's."""
+"""Scope key of a BodyLease; absent under an application other than this package's."""
 _MIN_BODIES_HELD: Final = 4
-"""How many bodies of the largest size fit: a body that is being unpacked is held twice, and one client gets half of the
-budget."""
+"""How many of the largest bodies fit: a body counts twice while it is decompressed, and one client gets half."""
 Encoding = Literal["gzip", "deflate"]
 ENCODINGS: Final[tuple[Encoding, ...]] = ("gzip", "deflate")
 IDENTITY: Final = "identity"
 _PACKED_PIECE_BYTES: Final = 64 << 10
 _PIECE_BYTES: Final = 1 << 20
 _AUTO_HEADER_WBITS: Final = 47
-"""zlib: recognise a gzip or a zlib header."""
+"""zlib: detect a gzip or zlib header."""
 
 
 def address_of(scope: Scope) -> str:
-    """A client that is known only by its address."""
+    """Identifies a client by its address alone."""
     return f"address {(scope.get('client') or [''])[0]}"
 
 
 class BodyBudget:
-    """The memory of all request bodies of one server, packed and unpacked, from their first byte on. Thread-safe.
+    """The memory of all request bodies of one server, compressed and decompressed, from their first byte on.
+    Thread-safe.
 
-    No client may hold more than it leaves free: one gets a half, two get a third each, and a new one finds room."""
+    No client may hold more than it leaves free: one gets a half, two get a third each, and a new one always finds some.
+    """
 
     def __init__(self, max_bytes: int, owner_of: Callable[[Scope], str] = address_of) -> None:
-        """owner_of: name of a request's client"""
+        """owner_of: returns the client of a request"""
         self._max_bytes = max_bytes
         self.owner_of = owner_of
         self._held: Counter[str] = Counter()
@@ -60,12 +61,12 @@ class BodyBudget:
     def held_bytes(self) -> int:
         return self._held_bytes
 
-    def make_room_for(self, body_bytes: int) -> None:
-        """Raises the budget to one that fits a body of that size."""
+    def raise_to_fit(self, body_bytes: int) -> None:
+        """Raises the budget, if needed, to one that fits a body of this size."""
         self._max_bytes = max(self._max_bytes, _MIN_BODIES_HELD * body_bytes)
 
     def take(self, owner: str, size_bytes: int) -> None:
-        """Raises TritonError UNAVAILABLE if it would be too much, and then takes nothing."""
+        """Raises TritonError UNAVAILABLE, without taking anything, if the budget would be exceeded."""
         with self._lock:
             held = self._held[owner] + size_bytes
             if size_bytes > 0 and held > self._max_bytes - self._held_bytes - size_bytes:
@@ -80,7 +81,7 @@ class BodyBudget:
 
 
 class BodyLease:
-    """One request's share of the body budget, held at most until the request ends. Used by one thread at a time."""
+    """One request's share of the body budget, until the request ends at the latest. Used by one thread at a time."""
 
     __slots__ = ("_budget", "_owner", "_size_bytes")
 
@@ -92,14 +93,14 @@ class BodyLease:
 
     @classmethod
     def of(cls, request: Request) -> BodyLease:
-        """The request's lease, for its client."""
+        """The lease of `request` for its client."""
         lease: BodyLease = request.scope.get(BODY_LEASE) or cls(None)
         if not lease._owner:
             lease._owner = address_of(request.scope) if lease._budget is None else lease._budget.owner_of(request.scope)
         return lease
 
     def grow(self, size_bytes: int) -> None:
-        """size_bytes: may be negative. Raises TritonError UNAVAILABLE if there is no room."""
+        """size_bytes: may be negative. Raises TritonError UNAVAILABLE if the budget is exhausted."""
         if self._budget is not None:
             self._budget.take(self._owner, size_bytes)
             self._size_bytes += size_bytes
@@ -116,8 +117,7 @@ def content_encoding(request: Request) -> str:
 
 
 async def read_content(request: Request, max_bytes: int, threads: WorkThreads) -> bytes:
-    """Like `read_body`, but unpacks the body on one of `threads`. The encoding must be one of ENCODINGS, or
-    IDENTITY."""
+    """Like `read_body`, but decompresses on one of `threads`. The encoding must be one of ENCODINGS, or IDENTITY."""
     body = await read_body(request, max_bytes)
     if content_encoding(request) == IDENTITY:
         return body
@@ -125,10 +125,10 @@ async def read_content(request: Request, max_bytes: int, threads: WorkThreads) -
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body; to be called once.
+    """Reads the whole body; to be called once.
 
     Raises BodyTooLargeError as soon as it is known to be longer than `max_bytes`, TritonError UNAVAILABLE if the budget
-    has no room for it, ClientDisconnect if the rest will not come.
+    is exhausted, ClientDisconnect if the rest will not come.
     """
     announced = header(request, b"content-length")
     if announced.isdecimal() and int(announced) > max_bytes:
@@ -146,11 +146,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         lease.grow(len(chunk))
         body.write(chunk)
         is_more = message.get("more_body", False)
-    return body.getvalue()  # not a copy
+    return body.getvalue()  # does not copy
 
 
 def too_large() -> TritonError:
-    """The error of a control request beyond MAX_CONTROL_BYTES."""
+    """The error for a control request beyond MAX_CONTROL_BYTES."""
     return invalid_argument(f"the request has more than {MAX_CONTROL_BYTES} bytes, the maximum for this endpoint")
 
 
@@ -163,13 +163,13 @@ async def read_control(request: Request) -> bytes:
 
 
 def release_body(request: Request) -> None:
-    """Call this once the body is decoded: its bytes are no longer counted."""
+    """To be called once the body is decoded: its bytes are no longer counted."""
     BodyLease.of(request).release()
 
 
 def _decompress(body: bytes, max_bytes: int, lease: BodyLease) -> bytes:
-    """Raises TritonError INVALID_ARG if `body` is not a complete gzip or deflate stream, UnpackedBodyTooLargeError
-    beyond `max_bytes` unpacked, UNAVAILABLE as `read_body`."""
+    """Raises TritonError INVALID_ARG if `body` is not a complete gzip or deflate stream, UnpackedBodyTooLargeError if
+    it decompresses to more than `max_bytes`, UNAVAILABLE as `read_body`."""
     unpacker = zlib.decompressobj(_AUTO_HEADER_WBITS)
     content = io.BytesIO()
     packed = memoryview(body)

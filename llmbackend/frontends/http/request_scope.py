@@ -1,8 +1,8 @@
-"""What a request's scope says beside ASGI: whether its client is still there, headers as sent, its trace.
+"""What the ASGI scope of a request carries beyond ASGI: client presence, headers as sent, the request's trace.
 
-Invariants: callbacks of ClientPresence are called at most once, on the event loop, and not after `forget`; cancelled
-work has ended when its caller knows; a request's trace is closed however the request ends.
-Source: HTTP_RECV_START … HTTP_SEND_END of Triton's http_server (golden 60), where sending a stream has the time 0.
+Invariants: callbacks of ClientPresence are called at most once, on the event loop, and never after `forget`; cancelled
+work has ended by the time its caller is notified; a request's trace is closed however the request ends. Source:
+HTTP_RECV_START … HTTP_SEND_END of Triton's http_server (golden 60), in which sending a stream has the time 0.
 """
 
 from __future__ import annotations
@@ -19,33 +19,32 @@ from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
 
 PRESENCE: Final = "llmbackend.client_presence"
-"""Key of the scope for a ClientPresence, which GuardedProtocol sets."""
+"""Scope key of a ClientPresence, set by GuardedProtocol."""
 SENT_NAMES: Final = "llmbackend.sent_header_names"
-"""Key of the scope: header names as the client wrote them; only under CaseKeepingProtocol."""
+"""Scope key: header names as the client wrote them; only under CaseKeepingProtocol."""
 LABELS: Final = "llmbackend.request_labels"
-"""Key of the scope: text that the access log adds to a request's line."""
+"""Scope key: text that the access log adds to a request's line."""
 
 
 HANDED_OVER: Final = "llmbackend.handed_over"
-"""Key of the scope of a frontend process's own request: the body of one that its host is to answer after all, else
-None; absent in a process that is no frontend."""
+"""Scope key, set in frontend processes only: the body of a request that the host must answer instead, else None."""
 
 
 class HandedOver(Response):
-    """Nothing is sent: the host answers the request, whose body, unpacked, was read here."""
+    """Sends nothing: the host answers the request, whose decompressed body was read here."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[HANDED_OVER] = self.body
 
 
 class ClientPresence:
-    """Whether the client of one connection is still there. ASGI's way, to await `receive` in a task for each request,
+    """Whether the client of one connection is still there. The ASGI way, a task per request that awaits `receive`,
     costs more than the work of an /infer."""
 
     __slots__ = ("_callbacks", "_close", "_is_lost")
 
     def __init__(self, close: Callable[[], None] | None = None) -> None:
-        """close: closes the connection after what was written; None: there is none"""
+        """close: closes the connection after pending writes; None: there is none"""
         self._close = close or self.lost
         self._is_lost = False
         self._callbacks: list[Callable[[], None]] = []
@@ -55,7 +54,7 @@ class ClientPresence:
         return self._is_lost
 
     def when_lost(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once the client is gone, at once if it is already."""
+        """Calls `callback` once the client has disconnected, at once if it already has."""
         if self._is_lost:
             callback()
         else:
@@ -66,7 +65,7 @@ class ClientPresence:
             self._callbacks.remove(callback)
 
     async def disconnect(self) -> None:
-        """Closes the connection, so that the client sees that its response is incomplete, and waits for its end."""
+        """Closes the connection, which shows the client that the response is incomplete, and waits until it is lost."""
         self._close()
         await self.until_lost()
 
@@ -86,7 +85,7 @@ class ClientPresence:
 
 
 def header(request: Request, name: bytes, default: str = "") -> str:
-    """The value of the first header `name`, which is in lower case. Faster than starlette's `request.headers`."""
+    """The value of the first header `name`, given in lower case. Faster than starlette's `request.headers`."""
     for key, value in request.scope["headers"]:
         if key == name:
             text: str = value.decode("latin-1")
@@ -95,7 +94,7 @@ def header(request: Request, name: bytes, default: str = "") -> str:
 
 
 def headers_as_sent(scope: Any) -> list[tuple[bytes, bytes]]:
-    """(name, value) of each header, with the client's names if the protocol kept them."""
+    """(name, value) of each header, with the client's spelling of names if the protocol kept them."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     names = scope.get(SENT_NAMES)
     return headers if names is None else [(name, value) for name, (_, value) in zip(names, headers, strict=True)]
@@ -105,13 +104,12 @@ T = TypeVar("T")
 
 
 async def unless_disconnected(http: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; if the client leaves, cancels it and raises ClientDisconnect. The body must have been
-    read."""
+    """The result of `work`; cancels it and raises ClientDisconnect if the client leaves. Read the body before."""
     presence: ClientPresence = http.scope[PRESENCE]
     if presence.is_lost:
         work.close()
         raise ClientDisconnect
-    task = asyncio.current_task()  # a further task would cost more than the work of most requests
+    task = asyncio.current_task()  # another task would cost more than the work of most requests
     assert task is not None
     is_cut = False
 
@@ -146,13 +144,13 @@ def sampled(server: Host, model_name: str, request: Request, start_ns: int = 0) 
 
 
 def received(trace: RequestTrace | None) -> None:
-    """Call this after the body was read."""
+    """To be called after the body was read."""
     if trace is not None:
         trace.mark("HTTP_RECV_END")
 
 
 async def traced(trace: RequestTrace | None, answer: Coroutine[Any, Any, Response]) -> Response:
-    """The response of `answer`, whose sending ends the trace."""
+    """The response of `answer`; sending it ends the trace."""
     if trace is None:
         return await answer
     try:
@@ -163,7 +161,7 @@ async def traced(trace: RequestTrace | None, answer: Coroutine[Any, Any, Respons
 
 
 class _TracedResponse(Response):
-    """`response` with the times of its sending in the trace."""
+    """Records when `response` is sent in the trace."""
 
     def __init__(self, response: Response, trace: RequestTrace) -> None:
         self.background = None

@@ -1,6 +1,6 @@
 """Responses with exactly the given headers: bytes, JSON or several buffers; compression.
 
-Invariant: a large body is copied and sent in pieces, at the client's pace, so that the event loop is never blocked.
+Invariant: a large body is copied and sent in pieces, at the client's pace, so that it never blocks the event loop.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PartsResponse(Response):
 
 
 async def compress(parts: Sequence[bytes | memoryview], encoding: Encoding) -> bytes:
-    """`parts` as one body; a large one is made in a thread."""
+    """`parts` as one compressed body; a large one is compressed in a thread."""
     if sum(map(len, parts)) <= _NOT_WORTH_A_THREAD_BYTES:
         return _compress(parts, encoding)
     return await asyncio.to_thread(_compress, parts, encoding)
@@ -85,7 +85,7 @@ def _compress(parts: Sequence[bytes | memoryview], encoding: Encoding) -> bytes:
 
 
 def response_encoding(accept_encoding: str) -> Encoding | None:
-    """The encoding in `Accept-Encoding` with the highest quality, the first of equals; None: `identity`."""
+    """The encoding in `Accept-Encoding` with the highest quality, the first one on a tie; None: `identity`."""
     if not accept_encoding:
         return None
     known: dict[str, Encoding | None] = {"identity": None, "gzip": "gzip", "deflate": "deflate"}
@@ -112,10 +112,10 @@ HOP_BY_HOP: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding
 
 
 class ForwardedResponse:
-    """Parses one response and sends it to the client. The parser calls the methods `on_…`."""
+    """Parses one response and sends it to the client. The parser calls the `on_…` methods."""
 
     def __init__(self, send: Send, *, has_body: bool = True, dropped: frozenset[bytes] = HOP_BY_HOP) -> None:
-        """has_body: False for HEAD, whose responses have only the headers of a body"""
+        """has_body: False for HEAD, whose responses have a body's headers but no body"""
         self._send = send
         self._has_body = has_body
         self._dropped = dropped
@@ -127,7 +127,7 @@ class ForwardedResponse:
         self.is_complete = False
 
     async def take(self, data: bytes) -> None:
-        """Raises ConnectionResetError if `data` is empty, the end of the connection, and HttpParserError."""
+        """Raises ConnectionResetError if `data` is empty (the connection has ended), and HttpParserError."""
         if not data:
             raise ConnectionResetError("the process that answers has exited")
         self._parser.feed_data(data)

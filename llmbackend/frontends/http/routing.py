@@ -1,7 +1,7 @@
 """Routes on FastAPI: an endpoint is a method that declares its path, argument and answer; openapi.py documents them.
 
-Invariants: FastAPI parses nothing: `Endpoints.read` reads bodies within the server's bounds, endpoints paths and
-queries; GET implies HEAD only for APIs that say so, which Triton's does not.
+Invariants: FastAPI parses nothing: `Endpoints.read` reads bodies within the server's limits, endpoints read paths and
+queries. GET implies HEAD only for APIs that say so; Triton's does not.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _NAME: Final = {"type": "string", "minLength": 1}
 
 
 def ref(model: Any) -> Json:
-    """The schema that refers to the component of `model`, a union or a list."""
+    """A schema that refers to the component of `model`, which may be a union or a list."""
     kinds = get_args(model)
     if get_origin(model) is list:
         return {"type": "array", "items": ref(kinds[0])}
@@ -78,7 +78,7 @@ def path_parameters(path: str) -> list[Json]:
 
 
 def _refusals(error: Any, statuses: Iterable[int], content_types: Iterable[str]) -> dict[int | str, Json]:
-    """The error responses of an API, including those of access control and of the connection."""
+    """The error responses of an API, including those of access control and of the connection layer."""
     content: Json = {kind: {} for kind in content_types} | {JSON: {"schema": ref(error)}}
     return {
         status: {"description": _MEANING[status], "content": content}
@@ -88,7 +88,7 @@ def _refusals(error: Any, statuses: Iterable[int], content_types: Iterable[str])
 
 
 class DescribedBy:
-    """Annotation of a value that pydantic does not check, but documents as the type `model`."""
+    """Annotation of a value that pydantic documents as the type `model` but does not check."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -101,7 +101,7 @@ class DescribedBy:
 
 
 class JsonBody(DescribedBy):
-    """Annotation of an endpoint's argument that is made of the JSON body; optional if the argument has a default."""
+    """Annotation of an endpoint's argument parsed from the JSON body; optional if the argument has a default."""
 
     def __init__(self, model: Any, parse: Callable[..., Any] = as_object) -> None:
         """parse: JSON value → the argument"""
@@ -124,19 +124,19 @@ get, post, delete = partial(route, "GET"), partial(route, "POST"), partial(route
 
 
 class Endpoints:
-    """Endpoints of one API; here of Triton's, whose errors the application answers."""
+    """The endpoints of one API. The defaults are Triton's API, whose errors the application answers."""
 
     error: ClassVar[Any] = Error
-    """Type of an error response's JSON."""
+    """Type of the JSON of an error response."""
     statuses: ClassVar[tuple[int, ...]] = (400, 404, 500, 501, 503)
-    """Statuses of error responses, besides those that every API has."""
+    """Statuses of error responses, in addition to those that every API has."""
     error_types: ClassVar[tuple[str, ...]] = ("text/plain",)
-    """Further content types of error responses."""
+    """Additional content types of error responses."""
     answers_head: ClassVar[bool] = False
     """Whether GET implies HEAD."""
 
     def add_to(self, router: APIRouter) -> None:
-        """Adds the routes in the order of their declaration, which is also the order of matching."""
+        """Adds the routes in declaration order, which is also the matching order."""
         for name, method in vars(type(self)).items():
             for path, options in getattr(method, _DECLARED, ()):
                 route = ApiRoute(path, getattr(self, name), self, **options)
@@ -145,19 +145,19 @@ class Endpoints:
                     router.routes.append(Route(path, route.get_route_handler(), methods=["HEAD"]))
 
     def check(self, http: Request) -> None:
-        """Raises the refusal of a request, whatever its path."""
+        """Raises an error if the request is refused whatever its path."""
 
     async def read(self, http: Request, body: JsonBody, *, may_be_empty: bool) -> Any:
-        """The argument; None: the body is empty. Raises what `refusal` answers."""
+        """The argument; None: the body is empty. Raises the errors that `refusal` answers."""
         content = await read_control(http)
         return None if may_be_empty and not content else body.parse(parse(content))
 
     def refusal(self, http: Request, error: Exception) -> Response:
-        """The answer to `error`, or raises it for the application."""
+        """The response to `error`; re-raises what the application must answer."""
         raise error
 
     async def answer(self, http: Request, endpoint: Callable[[Request], Awaitable[Response]]) -> Response:
-        """The answer of `endpoint`, or to its error."""
+        """The response of `endpoint`, or the response to its error."""
         try:
             self.check(http)
             return await endpoint(http)
@@ -166,8 +166,7 @@ class Endpoints:
 
 
 class CatchAll:
-    """Refuses what no route takes, with any method. An ASGI application: a route to a function must list its
-    methods."""
+    """Refuses unrouted requests with any method. An ASGI application, since routes to functions list their methods."""
 
     def __init__(self, api: Endpoints, refuse: Callable[[Request], Awaitable[Response]]) -> None:
         self._api = api
@@ -215,7 +214,7 @@ class ApiRoute(APIRoute):
         answer = get_typed_return_annotation(endpoint) if answer is None else answer
         if isinstance(answer, type) and issubclass(answer, Response):
             answer = None
-        if answer is not None:  # FastAPI would at once make a serializer for a response_model
+        if answer is not None:  # FastAPI would create a serializer for a response_model at once
             found = documented.get(200, {})
             documented[200] = found | {"content": {JSON: {"schema": ref(answer)}} | found.get("content", {})}
         extra: Json = {"parameters": [*path_parameters(path), *parameters]}
@@ -230,7 +229,7 @@ class ApiRoute(APIRoute):
             methods=methods,
             operation_id=f"{methods[0]} {re.sub(r':path}', '}', path)}",
             summary=summary,
-            description=" ",  # else the docstring
+            description=" ",  # otherwise FastAPI shows the docstring
             response_class=response_class,
             status_code=status_code,
             responses=documented,
@@ -239,7 +238,7 @@ class ApiRoute(APIRoute):
         )
         request = body if self._json_body is None else self._json_body.model
         self.models: list[tuple[Any, JsonSchemaMode]] = [(api.error, "serialization")]
-        """Types of the body and the answers, each with pydantic's mode."""
+        """Types of the body and the responses, each with pydantic's mode."""
         if request is not None:
             self.models.append((request, "validation"))
         if answer is not None:
@@ -270,8 +269,8 @@ ENCODED_SLASH: Final = "%2F"
 
 
 def with_routed_paths(app: ASGIApp, root_path: str = "") -> ASGIApp:
-    """`app` with paths under /v1 without a trailing slash, which some clients send, and paths under /v2 whose names
-    keep their encoded slashes, so that each is one part. root_path: prefix that is removed unless a proxy has done
+    """Wraps `app`: removes a trailing slash, which some clients send, from paths under /v1, and keeps encoded slashes
+    in names under /v2, so that each name is one path segment. root_path: a prefix to remove unless a proxy has done
     so"""
 
     def served(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:

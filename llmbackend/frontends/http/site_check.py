@@ -1,8 +1,8 @@
-"""Checks of Origin and Host against requests from web pages of other sites.
+"""Checks Origin and Host against requests from web pages of other sites.
 
-Invariants: a page of another site has no effect on this server, neither from its own origin nor, if the Host is
-checked, by a name of its own that resolves to this machine (DNS rebinding); a request without an Origin, as from a
-client that is no browser, is never refused for it.
+Invariants: a page of another site cannot affect this server, neither from its own origin nor, if the Host is checked,
+through a name of its own that resolves to this machine (DNS rebinding). A request without an Origin, as sent by clients
+other than browsers, is never refused for lacking it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class SiteCheck:
     origins: Collection[str] = ()
     """Origins of other sites whose pages may use the server; "*": any."""
     hosts: Collection[str] = ()
-    """Names of this server in lower case, besides IP addresses, localhost and the machine's name."""
+    """Names of this server in lower case, in addition to IP addresses, localhost and the machine's name."""
     checks_host: bool = True
-    """Whether any other Host is refused. A request without a Host, as HTTP/1.0 allows, is served."""
+    """Whether any other Host is refused. A request without a Host, which HTTP/1.0 allows, is served."""
 
     @cached_property
     def _names(self) -> frozenset[str]:
         return frozenset({"localhost", socket.gethostname().lower(), *self.hosts})
 
     def refusal(self, method: str, headers: Headers) -> str:
-        """The reason, "" if the request is not refused."""
+        """Why the request is refused; "": it is not."""
         host, site, origins = "", "", []
         for name, value in headers:
             if name == b"host":
@@ -57,8 +57,7 @@ class SiteCheck:
         )
 
     def host_refusal(self, headers: Headers) -> str:
-        """Like `refusal`, for pages that are served only under this server's names: the Host header is required and
-        always checked."""
+        """Like `refusal`, for pages served only under this server's names: Host is required and always checked."""
         hosts = (value.decode("latin-1").lower() for name, value in headers if name == b"host")
         return self._host_refusal(next(hosts, ""))
 
@@ -84,8 +83,8 @@ class SiteCheck:
 
 
 def _is_of_another_site(method: str, host: str, site: str, origins: list[str]) -> bool:
-    """Browsers say so in Sec-Fetch-Site, over TLS and to loopback addresses; otherwise Origin is compared with Host. A
-    GET without an Origin is a link from another site, which is served."""
+    """Browsers send Sec-Fetch-Site over TLS and to loopback addresses; otherwise Origin is compared with Host. A GET
+    without an Origin is a link from another site, and is served."""
     if site:
         return site not in _OWN_SITE and (bool(origins) or method not in _SAFE_METHODS)
     return any(origin.partition("://")[2] != host for origin in origins)  # "" for an opaque origin ('null')

@@ -1,7 +1,7 @@
-"""A websocket whose bytes are forwarded to another process unread.
+"""A websocket whose bytes are forwarded unread to another process.
 
-Invariants: bytes arrive in order; a side that does not read stops the other one, so that at most two socket buffers are
-held; when one side is gone, the other is closed within `_CLOSE_TIMEOUT_S`.
+Invariants: bytes arrive in order; backpressure applies in both directions, so at most two socket buffers are held; when
+one side is gone, the other is closed within `_CLOSE_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _MAX_EARLY_BYTES: Final = 64 << 10
 
 
 class Tunnels(Protocol):
-    """Which websockets are forwarded, and where to."""
+    """Decides which websockets are forwarded, and where to."""
 
     def takes_websocket(self, target: bytes) -> bool: ...
 
     def websocket_refusal(self, headers: Iterable[tuple[bytes, bytes]]) -> str: ...
 
     async def connect(self, make_protocol: Callable[[], P]) -> P:
-        """Raises an Exception whose text is for the client."""
+        """Raises an Exception whose text is shown to the client."""
 
     def left(self) -> None:
         """Must be called once at the end of each connection."""
@@ -40,14 +40,14 @@ class Tunnel(asyncio.Protocol):
         self._transport = transport
         self._tunnels = tunnels
         self._connections = connections
-        """A stopping server waits for them."""
+        """A stopping server waits for these."""
         self._on_end = on_end
         self._early = b""
         self._far: _FarSide | None = None
         connections.add(self)
 
     async def open(self, head: bytes, refuse: Callable[[str], bytes]) -> None:
-        """head: the client's request. refuse: makes the response to a request that cannot be forwarded"""
+        """head: the client's request. refuse: creates the response to a request that cannot be forwarded"""
         try:
             far = await self._tunnels.connect(lambda: _FarSide(self._transport, self._tunnels))
         except Exception as error:
@@ -127,7 +127,7 @@ class _FarSide(asyncio.Protocol):
 
 
 def close_soon(transport: asyncio.Transport) -> None:
-    """Closes when the peer has read what was written, within _CLOSE_TIMEOUT_S."""
+    """Closes once the peer has read what was written, within _CLOSE_TIMEOUT_S."""
     transport.close()
     if transport.get_write_buffer_size():
         asyncio.get_running_loop().call_later(_CLOSE_TIMEOUT_S, transport.abort)

@@ -1,4 +1,4 @@
-"""What outlives a connection: journals of resumable streams, and stored responses.
+"""State that outlives a connection: journals of resumable streams, and stored responses.
 
-Begin with response_store.py.
+Entry point: response_store.py.
 """

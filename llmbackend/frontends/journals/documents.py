@@ -1,7 +1,7 @@
-"""What a response store keeps: documents and the logs of those being written; group commit.
+"""The contents of a response store: documents, and the logs of those in progress; group commit.
 
 Invariants: the writes of one call are committed together or not at all; a storage is called by one thread at a time; at
-most one transaction runs, never on the event loop, and writes that are added meanwhile share the next one.
+most one transaction runs at a time, never on the event loop, and writes added in the meantime share the next one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class StoreError(TritonError):
-    """A store that cannot be used or written. `str` tells operators why; clients get no paths and addresses."""
+    """The store cannot be used or written. `str` gives the reason for operators; clients get no paths and addresses."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("the response store is unavailable, see the server's log", ErrorCode.UNAVAILABLE)
@@ -42,25 +42,25 @@ class Document:
     """One object of the API."""
 
     owner: str
-    """The API key that owns it, as `current_owner` names it; "" on servers without keys."""
+    """The API key that owns it, in the form that `current_owner` returns; "" on servers without keys."""
     kind: Kind
     id: str
-    """No other document has it, whatever its kind and owner."""
+    """Unique, whatever the kind and owner."""
     body: bytes
     """JSON."""
     created_s: float
-    """Unix time, as `expires_s`."""
+    """Unix time, like `expires_s`."""
     expires_s: float
     items: bytes = b"[]"
     """JSON list: what the document was made from (input items, messages) or consists of."""
     parent: str = ""
     """The document that this one continues; "" for none."""
     is_live: bool = False
-    """Whether it is still being written. A live document is not evicted."""
+    """Whether it is still in progress. A live document is not evicted."""
     continuation: bytes = b""
-    """What another process needs to continue a live document, besides the progress in its log; b"": no process can."""
+    """What another process needs, besides the progress in the log, to continue a live document; b"": none can."""
     labels: bytes = b""
-    """JSON: what a list of its owner's documents may be filtered by; b"" for a document that is in no list."""
+    """JSON: what lists of its owner's documents can be filtered by; b"" for a document that is not in any list."""
 
     @property
     def size_bytes(self) -> int:
@@ -82,7 +82,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Adds or replaces a document. The progress of one that is not live is dropped."""
+    """Adds or replaces a document. The progress of a document that is not live is dropped."""
 
     document: Document
 
@@ -119,22 +119,22 @@ Write = Put | Append | Delete
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one store may hold. When it is full, the oldest documents are removed."""
+    """Capacity of one store. When it is full, the oldest documents are removed."""
 
     max_bytes: int
     max_documents_per_owner: int
 
 
 class Storage(Protocol):
-    """One kind of store. Every method may raise StoreError."""
+    """A storage backend. Every method may raise StoreError."""
 
     is_persistent: bool
-    """Whether documents survive a restart of the server. Then the methods block on a disk or a network."""
+    """Whether documents survive a restart of the server. If so, the methods block on a disk or a network."""
 
-    takes_over_each_s: float | None
-    """How often `live` is called again, where several servers share the store."""
+    takeover_interval_s: float | None
+    """How often `live` is called again, if several servers share the store."""
 
-    answers_within_s: float | None
+    timeout_s: float | None
     """How long a request waits for the store before it is refused; None: no limit."""
 
     def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
@@ -148,7 +148,7 @@ class Storage(Protocol):
         """Committed events from number `first` on, of about max_bytes; at least one if there is one."""
 
     def num_events(self, id: str) -> int:
-        """How many are committed."""
+        """How many events are committed."""
 
     def progress(self, id: str) -> list[bytes]:
         """A live document's progress, by step."""
@@ -157,8 +157,8 @@ class Storage(Protocol):
         """Takes over the live documents that no running server writes."""
 
     def listed(self, owner: str, after: Entry | None, most: int, *, is_descending: bool) -> list[Entry]:
-        """Up to `most` of an owner's documents that have labels, in order of creation, from behind `after` or from the
-        first one; some may have expired."""
+        """Up to `most` of an owner's documents with labels, in order of creation, from `after` on; some may have
+        expired."""
 
     def next_expiry_s(self) -> float | None:
         """When the next document expires; None if there is none."""
@@ -178,10 +178,10 @@ class Commits:
         self._flushing: asyncio.Task[None] | None = None
         self.num_transactions = 0
         self.on_refused: Callable[[str], None] = lambda id: None
-        """Called with the id of a document that another server writes now, before its commit is done."""
+        """Called with the id of a document that another server now writes, before its commit is done."""
 
     def add(self, writes: Iterable[Write]) -> asyncio.Future[None]:
-        """Done when they are committed, or with StoreError."""
+        """The future is done once they are committed, or fails with StoreError."""
         loop = asyncio.get_running_loop()
         self._waiting += writes
         if self._waiting_done is None:
@@ -204,20 +204,18 @@ class Commits:
             raise _logged(error) from None
 
     async def read_in_time(self, ask: Callable[[Storage, float], T]) -> T:
-        """Like `read`, but also raises StoreError when it takes too long. `ask` may then still be running, so it must
-        not change anything."""
+        """Like `read`, but also raises StoreError on timeout, when `ask` may still run: it must not change anything."""
         async with self._answered_in_time():
             return await self.read(ask)
 
     async def settled(self, done: asyncio.Future[None]) -> None:
-        """Waits for a future of `add`. Raises StoreError, also when it takes too long; the writes may then still be
-        committed."""
+        """Waits for a future of `add`. Raises StoreError, also on timeout; the writes may still be committed later."""
         async with self._answered_in_time():
             await asyncio.shield(done)
 
     @asynccontextmanager
     async def _answered_in_time(self) -> AsyncGenerator[None, None]:
-        limit_s = self._storage.answers_within_s
+        limit_s = self._storage.timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 yield
@@ -232,7 +230,7 @@ class Commits:
             self._threads.shutdown()
 
     async def _flush(self) -> None:
-        """A task, so that it begins in the turn after the first write."""
+        """A task, so that it starts in the turn after the first write."""
         try:
             while self._waiting:
                 writes, done = self._waiting, self._waiting_done
@@ -266,6 +264,6 @@ class Commits:
 
 
 def _logged(error: StoreError) -> StoreError:
-    """`error`, logged: the client's message refers to the log."""
+    """`error`, after logging it: the client's message refers to the log."""
     log.error("%s", error, extra={CAUSE: cause_of(error)})
     return error

@@ -1,10 +1,10 @@
 """Retried POSTs: a second request with the same `Idempotency-Key` gets the answer of the first one, computed once.
 
-Invariants: of the requests with one key one runs, and the others get all bytes of its answer, also while it runs;
-another body is refused; an answer other than 2xx is forgotten once its waiting readers have it; what is kept is bounded
-per API key and in all, and expires. A request continues without its client for the grace.
-Source: draft-ietf-httpapi-idempotency-key-header (422 for another body; a retry waits where the draft says 409, which
-is sent only while the first request's body is arriving), Stripe (`Idempotent-Replayed`).
+Invariants: only one of the requests with the same key runs; the others get all bytes of its answer, even while it runs;
+another body is refused; an answer other than 2xx is forgotten once its waiting readers have received it; what is
+retained is bounded per API key and in total, and expires. A request continues without its client for the grace period.
+Sources: draft-ietf-httpapi-idempotency-key-header (422 for another body; unlike in the draft, a retry waits instead of
+getting 409, which is sent only while the first request's body is arriving), Stripe (`Idempotent-Replayed`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BODY_WAIT_S: Final = 1.0
 _OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MODELS: Final = "/v2/models/"
 _MODEL_ENDPOINTS: Final = ("/infer", "/generate", "/generate_stream")
-_PART_OF_THE_REQUEST: Final = frozenset((b"content-type", b"content-encoding", b"inference-header-content-length"))
+_FINGERPRINTED_HEADERS: Final = frozenset((b"content-type", b"content-encoding", b"inference-header-content-length"))
 """Headers that change the meaning of a body."""
 
 
@@ -48,7 +48,7 @@ class _Answer(KeptAnswer):
     """The answer to the requests with one key."""
 
     presence: ClientPresence = field(default_factory=ClientPresence)
-    """The client that the application sees."""
+    """The client presence that the application sees."""
     fingerprint: asyncio.Future[bytes | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -76,7 +76,7 @@ class IdempotentRequests:
         self._kept = kept
 
     def applies_to(self, scope: Scope) -> bool:
-        """Whether it is a POST that begins an inference and has a key."""
+        """Whether it is a POST that starts an inference and has a key."""
         if scope["type"] != "http" or scope["method"] != "POST" or not self._limits.ttl_s:
             return False
         return any(name == _KEY for name, _ in scope["headers"]) and _begins_inference(scope)
@@ -113,7 +113,7 @@ class IdempotentRequests:
             await refusing(429, text)(scope, receive, send)
             return
         journal = Journal(self._limits.max_answer_bytes)
-        answer = _Answer(owner=owner, key=key, journal=journal, kept_s=self._limits.ttl_s)
+        answer = _Answer(owner=owner, key=key, journal=journal, retention_s=self._limits.ttl_s)
         answer.stop = answer.cancel
         self._kept.add(answer)
         answer.work = asyncio.get_running_loop().create_task(self._work(answer, app, scope, receive))
@@ -127,12 +127,12 @@ class IdempotentRequests:
                 answer.work.cancel()
         await asyncio.gather(*(answer.work for answer in answers if answer.work is not None), return_exceptions=True)
 
-    # --- the work -----------------------------------------------------------------------------------------------------
+    # --- the first request --------------------------------------------------------------------------------------------
 
     async def _work(self, answer: _Answer, app: ASGIApp, scope: Scope, receive: Receive) -> None:
-        """Runs the application as if its client stayed, and keeps its answer."""
+        """Runs the application as if its client stayed connected, and retains its answer."""
         inner = {**scope, PRESENCE: answer.presence}
-        DirectBody.take_out_of(inner)
+        DirectBody.remove_from(inner)
         body = _BodyReader(answer, inner, receive)
 
         async def send(message: Message) -> None:
@@ -175,9 +175,9 @@ class IdempotentRequests:
         send: Send,
         more_headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Sends the answer from its beginning, as it comes."""
+        """Sends the answer from its beginning, as it arrives."""
         with answer.journal.reading(), suppress(ClientDisconnect, OSError):
-            # The body must have been read before its client is watched, unless it is not wanted.
+            # The body must have been read before its client is watched, unless it is not needed.
             await asyncio.wait((answer.fingerprint, answer.head), return_when=asyncio.FIRST_COMPLETED)
             await unless_disconnected(Request(scope, receive), self._send(answer, scope, receive, send, more_headers))
 
@@ -194,7 +194,7 @@ class IdempotentRequests:
             await refusing(503, STOPPING)(scope, receive, send)
             return
         if answer.journal.first_held:
-            text = "the answer to the first request with this 'Idempotency-Key' was too large to keep"
+            text = "the answer to the first request with this 'Idempotency-Key' was too large to retain"
             await refusing(409, text)(scope, receive, send)
             return
         await send({**head, "headers": [*head["headers"], *more_headers]})
@@ -204,19 +204,19 @@ class IdempotentRequests:
                 body = b"".join(pieces.parts)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         except (EventsGoneError, _IncompleteError):
-            return  # the connection is closed within the body: the client sees that it is not whole
+            return  # the connection closes within the body, so the client sees that it is incomplete
         finally:
             await reading.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    # --- what is kept -------------------------------------------------------------------------------------------------
+    # --- eviction -----------------------------------------------------------------------------------------------------
 
     def _make_room(self, owner: str) -> str:
-        """Makes room for one more answer. Returns why there is none, else ""."""
+        """Makes room for one more answer. Returns why that is not possible, otherwise ""."""
         of_owner = self._kept.of(_Answer, owner)
         if len(of_owner) >= self._limits.max_answers and not self._forget_one(of_owner):
             return f"{self._limits.max_answers} requests with an 'Idempotency-Key' are running, which is the limit"
-        return "" if self._kept.has_room() else self._kept.refusal("answers to requests with an 'Idempotency-Key'")
+        return "" if self._kept.has_capacity() else self._kept.refusal("answers to requests with an 'Idempotency-Key'")
 
     def _evict(self, owner: str) -> None:
         answers = self._kept.of(_Answer, owner)
@@ -225,7 +225,7 @@ class IdempotentRequests:
             held -= gone.journal.held_bytes
 
     def _forget_one(self, answers: Mapping[str, _Answer]) -> _Answer | None:
-        """Forgets and returns the oldest ended one; None if all are running."""
+        """Forgets and returns the oldest ended answer; None if all are running."""
         oldest = next((one for one in answers.values() if one.has_ended), None)
         if oldest is not None:
             self._kept.forget(oldest)
@@ -269,8 +269,7 @@ class _BodyReader:
 
 
 async def _fingerprint(scope: Scope, receive: Receive, expected_bytes: int) -> bytes | None:
-    """Reads the body of a request and returns its fingerprint; None if the body is longer than expected or does not
-    arrive."""
+    """Reads a request's body and returns its fingerprint; None if it is longer than expected or does not arrive."""
     found = _begun_hash(scope)
     num_bytes = 0
     is_more = True
@@ -289,7 +288,7 @@ async def _fingerprint(scope: Scope, receive: Receive, expected_bytes: int) -> b
 
 def _begun_hash(scope: Scope) -> hashlib._Hash:
     """A hash that already contains everything of the request except its body."""
-    headers = sorted((name, value) for name, value in scope["headers"] if name in _PART_OF_THE_REQUEST)
+    headers = sorted((name, value) for name, value in scope["headers"] if name in _FINGERPRINTED_HEADERS)
     return hashlib.sha256(repr((scope["path"], scope.get("query_string", b""), headers)).encode())
 
 

@@ -1,7 +1,7 @@
 """Journal: the numbered events of one stream, for any number of readers; and the record of a resumable stream.
 
 Invariants: events are numbered 0, 1, 2 …; a reader gets each event after its position once, in order, and then the end,
-or an error for events that are no longer held. A record has what another host needs to regenerate the stream; its
+or an error for events that are no longer held. A record contains what another host needs to regenerate the stream; its
 deltas are in the order of their events, and of two records the one with the higher epoch is valid.
 """
 
@@ -21,7 +21,7 @@ from starlette.requests import Request
 from llmbackend.core.messages import Resume
 
 LoadEvents = Callable[[int], Awaitable[Sequence[bytes]]]
-"""Events from a number on, at least one."""
+"""Loads events from a number on, at least one."""
 
 
 class EventsGoneError(Exception):
@@ -30,7 +30,7 @@ class EventsGoneError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Some events in a row."""
+    """Consecutive events."""
 
     first: int
     """The number of the first one."""
@@ -41,7 +41,7 @@ class Journal:
     """Used only on the event loop."""
 
     def __init__(self, max_bytes: int, next_number: int = 0, load: LoadEvents | None = None) -> None:
-        """next_number: number of the first event that will be published. load: reads events that are no longer held."""
+        """next_number: number of the next published event. load: reads events that are no longer held in memory"""
         self._max_bytes = max_bytes
         self._load = load
         self._held: deque[bytes] = deque()
@@ -80,8 +80,8 @@ class Journal:
             self._wake()
 
     async def follow(self, after: int = -1, quiet_s: float | None = None) -> AsyncGenerator[Events, None]:
-        """The events after number `after`, as many as there are each time; none after `quiet_s` without one. Raises
-        EventsGoneError for events that are no longer held, and the error of `end`."""
+        """Yields the events after number `after`, as many as are available each time; none after `quiet_s` without one.
+        Raises EventsGoneError for events that are no longer held, and the error of `end`."""
         number = after + 1
         with self.reading():
             while True:
@@ -101,7 +101,7 @@ class Journal:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Counts one more reader meanwhile."""
+        """Counts one more reader while the context is active."""
         self._count_readers(1)
         try:
             yield
@@ -116,11 +116,11 @@ class Journal:
     async def _loaded(self, number: int) -> Events:
         parts = () if self._load is None else tuple(await self._load(number))
         if not parts:
-            raise EventsGoneError(f"the events before number {self.first_held} are no longer kept")
+            raise EventsGoneError(f"the events before number {self.first_held} are no longer available")
         return Events(number, parts)
 
     async def _wait(self, timeout_s: float | None) -> bool:
-        """Until something changes; False after `timeout_s`."""
+        """Waits until something changes; returns False after `timeout_s`."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         self._waiters.append(waiter)
@@ -151,27 +151,27 @@ def settle(waiter: asyncio.Future[Any]) -> None:
 
 
 RECORDING: Final = "llmbackend.stream_recording"
-"""Key of a request's scope for the Recording of the stream that it begins."""
+"""Key in a request's scope: the Recording of the stream that it starts."""
 StreamDelta = tuple[int, bytes]
 """(index of the inference in the stream, delta of one of its responses)"""
 
 
 class StreamHead(msgspec.Struct, frozen=True, kw_only=True):
-    """How a stream began."""
+    """How a stream started."""
 
     key: str
     """The stream's name."""
     epoch: int = 0
     """How many times another host has taken it over."""
     owner: str = ""
-    """The owner, as `current_owner` names it."""
+    """The owner, as returned by `current_owner`."""
     path: str
     """Path of the requests that may resume the stream."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
     request: bytes = b""
-    """The body of the request that began it."""
+    """The body of the request that started it."""
     identity: bytes = b""
-    """Its ids and times, encoded by its endpoint."""
+    """Its ids and timestamps, encoded by its endpoint."""
 
 
 class StreamRecord(msgspec.Struct, frozen=True):
@@ -180,7 +180,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
     head: StreamHead
     deltas: tuple[StreamDelta, ...] = ()
     num_events: int = 0
-    """Made of the deltas."""
+    """Number of events made from the deltas."""
 
     @property
     def size_bytes(self) -> int:
@@ -191,11 +191,11 @@ class Recording:
     """The record of one stream, written by its endpoint. Used only on the event loop.
 
     The endpoint takes `identity` and `resume` from it, passes each `delta` as it reads responses, and reads the
-    responses of several inferences in the order of `takes`.
+    responses of several inferences in the order given by `takes`.
     """
 
     def __init__(self, known: StreamRecord | None = None) -> None:
-        """known: the record so far, if the stream is being regenerated."""
+        """known: the record so far, if the stream is being regenerated"""
         self.known = known
         self.identity = b"" if known is None else known.head.identity
         self.request = b""
@@ -218,11 +218,11 @@ class Recording:
         return Resume(tuple([delta for one, delta in deltas if one == index]), replays=True)
 
     def takes(self, index: int) -> bool:
-        """Whether the next response may be one of this inference."""
+        """Whether the next response may belong to this inference."""
         return not self._order or self._order[0] == index
 
     def delta(self, index: int, delta: bytes) -> None:
-        """A response of this inference was read. delta: b"": it has none."""
+        """Records that a response of this inference was read. delta: b"": it has none"""
         if self._order:
             self._order.popleft()
         if delta:

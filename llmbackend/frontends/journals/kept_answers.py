@@ -1,8 +1,8 @@
-"""Answers that are kept in memory so that clients can resume them: resumable streams and those to retried requests.
+"""Answers retained in memory so that clients can resume them: resumable streams, and answers to retried requests.
 
-Invariants: a running answer without readers is forgotten, and so stopped, after the grace; all answers together are
-bounded: ended ones without readers are dropped first, the oldest first, then the oldest pieces of the one that grows,
-then those of other running ones.
+Invariants: a running answer without readers is forgotten, and therefore stopped, after the grace period. All answers
+together are bounded: dropped first are ended ones without readers, oldest first, then the oldest pieces of the one that
+grows, then those of other running ones.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Final, TypeVar
 from .journal import Journal
 
 MAX_BYTES: Final = 256 << 20
-_FULL: Final = 15 / 16
-"""Share of the bytes at which no new answer may begin; the rest is for answers that have begun."""
+_ADMISSION_SHARE: Final = 15 / 16
+"""Share of the bytes at which no new answer may start; the rest is for answers in progress."""
 A = TypeVar("A", bound="KeptAnswer")
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class KeptAnswer:
-    """Owner: the store that lists it."""
+    """Owned by the KeptAnswers that lists it."""
 
     owner: str
-    """The owner, as `current_owner` names it."""
+    """The owner, as returned by `current_owner`."""
     key: str
     """Unique for its kind and owner."""
     journal: Journal
-    kept_s: float | None = None
-    """How long it is kept after its end; None: as long as before its end, for the grace without readers."""
+    retention_s: float | None = None
+    """How long it is retained after its end; None: as before its end, for the grace period without readers."""
     stop: Callable[[], None] = field(default=lambda: None)
     """Called when it is forgotten."""
     is_listed: bool = False
@@ -45,7 +45,7 @@ class KeptAnswers:
         self._grace_s = grace_s
         self._max_bytes = max_bytes
         self._answers: dict[tuple[type[KeptAnswer], str], dict[str, KeptAnswer]] = {}
-        """By kind and owner, then by key; the oldest first."""
+        """By kind and owner, then by key; oldest first."""
         self._ended: dict[KeptAnswer, None] = {}
         self.held_bytes = 0
 
@@ -53,7 +53,7 @@ class KeptAnswers:
         return self.of(kind, owner).get(key)
 
     def of(self, kind: type[A], owner: str) -> Mapping[str, A]:
-        """The answers of one kind and owner by key, the oldest first."""
+        """The answers of one kind and owner by key, oldest first."""
         return self._answers.get((kind, owner), {})  # type: ignore[return-value]
 
     def all(self, kind: type[A]) -> Iterator[A]:
@@ -61,13 +61,13 @@ class KeptAnswers:
         found = [one for answers in self._answers.values() for one in answers.values()]
         return (one for one in found if isinstance(one, kind))
 
-    def has_room(self) -> bool:
-        """Whether another answer may begin. Forgets ended ones without readers as needed."""
-        return self._make_room(int(self._max_bytes * _FULL))
+    def has_capacity(self) -> bool:
+        """Whether another answer may start. Forgets ended ones without readers as needed."""
+        return self._make_room(int(self._max_bytes * _ADMISSION_SHARE))
 
     def refusal(self, kind: str) -> str:
-        """The error text when there is no room. kind: what the answers are called."""
-        return f"{kind} and other kept answers hold {self.held_bytes} bytes, the limit is {self._max_bytes}"
+        """The error text when there is no room. kind: what the answers are called"""
+        return f"{kind} and other retained answers hold {self.held_bytes} bytes, the limit is {self._max_bytes}"
 
     def add(self, answer: KeptAnswer) -> None:
         self._answers.setdefault((type(answer), answer.owner), {})[answer.key] = answer
@@ -89,11 +89,11 @@ class KeptAnswers:
         answer.journal.end(error)
         if answer.is_listed:
             self._ended[answer] = None
-            if answer.kept_s is not None:
-                self._forget_after(answer, answer.kept_s)
+            if answer.retention_s is not None:
+                self._forget_after(answer, answer.retention_s)
 
     def forget(self, answer: KeptAnswer) -> None:
-        """It cannot be found any more; its readers get what it holds. Idempotent."""
+        """It can no longer be found; its current readers get what it holds. Idempotent."""
         if not answer.is_listed:
             return
         answer.is_listed = False
@@ -124,7 +124,7 @@ class KeptAnswers:
                 self.held_bytes -= other.journal.shed(self.held_bytes - self._max_bytes, keep=0)
 
     def _readers_changed(self, answer: KeptAnswer, count: int) -> None:
-        if not answer.journal.has_ended or answer.kept_s is None:
+        if not answer.journal.has_ended or answer.retention_s is None:
             self._forget_after(answer, None if count else self._grace_s)
 
     def _forget_after(self, answer: KeptAnswer, delay_s: float | None) -> None:

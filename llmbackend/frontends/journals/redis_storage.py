@@ -1,6 +1,6 @@
 """Documents in a Redis server, which several servers may share, for `--response-store redis://…`.
 
-Invariants: each live document has one server that writes it; when that server's lease ends, the first other one that
+Invariants: each live document is written by one server; when that server's lease expires, the first other one that
 calls `live` takes its documents over; a commit is one MULTI/EXEC.
 """
 
@@ -21,19 +21,18 @@ if TYPE_CHECKING:
     from redis.client import Pipeline
 
 LEASE_S: Final = 5
-"""A server that did not renew its lease for so long counts as ended; on the same machine also when its process is gone.
-If it is alive after all, its writes to documents that were taken over are refused."""
-_RENEWED_EACH_S: Final = 1.5
-_LOOKED_FOR_EACH_S: Final = 1.0
+"""A server whose lease was not renewed for this long counts as dead; on the same machine, also when its process is
+gone. If it is alive after all, its writes to documents that were taken over are refused."""
+_RENEW_INTERVAL_S: Final = 1.5
+_TAKEOVER_INTERVAL_S: Final = 1.0
 _ATTEMPTS: Final = 5
 _TIMEOUT_S: Final = 5.0
-_KEPT_LONGER_S: Final = 3600
-"""Redis removes a document's keys so long after its expiry, if no server has."""
-_REMOVED_AT_ONCE: Final = 64
+_EXPIRY_MARGIN_S: Final = 3600
+"""Redis removes a document's keys this long after its expiry, if no server has."""
+_REMOVAL_BATCH: Final = 64
 _PREFIX: Final = "llmbackend:responses:"
 _VERSION: Final = 1
-"""Version of the keys and values, stored under the key `version`. Data from before there were versions counts as
-version 1."""
+"""Version of the keys and values, stored under the key `version`. Data from before versioning counts as version 1."""
 _FIELDS: Final = (
     *("owner", "kind", "id", "body", "created_s", "expires_s", "items", "parent", "is_live", "continuation"),
     "labels",
@@ -44,8 +43,8 @@ class RedisStorage:
     """A Storage."""
 
     is_persistent = True
-    takes_over_each_s: float | None = _LOOKED_FOR_EACH_S
-    answers_within_s: float | None = 1.0
+    takeover_interval_s: float | None = _TAKEOVER_INTERVAL_S
+    timeout_s: float | None = 1.0
 
     def __init__(self, url: str, capacity: Capacity) -> None:
         """Connects. Raises StoreError."""
@@ -63,7 +62,7 @@ class RedisStorage:
     def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
         with self._errors():
             refused = self._written(writes)
-            self._remove(self._redis.zrangebyscore(_key("expiry"), 0, now_s, 0, _REMOVED_AT_ONCE))
+            self._remove(self._redis.zrangebyscore(_key("expiry"), 0, now_s, 0, _REMOVAL_BATCH))
             for owner in {write.document.owner for write in writes if isinstance(write, Put)}:
                 excess = self._redis.zcard(_key("owned", owner)) - self._capacity.max_documents_per_owner
                 if excess > 0:
@@ -86,7 +85,7 @@ class RedisStorage:
         with self._errors():
             while max_bytes > 0:
                 start = first + len(found)
-                some: list[bytes] = self._redis.lrange(_key("events", id), start, start + _REMOVED_AT_ONCE - 1)
+                some: list[bytes] = self._redis.lrange(_key("events", id), start, start + _REMOVAL_BATCH - 1)
                 if not some:
                     break
                 found += some
@@ -102,18 +101,18 @@ class RedisStorage:
             writers: dict[bytes, bytes] = self._redis.hgetall(_key("live"))
             ended = {writer for writer in set(writers.values()) if self._has_ended(writer.decode())}
             ids = [
-                id.decode() for id, writer in writers.items() if writer in ended and self._adopts(id.decode(), writer)
+                id.decode() for id, writer in writers.items() if writer in ended and self._claims(id.decode(), writer)
             ]
             documents = [(id, self._document(id)) for id in ids]
             for id, found in documents:
-                if found is None or not found.is_live:  # it ended while it was looked at
+                if found is None or not found.is_live:  # it ended in the meantime
                     self._redis.hdel(_key("live"), id)
             return [found for _, found in documents if found is not None and found.is_live]
 
     def listed(self, owner: str, after: Entry | None, most: int, *, is_descending: bool) -> list[Entry]:
         key = _key("listed", owner)
         with self._errors():
-            begin = 0 if after is None else self._rank_behind(key, after, is_descending=is_descending)
+            begin = 0 if after is None else self._rank_after(key, after, is_descending=is_descending)
             found = self._redis.zrange(key, begin, begin + most - 1, desc=is_descending, withscores=True)
             with self._redis.pipeline(transaction=False) as pipe:
                 for id, _ in found:
@@ -121,11 +120,11 @@ class RedisStorage:
                 labels = pipe.execute()
         return [Entry(at_s, id.decode(), one or b"") for (id, at_s), one in zip(found, labels, strict=True)]
 
-    def _rank_behind(self, key: str, entry: Entry, *, is_descending: bool) -> int:
+    def _rank_after(self, key: str, entry: Entry, *, is_descending: bool) -> int:
         rank = self._redis.zrevrank(key, entry.id) if is_descending else self._redis.zrank(key, entry.id)
         if rank is not None:
             return int(rank) + 1
-        # The document was removed meanwhile.
+        # The document was removed in the meantime.
         beyond = (f"({entry.created_s!r}", "+inf") if is_descending else ("-inf", f"({entry.created_s!r}")
         id, at_once = entry.id.encode(), self._redis.zrangebyscore(key, entry.created_s, entry.created_s)
         before = [one for one in at_once if (one > id if is_descending else one < id)]
@@ -141,7 +140,7 @@ class RedisStorage:
         self._renewer.join()
         try:
             self._redis.delete(_key("instance", self._instance))
-        except Exception:  # the lease ends by itself
+        except Exception:  # the lease expires by itself
             return
         finally:
             self._redis.connection_pool.disconnect()
@@ -149,8 +148,8 @@ class RedisStorage:
     # --- writes -----------------------------------------------------------------------------------------------------
 
     def _written(self, writes: Sequence[Write]) -> Collection[str]:
-        """Returns the ids of documents that another server writes. Retries when a document changes meanwhile. Raises
-        redis.RedisError."""
+        """Returns the ids of documents that another server writes. Retries when a document changes during the
+        transaction. Raises redis.RedisError."""
         import redis
 
         ids = {write.id for write in writes}
@@ -158,7 +157,7 @@ class RedisStorage:
             with self._redis.pipeline(transaction=True) as pipe:
                 if ids:
                     pipe.watch(*(_key("doc", id) for id in ids))
-                refused = self._of_others(ids)
+                refused = self._written_by_others(ids)
                 own = [write for write in writes if type(write) is Delete or write.id not in refused]
                 held = self._sizes({write.id for write in own})
                 pipe.multi()
@@ -181,7 +180,7 @@ class RedisStorage:
                 case Delete(id) if id in held:
                     self._delete(pipe, id, *held.pop(id))
 
-    def _of_others(self, ids: set[str]) -> set[str]:
+    def _written_by_others(self, ids: set[str]) -> set[str]:
         """Those of the documents that another server writes."""
         ordered = sorted(ids)
         writers = self._redis.hmget(_key("live"), ordered) if ordered else []
@@ -225,7 +224,7 @@ class RedisStorage:
             pipe.zadd(_key("finished"), {id: document.created_s})
             pipe.zadd(_key("finished-of", document.owner), {id: document.created_s})
         for name in ("doc", "events", "progress"):
-            pipe.expireat(_key(name, id), int(document.expires_s) + _KEPT_LONGER_S)
+            pipe.expireat(_key(name, id), int(document.expires_s) + _EXPIRY_MARGIN_S)
         held.setdefault(id, (document.owner, document.size_bytes))
 
     def _append(self, pipe: Pipeline, step: Append, held: dict[str, tuple[str, int]]) -> None:
@@ -236,11 +235,11 @@ class RedisStorage:
             pipe.hincrby(_key("doc", step.id), "progress_bytes", len(step.progress))
         pipe.hincrby(_key("doc", step.id), "log_bytes", step.size_bytes)
         pipe.incrby(_key("bytes"), step.size_bytes)
-        if not step.first:  # lists are made by their first push
+        if not step.first:  # lists are created by their first push
             expires_s = self._redis.zscore(_key("expiry"), step.id)
             for name in ("events", "progress"):
                 if expires_s is not None:
-                    pipe.expireat(_key(name, step.id), int(expires_s) + _KEPT_LONGER_S)
+                    pipe.expireat(_key(name, step.id), int(expires_s) + _EXPIRY_MARGIN_S)
 
     def _delete(self, pipe: Pipeline, id: str, owner: str, size_bytes: int) -> None:
         pipe.delete(*(_key(name, id) for name in ("doc", "events", "progress")))
@@ -257,7 +256,7 @@ class RedisStorage:
         with self._redis.pipeline(transaction=True) as pipe:
             for id, (owner, size_bytes) in held.items():
                 self._delete(pipe, id, owner, size_bytes)
-            for gone in names - held.keys():  # its keys ended by themselves
+            for gone in names - held.keys():  # its keys expired by themselves
                 pipe.zrem(_key("expiry"), gone)
                 pipe.zrem(_key("finished"), gone)
             pipe.execute()
@@ -289,7 +288,7 @@ class RedisStorage:
             return True
         return not self._redis.exists(_key("instance", writer))
 
-    def _adopts(self, id: str, writer: bytes) -> bool:
+    def _claims(self, id: str, writer: bytes) -> bool:
         """Whether this server is the first to take it over."""
         lock = _key("adopted", f"{id}|{writer.decode()}")
         if not self._redis.set(lock, self._instance, nx=True, ex=LEASE_S):
@@ -301,14 +300,14 @@ class RedisStorage:
         return True
 
     def _keep_lease(self) -> None:
-        while not self._closing.wait(_RENEWED_EACH_S):
+        while not self._closing.wait(_RENEW_INTERVAL_S):
             try:
                 self._renew()
-            except Exception:  # Redis is not reachable; tried again
+            except Exception:  # Redis is unreachable; retried later
                 continue
 
     def _check_version(self) -> None:
-        """Raises StoreError for what a release with another version has written."""
+        """Raises StoreError for data written by a release with another version."""
         self._redis.set(_key("version"), _VERSION, nx=True)
         if (found := int(self._redis.get(_key("version")) or 0)) != _VERSION:
             raise StoreError(

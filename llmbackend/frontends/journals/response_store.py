@@ -1,4 +1,4 @@
-"""ResponseStore: a server's stored documents, and the journals of those that are being written.
+"""ResponseStore: a server's stored documents, and the journals of those in progress.
 
 Invariants: only its owner gets a document; readers get an event after it was committed; nothing here blocks the event
 loop on a disk or a network.
@@ -23,21 +23,21 @@ from .documents import Append, Commits, Delete, Document, Entry, Kind, Put, Stor
 from .journal import Journal
 
 MAX_LINEAGE = 4096
-"""Documents in the chain that one continues, at most."""
+"""Maximum length of the chain of documents that a document continues."""
 HELD_EVENT_BYTES = 4 << 20
 """How much of a live document's events is held in memory; slower readers read them from the store."""
 _WATCH_INTERVAL_S = 0.25
 """Time between two reads of events that another server writes."""
-_EXPIRY_PAUSE_S = 10.0
-"""After a failure of the store: time until the next attempt to remove expired documents."""
-_LOADED_BYTES = 1 << 20
+_EXPIRY_RETRY_S = 10.0
+"""Time until the next attempt to remove expired documents after a failure of the store."""
+_LOAD_BYTES = 1 << 20
 """Bytes of events that are read at once."""
 _MAX_UNCOMMITTED_BYTES = 1 << 20
 """Uncommitted bytes of one log at which its producer has to wait."""
-_LISTED_AT_ONCE = 256
-"""Entries of a list that are looked at in one turn of the event loop."""
+_LIST_BATCH = 256
+"""Entries of a list that are inspected in one turn of the event loop."""
 _MAX_PAGE_BYTES = 8 << 20
-"""Limit for the documents of one page, unless the page is a single document."""
+"""Limit of the documents of one page, unless the page is a single document."""
 
 
 class NotStoredError(Exception):
@@ -45,7 +45,7 @@ class NotStoredError(Exception):
 
 
 class LineageTooLongError(Exception):
-    """The chain that a document continues is too long; the text has the limit."""
+    """The chain that a document continues is too long; the text contains the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class StoreOptions:
 
 
 def current_owner() -> str:
-    """The owner of the current request's documents: its API key's (ApiKey.owner), "" without keys."""
+    """The owner of the current request's documents: its API key's owner (ApiKey.owner), "" without keys."""
     identity = REQUEST_IDENTITY.get()
     return "" if identity is None else identity.account.owner
 
@@ -65,10 +65,10 @@ class Producer(Protocol):
     """Writes live documents."""
 
     async def take_over(self, document: Document) -> None:
-        """Continues a live document of a server that has ended, or puts it as one that has ended."""
+        """Continues a live document of a server that has ended, or stores it as ended."""
 
     async def suspend(self) -> None:
-        """Stops, and leaves its live documents as they are."""
+        """Stops, leaving its live documents as they are."""
 
 
 class ResponseStore:
@@ -86,7 +86,7 @@ class ResponseStore:
         self._expiry: asyncio.TimerHandle | None = None
         """Timer for the document that expires first."""
         self._expiring: asyncio.Task[None] | None = None
-        self._takes_over_each_s = storage.takes_over_each_s
+        self._takeover_interval_s = storage.takeover_interval_s
         self._taking_over: asyncio.Task[None] | None = None
         self._watching: set[asyncio.Task[None]] = set()
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -99,8 +99,8 @@ class ResponseStore:
         """The producer takes over the live documents of servers that have ended. Raises StoreError."""
         await self._take_over()
         await self._expire()
-        if self._takes_over_each_s is not None:
-            self._taking_over = asyncio.get_running_loop().create_task(self._keep_taking_over(self._takes_over_each_s))
+        if (interval_s := self._takeover_interval_s) is not None:
+            self._taking_over = asyncio.get_running_loop().create_task(self._keep_taking_over(interval_s))
 
     async def _take_over(self) -> None:
         if (producer := self.producer) is not None:
@@ -118,12 +118,12 @@ class ResponseStore:
                 log_bug("unexpected error while taking over responses", error)
 
     async def suspend(self) -> None:
-        """Call it before the server ends: live documents of a persistent store are left to the next server."""
+        """To be called before the server ends: live documents of a persistent store are left to the next server."""
         if self.producer is not None and self.is_persistent:
             await self.producer.suspend()
 
     async def close(self) -> None:
-        """Call it after the last request. Ends the journals that are still being written."""
+        """To be called after the last request. Ends the journals that are still in progress."""
         if self._expiry is not None:
             self._expiry.cancel()
         for task in (self._expiring, self._taking_over, *self._watching):
@@ -139,7 +139,7 @@ class ResponseStore:
         return created_s + self.options.ttl_s
 
     async def put(self, document: Document) -> None:
-        """Adds or replaces it and waits for the commit. Raises StoreError."""
+        """Adds or replaces the document and waits for the commit. Raises StoreError."""
         await self._commits.settled(self._add(document))
 
     async def get(self, owner: str, kind: Kind, id: str) -> Document:
@@ -147,15 +147,14 @@ class ResponseStore:
         return _of(owner, kind, id, await self._commits.read_in_time(lambda storage, now_s: storage.get(id, now_s)))
 
     async def delete(self, owner: str, kind: Kind, id: str) -> None:
-        """Removes it with its log and ends its journal. Raises NotStoredError, StoreError."""
+        """Removes the document with its log and ends its journal. Raises NotStoredError, StoreError."""
         await self.get(owner, kind, id)
         if (log := self._live.get(id)) is not None:
             log.abandon()
         await self._commits.settled(self._commits.add([Delete(id)]))
 
     async def lineage(self, owner: str, kind: Kind, id: str, max_bytes: int) -> list[Document]:
-        """The document and those that it continues, the oldest first. Raises NotStoredError, LineageTooLongError,
-        StoreError."""
+        """The document and its ancestors, oldest first. Raises NotStoredError, LineageTooLongError, StoreError."""
         return await self._commits.read_in_time(partial(_lineage, owner, kind, id, max_bytes))
 
     async def page(
@@ -168,9 +167,8 @@ class ResponseStore:
         is_descending: bool,
         matches: Callable[[bytes], bool],
     ) -> tuple[list[Document], bool]:
-        """Documents with labels that match, in order of creation, from behind the document `after`; and whether others
-        follow. Fewer than `limit` where they would have more than _MAX_PAGE_BYTES. Raises NotStoredError for `after`,
-        StoreError."""
+        """Matching documents with labels, in order of creation, starting after the document `after`; and whether more
+        follow. Returns fewer than `limit` beyond _MAX_PAGE_BYTES. Raises NotStoredError for `after`, StoreError."""
         place = None if after is None else (await self.get(owner, kind, after)).entry
         found: list[Document] = []
         size_bytes = 0
@@ -187,14 +185,14 @@ class ResponseStore:
             await asyncio.sleep(0)
         return found, False
 
-    def changing(self, id: str) -> asyncio.Lock:
-        """Held by who reads a document, changes it and puts it back."""
+    def lock(self, id: str) -> asyncio.Lock:
+        """To be held while a document is read, changed and put back."""
         return self._changing.setdefault(id, asyncio.Lock())
 
     # --- logs -------------------------------------------------------------------------------------------------------
 
     def begin(self, document: Document) -> LiveLog:
-        """Adds a live document; the log takes its events."""
+        """Adds a live document; the returned log takes its events."""
         return self._opened(document, self._journal(document.id, 0))
 
     async def resume(self, document: Document) -> tuple[LiveLog, list[bytes]]:
@@ -203,7 +201,7 @@ class ResponseStore:
         return self._opened(document, await self._stored_journal(document)), progress
 
     async def journal(self, document: Document) -> Journal:
-        """The events of a document of `get`. Raises StoreError."""
+        """The events of a document returned by `get`. Raises StoreError."""
         if (log := self._live.get(document.id)) is not None:
             return log.journal
         journal = await self._stored_journal(document)
@@ -220,8 +218,7 @@ class ResponseStore:
         return log
 
     def _lost(self, id: str) -> None:
-        """Another server has taken the document over, since this one did not renew its lease; readers here continue
-        with that one's events."""
+        """Another server has taken the document over after this one's lease expired; readers here get its events."""
         if (log := self._live.pop(id, None)) is not None:
             log.lost()
             self._begin_watching(id, log.journal)
@@ -254,7 +251,7 @@ class ResponseStore:
         return Journal(HELD_EVENT_BYTES, next_number, partial(self._load, id))
 
     async def _load(self, id: str, first: int) -> Sequence[bytes]:
-        return await self._commits.read_in_time(lambda storage, now_s: storage.events(id, first, _LOADED_BYTES))
+        return await self._commits.read_in_time(lambda storage, now_s: storage.events(id, first, _LOAD_BYTES))
 
     # --- expiry -----------------------------------------------------------------------------------------------------
 
@@ -275,7 +272,7 @@ class ResponseStore:
         try:
             await self._expire()
         except StoreError:  # logged by Commits
-            self._expire_at(self.clock_s() + _EXPIRY_PAUSE_S)
+            self._expire_at(self.clock_s() + _EXPIRY_RETRY_S)
 
     async def _expire(self) -> None:
         next_s = await self._commits.read(_expired)
@@ -284,7 +281,7 @@ class ResponseStore:
 
 
 class LiveLog:
-    """A live document, its log and its journal. Owner: the producer of the events."""
+    """A live document, its log and its journal. Owned by the producer of the events."""
 
     def __init__(
         self,
@@ -295,7 +292,7 @@ class LiveLog:
         opened: asyncio.Future[None],
         forget: Callable[[], object],
     ) -> None:
-        """opened: the commit of the document. forget: called when no event follows."""
+        """opened: the commit of the document. forget: called when no event will follow"""
         self.document = document
         self.journal = journal
         self.on_failure: Callable[[Exception], None] = lambda error: None
@@ -316,7 +313,7 @@ class LiveLog:
         return self.document.id
 
     def append(self, events: Sequence[bytes], progress: bytes) -> None:
-        """One step."""
+        """Adds one step."""
         if self._is_over:
             return
         step = self._step(events, progress)
@@ -327,13 +324,13 @@ class LiveLog:
         """Waits until all steps are committed. Raises StoreError."""
         await self._commits.settled(self._last)
 
-    async def room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Waits while too much is uncommitted. Raises StoreError."""
         if self._uncommitted_bytes > _MAX_UNCOMMITTED_BYTES:
             await asyncio.shield(self._last)
 
     async def finish(self, document: Document, events: Sequence[bytes] = ()) -> None:
-        """The last events, and the final document. Raises StoreError."""
+        """Adds the last events, and stores the final document. Raises StoreError."""
         if self._is_over:
             return
         self._is_over = True
@@ -345,12 +342,12 @@ class LiveLog:
         await self._commits.settled(done)
 
     def lost(self) -> None:
-        """Another server writes the document now."""
+        """Called when another server writes the document."""
         self._is_over = self._is_lost = True
         self.on_failure(TritonError(f"another server continues '{self.id}'"))
 
     def abandon(self) -> None:
-        """Ends it without a last event; the store keeps what it has."""
+        """Ends it without a last event; the store retains what it has."""
         self._is_over = True
         self._end()
 
@@ -386,7 +383,7 @@ def _expired(storage: Storage, now_s: float) -> float | None:
 
 
 def _entries(owner: str, after: Entry | None, storage: Storage, now_s: float, *, is_descending: bool) -> list[Entry]:
-    return storage.listed(owner, after, _LISTED_AT_ONCE, is_descending=is_descending)
+    return storage.listed(owner, after, _LIST_BATCH, is_descending=is_descending)
 
 
 def _of(owner: str, kind: Kind, id: str, document: Document | None) -> Document:

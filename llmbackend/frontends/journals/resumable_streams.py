@@ -1,8 +1,8 @@
 """Streams that a client can resume, how they move to another host, and their HTTP headers.
 
-For: generate_stream, streams under /v1, ModelStreamInfer. Invariants: those of KeptAnswers; a client that resumes a
-stream gets each event after its last one once, in order, or an error with the reason; an event is sent after the host
-with the copy has what it was made of; an event's id is the stream's name and the event's number.
+Used by generate_stream, streams under /v1 and ModelStreamInfer. Invariants: those of KeptAnswers; a client that resumes
+a stream gets each event after its last one once, in order, or an error with the reason; an event is sent only after the
+host with the copy has the data that it was made from; an event's id is the stream's name and the event's number.
 Source: the WHATWG HTML standard, "Server-sent events" (`id:`, `Last-Event-ID`).
 """
 
@@ -35,12 +35,11 @@ from .stream_copies import StreamCopies
 
 _PLACE: Final = re.compile(r"(?P<stream>[0-9a-f]{32})(:(?P<number>\d{1,9}))?")
 MAX_STREAM_BYTES: Final = 4 << 20
-"""Limit for the events of one stream: as much as may wait for a client of any other stream. A client that falls further
-behind cannot resume."""
+"""Limit of the events of one stream, as for any other stream's client. A client further behind cannot resume."""
 
 
 class StreamGoneError(TritonError):
-    """The stream does not exist, or is no longer kept."""
+    """The stream does not exist, or is no longer retained."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ErrorCode.NOT_FOUND)
@@ -55,7 +54,7 @@ class ResumableStream(KeptAnswer):
     headers: Mapping[str, str] = field(default_factory=dict)
     recording: Recording | None = None
     num_events: int = 0
-    """Made so far, those among them that are not shown yet."""
+    """Events made so far, including those that are not visible to readers yet."""
     producer: asyncio.Task[None] | None = None
 
 
@@ -63,7 +62,7 @@ class ResumableStreams:
     """The resumable streams of one server. Used only on its event loop."""
 
     def __init__(self, kept: KeptAnswers | None = None, copies: StreamCopies | None = None) -> None:
-        """copies: None: streams end with this host."""
+        """copies: None: streams end with this host"""
         self._kept = kept or KeptAnswers()
         self.copies = copies
         self._taking_over: dict[str, asyncio.Future[None]] = {}
@@ -85,11 +84,11 @@ class ResumableStreams:
     ) -> ResumableStream:
         """A stream of `events`, which are read with or without a client; `on_close` is called at their end.
 
-        path: of requests that may resume it. recording: what the events are made of; it is copied, with
-        `recorded_headers` of the request. Raises TritonError UNAVAILABLE when too much is held; then the caller closes
+        path: of requests that may resume it. recording: what the events are made from; it is copied, with
+        `recorded_headers` of the request. Raises TritonError UNAVAILABLE when too much is held; the caller then closes
         the events.
         """
-        if not self._kept.has_room():
+        if not self._kept.has_capacity():
             raise unavailable(self._kept.refusal("resumable streams"))
         head = _head(path, recorded_headers, recording)
         stream = ResumableStream(
@@ -117,10 +116,9 @@ class ResumableStreams:
 
     async def find(self, path: str, place: str, what: str) -> tuple[ResumableStream, int]:
         """Returns a stream, and the number of the last event that the client has (-1: none). place: the id of that
-        event. what: what the client calls it, for errors.
+        event. what: the client's name for it, for errors.
 
-        Raises TritonError INVALID_ARG, and StreamGoneError for a stream that is no longer kept or belongs to another
-        key.
+        Raises TritonError INVALID_ARG, and StreamGoneError for a stream that has expired or belongs to another key.
         """
         found = _PLACE.fullmatch(place)
         if found is None:
@@ -128,19 +126,18 @@ class ResumableStreams:
         after = -1 if found["number"] is None else int(found["number"])
         stream = self._own(found["stream"]) or await self._taken_over(found["stream"], path, after)
         if stream is None or stream.head.path != path:
-            raise StreamGoneError(f"there is no stream '{found['stream']}', or it is no longer kept")
+            raise StreamGoneError(f"there is no stream '{found['stream']}', or it is no longer available")
         if after + 1 < stream.journal.first_held:
-            raise StreamGoneError(f"the events after '{place}' are no longer kept")
-        is_made_again = stream.recording is not None and stream.head.epoch > 0
-        if after >= stream.journal.next_number and (stream.journal.has_ended or not is_made_again):
+            raise StreamGoneError(f"the events after '{place}' are no longer available")
+        is_regenerated = stream.recording is not None and stream.head.epoch > 0
+        if after >= stream.journal.next_number and (stream.journal.has_ended or not is_regenerated):
             raise invalid_argument(f"{what} is '{place}', but no such event was sent")
         return stream, after
 
     def leave(self) -> None:
-        """Call it before the server ends: ends the streams that have copies, so that their clients resume on other
-        hosts."""
+        """Call before the server ends: ends streams that have copies, so that their clients resume on other hosts."""
         copies, self.copies = self.copies, None
-        if copies is not None and copies.are_made:
+        if copies is not None and copies.are_active:
             for stream in self._kept.all(ResumableStream):
                 if stream.recording is not None:
                     self._kept.forget(stream)
@@ -173,7 +170,7 @@ class ResumableStreams:
             await copies.regenerate(record)
 
     def hand_over(self, key: str, owner: str, path: str) -> bool:
-        """Ends a stream that another host continues; whether this owner and path had it."""
+        """Ends a stream that another host continues. Returns whether this owner and path had it."""
         stream = self._kept.find(ResumableStream, owner, key)
         if stream is None or stream.head.path != path:
             return False
@@ -211,7 +208,7 @@ class ResumableStreams:
             self.copies.add(stream.key, stream.recording.take_new(), stream.num_events, show)
 
     def _stopped(self, stream: ResumableStream) -> None:
-        """Called when it is forgotten."""
+        """Called when the stream is forgotten."""
         if stream.producer is not None:
             stream.producer.cancel()
         if stream.recording is not None and self.copies is not None:
@@ -233,7 +230,7 @@ def _head(path: str, headers: Sequence[tuple[bytes, bytes]], recording: Recordin
 
 
 STREAM_ID: Final = "x-stream-id"
-"""Response header: the beginning of its events' ids."""
+"""Response header: the start of the ids of the stream's events."""
 _ASKED: Final = b"x-resumable-stream"
 _LAST_EVENT_ID: Final = b"last-event-id"
 _RECORDED_HEADERS: Final = frozenset(
@@ -256,20 +253,19 @@ def is_resumable(request: Request) -> bool:
 
 
 def last_event_id(request: Request) -> str:
-    """ "" for a request that begins a stream."""
+    """ "" for a request that starts a stream."""
     return header(request, _LAST_EVENT_ID).strip()
 
 
 def refuse_resuming(request: Request, instead: str = "") -> None:
-    """For endpoints without resumable streams. instead: what the endpoint offers instead. Raises TritonError."""
+    """For endpoints without resumable streams. instead: what the endpoint offers. Raises TritonError."""
     if is_resumable(request) or last_event_id(request):
         more = f"; {instead}" if instead else ""
         raise invalid_argument(f"a stream of {request.url.path} cannot be resumed with 'Last-Event-ID'{more}")
 
 
 def begin_recording(streams: ResumableStreams, request: Request, body: bytes) -> Recording | None:
-    """Begins to record a resumable stream that will be copied, before its inferences start. Returns None for any other
-    stream."""
+    """Starts to record a resumable stream that will be copied, before its inferences start; None for any other."""
     if streams.copies is None or not is_resumable(request):
         return None
     recording = Recording.of(request)
@@ -286,7 +282,7 @@ async def open_stream(
     on_close: Callable[[], None],
     headers: Mapping[str, str],
 ) -> Response:
-    """chunks: whole events each; see ResumableStreams.open."""
+    """chunks: each one whole events; see ResumableStreams.open."""
     headers_recorded = [(name, value) for name, value in request.scope["headers"] if name in _RECORDED_HEADERS]
     stream = await streams.open(
         request.url.path,
@@ -339,7 +335,7 @@ _SHOWN_BYTES = 400
 
 
 async def regenerate(app: ASGIApp, record: StreamRecord) -> None:
-    """Returns when the stream is opened. Raises TritonError UNAVAILABLE if the request is refused."""
+    """Returns once the stream is open. Raises TritonError UNAVAILABLE if the request is refused."""
     recording = Recording(record)
     opened = asyncio.get_running_loop().create_future()
     recording.opened = partial(settle, opened)

@@ -56,11 +56,11 @@ _PARTS = msgspec.msgpack.Decoder(list[bytes])
 class SqliteStorage:
     """A Storage."""
 
-    takes_over_each_s: float | None = None
-    answers_within_s: float | None = None
+    takeover_interval_s: float | None = None
+    timeout_s: float | None = None
 
     def __init__(self, path: Path | None, capacity: Capacity) -> None:
-        """Opens or creates the file; without a path, documents are kept in memory. Raises StoreError."""
+        """Opens or creates the file; without a path, documents are stored in memory. Raises StoreError."""
         self._path = path
         self._capacity = capacity
         self.is_persistent = path is not None
@@ -167,7 +167,7 @@ class SqliteStorage:
         self._connection.execute("DELETE FROM progress WHERE id = ?", (id,))
 
     def _append(self, step: Append) -> None:
-        """Does not touch the document's row, which SQLite would write again as a whole."""
+        """Does not touch the document's row, because SQLite would rewrite it entirely."""
         if not self._rows("SELECT 1 FROM documents WHERE id = ?", step.id):
             return  # it was deleted
         if step.events:
@@ -257,7 +257,7 @@ class SqliteStorage:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        if _identity(self._path) != self._file:  # SQLite would continue with the deleted file
+        if _identity(self._path) != self._file:  # SQLite would continue to use the deleted file
             raise StoreError(f"the response store '{self._path}' was removed or replaced; restart the server")
         try:
             yield

@@ -1,10 +1,10 @@
-"""Copies of resumable streams on other hosts, from which these continue a stream that a client resumes there.
+"""Copies of resumable streams on other hosts, which continue a stream from its copy when a client resumes it there.
 
-Invariants: each stream is copied to one other host, if there is one, as it grows; when that host is lost, all streams
-are copied to another one at once; events are sent after they were copied, unless no other host answers; a stream that
-was taken over has a higher epoch, and its former host is refused with its next message and ends it; a record that lacks
-an event of the client is not taken; a stream counts as unknown only when every host was asked; what is held for others
-is bounded.
+Invariants: each stream is copied to one other host, if there is one, as it grows. When that host is lost, all streams
+are copied to another one at once. Events are sent after they were copied, unless no other host answers. A stream that
+was taken over has a higher epoch; its former host is refused with its next message and ends it. A record that lacks an
+event that the client has is not taken over. A stream counts as unknown only after every host was asked. What is held
+for others is bounded.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from .journal import StreamDelta, StreamHead, StreamRecord, settle
 log = logging.getLogger(__name__)
 TOPIC: Final = "streams"
 _CALL_TIMEOUT_S: Final = 2.0
-_PAUSE_S: Final = 0.5
-"""Pause before a retry at a host that did not answer."""
+_RETRY_INTERVAL_S: Final = 0.5
+"""Pause before retrying a host that did not answer."""
 _MESSAGE_BYTES: Final = 1 << 20
 """Approximate size of the records in one message."""
 _MAX_BYTES: Final = 256 << 20
-"""Held for other hosts; beyond it the records that have not grown for longest are dropped."""
-_KEPT_S: Final = 600.0
-"""How long a record is kept without news of it."""
-_TAKEN_KEPT_S: Final = 30.0
-"""How long a record is kept after it was taken."""
+"""Held for other hosts; beyond it, the records that have not grown for longest are dropped."""
+_RETENTION_S: Final = 600.0
+"""How long a record is retained without an update."""
+_TAKEN_RETENTION_S: Final = 30.0
+"""How long a record is retained after it was taken over."""
 _MAX_TAKEN: Final = 10_000
 """Streams whose epoch is remembered after they were taken over."""
 
 
 class Peers(Protocol):
-    """The other hosts. On the event loop."""
+    """The other hosts. Used on the event loop."""
 
     def live(self) -> Sequence[str]:
-        """Their ids, in the order of preference."""
+        """Their ids, in order of preference."""
 
     def are_all_live(self) -> bool:
-        """Whether all other hosts are known and can be called."""
+        """Whether all other hosts are known and reachable."""
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """`callback` is called when `live` has changed."""
@@ -59,13 +59,13 @@ class Peers(Protocol):
         """The answer of that host's handler of `topic`. Raises TritonError."""
 
     def on_call(self, topic: str, handler: Callable[[str, bytes], Awaitable[bytes]]) -> None:
-        """handler: (id of the calling host, payload) → answer."""
+        """handler: (id of the calling host, payload) → answer"""
 
 
 HandOver = Callable[[str, str, str], bool]
 """(key, owner, path): ends a stream of this host, which another host continues; returns whether there was one."""
-Maker = Callable[[StreamRecord], Awaitable[None]]
-"""Has an endpoint regenerate a stream; returns when it is opened. Raises TritonError."""
+Regenerate = Callable[[StreamRecord], Awaitable[None]]
+"""Has an endpoint regenerate a stream; returns once it is open. Raises TritonError."""
 
 
 class _Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -73,7 +73,7 @@ class _Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class _Step(msgspec.Struct, frozen=True, tag="step"):
-    """first: position of `deltas` in the stream; some may be known already. num_events: made of all up to the last"""
+    """first: position of `deltas`, some of which may be known. num_events: events made from all deltas so far"""
 
     key: str
     epoch: int
@@ -100,8 +100,7 @@ class _Take(msgspec.Struct, frozen=True, tag="take"):
 
 
 class _Refused(msgspec.Struct, frozen=True):
-    """superseded: keys of streams that now have a higher epoch. unknown: keys of streams whose record must be sent
-    again."""
+    """superseded: keys of streams that now have a higher epoch. unknown: keys whose record must be sent again"""
 
     superseded: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -115,7 +114,7 @@ _decode_taken = msgspec.msgpack.Decoder(StreamRecord | None).decode
 
 @dataclass(eq=False, slots=True)
 class _Growing:
-    """A record, of this or another host."""
+    """A record of a stream, from this or another host."""
 
     head: StreamHead
     deltas: list[StreamDelta]
@@ -153,18 +152,18 @@ class _Growing:
 
 
 class StreamCopies:
-    """The copies of a host's ResumableStreams, and what it holds for others. Used only on the event loop."""
+    """The copies of a host's ResumableStreams, and the records it holds for others. Used only on the event loop."""
 
-    def __init__(self, peers: Peers, makers: Mapping[str, Maker], hand_over: HandOver) -> None:
-        """makers: by prefix of the stream's path, the longest prefix first."""
+    def __init__(self, peers: Peers, regenerators: Mapping[str, Regenerate], hand_over: HandOver) -> None:
+        """regenerators: by prefix of the stream's path, longest prefix first"""
         self._peers = peers
-        self._makers = makers
+        self._regenerators = regenerators
         self._hand_over = hand_over
         self._own: dict[str, _Growing] = {}
         self._peer: str | None = None
-        """The host with all records of `_own` that are not waiting."""
+        """The host that has all records of `_own` that are not waiting."""
         self._failed_s: dict[str, float] = {}
-        """When a peer did not take what was sent (time.monotonic())."""
+        """When a peer last failed to accept what was sent (time.monotonic())."""
         self._waiting: list[tuple[_Begin | _Step | _End | None, Callable[[], None]]] = []
         self._flushing: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -174,7 +173,7 @@ class StreamCopies:
         self._peers_changed()
 
     @property
-    def are_made(self) -> bool:
+    def are_active(self) -> bool:
         """Thread-safe."""
         return self._peer is not None
 
@@ -190,8 +189,8 @@ class StreamCopies:
     # --- streams of this host -----------------------------------------------------------------------------------------
 
     def begin(self, record: StreamRecord, superseded: Callable[[], None]) -> asyncio.Future[None]:
-        """A new stream, or a regenerated one, whose known deltas will be added again. The future is done when the
-        record is copied, or cannot be. superseded: called when another host has taken the stream over."""
+        """Adds a new stream, or a regenerated one, whose known deltas will be added again. The future is done when the
+        record is copied, or cannot be. superseded: called when another host has taken the stream over"""
         done, key = asyncio.get_running_loop().create_future(), record.head.key
         self._held.drop(key)
         growing = self._own[key] = _Growing.of(record)
@@ -201,7 +200,7 @@ class StreamCopies:
 
     def add(self, key: str, deltas: Sequence[StreamDelta], num_events: int, then: Callable[[], None]) -> None:
         """Calls `then` when the deltas are copied, or cannot be; in the order of the calls of `add`. num_events: of the
-        stream, with those that `then` shows."""
+        stream, including those that `then` makes visible"""
         growing = self._own.get(key)
         deltas = () if growing is None else growing.without_replayed(deltas)
         if growing is None or not (deltas or num_events > growing.num_events):
@@ -212,7 +211,7 @@ class StreamCopies:
         self._add(_Step(key, growing.head.epoch, first, tuple(deltas), num_events), then)
 
     def end(self, key: str) -> None:
-        """The stream can no longer be resumed."""
+        """Marks the end of the stream, which can no longer be resumed."""
         if self._own.pop(key, None) is not None:
             self._add(_End(key), lambda: None)
 
@@ -222,7 +221,7 @@ class StreamCopies:
             self._flushing = asyncio.get_running_loop().create_task(self._flush())
 
     async def _flush(self) -> None:
-        """A task, so that it begins in the turn after the first item."""
+        """A task, so that it starts in the turn after the first item."""
         try:
             while self._waiting:
                 waiting, self._waiting = self._waiting, []
@@ -236,8 +235,7 @@ class StreamCopies:
             self._flushing = None
 
     async def _copy(self, items: Sequence[_Begin | _Step | _End]) -> None:
-        """Sends the items to the peer that has the other records; if that fails, sends everything to the next peer that
-        answers."""
+        """Sends the items to the peer with the other records; on failure, everything to the next one that answers."""
         live = self._peers.live()
         if self._peer in live and await self._sent(self._peer, items):
             return
@@ -246,23 +244,23 @@ class StreamCopies:
             self._peer = None
         now_s = time.monotonic()
         for peer in live:
-            if self._failed_s.get(peer, -_PAUSE_S) + _PAUSE_S < now_s and await self._has_all(peer):
+            if self._failed_s.get(peer, -_RETRY_INTERVAL_S) + _RETRY_INTERVAL_S < now_s and await self._has_all(peer):
                 self._peer = peer
                 return
         if live and self._retry is None:
-            self._retry = asyncio.get_running_loop().call_later(_PAUSE_S, self._try_again)
+            self._retry = asyncio.get_running_loop().call_later(_RETRY_INTERVAL_S, self._try_again)
 
     def _peers_changed(self) -> None:
         if self._peer is not None and self._peer not in self._peers.live():
             log.warning("host '%s', to which streams were copied, is gone", self._peer)
             self._peer = None
-        self._seek_peer()
+        self._find_peer()
 
     def _try_again(self) -> None:
         self._retry = None
-        self._seek_peer()
+        self._find_peer()
 
-    def _seek_peer(self) -> None:
+    def _find_peer(self) -> None:
         if self._peer is None:
             self._add(None, lambda: None)
 
@@ -296,8 +294,8 @@ class StreamCopies:
     # --- streams of other hosts ---------------------------------------------------------------------------------------
 
     async def take(self, key: str, owner: str, path: str, after: int) -> StreamRecord | None:
-        """Takes over another host's stream: the newest record of all hosts, or None if no host has one for this owner
-        and path with the event `after`, which the client has. Raises TritonError UNAVAILABLE if a host that may have it
+        """Takes over another host's stream. Returns the newest record of all hosts, or None if no host has one for this
+        owner and path with the client's last event `after`. Raises TritonError UNAVAILABLE if a host that may have it
         cannot be asked."""
         asked = _encode(_Take(key, owner, path, after))
         is_all = self._peers.are_all_live()
@@ -312,12 +310,11 @@ class StreamCopies:
         return newest
 
     async def regenerate(self, record: StreamRecord) -> None:
-        """Has the stream's endpoint regenerate it with the next epoch; returns when it is opened. Raises
-        TritonError."""
+        """Has the stream's endpoint regenerate it with the next epoch; returns once it is open. Raises TritonError."""
         path = record.head.path
-        maker = next(make for beginning, make in self._makers.items() if path.startswith(beginning))
+        regenerate_stream = next(make for beginning, make in self._regenerators.items() if path.startswith(beginning))
         log.info("stream %s is resumed after %d responses", record.head.key, len(record.deltas))
-        await maker(record)
+        await regenerate_stream(record)
 
     async def _record_of(self, peer: str, payload: bytes) -> _Taken | None:
         with suppress(TritonError, msgspec.MsgspecError):
@@ -331,7 +328,7 @@ class StreamCopies:
         return _encode(self._record_for_taker(call))
 
     def _record_for_taker(self, call: _Take) -> StreamRecord | None:
-        """The record stays: its taker may end before another host has a copy."""
+        """The record is retained: its taker may end before another host has a copy."""
         own = self._own.get(call.key)
         if own is not None and own.is_for(call.owner, call.path, call.after):
             del self._own[call.key]
@@ -347,10 +344,10 @@ class HeldRecords:
         self._max_bytes = max_bytes
         self._clock_s = clock_s
         self._records: OrderedDict[str, _Growing] = OrderedDict()
-        """The one with the oldest news first."""
+        """The least recently updated record first."""
         self._bytes = 0
         self._taken: OrderedDict[str, int] = OrderedDict()
-        """The epochs of streams that were taken from here."""
+        """The epochs of streams that were taken over from here."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -380,7 +377,7 @@ class HeldRecords:
         return _Refused(tuple(superseded), tuple(unknown))
 
     def take(self, key: str, owner: str, path: str, after: int) -> StreamRecord | None:
-        """Older epochs than the taker's are refused from now on. The record is held for a while, because its taker may
+        """Refuses epochs older than the taker's from now on. The record is retained for a while, because its taker may
         end before another host has a copy."""
         growing = self._records.get(key)
         if growing is None or not growing.is_for(owner, path, after):
@@ -390,7 +387,7 @@ class HeldRecords:
         if len(self._taken) > _MAX_TAKEN:
             self._taken.popitem(last=False)
         growing.head = msgspec.structs.replace(growing.head, epoch=record.head.epoch + 1)
-        growing.news_s = self._clock_s() - _KEPT_S + _TAKEN_KEPT_S
+        growing.news_s = self._clock_s() - _RETENTION_S + _TAKEN_RETENTION_S
         self._records.move_to_end(key, last=False)
         return record
 
@@ -411,13 +408,13 @@ class HeldRecords:
     def _forget_oldest(self) -> None:
         while self._records:
             key, oldest = next(iter(self._records.items()))
-            if self._bytes <= self._max_bytes and oldest.news_s > self._clock_s() - _KEPT_S:
+            if self._bytes <= self._max_bytes and oldest.news_s > self._clock_s() - _RETENTION_S:
                 return
             self.drop(key)
 
 
 class _Taken(NamedTuple):
-    """The answer of a host that was requested a record; truthy also without one."""
+    """The answer of a host that was asked for a record; truthy even without one."""
 
     record: StreamRecord | None
 
@@ -433,7 +430,7 @@ def _call(then: Callable[[], None]) -> None:
 def _in_messages(records: Iterable[_Growing]) -> Iterator[list[_Begin]]:
     some: list[_Begin] = []
     size_bytes = 0
-    for growing in list(records):  # they may change meanwhile
+    for growing in list(records):  # they may change in the meantime
         some.append(_Begin(growing.record))
         size_bytes += growing.size_bytes
         if size_bytes > _MESSAGE_BYTES:

@@ -1,1 +1,1 @@
-"""KServe v2 over HTTP with Triton's extensions, among them generate and generate_stream."""
+"""KServe v2 over HTTP with Triton's extensions, including generate and generate_stream."""

@@ -1,8 +1,7 @@
 """KServe v2 over HTTP except inference: health, metadata, statistics, repository, settings, shared memory, stop by id.
 
-Invariants: loads, and readiness of backends, do not block the event loop; the response to a POST of settings is the
-settings after it.
-Source: KServe v2 and Triton's extensions; bodies and texts of Triton 2.51 (golden 40, 41).
+Invariants: loads and readiness checks do not block the event loop; the response to a POST of settings contains the
+settings after it. Sources: KServe v2 and Triton's extensions; bodies and texts of Triton 2.51 (golden 40, 41).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from .http_types import model_of, model_paths
 
 
 class HealthEndpoints(Endpoints):
-    """200 or 400, without a body."""
+    """Answers 200 or 400, without a body."""
 
     def __init__(self, server: Host) -> None:
         self._server = server
@@ -63,7 +62,7 @@ class HealthEndpoints(Endpoints):
 
     @get("/v2/health/ready", response_class=Response)
     async def ready(self, request: Request) -> Response:
-        """Does the server take work? Under strict readiness: is every model ready?"""
+        """Is the server ready for requests? Under strict readiness: is every model ready?"""
         if self._server.is_exiting:
             return error_response(unavailable("Server exiting"), TEXT)
         return plain(status=200 if await self._probes.server_is_ready() else 400)
@@ -100,7 +99,7 @@ class MetadataEndpoints(Endpoints):
 
 
 class DescriptionEndpoints(Endpoints):
-    """Add it before MetadataEndpoints, as Triton does."""
+    """Must be added before MetadataEndpoints, as in Triton."""
 
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
@@ -162,7 +161,7 @@ class RepositoryEndpoints(Endpoints):
     """A path may name a repository, which only the index ignores."""
 
     def __init__(self, server: InferenceServer, gate: InferenceGate, max_body_bytes: int) -> None:
-        """max_body_bytes: limit for a load request, which may contain files."""
+        """max_body_bytes: limit of a load request, which may contain files"""
         self._server = server
         self._gate = gate
         self._probes = ReadinessProbes(server)
@@ -218,7 +217,7 @@ def _parameters(body: bytes) -> Document:
 
 
 def load_parameters(body: bytes) -> dict[str, Any]:
-    """The `parameters` of a load request; files as PickleBuffers, for `InferenceGate.decode_in_process`."""
+    """The `parameters` of a load request, with files as PickleBuffers; runs in `InferenceGate.decode_in_process`."""
     found = dict(_load_parameter(key, value) for key, value in _parameters(body).items())
     return {key: PickleBuffer(value) if isinstance(value, bytes) else value for key, value in found.items()}
 
@@ -229,7 +228,7 @@ def _load_parameter(key: str, value: Any) -> tuple[str, str | bytes]:
     if key.startswith("file:"):
         try:
             return key, base64.b64decode(as_string(value), validate=True)
-        except ValueError as error:  # binascii.Error, or a character that is not ASCII
+        except ValueError as error:  # binascii.Error, or a non-ASCII character
             raise invalid_argument(f"load parameter '{key}' is not base64: {error}") from None
     raise internal("unexpected error on creating Triton parameter")
 
@@ -296,7 +295,7 @@ class SharedMemoryEndpoints(Endpoints):
 
     @post(*_memory_paths("system", "unregister"), response_class=Response)
     async def unregister_system(self, request: Request) -> Response:
-        """Forget a region, once no running request writes to it"""
+        """Unregister a region, once no running request writes to it"""
         self._server.shared_memory.unregister(MemoryKind.SYSTEM, _region(request))
         return plain(content_type=JSON)
 
@@ -309,7 +308,7 @@ class SharedMemoryEndpoints(Endpoints):
     async def register_cuda(
         self, request: Request, body: Annotated[Document, JsonBody(http_types.CudaRegistration)]
     ) -> Response:
-        """Refused: this server maps no memory of GPUs"""
+        """Refused: this server does not map GPU memory"""
         handle = _decoded(as_string(member(_required(body, "raw_handle"), "b64")))
         byte_size = as_unsigned(member(body, "byte_size"))
         device_id = as_unsigned(member(body, "device_id"))
@@ -318,7 +317,7 @@ class SharedMemoryEndpoints(Endpoints):
 
     @post(*_memory_paths("cuda", "unregister"), response_class=Response)
     async def unregister_cuda(self, request: Request) -> Response:
-        """Forget a region: there is none"""
+        """Unregister a region: there are none"""
         self._server.shared_memory.unregister(MemoryKind.CUDA, _region(request))
         return plain(content_type=JSON)
 
@@ -346,17 +345,18 @@ def _decoded(text: str) -> bytes:
 
 
 class StopEndpoint(Endpoints):
-    """Ends running requests of any protocol by their client's id, for clients that cannot close the connection of the
-    request. The stopped request is answered with CANCELLED.
+    """Ends running requests of any protocol by client-given id, for clients that cannot close the request's connection.
+    The stopped request is answered with CANCELLED.
 
     Source: MindIE's stopInfer (body `{"id": "..."}`). The response is our own: the id, and the number of running
-    requests with it; 0 is not an error, since a request may have just ended."""
+    requests with it; 0 is not an error, since a request may have just ended.
+    """
 
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
 
     async def read(self, http: Request, body: JsonBody, *, may_be_empty: bool) -> Any:
-        model_of(http)  # a path that is no version of a model is a 404, whatever the body
+        model_of(http)  # a path that is not a model version is a 404, whatever the body
         return await super().read(http, body, may_be_empty=may_be_empty)
 
     @post(*model_paths("/stop"), *model_paths("/stopInfer"))

@@ -1,9 +1,9 @@
 """POST …/generate and …/generate_stream of any model: a flat JSON object in, one or a stream of server-sent events out.
 
 Every key of a request becomes an input tensor, a parameter, or the request's id. The status is that of the first
-response, which is awaited before the head is sent; responses that are ready together are one write; a client that
-disconnects cancels its request.
-Source: Triton's generate extension (ExactMappingInput, ExactMappingOutput), recorded from Triton 2.51.
+response, which is awaited before the head is sent. Responses that are ready at the same time are sent in one write. A
+client disconnect cancels the request. Source: Triton's generate extension (ExactMappingInput, ExactMappingOutput),
+recorded from Triton 2.51.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NESTED: Final = "parameters"
 
 
 def decode_request(body: bytes, model: ModelMetadata, version: int) -> InferenceRequest:
-    """The request in `body`. Raises TritonError naming the key that is wrong."""
+    """The request in `body`. Raises TritonError naming the invalid key."""
     document = parse(body)
     if not isinstance(document, dict):
         raise internal("attempt to get members for non-object")
@@ -83,8 +83,8 @@ class _Mapping:
         self.parameters: dict[str, ParameterValue] = {}
 
     def refuse_repeated(self, body: bytes) -> None:
-        """Raises TritonError INVALID_ARG for an input's name twice in a JSON object. Searches, which is slow, only if a
-        name occurs twice in the text."""
+        """Raises TritonError INVALID_ARG if an input's name occurs twice in an object; slow only if it occurs twice at
+        all."""
         if any(body.count(b'"%b"' % name.encode()) > 1 for name in self._inputs):
             for name in repeated_keys(body):
                 if name in self._inputs:
@@ -135,8 +135,8 @@ def _tensor(model_input: TensorMetadata, value: Any) -> Tensor:
 
 
 def _shape(model_input: TensorMetadata, count: int) -> tuple[int, ...]:
-    """A shape for `count` elements by the model's dims: all variable dims but the innermost are 1. Raises TritonError
-    INVALID_ARG if they do not fit."""
+    """A shape for `count` elements that matches the model's dims: all variable dims but the innermost are 1. Raises
+    TritonError INVALID_ARG if there is none."""
     fixed = 1
     for dim in model_input.shape:
         fixed *= dim if dim >= 0 else 1
@@ -151,7 +151,7 @@ def _shape(model_input: TensorMetadata, count: int) -> tuple[int, ...]:
 
 
 def fields_of_response(response: InferenceResponse) -> dict[str, Any]:
-    """Except the outputs."""
+    """All fields except the outputs."""
     fields: dict[str, Any] = {"model_name": response.model_name, "model_version": str(response.model_version)}
     if response.request_id:
         fields["id"] = response.request_id
@@ -160,7 +160,7 @@ def fields_of_response(response: InferenceResponse) -> dict[str, Any]:
 
 
 def encode_response(response: InferenceResponse) -> bytes:
-    """A flat object with sorted keys; a tensor of one element is a scalar, others are flat arrays. If JSON cannot
+    """A flat object with sorted keys; a one-element tensor is a scalar, others are flat arrays. If JSON cannot
     represent an output, an error object: the status may have been sent already."""
     document = fields_of_response(response)
     try:
@@ -173,10 +173,10 @@ def encode_response(response: InferenceResponse) -> bytes:
 
 
 class TextEvents:
-    """Events of responses whose outputs are one string each. What all events of a stream share is made once."""
+    """Events of responses whose outputs are one string each. What all events of a stream share is encoded once."""
 
     def __init__(self, response: InferenceResponse, layout: OutputLayout) -> None:
-        """response: any one with this layout"""
+        """response: any response with this layout"""
         self.layout = layout
         fixed = fields_of_response(response)
         indices = {name: index for index, name in enumerate(layout.names)}
@@ -213,15 +213,14 @@ class ResponseEvents:
         first: InferenceResponse | None,
         recording: Recording | None = None,
     ) -> None:
-        """first: the first response, which was popped already; None if the model sends no response. recording: that of
-        the stream."""
+        """first: the already popped first response; None if the model sends none. recording: the stream's"""
         self._recording = recording
         if recording is not None and first is not None:
             recording.delta(0, first.delta)
         self._gate = gate
         self._inference = inference
         self._held = first
-        """Popped, not written yet."""
+        """Popped but not written yet."""
         self._error: Exception | None = None
         self._texts: TextEvents | None = None
         """Writes events with the layout of the latest response."""
@@ -253,7 +252,7 @@ class ResponseEvents:
         return b"".join(parts)
 
     async def awaited(self) -> bytes:
-        """Raises what making JSON raised."""
+        """Raises what encoding the response raised."""
         self.needs_task = False
         if self._error is not None:
             raise self._error
@@ -289,9 +288,11 @@ _NOT_ONE_RESPONSE: Final = (
 
 
 class GenerateEndpoints(Endpoints):
-    """As in Triton, /generate answers 200 with an error body unless the model sends exactly one response, and 400 if
-    the first response is an error. By design different from Triton: UNAVAILABLE becomes 503 with Retry-After, as for a
-    full queue."""
+    """The generate endpoints.
+
+    As in Triton, /generate answers 200 with an error body unless the model sends exactly one response, and 400 if the
+    first response is an error. Unlike Triton, by design: UNAVAILABLE becomes 503 with Retry-After, as for a full queue.
+    """
 
     error_types = ("text/plain", "text/event-stream")
 
@@ -352,7 +353,7 @@ class GenerateEndpoints(Endpoints):
         return EventStream(pieces_of(events, DirectBody.of(request.scope)), headers, status, inference.close)
 
     async def _resume(self, request: Request) -> Response:
-        """The rest of a stream. The body, which clients repeat, is ignored."""
+        """The rest of a stream. The body, which clients send again, is ignored."""
         await read_body(request, self._max_body_bytes)
         release_body(request)
         return await resume_stream(self._streams, request)
@@ -367,7 +368,7 @@ class GenerateEndpoints(Endpoints):
         if request.headers.get("content-encoding", "identity") not in ("", "identity"):
             raise invalid_argument("Unsupported content-encoding, only 'identity' is supported.")
         metadata = self._gate.server.model_metadata(name, version)
-        self._gate.check_room()
+        self._gate.check_capacity()
         return metadata
 
     async def _submit(

@@ -1,7 +1,7 @@
 """The paths of models under /v2, and the types of KServe's JSON, for /openapi.json.
 
 Invariant: what a type allows is accepted, what it forbids is refused (`make fuzz` sends both). Requests may have
-further members, which Triton ignores.
+additional members, which Triton ignores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, Required
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, with_config
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from llmbackend.core.messages import TensorMetadata
 
@@ -27,14 +27,13 @@ def model_paths(action: str = "") -> tuple[str, ...]:
 
 
 def model_name_of(request: Request) -> str:
-    """The name in the request's path, which may have slashes."""
+    """The name in the request's path, which may contain slashes."""
     name: str = request.path_params["name"]
     return name.replace(ENCODED_SLASH, "/")
 
 
 def model_of(request: Request) -> tuple[str, int]:
-    """(name, version) in the request's path; version -1: none. Raises HTTPException 404 for a version that is no
-    number."""
+    """(name, version) in the path; version -1: none. Raises HTTPException 404 if the version is not a number."""
     name, version = model_name_of(request), request.path_params.get("version")
     if version is None:
         return name, -1

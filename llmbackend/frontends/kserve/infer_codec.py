@@ -1,8 +1,8 @@
-"""The bodies of /infer in KServe v2: JSON and raw tensors after it.
+"""The bodies of /infer in KServe v2: JSON, followed by raw tensors.
 
-Does not know: HTTP, regions of shared memory. Invariants: every raw byte of a request belongs to exactly one input;
-each input has exactly one source of data, each requested output one destination.
-Source: KServe v2, Triton's extensions for binary data, shared memory and classification; texts of Triton 2.51.
+Independent of HTTP and of shared memory regions. Invariants: every raw byte of a request belongs to exactly one input;
+each input has exactly one source of data, each requested output one destination. Sources: KServe v2, Triton's
+extensions for binary data, shared memory and classification; texts of Triton 2.51.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _number_array(name: str, datatype: str, leaves: list[Any], shape: tuple[int,
 
 
 def _wide_array(dtype: np.dtype[Any], leaves: list[Any]) -> npt.NDArray[Any]:
-    """The leaves in the widest type of the dtype's kind, as RapidJSON's accessors give them."""
+    """The leaves in the widest type of the dtype's kind, as RapidJSON's accessors return them."""
     types = set(map(type, leaves))
     if dtype.kind == "b":
         return np.array(_require(leaves, types <= {bool}, "non-boolean as boolean"), dtype=np.bool_)
@@ -156,7 +156,7 @@ def _text(name: str, element: Any) -> str:
 
 
 def has_nan_or_inf(tensors: Sequence[Tensor]) -> bool:
-    """Whether some element is NaN or infinite, for `dump`."""
+    """Whether any element is NaN or infinite, for `dump`."""
     return any(tensor.data.dtype.kind == "f" and not np.isfinite(tensor.data).all() for tensor in tensors)
 
 
@@ -195,7 +195,7 @@ def decode_request(
     """json_length: Inference-Header-Content-Length, in bytes; 0: the body is one raw tensor
     max_input_bytes: of each input's data, which may be shorter in JSON
 
-    Raises TritonError naming the field that is wrong.
+    Raises TritonError naming the invalid field.
     """
     if not json_length:
         return InferenceRequest(name, version, raw_input=body), OutputForm(binary_by_default=True)
@@ -265,7 +265,7 @@ def single_response(responses: list[InferenceResponse]) -> InferenceResponse:
 
 
 class Inputs:
-    """Reads the inputs in order, each of which takes the first of the remaining raw bytes."""
+    """Reads the inputs in order; each raw input takes the first of the remaining raw bytes."""
 
     def __init__(self, model_name: str, raw: memoryview, max_input_bytes: int) -> None:
         self.sent: list[Tensor | RawTensor] = []
@@ -275,7 +275,7 @@ class Inputs:
         self._max_bytes = max_input_bytes
 
     def read(self, items: list[Any]) -> None:
-        """Into `sent` and `shared`. Raises TritonError naming the field that is wrong."""
+        """Reads into `sent` and `shared`. Raises TritonError naming the invalid field."""
         for item in items:
             self._add(item)
         if self._raw.nbytes:
@@ -342,8 +342,7 @@ def _check_one_source(item: Any, parameters: Mapping[str, Any]) -> None:
 
 
 class RequestedOutputs:
-    """The outputs that the client requests, in the client's order. `binary`: whether an output is sent as raw bytes or
-    as JSON."""
+    """The requested outputs, in the client's order. `binary`: whether an output is sent as raw bytes or as JSON."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -353,7 +352,7 @@ class RequestedOutputs:
 
     @classmethod
     def read(cls, document: Any) -> RequestedOutputs:
-        """Raises TritonError naming the field that is wrong."""
+        """Raises TritonError naming the invalid field."""
         with parsing("outputs"):
             items = as_array(document.get("outputs", []))
         check_count("requested outputs", items, MAX_TENSORS)

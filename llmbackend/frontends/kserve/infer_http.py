@@ -1,9 +1,8 @@
 """POST …/infer: one request, one response.
 
-Does not know: the format of bodies (infer_codec.py). Invariants: a decoupled model is refused before the body is read;
-a client that disconnects cancels its request.
-Source: Triton's http_server; content types recorded from Triton 2.51: errors about the body are application/json,
-earlier ones, and those of the model, text/plain.
+Independent of the format of bodies (infer_codec.py). Invariants: a decoupled model is refused before the body is read;
+a client disconnect cancels the request. Source: Triton's http_server; content types recorded from Triton 2.51: errors
+about the body are application/json; earlier ones, and those of the model, are text/plain.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class InferEndpoint(Endpoints):
         try:
             if self._gate.server.is_decoupled(name, version):
                 raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
-            self._gate.check_room()
+            self._gate.check_capacity()
         except TritonError as error:
             return error_response(error, TEXT)
         if content_encoding(request) not in (*ENCODINGS, IDENTITY):

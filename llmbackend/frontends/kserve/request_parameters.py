@@ -1,8 +1,9 @@
 """Parameters of requests and of their tensors, for HTTP /infer and gRPC, whose error texts differ.
 
-Does not know: tensors' data, models, regions of shared memory. Invariant: a parameter is used by the host, or given to
+Independent of tensor data, models and shared memory regions. Invariant: each parameter is used by the host, passed to
 the model with the client's type, or refused by name.
-Source: KServe v2 "parameters", sequence, schedule_policy, shared memory and classification extensions; texts of Triton
+
+Sources: KServe v2 "parameters", sequence, schedule_policy, shared memory and classification extensions; texts of Triton
 2.51.
 """
 
@@ -39,7 +40,7 @@ _GRPC_CUSTOM_TYPES: Final = ("int64_param", "bool_param", "string_param", "doubl
 REGION, OFFSET, BYTE_SIZE = "shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"
 CLASSIFICATION: Final = "classification"
 MAX_CLASSES: Final = 2**32 - 1
-"""Triton counts classes in 32 bits; a larger number would wrap there."""
+"""Triton counts classes in 32 bits, in which a larger number would overflow."""
 _RESERVED_NAMES: Final = _JSON_KEYS | {"headers"}
 Headers = Iterable[tuple[str | bytes, str | bytes]] | Any
 """Name and value of each header; None: gRPC has no metadata."""
@@ -59,7 +60,7 @@ class RequestOptions:
     binary_data_output: bool = False
     """Whether outputs are raw bytes by default."""
     empty_final_response: bool = False
-    """Whether a final response without outputs is sent, too."""
+    """Whether a final response is sent even without outputs."""
 
 
 _NO_OPTIONS: Final = RequestOptions()
@@ -91,7 +92,7 @@ def _known_json_value(key: str, value: Any) -> ParameterValue:
 
 
 def json_parameter(key: str, value: Any) -> ParameterValue:
-    """A custom parameter. Raises TritonError unless it is a string, integer of 64 bits, boolean or double."""
+    """A custom parameter. Raises TritonError unless it is a string, 64-bit integer, boolean or double."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise internal("attempt to access JSON non-signed-integer as signed-integer")
     if isinstance(value, str | int | bool | float):
@@ -147,7 +148,7 @@ def _options(
 
 
 def shared_range_from_json(parameters: Mapping[str, Any]) -> SharedRange:
-    """The place of a tensor in shared memory. Raises TritonError for a value of the wrong type."""
+    """The location of a tensor in shared memory. Raises TritonError for a value of the wrong type."""
     with parsing(REGION):
         region = as_string(parameters[REGION])
     with parsing(OFFSET):
@@ -183,8 +184,8 @@ def _checked_classes(count: int) -> int:
 
 
 def shared_range_from_proto(tensor: Any) -> SharedRange | None:
-    """The place of an input or output of a ModelInferRequest in shared memory; None if it is not in shared memory.
-    Unlike in JSON, the size is required."""
+    """The shared memory location of a ModelInferRequest's input or output, or None. Unlike in JSON, the size is
+    required."""
     region = _parameter(tensor, REGION, "string_param")
     offset = _parameter(tensor, OFFSET, "int64_param")
     byte_size = _parameter(tensor, BYTE_SIZE, "int64_param")
@@ -234,27 +235,26 @@ class _Pattern(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeaderForward:
-    """Headers or metadata that become parameters of the request: those whose name `pattern` (RE2) matches anywhere, in
-    any case unless it has `(?-i)`; None: none.
+    """Headers or metadata that become parameters of the request: those whose name contains a match of `pattern` (RE2),
+    case-insensitive unless the pattern has `(?-i)`; None: none.
 
-    They win over parameters of the body, so that what a proxy adds cannot be forged. As in Triton, for /infer,
-    ModelInfer and ModelStreamInfer, not for generate.
-    Source: --http-header-forward-pattern, --grpc-header-forward-pattern (golden 60); reserved names as in Triton's QA.
+    They override parameters of the body, so that what a proxy adds cannot be forged. As in Triton, for /infer,
+    ModelInfer and ModelStreamInfer, not for generate. Sources: --http-header-forward-pattern,
+    --grpc-header-forward-pattern (golden 60); reserved names as in Triton's QA.
     """
 
     pattern: _Pattern | None = None
 
     @classmethod
     def of(cls, pattern: str) -> HeaderForward:
-        """pattern: "" forwards nothing. Raises ValueError if it is no regular expression."""
+        """pattern: "" forwards nothing. Raises ValueError if it is not a regular expression."""
         return cls(_compiled(pattern) if pattern else None)
 
     def __bool__(self) -> bool:
         return self.pattern is not None
 
     def added(self, parameters: Mapping[str, ParameterValue], headers: Headers) -> Mapping[str, ParameterValue]:
-        """`parameters` and the forwarded headers, with names as the client wrote them. Raises TritonError INVALID_ARG
-        for a reserved name."""
+        """`parameters` plus forwarded headers, named as sent. Raises TritonError INVALID_ARG for a reserved name."""
         if self.pattern is None:
             return parameters
         found: dict[str, ParameterValue] = {}

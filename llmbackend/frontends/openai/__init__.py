@@ -1,1 +1,1 @@
-"""The OpenAI API in front of models that speak the LLM tensor interface. Begin with router.py."""
+"""The OpenAI API for models that implement the LLM tensor interface. Entry point: router.py."""

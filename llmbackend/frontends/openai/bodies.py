@@ -1,7 +1,7 @@
-"""Whole answers of chats and completions, and log probabilities, also of streams.
+"""Whole answers of chats and completions; logprobs, including those of streams.
 
-Invariants: an answer equals the joined chunks of its stream; what several calls of a renderer of log probabilities
-return, joined, is what one call with all positions returns.
+Invariants: an answer equals the joined chunks of its stream; the joined results of several calls of a logprobs renderer
+equal the result of one call with all positions.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class WholeAnswer:
             self._metrics = request_metrics(delta, self._usage.num_output_tokens)
 
     async def body(self, generation: Generation) -> bytes:
-        """Call it once every choice has ended."""
+        """To be called once every choice has ended."""
         for index, choice in enumerate(self._choices):
             if choice.answer is not None and choice.answer.reader.reports_reasoning:
                 self._usage.set_reasoning(index, choice.answer.reader.num_reasoning_tokens)
@@ -129,13 +129,13 @@ def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonOb
 
 
 def _message(choice: _Choice, answer: Answer) -> JsonObject:
-    """The message, with the echoed text before its own."""
+    """The message, preceded by the echoed text."""
     message, echo = answer.message(), "".join(choice.parts)
     return message | {"content": echo + (message["content"] or "")} if echo else message
 
 
 def _echo(request: GenerationRequest, prompt: PromptDetails, choices: Iterable[_Choice]) -> None:
-    """Adds the text and the positions of the prompt. Call it before its choices are added."""
+    """Adds the text and the positions of the prompt. To be called before its choices are added."""
     for choice in choices:
         choice.positions[:0] = request.prompt_form.positions(prompt)
         if request.prompt_form.has_text:
@@ -144,7 +144,7 @@ def _echo(request: GenerationRequest, prompt: PromptDetails, choices: Iterable[_
 
 _IMPOSSIBLE = -9999.0
 Render = Callable[[list[TokenEntries]], JsonObject]
-"""The positions that follow those of the last call, as `choices[].logprobs`."""
+"""Renders the positions that follow those of the last call, as `choices[].logprobs`."""
 
 
 def logprobs_renderer(form: LogprobForm, *, is_chat: bool) -> Render:
@@ -153,7 +153,7 @@ def logprobs_renderer(form: LogprobForm, *, is_chat: bool) -> Render:
 
 
 class ChatLogprobs:
-    """Log probabilities in chats: the chosen token at each position, and the most likely tokens, best first."""
+    """Logprobs in chats: the chosen token at each position, and the most likely tokens, best first."""
 
     def __init__(self, form: LogprobForm) -> None:
         self._form = form
@@ -171,7 +171,7 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Log probabilities in completions: four lists. A token within a character has the offset of that character."""
+    """Logprobs in completions: four lists. A token within a character has the offset of that character."""
 
     def __init__(self, form: LogprobForm) -> None:
         self._form = form
@@ -194,11 +194,11 @@ class CompletionLogprobs:
 
 
 def _bytes(entry: dict[str, Any]) -> bytes:
-    """A token's own bytes if it is part of a character; else those of its text."""
+    """A token's own bytes if it is part of a character; otherwise those of its text."""
     return bytes(entry["bytes"]) if "bytes" in entry else (entry["decoded_token"] or "").encode()
 
 
 def _logprob(entry: dict[str, Any]) -> float:
-    """JSON has no minus infinity: the interface sends null, OpenAI's API this number."""
+    """JSON has no minus infinity: the model interface sends null, OpenAI's API this number."""
     value: float | None = entry["logprob"]
     return _IMPOSSIBLE if value is None else value

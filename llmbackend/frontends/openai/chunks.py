@@ -1,8 +1,8 @@
 """The chunks of streamed chats and completions.
 
-Invariants: the last chunk of each choice has its finish reason; the usage is last; joined deltas are the whole answer's
-message. Log probabilities and token ids are in the first delta of their tokens, or in an empty one. What a client asked
-of the prompt precedes its choices. The constant parts of chunks are encoded once; a token costs one orjson call.
+Invariants: the last chunk of each choice has its finish reason; the usage is last; the joined deltas equal the whole
+answer's message. Logprobs and token ids are in the first delta of their tokens, or in an empty one. Requested details
+of the prompt precede its choices. The constant parts of chunks are encoded once; a token costs one orjson call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PING = b": ping\n\n"
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The place of the text in a choice: `delta` in chats, `text` in completions."""
+    """The location of the text in a choice: `delta` in chats, `text` in completions."""
 
     kind: str
     text_open: bytes
@@ -64,9 +64,9 @@ class ChunkWriter:
         form, is_chat = request.logprobs, request.is_chat
         self._text_head = [self._head_of(index) + self._shape.text_open for index in range(request.num_choices)]
         self._text_tail = self._shape.text_close + b',"logprobs":null,"finish_reason":null}' + self._tail
-        """What follows the text in a chunk without further fields."""
+        """What follows the text in a chunk without additional fields."""
         self._has_more = self._has_continuous_usage or request.logprobs is not None
-        """Whether chunks have further fields."""
+        """Whether chunks have additional fields."""
         self._logprobs = [None if form is None else logprobs_renderer(form, is_chat=is_chat) for _ in self._finished]
 
     def begin(self) -> bytes:
@@ -90,7 +90,7 @@ class ChunkWriter:
         return self._chunk(index, self._text(self._echo[index] + prompt.text), logprobs, more=more)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """The text of a delta; b"" while it may be the beginning of a stop string."""
+        """The text of a delta; b"" while it may be the start of a stop string."""
         if self._counts_tokens:
             self._count(index, delta)
         if (delta.finish_reason or delta.is_final) and not self._finished[index]:
@@ -116,7 +116,7 @@ class ChunkWriter:
         return self._chunk(index, self._text(delta.text), logprobs, more=more)
 
     def _of_tokens(self, index: int, delta: Delta) -> tuple[bytes, bytes]:
-        """The log probabilities, and the field with token ids."""
+        """The logprobs, and the field with token ids."""
         render = self._logprobs[index]
         logprobs = b"null" if render is None or not delta.logprobs else orjson.dumps(render(delta.logprobs))
         return logprobs, b',"token_ids":' + orjson.dumps(delta.token_ids) if delta.token_ids else b""
@@ -200,8 +200,8 @@ def chunk_writer(request: GenerationRequest, identity: Identity, options: Stream
     return AnswerChunkWriter(request, identity, options, plan)
 
 
-class _AroundWriter:
-    """A Writer that passes everything to another one."""
+class _WrappingWriter:
+    """Base class of a Writer that wraps another one."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -225,11 +225,11 @@ class _AroundWriter:
         return self._writer.fail(error)
 
 
-class PromptFirst(_AroundWriter):
+class PromptFirst(_WrappingWriter):
     """Delays the deltas of a choice until the details of its prompt have been sent."""
 
     def __init__(self, writer: Writer, n: int) -> None:
-        """n: number of choices of each prompt."""
+        """n: number of choices of each prompt"""
         super().__init__(writer)
         self._n = n
         self._told: set[int] = set()
@@ -267,7 +267,7 @@ class PromptFirst(_AroundWriter):
         return b"".join(chunks)
 
 
-class IntervalWriter(_AroundWriter):
+class IntervalWriter(_WrappingWriter):
     """Joins the deltas of a choice until they have `interval_tokens`."""
 
     def __init__(self, writer: Writer, interval_tokens: int) -> None:
@@ -287,7 +287,7 @@ class IntervalWriter(_AroundWriter):
         return b""
 
 
-class CollectingWriter(_AroundWriter):
+class CollectingWriter(_WrappingWriter):
     """Also collects the deltas in a WholeAnswer."""
 
     def __init__(self, writer: Writer, answer: WholeAnswer) -> None:

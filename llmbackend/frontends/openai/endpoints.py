@@ -1,7 +1,6 @@
-"""What all endpoints of the OpenAI and Anthropic APIs share: reading bodies, pages of lists, errors.
+"""Shared by all endpoints of the OpenAI and Anthropic APIs: body reading, list pages, errors.
 
-Invariants: bodies are read within the server's bounds, and large ones are parsed in a thread; errors have the form of
-the API.
+Invariants: bodies are read within the server's limits, large ones are parsed in a thread; errors have the API's format.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ MAX_OBJECTS = 1 << 16
 
 
 def check_content_type(request: Request) -> None:
-    """Raises OpenAIError 415 for a Content-Type other than JSON, which browsers send to other sites without a preflight
-    request (CORS). vLLM's rule and text."""
+    """Raises OpenAIError 415 for a Content-Type other than JSON: browsers send such requests to other sites without a
+    preflight request (CORS). vLLM's rule and text."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise OpenAIError(
@@ -42,8 +41,8 @@ def check_content_type(request: Request) -> None:
 
 
 async def read_body(gate: InferenceGate, request: Request, max_bytes: int) -> bytes:
-    """The unpacked body. Raises OpenAIError 413 for more than `max_bytes`, packed or unpacked, and 415 for an unknown
-    encoding; TritonError as `request_body.read_content`."""
+    """The decompressed body. Raises OpenAIError 413 for more than `max_bytes`, compressed or decompressed, and 415 for
+    an unknown encoding; TritonError as `request_body.read_content`."""
     if (encoding := content_encoding(request)) not in (*ENCODINGS, IDENTITY):
         raise OpenAIError(
             f"Content-Encoding is {shown(encoding)}, expected one of {', '.join((*ENCODINGS, IDENTITY))}",
@@ -95,7 +94,7 @@ class OpenAIEndpoints(Endpoints):
     error_types = ()
     answers_head = True
     documents: ClassVar[str] = "responses"
-    """What these endpoints read from the store, for errors."""
+    """What these endpoints read from the store, for error messages."""
 
     def __init__(self, context: FrontendContext) -> None:
         self._context = context
@@ -147,7 +146,7 @@ PAGE_PARAMETERS: tuple[JsonObject, ...] = (
 @dataclass(frozen=True, slots=True)
 class PageQuery:
     after: str | None = None
-    """The id of the item that the page begins behind."""
+    """The id of the item after which the page begins."""
     limit: int = 20
     is_descending: bool = True
     """The latest first."""
@@ -156,7 +155,7 @@ class PageQuery:
 def read_page_query(
     parameters: Mapping[str, str], includable: Collection[str] = (), default_order: str = "desc"
 ) -> PageQuery:
-    """The query of a URL. includable: what `include` may name, which every item has anyway. Raises OpenAIError."""
+    """Parses the query of a URL. includable: what `include` may name; every item has it anyway. Raises OpenAIError."""
     known = ("after", "limit", "order", *(("include", "include[]") if includable else ()))
     for name in parameters:
         if name not in known:

@@ -1,6 +1,6 @@
-"""Groups of fields of several bodies: labels, reasoning, structured output, tool choice.
+"""Groups of fields shared by several bodies: labels, reasoning, structured output, tool choice.
 
-Invariant: a label changes no answer; constraints are in one field. Source: OpenAI's API reference; vLLM's protocol.py.
+Invariants: labels do not affect answers; at most one field sets a constraint. Sources: OpenAI's API reference, vLLM.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class NamedSchema(ClosedObject):
 
 
 class ResponseFormat(ClosedObject):
-    """Text, a JSON object, JSON of a schema, or text with tags."""
+    """Text, a JSON object, JSON that matches a schema, or text with tags."""
 
     field_aliases: ClassVar[frozenset[str]] = frozenset(("schema",))
     type: Annotated[
@@ -106,7 +106,7 @@ class ResponseFormat(ClosedObject):
     triggers: Annotated[list[NonEmpty], Items(1)] | None = None
 
     def constraint(self) -> JsonObject | None:
-        """The constraint in the form of vLLM's `structured_outputs`. Raises OpenAIError for a field of another type."""
+        """The constraint, as vLLM's `structured_outputs`. Raises OpenAIError for a field of another type."""
         fields = {name: value for name, value in self.__dict__.items() if value is not None and name != "type"}
         for name in fields:
             if name not in _FIELDS_OF_TYPE[self.type]:
@@ -126,7 +126,7 @@ class ResponseFormat(ClosedObject):
 
 
 def constraint_of(schema: JsonObject, strict: bool | None = None) -> JsonObject:
-    """The constraint in the form of vLLM's `structured_outputs`. strict: unsupported keywords are refused."""
+    """The constraint, as vLLM's `structured_outputs`. strict: unsupported keywords are refused"""
     return {"json": schema, "strict": True} if strict else {"json": schema}
 
 
@@ -169,7 +169,7 @@ class StructuredOutputFields(ClosedObject):
 
     @property
     def structure_field(self) -> str:
-        """The client's field of the constraint."""
+        """The client's field that sets the constraint."""
         return RESPONSE_FORMAT if self.response_format is not None else STRUCTURED_OUTPUTS
 
     @property

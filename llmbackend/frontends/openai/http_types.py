@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field, with_config
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from ..http.routing import Count
 
@@ -42,7 +42,7 @@ class Usage(TypedDict):
 
 
 class OfPrompt(TypedDict, total=False):
-    """Details of the prompt, if the request asks for them: in a chat's answer, or in each choice of a completion."""
+    """Requested details of the prompt: in a chat's answer, or in each choice of a completion."""
 
     prompt_token_ids: list[Count] | None
     prompt_logprobs: list[dict[str, Any] | None] | None
@@ -88,7 +88,7 @@ class CompletionChoice(_Choice, OfPrompt):
 
 
 class RequestMetrics(TypedDict):
-    """The times of an answer with `include_metrics`, in ms."""
+    """The timings of an answer with `include_metrics`, in ms."""
 
     time_to_first_token_ms: float
     generation_time_ms: float

@@ -1,7 +1,7 @@
 """/v1/load_lora_adapter and /v1/unload_lora_adapter: operators change a model's LoRA adapters at run time.
 
-Invariants: the answer is sent after the change; a name has one change at a time, and changes of different names are
-independent. Adapters are below one folder of the operator's choice. Source: vLLM's protocol, statuses and texts.
+Invariants: the answer is sent after the change is complete; a name has one change at a time, and changes of different
+names are independent. Adapters are below one folder that the operator chooses. Source: vLLM.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class LoraEndpoints(OpenAIEndpoints):
         self._max_body_bytes = _MAX_BODY_BYTES
         self._folder = context.options.openai_lora_folder
         self._changing: set[str] = set()
-        """The names of adapters that are being changed."""
+        """Names of adapters that are being changed."""
 
     @post("/v1/load_lora_adapter", body=LoadLoraAdapterRequest, response_class=PlainTextResponse)
     async def load(self, http: Request) -> Response:
-        """Serve a LoRA adapter from now on"""
+        """Load a LoRA adapter"""
         fields = read(LoadLoraAdapterRequest, await self._body(http))
         name = fields.lora_name
         with self._change(name):
@@ -71,7 +71,7 @@ class LoraEndpoints(OpenAIEndpoints):
 
     @post("/v1/unload_lora_adapter", body=UnloadLoraAdapterRequest, response_class=PlainTextResponse)
     async def unload(self, http: Request) -> Response:
-        """Serve a LoRA adapter no longer: it takes no further request"""
+        """Unload a LoRA adapter"""
         name = read(UnloadLoraAdapterRequest, await self._body(http)).lora_name
         with self._change(name):
             model = self._catalog.model_of_adapter(name)
@@ -80,7 +80,7 @@ class LoraEndpoints(OpenAIEndpoints):
 
     @contextlib.contextmanager
     def _change(self, name: str) -> Iterator[None]:
-        """Raises OpenAIError during another change of the name."""
+        """Raises OpenAIError during another change of this name."""
         if name in self._changing:
             text = f"The lora adapter '{name}' is being loaded or unloaded."
             raise OpenAIError(text, param="lora_name", code="invalid_value")

@@ -1,15 +1,15 @@
 """Chat messages: their schema, and their form for chat templates.
 
-Invariants: an assistant's message of this or another server is accepted as input, also with the older form of tool
-calls; roles and fields unknown to OpenAI are passed to the template. They are TypedDicts, which pydantic reads in a
-fifth of the time of models, because a body may have thousands of them.
+Invariants: an assistant message from this or another server is accepted as input, including the older form of tool
+calls; roles and fields unknown to OpenAI are passed to the template. The types are TypedDicts, which pydantic reads in
+a fifth of the time of models, because a body may contain thousands of messages.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from ..conversation.turns import Turn, called
 from ..generation.validation import Items, NonEmpty, Only, refuse_unknown
@@ -24,7 +24,7 @@ def _config(json_schema: JsonObject) -> ConfigDict:
 
 
 def _message_config(json_schema: JsonObject) -> ConfigDict:
-    """Further fields are accepted; fields of other roles only if they are null."""
+    """Unknown fields are accepted; fields of other roles only if they are null."""
 
     def describe(schema: JsonObject) -> None:
         others = _KNOWN_FIELDS - schema["properties"].keys()
@@ -109,8 +109,8 @@ _TEXT: JsonObject = {"type": "string", "minLength": 1}
 
 
 class AssistantMessage(_Message):
-    """A message with content, or with something instead of it. Some servers name the reasoning `reasoning`, some send
-    both names."""
+    """A message with content or something in its place. Some servers send reasoning as `reasoning` or under both
+    names."""
 
     __pydantic_config__ = _message_config(  # type: ignore[misc]
         {
@@ -134,7 +134,7 @@ class AssistantMessage(_Message):
 
 
 def _tag(message: object) -> str | None:
-    """None without a role."""
+    """The message's role; None without one."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or not role:
         return None
@@ -172,7 +172,7 @@ _FUNCTION_FIELDS = frozenset(CalledFunction.__annotations__)
 def for_template(message: Mapping[str, Any], param: str) -> JsonObject:
     """A valid Message, the request's field `param`, for chat templates: `content` is a string (text parts are joined by
     newlines, as in vLLM for templates that read strings), "developer" becomes "system", and calls have the current
-    form. Raises OpenAIError for an empty assistant's message."""
+    form. Raises OpenAIError for an empty assistant message."""
     role, content = message["role"], message.get("content")
     further = message.keys() - _FIELDS.get(role, _OTHER_FIELDS)
     if further:

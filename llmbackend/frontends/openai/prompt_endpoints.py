@@ -1,7 +1,7 @@
 """Prompts without generation: /tokenize, /detokenize, /tokenizer_info, and vLLM's render endpoints.
 
-Invariants: a prompt is the one that a chat with the same fields has; requests to render are read, planned and checked
-as those that generate; nothing in proportion to a body is done on the event loop. Source: vLLM's protocol.
+Invariants: a prompt is the one that a chat with the same fields has; render requests are read, planned and checked like
+generating ones; no work that grows with a body is done on the event loop. Source: vLLM's protocol.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from llmbackend.core.tensors import Tensor
 
 from ..generation.answer import Identity
-from ..generation.inferences import PromptDescription, check_fields_taken, describe_prompt, in_own_fields, sampling_of
+from ..generation.inferences import PromptDescription, check_fields, describe_prompt, in_client_fields, sampling_of
 from ..generation.models import Target
 from ..generation.plan import AnswerPlan, plan_answer
 from ..generation.request import GenerationRequest
@@ -81,15 +81,15 @@ class PromptQuestion:
     """The model's input flags for the requested outputs."""
     sampling: dict[str, Any] = field(default_factory=dict)
 
-    def in_own_fields(self, error: OpenAIError) -> OpenAIError:
-        """An error of the model in terms of the client's fields."""
+    def in_client_fields(self, error: OpenAIError) -> OpenAIError:
+        """A model error in terms of the client's fields."""
         if self.prompt.name == INPUT_IDS and error.param is None and error.status == 400:
             error.param, error.message = "tokens", error.message.replace(f"input '{INPUT_IDS}'", "'tokens'")
         return error
 
 
 def parse_tokenize(body: JsonObject) -> PromptQuestion:
-    """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
+    """Raises OpenAIError naming the first invalid, unknown or unsupported field."""
     fields: TokenizeTextRequest | TokenizeChatRequest
     if "messages" in body:
         fields = read(TokenizeChatRequest, body)
@@ -105,7 +105,7 @@ def parse_tokenize(body: JsonObject) -> PromptQuestion:
 
 
 def parse_detokenize(body: JsonObject) -> PromptQuestion:
-    """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
+    """Raises OpenAIError naming the first invalid, unknown or unsupported field."""
     fields = read(DetokenizeRequest, body)
     return PromptQuestion(fields.model, input_ids_tensor(fields.tokens), (RETURN_PROMPT_TEXT,))
 
@@ -142,7 +142,7 @@ class PromptEndpoints(OpenAIEndpoints):
     async def _ask(
         self, http: Request, parse: Callable[[JsonObject], PromptQuestion]
     ) -> tuple[PromptQuestion, PromptDescription]:
-        self._gate.check_room()
+        self._gate.check_capacity()
         question = await self.parsed(http, parse)
         target = self._catalog.require(self._catalog.named(question.model), question.prompt.name)
         release_body(http)
@@ -150,25 +150,25 @@ class PromptEndpoints(OpenAIEndpoints):
         try:
             return question, await unless_disconnected(http, work)
         except OpenAIError as error:
-            raise question.in_own_fields(error) from None
+            raise question.in_client_fields(error) from None
 
     @post("/v1/chat/completions/render", body=ChatCompletionRequest, answer=Rendered)
     async def chat(self, http: Request) -> Response:
-        """What an engine would get for a conversation"""
+        """Render a conversation as the engine would receive it"""
         [rendered] = await self._rendered(http, parse_chat)
         return json_answer(rendered)
 
     @post("/v1/completions/render", body=CompletionRequest, answer=list[Rendered])
     async def completions(self, http: Request) -> Response:
-        """What an engine would get for each prompt"""
+        """Render each prompt as the engine would receive it"""
         rendered = await self._rendered(http, parse_completion)
         return json_answer(b"[%b]" % b",".join(rendered))
 
     async def _rendered(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> list[bytes]:
-        self._gate.check_room()
+        self._gate.check_capacity()
         request = self._catalog.with_model(await self.parsed(http, parse))
         target = self._catalog.require(request.model, request.prompts[0].name)
-        check_fields_taken(request, target)
+        check_fields(request, target)
         plan = plan_answer(request, target)
         release_body(http)
         return await unless_disconnected(http, self._all(request, target, plan))
@@ -196,14 +196,14 @@ class PromptEndpoints(OpenAIEndpoints):
                 max_tokens_must_fit=bool(request.max_tokens_field),
             )
         except OpenAIError as error:
-            raise in_own_fields(error, request, plan) from None
+            raise in_client_fields(error, request, plan) from None
 
 
 class TokenizerInfoEndpoints(OpenAIEndpoints):
     @get("/tokenizer_info", answer=TokenizerInfo)
     async def tokenizer_info(self, http: Request) -> Response:
-        """The tokenizer's configuration and the chat template of `?model=`, by default the only one"""
-        self._gate.check_room()
+        """The tokenizer's configuration and the chat template of `?model=`, by default of the only model"""
+        self._gate.check_capacity()
         prompt = text_tensor("")
         target = self._catalog.require(self._catalog.named(http.query_params.get("model")), prompt.name)
         work = describe_prompt(self._gate, target, prompt, (RETURN_TOKENIZER_CONFIG,))

@@ -31,7 +31,7 @@ from .schema import (
 )
 
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
-"""The first one of a request is its limit."""
+"""The first one that is set is the limit."""
 _STORED_FIELDS = ("response_format", "seed", "tool_choice", "tools")
 _TEMPLATE_OPTIONS = (
     "add_generation_prompt",
@@ -61,7 +61,7 @@ def with_defaults(body: JsonObject, defaults: RequestDefaults) -> JsonObject:
 
 
 def parse_chat(body: JsonObject) -> GenerationRequest:
-    """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
+    """Raises OpenAIError naming the first invalid, unknown or unsupported field."""
     fields = read(ChatCompletionRequest, body)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise requires("top_logprobs", "'logprobs': true")
@@ -96,7 +96,7 @@ def _stored_parts(fields: ChatCompletionRequest, body: JsonObject) -> StoredPart
 def chat_prompt(
     fields: ChatPromptFields, body: JsonObject, tool_use: ToolUse | None
 ) -> tuple[Tensor, list[JsonObject]]:
-    """The prompt of a chat, and its messages for the template. body: `fields` as sent."""
+    """The prompt of a chat, and its messages for the template. body: `fields` as sent"""
     messages = [for_template(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
     options = {name: body[name] for name in _TEMPLATE_OPTIONS if body.get(name) is not None}
     check_template_variables(fields.chat_template_kwargs)
@@ -106,7 +106,7 @@ def chat_prompt(
 
 
 def parse_completion(body: JsonObject) -> GenerationRequest:
-    """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
+    """Raises OpenAIError naming the first invalid, unknown or unsupported field."""
     fields = read(CompletionRequest, body)
     if fields.suffix and fields.echo:
         message = "'suffix' is not supported with 'echo'"

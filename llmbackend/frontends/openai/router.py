@@ -1,6 +1,6 @@
 """The router of /v1, and the endpoints of models, chats and completions.
 
-Invariant: every path under /v1 answers in OpenAI's shapes, errors included, and no request outlives its client.
+Invariant: every path under /v1 answers in OpenAI's format, including errors, and no request outlives its client.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _NOT_SERVED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), _NO_POOLING),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "models read and write text only"),
 }
-"""The paths of vLLM's server that are refused, and why."""
+"""Paths of vLLM's server that are refused, and why."""
 
 
 def create_openai_router(context: FrontendContext) -> APIRouter:
@@ -101,12 +101,12 @@ class ModelEndpoints(OpenAIEndpoints):
 
     @get("/v1/models", answer=ModelList)
     async def models(self, http: Request) -> Response:
-        """The models served here"""
+        """List the models"""
         return json_answer(orjson.dumps(self._catalog.list()))
 
     @get("/v1/models/{model:path}", answer=Model)
     async def model(self, http: Request) -> Response:
-        """One model"""
+        """Describe a model"""
         return json_answer(orjson.dumps(self._catalog.get(http.path_params["model"])))
 
     @post("/v1/chat/completions", body=ChatCompletionRequest, answer=ChatCompletion, streams=_CHUNKS)
@@ -116,14 +116,14 @@ class ModelEndpoints(OpenAIEndpoints):
 
     @post("/v1/completions", body=CompletionRequest, answer=Completion, streams=_CHUNKS)
     async def completions(self, http: Request) -> Response:
-        """Continue a text"""
+        """Complete a text"""
         return await self._generate(http, parse_completion)
 
     async def _generate(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> Response:
         start_ns = time.monotonic_ns()
         if last_event_id(http):
             return await self._resume(http)
-        self._gate.check_room()
+        self._gate.check_capacity()
         body = await self.body_of(http)
         request = await self.parsed_body(body, lambda fields: parse(with_defaults(fields, self._defaults)))
         request = self._catalog.with_model(request)
@@ -181,7 +181,7 @@ class ModelEndpoints(OpenAIEndpoints):
 
 
 def _handed_over(http: Request, body: bytes) -> Response:
-    """In a frontend process: has the host, which holds the store, answer instead."""
+    """In a frontend process: has the host, which owns the store, answer instead."""
     if HANDED_OVER not in http.scope:
         message = "'store' is not supported: this server stores no chat completions"
         raise OpenAIError(message, param="store", code="unsupported_parameter")

@@ -1,7 +1,7 @@
 """The request bodies of chats and completions, for validation, errors and /openapi.json.
 
-Invariant: a field reaches the model, or changes nothing, or is refused by name; null is the same as a missing field;
-true is not 1, and 1.0 is no integer. Source: OpenAI's API reference, vLLM's SamplingParams for the extras.
+Invariant: a field reaches the model, or has no effect by definition, or is refused by name; null is the same as a
+missing field; true is not 1, and 1.0 is not an integer. Sources: OpenAI's API reference, vLLM's SamplingParams.
 """
 
 import itertools
@@ -114,12 +114,11 @@ class StreamOptions(ClosedObject):
 
 
 _MAX_NAMED = 64
-"""Only so many keys are checked for an error that names every wrong one."""
+"""At most this many keys are checked for an error that names every invalid one."""
 
 
 def _check_token_bias(value: object) -> object:
-    """Checked in Python, because a call into C would hold the interpreter's lock too long for hundreds of thousands of
-    items."""
+    """Checked in Python, because a C call would hold the GIL too long for hundreds of thousands of items."""
     if not isinstance(value, dict):
         raise refuse("logit_bias", "an object", value)
     for token, bias in value.items():
@@ -300,7 +299,7 @@ class ToolFields(ClosedObject):
 
 
 class ChatPromptFields(ToolFields):
-    """The fields from which a chat's prompt is made, except `reasoning_effort`."""
+    """The fields that form a chat's prompt, except `reasoning_effort`."""
 
     messages: Annotated[list[Message], Items(1)]
     add_generation_prompt: Flag | None = None
@@ -329,7 +328,7 @@ class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, Unserve
         },
     )
     default_max_tokens: ClassVar[int | None] = None
-    """The rest of the context."""
+    """Default: the rest of the context."""
     store: Flag | None = Field(None, description="The completion can be retrieved later. Not with request_id.")
     max_completion_tokens: Annotated[int, Range(0)] | None = Field(None, description="As max_tokens.")
     logprobs: Flag | None = None

@@ -1,4 +1,4 @@
-"""Stored chat completions: how one is stored, and the endpoints to list, retrieve, change and delete them.
+"""Stored chat completions: storing one, and the endpoints to list, retrieve, change and delete them.
 
 Invariants: only its owner gets a completion; a list takes bounded time per turn of the event loop, and no completion is
 parsed on it. Source: OpenAI's API reference.
@@ -91,7 +91,7 @@ class StoredChatEndpoints(OpenAIEndpoints):
 
     @get(_ALL, answer=ChatList, parameters=(*PAGE_PARAMETERS, *_FILTERS))
     async def list_completions(self, http: Request) -> Response:
-        """Stored chat completions, the oldest first unless `order` is desc"""
+        """List stored chat completions, oldest first unless `order` is desc"""
         paging, model, metadata = _read_list_query(http.query_params)
         query = read_page_query(paging, default_order="asc")
 
@@ -118,14 +118,14 @@ class StoredChatEndpoints(OpenAIEndpoints):
 
     @get(_ONE, answer=StoredChatCompletion)
     async def retrieve(self, http: Request) -> Response:
-        """A stored chat completion"""
+        """Retrieve a stored chat completion"""
         return json_answer(_completion(await self._document(http)))
 
     @post(_ONE, body=ChatUpdateBody, answer=StoredChatCompletion)
     async def update(self, http: Request) -> Response:
-        """Change its metadata"""
+        """Change the metadata of a stored chat completion"""
         metadata = await self.parsed(http, lambda body: read(ChatUpdateBody, body).metadata)
-        async with self._store.changing(_id(http)):
+        async with self._store.lock(_id(http)):
             document = await self._document(http)
             labels = _labels(orjson.loads(document.labels)["model"], metadata)
             document = replace(document, labels=labels)
@@ -136,7 +136,7 @@ class StoredChatEndpoints(OpenAIEndpoints):
     async def delete_completion(self, http: Request) -> Response:
         """Delete a stored chat completion"""
         id = _id(http)
-        async with self._store.changing(id):
+        async with self._store.lock(id):
             try:
                 await self._store.delete(current_owner(), _KIND, id)
             except NotStoredError:
@@ -145,7 +145,7 @@ class StoredChatEndpoints(OpenAIEndpoints):
 
     @get(f"{_ONE}/messages", answer=ChatMessageList, parameters=PAGE_PARAMETERS)
     async def messages(self, http: Request) -> Response:
-        """The messages of its request, the oldest first unless `order` is desc"""
+        """List the messages of its request, oldest first unless `order` is desc"""
         query = read_page_query(http.query_params, default_order="asc")
         document = await self._document(http)
 

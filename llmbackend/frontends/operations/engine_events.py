@@ -1,9 +1,9 @@
 """GET /v2/engine/events: the engines' activity as server-sent events (docs/engine_events.md).
 
-Invariants: events are made on the viewer's task, never where tokens are delivered; a viewer that does not read loses
-events and delays nothing; each event is in the first snapshot or follows it; a viewer with a key sees the numbers of
-its own requests only, and no reasons of failures; within one call, an instance's requests are received before its steps
-and end after them; changes of an instance's or a model's state keep their place.
+Invariants: events are written on the viewer's task, never where tokens are delivered. A viewer that does not read loses
+events and delays nothing. Each event is either in the first snapshot or follows it. A viewer with a key sees only the
+numbers of its own requests, and no failure reasons. Within one call, an instance's requests are received before its
+steps and end after them. State changes of an instance or a model stay in order.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class _OfInstance:
     steps: list[bytes] = field(default_factory=list)
     ended: list[bytes] = field(default_factory=list)
     blocks: bytes = b""
-    """The latest ones."""
+    """The latest block map."""
 
 
 class _Collected:
-    """Events of instances between two that keep their place."""
+    """Events of instances between two state changes."""
 
     def __init__(self) -> None:
         self._received: list[tuple[Source, list[bytes]]] = []
@@ -82,7 +82,7 @@ class _Collected:
             of.blocks = data
 
     def take(self, position: str) -> list[bytes]:
-        """The events, which are then removed."""
+        """Returns the events, and removes them."""
         received, self._received = self._received, []
         instances, self._of = self._of, {}
         parts = [
@@ -110,12 +110,12 @@ class EventWriter:
         self._models = models
         self._key_name = key_name
         self._own: set[int] = set()
-        """For viewers with a key: their own requests."""
+        """For viewers with a key: the numbers of their own requests."""
 
     def snapshot(
         self, position: str, facts: dict[str, Any], instances: Iterable[tuple[Source, InstanceDescription]]
     ) -> bytes:
-        """facts: further members"""
+        """facts: additional members"""
         shown = [(source, one) for source, one in instances if self._shows(source)]
         if self._key_name is not None:
             replace = msgspec.structs.replace
@@ -161,8 +161,7 @@ class EventWriter:
         return seen if seen is None or isinstance(seen, bytes) else to_json(seen)
 
     def _seen(self, event: Any) -> Any:
-        """What the holder of a key may see of an event. Also called for events that are not shown, because they tell
-        whose each request is."""
+        """What the holder of a key may see of an event. Hidden events are also passed: they tell whose a request is."""
         own = self._own
         if isinstance(event, RequestsReceived):
             received = self._own_requests(event.received)
@@ -191,7 +190,7 @@ def _named(source: Source) -> dict[str, str]:
 
 
 def _prefix(source: Source) -> bytes:
-    """The beginning of an object, which further members follow."""
+    """The beginning of a JSON object, to be continued with more members."""
     named = orjson.dumps(_named(source))
     return named[:-1] + b"," if len(named) > 2 else b"{"
 
@@ -205,7 +204,7 @@ DEFAULT_KINDS: Final[frozenset[EventKind]] = EVENT_KINDS - {"log", "blocks"}
 DEFAULT_INTERVAL_MS: Final = 100
 MIN_INTERVAL_MS, MAX_INTERVAL_MS = 50, 5000
 QUIET_S: Final = 15.0
-"""Silence after which a comment is sent, so that proxies keep the connection."""
+"""Silence after which a comment is sent, so that proxies keep the connection open."""
 MANY_ENTRIES: Final = 200
 """From this number on, entries are written on a thread: events for a key take about 20 µs each."""
 _PING: Final = b": ping\n\n"
@@ -292,7 +291,7 @@ class EngineEventsEndpoint(Endpoints):
         streams="Server-sent events; the first one is `snapshot`.",
     )
     async def events(self, request: Request) -> Response:
-        """Live: steps, requests, engine and model states. A key's holder sees its own requests"""
+        """Live steps, requests, engine and model states. The holder of a key sees only its own requests"""
         query = EventsQuery.parse({name: request.query_params.getlist(name) for name in request.query_params})
         wakeup = _Wakeup()
         viewer = self._server.watch(query.kinds, wakeup.set)
@@ -307,7 +306,7 @@ class EngineEventsEndpoint(Endpoints):
 
 
 class _Wakeup:
-    """Wakes a task of this event loop, from any thread."""
+    """Wakes a task of this event loop from any thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -318,9 +317,9 @@ class _Wakeup:
             self._loop.call_soon_threadsafe(self._event.set)
 
     async def wait(self, timeout_s: float) -> bool:
-        """False: not set in time."""
+        """Returns False on timeout."""
         try:
-            async with asyncio.timeout(timeout_s):  # wait_for would make a task each time
+            async with asyncio.timeout(timeout_s):  # wait_for would create a task each time
                 await self._event.wait()
         except TimeoutError:
             return False
@@ -360,8 +359,8 @@ class _Feed:
         yield writer.events(viewer.position, entries)
 
     def _snapshot(self) -> bytes:
-        """The snapshot, followed by the log's lines so far. Events that are reported meanwhile follow it, although the
-        snapshot may already count them."""
+        """The snapshot, then the log lines so far. Events reported meanwhile follow it, even if it already includes
+        them."""
         position, server = self.viewer.position, self.server.server_metadata()
         facts: dict[str, Any] = {
             "time": time.time(),

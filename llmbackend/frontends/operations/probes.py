@@ -1,7 +1,7 @@
-"""Metrics in Prometheus' text format, a model's load in a header (ORCA), and probes, also on vLLM's paths.
+"""Metrics in Prometheus' text format, a model's load in a header (ORCA), and health probes, also on vLLM's paths.
 
-Invariants: nothing here blocks the event loop; a request without the header for its model's load costs one search for
-it; an answer about readiness is never older than its request.
+Invariants: nothing here blocks the event loop; a request that does not ask for its model's load costs one header
+lookup; a readiness answer is never older than its request.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from llmbackend import __version__
+from llmbackend.core.daemon_threads import DaemonThreadPool
 from llmbackend.core.errors import unavailable
 from llmbackend.core.host_protocol import Host
-from llmbackend.core.kept_threads import KeptThreads
 from llmbackend.core.messages import ModelIndex
 
 from ..http.errors import error_body, error_response
@@ -45,9 +45,9 @@ _BLOCK_TYPE: Final = "kv_cache_block_type"
 
 
 async def metrics_page(registry: CollectorRegistry) -> bytes:
-    """The page, with the delay of this event loop, which is measured only here, so that an idle server sleeps."""
+    """The page, including the delay of this event loop, which is measured only here, so that an idle server sleeps."""
     asked_s = time.monotonic()
-    await asyncio.sleep(0)  # one round of the loop
+    await asyncio.sleep(0)  # one turn of the loop
     delay = Metric(LOOP_DELAY, "One round of the event loop that serves the clients, at this scrape.", "gauge")
     delay.add_sample(LOOP_DELAY, {}, time.monotonic() - asked_s)
     return await asyncio.to_thread(render, registry, delay)
@@ -57,7 +57,8 @@ def render(registry: CollectorRegistry, *more: Metric) -> bytes:
     """Prometheus' format 0.0.4, with integers without a fraction, as Triton prints them.
 
     HELP and TYPE have the name of the samples, so that a scraper knows their type: prometheus_client's renderer appends
-    `_total` to every counter there, also to Triton's without it, like nv_inference_request_success."""
+    `_total` to every counter there, even to Triton's counters without it, like nv_inference_request_success.
+    """
     lines: list[str] = []
     for metric in (*registry.collect(), *more):
         name = _family_name(metric)
@@ -117,8 +118,9 @@ def create_metrics_app(registry: CollectorRegistry) -> ASGIApp:
 def load_headers(server: Host, request: Request, model: str) -> dict[str, str]:
     """The load header, if `request` has `endpoint-load-metrics-format: text|json` and the model reports its load.
 
-    Source: Triton's orca_http.cc. Different by design: the load is that of the request's model, where Triton takes the
-    model that it reads last."""
+    Source: Triton's orca_http.cc. Unlike Triton, by design: the load is that of the request's model, where Triton takes
+    the model that it reads last.
+    """
     style = header(request, FORMAT_HEADER)
     text = _load(server, model, style.lower()) if style else ""
     return {LOAD_HEADER: text} if text else {}
@@ -156,19 +158,19 @@ class Load(TypedDict):
 
 
 class ReadinessProbes:
-    """Readiness, and the index, which shows it: both may wait for a backend. Used on one event loop.
+    """Readiness, and the index, which includes it: both may wait for a backend. Used on one event loop.
 
-    Each question runs on one thread at a time, so that many probes of a slow model cost one thread, and nothing else
-    waits for a model that hangs."""
+    Each kind of check runs on one thread at a time, so that many probes of a slow model cost one thread, and nothing
+    else waits for a model that hangs.
+    """
 
     def __init__(self, server: Host) -> None:
         self._server = server
-        self._threads = KeptThreads("readiness-probe")
+        self._threads = DaemonThreadPool("readiness-probe")
         weakref.finalize(self, self._threads.close)
         self._under_way: dict[Hashable, asyncio.Future[Any]] = {}
         self._next: dict[Hashable, asyncio.Future[Any]] = {}
-        """For all callers that arrive while the same question is being answered: it is asked once more for all of
-        them."""
+        """For callers that arrive during a running check: the check is repeated once for all of them."""
 
     async def server_is_ready(self) -> bool:
         return await self._answer("server", self._server.is_ready)
@@ -219,7 +221,8 @@ class ReadinessProbes:
 class ProbeEndpoints(Endpoints):
     """/health, /health/ready and /ping are /v2/health/ready with vLLM's statuses.
 
-    Source: vLLM's api_server (/health, /ping, /version, /load), /health/ready of Triton's OpenAI frontend."""
+    Sources: vLLM's api_server (/health, /ping, /version, /load), /health/ready of Triton's OpenAI frontend.
+    """
 
     statuses = (503,)
 
@@ -230,7 +233,7 @@ class ProbeEndpoints(Endpoints):
     @get("/health", "/health/ready", "/ping", response_class=Response)
     @post("/ping", response_class=Response)  # SageMaker's probe
     async def health(self, request: Request) -> Response:
-        """Does the server take work?"""
+        """Is the server ready for requests?"""
         server = self._gate.server
         if server.is_exiting or not await self._probes.server_is_ready():
             return error_response(unavailable("Server exiting" if server.is_exiting else "not ready"), TEXT)
@@ -243,7 +246,7 @@ class ProbeEndpoints(Endpoints):
 
     @get("/load")
     async def load(self, request: Request) -> Load:
-        """How many inferences run, over all protocols"""
+        """The number of running inferences, over all protocols"""
         return {"server_load": self._gate.open_inferences}
 
 

@@ -1,7 +1,7 @@
 """The router of /v2/engine: reports and control for operators.
 
-Does not know: who may call (access control does). Invariants: nothing here waits for a backend on the event loop; a
-report has no secret, of a key only its name, and a bounded size; faults are injected only if they are allowed.
+Independent of who may call (access control decides). Invariants: nothing here waits for a backend on the event loop; a
+report contains no secret, only the name of a key, and has a bounded size; faults are injected only if that is allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal, get_args
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from llmbackend.core.errors import invalid_argument, shown
 from llmbackend.core.inference_server import InferenceServer
@@ -33,7 +33,7 @@ from .engine_events import EngineEventsEndpoint
 
 NO_FAULTS: Final = "this server does not kill engines: it was started without --allow-fault-injection"
 MAX_KEYS: Final = 1000
-"""Limit for one report; a key file may have ten thousand keys."""
+"""Limit of one report; a key file may have ten thousand keys."""
 _MAX_DIGITS: Final = 18
 _Limit = Annotated[int, Field(ge=1)] | None
 _Use = Literal["accepted", "rate_limited", "forbidden", "restricted", "prompt_tokens", "generated_tokens"]
@@ -48,7 +48,7 @@ class ServerFacts:
     allows_kill: bool = False
     """Whether requests may kill engines (--allow-fault-injection)."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """Given flags and their values, without secrets."""
+    """Command-line flags and their values, without secrets."""
     started: float = field(default_factory=time.time)
     """Unix seconds."""
 
@@ -86,14 +86,14 @@ class EngineControlEndpoints(Endpoints):
 
     @post("/v2/engine/requests/{request}/cancel")
     async def cancel(self, http: Request) -> CancelledRequest:
-        """Cancel a request in flight by its number in /v2/engine/events, which is itself answered"""
+        """Cancel a request in flight by its number in /v2/engine/events; the request itself gets an answer"""
         number = _number(http, "request", "the number of a request, as in /v2/engine/events")
         self._server.cancel_request(number)
         return {"request": number}
 
     @post("/v2/engine/instances/{name}/{version}/{instance}/kill")
     async def kill(self, http: Request) -> KilledInstance:
-        """Kill the engine of an instance, as a crash would (--allow-fault-injection)"""
+        """Kill an instance's engine, as if it had crashed (--allow-fault-injection)"""
         if not self._allows_faults:
             raise PermissionDeniedError(NO_FAULTS)
         model, instance = http.path_params["name"], http.path_params["instance"]
@@ -132,7 +132,7 @@ class KeyLimits(TypedDict):
     concurrent_requests: _Limit
 
 
-class KeyRoom(TypedDict):
+class KeyRemaining(TypedDict):
     requests: int | None
     tokens: int | None
 
@@ -141,7 +141,7 @@ class KeyUse(TypedDict):
     name: str
     role: Role
     limits: KeyLimits
-    left: KeyRoom
+    left: KeyRemaining
     concurrent_requests: Count
     total: dict[_Use, Count]
 
@@ -161,7 +161,7 @@ class ServerReportEndpoints(Endpoints):
 
     @get("/v2/engine/settings")
     async def settings(self, http: Request) -> ServerSettings:
-        """Settings of the server"""
+        """The server's settings"""
         server, facts = self._server.server_metadata(), self._facts
         return {
             "name": server.name,
@@ -176,7 +176,7 @@ class ServerReportEndpoints(Endpoints):
 
     @get("/v2/engine/access")
     async def access(self, http: Request) -> AccessReport:
-        """API keys: limits and use"""
+        """API keys: limits and usage"""
         accounts, totals = self._access.accounts, self._access.totals()
         rows = [self._row(account, totals.get(account.name)) for account in (accounts or ())[:MAX_KEYS]]
         return {"needs_key": accounts is not None, "num_keys": len(accounts or ()), "keys": rows}

@@ -1,9 +1,8 @@
 """The log and trace settings over HTTP and gRPC.
 
-Does not know: how requests are logged or sampled. Invariant: a change is validated as a whole before any part is made;
-unknown fields and trace levels are ignored, as in Triton (golden 41).
-Source: Triton's HandleLogging and HandleTrace, and its gRPC LogSettings and TraceSetting, which differ in texts and in
-the code for an unknown format.
+Independent of how requests are logged or sampled. Invariant: a change is validated as a whole before any part is
+applied; unknown fields and trace levels are ignored, as in Triton (golden 41). Sources: Triton's HandleLogging and
+HandleTrace, and its gRPC LogSettings and TraceSetting, whose texts and code for an unknown format differ.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _LOG_FIELDS: Final[Mapping[str, tuple[LogField, Callable[[Any], Any], str, str]]
 _INT32_MAX: Final = (1 << 31) - 1
 _UINT32_MAX: Final = (1 << 32) - 1
 _NUMBER: Final = re.compile(r"\s*([+-]?\d+)")
-"""The part of a text that std::stoi reads; it ignores the rest."""
+"""The part of a text that std::stoi reads; the rest is ignored."""
 _TRACE_NUMBERS: Final[Mapping[str, TraceField]] = {
     "trace_rate": "rate",
     "trace_count": "count",
@@ -40,7 +39,7 @@ _TRACE_NUMBERS: Final[Mapping[str, TraceField]] = {
 
 
 def log_changes_from_json(document: Any) -> dict[str, Any]:
-    """document: body of a POST; null changes nothing. Raises TritonError naming the field that is wrong."""
+    """document: body of a POST; null changes nothing. Raises TritonError naming the invalid field."""
     fields: Mapping[str, Any] = document if isinstance(document, dict) else {}
     if fields.get("log_file") is not None:
         raise _fixed_log_file()
@@ -86,7 +85,7 @@ def shown_log_settings(settings: LogSettings) -> dict[str, str | bool | int]:
 
 
 def trace_changes_from_json(document: Any) -> TraceChanges:
-    """document: body of a POST; null removes a model's own value. Raises TritonError naming the field that is wrong."""
+    """document: body of a POST; null removes a model's own value. Raises TritonError naming the invalid field."""
     fields: Mapping[str, Any] = document if isinstance(document, dict) else {}
     _refuse_trace_file(fields)
     levels = fields.get("trace_level")
@@ -96,8 +95,7 @@ def trace_changes_from_json(document: Any) -> TraceChanges:
 
 
 def trace_changes_from_proto(settings: Mapping[str, Any]) -> TraceChanges:
-    """Like `trace_changes_from_json`, for a TraceSettingRequest. A setting without a value removes the model's own
-    value."""
+    """Like `trace_changes_from_json`, for a TraceSettingRequest. A setting without a value removes the model's own."""
     _refuse_trace_file(settings)
     values = {key: list(setting.value) or None for key, setting in settings.items()}
     for key in _TRACE_NUMBERS:
@@ -126,7 +124,7 @@ def _trace_changes(given: Mapping[str, Any], values: Mapping[str, Sequence[str] 
 
 
 def _trace_level(names: Sequence[str]) -> TraceLevel | None:
-    """The union of `names`; None: none is known, which changes nothing."""
+    """The union of `names`; None: none is known, so nothing changes."""
     if "OFF" in names:
         if len(names) > 1:
             raise invalid_argument("Expect only one trace level 'OFF' is specified")

@@ -1,1 +1,1 @@
-"""The chat page. Begin with page.py."""
+"""The chat page. Entry point: page.py."""

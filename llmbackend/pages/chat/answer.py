@@ -1,7 +1,7 @@
 """Answer: a model's answer while it arrives, assembled from the chunks of a chat completion.
 
-For: the chat page. Does not know: HTTP, what is shown. Invariant: `turn` always holds everything that has arrived,
-including the text that a continued answer had before.
+Used by the chat page. Independent of HTTP and of what is shown. Invariant: `turn` always contains everything that has
+arrived, including the earlier text of a continued answer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import msgspec
 from .conversation import STOPPED, Timing, TokenProbability, ToolCall, Turn
 
 _MAX_PROBABILITIES: Final = 4096
-"""How many tokens of an answer have their probabilities kept."""
+"""For how many tokens of an answer the probabilities are stored."""
 
 _MIN_STREAMED_S: Final = 0.05
-"""No speed is shown for answers that arrive faster, which come in one or two pieces."""
+"""No speed is shown for answers that arrive faster; they consist of one or two pieces."""
 
 
 class Answer:
@@ -84,7 +84,7 @@ class Answer:
         return tuple(ToolCall(*parts) for _, parts in sorted(self._calls.items()))
 
     def turn(self, *, is_stopped: bool = False) -> Turn:
-        """The answer so far. is_stopped: whether the viewer stopped it."""
+        """The answer so far. is_stopped: whether the viewer stopped it"""
         return msgspec.structs.replace(
             self._base,
             content=self.content,

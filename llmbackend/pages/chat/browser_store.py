@@ -1,7 +1,7 @@
 """BrowserStore: the chats of one browser, in its localStorage.
 
-For: the chat page. Does not know: what is shown. Invariants: only the browser stores chats; unreadable ones are left
-out but not deleted.
+Used by the chat page. Independent of what is shown. Invariants: only the browser stores chats; unreadable ones are
+skipped, not deleted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class ChatEntry(msgspec.Struct, frozen=True):
 
 
 class BrowserStore:
-    """Each method waits for the browser (static/chat.js); without an answer, it behaves as if the storage were
-    empty."""
+    """Each method waits for the browser (static/chat.js); if it does not answer, the storage appears empty."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -45,7 +44,7 @@ class BrowserStore:
             return None
 
     async def save(self, chat: Chat) -> bool:
-        """False: the browser's storage is full."""
+        """Returns False if the browser's storage is full."""
         return bool(await self._call("save", chat.id, chat.shown_title, chat.to_json()))
 
     async def unfinished(self, chat: Chat) -> UnfinishedAnswer | None:
@@ -70,7 +69,7 @@ class BrowserStore:
         await self._call("remove", chat_id)
 
     async def settings(self) -> ChatSettings:
-        """The settings that were changed last; new chats begin with them."""
+        """The settings that were changed last; new chats start with them."""
         try:
             return msgspec.json.decode(str(await self._call("settings") or "{}"), type=ChatSettings)
         except msgspec.DecodeError:

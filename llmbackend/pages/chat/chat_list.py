@@ -1,6 +1,6 @@
 """ChatList: a drawer with this browser's chats: search, open, rename, export, import, delete.
 
-For: page.py. Does not know: what is in a chat.
+Used by page.py. Independent of the content of chats.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ChatActions:
     rename: Callable[[str, str], Awaitable[None]]
     remove: Callable[[str], Awaitable[None]]
     search: Callable[[], Awaitable[None]]
-    """Called when the searched text has changed."""
+    """Called when the search text has changed."""
     import_text: Callable[[str], Awaitable[None]]
     """Called with the text of a file."""
 

@@ -1,4 +1,4 @@
-"""Composer: the message field with the choice of the model and the button to send and stop."""
+"""Composer: the message field, the model selector, and the button to send and stop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Composer:
                 ui.space()
                 self._problem = ui.label().classes("composer__problem").props("role=alert")
                 self._problem.bind_visibility_from(self._problem, "text", bool)
-                ui.label("Enter sends, Shift+Enter breaks the line").classes("composer__hint")
+                ui.label("Enter to send, Shift+Enter for a new line").classes("composer__hint")
                 self._button = ui.button(icon="arrow_upward", on_click=self._on_button)
                 self._button.props('round unelevated dense aria-label="Send"')
 
@@ -51,7 +51,7 @@ class Composer:
         self._button.classes(**{"add" if is_busy else "remove": "composer__stop"})
 
     def show_problem(self, text: str) -> None:
-        """text: why nothing can be sent; "" = something can."""
+        """text: why nothing can be sent; "" = nothing prevents it"""
         self._problem.set_text(text)
 
     async def _on_enter(self, event: events.GenericEventArguments) -> None:

@@ -1,7 +1,7 @@
 """Chat: the turns of a chat and the settings of its requests.
 
-For: the chat page. Does not know: what is shown, HTTP. Invariants: turns are frozen; a chat from a browser's storage,
-which anyone may have changed, has the declared types, else reading it raises ValueError.
+Used by the chat page. Independent of HTTP and of what is shown. Invariants: turns are frozen; a chat read from a
+browser's storage, which anyone may have changed, has the declared types, or reading it raises ValueError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 TITLE_CHARACTERS: Final = 60
 _MAX_VERSIONS: Final = 10
-"""Versions of one turn, each with the turns after it; the oldest are dropped."""
+"""Maximum number of versions of one turn, each with the turns after it; the oldest are dropped."""
 _SAMPLING: Final = (
     "temperature",
     "top_p",
@@ -26,7 +26,7 @@ _SAMPLING: Final = (
     "presence_penalty",
     "frequency_penalty",
 )
-"""Settings that are copied into requests when they are set."""
+"""Settings that are copied into requests if they are set."""
 _TOP_LOGPROBS: Final = 5
 
 
@@ -65,10 +65,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """The call that a tool's result answers."""
     finish_reason: str = ""
     error: str = ""
-    """The API's text for a failed answer."""
+    """The API's error text for a failed answer."""
     timing: Timing | None = None
     recovery_ms: float | None = None
-    """Pause of the answer after its engine died; None: the engine did not die."""
+    """How long the answer paused after its engine died; None: the engine did not die."""
     probabilities: tuple[TokenProbability, ...] = ()
     others: tuple[tuple[Turn, ...], ...] = ()
     """The other versions of this turn, each with the turns after it, oldest first."""
@@ -82,14 +82,14 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_be_continued(self) -> bool:
-        """Whether this is an answer that ended before the model ended it."""
+        """Whether this is an answer that stopped before the model finished it."""
         ended_early = self.error or self.finish_reason in ("length", STOPPED, INTERRUPTED)
         return bool(self.role == "assistant" and self.content and not self.tool_calls and ended_early)
 
 
 STOPPED: Final = "stopped by you"
 INTERRUPTED: Final = "interrupted"
-"""Finish reasons of answers that the model did not end."""
+"""Finish reasons of answers that the model did not finish."""
 
 
 class UnfinishedAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +120,7 @@ class UnfinishedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """None and "" leave a field to the server's default."""
+    """None and "" mean the server's default."""
 
     model: str = ""
     system: str = ""
@@ -164,13 +164,13 @@ class Chat(msgspec.Struct, kw_only=True):
         return self.title or "New chat"
 
     def add_user(self, text: str, version: Turn | None = None) -> None:
-        """version: returned by `cut`, if the new turn replaces another one."""
+        """version: the result of `cut`, if the new turn replaces another one"""
         version = version or Turn(role="user")
         self.turns.append(msgspec.structs.replace(version, content=text))
         self.title = self.title or " ".join(text.split())[:TITLE_CHARACTERS]
 
     def cut(self, index: int) -> Turn:
-        """Removes the turns from `index`. Returns an empty turn to replace them, with them among its other versions."""
+        """Removes the turns from `index` on. Returns an empty turn to replace them, with them as another version."""
         tail = self.turns[index:]
         del self.turns[index:]
         others = (tail[0].others if tail[0].is_empty else _versions(tail))[-_MAX_VERSIONS:]
@@ -183,7 +183,7 @@ class Chat(msgspec.Struct, kw_only=True):
         self.turns[index:] = [msgspec.structs.replace(first, others=tuple(versions), place=place), *following]
 
     def open_calls(self) -> tuple[ToolCall, ...]:
-        """The last answer's calls that wait for results."""
+        """The calls in the last answer that have no result yet."""
         return self.turns[-1].tool_calls if self.turns and self.turns[-1].role == "assistant" else ()
 
     def request(self, begun: Turn) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Generation: requests an answer, reads its stream and shows it as it arrives.
 
-For: page.py. Does not know: the chat around it. Invariants: the page is updated at most about 16 times a second, and
-updates take at most a fifth of the time, so that long answers do not saturate the page process; the text that has
-arrived is kept however the answer ends. The stream is resumable: after a lost connection, reading continues after the
-last event; a reloaded page reads the stream from its beginning.
+Used by page.py. Independent of the rest of the chat. Invariants: the page is updated at most about 16 times a second,
+and updates take at most a fifth of the time, so that long answers do not saturate the page process; the text that has
+arrived is never lost, however the answer ends. The stream is resumable: after a lost connection, reading continues
+after the last event; a reloaded page reads the stream from its beginning.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .turn_views import AnswerView
 
 _SHOW_EVERY_S: Final = 0.06
 _SHARE_OF_TIME: Final = 0.2
-"""Largest share of the time for updates of the page."""
+"""Maximum share of the time spent on updates of the page."""
 _SILENCE_S: Final = 3.0
 """Time without a token after which the page says that it is waiting."""
 _PATH: Final = "/v1/chat/completions"
 _ID_PREFIX: Final = "chatcmpl-"
 """The server's prefix to the client's request id in the id of a chat completion."""
-_COME_BACK_S: Final = 30.0
+_RESUME_GRACE_S: Final = 30.0
 """How long the server keeps a stream without a connection (--resume-grace)."""
 _RETRY_EVERY_S: Final = 1.0
 _UNAUTHORIZED: Final = 401
@@ -53,7 +53,7 @@ class Generation:
         host_model: str,
     ) -> None:
         """unfinished  the answer so far; read from its stream if it has one
-        host_model  name of the request's `model` on the host
+        host_model  the host's name of the request's `model`
         """
         self._api = viewer.api
         self._key = viewer.key
@@ -80,7 +80,7 @@ class Generation:
         """Whether the API refused the request's key."""
 
     def stop(self) -> None:
-        """Ends the answer here and on the server; the text so far is kept."""
+        """Stops the answer here and on the server; the text so far is preserved."""
         self._is_stopped = True
         background_tasks.create(self._stop_request(), name="stop an answer")
         self._end_reading()
@@ -90,7 +90,7 @@ class Generation:
         self.stop()
 
     def leave(self) -> None:
-        """The browser has disconnected. The server continues for a while, as the page may be reloaded."""
+        """The browser has disconnected. The server continues for a while, in case the page is reloaded."""
         self.is_dropped = True
         self._end_reading()
 
@@ -120,11 +120,11 @@ class Generation:
 
     async def _stop_request(self) -> None:
         path = f"/v2/models/{quote(self._host_model, safe='')}/stop"
-        with contextlib.suppress(ApiError):  # it may have ended; else it ends after the grace period
+        with contextlib.suppress(ApiError):  # it may have ended; otherwise it ends after the grace period
             await self._api.post(path, {"id": f"{_ID_PREFIX}{self._unfinished.key}"})
 
     def turn(self) -> Turn:
-        """The answer if it ended now."""
+        """The answer as if it ended now."""
         kept = self._kept()
         if not kept.finish_reason and not kept.error:
             kept = msgspec.structs.replace(kept, finish_reason=INTERRUPTED)
@@ -136,13 +136,13 @@ class Generation:
         known = self._unfinished.turn
         if len(known.content) + len(known.reasoning) > len(turn.content) + len(turn.reasoning):
             turn = msgspec.structs.replace(known, finish_reason=turn.finish_reason, error=turn.error)
-        timing = None if self._unfinished.stream_id else turn.timing  # a stream that is reread arrives at once
+        timing = None if self._unfinished.stream_id else turn.timing  # a stream that is read again arrives at once
         return msgspec.structs.replace(turn, recovery_ms=self._recovery_ms, timing=timing)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
-        """Reads until the answer has ended, if necessary over several connections."""
+        """Reads until the answer has ended, over several connections if necessary."""
         try:
             while not await self._read_connection():
                 self._is_disconnected = True
@@ -151,7 +151,7 @@ class Generation:
             self._answer.error = f"the stream cannot be read: {error}"
 
     async def _read_connection(self) -> bool:
-        """True: the answer has ended. Raises ValueError for an event that is not JSON."""
+        """Returns True if the answer has ended. Raises ValueError for an event that is not JSON."""
         try:
             async with contextlib.aclosing(self._api.stream("POST", _PATH, self._request, self._headers())) as events:
                 async for event in events:
@@ -164,15 +164,15 @@ class Generation:
         return self._fail(ApiError(0, "the server has closed the connection"))
 
     def _headers(self) -> dict[str, str]:
-        """Headers for the rest of the known stream; else for a new one, or one with the same key."""
+        """Headers for the rest of the known stream, otherwise for a new one or one with the same key."""
         if self._event_id:
             return {"last-event-id": self._event_id}
         return {"x-resumable-stream": "true", "idempotency-key": self._unfinished.key}
 
     def _fail(self, error: ApiError) -> bool:
-        """Records the error; False: reconnect instead."""
+        """Records the error; returns False to reconnect instead."""
         silence_s = time.monotonic() - self._news_s
-        if self._event_id and error.status in _LOST_CONNECTION and silence_s < _COME_BACK_S:
+        if self._event_id and error.status in _LOST_CONNECTION and silence_s < _RESUME_GRACE_S:
             return False
         if not (self._event_id and error.status == _NOT_FOUND):  # an expired stream ends without an error
             self._answer.error = str(error)
@@ -216,11 +216,11 @@ class Generation:
 
     def _waits_for(self, silence_s: float) -> str:
         if self._engine_state in ("recovering", "starting"):
-            return f"The engine is {self._engine_state}; the answer continues as soon as it is back."
+            return f"The engine is {self._engine_state}. The answer continues as soon as it is back."
         if self._engine_state in ("failed", "stopped"):
             return f"The engine has {self._engine_state}."
         if self._is_disconnected:
-            return "Lost the connection to the server. Trying again."
+            return "Connection to the server lost. Trying again."
         if silence_s > _SILENCE_S:
             return f"No token for {silence_s:.0f} s; still connected."
         return "" if self._answer.has_begun else "…"

@@ -2,7 +2,7 @@
 
 A separate process, because some of Pygments' patterns take exponential time on text that a model may write. Each input
 line is JSON, `[language, code]`; each output line is the HTML as JSON, or null for an unknown language. Code that
-exceeds its limit of CPU time or memory ends this process; so does the end of input.
+exceeds the limit of CPU time or memory ends this process, as does the end of input.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ _FORMATTER: Final = HtmlFormatter(nowrap=True, classprefix=CLASS_PREFIX)
 def main() -> None:
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process; a Python handler would wait for the pattern
+    # ends the process; a Python handler would have to wait for the pattern
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for line in sys.stdin.buffer:
         language, code = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-        answer = coloured(language, code)
+        answer = highlighted(language, code)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 
-def coloured(language: str, code: str) -> str | None:
+def highlighted(language: str, code: str) -> str | None:
     """`code` as HTML; None = unknown language."""
     try:
         lexer = get_lexer_by_name(language, stripnl=False)

@@ -1,8 +1,8 @@
-"""Highlighter: highlights code in a separate process, which is killed when that takes too long.
+"""Highlighter: highlights code in a separate process, which is killed if that takes too long.
 
-For: markdown_view.py. Does not know: Markdown, pages. Invariants: no pattern runs on the event loop; a caller waits at
-most `_WAIT_S`, then its code stays plain; a language whose code ended the process is not tried again for
-`_LEFT_ALONE_S`. Used only on the event loop.
+Used by markdown_view.py. Independent of Markdown and pages. Invariants: no pattern runs on the event loop; a caller
+waits at most `_WAIT_S`, then its code stays plain; a language whose code ended the process is not tried again for
+`_LANGUAGE_RETRY_S`. Used only on the event loop.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MAX_CHARACTERS: Final = 24 << 10
 """Longer code stays plain."""
 _MODULE: Final = "llmbackend.pages.chat.highlighter_process"
 _WAIT_S: Final = 5.0
-"""Wait for the process, including its earlier work."""
-_LEFT_ALONE_S: Final = 60.0
+"""Maximum wait for the process, including its earlier work."""
+_LANGUAGE_RETRY_S: Final = 60.0
 _MAX_KEPT: Final = 64
-"""Pieces of code whose HTML is cached."""
+"""How many pieces of highlighted code are cached."""
 
 
 class Code(NamedTuple):
@@ -41,30 +41,30 @@ class Highlighter:
     def __init__(self) -> None:
         self._process: Popen[bytes] | None = None
         self._is_asked = asyncio.Lock()
-        self._left_alone_until_s: dict[str, float] = {}
+        self._retry_at_s: dict[str, float] = {}
         """For each language: until when it is not tried again, in the event loop's time."""
         self._kept: OrderedDict[Code, str | None] = OrderedDict()
 
-    def known(self, code: Code) -> str | None:
+    def cached(self, code: Code) -> str | None:
         """The cached HTML."""
         return self._kept.get(code)
 
-    def takes(self, code: Code) -> bool:
-        """Whether `coloured` would ask the process."""
+    def accepts(self, code: Code) -> bool:
+        """Whether `highlighted` would ask the process."""
         if code in self._kept or not code.language or len(code.text) > MAX_CHARACTERS:
             return False
-        return self._left_alone_until_s.get(code.language, 0.0) <= asyncio.get_running_loop().time()
+        return self._retry_at_s.get(code.language, 0.0) <= asyncio.get_running_loop().time()
 
-    async def coloured(self, code: Code) -> str | None:
+    async def highlighted(self, code: Code) -> str | None:
         """The HTML; None for code that is too long or too slow, or of an unknown language."""
-        if self.takes(code):
+        if self.accepts(code):
             try:
                 async with asyncio.timeout(_WAIT_S), self._is_asked:
-                    if self.takes(code):  # not if another caller asked meanwhile
+                    if self.accepts(code):  # not if another caller asked meanwhile
                         self._keep(code, await self._ask(code))
             except TimeoutError:
                 self._keep(code, None)
-        return self.known(code)
+        return self.cached(code)
 
     async def close(self) -> None:
         """Ends the process; the next call starts another one."""
@@ -81,7 +81,7 @@ class Highlighter:
         except (OSError, ValueError):
             self._process = None
             log.info("code in %.32r took too long to colour", code.language)
-            self._left_alone_until_s[code.language] = asyncio.get_running_loop().time() + _LEFT_ALONE_S
+            self._retry_at_s[code.language] = asyncio.get_running_loop().time() + _LANGUAGE_RETRY_S
             return None
         except BaseException:  # cancelled: the next caller would read this answer
             self._process = None

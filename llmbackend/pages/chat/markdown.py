@@ -1,9 +1,9 @@
-"""Markdown: a model's untrusted Markdown as safe HTML.
+"""Markdown: converts a model's untrusted Markdown to safe HTML.
 
-For: the chat page. Does not know: pages. Invariants: the HTML has only tags of Markdown; HTML in the text is shown as
-text; nothing is loaded automatically (an image becomes a link); links go only to http, https and mailto, without
-referrer. While an answer grows, only its last block changes. (The browser sanitises the HTML again: DOMPurify, and the
-page's policy.)
+Used by the chat page. Independent of pages. Invariants: the HTML contains only Markdown's tags; HTML in the text is
+shown as text; nothing is loaded automatically (an image becomes a link); links go only to http, https and mailto,
+without referrer. While an answer grows, only its last block changes. (The browser sanitises the HTML again: DOMPurify,
+and the page's policy.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LINK: Final = re.compile(r"(https?|mailto):", re.IGNORECASE)
 _MAX_LANGUAGE_CHARACTERS: Final = 32
 _REORDERING: Final = re.compile("[\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c]")
 """Characters that can make code look different from what it does."""
-_COLOURED: Final = "coloured"
+_HIGHLIGHTED: Final = "highlighted"
 """Key in the renderer's environment: HTML by Code."""
 
 
@@ -43,7 +43,7 @@ class _Renderer(RendererHTML):
 
     def fence(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
         code = _code(tokens[idx])
-        return _code_html(code, env.get(_COLOURED, {}).get(code))
+        return _code_html(code, env.get(_HIGHLIGHTED, {}).get(code))
 
     def code_block(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
         return _code_html(_code(tokens[idx]), None)
@@ -84,11 +84,11 @@ class Markdown:
         self.codes = [code for code in codes if code.language]
         """Pieces of code whose language is named."""
 
-    def html(self, coloured: Mapping[Code, str]) -> str:
-        """coloured: HTML of highlighted `codes`."""
+    def html(self, highlighted: Mapping[Code, str]) -> str:
+        """highlighted: HTML of highlighted `codes`."""
         if self._tokens is None:
             return f'<p class="plain" dir="auto">{escape(self.text)}</p>'
-        return str(_PARSER.renderer.render(self._tokens, _PARSER.options, {_COLOURED: coloured}))
+        return str(_PARSER.renderer.render(self._tokens, _PARSER.options, {_HIGHLIGHTED: highlighted}))
 
 
 def _link_attributes(url: str) -> str:
@@ -101,10 +101,10 @@ def _code(token: Token) -> Code:
     return Code(language, _REORDERING.sub(lambda found: f"[U+{ord(found[0]):04X}]", token.content))
 
 
-def _code_html(code: Code, coloured: str | None) -> str:
+def _code_html(code: Code, html: str | None) -> str:
     label = escape(code.language) or "text"
     return (
         f'<div class="code"><div class="code__bar"><span>{label}</span>'
         f'<button type="button" class="code__copy">Copy</button></div>'
-        f'<pre dir="ltr" tabindex="0"><code>{escape(code.text) if coloured is None else coloured}</code></pre></div>'
+        f'<pre dir="ltr" tabindex="0"><code>{escape(code.text) if html is None else html}</code></pre></div>'
     )

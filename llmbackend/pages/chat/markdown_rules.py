@@ -1,9 +1,9 @@
-r"""Rules of markdown-it for formulas and task lists.
+r"""markdown-it rules for formulas and task lists.
 
-For: markdown.py. Does not know: how formulas look (static/math.js renders them with KaTeX). Invariants: formulas are
-escaped text in the HTML; `\(…\)`, `\[…\]`, `$…$` and `$$…$$` are formulas, "$5 and $6" is none; an unclosed formula
-ends at a blank line and is text, so that earlier blocks do not change while the text grows; an inline formula ends
-within MAX_CHARACTERS. Source: Pandoc's `tex_math_dollars` (characters beside a `$`); GitHub's task lists.
+Used by markdown.py. Independent of how formulas look (static/math.js renders them with KaTeX). Invariants: formulas are
+escaped text in the HTML; `\(…\)`, `\[…\]`, `$…$` and `$$…$$` are formulas, "$5 and $6" is not; an unclosed formula ends
+at a blank line and is text, so that earlier blocks do not change while the text grows; an inline formula ends within
+MAX_CHARACTERS. Sources: Pandoc's `tex_math_dollars` (characters next to a `$`); GitHub's task lists.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _formula_block(state: StateBlock, start_line: int, end_line: int, silent: bo
 
 
 def _continues_block(state: StateBlock, line: int) -> bool:
-    """Whether a line belongs to the block of the line before it."""
+    """Whether a line continues the block of the previous line."""
     return not state.isEmpty(line) and state.sCount[line] >= state.blkIndent
 
 

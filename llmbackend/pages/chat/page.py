@@ -1,6 +1,6 @@
 """ChatPage: one viewer's chat with a model.
 
-For: routes.py. Does not know: how turns look, where chats are stored, the format of requests. Invariants: a page
+Used by routes.py. Independent of how turns look, where chats are stored, and the format of requests. Invariants: a page
 generates at most one answer at a time; a chat is saved after each change, and an answer every second while it is
 generated, so that a reloaded page shows and continues it.
 """
@@ -32,7 +32,7 @@ _EXAMPLES: Final = (
     "Make a JSON object with name Ada and age 36",
     "Name three fruits",
 )
-_NO_ROOM: Final = "The browser's storage is full: this chat is not saved. Delete older ones."
+_STORAGE_FULL: Final = "The browser's storage is full: this chat is not saved. Delete older ones."
 
 
 def build(viewer: Viewer) -> None:
@@ -79,7 +79,7 @@ class ChatPage:
             settings = ui.button(icon="tune", color=None, on_click=self._settings.drawer.toggle)
             settings.props('flat round dense aria-label="Settings of this chat"').tooltip("Settings of this chat")
 
-    # --- beginning --------------------------------------------------------------------------------------------------
+    # --- start --------------------------------------------------------------------------------------------------------
 
     async def begin(self) -> None:
         """Called when the browser has connected and when its key has changed."""
@@ -118,7 +118,7 @@ class ChatPage:
         if self._chat.turns:
             await self._save()
 
-    # --- chats ------------------------------------------------------------------------------------------------------
+    # --- chats --------------------------------------------------------------------------------------------------------
 
     async def _new(self) -> None:
         self._stop()
@@ -169,7 +169,7 @@ class ChatPage:
         if await self._store.save(chat):
             await self._open(chat.id)
         else:
-            ui.notify(_NO_ROOM, type="warning")
+            ui.notify(_STORAGE_FULL, type="warning")
 
     async def _show_list(self) -> None:
         found = await self._store.search(self._list.searched)
@@ -178,9 +178,9 @@ class ChatPage:
 
     async def _save(self) -> None:
         if not await self._store.save(self._chat):
-            ui.notify(_NO_ROOM, type="warning")
+            ui.notify(_STORAGE_FULL, type="warning")
 
-    # --- turns ------------------------------------------------------------------------------------------------------
+    # --- turns --------------------------------------------------------------------------------------------------------
 
     def _show_chat(self) -> None:
         self._settings.show(self._chat.settings)
@@ -197,7 +197,7 @@ class ChatPage:
         button.props("outline no-caps").classes("thread__example")
 
     def _show_turns(self, begin: int) -> None:
-        """Shows the turns from `begin` again. Each turn is the element of the thread at its index."""
+        """Shows the turns from `begin` on again. Each turn is the element of the thread at its index."""
         for element in self._thread.default_slot.children[begin:]:
             element.delete()
         with self._thread:
@@ -214,7 +214,7 @@ class ChatPage:
             AnswerView(index, self._turn_actions).finish(turn, is_last=is_last)
 
     def _may_send(self) -> bool:
-        """False while a setting is invalid; then shows the problem beside the button."""
+        """Returns False while a setting is invalid, and shows the problem next to the button."""
         self._composer.show_problem(self._settings.problem)
         return not self._settings.problem
 
@@ -254,7 +254,7 @@ class ChatPage:
             await self._answer(begin)
 
     def _cut(self, index: int) -> Turn:
-        """Removes the turns from `index` and any answer that is being generated; they become another version."""
+        """Removes the turns from `index` on and any answer that is being generated; they become another version."""
         if self._generation is not None:
             self._chat.turns.append(self._generation.turn())
             self._drop()
@@ -265,7 +265,7 @@ class ChatPage:
             self._generation.drop()
             self._end_of(self._generation)
 
-    # --- answers ----------------------------------------------------------------------------------------------------
+    # --- answers ------------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
         if self._generation is not None:
@@ -276,8 +276,8 @@ class ChatPage:
             self._generation.leave()
 
     async def _answer(self, begin: int, base: Turn | None = None) -> None:
-        """Requests an answer to the last turn, or a continuation of `base`. begin: index of the first new turn; the
-        turn before it is shown again, too."""
+        """Answers the last turn, or continues `base`. begin: index of the first new turn; the one before is shown
+        again, too"""
         self._show_turns(max(begin - 1, 0))
         self._generate(UnfinishedAnswer.new(len(self._chat.turns), base or Turn(role="assistant")))
         self._client.run_javascript("llmbackendChat.toEnd()")
@@ -293,7 +293,7 @@ class ChatPage:
             self._offer_answer()
 
     def _offer_answer(self) -> None:
-        """Shows an empty answer that can be generated again, if the page was left before its request."""
+        """Shows an empty answer that can be regenerated, if the page was left before its request was sent."""
         index = len(self._chat.turns)
         turn = Turn(role="assistant", finish_reason=INTERRUPTED)
         self._chat.turns.append(turn)
@@ -303,7 +303,7 @@ class ChatPage:
     def _generate(self, unfinished: UnfinishedAnswer) -> None:
         try:
             request = self._chat.request(unfinished.base)
-        except ValueError as error:  # settings that were changed outside of the page
+        except ValueError as error:  # settings changed outside of the page
             ui.notify(str(error), type="negative")
             return
         with self._thread:

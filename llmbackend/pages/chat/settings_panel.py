@@ -1,6 +1,6 @@
 """SettingsPanel: a chat's settings: system prompt, sampling, tools.
 
-For: page.py. Does not know: requests. Invariant: an empty field leaves its value to the server; an invalid value is
+Used by page.py. Independent of requests. Invariant: an empty field means the server's default; an invalid value is
 marked, does not change the settings, and blocks sending.
 """
 
@@ -45,7 +45,7 @@ _READERS: Final[Mapping[str, Callable[[str], object]]] = {"tools": tools_of, "sc
 
 
 class SettingsPanel:
-    """`on_change` is called with the settings after each change by the viewer."""
+    """Calls `on_change` with the settings after each change by the viewer."""
 
     def __init__(self, on_change: Callable[[ChatSettings], Awaitable[None]]) -> None:
         self._on_change = on_change
@@ -95,7 +95,7 @@ class SettingsPanel:
         return field
 
     def _json(self, title: str, name: str, rows: int, example: str) -> ui.textarea:
-        """A field with its title above it, because a label inside would cover scrolled text."""
+        """A field with its title above it, because a label inside it would cover scrolled text."""
         ui.label(title).classes("settings__section")
         field = self._text("", name, rows).classes("mono")
         field.props(f"aria-label='{title}' placeholder='{example}'")

@@ -1,7 +1,7 @@
 """Views of turns: the viewer's text, a tool's result, a finished or growing answer.
 
-For: page.py. Does not know: where turns come from. Invariants: a model's text reaches the page only through markdown.py
-or as plain text; a change of a growing answer renders only its last block.
+Used by page.py. Independent of where turns come from. Invariants: a model's text reaches the page only through
+markdown.py or as plain text; an update of a growing answer renders only its last block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_GROWING_CHARACTERS: Final = 32 << 10
 
 @dataclass(frozen=True, slots=True)
 class TurnActions:
-    """Actions of a viewer on the turn at an index."""
+    """A viewer's actions on the turn at an index."""
 
     edit: Callable[[int, str], Awaitable[None]]
     regenerate: Callable[[int], Awaitable[None]]
@@ -74,7 +74,7 @@ def show_tool_result(turn: Turn) -> None:
 
 
 class AnswerView:
-    """Shows an answer of a model. index: position of the turn in its chat."""
+    """Shows a model's answer. index: position of the turn in its chat"""
 
     def __init__(self, index: int, actions: TurnActions) -> None:
         self._index = index
@@ -94,7 +94,7 @@ class AnswerView:
             self._foot = ui.element("div").classes("turn__foot")
 
     def show_state(self, text: str) -> None:
-        """text: what the answer waits for; "" = nothing."""
+        """text: what the answer is waiting for; "" = nothing"""
         if self._state.text != text:
             self._state.set_text(text)
             self._state.set_visibility(bool(text))
@@ -116,7 +116,7 @@ class AnswerView:
             self._show_calls(calls)
 
     def finish(self, turn: Turn, *, is_last: bool) -> None:
-        """Shows the whole answer and its actions. is_last: whether it is its chat's last turn."""
+        """Shows the whole answer and its actions. is_last: whether it is its chat's last turn"""
         self.show_state("")
         self._show_reasoning(turn.reasoning, "Reasoning")
         self._blocks.clear()
@@ -218,7 +218,7 @@ def _timing(timing: Timing) -> list[str]:
 
 
 def _token_html(entry: TokenProbability) -> str:
-    """One token; its underline shows its probability in five steps, its title the most likely tokens."""
+    """One token, with its probability as an underline in five steps and the most likely tokens as its title."""
     step = min(4, int(exp(min(0.0, entry.logprob)) * 5))
     lines = [f"{token!r} {exp(min(0.0, logprob)):.1%}" for token, logprob in entry.top]
     title = "\n".join([f"{entry.token!r} {exp(min(0.0, entry.logprob)):.1%}", *(["", *lines] if lines else [])])

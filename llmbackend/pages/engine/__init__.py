@@ -1,1 +1,1 @@
-"""The Engine page: live view of each engine's work on each request. Begin with page.py, then view/live_view.js."""
+"""The Engine page: a live view of what each engine does for each request. Entry points: page.py, view/live_view.js."""

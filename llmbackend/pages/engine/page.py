@@ -17,6 +17,6 @@ class EngineView(ui.element, component=_VIEW / "engine_view.js", esm={"llmbacken
 
 
 def build(viewer: Viewer) -> None:
-    """viewer: unused; the view reads the key from the browser's storage (static/shell.js)."""
+    """viewer: unused; the view reads the key from the browser's storage (static/shell.js)"""
     ui.add_head_html(f'<link rel="stylesheet" href="{FILES_URL}/engine.css">')
     EngineView()

@@ -1,1 +1,1 @@
-"""The Operations page: models, requests in flight, keys, log and settings of the server. Begin with page.py."""
+"""The Operations page: models, requests in flight, keys, log and settings of the server. Entry point: page.py."""

@@ -1,4 +1,4 @@
-// A table of texts, states, progress bars and buttons. Vue patches only changes, so that a button keeps its focus.
+// A table of texts, states, progress bars and buttons. Vue patches only changes, so a button keeps its focus.
 // Invariant: values are shown as text, never as HTML.
 export default {
   template: `

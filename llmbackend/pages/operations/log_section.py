@@ -1,7 +1,7 @@
 """LogSection: the server's log with filters by level and text.
 
-For: page.py. Does not know: where lines come from. Invariants: lines are shown as text, never as HTML; the browser has
-at most MAX_LINES_SHOWN lines; `show` sends all new lines at once; filters apply to all kept lines.
+Used by page.py. Independent of where lines come from. Invariants: lines are shown as text, never as HTML; the browser
+has at most MAX_LINES_SHOWN lines; `show` sends all new lines at once; filters apply to all retained lines.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class LogSection:
         self._body.set_visibility(True)
 
     def clear(self) -> None:
-        """For a feed that starts again with the lines that the server keeps."""
+        """For a feed that restarts with the lines that the server retains."""
         self._lines.clear()
         self._new.clear()
         self._log.clear()
 
     def add(self, line: LogLine) -> None:
-        """Ignores repetitions: a line may come among the kept lines and as an event."""
+        """Ignores duplicates: a line may arrive both as a retained line and as an event."""
         if line in itertools.islice(reversed(self._lines), _MAX_REPEATED):
             return
         self._lines.append(line)

@@ -1,8 +1,8 @@
 """The Operations page: reads the server's feed with the viewer's key, and executes the viewer's actions.
 
-For: routes.py. Does not know: how sections show data. Invariants: the page shows what the viewer's key may see, and
-says what it may not; when the server cannot be reached, the page says so and retries at growing intervals; only visible
-pages have a feed, so that engines make no reports for hidden or closed ones.
+Used by routes.py. Independent of how sections show data. Invariants: the page shows what the viewer's key may see, and
+says what it may not; when the server is unreachable, the page says so and retries at growing intervals; only visible
+pages read a feed, so that engines create no reports for hidden or closed ones.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _OperationsPage:
         self._server.apply(name, data)
         if name == "snapshot":
             with self._client:
-                self._log.clear()  # the kept lines follow
+                self._log.clear()  # the retained lines follow
         elif name == "log":
             self._log.add(LogLine(data["time"], data["level"], data["text"]))
         elif name == "model":

@@ -1,6 +1,6 @@
 """Sections of the Operations page: models, requests in flight, API keys, settings.
 
-For: page.py. Does not know: the feed. Invariant: a section sends rows to the browser only when they have changed.
+Used by page.py. Independent of the feed. Invariant: a section sends rows to the browser only if they have changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_REQUESTS_SHOWN: Final = 100
 MAX_KEYS_SHOWN: Final = 100
 _MODEL_TONES: Final[dict[str, Tone]] = {"READY": "ok", "LOADING": "busy", "UNLOADING": "busy", "UNAVAILABLE": "bad"}
 _UNLOADED: Final = "unloaded"
-"""Triton's reason for a model that was unloaded by request."""
+"""Triton's reason for a model that was unloaded on request."""
 
 
 def card(title: str, note: str = "") -> tuple[ui.element, ui.label]:
@@ -167,7 +167,7 @@ class KeysSection:
 
     def show(self, report: Mapping[str, Any]) -> None:
         if not report["needs_key"]:
-            self.refuse("This server requires no API keys: anyone who can reach it may use it.")
+            self.refuse("This server requires no API keys: anyone who can reach it can use it.")
             return
         keys = report["keys"][:MAX_KEYS_SHOWN]
         beyond = report["num_keys"] > len(keys)
@@ -205,14 +205,14 @@ def _left(left: int | None, per_minute: int | None) -> dict[str, Any]:
 
 
 class SettingsSection:
-    """The server's version, its age and its flags."""
+    """The server's version, uptime and flags."""
 
     def __init__(self) -> None:
         made, self._note = card("Version and settings")
         columns = [column("flag", "Flag", "code"), column("value", "Value", "code")]
         with made:
             self._facts = ui.element("dl").classes("ops-facts")
-            self._table = DataTable("Settings", columns, "All flags have their defaults.").classes("ops-table--pairs")
+            self._table = DataTable("Settings", columns, "All flags have default values.").classes("ops-table--pairs")
 
     def show(self, report: Mapping[str, Any]) -> None:
         facts = {

@@ -1,7 +1,7 @@
-"""ServerState: the server's state as the Operations page knows it, from its endpoints and feed.
+"""ServerState: the server's state as known to the Operations page, from its endpoints and feed.
 
-For: page.py, which reads the feed, and the sections, which show it. Does not know: how anything is shown. Invariants:
-unknown events change nothing; a snapshot replaces the effects of earlier events.
+Used by page.py, which reads the feed, and by the sections, which show it. Independent of how anything is shown.
+Invariants: unknown events change nothing; a snapshot replaces the effects of earlier events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace as replaced
 
 UNKNOWN: Final = "UNKNOWN"
-"""State of a model whose server cannot be reached."""
+"""State of a model whose server is unreachable."""
 
 
 class RequestInFlight(msgspec.Struct, frozen=True, kw_only=True, rename={"number": "request"}):
@@ -51,7 +51,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """One row of the repository index; version and state "" = never loaded."""
+    """One row of the repository index; empty version and state: never loaded."""
 
     name: str
     version: str = ""
@@ -79,19 +79,19 @@ class ServerState:
     instances: dict[tuple[str, str, str], Instance] = field(default_factory=dict)
     """By model, version and instance name."""
     loads: dict[str, LoadStage] = field(default_factory=dict)
-    """By model, while one of its versions loads."""
+    """By model, while one of its versions is loading."""
     requests: dict[int, RequestInFlight] = field(default_factory=dict)
     scope: str = ""
     """Whose requests the feed shows: "all" or "own"; "" = there is no feed yet."""
 
     def take_index(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """The answer of /v2/repository/index."""
+        """Applies a response of /v2/repository/index."""
         self.models = msgspec.convert(rows, list[ModelVersion])
         loading = {row.name for row in self.models if row.state == "LOADING"}
         self.loads = {name: stage for name, stage in self.loads.items() if name in loading}
 
     def lose(self) -> None:
-        """The server cannot be reached: its state is unknown until the next index and snapshot."""
+        """The server is unreachable: its state is unknown until the next index and snapshot."""
         self.models = [replace(row, state=UNKNOWN, reason="") for row in self.models]
         self.loads, self.instances, self.requests = {}, {}, {}
 
@@ -99,7 +99,7 @@ class ServerState:
         return [one for one in self.instances.values() if (one.model, one.version) == (model.name, model.version)]
 
     def apply(self, event: str, data: Mapping[str, Any]) -> None:
-        """An event of the feed."""
+        """Applies an event of the feed."""
         handler = getattr(self, f"_on_{event}", None)
         if handler is not None:
             handler(data)
@@ -127,7 +127,7 @@ class ServerState:
             self.requests.pop(row["request"], None)
 
     def _on_steps(self, data: Mapping[str, Any]) -> None:
-        """Counts tokens, and updates which requests run and which wait."""
+        """Counts tokens, and updates which requests are running and which are waiting."""
         gained: dict[int, int] = {}
         for step in data["steps"]:
             for number, _, _, _, num_tokens in step["rows"]:

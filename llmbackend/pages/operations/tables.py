@@ -20,17 +20,17 @@ def column(name: str, label: str, kind: Kind = "text") -> dict[str, Any]:
 
 
 def state(text: str, tone: Tone) -> dict[str, str]:
-    """The value of a cell of kind state."""
+    """The value of a `state` cell."""
     return {"text": text, "tone": tone, "sign": SIGNS[tone]}
 
 
 def progress(text: str, share: float | None = None, *, is_busy: bool = False) -> dict[str, Any]:
-    """The value of a progress cell. share: of the bar that is filled; None = no bar, or a moving one if `is_busy`."""
+    """A progress cell. share: how much of the bar is filled; None = no bar, or a moving one if `is_busy`"""
     return {"text": text, "share": share, "busy": is_busy}
 
 
 def action(name: str, label: str, subject: str, *, is_disabled: bool = False) -> dict[str, Any]:
-    """A button. subject: the object of the action."""
+    """A button. subject: the object of the action"""
     return {"name": name, "label": label, "subject": subject, "disabled": is_disabled}
 
 
@@ -38,7 +38,7 @@ class DataTable(ui.element, component="data_table.js"):
     """Shows rows: dicts with an `id` and a value for each column."""
 
     def __init__(self, label: str, columns: Sequence[dict[str, Any]], empty: str, on_action: OnAction | None = None):
-        """label: names the table; empty: text of a table without rows."""
+        """label: names the table; empty: text of a table without rows"""
         super().__init__()
         self._props |= {"label": label, "columns": list(columns), "rows": [], "empty": empty}
         if on_action is not None:

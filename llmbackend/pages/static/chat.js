@@ -1,14 +1,14 @@
 // Browser side of the chat page: chats in localStorage, scrolling, copying, keyboard shortcuts.
-// Does not know: what a chat holds. A chat is one entry of the storage; the list of chats is another.
+// Independent of the content of chats. Each chat is one entry in the storage; the list of chats is another.
 "use strict";
 
 window.llmbackendChat = (() => {
   const INDEX = "llmbackend.chats";
   const CHAT = "llmbackend.chat.";
-  const ANSWER = "llmbackend.answer."; // that is being generated
+  const ANSWER = "llmbackend.answer."; // prefix of the entry of an answer in progress
   const SETTINGS = "llmbackend.chat_settings";
   const NEAR_END_PIXELS = 80;
-  const MAX_FILE_BYTES = 3 << 20; // what a message to the page process has room for
+  const MAX_FILE_BYTES = 3 << 20; // fits in one message to the page process
 
   function list() {
     try {
@@ -97,7 +97,7 @@ window.llmbackendChat = (() => {
     if (button) return copyFrom(button.querySelector(".q-icon"), button.dataset.copy, "check");
     const link = event.target.closest?.(".prose a[href]");
     if (link) {
-      event.preventDefault(); // a link of a model must not replace this page, nor know it
+      event.preventDefault(); // a link in a model's text must not replace this page or see its address
       window.open(link.href, "_blank", "noopener,noreferrer");
     }
   });
@@ -119,7 +119,7 @@ window.llmbackendChat = (() => {
     }
   });
 
-  // Follows the end of the thread while it is visible; a viewer who has scrolled up stays there.
+  // Scrolls with the end of the thread while it is visible; a viewer who has scrolled up stays there.
   let follows = true;
   const isNearEnd = () => innerHeight + scrollY >= document.documentElement.scrollHeight - NEAR_END_PIXELS;
   const toEnd = () => {

@@ -1,12 +1,12 @@
 // Converts the TeX of each `.math` element to MathML, which browsers display.
-// Does not know: Markdown. KaTeX is NiceGUI's copy; without it, or if it refuses a formula, the TeX stays.
-// Formulas cannot load or run anything: such commands are not trusted, and expansions are limited.
+// Independent of Markdown. Uses NiceGUI's copy of KaTeX; without it, or if it rejects a formula, the TeX remains.
+// Formulas cannot load or run anything: such commands are disabled, and macro expansions are limited.
 import katex from "/_nicegui/katex.js";
 
 const OPTIONS = { output: "mathml", strict: "ignore", trust: false, maxExpand: 500, maxSize: 20 };
 const MAX_KEPT = 1000;
 
-const kept = new Map(); // by TeX and mode: an answer that grows is shown many times
+const kept = new Map(); // by TeX and mode: a growing answer is rendered many times
 
 function mathml(tex, displayMode) {
   const key = `${displayMode}${tex}`;

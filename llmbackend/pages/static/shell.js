@@ -1,5 +1,5 @@
 // Browser side of every page: the theme and the API key in its storage, and links in model text.
-// Does not know: what a page shows. Key and theme are in localStorage; a change of the key is the event 'llmbackend-key'.
+// Independent of what a page shows. Key and theme are in localStorage; a change of the key fires the event 'llmbackend-key'.
 "use strict";
 
 window.llmbackend = (() => {
@@ -39,7 +39,7 @@ window.llmbackend = (() => {
     document.querySelector(".ask-for-key").dispatchEvent(new CustomEvent("ask", { detail: why || "" }));
   }
 
-  // The first element in tab order, which elements mounted by Vue cannot be.
+  // Must be first in tab order, which elements mounted by Vue cannot be.
   function addSkipLink() {
     const link = Object.assign(document.createElement("a"), { href: "#content", textContent: "Skip to content" });
     link.className = "skip-link";

@@ -209,8 +209,7 @@ def test_adapters_come_and_go_while_steps_are_in_flight(llama: Family) -> None:
     ((name, error),) = [(name, error) for name, error in results if error]
     assert name == "third"
     assert error == (
-        "LoRA 'third' does not fit beside 2 others that are loaded or in use, "
-        "expected a higher engine argument 'max_loras'"
+        "LoRA 'third' does not fit: 2 others are loaded or in use, expected a higher engine argument 'max_loras'"
     )
     add("fourth", "doll")
     (output,) = core.step().outputs

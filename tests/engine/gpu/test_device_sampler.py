@@ -310,7 +310,10 @@ def request(**sampling: Any) -> InferRequest:
         ({"logit_bias": {50: 1.0}}, "'logit_bias' names token 50, expected one from 0 to 49"),
         ({"logit_bias": {5: float("inf")}}, "'logit_bias' of token 5 is inf, expected a finite number"),
         ({"logprobs": 51}, "'logprobs' is 51, expected 0 to 50"),
-        ({"bad_words": ((1, 2),)}, "'bad_words' holds a word of several tokens, expected words of one token on a GPU"),
+        (
+            {"bad_words": ((1, 2),)},
+            "'bad_words' contains a word of several tokens, expected single-token words on a GPU",
+        ),
     ],
 )
 def test_a_bad_parameter_is_refused_by_name(sampling: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import UnshardableError
 from llmbackend.engine.gpu.kernels import experts as kernels
-from llmbackend.engine.gpu.ops.ops import ExpertRoom, ExpertSpec, Ops
+from llmbackend.engine.gpu.ops.ops import ExpertScratch, ExpertSpec, Ops
 from llmbackend.engine.gpu.ops.torch_ops import TorchOps
 from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 from llmbackend.engine.gpu.parallel.collectives import Collectives
@@ -57,11 +57,11 @@ def tokens(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mixed(ops: Ops, x: torch.Tensor, logits: torch.Tensor, experts: ExpertSpec, activation: Any = "silu") -> Any:
-    room = ExpertRoom.of(len(x) + 3, [experts], x.dtype, x.device)
-    for name in ExpertRoom.__slots__:
-        getattr(room, name).fill_(77)
+    scratch = ExpertScratch.of(len(x) + 3, [experts], x.dtype, x.device)
+    for name in ExpertScratch.__slots__:
+        getattr(scratch, name).fill_(77)
     out = torch.full((len(x) + 1, WIDTH), float("nan"), device=DEVICE).to(x.dtype)
-    ops.mix_experts(x, logits, experts, activation, room, out[:-1])
+    ops.mix_experts(x, logits, experts, activation, scratch, out[:-1])
     assert out[-1].isnan().all()
     return out[:-1]
 

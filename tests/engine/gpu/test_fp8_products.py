@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmbackend.engine.gpu.program import library_matmul
-from llmbackend.engine.gpu.weights.dense import NEVER, QuantizedWeight, least_library_rows
+from llmbackend.engine.gpu.weights.dense import NEVER, QuantizedWeight, min_library_rows
 
 SCALED_MM = torch._scaled_mm
 CPU = torch.device("cpu")
@@ -32,9 +32,9 @@ class Library:
 
 @pytest.fixture(autouse=True)
 def tried_anew() -> Iterator[None]:
-    least_library_rows.cache_clear()
+    min_library_rows.cache_clear()
     yield
-    least_library_rows.cache_clear()
+    min_library_rows.cache_clear()
 
 
 @pytest.mark.parametrize(("refused_below", "least"), [(0, 1), (257, 257), (100, 128), (5000, NEVER)])
@@ -44,12 +44,12 @@ def test_the_library_is_used_from_the_rows_on_that_it_takes(
     library = Library(refused_below)
     monkeypatch.setattr(torch, "_scaled_mm", library)
     with caplog.at_level(logging.WARNING):
-        assert least_library_rows(32, 48, CPU) == least
-        assert least_library_rows(32, 64, CPU) == 1
+        assert min_library_rows(32, 48, CPU) == least
+        assert min_library_rows(32, 64, CPU) == 1
     assert len(caplog.messages) == (least > 1)
     assert not caplog.messages or "fp8 by [32, 48]: torch takes " in caplog.messages[0]
     tried = library.num_products
-    assert least_library_rows(32, 48, CPU) == least and library.num_products == tried
+    assert min_library_rows(32, 48, CPU) == least and library.num_products == tried
 
 
 @pytest.mark.parametrize("rows", [3, 257])
@@ -60,7 +60,7 @@ def test_what_the_library_refuses_is_multiplied_all_the_same(monkeypatch: pytest
     bias = torch.randn(32, generator=draw).bfloat16()
     out = [torch.full((rows, 32), float("nan"), dtype=torch.bfloat16) for _ in range(2)]
     weight.multiply(library_matmul, x, bias, out[0])
-    least_library_rows.cache_clear()
+    min_library_rows.cache_clear()
     monkeypatch.setattr(torch, "_scaled_mm", library)
     weight.multiply(library_matmul, x, bias, out[1])
     torch.testing.assert_close(out[1], out[0], rtol=0.02, atol=0.05)  # bfloat16; one of them rounds before the bias

@@ -41,7 +41,7 @@ def test_blocks_get_what_is_left() -> None:
 
 def test_a_device_without_room_for_one_sequence_is_refused() -> None:
     text = (
-        r"'max_model_len' is 20000, whose KV blocks take 1\.22 GiB, and there is room for 0\.00 GiB \(of 100\.00 GiB, "
+        r"'max_model_len' is 20000, whose KV blocks take 1\.22 GiB, but only 0\.00 GiB are available \(of 100\.00 GiB, "
         r"60\.00 GiB are free .*, and graphs take 1\.00 GiB\): expected at most 0, or a larger gpu_memory_utilization"
     )
     with pytest.raises(ValueError, match=text):

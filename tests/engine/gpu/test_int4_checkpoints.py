@@ -115,7 +115,10 @@ def test_what_its_settings_ask_for_beyond_is_refused_by_name(tmp_path: Path) -> 
         (config_of("compressed-tensors", 32, num_bits=8), r"group_0.weights.num_bits is 8, expected 4"),
         (config_of("compressed-tensors", 32, strategy="block"), r"strategy is 'block', expected 'group' or 'channel'"),
         (config_of("compressed-tensors", 32) | {"format": "int-quantized"}, r"is 'int-quantized', expected 'pack-"),
-        ({"quant_method": "bitsandbytes"}, r"quantised by 'bitsandbytes', expected plain ones, or fp8, mxfp4, comp"),
+        (
+            {"quant_method": "bitsandbytes"},
+            r"quantised by 'bitsandbytes', expected unquantised ones, or fp8, mxfp4, comp",
+        ),
     ]
     for settings, text in refused:
         write_config(tmp_path, settings)

@@ -116,7 +116,7 @@ def test_columns_may_cut_groups_in_two(group_size: int) -> None:
 
 
 def test_columns_that_leave_no_group_are_refused() -> None:
-    with pytest.raises(UnshardableError, match=r"a matrix of 192 columns in 4 bits at \[0, 48\], expected multiples"):
+    with pytest.raises(UnshardableError, match=r"a 4-bit matrix of 192 columns at \[0, 48\], expected multiples"):
         weight_of(5, 192, 64).columns(range(48))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmbackend.engine.gpu.lora import LoraSlots
-from llmbackend.engine.gpu.ops.ops import NO_ADAPTER, LoraRoom, LoraSpec, Ops
+from llmbackend.engine.gpu.ops.ops import NO_ADAPTER, LoraScratch, LoraSpec, Ops
 from llmbackend.engine.gpu.ops.torch_ops import TorchOps
 from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 from llmbackend.engine.model.lora import LoraMatrices
@@ -43,13 +43,13 @@ def step(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def added(ops: Ops, spec: LoraSpec, x: torch.Tensor, slots: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    room = LoraRoom.of(len(x) + 20, [spec])
-    for name in LoraRoom.__slots__:
-        getattr(room, name).fill_(77)
+    scratch = LoraScratch.of(len(x) + 20, [spec])
+    for name in LoraScratch.__slots__:
+        getattr(scratch, name).fill_(77)
     out = torch.full((len(x) + 1, base.shape[1]), float("nan"), device=DEVICE).to(x.dtype)
     out[:-1] = base
-    ops.group_by_adapter(slots, room)
-    ops.add_loras(x, slots, spec, room, out[:-1])
+    ops.group_by_adapter(slots, scratch)
+    ops.add_loras(x, slots, spec, scratch, out[:-1])
     assert out[-1].isnan().all()
     return out[:-1]
 

@@ -76,9 +76,9 @@ def test_tokens_are_those_of_rows_that_keep_all(family: str, tmp_path: Path, mon
     hf_config, groups = MODELS[family]
     save(hf_config, tmp_path)
     of_windows, most, _ = run(tmp_path, groups, 40 * groups.count)
-    assert most <= 3 * groups.most_blocks(63, 32, 4)  # two steps are in flight
+    assert most <= 3 * groups.max_blocks(63, 32, 4)  # two steps are in flight
     prompts = [len(request.prompt_token_ids) for request in requests()]
-    few = sum(groups.most_blocks(length + 1, 16, 4) for length in prompts)
+    few = sum(groups.max_blocks(length + 1, 16, 4) for length in prompts)
     in_few_blocks, _, num_preemptions = run(tmp_path, groups, few, enforce_eager=True)
     assert num_preemptions > 0
     layers = layer_groups([0] * hf_config.num_hidden_layers, 128, True)

@@ -106,7 +106,7 @@ def test_columns_that_cut_a_group_are_refused_by_name(tmp_path: Path) -> None:
             part_of(loaded, ranks)
         return str(caught.value)
 
-    assert all("a matrix of 96 columns in 4 bits" in text for text in on_ranks(2, refusal))
+    assert all("a 4-bit matrix of 96 columns" in text for text in on_ranks(2, refusal))
 
 
 def test_what_its_files_hold_beyond_is_refused_by_name(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Queued(RankPlace):
     def send(self, residual: torch.Tensor) -> None:
         self.queues[self.stage + 1].put(residual.clone())
 
-    def most(self, count: int) -> int:
+    def max_over_stages(self, count: int) -> int:
         return count
 
 
@@ -185,7 +185,7 @@ def test_a_description_that_is_not_that_of_the_modules_is_found(
 
     with monkeypatch.context() as patch:
         patch.setattr(parts, "restore_buffers", restore_wrongly)
-        with pytest.raises(ValueError, match="its description without weights is not that of its modules"):
+        with pytest.raises(ValueError, match="its description without weights differs from that of its modules"):
             parts_of(tmp_path, 2)
 
     def trial_with_another_norm(*arguments: Any) -> LoadedModel:

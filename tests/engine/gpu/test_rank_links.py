@@ -123,7 +123,7 @@ def test_all_ranks_are_waited_for_and_one_comes_once(
     coming = pool.submit(come, meeting, *(Loaded(rank, "m", "same") for rank in (2, 2, 3, 1)))
     followers = meet_followers(CONFIG, listener, "same")
     links = coming.result(30)
-    followers.tell(Stop())
+    followers.send(Stop())
     stop = msgspec.msgpack.encode(Stop())
     assert [link.recv_bytes() for link in (links[0], links[3])] == [stop, stop]
     for refused in links[1:3]:

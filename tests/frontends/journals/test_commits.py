@@ -62,7 +62,7 @@ def test_what_can_not_be_read_is_logged(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_expiry_is_tried_again_behind_a_store_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "_EXPIRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(response_store, "_EXPIRY_RETRY_S", 0.0)
 
     async def run() -> None:
         storage, clock = Failing(), Clock()

@@ -203,7 +203,7 @@ def test_a_stream_too_large_to_be_kept_is_sent_once(tmp_path: Path) -> None:
         with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
             assert post(client, STREAM, "large", body(STREAM, 40)).content.count(b"data: ") >= 40
             again = post(client, STREAM, "large", body(STREAM, 40))
-            assert again.status_code == 409 and "too large to keep" in again.text
+            assert again.status_code == 409 and "too large to retain" in again.text
     finally:
         running.stop()
 

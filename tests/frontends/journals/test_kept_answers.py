@@ -45,7 +45,7 @@ async def test_all_kinds_together_stay_within_the_bound(seed: int) -> None:
     for number in range(300):
         running = [one for one in all_answers if one.is_listed and not one.journal.has_ended]
         match random.choice(("add", "publish", "publish", "publish", "end", "forget")):
-            case "add" if store.has_room():
+            case "add" if store.has_capacity():
                 all_answers.append(kept(str(number), random.choice((KeptAnswer, Other))))
                 store.add(all_answers[-1])
             case "publish" if running:
@@ -75,10 +75,10 @@ async def test_what_has_ended_goes_before_what_is_read_or_grows() -> None:
         store.publish(growing, [bytes(100)] * 6)
         assert (oldest.is_listed, read.is_listed) == (False, True)
         store.publish(growing, [bytes(100)] * 2)  # nothing else can go
-        assert growing.journal.first_held == 1 and read.is_listed and not store.has_room()
+        assert growing.journal.first_held == 1 and read.is_listed and not store.has_capacity()
         with pytest.raises(EventsGoneError):
             await pieces_of(growing)
-    assert store.has_room() and not read.is_listed
+    assert store.has_capacity() and not read.is_listed
     assert await pieces_of(read) == [bytes(300)], "who has it reads it to its end"
 
 
@@ -100,7 +100,7 @@ async def test_a_reader_that_keeps_up_gets_all_of_an_answer_that_does_not_fit() 
 @on_a_loop
 async def test_the_grace_begins_when_the_last_reader_leaves_and_a_time_to_live_at_the_end() -> None:
     store, stopped = KeptAnswers(0.05), list[str]()
-    left, ended = kept("left"), kept("ended", kept_s=0.2)
+    left, ended = kept("left"), kept("ended", retention_s=0.2)
     for answer in (left, ended):
         answer.stop = lambda key=answer.key: stopped.append(key)  # type: ignore[misc]
         store.add(answer)

@@ -158,7 +158,7 @@ def test_requests_do_not_wait_long_for_a_server_that_hangs(redis_url: str) -> No
                         await work
             finally:
                 os.kill(pid, signal.SIGCONT)
-            await log.room()
+            await log.wait_for_capacity()
             assert (await store.get("", "response", "a")).id == "a"
 
     asyncio.run(run())

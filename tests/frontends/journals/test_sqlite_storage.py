@@ -127,7 +127,7 @@ def test_another_process_goes_on_with_a_log(tmp_path: Path) -> None:
 
 def test_readers_far_behind_read_what_memory_no_longer_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmbackend.frontends.journals.response_store.HELD_EVENT_BYTES", 8)
-    monkeypatch.setattr("llmbackend.frontends.journals.response_store._LOADED_BYTES", 16)
+    monkeypatch.setattr("llmbackend.frontends.journals.response_store._LOAD_BYTES", 16)
 
     async def run() -> None:
         async with opened(SqliteStorage(tmp_path / "store", CAPACITY)) as store:

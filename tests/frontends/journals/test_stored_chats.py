@@ -57,7 +57,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
 def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
     if request.param == "redis":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RedisStorage, "answers_within_s", 30.0)  # on a busy machine, a second is not enough
+            patch.setattr(RedisStorage, "timeout_s", 30.0)  # on a busy machine, a second is not enough
             yield StoreSettings(url=f"redis://127.0.0.1:{request.getfixturevalue('redis_port')}/0")
     else:
         folder = tmp_path_factory.mktemp("store")
@@ -160,7 +160,7 @@ def test_pages_follow_one_another_in_both_orders(client: openai.OpenAI) -> None:
 
 
 def test_a_list_is_filtered_by_model_and_metadata(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_store, "_LISTED_AT_ONCE", 2)
+    monkeypatch.setattr(response_store, "_LIST_BATCH", 2)
     made = [chat(client, metadata={"parity": "even" if i % 2 == 0 else "odd", "n": str(i)}).id for i in range(6)]
     assert ids(client, metadata={"parity": "odd"}, limit=2) == made[1::2]
     assert ids(client, metadata={"parity": "odd"}, order="desc") == made[1::2][::-1]

@@ -69,7 +69,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(autouse=True)
 def everything_is_up(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(stream_copies, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(stream_copies, "_RETRY_INTERVAL_S", 0.0)
     yield
     hosts.reset()
 
@@ -102,7 +102,7 @@ def _join(known: dict[str, Any], new: dict[str, Any]) -> None:
 
 def holders_of_a(hosts: Hosts) -> tuple[str, str]:
     """The host that has the copies of a's streams, and the other one."""
-    eventually(lambda: hosts.copies("a").are_made)
+    eventually(lambda: hosts.copies("a").are_active)
     holder = hosts.copies("a").holder
     assert holder is not None
     return holder, "c" if holder == "b" else "b"

@@ -234,12 +234,12 @@ def test_errors_of_the_model_name_the_clients_field() -> None:
     request = generation(text={"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
                          max_output_tokens=5, reasoning={"effort": "low"})  # fmt: skip
     found = [
-        request.in_own_fields(OpenAIError(f"'{param}' is wrong", param=param)).param
+        request.in_client_fields(OpenAIError(f"'{param}' is wrong", param=param)).param
         for param in ("max_tokens", "reasoning_effort", STRUCTURED_OUTPUTS, "temperature")
     ]
     assert found == ["max_output_tokens", "reasoning.effort", "text.format", "temperature"]
     error = OpenAIError(f"'{STRUCTURED_OUTPUTS}' at /json/properties/a: no", param=STRUCTURED_OUTPUTS)
-    assert request.in_own_fields(error).message == "'text.format.schema' at /properties/a: no"
+    assert request.in_client_fields(error).message == "'text.format.schema' at /properties/a: no"
 
 
 def test_an_error_stops_at_the_first_wrong_item() -> None:
@@ -249,7 +249,7 @@ def test_an_error_stops_at_the_first_wrong_item() -> None:
 
 def test_a_prompt_that_is_too_long_is_the_input() -> None:
     told = invalid_argument("input 'messages' has 5331850 bytes, expected at most 4194304")
-    error = parsed().generation.in_own_fields(OpenAIError.of(told))
+    error = parsed().generation.in_client_fields(OpenAIError.of(told))
     assert (error.param, error.message) == ("input", "'input' has 5331850 bytes, expected at most 4194304")
 
 

@@ -1,7 +1,7 @@
-"""A Python environment with no more than a machine has that was set up for GPU work: torch, transformers, their needs.
+"""A Python environment with only what a machine set up for GPU work has: torch, transformers and their dependencies.
 
-For: tests that benchmarks/gpu.py runs there. Does not know: the benchmark. Invariants: packages are those of this test
-environment, linked by name, so that nothing is installed; what is not in the lists cannot be imported.
+Used by tests that benchmarks/gpu.py runs there. Independent of the benchmark. Invariants: packages are linked by name
+from this test environment, so nothing is installed; packages not in the lists cannot be imported.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Compiles kernels for a GPU that is not there: to its machine code, with what they need of it.
+"""Compiles kernels for an absent GPU: to its machine code, with their resource usage.
 
-For: tests that every kernel compiles and spills nothing. The interpreter runs what may not compile. How: launches of
-kernels are turned into compilations by a driver that only names its target, so that a test calls the code that launches
-kernels, with CPU tensors, and finds what would have been launched. Does not know: which kernels. Compilation cannot be
-had in a process whose triton was imported for the interpreter, so a test calls `compile_in_process`.
+Used by tests that every kernel compiles and spills nothing. The interpreter also runs kernels that do not compile. A
+driver that only names its target turns kernel launches into compilations: a test calls the launching code with CPU
+tensors and finds what would have been launched. Independent of which kernels. Compilation is impossible in a process
+that imported triton for the interpreter, so tests call `compile_in_process`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How much of a tensor each program of each kernel reads, counted by Triton's interpreter.
 
-For: tests and tables that say how work is shared by programs, where no device can say how long it takes. Does not know:
-which kernels. A number that is read twice counts twice, also where a device would have it in a cache.
+Used by tests and tables that say how work is shared by programs, where no device can say how long it takes. Independent
+of which kernels. A number that is read twice counts twice, even if a device would have it in a cache.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llmbackend.engine.gpu.ops.ops import Activation, ExpertRoom, ExpertSpec
+from llmbackend.engine.gpu.ops.ops import Activation, ExpertScratch, ExpertSpec
 from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 from llmbackend.engine.gpu.weights.experts import DenseExperts, ExpertProjection, Int4Experts
 from llmbackend.engine.gpu.weights.int4 import Int4Weight
@@ -54,5 +54,5 @@ def _mix(count: int, num_experts: int, top_k: int, activation: Activation, is_tr
 def _launch(spec: ExpertSpec, count: int, activation: Activation) -> None:
     x = torch.zeros(count, spec.down.weight.n, dtype=torch.bfloat16)
     logits = torch.zeros(count, spec.num_experts, dtype=torch.bfloat16)
-    room = ExpertRoom.of(count, [spec], x.dtype, x.device)
-    TritonOps().mix_experts(x, logits, spec, activation, room, torch.empty_like(x))
+    scratch = ExpertScratch.of(count, [spec], x.dtype, x.device)
+    TritonOps().mix_experts(x, logits, spec, activation, scratch, torch.empty_like(x))

@@ -1,9 +1,9 @@
-"""A device on CPU tensors that runs work as late as possible, so that races beside a GPU fail here every time.
+"""A device on CPU tensors that runs work as late as possible, so that races with a GPU always fail here.
 
-For: tests of the accelerator path where there is no GPU. Does not know: what the work is. Invariant: enqueued work runs
-in order, and only when its event is waited for, or another lane's work behind it. Host code that changes memory too
-early, or reads it before the event behind it, gets wrong numbers every time; on a GPU it would only sometimes. As in
-torch, a handle of graph memory is gone with its last graph, and a capture with it fails.
+Used by tests of the accelerator path where there is no GPU. Independent of what the work is. Invariant: enqueued work
+runs in order, and only when its event is waited for, or another lane's work behind it. Host code that changes memory
+too early, or reads it before its event, always gets wrong numbers; on a GPU, only sometimes. As in torch, a handle of
+graph memory disappears with its last graph, and a capture with it fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runners of the accelerator path on a fake device, and what requests give on them and on the CPU path."""
+"""Runners of the accelerator path on a fake device, and the results of requests on them and on the CPU path."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checkpoints with weights of 4 bits, written as llm-compressor, GPTQModel and AutoAWQ do, and plain ones of the same
-numbers. Packed here by loops over the bits, as the formats are described, not by what reads them."""
+"""Checkpoints with 4-bit weights in the formats of llm-compressor, GPTQModel and AutoAWQ, and plain ones with the same
+numbers. Packed by loops over the bits, following the formats' descriptions rather than the reading code."""
 
 from __future__ import annotations
 

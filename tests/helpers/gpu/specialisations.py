@@ -1,8 +1,8 @@
-"""Which kernels an engine would compile while it serves, without compiling any: a kernel is compiled for types,
-constants, and what Triton finds in the values of arguments (addresses and numbers that 16 divides, the number 1).
+"""Finds the kernels that an engine would compile while serving, without compiling any: a kernel is compiled for types,
+constants, and properties of argument values (addresses and numbers divisible by 16, the number 1).
 
-For: the test that nothing is compiled after start. Does not know: which kernels. Runs in a process of its own, as
-compile_kernels.py, whose driver it uses. Launches launch nothing: what they would have written stays as it was.
+Used by the test that nothing is compiled after start. Independent of which kernels. Runs in a process of its own, as
+compile_kernels.py, whose driver it uses. Launches have no effect: their outputs stay unchanged.
 """
 
 from __future__ import annotations

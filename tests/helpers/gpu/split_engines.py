@@ -1,6 +1,6 @@
 """Engines of several processes, as tests see them: started, given requests, and killed.
 
-For: tests of models that are split over ranks. Does not know: which models, how ranks are started.
+Used by tests of models that are split over ranks. Independent of which models and how ranks are started.
 """
 
 from __future__ import annotations

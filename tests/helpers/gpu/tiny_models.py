@@ -1,4 +1,4 @@
-"""What tests of the accelerator path share: tiny random models of the families that run as programs."""
+"""Shared by tests of the accelerator path: tiny random models of the families that run as programs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the engine's process imports by itself: this folder is on its PYTHONPATH."""
+"""Imported automatically in the engine's process, because this folder is on its PYTHONPATH."""

@@ -1,8 +1,8 @@
-"""Makes the mock model of this process follow a script, where LLMBACKEND_TEST_SCRIPT names one.
+"""Makes the mock model of this process follow the script named by LLMBACKEND_TEST_SCRIPT, if it is set.
 
-For: engine processes of tests of agents: Python imports it at its start from a folder on PYTHONPATH, so that the
-server, its fork server and its engines are started by the real code. Does not know: agents. Invariant: logits are
-still a function of all tokens so far, read back through the paged KV; nothing else of the engine is replaced.
+Imported by Python when an engine process starts, from a folder on PYTHONPATH, so that the server, its fork server and
+its engines are started by the real code. Independent of agents. Invariant: logits remain a function of all tokens so
+far, read back through the paged KV cache; nothing else in the engine is replaced.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What agents ask: schemas, tools, reasoning, several choices, prompt logprobs, adapters; all of it under faults."""
+"""Agents' requests under faults: schemas, tools, reasoning, several choices, prompt logprobs, adapters."""

@@ -1,6 +1,6 @@
-"""The requests of agents once more, over Responses, over Messages, and in the background.
+"""The agents' requests again, over Responses, over Messages, and in the background.
 
-For: the rounds of agents. Does not know: how a request travels, faults. Invariant: as requests.py.
+Used by the rounds of agents. Independent of faults and of how a request travels. Invariant: as in requests.py.
 """
 
 from __future__ import annotations

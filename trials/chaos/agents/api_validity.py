@@ -1,6 +1,6 @@
-"""Whether a response or a message is what its request asked for, however it came about.
+"""Whether a response or message is what its request asked for, however it was produced.
 
-For: the rounds of agents. Does not know: faults, the undisturbed answer. Invariant: as validity.py.
+Used by the rounds of agents. Independent of faults and of the undisturbed answer. Invariant: as in validity.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The model that agents ask: the bundled one, with two adapters, guessed drafts, and a template that can think.
+"""The model for agents' requests: the bundled one, with two adapters, speculation, and a template that supports
+thinking.
 
-For: the acts. Does not know: requests. Invariant: everything is made from a seed.
+Used by the acts. Independent of requests. Invariant: everything is generated from a seed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Requests of agents, made from a seed: what an answer must look like, times how many, with what beside it.
+"""Agents' requests, generated from a seed: the required form of an answer, the number of choices, the additional
+features.
 
-For: the rounds of agents. Does not know: how a request travels, faults. Invariant: as specs.py: the same seed gives the
-same requests, and each names its sampling seed.
+Used by the rounds of agents. Independent of faults and of how a request travels. Invariant: as in specs.py, the same
+seed gives the same requests, and each specifies its sampling seed.
 """
 
 from __future__ import annotations

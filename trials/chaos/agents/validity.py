@@ -1,7 +1,7 @@
-"""Whether an answer is what its request asked for, however it came about.
+"""Whether an answer is what its request asked for, however it was produced.
 
-For: the rounds of agents. Does not know: faults, the undisturbed answer. Invariant: an answer that was cut off at its
-length is not asked to be whole, and is counted apart.
+Used by the rounds of agents. Independent of faults and of the undisturbed answer. Invariant: an answer that was cut off
+at its token limit need not be complete, and is counted separately.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One client for each protocol: a StreamSpec in, pieces out.
+"""One client per protocol: takes a StreamSpec, yields pieces.
 
-For: the load. Does not know: what is expected. Invariant: closing the iterator (or cancelling its reader) ends the
-request on the wire at once, as a client that goes away does.
+Used by the load. Independent of what is expected. Invariant: closing the iterator (or cancelling its reader) ends the
+request on the wire immediately, as if the client had disconnected.
 """
 
 from __future__ import annotations

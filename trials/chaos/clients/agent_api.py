@@ -1,7 +1,7 @@
-"""Chats of agents, as the bytes say it: every field of a choice, each under a name of its own.
+"""Agents' chats as raw bytes: every field of a choice under its own name.
 
-Invariant: see the package. An identity (`id`, `created`, ids of calls) that changes within a stream ends it with an
-error, and so does a stream without its `[DONE]`.
+Invariant: see the package. If an identity (`id`, `created`, ids of calls) changes within a stream, or `[DONE]` is
+missing, the stream ends with an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Server-sent events of the APIs that name their events, and what must stay the same within one answer.
+"""Server-sent events of APIs with named events, and what must stay the same within one answer.
 
-For: the clients of Responses and of Messages. Does not know: what an event says. Invariant: a stream that does not end
-by its last event ends with an error.
+Used by the clients of Responses and Messages. Independent of the events' content. Invariant: a stream that does not end
+with its last event ends with an error.
 """
 
 from __future__ import annotations

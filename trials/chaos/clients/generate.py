@@ -1,4 +1,4 @@
-"""generate and generate_stream over HTTP with httpx.
+"""generate and generate_stream over HTTP, using httpx.
 
 Invariant: see the package. Source: Triton's generate extension; a tensor of one element arrives as a scalar.
 """

@@ -1,7 +1,8 @@
-"""Streams of gRPC that a client comes back to by `resume_from`, over another channel.
+"""gRPC streams that a client resumes with `resume_from`, over another channel.
 
-Invariant: see the package. Each response comes once, whatever the connections do: numbers that are not one after the
-other end the stream with an error. A stream of which nothing came is begun again where its connection is lost.
+Invariant: see the package. Each response arrives once, whatever happens to the connections: numbers that are not
+consecutive end the stream with an error. If the connection is lost before the first response, the stream is started
+again.
 """
 
 from __future__ import annotations

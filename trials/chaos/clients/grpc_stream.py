@@ -1,6 +1,6 @@
-"""Decoupled streams of KServe v2 gRPC with tritonclient, one call of ModelStreamInfer for each request.
+"""Decoupled KServe v2 gRPC streams with tritonclient, one ModelStreamInfer call per request.
 
-Invariant: see the package. `triton_grpc_error` is set, so that an error has the status code that Triton gives it.
+Invariant: see the package. `triton_grpc_error` is set, so that errors have Triton's status codes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Connections of the HTTP clients.
 
-Invariant: each request has a connection of its own, so that a client that goes away takes nothing else with it.
+Invariant: each request has its own connection, so that a client that disconnects affects no other.
 """
 
 from __future__ import annotations

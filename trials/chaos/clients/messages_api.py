@@ -1,7 +1,7 @@
-"""Anthropic's Messages as the bytes say it: each content block under a name of its own.
+"""Anthropic's Messages as raw bytes: each content block under its own name.
 
-Invariant: see the package. A stream without its `message_stop` ends with an error, and so does one whose blocks are not
-numbered one after the other.
+Invariant: see the package. A stream without `message_stop`, or whose blocks are not numbered consecutively, ends with
+an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Chat and completions with the openai client.
 
-Invariant: see the package. Retries are off: a stream must survive by itself.
+Invariant: see the package. Retries are off, because a stream must survive without them.
 """
 
 from __future__ import annotations

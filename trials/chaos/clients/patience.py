@@ -1,7 +1,6 @@
-"""What a client does whose server is gone: it comes back, for a while.
+"""What a client does when its server is gone: it reconnects, for a limited time.
 
-For: clients that can go on behind what they have. Does not know: protocols. Invariant: each break is told to who asked
-for it, so that none is passed over in silence.
+Used by clients that can resume. Independent of protocols. Invariant: each interruption is reported to the caller.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Responses as the bytes say it: whole, streamed, or in the background, where the reader comes back by its cursor.
+"""Responses as raw bytes: whole, streamed, or in the background, with readers that resume by cursor.
 
-Invariant: see the package. What changes within a stream although it must not (ids, times, sequence numbers), and a last
-event that does not have what the deltas had, end the stream with an error.
+Invariant: see the package. If something changes within a stream that must not (ids, times, sequence numbers), or the
+last event does not match the deltas, the stream ends with an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Streams whose connections break again and again: generate_stream and chats of agents, read on by `Last-Event-ID`.
+"""Streams whose connections break repeatedly: generate_stream and agents' chats, resumed with `Last-Event-ID`.
 
-Invariant: see the package. Each event comes once, whatever the connections do: ids that are not one after the other end
-the stream with an error. A stream of which no event came is begun again where its connection is lost.
+Invariant: see the package. Each event arrives once, whatever happens to the connections: ids that are not consecutive
+end the stream with an error. If the connection is lost before the first event, the stream is started again.
 """
 
 from __future__ import annotations

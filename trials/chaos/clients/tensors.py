@@ -1,7 +1,7 @@
-"""The llm backend's tensors, as both KServe clients use them.
+"""The llm backend's tensors, as used by both KServe clients.
 
-For: the generate and gRPC clients. Does not know: wires. Invariant: every output that the backend can give is asked
-for, so that the judge sees ids, logprobs, usage and finish reason.
+Used by the generate and gRPC clients. Independent of the wire format. Invariant: every available output is requested,
+so that ids, logprobs, usage and finish reason are compared.
 """
 
 from __future__ import annotations

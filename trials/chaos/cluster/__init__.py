@@ -1,4 +1,4 @@
-"""`make cluster`: frontends, hosts, engines and Ray's processes are killed or cut off under live streams.
+"""`make cluster`: frontends, hosts, engines and Ray's processes are killed or disconnected while streams are live.
 
-Begin with run.py; machines are in the modules whose names end with `_cluster`.
+Start with run.py; machines are in the modules whose names end with `_cluster`.
 """

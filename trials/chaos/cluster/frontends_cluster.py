@@ -1,6 +1,7 @@
 """One machine: `llmbackend serve --frontend-processes N`, whose process is the host, with engines as its children.
 
-For: the acts. Does not know: rounds. Invariant: what is killed is a frontend or an engine; the host's death ends all.
+Used by the acts. Independent of rounds. Invariant: only frontends and engines are killed, because the host's death ends
+everything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Several machines whose hosts share engines over TCP, all started here: what a cluster is, without Ray.
+"""Several machines whose hosts share engines over TCP, all started here: a cluster without Ray.
 
-For: the acts. Does not know: rounds. Invariant: each link between machines, and between a host and an engine, can be
+Used by the acts. Independent of rounds. Invariant: each link between machines, and between a host and an engine, can be
 cut.
 """
 

@@ -1,7 +1,7 @@
-"""One process of a cluster that is started again when it ends, at once: what a launcher does, without its pauses.
+"""A process of a cluster that is restarted immediately when it ends: like a launcher, but without pauses.
 
-For: clusters whose processes are started here. Does not know: what the process does. Invariants: its standard input
-stays open until it is to end; what it writes to standard error goes to the cluster's log.
+Used by clusters whose processes are started here. Independent of what the process does. Invariants: its standard input
+stays open until it should end; its standard error goes to the cluster's log.
 """
 
 from __future__ import annotations

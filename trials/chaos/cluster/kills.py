@@ -1,7 +1,7 @@
-"""What is done to a cluster, and when.
+"""What was done to a cluster, and when.
 
-For: clusters, which do it, and everything that judges what came of it. Does not know: processes. Invariant: a Kill says
-when the thing was done, never when it was asked for.
+Used by clusters, which do it, and by the code that judges the effects. Independent of processes. Invariant: a Kill
+records when something was done, not when it was requested.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""All links of a cluster that can be cut, in a process of their own: what the clients of a round do delays no link.
+"""All links of a cluster that can be cut, in a separate process, so that a round's clients cannot delay a link.
 
-For: clusters. Does not know: what is said. Invariant: a command has been done when its function returns.
-`python -m trials.chaos.cluster.links` is that process: a line of JSON for each command, and one as its answer.
+Used by clusters. Independent of the traffic. Invariant: a command has taken effect when its function returns. `python
+-m trials.chaos.cluster.links` is that process: one line of JSON per command, one per reply.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One machine of a cluster without Ray: its host, and frontends that outlive it, as the launcher has them.
+"""One machine of a cluster without Ray: its host, and frontends that outlive it, as with the launcher.
 
-For: HostsCluster. Does not know: engines, rounds. Invariant: a host that was killed is started again at once, in the
-same folder.
+Used by HostsCluster. Independent of engines and rounds. Invariant: a killed host is restarted immediately in the same
+folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""How long streams paused when something was killed.
+"""How long streams paused after a kill.
 
-For: the rounds. Does not know: what was killed. Invariant: of the streams that lived, the one that waited longest
-counts.
+Used by the rounds. Independent of what was killed. Invariant: the longest wait among the live streams counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Processes of a cluster, found from the outside.
 
-For: clusters. Does not know: what the processes are for. Invariant: a process that ends while it is looked at is not
-found.
+Used by clusters. Independent of the processes' purpose. Invariant: a process that ends during the search is not
+reported.
 """
 
 from __future__ import annotations

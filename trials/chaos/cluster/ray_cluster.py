@@ -1,7 +1,7 @@
-"""Two machines on Ray, as users start them: two addresses of this computer, with a Ray node each.
+"""Two machines on Ray, as users start them: two addresses of this computer, with one Ray node each.
 
-For: the acts. Does not know: rounds. Invariants: nothing here starts again what was killed; links are not cut, as Ray
-chooses its ports itself.
+Used by the acts. Independent of rounds. Invariants: nothing here restarts what was killed; links are not cut, because
+Ray chooses its own ports.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One machine of a cluster on Ray: `llmbackend serve --cluster` at an address of its own, and all that belongs to it.
+"""One machine of a Ray cluster: `llmbackend serve --cluster` at its own address, and everything that belongs to it.
 
-For: RayCluster. Does not know: other machines, rounds. Invariant: processes are found from outside, by the launcher's
-children and by the run folder, each time anew: what was killed is started again by the product.
+Used by RayCluster. Independent of other machines and rounds. Invariant: processes are found from the outside (the
+launcher's children, the run folder), anew each time, because the product restarts what was killed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A TCP link that can be cut: it stands between two processes, and stops forwarding.
+"""A TCP link that can be cut: it forwards between two processes, or stops forwarding.
 
-For: clusters whose links can be cut. Does not know: what is said. Invariants: while the link is cut no byte passes, and
-neither side hears that the other has closed or does not answer; when it heals, what was sent before comes, in order.
-Used on one event loop.
+Used by clusters whose links can be cut. Independent of the traffic. Invariants: while the link is cut, no byte passes,
+and neither side learns that the other has closed or does not respond; when it is restored, everything sent before
+arrives in order. Used on one event loop.
 """
 
 from __future__ import annotations

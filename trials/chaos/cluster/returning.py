@@ -1,7 +1,7 @@
-"""Streams whose clients come back when their frontend is gone, and when each of their pieces came.
+"""Streams whose clients reconnect when their frontend is gone, and the arrival time of each piece.
 
-For: the rounds. Does not know: what ended a connection, what is expected. Invariants: of a request that was sent again,
-what came before is kept apart, to be judged by itself; every connection that was lost is noted.
+Used by the rounds. Independent of what ended a connection and of what is expected. Invariants: when a request is sent
+again, the earlier output is stored separately and judged by itself; every lost connection is recorded.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Rounds in which parts of a cluster are killed or cut off, of one kind or of all kinds at once.
+"""Rounds in which parts of a cluster are killed or disconnected, of one kind or of all kinds at once.
 
-For: the runner. Does not know: processes, protocols. Invariants: a kill comes when the cluster has recovered from the
-last one, so that a pause is that of one kill, unless the round says otherwise; a host is killed when the cluster is
-whole and clients have come back from the last host, because what is promised is the death of one host, not of two at
-once.
+Used by the runner. Independent of processes and protocols. Invariants: unless the round says otherwise, a kill happens
+after the cluster has recovered from the previous one, so that each pause belongs to one kill; a host is killed only
+when the cluster is complete and clients have returned from the last killed host, because surviving the death of one
+host is promised, not of two at once.
 """
 
 from __future__ import annotations

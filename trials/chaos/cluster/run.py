@@ -1,7 +1,7 @@
-"""Which rounds make up `make cluster`, on which clusters.
+"""The rounds that make up `make cluster`, and their clusters.
 
-For: the command line. Does not know: how a round works. Invariant: seeds are fixed unless given, and a round that is
-not run is not in the table.
+Used by the command line. Independent of how a round works. Invariant: seeds are fixed unless specified, and a round
+that was not run is not in the table.
 """
 
 from __future__ import annotations

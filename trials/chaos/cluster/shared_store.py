@@ -1,6 +1,6 @@
-"""A Redis server, in which the hosts of a cluster keep stored responses.
+"""A Redis server in which the hosts of a cluster store responses.
 
-For: clusters. Does not know: what is kept. Invariant: it ends with its context.
+Used by clusters. Independent of what is stored. Invariant: it ends with its context.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A cluster, its clients, and what each request gives on it undisturbed.
+"""A cluster, its clients, and the undisturbed result of each request on it.
 
-For: the rounds. Does not know: which processes there are. Invariants: expectations come from this very cluster before
-anything is done to it; every stream that a round began is judged, and every connection that was lost must have been
-lost by something that was killed.
+Used by the rounds. Independent of which processes exist. Invariants: expectations come from this very cluster before
+anything is done to it; every stream that a round started is judged, and every lost connection must be explained by
+something that was killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Engines, and what tells hosts where they are, in place of Ray and its agents: each host sees each engine behind a
-link of its own, which can be cut.
+"""Engines, and a replacement for Ray and its agents that tells hosts where the engines are. Each host reaches each
+engine over its own link, which can be cut.
 
-For: clusters without Ray. Does not know: hosts' requests. Invariants: hosts speak to it as to an agent
+Used by clusters without Ray. Independent of hosts' requests. Invariants: hosts talk to it as to an agent
 (llmbackend/cluster/messages.py); hosts with equal engine configurations share engines.
 """
 

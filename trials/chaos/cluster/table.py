@@ -1,7 +1,7 @@
 """The table of rounds and its last line.
 
-For: `make cluster`. Does not know: how rounds are run. Invariant: the run is clean only if each stream gave what it
-gives undisturbed, over however many connections, and nothing else was wrong.
+Part of `make cluster`. Independent of how rounds are run. Invariant: the run is clean only if each stream gave its
+undisturbed result, over however many connections, and nothing else went wrong.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """`python -m trials.clients.vllm_suite SOURCE MODEL`: vLLM's own server tests against this server.
 
-For: people who change the OpenAI, Responses and Messages APIs or the flags of `vllm serve`. Does not know: what the
-tests check. SOURCE is vLLM's unpacked source package, MODEL a real checkpoint with a chat template (`python -m
-tools.real_models`), which stands for every model that the tests name. Needs pytest-asyncio and regex, too. Invariants:
+For people who change the OpenAI, Responses and Messages APIs or the flags of `vllm serve`. Independent of what the
+tests check. SOURCE is vLLM's unpacked source package; MODEL is a real checkpoint with a chat template (`python -m
+tools.real_models`), which replaces every model that the tests name. Also requires pytest-asyncio and regex. Invariants:
 vLLM's files are copied, never changed; a test that fails for a reason of its own is in explained.toml. Answers are
-sampled, so that some of these tests pass in one run and fail in the next.
+sampled, so some of these tests pass in one run and fail in the next.
 """
 
 from __future__ import annotations

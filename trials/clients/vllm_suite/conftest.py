@@ -1,5 +1,5 @@
-"""What vLLM's tests import of vLLM, where that is not what they test: tokenizers, platforms, versions. Anything else is
-a stand-in that skips the test which uses it, since such a test is about vLLM's own code and not about a server."""
+"""What vLLM's tests import from vLLM without testing it: tokenizers, platforms, versions. Anything else is a
+placeholder that skips the test using it, because such a test is about vLLM's own code rather than a server."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""In the place of vLLM's own `tests/utils.py`: the server under test is `llmbackend serve`, with the arguments that the
-tests give to `vllm serve`.
+"""Replaces vLLM's own `tests/utils.py`: the server under test is `llmbackend serve`, with the arguments that the tests
+pass to `vllm serve`.
 
-For: vLLM's tests, which import it as `tests.utils`. Invariant: every model's name stands for the one real checkpoint of
-LLMBACKEND_SUITE_MODEL.
+Used by vLLM's tests, which import it as `tests.utils`. Invariant: every model name stands for the one real checkpoint
+in LLMBACKEND_SUITE_MODEL.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Checks of the fields of a message request; most of them ask for a count of tokens just as well.
+"""Checks of the fields of a message request; most also apply to token counting.
 
-For: the table. Does not know: which fields there are. Invariant: a check sees two values differ.
+Used by the table. Independent of which fields exist. Invariant: a check observes a difference between two values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _THINKING: Final[dict[str, Any]] = {"model": REASONER, "max_tokens": 300, "tools
 """The mock model ends an answer early, unless it must call."""
 
 
-@promise("answers name the model that they come from; an unknown one is a 404")
+@promise("answers name their model; an unknown one is a 404")
 def _model(api: Messages) -> None:
     assert (api.ask().json["model"], api.ask(model=BYTES).json["model"]) == (DEMO, BYTES)
     assert api.client.post("/v1/messages", json=api.base | {"model": "no such model"}).status_code == 404
@@ -40,7 +40,7 @@ def _messages(api: Messages) -> None:
     assert api.ask(messages=[{"role": "user", "content": parts}]).text == api.ask().text
 
 
-@promise("at most so many tokens come")
+@promise("at most this many tokens are generated")
 def _max_tokens(api: Messages) -> None:
     for most in (1, 5):
         answer = api.ask(max_tokens=most)
@@ -62,7 +62,7 @@ def _stop_sequences(api: Messages) -> None:
     assert (stopped.json["stop_reason"], stopped.json["stop_sequence"]) == ("stop_sequence", text[5:8])
 
 
-@promise("events in place of one answer, with the same blocks")
+@promise("events instead of one answer, with the same blocks")
 def _stream(api: Messages) -> None:
     whole, events = api.ask(stream=False), [event for event in api.events() if event["type"] != "ping"]
     assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
@@ -79,7 +79,7 @@ def _tools(api: Messages) -> None:
     assert (answer.calls, answer.json["stop_reason"]) == (["get_weather"], "tool_use")
 
 
-@promise("none: no call; any: nothing but calls; a tool: a call of it; disable_parallel_tool_use: at most one")
+@promise("none: no call; any: only calls; a tool: a call of it; disable_parallel_tool_use: at most one")
 def _tool_choice(api: Messages) -> None:
     for kind in ("auto", "none"):
         assert api.ask(**_HELLO, tool_choice={"type": kind}).calls == []
@@ -90,7 +90,7 @@ def _tool_choice(api: Messages) -> None:
     assert one.calls == ["f"] and one.json["stop_reason"] == "tool_use"
 
 
-@promise("the thinking comes in a block with its signature; its budget; disabled: none")
+@promise("thinking in a block with its signature; its budget; disabled: none")
 def _thinking(api: Messages) -> None:
     for budget in (3, 5):
         thought = api.ask(**_THINKING, thinking={"type": "enabled", "budget_tokens": budget})
@@ -101,7 +101,7 @@ def _thinking(api: Messages) -> None:
     assert not api.ask(**_THINKING, thinking={"type": "disabled"}).of("thinking")
 
 
-@promise("format: the answer is JSON of the schema; effort: another prompt, where the chat template reads it")
+@promise("format: the answer is JSON of the schema; effort: changes the prompt if the chat template reads it")
 def _output_config(api: Messages) -> None:
     form = {"type": "json_schema", "schema": _SCHEMA}
     assert json.loads(api.ask(output_config={"format": form}).text) in ("yes", "no")
@@ -109,7 +109,7 @@ def _output_config(api: Messages) -> None:
     assert counts[1] - counts[0] == len("medium") - len("low")
 
 
-@promise("every prefix is cached, with it or without; the usage says how much of the prompt was read from the cache")
+@promise("no effect: every prefix is cached; the usage says how much of the prompt was cached")
 def _cache_control(api: Messages) -> None:
     long = "One prefix of messages that is long enough for some blocks of the cache. " * 8
     control = {"type": "ephemeral"}
@@ -132,7 +132,7 @@ def _output_format(api: Messages) -> None:
     assert api.refusal(output_format=form, output_config={"format": form})
 
 
-@promise("the same seed gives the same text, another one another text")
+@promise("the same seed gives the same text, another seed another text")
 def _seed(api: Messages) -> None:
     texts = [api.ask(temperature=2, seed=seed).text for seed in (7, 7, 8)]
     assert texts[0] == texts[1] != texts[2]
@@ -159,7 +159,7 @@ ROWS: Final[dict[str, Row]] = {
 }
 
 
-@promise("another conversation has another count, the one that a message's usage says")
+@promise("the count equals that in a message's usage")
 def _counted_messages(api: Messages) -> None:
     count = api.count()
     assert count == Messages(api.client).ask(max_tokens=1).prompt_tokens < api.count(messages=said("Why? " * 20))
@@ -180,30 +180,30 @@ def _counted_model(api: Messages) -> None:
     assert api.count(model=BYTES) > api.count()
 
 
-@promise("none: tools are left out as a message's prompt leaves them out")
+@promise("none: tools are omitted, as from a message's prompt")
 def _counted_tool_choice(api: Messages) -> None:
     assert api.count(tools=[WEATHER], tool_choice={"type": "auto"}) == api.count(tools=[WEATHER])
 
 
-@promise("an effort is in the prompt, where the chat template reads it")
+@promise("an effort changes the prompt if the chat template reads it")
 def _counted_output_config(api: Messages) -> None:
     counts = [api.count(model=REASONER, output_config={"effort": effort}) for effort in ("low", "medium")]
     assert counts[1] - counts[0] == len("medium") - len("low")
 
 
-@promise("takes what a message takes; the prompt of this model is the same with it")
+@promise("accepted as in a message; does not change this model's prompt")
 def _counted_thinking(api: Messages) -> None:
     assert api.count(model=REASONER, thinking={"type": "enabled", "budget_tokens": 1024}) == api.count(model=REASONER)
     assert "thinking" in api.refusal(thinking={"type": "no such"})["message"]
 
 
-@promise("takes what a message takes; counts are the same with it")
+@promise("accepted as in a message; does not change the count")
 def _counted_cache_control(api: Messages) -> None:
     assert api.count(cache_control={"type": "ephemeral"}) == api.count()
     assert "cache_control" in api.refusal(cache_control={"type": "no such"})["message"]
 
 
-@promise("takes what a message takes; the prompt is the same with it")
+@promise("accepted as in a message; does not change the prompt")
 def _counted_output_format(api: Messages) -> None:
     assert api.count(output_format={"type": "json_schema", "schema": _SCHEMA}) == api.count()
     assert "output_format" in api.refusal(output_format={"type": "no such"})["message"]

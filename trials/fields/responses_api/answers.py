@@ -1,4 +1,4 @@
-"""Checks of the fields that ask for what an answer is made of: its form, tools, reasoning, log probabilities."""
+"""Checks of the fields that determine an answer's form: structure, tools, reasoning, log probabilities."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _tools(api: Responses) -> None:
         assert call["name"] == "patch" and valid(call["input"])
 
 
-@promise("none: no call; required: nothing but calls; a name: that tool; allowed tools: one of those")
+@promise("none: no call; required: only calls; a name: that tool; allowed tools: one of those")
 def _tool_choice(api: Responses) -> None:
     assert api.ask(**_HELLO, tool_choice="auto").calls == api.ask(**_HELLO, tool_choice="none").calls == []
     assert api.ask(**_HELLO, tool_choice="required").calls
@@ -62,13 +62,13 @@ def _parallel_tool_calls(api: Responses) -> None:
     assert len(several) > 1 and len(api.ask(**_SEVERAL, parallel_tool_calls=False).calls) == 1
 
 
-@promise("so many calls at most")
+@promise("at most this many calls")
 def _max_tool_calls(api: Responses) -> None:
     asked: dict[str, Any] = _SEVERAL | {"temperature": 2, "seed": 2}
     assert [len(api.ask(**asked, max_tool_calls=most).calls) for most in (1, 2, 3)] == [1, 2, 3]
 
 
-@promise("its format: the answer is JSON, of the schema where there is one")
+@promise("its format: the answer is JSON, following the schema if given")
 def _text(api: Responses) -> None:
     plain = api.ask(text={"format": {"type": "text"}})
     assert plain.text == api.ask().text and not plain.text.startswith("{")
@@ -77,7 +77,7 @@ def _text(api: Responses) -> None:
     assert api.ask(text={"format": {"type": "json_object"}}).text[:1] == "{"
 
 
-@promise("items of reasoning; an effort is a hint: another prompt, where the chat template reads it")
+@promise("items of reasoning; an effort changes the prompt if the chat template reads it")
 def _reasoning(api: Responses) -> None:
     counts = [
         api.ask(model=REASONER, reasoning={"effort": effort}).usage["input_tokens"] for effort in ("low", "medium")
@@ -89,7 +89,7 @@ def _reasoning(api: Responses) -> None:
     assert item["content"][0]["text"] and item["summary"] == []
 
 
-@promise("log probabilities of the text, and sealed reasoning, only where they are asked for")
+@promise("log probabilities of the text, and sealed reasoning, only if requested")
 def _include(api: Responses) -> None:
     assert _logprobs(api.ask()) == []
     assert _logprobs(api.ask(include=["message.output_text.logprobs"]))
@@ -103,14 +103,14 @@ def _logprobs(answer: Answer) -> list[dict[str, Any]]:
     return entries
 
 
-@promise("so many of the most likely tokens are beside each one")
+@promise("this many most likely tokens for each token")
 def _top_logprobs(api: Responses) -> None:
     for top in (1, 3):
         entries = _logprobs(api.ask(include=["message.output_text.logprobs"], top_logprobs=top))
         assert entries and all(len(entry["top_logprobs"]) == top for entry in entries)
 
 
-@promise("events in place of one answer; the last one has the answer")
+@promise("events instead of one answer; the last one has the answer")
 def _stream(api: Responses) -> None:
     whole, events = api.ask(stream=False), api.events()
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -121,7 +121,7 @@ def _stream(api: Responses) -> None:
     assert last["usage"]["output_tokens"] == whole.usage["output_tokens"]
 
 
-@promise("include_obfuscation false is what happens; true is refused")
+@promise("include_obfuscation: only false is accepted")
 def _stream_options(api: Responses) -> None:
     assert api.events(stream_options={"include_obfuscation": False})[-1]["type"] in (
         "response.completed",
@@ -131,7 +131,7 @@ def _stream_options(api: Responses) -> None:
     assert error["param"].startswith("stream_options")
 
 
-@promise("the answer has the prompt and the model's answer as text and tokens, too; not with background")
+@promise("the answer also has the prompt and the output as text and tokens; not with background")
 def _response_messages(api: Responses) -> None:
     answer = api.ask(enable_response_messages=True)
     ((prompt,), (written,)) = (answer.json[name] for name in ("input_messages", "output_messages"))

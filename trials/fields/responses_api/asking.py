@@ -1,6 +1,6 @@
-"""/v1/responses as the checks of fields use it: small deterministic requests, and their answers.
+"""/v1/responses as used by the field checks: small deterministic requests, and their answers.
 
-For: the checks. Does not know: fields. Invariant: every answer and every event is of the types of OpenAI's package.
+Used by the checks. Independent of fields. Invariant: every answer and event parses as a type of OpenAI's package.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The fields of /v1/responses/input_tokens, which counts the tokens of a response's input.
+"""The fields of /v1/responses/input_tokens, which counts the input tokens of a response.
 
-Source: the types of OpenAI's Python package.
+Source: the types in OpenAI's Python package.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Counting:
         return self.client.post(f"/v1/{_NAME}", json=self.base | fields)
 
 
-@promise("another input has another count, the one that a response's usage says")
+@promise("the count equals that in a response's usage")
 def _input(api: Counting) -> None:
     assert api.count(input="Why? " * 20) > api.count() == api.response().usage["input_tokens"]
 
@@ -69,14 +69,14 @@ def _tools(api: Counting) -> None:
     assert api.count(tools=[_TOOL]) > api.count()
 
 
-@promise("none: tools are left out as a response's prompt leaves them out")
+@promise("none: tools are omitted, as from a response's prompt")
 def _tool_choice(api: Counting) -> None:
     counts = [api.count(tools=[_TOOL], tool_choice=choice) for choice in ("auto", "none")]
     asked: dict[str, Any] = {"tools": [_TOOL], "tool_choice": "none"}
     assert counts[0] == api.count(tools=[_TOOL]) and counts[1] == api.response(**asked).usage["input_tokens"]
 
 
-@promise("the input and output of that response are counted")
+@promise("that response's input and output are counted")
 def _previous_response_id(api: Counting) -> None:
     assert api.count(previous_response_id=api.response().id) > api.count()
 
@@ -87,26 +87,26 @@ def _conversation(api: Counting) -> None:
     assert api.count(conversation=made.json()["id"]) > api.count()
 
 
-@promise("an effort is in the prompt, where the chat template reads it")
+@promise("an effort changes the prompt if the chat template reads it")
 def _reasoning(api: Counting) -> None:
     low, medium = (api.count(model=REASONER, reasoning={"effort": effort}) for effort in ("low", "medium"))
     assert medium - low == len("medium") - len("low")
 
 
-@promise("taken as a response takes it; the prompt is the same with it")
+@promise("accepted as in a response; does not change the prompt")
 def _text(api: Counting) -> None:
     form = {"type": "json_schema", "name": "one", "schema": _SCHEMA}
     assert api.count(text={"format": form}) == api.count()
     assert api.refusal(text={"format": {"type": "no such"}})["param"].startswith("text.format")
 
 
-@promise("taken as a response takes it; the prompt is the same with it")
+@promise("accepted as in a response; does not change the prompt")
 def _parallel_tool_calls(api: Counting) -> None:
     assert api.count(tools=[_TOOL], parallel_tool_calls=False) == api.count(tools=[_TOOL])
     assert api.refusal(parallel_tool_calls="no")["param"] == "parallel_tool_calls"
 
 
-@promise("taken as a response takes it; the whole input is counted")
+@promise("accepted as in a response; the whole input is counted")
 def _truncation(api: Counting) -> None:
     assert api.count(truncation="auto") == api.count(truncation="disabled") == api.count()
     assert api.refusal(truncation="no such")["param"] == "truncation"

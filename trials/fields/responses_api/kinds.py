@@ -1,6 +1,7 @@
-"""What kinds of items, tools and further output a request may name: each is done, or refused by its name and place.
+"""The kinds of items, tools and additional output that a request may name: each is supported, or refused by name and
+place.
 
-Source: the types of OpenAI's Python package.
+Source: the types in OpenAI's Python package.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ _LOOKED_UP: Final = {"type": "function", "name": "f", "description": "Found.", "
 _SEARCH: Final = {"type": "tool_search", "execution": "client", "description": "Finds.", "parameters": _QUERY}
 
 
-@promise("a call of the client's search for tools, and the tools that it found, which can be called")
+@promise("a call of the client's tool search, and the tools that it found, which can be called")
 def _tool_search(place: InPlace) -> None:
     call = {"type": "tool_search_call", "call_id": "call_1", "execution": "client", "arguments": {"query": "f"}}
     output = {"type": "tool_search_output", "call_id": "call_1", "execution": "client", "tools": [_LOOKED_UP]}
@@ -175,7 +176,7 @@ def _search(place: InPlace) -> None:
 
 
 def _left_out(kind: str) -> Row:
-    @promise("agents offer it unasked: the model is not told of it, and the response says so by its own tools")
+    @promise("ignored, since agents always send it: the model does not see it, and the response's tools do not list it")
     def check(place: InPlace) -> None:
         answer = place.api.ask(tools=[{"type": kind}])
         assert answer.json["tools"] == [] and answer.text == place.api.ask().text
@@ -195,7 +196,7 @@ def _included(place: InPlace) -> None:
 
 
 def _no_such_items(kind: str) -> Row:
-    @promise("accepted: no response here has such items")
+    @promise("accepted; no response has such items")
     def check(place: InPlace) -> None:
         assert place.texts() == place.texts(include=kind)
 

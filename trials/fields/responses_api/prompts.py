@@ -1,4 +1,4 @@
-"""Checks of the fields that make the prompt, and of those that say what is kept of a response."""
+"""Checks of the fields that determine the prompt, and of those that determine what is stored of a response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _input(api: Responses) -> None:
     assert api.ask(input=[{"type": "message", "role": "user", "content": parts}]).text == text
 
 
-@promise("the prompt begins with them; those of the previous response are not taken over")
+@promise("the prompt begins with them; those of the previous response are not carried over")
 def _instructions(api: Responses) -> None:
     plain, told = api.ask(), api.ask(instructions="Answer in one word.")
     assert told.usage["input_tokens"] > plain.usage["input_tokens"]
@@ -32,7 +32,7 @@ def _instructions(api: Responses) -> None:
     }
 
 
-@promise("the input goes on behind that response's input and output")
+@promise("the input follows that response's input and output")
 def _previous_response_id(api: Responses) -> None:
     first = api.ask()
     second = api.ask(input="And what is a seed?", previous_response_id=first.id)
@@ -44,7 +44,7 @@ def _previous_response_id(api: Responses) -> None:
     assert missing.status_code in (400, 404) and missing.json()["error"]["param"] == "previous_response_id"
 
 
-@promise("the input goes on behind the conversation's items, which get the response's input and output")
+@promise("the input follows the conversation's items, to which the response's input and output are added")
 def _conversation(api: Responses) -> None:
     made = api.client.post("/v1/conversations", json={"items": [_said("What is a KV cache?")]}).json()
     answer = api.ask(input="And what is a seed?", conversation=made["id"])
@@ -55,7 +55,7 @@ def _conversation(api: Responses) -> None:
     assert items[2]["content"][0]["text"] == answer.text
 
 
-@promise("auto: of a prompt that is too long, the end is kept; disabled: it is refused")
+@promise("auto: the end of a too long prompt is kept; disabled: it is refused")
 def _truncation(api: Responses) -> None:
     asked: dict[str, Any] = {"model": WORDS, "input": [_said("word5 " * 300), _said("word6 " * 300)]}
     assert "context length" in api.refusal(**asked, truncation="disabled")["message"]
@@ -69,7 +69,7 @@ def _store(api: Responses) -> None:
     assert (kept.json["store"], gone.json["store"]) == (True, False)
 
 
-@promise("the answer is the queued response, which ends without the client; needs store")
+@promise("the answer is the queued response, which runs without the client; needs store")
 def _background(api: Responses) -> None:
     queued = api.ask(background=True)
     assert queued.json["status"] in ("queued", "in_progress") and queued.json["background"] is True
@@ -77,20 +77,20 @@ def _background(api: Responses) -> None:
     assert api.refusal(background=True, store=False)["param"] == "background"
 
 
-@promise("it comes back with the response, also later")
+@promise("returned with the response, also later")
 def _metadata(api: Responses) -> None:
     for metadata in ({"run": "7"}, {}):
         answer = api.ask(metadata=metadata)
         assert answer.json["metadata"] == metadata == api.get(answer.id).json()["metadata"]
 
 
-@promise("so many tokens of the prompt's end are kept")
+@promise("this many tokens of the prompt's end are kept")
 def _truncate_prompt_tokens(api: Responses) -> None:
     for keep in (3, 5):
         assert api.ask(truncate_prompt_tokens=keep).usage["input_tokens"] == keep
 
 
-@promise("which end of a prompt that is too long is left out")
+@promise("which end of a too long prompt is cut")
 def _truncation_side(api: Responses) -> None:
     cut = {side: api.ask(truncate_prompt_tokens=5, truncation_side=side) for side in ("left", "right")}
     assert cut["left"].text == api.ask(truncate_prompt_tokens=5).text != cut["right"].text
@@ -103,7 +103,7 @@ def _add_special_tokens(api: Responses) -> None:
     assert counts[0] == counts[1] + 1
 
 
-@promise("answers name the model that they come from; an unknown one is a 404")
+@promise("answers name their model; an unknown one is a 404")
 def _model(api: Responses) -> None:
     assert (api.ask().json["model"], api.ask(model=BYTES).json["model"]) == ("demo", BYTES)
     assert api.client.post("/v1/responses", json=api.base | {"model": "no such model"}).status_code == 404

@@ -1,4 +1,4 @@
-"""Checks of the fields that say how tokens are chosen, and when to stop."""
+"""Checks of the fields that determine how tokens are sampled, and when to stop."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .asking import MAX_OUTPUT_TOKENS, Responses
 _ENDS: dict[str, Any] = {"logit_bias": {str(END_OF_TURN): 100}}
 
 
-@promise("tokens with -100 do not come, one with 100 does")
+@promise("a token with -100 is never generated, one with 100 always")
 def _logit_bias(api: Responses) -> None:
     one, other = (api.ask(logit_bias={str(token): 100}).text for token in (300, 301))
     assert one != other and one == one[: len(one) // MAX_OUTPUT_TOKENS] * MAX_OUTPUT_TOKENS
     assert one not in api.ask(logit_bias={"300": -100, "301": 100}).text
 
 
-@promise("the same seed gives the same text, another one another text")
+@promise("the same seed gives the same text, another seed another text")
 def _seed(api: Responses) -> None:
     texts = [api.ask(temperature=2, seed=seed).text for seed in (7, 7, 8)]
     assert texts[0] == texts[1] != texts[2]
@@ -32,7 +32,7 @@ def _stop(api: Responses) -> None:
     assert stopped.text == text[: text.index(text[5:8])] and stopped.json["status"] == "completed"
 
 
-@promise("with it the text keeps the stop string")
+@promise("the text includes the stop string")
 def _include_stop_str_in_output(api: Responses) -> None:
     text = api.ask().text
     stop = text[5:8]
@@ -40,21 +40,21 @@ def _include_stop_str_in_output(api: Responses) -> None:
     assert api.ask(stop=stop, include_stop_str_in_output=True).text == text[: text.index(stop)] + stop
 
 
-@promise("with it the end of the turn does not end the generation")
+@promise("the end of the turn does not end the generation")
 def _ignore_eos(api: Responses) -> None:
     assert api.ask(**_ENDS).json["status"] == "completed"
     ignored = api.ask(**_ENDS, ignore_eos=True)
     assert (ignored.usage["output_tokens"], ignored.why_incomplete) == (MAX_OUTPUT_TOKENS, "max_output_tokens")
 
 
-@promise("without it special tokens are in the text")
+@promise("false: special tokens are in the text")
 def _skip_special_tokens(api: Responses) -> None:
     special: dict[str, Any] = {"logit_bias": {"1": 100}}
     assert api.ask(**special).text == ""
     assert "<|im_start|>" in api.ask(**special, skip_special_tokens=False).text
 
 
-@promise("at most so many tokens come, and the response is incomplete for that reason")
+@promise("at most this many tokens are generated, and the response is incomplete for that reason")
 def _max_output_tokens(api: Responses) -> None:
     for most in (16, 20):
         answer = api.ask(max_output_tokens=most, ignore_eos=True)
@@ -78,7 +78,7 @@ def _priority(api: Responses) -> None:
     assert api.refusal(model=DEMO, priority=1)["param"] == "priority"
 
 
-@promise("the answer has the form; another one another form")
+@promise("the answer follows the constraint")
 def _structured_outputs(api: Responses) -> None:
     for texts in (["yes", "no"], ["left"]):
         assert api.ask(structured_outputs={"choice": texts}).text in texts
@@ -91,20 +91,20 @@ def _chat_template_kwargs(api: Responses) -> None:
     assert more == count + len("three")
 
 
-@promise("no other tokens come")
+@promise("no other tokens are generated")
 def _allowed_token_ids(api: Responses) -> None:
     one, other = (api.ask(allowed_token_ids=[token]).text for token in (300, 301))
     assert one != other and one == one[: len(one) // MAX_OUTPUT_TOKENS] * MAX_OUTPUT_TOKENS
 
 
-@promise("the texts do not come")
+@promise("the texts are not generated")
 def _bad_words(api: Responses) -> None:
     text = api.ask(model=BYTES).text
     for word in (text[:1], text[2:4]):
         assert word in text and word not in api.ask(model=BYTES, bad_words=[word]).text
 
 
-@promise("the end of the turn does not come before so many tokens")
+@promise("the turn does not end before this many tokens")
 def _min_tokens(api: Responses) -> None:
     assert [api.ask(**_ENDS, min_tokens=least).usage["output_tokens"] for least in (0, 3)] == [1, 4]
 
@@ -117,14 +117,14 @@ def _stop_token_ids(api: Responses) -> None:
     assert (stopped.usage["output_tokens"], stopped.json["status"]) == (1, "completed")
 
 
-@promise("false: no spaces between special tokens, of a tokenizer that writes spaces")
+@promise("false: no spaces between special tokens, if the tokenizer writes spaces")
 def _spaces_between_special_tokens(api: Responses) -> None:
     special: dict[str, Any] = {"model": WORDS, "skip_special_tokens": False, "logit_bias": {"1": 100}}
     spaced, joined = (api.ask(**special, spaces_between_special_tokens=value).text for value in (True, False))
     assert spaced.strip() == " ".join(["<pad>"] * MAX_OUTPUT_TOKENS) and joined.strip() == "<pad>" * MAX_OUTPUT_TOKENS
 
 
-@promise("log probabilities of the chosen token and of these, in place of the most likely ones")
+@promise("log probabilities of the chosen token and of these, instead of the most likely ones")
 def _logprob_token_ids(api: Responses) -> None:
     asked: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
     for ids in ([300, 301], [400]):
@@ -134,7 +134,7 @@ def _logprob_token_ids(api: Responses) -> None:
         assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in entries)
 
 
-@promise("the reasoning ends after so many tokens, with its end marker")
+@promise("the reasoning ends after this many tokens, with its end marker")
 def _thinking_token_budget(api: Responses) -> None:
     asked: dict[str, Any] = {"model": REASONER, "max_output_tokens": 40, "ignore_eos": True}
     for budget in (3, 5):

@@ -1,6 +1,6 @@
-"""What may be asked of stored responses: to retrieve one, and to list its input items.
+"""Operations on stored responses: retrieving one, and listing its input items.
 
-Source: the types of OpenAI's Python package. Invariant: each check asks about a response that was made for it.
+Source: the types in OpenAI's Python package. Invariant: each check uses a response created for it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Stored:
         return [item["content"][0]["text"] for item in self.ask(answer, **query)["data"]]
 
 
-@promise("the events in place of the response")
+@promise("the events instead of the response")
 def _stream(stored: Stored) -> None:
     answer = stored.api.ended(stored.made(background=True).id)
     assert stored.ask(answer, stream="false") == answer.json
@@ -60,7 +60,7 @@ def _stream(stored: Stored) -> None:
     assert events[0]["type"] == "response.created" and events[-1]["response"] == answer.json
 
 
-@promise("the events behind that one")
+@promise("the events after this number")
 def _starting_after(stored: Stored) -> None:
     answer = stored.api.ended(stored.made(background=True).id)
     events = stored.api.replayed(answer.id)
@@ -69,14 +69,14 @@ def _starting_after(stored: Stored) -> None:
     assert stored.refusal(starting_after="x", stream="true")["param"] == "starting_after"
 
 
-@promise("what the response was made with; other kinds are refused")
+@promise("the request's values; other kinds are refused")
 def _include(stored: Stored) -> None:
     answer = stored.made(include=_LOGPROBS)
     assert json.dumps(stored.ask(answer, include=_LOGPROBS)["output"]) == json.dumps(answer.items)
     assert stored.refusal(include=["no such kind"])["param"].startswith("include")
 
 
-@promise("so many items at most, 1 to 100")
+@promise("at most this many items, 1 to 100")
 def _limit(stored: Stored) -> None:
     answer = stored.made()
     assert [len(stored.listed(answer, limit=most)) for most in (1, 2, 100)] == [1, 2, 3]
@@ -84,7 +84,7 @@ def _limit(stored: Stored) -> None:
         assert stored.refusal(limit=wrong)["param"] == "limit"
 
 
-@promise("asc: as they were sent; desc, unless sent: the last one first")
+@promise("asc: as they were sent; desc (default): the last one first")
 def _order(stored: Stored) -> None:
     answer = stored.made()
     texts = ["one", "two", "three"]
@@ -93,7 +93,7 @@ def _order(stored: Stored) -> None:
     assert stored.refusal(order="x")["param"] == "order"
 
 
-@promise("those behind the item of that id")
+@promise("items after this id")
 def _after(stored: Stored) -> None:
     answer = stored.made()
     page = stored.ask(answer, order="asc", limit=1)

@@ -1,6 +1,6 @@
-"""All fields of a create-response request: which OpenAI and vLLM have, and the row of each.
+"""All fields of a create-response request: which of them OpenAI and vLLM have, and the row for each.
 
-Sources: OpenAI's from the types of its Python package; vLLM's from its ResponsesRequest (autumn 2026).
+Sources: OpenAI's from the types in its Python package; vLLM's from its ResponsesRequest (autumn 2026).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is offered, one file per way in."""
+"""The attacks, one file per interface."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What agents send: schemas, grammars, tools, choices. Some as large as a body may be, some small and hard to compile.
+"""Agents' requests: schemas, grammars, tools, choices. Some as large as a body may be, some small and hard to compile.
 
-A small one is as hostile as it can be within the bounds of a constraint, so that it is compiled and not refused.
+The small ones are as hostile as possible within the bounds of a constraint, so that they are compiled rather than
+refused.
 """
 
 from __future__ import annotations

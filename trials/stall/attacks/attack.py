@@ -1,6 +1,6 @@
-"""What an attack is: a name, and the requests that it sends one after the other.
+"""An attack: a name, and the requests that it sends one after the other.
 
-For: the tables of attacks, and the process that sends them. Does not know: sockets, what is measured.
+Used by the tables of attacks and by the process that sends them. Independent of sockets and of what is measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The repository, trace and log settings: bodies that only operators send."""
+"""Repository, trace and log settings: bodies that only operators send."""
 
 from __future__ import annotations
 

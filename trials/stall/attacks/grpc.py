@@ -1,4 +1,4 @@
-"""ModelInfer and ModelStreamInfer: raw tensors, typed contents of every datatype, and everything else in a message."""
+"""ModelInfer and ModelStreamInfer: raw tensors, typed contents of every datatype, and all other parts of a message."""
 
 from __future__ import annotations
 

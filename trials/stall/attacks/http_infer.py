@@ -1,4 +1,4 @@
-"""POST …/infer: JSON tensors, binary tensors, compressed bodies, and everything else that the JSON may hold."""
+"""POST …/infer: JSON tensors, binary tensors, compressed bodies, and everything else that the JSON may contain."""
 
 from __future__ import annotations
 

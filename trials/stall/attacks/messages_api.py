@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens: everything that a body may hold many of."""
+"""/v1/messages and /v1/messages/count_tokens: everything of which a body may contain many."""
 
 from __future__ import annotations
 

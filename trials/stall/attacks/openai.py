@@ -1,4 +1,4 @@
-"""/v1/chat/completions, /v1/completions, /tokenize, /detokenize: everything that a body may hold many of."""
+"""/v1/chat/completions, /v1/completions, /tokenize, /detokenize: everything of which a body may contain many."""
 
 from __future__ import annotations
 

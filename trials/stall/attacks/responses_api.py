@@ -1,6 +1,6 @@
-"""/v1/responses: everything that a body may hold many of, and everything that is kept of responses.
+"""/v1/responses: everything of which a body may contain many, and everything that is stored of responses.
 
-Bodies are as large as the endpoint takes; what is kept is as much as the store holds.
+Bodies are as large as the endpoint accepts; the store is filled to its limit.
 """
 
 from __future__ import annotations

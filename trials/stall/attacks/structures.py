@@ -1,4 +1,4 @@
-"""Constraints as large and as hard to compile as their bounds allow, each one another than the one before."""
+"""Constraints as large and as hard to compile as their bounds permit, each different from the one before."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """One inference that a model runs on another model (BLS).
 
-Invariants: a call whose task was cancelled, or whose iterator was dropped before its end, is cancelled in the host; a
-refusal is a response with an error, not an exception, as in Triton; an event loop that awaits a response runs other
+Invariants: a call is cancelled in the host if its task is cancelled, or its iterator is dropped before its end; as in
+Triton, a refusal is a response with an error rather than an exception; an event loop that awaits a response runs other
 coroutines meanwhile.
-Source: python_backend's request executor and iterator; `async for` is ours.
+Source: python_backend's request executor and iterator; `async for` is an addition.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import asyncio  # imported only by models that await
 
 _Answer = tuple[InferenceResponse | None, bool]
-"""The response, if there is one, and whether the call has ended."""
+"""The response, if any, and whether the call has ended."""
 _EMPTY = "Unexpected empty response."
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class BlsCall:
         self._number = link.start(("infer", is_stream, request), parts, self._take)
 
     def next(self) -> _Answer:
-        """Blocks for the next answer."""
+        """Blocks until the next answer."""
         answer = self._answers.get()
         self._is_over = answer[1]
         return answer
@@ -52,13 +52,13 @@ class BlsCall:
         return response or InferenceResponse([], TritonError(_EMPTY))
 
     def cancel(self) -> None:
-        """Idempotent; answers in flight still come."""
+        """Idempotent. Answers in flight still arrive."""
         if not self._is_over:
             self._link.post(("cancel_infer", self._number))
 
     def when_answered(self, callback: Callable[[], None], *, is_over: bool = False) -> None:
-        """Calls `callback` when an answer (with `is_over`: the last one) has come: now, or on the link's thread, where
-        it must only enqueue."""
+        """Calls `callback` when an answer has arrived (with `is_over`: the last one): immediately, or on the link's
+        thread, where it must only enqueue."""
         with self._lock:
             is_waiting = not (self._has_last or (not is_over and not self._answers.empty()))
             if is_waiting:
@@ -77,8 +77,8 @@ class BlsCall:
 
 
 class ResponseIterator:
-    """The responses of a decoupled model, as they come; the last one may be empty. After its end it can be iterated
-    again. In a coroutine, `async for` lets others run while it waits, and `for` does not."""
+    """The responses of a decoupled model as they arrive; the last one may be empty. After its end it can be iterated
+    again. In a coroutine, `async for` lets others run while it waits; `for` does not."""
 
     def __init__(self, call: BlsCall) -> None:
         self._call = call
@@ -116,7 +116,7 @@ class ResponseIterator:
             raise StopAsyncIteration from None
 
     def cancel(self) -> None:
-        """Asks the other model to stop; the iterator still ends with its last response."""
+        """Asks the other model to stop. The iterator still ends with the last response."""
         self._call.cancel()
 
     def _rewind(self) -> None:
@@ -130,14 +130,14 @@ class ResponseIterator:
 
 
 def only_response_of(call: BlsCall, loop: asyncio.AbstractEventLoop) -> asyncio.Future[InferenceResponse]:
-    """The only response, for the running event loop; cancelling the future cancels the call."""
+    """The only response, as a future of the running event loop; cancelling the future cancels the call."""
     future: asyncio.Future[InferenceResponse] = loop.create_future()
     return _cancelling(call, _settle_when_answered(call, future, call.only_response, is_over=True))
 
 
 def responses_of(call: BlsCall, loop: asyncio.AbstractEventLoop) -> asyncio.Future[ResponseIterator]:
-    """The responses, for the running event loop, when the first one has come; cancelling the future cancels the
-    call."""
+    """The responses, as a future of the running event loop that completes with the first one; cancelling it cancels
+    them."""
     future: asyncio.Future[ResponseIterator] = loop.create_future()
     return _cancelling(call, _settle_when_answered(call, future, lambda: ResponseIterator(call)))
 
@@ -145,7 +145,7 @@ def responses_of(call: BlsCall, loop: asyncio.AbstractEventLoop) -> asyncio.Futu
 def _settle_when_answered(
     call: BlsCall, future: asyncio.Future[T], result: Callable[[], T], *, is_over: bool = False
 ) -> asyncio.Future[T]:
-    """Sets the future's result on its own event loop."""
+    """Sets the future's result on the future's event loop."""
 
     def settle() -> None:
         if not future.done():

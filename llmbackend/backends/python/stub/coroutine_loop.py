@@ -10,7 +10,7 @@ from typing import Any
 
 
 class CoroutineLoop:
-    """Thread-safe up to `close`."""
+    """Thread-safe until `close`."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -18,11 +18,11 @@ class CoroutineLoop:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Waits for the coroutine and returns its value, or raises its exception."""
+        """Waits for the coroutine. Returns its value or raises its exception."""
         return self._submit(coroutine).result()
 
     def start(self, coroutine: Coroutine[Any, Any, Any], on_error: Callable[[BaseException], None]) -> None:
-        """Starts the coroutine and returns; `on_error` runs on the loop's thread when it fails or is cancelled."""
+        """Starts the coroutine and returns. `on_error` runs on the loop's thread if it fails or is cancelled."""
 
         def report(future: Future[Any]) -> None:
             error = asyncio.CancelledError("the model was unloaded") if future.cancelled() else future.exception()

@@ -1,6 +1,6 @@
-"""The errors of pb_utils, its argument conversions, and exceptions as Triton's python backend shows them to clients.
+"""The errors of pb_utils, its argument conversions, and exceptions as Triton's python backend shows them.
 
-An exception's text names the frames of the model's own call, innermost first, and no frame of this package.
+An exception's text lists the frames of the model's own call, innermost first, and no frame of this package.
 Source: golden transcripts 07 and 13 (the layout is that of pybind11's `error_already_set`).
 """
 
@@ -19,7 +19,7 @@ _IMPORTLIB_FILE = importlib.__file__
 
 
 def text(value: str | bytes, name: str) -> str:
-    """`value` as str; bytes must be UTF-8, as in the C++ signatures: models often take names from BYTES tensors.
+    """`value` as str. Bytes must be UTF-8, as in the C++ signatures: models often take names from BYTES tensors.
 
     Raises TypeError for another type, ValueError for bytes that are not UTF-8.
     """
@@ -45,7 +45,7 @@ def integer(value: SupportsIndex, name: str, least: int, most: int) -> int:
 
 
 class TritonModelException(Exception):  # noqa: N818 - Triton's name
-    """A model may raise it; pb_utils raises it when it refuses something."""
+    """Models may raise it; pb_utils raises it for refusals."""
 
 
 class WrongReturnError(Exception):
@@ -54,7 +54,7 @@ class WrongReturnError(Exception):
 
 
 class TritonError:
-    """The error of one response, not an exception, as in Triton. Codes are those of TRITONSERVER_Error_Code."""
+    """The error of one response; as in Triton, not an exception. Codes are those of TRITONSERVER_Error_Code."""
 
     UNKNOWN: ClassVar[int] = 0
     INTERNAL: ClassVar[int] = 1
@@ -94,7 +94,7 @@ def exception_text(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException, model_file: str) -> tuple[str, int]:
-    """The file and line that raised; `model_file` where no frame is the model's."""
+    """The file and line that raised; `model_file` if no frame is the model's."""
     frames = _model_frames(error)
     return (frames[-1].filename, frames[-1].lineno or 0) if frames else (model_file, 0)
 

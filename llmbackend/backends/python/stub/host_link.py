@@ -1,10 +1,10 @@
 """The stub's side of its events socket: messages to the host at any time, and the host's answers.
 
-Processes that the model forks reach the host through the model's process. Invariants: `post` keeps the order of one
+Processes forked by the model reach the host through the model's process. Invariants: `post` preserves the order of each
 thread's messages; each question is answered once, or the process ends because the host has ended; no model code runs on
-the reading thread. A forked process never touches its parent's sockets or locks, which other threads may have held at
-the fork; its open questions are cancelled when it ends; the host sees the end of the model's process even while forked
-ones live.
+the reading thread. A forked process never touches its parent's sockets or locks, which other threads may have held
+during the fork; its open questions are cancelled when it ends; the host detects the end of the model's process even
+while forked ones are alive.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .errors import PackedError, TritonModelException
 from .packets import Message, PacketReader, encode
 
 AnswerCallback = Callable[[Any, Sequence[Any], bool], None]
-"""(value, parts, whether it is the last one). On the reading thread: it must only enqueue."""
+"""(value, parts, whether it is the last one). Called on the reading thread: it must only enqueue."""
 
 
 class Cancellations:
-    """Which requests are cancelled. Thread-safe; one thread calls `begin`, with growing numbers.
+    """Which requests are cancelled. Thread-safe; `begin` is called by one thread with increasing ids.
 
-    A cancellation that overtakes its request, which comes through another socket, is kept; one that comes after the
-    request's end is dropped. No locks: each step is one operation on a set, and `request` checks again after it has
-    added, so that a concurrent end leaves no entry.
+    A cancellation that overtakes its request, which arrives through another socket, is remembered; one that arrives
+    after the request's end is dropped. No locks: each step is one operation on a set, and `request` checks again after
+    adding, so that a concurrent end leaves no entry behind.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class HostLink:
         threading.Thread(target=self._read, name="host-link", daemon=True).start()
 
     def post(self, message: tuple[Any, ...], parts: Sequence[Any] = ()) -> None:
-        """Blocks while the socket is full. Raises OSError when the host has ended, or the link is another process's."""
+        """Blocks while the socket is full. Raises OSError if the host has ended, or another process has the link."""
         if self._is_foreign:
             raise ForkedProcessError("a response must be sent by the model instance's process, not by its child")
         packet = encode(message, parts)
@@ -97,12 +97,12 @@ class HostLink:
             packet.close()
 
     def disown(self) -> None:
-        """Call it in a forked process: its parent owns the link, whose locks may be held."""
+        """Must be called in a forked process: its parent owns the link, whose locks may be held."""
         self._is_foreign = True
         self._socket.close()
 
     def start(self, message: tuple[Any, ...], parts: Sequence[Any], on_answer: AnswerCallback) -> int:
-        """Posts `message` with a new number after its first item; returns the number, which answers carry."""
+        """Posts `message` with a new id after its first item. Returns the id, which the answers carry."""
         number = next(self._numbers)
         self._waiting[number] = on_answer
         self.post((message[0], number, *message[1:]), parts)
@@ -133,7 +133,7 @@ class HostLink:
         reader = PacketReader(self._socket, is_trusted=True)
         while (message := reader.receive()) is not None:
             self._handle(message)
-            del message  # frees its memory before the next one
+            del message  # free its memory before the next one
 
     def _handle(self, message: Message) -> None:
         (verb, *arguments), parts = message
@@ -153,13 +153,13 @@ _connecting = threading.Lock()
 
 
 def set_link(link: HostLink) -> None:
-    """Once, before any model's code runs."""
+    """To be called once, before any code of the model runs."""
     global _link
     _link = link
 
 
 def replace_link(connect: Callable[[], HostLink]) -> None:
-    """Call it first in a forked process: drops the parent's link; `connect` makes a new one at first use."""
+    """To be called first in a forked process: drops the parent's link; `connect` creates a new one on first use."""
     global _link, _connect, _connecting
     if _link is not None:
         _link.disown()
@@ -167,7 +167,7 @@ def replace_link(connect: Callable[[], HostLink]) -> None:
 
 
 def host(asked_by: str) -> HostLink:
-    """This process's link. Raises RuntimeError outside of stub processes and their forks."""
+    """This process's link. Raises RuntimeError outside stub processes and their forks."""
     return _link or _connected(asked_by)
 
 
@@ -180,7 +180,7 @@ def _connected(asked_by: str) -> HostLink:
         return _link
 
 
-# --- processes that a model forks, such as workers of multiprocessing -------------------------------------------------
+# --- processes that a model forks, such as multiprocessing workers ----------------------------------------------------
 
 _Answer = tuple[tuple[Any, ...], Sequence[Any]]
 _DEFAULT_HANDLERS: dict[int, Any] = {
@@ -192,7 +192,7 @@ _DEFAULT_HANDLERS: dict[int, Any] = {
 
 def prepare_forks(link: HostLink, calls: socket.socket) -> None:
     """Gives processes that the model forks default signal handlers and their own link, and closes their copies of the
-    sockets whose end tells the host that the model's process has ended."""
+    sockets through whose closing the host detects the end of the model's process."""
     relay = _ForkRelay(link)
 
     def begin() -> None:
@@ -205,7 +205,7 @@ def prepare_forks(link: HostLink, calls: socket.socket) -> None:
 
 
 class _ForkRelay:
-    """Accepts connections of forked processes in the model's process, and passes their messages to the host."""
+    """In the model's process, accepts connections from forked processes and forwards their messages to the host."""
 
     def __init__(self, link: HostLink) -> None:
         self._link = link
@@ -214,8 +214,8 @@ class _ForkRelay:
         self._connector: socket.socket | None = None  # forked processes send their connections through it
 
     def open(self) -> None:
-        """Call it before each fork."""
-        if self._connector is not None:  # also in a forked process that forks, where the lock may stay held
+        """To be called before each fork."""
+        if self._connector is not None:  # also in a forked process that forks, where the lock may remain held
             return
         with self._lock:
             if self._connector is None:
@@ -223,7 +223,7 @@ class _ForkRelay:
                 threading.Thread(target=self._accept, args=(self._accepting,), name="fork-relay", daemon=True).start()
 
     def connect_fork(self) -> Callable[[], HostLink]:
-        """Call it in a forked process: returns a function that makes its link."""
+        """To be called in a forked process. Returns a function that creates its link."""
         assert self._accepting is not None and self._connector is not None
         self._accepting.close()
         return partial(_ForkedLink, self._connector)
@@ -243,7 +243,7 @@ class _Connection:
         self._socket = connection
         self._answers: SimpleQueue[_Answer | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._asked: dict[int, int] = {}  # the forked process's number → the link's
+        self._asked: dict[int, int] = {}  # the forked process's id → the link's
         for target in (self._read, self._write):
             threading.Thread(target=target, name=f"fork-relay-{target.__name__}", daemon=True).start()
 
@@ -265,7 +265,7 @@ class _Connection:
         (verb, *arguments), parts = message
         if verb == "ask":
             number, question = arguments
-            with self._lock:  # the answer may come before `start` returns
+            with self._lock:  # the answer may arrive before `start` returns
                 self._asked[number] = self._link.start(question, parts, self._answering(number))
         elif verb == "cancel_infer":
             with self._lock:

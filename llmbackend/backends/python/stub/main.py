@@ -17,13 +17,13 @@ _DONE, _RAISED = "done", "raised"
 
 
 def prepare() -> Callable[[bytes, int, int], None]:
-    """Called in the fork server, which has imported this module. Returns what a stub runs."""
+    """Called in the fork server, which has imported this module. Returns the function that a stub runs."""
     return _run
 
 
 def _run(_order: bytes, calls_fd: int, events_fd: int) -> None:
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # each stub draws other numbers
+        sys.modules["numpy.random"].seed()  # each stub draws different numbers
     faulthandler.enable()
     calls, events = (socket_of(fd) for fd in (calls_fd, events_fd))
     link = HostLink(events)
@@ -37,8 +37,8 @@ def _run(_order: bytes, calls_fd: int, events_fd: int) -> None:
 
 
 def _serve_call(runner: Runner, link: HostLink, reader: PacketReader, calls: socket.socket) -> bool:
-    """Answers one call; False after the last one. A function of its own, so that a call's tensors are freed before the
-    next one."""
+    """Answers one call. Returns False after the last one. A separate function, so that a call's tensors are freed
+    before the next call."""
     received = reader.receive()
     if received is None:
         return False
@@ -46,7 +46,7 @@ def _serve_call(runner: Runner, link: HostLink, reader: PacketReader, calls: soc
     answer_parts: list[object] = []
     try:
         outcome, value = _DONE, runner.call(verb, argument, parts, answer_parts)
-    except BaseException as error:  # also sys.exit() of a model
+    except BaseException as error:  # including sys.exit() called by a model
         outcome, value = _RAISED, exception_text(error)
     # The host sends no response before it has handled the messages posted so far.
     encode((outcome, value, link.posted), answer_parts).send(calls)

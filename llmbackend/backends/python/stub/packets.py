@@ -1,9 +1,9 @@
-"""Messages between the host and a stub process: one message is one packet of a SOCK_SEQPACKET socket.
+"""Messages between the host and a stub process. Each message is one packet on a SOCK_SEQPACKET socket.
 
 A message is a pickled plain value and any number of parts (raw bytes, such as a tensor's). Invariants: a packet is sent
-whole or not at all, from any thread, without a lock; a larger message is in anonymous memory, whose descriptor is sent
-with the packet; the host reads only plain values and runs no code, because a model's process must not harm it (a stub
-trusts the host).
+completely or not at all, from any thread, without a lock; a larger message is stored in anonymous memory, whose
+descriptor is sent with the packet; the host unpickles only plain values and runs no code, because a model's process
+must not be able to harm it (a stub trusts the host).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 Part = Any
-"""Anything with a flat buffer of bytes: bytes, a memoryview, an array of uint8."""
+"""Anything with a flat byte buffer: bytes, a memoryview, an array of uint8."""
 Message = tuple[Any, Sequence[Any]]
 
 PACKET_BYTES = 64 * 1024
@@ -29,7 +29,7 @@ _FILE = "llmbackend-packet"
 _FIRST_OF_PICKLE = 0x80
 _INLINE, _MEMORY = 1, 2
 _HEAD = struct.Struct("<B7xQ")
-"""Kind, how many parts; then each part's size in bytes."""
+"""Kind and number of parts; followed by each part's size in bytes."""
 _SIZE = struct.Struct("<Q")
 _ALIGNMENT = 64
 _MAX_CHUNKS = 512  # the limit of writev
@@ -41,7 +41,7 @@ _RIGHTS_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 def socket_of(fd: int) -> socket.socket:
-    """A socket that this process was forked with, which programs that it starts do not get."""
+    """A socket with which this process was forked; programs that it starts do not inherit it."""
     os.set_inheritable(fd, False)
     return socket.socket(fileno=fd)
 
@@ -56,7 +56,7 @@ class Packet:
         self.memory_fd = memory_fd
 
     def send(self, to: socket.socket, flags: int = 0) -> None:
-        """Raises OSError; BlockingIOError under MSG_DONTWAIT without room, and then it may be sent again."""
+        """Raises OSError; with MSG_DONTWAIT, BlockingIOError if the socket is full; `send` can then be repeated."""
         if self.memory_fd < 0:
             if len(self.chunks) == 1:
                 to.send(self.chunks[0], flags)
@@ -68,8 +68,8 @@ class Packet:
         self.close()
 
     def send_under_lock(self, to: socket.socket) -> None:
-        """Like `send`, but keeps the interpreter's lock if the packet is small and there is room. A thread that
-        releases the lock must wait for it again while another one runs Python."""
+        """Like `send`, but keeps the GIL if the packet is small and the socket is not full. A thread that releases the
+        GIL must wait to get it back while another one runs Python."""
         if len(self.chunks) == 1 and self.memory_fd < 0:
             data = self.chunks[0]
             if _libc.send(to.fileno(), data, len(data), _WITHOUT_WAITING) == len(data):
@@ -83,7 +83,7 @@ class Packet:
 
 
 def encode(message: Any, parts: Sequence[Part] = ()) -> Packet:
-    """Raises OSError when there is no descriptor or memory for a large message."""
+    """Raises OSError if there is no descriptor or memory for a large message."""
     pickled = pickle.dumps(message, 5)
     if not parts and len(pickled) <= PACKET_BYTES:
         return Packet([pickled])
@@ -103,7 +103,7 @@ def encode(message: Any, parts: Sequence[Part] = ()) -> Packet:
 
 
 class PacketReader:
-    """Reads one socket; one thread at a time."""
+    """Reads one socket, from one thread at a time."""
 
     def __init__(self, source: socket.socket, *, is_trusted: bool = False) -> None:
         self._socket = source
@@ -111,8 +111,8 @@ class PacketReader:
         self._view = memoryview(bytearray(PACKET_BYTES + _ALIGNMENT))
 
     def receive(self) -> Message | None:
-        """Blocks for the next message: its value and its writable parts; None when the other end has ended. Raises
-        TimeoutError after the socket's timeout, ValueError for a malformed message."""
+        """Blocks until the next message. Returns its value and its writable parts; None if the other end has ended.
+        Raises TimeoutError after the socket's timeout, ValueError for a malformed message."""
         try:
             size, ancillary, _, _ = self._socket.recvmsg_into([self._view], _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
         except ConnectionError:  # it died before it had read all messages
@@ -152,7 +152,7 @@ def _load_plain(pickled: memoryview) -> Any:
 
 
 def _split(data: memoryview, count: int, skipped: int) -> list[memoryview]:
-    """The pickled value and the parts. skipped: bytes before `data` that count for the alignment."""
+    """The pickled value and the parts. skipped: bytes before `data` that count for alignment."""
     if not count or len(data) < count * _SIZE.size:
         raise ValueError("not a message: it is shorter than its header says")
     sizes = [size for (size,) in _SIZE.iter_unpack(data[: count * _SIZE.size])]
@@ -168,7 +168,7 @@ def _aligned(size: int) -> int:
 
 
 def _memory_of(chunks: list[Part]) -> int:
-    """The descriptor of anonymous memory that holds the chunks."""
+    """The descriptor of anonymous memory that contains the chunks."""
     fd = os.memfd_create(_FILE, os.MFD_CLOEXEC)
     try:
         waiting = [memoryview(chunk).cast("B") for chunk in chunks if len(chunk)]
@@ -188,7 +188,7 @@ def _memory_of(chunks: list[Part]) -> int:
 
 
 def _contents_of(fd: int) -> memoryview:
-    """Read, not mapped: a mapping would keep the memory as long as any tensor of the message lives."""
+    """Read rather than mapped: a mapping would keep the memory alive as long as any of the message's tensors."""
     data = np.empty(os.fstat(fd).st_size, dtype=np.uint8).data
     offset = 0
     while offset < len(data):

@@ -1,7 +1,7 @@
-"""pb_utils: log lines, model control and metrics, from any thread.
+"""The parts of pb_utils that talk to the host: log lines, model control and metrics, from any thread.
 
-Invariants: the host's log level decides what is logged; metrics changed before a response are changed when the client
-has it; a refusal of the host is a TritonModelException with its text.
+Invariants: the host's log level decides what is logged; metrics changed before a response have changed when the client
+has it; a refusal by the host is a TritonModelException with its text.
 Source: Triton python_backend documentation ("Model Loading API", "Custom Metrics"), and Triton's texts.
 """
 
@@ -77,8 +77,8 @@ def load_model(
 ) -> None:
     """Loads a model of the repository; blocks until done.
 
-    config: JSON, instead of its configuration
-    files: {"file:1/model.onnx": content}, instead of its directory
+    config: JSON that replaces its configuration
+    files: {"file:1/model.onnx": content} that replaces its directory
     """
     parameters: dict[str, str | bytes] = {"config": text(config, "config")} if config else {}
     for path, content in (files or {}).items():
@@ -90,12 +90,12 @@ def load_model(
 
 
 def unload_model(model_name: str | bytes, unload_dependents: bool = False) -> None:
-    """Begins to unload a model; returns at once."""
+    """Begins to unload a model; returns immediately."""
     _ask("unload_model", text(model_name, "model_name"), bool(unload_dependents))
 
 
 def is_model_ready(model_name: str | bytes, model_version: str | bytes = "") -> bool:
-    """model_version: "" = the one that the server chooses. False for an unknown model."""
+    """model_version: "" = chosen by the server. False for an unknown model."""
     version = text(model_version, "model_version")
     if version and not version.isdecimal():
         raise TritonModelException(f"model_version must be a number as text, got {model_version!r}")
@@ -163,7 +163,7 @@ class MetricFamily:
     HISTOGRAM: ClassVar[str] = _HISTOGRAM
 
     def __init__(self, name: str | bytes, description: str | bytes, kind: str) -> None:
-        """Raises TritonModelException when the name is invalid, or exists with another kind."""
+        """Raises TritonModelException if the name is invalid, or exists with another kind."""
         if kind not in (_COUNTER, _GAUGE, _HISTOGRAM):
             raise TritonModelException(
                 f"Unknown metric kind {kind!r}: expected MetricFamily.COUNTER, GAUGE or HISTOGRAM"

@@ -1,6 +1,6 @@
 """`pb_utils.ModelConfig`, which `auto_complete_config` completes, and the config helpers.
 
-Values of config.pbtxt are completed, not overwritten; a contradiction is a ValueError with Triton's text.
+Values from config.pbtxt are completed, never overwritten; a contradiction raises ValueError with Triton's text.
 Source: triton_python_backend_utils.py of Triton's python backend.
 """
 
@@ -17,7 +17,7 @@ _FUNCTION = "auto-complete-config function for model"
 
 
 class ModelConfig:
-    """The configuration under completion; `as_dict()` is Triton's JSON as Python values."""
+    """The configuration being completed; `as_dict()` is Triton's JSON as Python values."""
 
     def __init__(self, model_config: str) -> None:
         self._model_config: _Fields = json.loads(model_config)
@@ -30,7 +30,7 @@ class ModelConfig:
         return self._model_config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Raises ValueError when config.pbtxt has a larger value."""
+        """Raises ValueError if config.pbtxt has a larger value."""
         configured = self._model_config.get("max_batch_size", 0)
         if configured > max_batch_size:
             raise ValueError(
@@ -40,7 +40,7 @@ class ModelConfig:
         self._model_config["max_batch_size"] = max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        """Raises ValueError when the configuration has another scheduler."""
+        """Raises ValueError if the configuration has another scheduler."""
         for chosen in ("sequence_batching", "ensemble_scheduling"):
             if chosen in self._model_config:
                 raise ValueError(
@@ -50,7 +50,7 @@ class ModelConfig:
         self._model_config.setdefault("dynamic_batching", {})
 
     def set_model_transaction_policy(self, transaction_policy_dict: Mapping[str, Any]) -> None:
-        """Takes `{"decoupled": bool}`. Raises ValueError when the configuration has another value."""
+        """Takes `{"decoupled": bool}`. Raises ValueError if the configuration has another value."""
         if any(key != "decoupled" for key in transaction_policy_dict):
             raise ValueError(
                 f"model transaction property in {_FUNCTION} '{self._name}' contains property other than 'decoupled'."
@@ -67,12 +67,12 @@ class ModelConfig:
         policy["decoupled"] = wanted
 
     def add_input(self, input: Mapping[str, Any]) -> None:
-        """Takes name, data_type, dims and optional. Raises ValueError when they contradict the configuration."""
+        """Takes name, data_type, dims and optional. Raises ValueError if they contradict the configuration."""
         others = "'name', 'data_type', 'dims' and 'optional'"
         self._add_tensor("input", input, (*_REQUIRED, "optional"), others)
 
     def add_output(self, output: Mapping[str, Any]) -> None:
-        """Takes name, data_type and dims. Raises ValueError when they contradict the configuration."""
+        """Takes name, data_type and dims. Raises ValueError if they contradict the configuration."""
         self._add_tensor("output", output, _REQUIRED, "'name', 'data_type' and 'dims'")
 
     def _add_tensor(self, kind: str, tensor: Mapping[str, Any], known: tuple[str, ...], known_text: str) -> None:
@@ -107,7 +107,7 @@ class ModelConfig:
 
 
 def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> _Fields | None:
-    """The input's entry in the parsed configuration; None when there is none."""
+    """The input's entry in the parsed configuration; None if there is none."""
     return _named(model_config.get("input", ()), name)
 
 

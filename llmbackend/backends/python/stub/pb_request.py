@@ -1,7 +1,7 @@
-"""`pb_utils.InferenceRequest`: a request that a model gets, or makes to call another model.
+"""`pb_utils.InferenceRequest`: a request that a model receives, or creates to call another model.
 
-Invariants: a request's tensors stay readable as long as the model holds it, also after the host's request was released;
-a call of another model is made for the tenants of its execute call.
+Invariants: a request's tensors remain readable as long as the model references it, even after the host's request was
+released; a call of another model is made on behalf of the tenants of its execute call.
 Source: Triton python_backend documentation; method names as listed in golden transcript 61.
 """
 
@@ -30,7 +30,7 @@ PackedTenant = tuple[str, bool, str] | None
 """None = NO_TENANT."""
 
 EXECUTE_TENANTS: Final[ContextVar[frozenset[PackedTenant] | None]] = ContextVar("execute_tenants", default=None)
-"""The tenants of the requests of this execute call; None outside of one."""
+"""The tenants of the requests in this execute call; None outside of one."""
 
 MEMORY_CPU, MEMORY_GPU = 0, 2
 _MEMORY_DEFAULT = -1
@@ -38,13 +38,13 @@ _MAX_UINT32, _MAX_INT64, _MAX_UINT64 = (1 << 32) - 1, (1 << 63) - 1, (1 << 64) -
 PackedFields = tuple[str, int | str, int, int, dict[str, Any], Sequence[PackedTensor], str | None, PackedTenant]
 """Id, correlation id, flags, timeout in microseconds, parameters, inputs, trace context, tenant."""
 PackedRequest = tuple[int, Sequence[str], PackedFields]
-"""The host's number of the request, the requested outputs, and the fields that models can read."""
+"""The host's id of the request, the requested outputs, and the fields that models can read."""
 _PHASES_WITHOUT_BLS = ("load", "auto_complete", "initialize", "finalize")
 
 
 @dataclass(frozen=True)
 class PreferredMemory:
-    """Where the outputs of another model should be. It has no effect: outputs are always in CPU memory."""
+    """The requested location of another model's outputs. Has no effect: outputs are always in CPU memory."""
 
     preferred_memory_type: int = _MEMORY_DEFAULT
     preferred_device_id: int = 0
@@ -52,15 +52,15 @@ class PreferredMemory:
 
 @dataclass(frozen=True)
 class InferenceTrace:
-    """Passes the trace of a request to one made for it: `InferenceRequest(..., trace=request.trace())`. It also names
-    the tenant, which the host cannot know when a batch has requests of several clients."""
+    """Passes the trace of a request to one made on its behalf: `InferenceRequest(..., trace=request.trace())`. It also
+    identifies the tenant, which the host cannot know if a batch has requests from several clients."""
 
     context: str | None = None
     request_number: int | None = None
     _tenant: PackedTenant = None
 
     def get_context(self) -> str | None:
-        """The OpenTelemetry context of a traced request as the JSON text of its headers; None when it is not traced."""
+        """The OpenTelemetry context of a traced request as the JSON text of its headers; None if it is not traced."""
         return self.context
 
 
@@ -166,7 +166,7 @@ class InferenceRequest:
         return self._model[1]
 
     def trace(self) -> InferenceTrace:
-        if self._trace is None:  # few models ask
+        if self._trace is None:  # few models ask for it
             self._trace = InferenceTrace(self._trace_context, self._own_exchange("trace").number, self._tenant)
         return self._trace
 
@@ -183,13 +183,13 @@ class InferenceRequest:
         self._own_exchange("set_release_flags").release_flags = flags
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Runs the request on its model; blocks for the response. decoupled: returns an iterator of the responses."""
+        """Runs the request on its model; blocks until the response. decoupled: returns an iterator of responses."""
         call = self._start(decoupled)
         return ResponseIterator(call) if decoupled else call.only_response()
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
-        """Like `exec`, but awaitable; the request is sent before this returns. decoupled: the iterator is returned when
-        the first response has come, so that a `for` does not block other coroutines while it waits for that one."""
+        """Like `exec`, but awaitable; the request is sent before this returns. decoupled: the iterator is returned with
+        the first response, so that a `for` does not block other coroutines while waiting for it."""
         import asyncio  # imported only by models that await
 
         loop = asyncio.get_running_loop()

@@ -1,10 +1,10 @@
 """`pb_utils.InferenceResponse` and `InferenceResponseSender`, and the check of parameters.
 
-Invariants: after FINAL nothing is sent; a request's end is reported to the host exactly once, also when the model drops
-the request, so that no client waits forever. Models set str, bool and int parameters, as in Triton; other backends'
-float parameters can be read.
-Source: Triton python_backend documentation, PyParametersToJSON, Triton's response sender, and their texts; the limit of
-64 bits is checked here, where Triton fails later.
+Invariants: nothing is sent after FINAL; a request's end is reported to the host exactly once, even if the model drops
+the request, so that no client waits forever. As in Triton, models can set parameters of type str, bool and int; float
+parameters from other backends can be read.
+Source: Triton python_backend documentation, PyParametersToJSON, Triton's response sender, and their texts; the 64-bit
+limit is checked here, whereas Triton fails later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PackedResponse = tuple[list[PackedTensor], dict[str, ParameterValue], PackedErro
 
 
 def checked_parameters(given: dict[str, Any] | None) -> dict[str, ParameterValue]:
-    """Raises TritonModelException for a type other than bool, int and str."""
+    """Raises TritonModelException for any type other than bool, int and str."""
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -121,7 +121,7 @@ class Exchange:
         self._lock = threading.RLock()
         self._is_closed = False  # the model has sent FINAL
         self._is_cancelled = False  # set at the end
-        self._is_over = False  # the end was reported to the host, or the runner will report it
+        self._is_over = False  # the end has been reported to the host, or will be by the runner
         link.cancellations.begin(number)
 
     @property
@@ -134,11 +134,11 @@ class Exchange:
 
     @property
     def output_names(self) -> Container[str]:
-        """The outputs to send: the requested ones and the states of the request's sequence."""
+        """The outputs to send: the requested ones, and the states of the request's sequence."""
         return self._output_names
 
     def send(self, response: InferenceResponse | None, flags: int) -> None:
-        """Raises TritonModelException when the response may not be sent."""
+        """Raises TritonModelException if the response may not be sent."""
         if flags not in (0, FINAL):
             raise TritonModelException(f"{_PREFIX}Unsupported flag provided.")
         if response is None and flags == 0:
@@ -161,7 +161,7 @@ class Exchange:
             self._check(has_response=True)
 
     def end_by_runner(self) -> None:
-        """The runner reports the end, unless the model has."""
+        """The runner reports the end unless the model has done so."""
         with self._lock:
             self._is_closed = True
             if not self._is_over:

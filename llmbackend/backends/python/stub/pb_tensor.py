@@ -1,11 +1,11 @@
 """`pb_utils.Tensor`, the datatype helpers of Triton's python backend, and tensors in packets.
 
-Invariants: BYTES data is an object array of `bytes`, also if the model gave str or numpy strings; BF16 data may be
-given as ml_dtypes' bfloat16, is stored as uint16, and is returned only by DLPack, because numpy has no such type. A
-small tensor is in the pickled message, a large one is a part of its own, copied once; both arrive writable. DLPack
-shares memory, except for device memory, which is copied to the CPU.
-Source: Triton python_backend documentation and golden transcript 61; dlpack.h, where a capsule holds a DLManagedTensor,
-whose first member is the DLTensor.
+Invariants: BYTES data is an object array of `bytes`, even if the model passed str or numpy strings; BF16 data may be
+given as ml_dtypes' bfloat16, is stored as uint16, and is returned only through DLPack, because numpy has no such type.
+A small tensor is part of the pickled message, a large one is a separate part, copied once; both arrive writable. DLPack
+shares memory, except that device memory is copied to the CPU.
+Source: Triton python_backend documentation and golden transcript 61; dlpack.h, in which a capsule contains a
+DLManagedTensor, whose first member is the DLTensor.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def unpack_data(
 
 
 class Tensor:
-    """A named tensor. Its shape includes the batch dimension when the model batches."""
+    """A named tensor. Its shape includes the batch dimension if the model batches."""
 
     __slots__ = ("_data", "_datatype", "_name")
 
@@ -116,8 +116,7 @@ class Tensor:
         return _NUMBER_OF_DATATYPE[self._datatype]
 
     def as_numpy(self) -> Array:
-        """The data; writable, as in Triton: a read-only array is copied at the first call. Raises TritonModelException
-        for BF16."""
+        """The data; writable as in Triton: a read-only array is copied once. Raises TritonModelException for BF16."""
         if self._datatype == "BF16":
             raise TritonModelException(
                 f"tensor '{self._name}' has type BF16, which numpy does not have; use to_dlpack()"
@@ -130,7 +129,7 @@ class Tensor:
         return True
 
     def to_dlpack(self) -> Any:
-        """A DLPack capsule that shares this tensor's memory. BYTES tensors have none."""
+        """A DLPack capsule that shares this tensor's memory. Not available for BYTES tensors."""
         return self.__dlpack__()
 
     def __dlpack__(self, **_options: Any) -> Any:
@@ -184,7 +183,7 @@ def triton_string_to_numpy(triton_type_string: str) -> Any:
 
 
 def np_to_triton_dtype(np_dtype: Any) -> str | None:
-    """numpy dtype → wire datatype (`FP32`); None when there is none."""
+    """numpy dtype → wire datatype (`FP32`); None if there is none."""
     dtype = np.dtype(np_dtype)
     if (datatype := _DATATYPE_OF_DTYPE.get(dtype)) is not None:
         return datatype
@@ -194,7 +193,7 @@ def np_to_triton_dtype(np_dtype: Any) -> str | None:
 
 
 def numpy_to_triton_type(data_type: Any) -> int:
-    """numpy dtype → the number of TRITONSERVER_DataType. Raises KeyError when there is none."""
+    """numpy dtype → the number of TRITONSERVER_DataType. Raises KeyError if there is none."""
     return _NUMBER_OF_DATATYPE[np_to_triton_dtype(data_type) or str(data_type)]
 
 
@@ -205,7 +204,7 @@ def triton_to_numpy_type(data_type: int) -> Any:
 
 
 def serialize_byte_tensor(input_tensor: Array) -> Array | None:
-    """The elements in C order, each after its uint32 length, as one object element; None for an empty tensor."""
+    """The elements in C order, each preceded by its uint32 length, as one object element; None for an empty tensor."""
     if input_tensor.size == 0:
         return None
     flat = _of_bytes(input_tensor.astype(np.object_)).ravel()
@@ -213,7 +212,7 @@ def serialize_byte_tensor(input_tensor: Array) -> Array | None:
 
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
-    """The inverse: an object array [n] of bytes. Raises ValueError when a length exceeds the buffer."""
+    """The inverse: an object array [n] of bytes. Raises ValueError if a length exceeds the buffer."""
     items = list(_split(memoryview(encoded_tensor)))
     array = np.empty(len(items), dtype=np.object_)
     array[:] = items
@@ -233,7 +232,7 @@ def _split(buffer: memoryview) -> Iterator[bytes]:
         offset += length
 
 
-# --- DLPack with numpy, which can neither name bfloat16 nor read a bare capsule ---------------------------------------
+# --- DLPack with numpy, which can neither express bfloat16 nor read a bare capsule ------------------------------------
 
 _CPU, _CUDA_HOST = 1, 3
 _UINT, _BFLOAT = 1, 4
@@ -255,7 +254,7 @@ class _DLTensor(ctypes.Structure):
 
 
 class _Exporter:
-    """Lets numpy read a capsule; it accepts only exporters."""
+    """Lets numpy, which accepts only exporters, read a capsule."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
@@ -268,7 +267,7 @@ class _Exporter:
 
 
 def _to_capsule(data: Array, is_bfloat16: bool) -> Any:
-    """A capsule of `data`; of bfloat16, which `data` holds as uint16, if `is_bfloat16`."""
+    """A capsule of `data`; if `is_bfloat16`, `data` contains it as uint16."""
     capsule = data.__dlpack__()
     if is_bfloat16:
         _tensor_of(capsule).code = _BFLOAT

@@ -59,7 +59,7 @@ def make_importable() -> None:
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str | bytes) -> Tensor | None:
-    """The input of that name; None when the request has none (an optional input)."""
+    """The input with that name; None if the request has none (an optional input)."""
     return _named(inference_request.inputs(), name)
 
 

@@ -1,10 +1,10 @@
 """One TritonPythonModel object: imports model.py, completes its configuration, initializes, executes, finalizes.
 
 Invariants: the end of each request is reported exactly once, whatever the model returns or raises: in the answer to the
-execute call, or by its response sender (where execute returns None for it). An exception of execute is logged even when
-no client waits any more. model.py is a module of the package named as its version, so that relative imports and pickled
-classes find it; modules beside it and one directory up are found after those of the environment; no bytecode is written
-beside a model.
+execute call or, if execute returns None for it, by its response sender. An exception of execute is logged even if no
+client is waiting any more. model.py is a module of a package named after its version, so that relative imports and
+pickled classes work; modules next to it and one directory up are found after those of the environment; no bytecode is
+written next to a model.
 Source: Triton's python backend and the texts of its checks; sys.path in golden transcript 61.
 """
 
@@ -72,7 +72,7 @@ class Runner:
         self._states: frozenset[str] = frozenset()
 
     def call(self, verb: str, argument: Any, parts: Sequence[Any], answer_parts: list[Any]) -> Any:
-        """The answer to one call of the host. Raises the model's exceptions."""
+        """The answer to one call from the host. Raises the model's exceptions."""
         if verb == "execute":
             return self._execute(argument, parts, answer_parts)
         self._link.phase = verb
@@ -82,14 +82,14 @@ class Runner:
             self._link.phase = "execute"
 
     def _hello(self, _argument: None) -> None:
-        """Shows that the process runs."""
+        """Shows that the process is running."""
 
     def _load(self, where: tuple[str, str]) -> None:
         self._file = where[0]
         self._class = load_class(*where)
 
     def _auto_complete(self, config_json: str) -> dict[str, Any] | None:
-        """The completed configuration; None when the model has no `auto_complete_config`."""
+        """The completed configuration; None if the model has no `auto_complete_config`."""
         complete = getattr(self._class, "auto_complete_config", None)
         if complete is None:
             return None
@@ -103,7 +103,7 @@ class Runner:
         return completed.as_dict()
 
     def _initialize(self, settings: tuple[dict[str, str], bool, frozenset[str]]) -> bool:
-        """Whether the model has an `is_ready`."""
+        """Returns whether the model has an `is_ready`."""
         arguments, self._decoupled, self._states = settings
         self._name = arguments["model_instance_name"]
         self._model_key = (arguments["model_name"], int(arguments["model_version"]))
@@ -116,19 +116,19 @@ class Runner:
         return tells_readiness
 
     def _not_ready_reason(self) -> str:
-        """Why the model is not ready; "" when it is. On its own thread, beside execute."""
+        """Why the model is not ready; "" if it is. Runs on its own thread, concurrently with execute."""
         try:
             answer = self._model.is_ready()
             if inspect.iscoroutine(answer):
                 answer = self._coroutine_loop().run(answer)
-        except BaseException as error:  # also sys.exit() of a model
+        except BaseException as error:  # including sys.exit() called by a model
             return f"is_ready() raised {exception_text(error)}".rstrip()
         if not isinstance(answer, bool):
             return f"is_ready() must return a bool, got {type(answer)}"
         return "" if answer else "is_ready() returned False"
 
     def _finalize(self, _argument: None) -> None:
-        """The model's finalize may wait for requests in flight; then its event loop ends."""
+        """The model's finalize may wait for requests in flight; afterwards its event loop ends."""
         try:
             if hasattr(self._model, "finalize"):
                 self._model.finalize()
@@ -137,8 +137,8 @@ class Runner:
                 self._loop.close()
 
     def _execute(self, given: list[PackedRequest], parts: Sequence[Any], answer_parts: list[Any]) -> Any:
-        """(text of the error if execute raised; responses, None for a request whose end is reported otherwise; numbers
-        of requests to reschedule; when the model began and ended, monotonic ns)."""
+        """Returns (text of the error if execute raised; responses, None for a request whose end is reported otherwise;
+        ids of requests to reschedule; start and end of the model's execute, monotonic ns)."""
         requests, exchanges = [], []
         for number, wanted, fields in given:
             exchange = Exchange(self._link, number, wanted, self._states, self._decoupled)
@@ -170,7 +170,7 @@ class Runner:
         return self._run_coroutine(returned, requests) if inspect.iscoroutine(returned) else returned
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any], requests: list[InferenceRequest]) -> Any:
-        """Waits for the coroutine; a decoupled model's continues after execute."""
+        """Waits for the coroutine; that of a decoupled model continues after execute."""
         loop = self._coroutine_loop()
         if not self._decoupled:
             return loop.run(coroutine)
@@ -185,7 +185,7 @@ class Runner:
         return None
 
     def _report(self, error: BaseException) -> str:
-        """Logs an exception of execute, as Triton does; returns the text for the requests without a response."""
+        """Logs an exception of execute, as Triton does. Returns the text for the requests without a response."""
         text = exception_text(error)
         file, line = raised_at(error, self._file)
         told = f"Failed to process the request(s) for model '{self._name}', message: {text}"
@@ -193,7 +193,7 @@ class Runner:
         return text
 
     def _checked(self, returned: Any, exchanges: list[Exchange]) -> Sequence[InferenceResponse | None]:
-        """Triton's checks of execute's return value; one entry per request."""
+        """Applies Triton's checks to execute's return value. Returns one entry per request."""
         nothing = [None] * len(exchanges)
         if self._decoupled:
             if returned is not None:

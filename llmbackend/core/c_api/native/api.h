@@ -1,5 +1,5 @@
-// The types of Triton's C API for backends, declared anew from its published headers: TRITONBACKEND API 1.19,
-// TRITONSERVER API 1.34. Names and numbers are the ABI; tests/core/c_api holds the functions to a list of names.
+// The types of Triton's C API for backends, redeclared from its published headers: TRITONBACKEND API 1.19,
+// TRITONSERVER API 1.34. Names and numbers are the ABI; tests/core/c_api compares the functions with a list of names.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
 // Response caches: TRITONCACHE_CacheEntry and _Allocator, and how the host calls a cache's library.
 //
-// An entry of the host is one buffer. `TRITONCACHE_Copy` is where its bytes move: into the memory that the cache has set
-// in the entry (insert), or out of the cache's memory to the host (lookup), under the cache's own lock.
+// An entry of the host is a single buffer. `TRITONCACHE_Copy` moves its bytes: into the memory that the cache has set in
+// the entry (insert), or from the cache's memory to the host (lookup), while the cache holds its own lock.
 
 #include <cstring>
 

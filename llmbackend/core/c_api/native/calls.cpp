@@ -1,4 +1,4 @@
-// Reads what the host's Python code passes to a backend's functions, and calls those of a batching strategy.
+// Reads the arguments that the host's Python code passes to a backend's functions; calls a batching strategy's.
 
 #include "calls.h"
 
@@ -63,7 +63,7 @@ std::unique_ptr<TRITONBACKEND_Request> read_request(PyObject* item) {
   return PyErr_Occurred() ? nullptr : std::move(request);
 }
 
-// --- batching strategies: TRITONBACKEND_ModelBatch*, of a library beside a model ---------------------------------------
+// --- batching strategies: TRITONBACKEND_ModelBatch*, of a library next to a model --------------------------------------
 
 PyObject* error_and_address(Error* error, const void* made) {
   Ref failure(result_of(error));
@@ -117,7 +117,7 @@ PyObject* batch_includes(PyObject*, PyObject* arguments) {
   return failure ? Py_BuildValue("(OO)", failure.get(), included ? Py_True : Py_False) : nullptr;
 }
 
-// finalize(address, object): of a batcher, a batch or a cache
+// finalize(address, object): for a batcher, a batch or a cache
 PyObject* finalize(PyObject*, PyObject* arguments) {
   unsigned long long address = 0, object = 0;
   if (!PyArg_ParseTuple(arguments, "KK", &address, &object)) return nullptr;

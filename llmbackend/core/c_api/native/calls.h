@@ -1,4 +1,4 @@
-// What the functions of the Python module share.
+// Shared by the functions of the Python module.
 #pragma once
 
 #include "objects.h"
@@ -7,7 +7,7 @@ constexpr const char* BACKEND = "llmbackend.Backend";
 constexpr const char* MODEL = "llmbackend.Model";
 constexpr const char* INSTANCE = "llmbackend.ModelInstance";
 
-// The object that a capsule holds; null = an exception is set.
+// The object in a capsule; null = an exception is set.
 template <typename T>
 T* held(PyObject* capsule, const char* name) {
   return static_cast<T*>(PyCapsule_GetPointer(capsule, name));
@@ -30,7 +30,7 @@ PyObject* result_of(Error* error);
 // Null = an exception is set.
 std::unique_ptr<TRITONBACKEND_Request> read_request(PyObject* item);
 
-// (error | None, address), for what a library has made.
+// (error | None, address), for what a library has created.
 PyObject* error_and_address(Error* error, const void* made);
 
 PyObject* new_agent(PyObject* module, PyObject* nothing);

@@ -1,9 +1,9 @@
-// Inferences that a backend makes on other models (BLS): TRITONSERVER_InferenceRequest, _ResponseAllocator,
+// A backend's inferences on other models (BLS): TRITONSERVER_InferenceRequest, _ResponseAllocator,
 // _InferenceResponse, and the functions of TRITONSERVER_Server that backends call.
 //
-// Invariants: input data is copied when the inference starts; responses are delivered by a thread of the host's
-// (host_calls.py), without the interpreter's lock, in their order; the request goes back to its owner after the last
-// one, so that it can be cancelled until then.
+// Invariants: input data is copied when the inference starts; responses are delivered in order by a thread of the host's
+// (host_calls.py), without the GIL; the request is returned to its owner after the last response, and can be cancelled
+// until then.
 
 #include <algorithm>
 
@@ -314,7 +314,7 @@ EXPORTED Error* TRITONSERVER_ServerInferAsync(TRITONSERVER_Server* server, TRITO
 
 namespace {
 
-// Copies an output into memory that the caller's allocator gives.
+// Copies an output into memory from the caller's allocator.
 Error* place(InferenceOutput* output, const char* data, Delivery& to) {
   TRITONSERVER_MemoryType type = MEMORY_CPU;
   int64_t type_id = 0;
@@ -410,7 +410,7 @@ EXPORTED Error* TRITONSERVER_InferenceResponseDelete(TRITONSERVER_InferenceRespo
   return nullptr;
 }
 
-// A new error for each call, as Triton's core returns, though its header says that the response owns it: NVIDIA's python
+// A new error for each call, as in Triton's core, although its header says that the response owns it: NVIDIA's python
 // backend deletes it.
 EXPORTED Error* TRITONSERVER_InferenceResponseError(TRITONSERVER_InferenceResponse* response) {
   return response->error ? new TRITONSERVER_Error(*response->error) : nullptr;

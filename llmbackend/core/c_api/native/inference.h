@@ -1,4 +1,4 @@
-// The objects of inferences that a backend makes.
+// The objects of a backend's inferences on other models.
 #pragma once
 
 #include <cstring>
@@ -12,7 +12,7 @@ struct TRITONSERVER_ResponseAllocator {
   BufferAttributesFn attributes = nullptr;
 };
 
-// Where the responses of one inference go, and how its request is given back.
+// Where the responses of one inference go, and how its request is returned.
 struct Delivery {
   TRITONSERVER_ResponseAllocator* allocator = nullptr;
   TRITONSERVER_ResponseAllocator functions;  // the allocator's: its owner may delete it before the last response
@@ -24,7 +24,7 @@ struct Delivery {
   void* release_userp = nullptr;
   std::atomic<int> holders{2};  // of the request: ServerInferAsync and the final response
 
-  // Gives the request back, by its callback, when the last holder calls it. Without the interpreter's lock.
+  // Returns the request through its callback when the last holder calls this. Without the GIL.
   void let_go() {
     if (holders.fetch_sub(1) == 1 && release) release(request, RELEASE_ALL, release_userp);
   }

@@ -1,7 +1,7 @@
-// The Python module `_triton_api`: makes the C objects of the host's Python ones, and calls a backend's functions.
+// The Python module `_triton_api`: creates C objects for the host's Python objects, and calls a backend's functions.
 //
-// Invariant: backend code runs without the interpreter's lock. An object is deleted by the capsule that holds it, so
-// after the host has dropped the Python object that holds the capsule.
+// Invariant: backend code runs without the GIL. An object is deleted by its capsule, hence after the host has dropped
+// the Python object that owns the capsule.
 
 #include "calls.h"
 #include "inference.h"
@@ -71,7 +71,7 @@ PyObject* new_instance(PyObject*, PyObject* arguments) {
   return instance->model && !PyErr_Occurred() ? hold(std::move(instance), INSTANCE) : nullptr;
 }
 
-// set_outputs(model, names): those that its responses may have
+// set_outputs(model, names): the outputs that its responses may have
 PyObject* set_outputs(PyObject*, PyObject* arguments) {
   PyObject *capsule = nullptr, *names = nullptr;
   if (!PyArg_ParseTuple(arguments, "OO", &capsule, &names)) return nullptr;
@@ -91,7 +91,7 @@ PyObject* execution_policy(PyObject*, PyObject* backend) {
   return one ? PyLong_FromLong(one->policy) : nullptr;
 }
 
-// call(function address, capsule): Initialize, Finalize or Ready of what the capsule holds, an agent too
+// call(function address, capsule): Initialize, Finalize or Ready of the object in the capsule, which may be an agent
 PyObject* call(PyObject*, PyObject* arguments) {
   unsigned long long address = 0;
   PyObject* capsule = nullptr;
@@ -130,7 +130,7 @@ PyObject* backend_attributes(PyObject*, PyObject* arguments) {
                            : nullptr;
 }
 
-// execute(function address, instance, requests): None where the backend owns the requests now, else (code, message)
+// execute(function address, instance, requests): None if the backend owns the requests now, else (code, message)
 PyObject* execute(PyObject*, PyObject* arguments) {
   unsigned long long address = 0;
   PyObject *capsule = nullptr, *items = nullptr;

@@ -1,7 +1,7 @@
-// What the opaque types of the C API are here, and how C++ calls the host's Python objects.
+// The definitions of the C API's opaque types, and how C++ calls the host's Python objects.
 //
-// Invariants: an object of a backend, model, instance, request or factory holds one reference to its Python counterpart;
-// reference counts and Python objects are only touched with the interpreter's lock; no function of the API throws.
+// Invariants: an object of a backend, model, instance, request or factory owns one reference to its Python counterpart;
+// reference counts and Python objects are accessed only while holding the GIL; no function of the API throws.
 #pragma once
 
 #define Py_LIMITED_API 0x030B0000
@@ -50,12 +50,12 @@ struct TRITONSERVER_BufferAttributes {
   void* cuda_ipc_handle = nullptr;
 };
 
-// Memory that a backend fills; a Python object takes it over when it is sent.
+// Memory filled by a backend; a Python object takes it over when it is sent.
 struct Buffer {
   std::unique_ptr<char[]> data;
   TRITONSERVER_BufferAttributes attributes;
 
-  // Raises UNAVAILABLE when there is no memory.
+  // Raises UNAVAILABLE if there is no memory.
   Error* allocate(size_t byte_size);
 };
 
@@ -70,7 +70,7 @@ TRITONSERVER_DataType datatype_of(const char* name);
 
 // --- Python -----------------------------------------------------------------------------------------------------------
 
-// Holds the interpreter's lock. A thread that has it may take it again.
+// Holds the GIL. Reentrant.
 class Locked {
  public:
   Locked() : state_(PyGILState_Ensure()) {}
@@ -81,7 +81,7 @@ class Locked {
   PyGILState_STATE state_;
 };
 
-// Gives the lock up while backend code runs.
+// Releases the GIL while backend code runs.
 class Unlocked {
  public:
   Unlocked() : state_(PyEval_SaveThread()) {}
@@ -92,7 +92,7 @@ class Unlocked {
   PyThreadState* state_;
 };
 
-// An owned reference, dropped under the lock.
+// An owned reference, dropped while holding the GIL.
 class Ref {
  public:
   Ref() = default;
@@ -115,11 +115,11 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
-// Calls `host.<name>(*arguments)` (host_calls.py), with the lock. Takes over `arguments` (a tuple; null = an exception
-// is set). An exception becomes an error.
+// Calls `host.<name>(*arguments)` (host_calls.py) while holding the GIL. Takes over `arguments` (a tuple; null = an
+// exception is set). An exception becomes an error.
 Error* host_call(const char* name, PyObject* arguments, Ref* result = nullptr);
 
-// The exception that is set, as an error; clears it.
+// The pending exception as an error; clears it.
 Error* take_exception();
 
 PyObject* text(const std::string& value);                    // str; bytes that are not UTF-8 are replaced
@@ -130,12 +130,12 @@ bool read_parameters(PyObject* dict, Parameters* parameters);  // false = an exc
 bool read_text(PyObject* value, std::string* out);
 bool read_dims(PyObject* value, std::vector<int64_t>* dims);
 
-// Runs `call` with the lock: now, or, for what a client cannot see, when the Execute that this thread is in has
-// returned, so that the lock is taken once for all of it. A deferred call's error is logged.
+// Runs `call` with the GIL: now or, if clients cannot see the effect, after the Execute in which this thread is has
+// returned, so that the GIL is taken once for all such calls. A deferred call's error is logged.
 enum class When { NOW, AFTER_EXECUTE };
 Error* with_lock(When when, std::function<Error*()> call);
 
-// While it lives, calls of this thread may be deferred; its destructor, which needs the lock, runs them.
+// During its lifetime, calls of this thread may be deferred; its destructor, which needs the GIL, runs them.
 class Deferral {
  public:
   Deferral();
@@ -221,8 +221,8 @@ struct TRITONSERVER_InferenceTrace {
   ~TRITONSERVER_InferenceTrace();
 };
 
-// What responses are made by: core's Request until it is released, then a ResponseFactory of it where responses may
-// still follow. Shared by the request, its factories and its responses, so that a response takes no lock to be made.
+// What creates responses: core's Request until it is released, then a ResponseFactory of it if responses may still
+// follow. Shared by the request, its factories and its responses, so that creating a response takes no lock.
 struct Source {
   Ref request, factory;
   const TRITONBACKEND_Model* model = nullptr;  // null for a batching strategy, which makes no responses
@@ -231,7 +231,7 @@ struct Source {
   ~Source();
 };
 
-// A counted pointer to a Source, from any thread. (std::shared_ptr needs a symbol of glibc 2.32, newer than wheels may.)
+// A thread-safe counted pointer to a Source. (std::shared_ptr needs a symbol of glibc 2.32, too new for the wheels.)
 class SourcePtr {
  public:
   SourcePtr() = default;

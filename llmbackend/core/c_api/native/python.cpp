@@ -1,4 +1,4 @@
-// How C++ and the host's Python objects reach each other: conversions, errors, deferred calls.
+// The interface between C++ and the host's Python objects: conversions, errors, deferred calls.
 
 #include "objects.h"
 

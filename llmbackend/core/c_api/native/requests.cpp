@@ -1,7 +1,7 @@
 // TRITONBACKEND_Request, _Input, _Output, _State, _ResponseFactory, _Response.
 //
-// Invariants: the memory of an input lives until its request is released; a response is made without the interpreter's
-// lock, which is taken when it is sent.
+// Invariants: the memory of an input lives until its request is released; a response is created without the GIL, which
+// is taken when it is sent.
 
 #include "objects.h"
 
@@ -12,7 +12,7 @@ void set(T* out, T value) {
   if (out) *out = value;
 }
 
-// Published backends go on with a response that they have sent as an error and set to null.
+// Published backends continue to use a response that they have sent as an error and set to null.
 Error* no_response() { return invalid("the response is null: it was sent before"); }
 
 Error* out_of_bounds(const std::string& tag, const char* what, uint32_t index, size_t count) {
@@ -20,12 +20,12 @@ Error* out_of_bounds(const std::string& tag, const char* what, uint32_t index, s
                  what);
 }
 
-// How Triton's errors begin that concern one request.
+// The prefix of Triton's errors about a single request.
 std::string tag(const TRITONBACKEND_Request* request) {
   return "[request id: " + (request->id.empty() ? "<id_unknown>" : request->id) + "] ";
 }
 
-// The Python object that makes a source's responses. Needs the lock.
+// The Python object that creates a source's responses. Needs the GIL.
 PyObject* maker_of(const Source& source) { return source.factory ? source.factory.get() : source.request.get(); }
 
 PyObject* output_list(TRITONBACKEND_Response* response) {
@@ -179,7 +179,7 @@ EXPORTED Error* TRITONBACKEND_RequestRelease(TRITONBACKEND_Request* request, uin
   if (flags != RELEASE_ALL && flags != RELEASE_RESCHEDULE)
     return invalid("request release flags are " + std::to_string(flags) + ", expected TRITONSERVER_REQUEST_RELEASE_ALL "
                    "or TRITONSERVER_REQUEST_RELEASE_RESCHEDULE");
-  // A release that fails leaves the request with the backend, so one that can fail is not deferred.
+  // A failed release leaves the request with the backend, so a release that can fail is not deferred.
   auto when = flags == RELEASE_ALL ? When::AFTER_EXECUTE : When::NOW;
   return with_lock(when, [=]() -> Error* {
     auto& source = *request->host;

@@ -1,5 +1,5 @@
-// The functions of the published API that this host does not offer: each returns UNSUPPORTED and its own name. They
-// concern programs that embed Triton (a server of one's own, its options, its metrics page) and traces made by hand.
+// The functions of the published API that this host does not support: each returns UNSUPPORTED and its own name. They
+// are for programs that embed Triton (their own server, its options, its metrics page) or create traces themselves.
 
 #include "objects.h"
 

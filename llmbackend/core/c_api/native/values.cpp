@@ -1,4 +1,4 @@
-// Values of the C API that need nothing of the host: versions, names, errors, messages, parameters, buffer attributes.
+// Values of the C API that are independent of the host: versions, names, errors, messages, parameters, buffer attributes.
 
 #include <atomic>
 #include <cstring>

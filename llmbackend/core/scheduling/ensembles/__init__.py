@@ -1,1 +1,1 @@
-"""The scheduler of ensembles: a request's tensors flow from model to model."""
+"""The scheduler of ensembles, which passes a request's tensors from model to model."""

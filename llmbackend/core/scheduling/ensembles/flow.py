@@ -1,8 +1,8 @@
-"""The state of one request of an ensemble: its tensors, and the steps and responses that they allow.
+"""The state of one ensemble request: its tensors, and the steps and responses that they enable.
 
-EnsembleRun's lock guards everything here. Invariants: a step's request is made once for each origin, as soon as all of
-its inputs of that origin exist; responses are sent in order of origin.
-Source: TensorData, PrepareSteps, InitStep, CheckAndSetEnsembleOutput in Triton's ensemble_scheduler.cc.
+All of it is guarded by EnsembleRun's lock. Invariants: a step's request is created once per origin, as soon as all its
+inputs of that origin exist; responses are sent in order of origin. Source: TensorData, PrepareSteps, InitStep,
+CheckAndSetEnsembleOutput in Triton's ensemble_scheduler.cc.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .graph import (
     SequenceTag,
     StepOwner,
     StepRequest,
-    passed_on,
+    as_step_input,
 )
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ class Value:
     """One tensor of the ensemble.
 
     tensor: None = an optional input that was not given, or an output that the model omitted
-    batch_size: of the request that wrote it, 0 = not batched
-    sequence: None = the client wrote it
-    uses_left: how often it will be taken
+    batch_size: that of the request that produced it; 0 = not batched
+    sequence: None = produced by the client
+    uses_left: how many times it will still be taken
     """
 
     tensor: Tensor | None
@@ -53,7 +53,7 @@ class Value:
 
 
 class EnsembleValues:
-    """The tensors that a step or the response still has to take."""
+    """The ensemble tensors that a step or the response still has to take."""
 
     def __init__(self, uses: Mapping[str, int]) -> None:
         self._uses = uses
@@ -70,7 +70,7 @@ class EnsembleValues:
         return all((name, origin) in self._values for name in names)
 
     def take(self, names: Iterable[str], origin: Origin) -> dict[str, Value]:
-        """The values of that origin; each loses one use."""
+        """The values of that origin. Each loses one use."""
         taken = {name: self._values[name, origin] for name in names}
         for name, value in taken.items():
             value.uses_left -= 1
@@ -80,16 +80,16 @@ class EnsembleValues:
 
 
 class OriginOrder:
-    """The order of responses, when the last steps do not end in the order in which they began."""
+    """Puts responses in order when the last steps finish in a different order than they started."""
 
     def __init__(self) -> None:
         self._complete: list[tuple[Origin, int, Mapping[str, Value]]] = []
         self._running: list[tuple[Origin, int, StepRequest]] = []
-        """Sorted by the last known next origin, which only grows."""
+        """Sorted by the last known next origin, which only increases."""
         self._ticks = itertools.count()
 
     def __len__(self) -> int:
-        """Responses that were not sent."""
+        """Responses not yet sent."""
         return len(self._complete)
 
     def clear(self) -> None:
@@ -102,7 +102,7 @@ class OriginOrder:
         heapq.heappush(self._complete, (origin, next(self._ticks), outputs))
 
     def pop(self, before: Origin | None = None) -> Mapping[str, Value] | None:
-        """The next response, if it may be sent and its origin is earlier than `before`."""
+        """The next response, if it can be sent and its origin is earlier than `before`."""
         if not self._complete:
             return None
         origin = self._complete[0][0]
@@ -111,7 +111,7 @@ class OriginOrder:
         return heapq.heappop(self._complete)[2]
 
     def may_come_before(self, origin: Origin) -> bool:
-        """Whether a running step can still make values of an earlier origin."""
+        """Whether a running step can still produce values of an earlier origin."""
         earliest = self._earliest_next_origin()
         return earliest is not None and earliest < origin
 
@@ -128,11 +128,11 @@ class OriginOrder:
 
 
 class EnsembleFlow:
-    """The values, the steps' requests and the responses of one request of an ensemble.
+    """The values, step requests and responses of one ensemble request.
 
-    A response is sent when no running step can make an earlier one. By design different: Triton numbers the values of a
-    tensor as they arrive, so that branches of unequal speed after a decoupled step are mixed; here values from the same
-    responses belong together.
+    A response is sent once no running step can produce an earlier one. Deliberate difference: Triton numbers the values
+    of a tensor in order of arrival, which mixes up branches of unequal speed after a decoupled step; here values that
+    stem from the same responses belong together.
     """
 
     def __init__(self, graph: EnsembleGraph, request: QueuedRequest, shapes: Mapping[ModelKey, ModelShapes]) -> None:
@@ -147,8 +147,8 @@ class EnsembleFlow:
         for name in step.outputs.values():
             yield from self._flow.readers.get(name, ())
 
-    def all_behind(self, step: EnsembleStep) -> dict[int, EnsembleStep]:
-        """The steps that depend on `step`, the nearest first, by their index."""
+    def downstream(self, step: EnsembleStep) -> dict[int, EnsembleStep]:
+        """The steps downstream of `step`, nearest first, by index."""
         found: dict[int, EnsembleStep] = {}
         nearest = [step]
         while nearest:
@@ -180,7 +180,7 @@ class EnsembleFlow:
         return step.outputs.values(), origin
 
     def next_steps(self, new_values: NewValues, run: StepOwner) -> list[StepRequest]:
-        """The steps that can run because of `new_values`."""
+        """The steps that `new_values` make runnable."""
         names, origin = new_values
         readers = {step.index: step for name in names for step in self._flow.readers.get(name, ())}
         ready = [step for _, step in sorted(readers.items()) if self._values.have(step.inputs.values(), origin)]
@@ -197,7 +197,7 @@ class EnsembleFlow:
             value = values[tensor_name]
             if value.tensor is not None:
                 dims = shapes.input_dims.get(name, ())
-                inputs.append(passed_on(value.tensor, name, value.batch_size, dims, shapes.is_batching))
+                inputs.append(as_step_input(value.tensor, name, value.batch_size, dims, shapes.is_batching))
         batch_size = inputs[0].shape[0] if shapes.is_batching and inputs and inputs[0].shape else 0
         sequence = self._sequence_for(step, values.values())
         return StepRequest(run, step, shapes.is_decoupled, origin, tuple(inputs), batch_size, sequence)
@@ -219,8 +219,8 @@ class EnsembleFlow:
     def responses(
         self, new_values: NewValues, before: Origin | None
     ) -> Iterator[tuple[list[Tensor], SequenceTag | None, bool]]:
-        """The responses that may be sent now, of origins before `before`: outputs, sequence, and whether another one
-        waits."""
+        """The responses that can be sent now, with origins before `before`: outputs, sequence, whether more are
+        waiting."""
         names, origin = new_values
         requested = self._request.requested_outputs
         if any(name in requested for name in names) and self._values.have(requested, origin):
@@ -234,7 +234,7 @@ class EnsembleFlow:
         for name, value in values.items():
             if value.tensor is not None:
                 dims = self._graph.output_dims[name]
-                outputs.append(passed_on(value.tensor, name, value.batch_size, dims, is_batching))
+                outputs.append(as_step_input(value.tensor, name, value.batch_size, dims, is_batching))
                 sequence = value.sequence or sequence
         return outputs, sequence
 
@@ -247,8 +247,8 @@ class EnsembleFlow:
 
 
 def sequence_of(parameters: Mapping[str, ParameterValue], sent: SequenceTag) -> SequenceTag:
-    """The sequence in a response's parameters, else the one that its request was sent with. Raises TritonError
-    INVALID_ARG for a parameter of a wrong type."""
+    """The sequence in a response's parameters, else the one with which its request was sent. Raises TritonError
+    INVALID_ARG for a parameter of the wrong type."""
     names = ("sequence_id", "sequence_start", "sequence_end")
     given = {name: parameters[name] for name in names if name in parameters}
     if not given:

@@ -1,6 +1,6 @@
-"""The data flow of an ensemble: which step reads and writes which tensor; the requests of its steps and their limits.
+"""The data flow of an ensemble: which step reads and writes which tensor, the steps' requests, and their limits.
 
-Source: EnsembleInfo, the pruning and ReshapeTensorDims of Triton's ensemble_scheduler.cc.
+Source: EnsembleInfo, the pruning and ReshapeTensorDims in Triton's ensemble_scheduler.cc.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SequenceTag = tuple[int | str, RequestFlag]
 class EnsembleStep:
     """One step of the configuration.
 
-    index: its place in the configuration
-    inputs, outputs: the model's names of tensors → the ensemble's names
+    index: its position in the configuration
+    inputs, outputs: the model's tensor names → the ensemble's
     """
 
     index: int
@@ -46,12 +46,12 @@ class EnsembleStep:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The steps that some outputs need.
+    """The steps needed for the given outputs.
 
     readers: the steps that read each tensor
     uses: how often each value of a tensor is taken, by steps and by the response
 
-    By design different from Triton: includes the steps that write outputs that were not requested but are read.
+    Deliberate difference from Triton: steps whose outputs were not requested are included if another step reads them.
     """
 
     readers: Mapping[str, tuple[EnsembleStep, ...]]
@@ -105,7 +105,7 @@ class EnsembleGraph:
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """The shapes of a composing model. input_dims: without the batch dimension, -1 = any size."""
+    """The shapes of a composing model. input_dims: without the batch dimension; -1 = any size."""
 
     is_batching: bool
     is_decoupled: bool
@@ -117,19 +117,19 @@ class ModelShapes:
         return cls(config.max_batch_size > 0, config.model_transaction_policy.decoupled, dims)
 
 
-def dims_agree(some: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether both can be the same shape; -1 = any size. Source: CompareDimsWithWildcard."""
+def dims_compatible(some: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether the two are compatible; -1 = any size. Source: CompareDimsWithWildcard."""
     return len(some) == len(others) and all(
         one == other or -1 in (one, other) for one, other in zip(some, others, strict=True)
     )
 
 
-def passed_on(tensor: Tensor, name: str, batch_size: int, dims: Sequence[int], is_batching: bool) -> Tensor:
-    """`tensor` as the input `name` of another model, with `dims`. batch_size: its request's; 0 = not batched."""
+def as_step_input(tensor: Tensor, name: str, batch_size: int, dims: Sequence[int], is_batching: bool) -> Tensor:
+    """`tensor` as input `name` of another model, with `dims`. batch_size: that of its request; 0 = not batched."""
     shape = tensor.shape
-    if is_batching and not batch_size and dims_agree(dims, shape):
+    if is_batching and not batch_size and dims_compatible(dims, shape):
         shape = (1, *shape)
-    elif not is_batching and batch_size == 1 and not dims_agree(dims, shape):
+    elif not is_batching and batch_size == 1 and not dims_compatible(dims, shape):
         shape = shape[1:]
     data = tensor.data if shape == tensor.shape else reshaped(name, tensor.data, shape)
     return Tensor(name, tensor.datatype, shape, data)
@@ -138,35 +138,35 @@ def passed_on(tensor: Tensor, name: str, batch_size: int, dims: Sequence[int], i
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 300.0
-"""A waiting backend continues after this time, in case it waits for itself (Triton's kMutexTimeoutSeconds)."""
+"""A blocked backend continues after this time, in case it is waiting for itself (Triton's kMutexTimeoutSeconds)."""
 
 
 class StepOwner(Protocol):
-    """An EnsembleRun as its step requests see it. Thread-safe."""
+    """An EnsembleRun as seen by its step requests. Thread-safe."""
 
     def send(self, step_request: StepRequest) -> InferenceHandle:
-        """Sends it to its model. Raises TritonError when it is refused, or no longer wanted."""
+        """Sends the request to its model. Raises TritonError if it is refused, or no longer wanted."""
 
     def refused(self, step_request: StepRequest, error: TritonError) -> None:
-        """`send` has raised `error`."""
+        """Called when `send` has raised `error`."""
 
     def responded(self, step_request: StepRequest, response: InferenceResponse | None, flags: ResponseFlag) -> None: ...
-    def make_room(self, step_request: StepRequest) -> None:
+    def apply_backpressure(self, step_request: StepRequest) -> None:
         """Blocks the thread of the step's backend while later steps are at their limit."""
 
     def wants(self, step_request: StepRequest) -> bool:
-        """Whether its further responses can contribute to the ensemble's."""
+        """Whether further responses of the request can contribute to the ensemble's response."""
 
     def add_times(self, times: PhaseTimes) -> None: ...
     def step_gone(self) -> None: ...
 
 
 class StepRequest(RequestObserver):
-    """One request of an ensemble to a composing model; its response callback and observer. The run's lock guards the
-    attributes that change.
+    """One request of an ensemble to a composing model; also its response callback and observer. Mutable attributes are
+    guarded by the run's lock.
 
-    is_over: its last response has come
-    batch_size: of its inputs, 0 = not batched
+    is_over: its last response has arrived
+    batch_size: that of its inputs; 0 = not batched
     waiting_bytes: memory of its inputs while it waits for a slot
     """
 
@@ -195,7 +195,7 @@ class StepRequest(RequestObserver):
 
     @property
     def is_of_stream(self) -> bool:
-        """Whether it was caused by a response of a decoupled step; there may be any number of them."""
+        """Whether it was caused by a response of a decoupled step; the number of such requests is unlimited."""
         return bool(self._origin)
 
     @property
@@ -204,7 +204,7 @@ class StepRequest(RequestObserver):
         return (*self._origin, self.response_count) if self.is_decoupled else self._origin
 
     def start(self) -> None:
-        """Sends it to its model, or reports the error to the run. Never raises."""
+        """Sends the request to its model, or reports the error to the run. Never raises."""
         try:
             self._handle = self._run.send(self)
         except TritonError as error:
@@ -215,7 +215,7 @@ class StepRequest(RequestObserver):
         else:
             self.inputs = ()
             if not self._run.wants(self):
-                self.cancel()  # it was stopped before it got a handle
+                self.cancel()  # stopped before it had a handle
             if self._is_gone:
                 self._handle = None
 
@@ -227,24 +227,24 @@ class StepRequest(RequestObserver):
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         self._run.responded(self, response, flags)
 
-    def make_room(self) -> None:
-        self._run.make_room(self)
+    def apply_backpressure(self) -> None:
+        self._run.apply_backpressure(self)
 
     def computed(self, times: PhaseTimes) -> None:
         self._run.add_times(times)
 
     def done(self) -> None:
         self._is_gone = True
-        self._handle = None  # it refers to this object
+        self._handle = None  # breaks a reference cycle
         self._run.step_gone()
 
 
 class StepLimit:
     """Limits the running requests of one step, over all requests of the ensemble (`max_inflight_requests`).
 
-    A backend that may be blocked waits in `make_room` while a request of the step waits for a slot, so that at most one
-    response per thread of such a backend is kept; the run bounds the responses of other backends. By design different
-    from Triton, whose limiter blocks every caller, also a frontend, and keeps no order.
+    A backend that may be blocked waits in `wait_for_slot` while a request of the step waits for a slot, so at most one
+    response per thread of such a backend is queued; the run bounds the responses of other backends. Deliberate
+    difference: Triton's limiter blocks all callers, including frontends, and preserves no order.
     """
 
     def __init__(self, max_running: int, subject: str) -> None:
@@ -259,18 +259,18 @@ class StepLimit:
         return self._num_running + len(self._waiting)
 
     def add(self, step_request: StepRequest) -> None:
-        """Adds it to those that wait; `start_waiting` must follow, under no lock."""
+        """Adds a request to the waiting ones. `start_waiting` must follow, while no lock is held."""
         with self._changed:
             self._waiting[step_request] = None
 
     def finished(self) -> None:
-        """A started one is over; `start_waiting` must follow, under no lock."""
+        """Called when a started request is over. `start_waiting` must follow, while no lock is held."""
         with self._changed:
             self._num_running -= 1
             self._changed.notify_all()
 
     def discard(self, step_request: StepRequest) -> bool:
-        """Whether it still waited and will not be started."""
+        """Returns whether the request was still waiting and will now not be started."""
         with self._changed:
             if step_request not in self._waiting:
                 return False
@@ -278,8 +278,8 @@ class StepLimit:
             self._changed.notify_all()
             return True
 
-    def make_room(self, is_pointless: Callable[[], bool]) -> None:
-        """Blocks until a request could start at once, or until waiting is pointless (checked again after `wake`)."""
+    def wait_for_slot(self, is_pointless: Callable[[], bool]) -> None:
+        """Blocks until a request could start immediately, or until waiting is pointless (rechecked after `wake`)."""
         with self._changed:
             if not self._changed.wait_for(lambda: is_pointless() or len(self) < self._max_running, MAX_WAIT_S):
                 log.error(
@@ -295,8 +295,8 @@ class StepLimit:
             self._changed.notify_all()
 
     def start_waiting(self) -> None:
-        """Starts requests while there are slots. One thread at a time does so: a request that ends within `start` frees
-        its slot there."""
+        """Starts requests while there are free slots. Only one thread at a time does so; a request that ends within
+        `start` frees its slot there."""
         with self._changed:
             if self._is_starting:
                 return
@@ -312,8 +312,8 @@ class StepLimit:
 
 
 class StepLauncher(ActionThread):
-    """The thread on which an ensemble starts and stops steps because of another step's response (a response callback
-    must only enqueue). It is started by the first action."""
+    """The thread on which an ensemble starts and stops steps in reaction to another step's response (a response
+    callback must only enqueue). Started by the first action."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"ensemble-{name}", f"a step of ensemble '{name}' could not be started")

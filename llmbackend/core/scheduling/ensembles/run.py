@@ -1,6 +1,6 @@
-"""The scheduler of ensembles, and one request of an ensemble from its inputs to its last response.
+"""The scheduler of ensembles, and one ensemble request from its inputs to its last response.
 
-Invariants: the request has exactly one final response; it is counted and released when the last request of its steps
+Invariants: the request has exactly one final response; it is counted and released when the last of its step requests
 has ended. Source: EnsembleContext in Triton's ensemble_scheduler.cc.
 """
 
@@ -31,21 +31,21 @@ from .graph import EnsembleGraph, ModelKey, ModelShapes, Origin, SequenceTag, St
 log = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES: Final = 4 << 20
-"""Limit of the inputs of one request that wait for a slot of one step; as for responses that wait for a client."""
+"""Limit on the inputs of one request that wait for a slot of one step; as for responses that wait for a client."""
 TakeValues = Callable[[], NewValues]
-"""Adds new values to the flow, or raises the TritonError that came instead."""
+"""Adds new values to the flow, or raises the TritonError received in their place."""
 
 
 class EnsembleRun:
-    """One request of an ensemble, with one handle on each composing model, so that none is finalised while it runs.
+    """One request of an ensemble. Has a handle on each composing model, so that none is finalised while it runs.
 
-    A failure or a cancellation stops the steps whose results are no longer wanted, also started ones (unlike Triton);
-    responses before the failure in the stream are still sent. The bytes that wait for a slot of a step are bounded; a
-    response that exceeds the bound is a failure.
+    A failure or a cancellation stops the steps whose results are no longer wanted, including those already started
+    (unlike Triton); responses that precede the failure in the stream are still sent. The bytes waiting for a slot of a
+    step are bounded; a response that exceeds the bound fails the request.
 
     Locks: the response callback of a step runs under locks of that step's model and takes the run's lock, under which
-    only the ensemble's own channel is called. Steps are started and cancelled, which calls other models, on the
-    ensemble's launcher, under no lock.
+    only the ensemble's own channel is called. Steps are started and cancelled (which calls other models) on the
+    ensemble's launcher, while no lock is held.
 
     limits: one for each step, or none
     on_end: called once, before the ensemble's request is released
@@ -71,11 +71,11 @@ class EnsembleRun:
         self._lock = threading.Lock()
         self._flow = EnsembleFlow(graph, request, shapes)
         self._running: set[StepRequest] = set()
-        """Requests of steps before their last response."""
+        """Step requests whose last response has not arrived."""
         self._waiting_bytes: Counter[int] = Counter()
         """For each step: bytes of inputs that wait for a slot."""
         self._num_open = 0
-        """Requests of steps that have not ended."""
+        """Step requests that have not ended."""
         self._compute_ns = [0, 0, 0]
         self._failure: tuple[Origin, TritonError] | None = None
         self._is_cancelled = False
@@ -101,7 +101,7 @@ class EnsembleRun:
         step, request = step_request.step, self._request
         correlation_id, flags = step_request.sequence
         model = self._models[step.model]
-        model.enter()  # also while it is being unloaded, since the run has a handle on it
+        model.enter()  # permitted even during an unload, because the run has a handle on the model
         return model.infer(
             InferenceRequest(
                 model_name=step.model[0],
@@ -140,18 +140,18 @@ class EnsembleRun:
             self._limits[step_request.step.index].start_waiting()
         self._end_unsent(step_request, error)
 
-    def make_room(self, step_request: StepRequest) -> None:
-        """Also delays a decoupled model on behalf of an outer ensemble, of which this one is a step."""
+    def apply_backpressure(self, step_request: StepRequest) -> None:
+        """Also delays a decoupled model on behalf of an outer ensemble that has this one as a step."""
         if not step_request.is_decoupled:
             return
-        for index in self._flow.all_behind(step_request.step) if self._limits else ():
-            self._limits[index].make_room(lambda: not self.wants(step_request))
+        for index in self._flow.downstream(step_request.step) if self._limits else ():
+            self._limits[index].wait_for_slot(lambda: not self.wants(step_request))
         outer = self._request.channel.observer
         if outer is not None:
-            outer.make_room()
+            outer.apply_backpressure()
 
     def _overflow(self, step_request: StepRequest) -> TritonError | None:
-        """The error for a response of that step that exceeds the bound; None = it does not."""
+        """The error for a response of that step that exceeds the bound; None = within the bound."""
         for reader in self._flow.readers_of(step_request.step):
             if self._waiting_bytes[reader.index] >= MAX_WAITING_BYTES:
                 return unavailable(
@@ -190,7 +190,7 @@ class EnsembleRun:
         """Takes new values and sends the responses that they complete. Returns the steps to start and those to stop.
 
         step_request: the source of the values; None = the client
-        is_over: they are its last
+        is_over: whether these are its last values
         """
         with self._lock:
             origin = step_request.next_origin if step_request is not None else ()
@@ -215,7 +215,7 @@ class EnsembleRun:
                 self._waiting_bytes[step_request.step.index] += step_request.waiting_bytes
 
     def _advance(self, take: TakeValues, origin: Origin) -> list[StepRequest]:
-        """The steps to start next; finishes the request when nothing is left. The caller holds the lock."""
+        """Returns the steps to start next. Finishes the request if nothing is left. The caller holds the lock."""
         ready: list[StepRequest] = []
         try:
             is_behind_failure = self._failure is not None and origin >= self._failure[0]
@@ -269,7 +269,7 @@ class EnsembleRun:
     # --- responses --------------------------------------------------------------------------------------------------
 
     def _respond(self, new_values: NewValues) -> None:
-        """Sends the responses that `new_values` complete, before a failure. The caller holds the lock."""
+        """Sends the responses completed by `new_values`, before any failure is reported. The caller holds the lock."""
         before = None if self._failure is None else self._failure[0]
         for outputs, sequence, has_next in self._flow.responses(new_values, before):
             self._has_responded = True
@@ -349,7 +349,7 @@ class EnsembleScheduler:
             self._limits = [StepLimit(max_running, f"{subject} {step.index}") for step in self._graph.steps]
 
     def __len__(self) -> int:
-        """Requests that have not ended; if there are none, those that a limit still counts."""
+        """Requests that have not ended; if there are none, those still counted by a limit."""
         return len(self._runs) or sum(len(limit) for limit in self._limits)
 
     def enqueue(self, request: QueuedRequest) -> None:
@@ -381,7 +381,7 @@ class EnsembleScheduler:
         self._launcher.stop()
 
     def _acquire_models(self) -> dict[ModelKey, ModelHandle]:
-        """Every composing model, so that the request ends with the versions that it began with."""
+        """Takes all composing models, so that the request finishes with the versions with which it started."""
         models: dict[ModelKey, ModelHandle] = {}
         try:
             for key in self._graph.models:

@@ -1,1 +1,1 @@
-"""The sequence batcher: the requests of a sequence reach one instance, in order, each with its state."""
+"""The sequence batcher: the requests of a sequence go to one instance, in order, with the sequence's state."""

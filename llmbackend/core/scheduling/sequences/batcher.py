@@ -1,4 +1,4 @@
-"""The sequence batcher: all requests of a sequence are executed by one instance, in order, in its slot.
+"""The sequence batcher: all requests of a sequence are executed in order by one instance, in the sequence's slot.
 
 Invariants: each waiting request leaves in a batch or is completed with an error; a sequence never continues after a
 dropped request. Source: Triton's sequence_batch_scheduler.cc; golden transcript 42.
@@ -48,8 +48,8 @@ class SequenceBatcher:
     """A Scheduler and a SequenceBatchOwner. Thread-safe.
 
     One lock guards the table, the queues and the sequence batches; clients, backends and instances' queues are called
-    after it is released (`after_unlock`). After a dropped request the others are cancelled and the sequence ends. The
-    slot of a sequence that is over or idle is given to the first one in the backlog.
+    after it has been released (`after_unlock`). After a dropped request the others are cancelled and the sequence ends.
+    When a sequence is over or idle, its slot goes to the first one in the backlog.
     """
 
     def __init__(self, config: ModelConfig, model: ChannelOwner, model_directory: Path, timer: Timer) -> None:
@@ -71,13 +71,13 @@ class SequenceBatcher:
         self._is_stopped = False
 
     def __len__(self) -> int:
-        """Requests that wait, and requests whose release their sequence waits for."""
+        """Waiting requests, and requests for whose release their sequence waits."""
         return len(self._waiting) + self._running
 
     # --- instances --------------------------------------------------------------------------------------------------
 
     def source(self) -> BatchSource:
-        """The slots of one more instance, used after `admit`."""
+        """The slots of one more instance; used after `admit`."""
         if self._config.sequence_batching.HasField("oldest"):
             return OldestSequenceBatch(self._config, self, self._model.statistics, self._timer)
         return DirectSequenceBatch(self._config, self, self._lock, self._controls, self._states, NullOwner(self._model))
@@ -86,7 +86,7 @@ class SequenceBatcher:
         return {"requests in its queue": len(self)}
 
     def stop(self) -> None:
-        """Refuses new sequences; the instances get no more batches when their queues are empty."""
+        """Refuses new sequences. The instances get no more batches once their queues are empty."""
         with self.locked():
             self._is_stopped = True
             self._table.clear()
@@ -113,17 +113,17 @@ class SequenceBatcher:
             request.channel.set_dequeue(None)
             raise
         if request.is_cancelled:
-            self._cancel(request)  # it was cancelled before it was in the queue
+            self._cancel(request)  # cancelled before it was queued
 
     def continues(self, correlation_id: int | str, flags: RequestFlag, tenant: Tenant) -> bool:
-        """Whether such a request continues an open sequence."""
+        """Whether such a request belongs to an open sequence."""
         with self._lock:
             is_start = RequestFlag.SEQUENCE_START in flags
             key = client_key(correlation_id, tenant)
             return not is_start and bool(correlation_id) and self._table.find(key) is not None
 
     def wait_until_none_is_open(self, timeout_s: float) -> bool:
-        """Blocks until every sequence has ended, by its client or its idle time. False after `timeout_s`."""
+        """Blocks until all sequences have ended, explicitly or by idling out. False after `timeout_s`."""
         with self._none_open:
             return self._none_open.wait_for(lambda: not self._table.open_count, timeout_s)
 
@@ -194,7 +194,7 @@ class SequenceBatcher:
         self.free_if_over(sequence)
 
     def _cancel(self, request: QueuedRequest) -> None:
-        """Called on the cancelling thread. A request that an instance has is cancelled by its backend."""
+        """Called on the cancelling thread. Requests already given to an instance are cancelled by the backend."""
         with self.locked():
             sequence = self._waiting.get(request)
             if sequence is not None:
@@ -202,7 +202,7 @@ class SequenceBatcher:
                 self._end_after(sequence, position, cancelled("Request cancelled"), FailureReason.CANCELED)
 
     def _set_alarm(self) -> None:
-        """Sets one alarm, for the earliest timeout. Holds the lock."""
+        """Sets a single alarm for the earliest timeout. Holds the lock."""
         due_ns = self._table.next_due_ns()
         if due_ns is not None and not self._is_stopped and (self._alarm_ns is None or due_ns < self._alarm_ns):
             self._alarm_ns = due_ns
@@ -271,7 +271,7 @@ class SequenceBatcher:
             return has_sequences
 
     def _forget(self, request: QueuedRequest) -> None:
-        """Removes a request from the queue's records. Holds the lock."""
+        """Removes a request from the queue's bookkeeping. Holds the lock."""
         del self._waiting[request]
         self._model.statistics.add_pending(-1)
         self.after_unlock(partial(request.channel.set_dequeue, None))

@@ -1,7 +1,7 @@
-"""Control inputs and implicit states, which the host adds to the inputs of a sequence's request.
+"""Control inputs and implicit states, which the host adds to the inputs of sequence requests.
 
-A request gets the states that earlier requests set with `update`. Tensors are replaced, never written to.
-Source: Triton's sequence batcher, sequence_state.cc, GenerateInitialStateData.
+A request gets the states that earlier requests have set with `update`. Tensors are replaced, never modified. Source:
+Triton's sequence batcher, sequence_state.cc, GenerateInitialStateData.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...tensors import DATATYPE_OF_CONFIG_TYPE, NUMPY_DTYPE, Tensor, from_wire
 
 _Control = ModelSequenceBatching.Control
 _FLAG_VALUES = 4  # neither, START, END, both
-_LENGTH_BYTES = 4  # before the characters of a string
+_LENGTH_BYTES = 4  # precedes the characters of a string
 
 
 INITIAL_STATE_DIRECTORY = "initial_state"
@@ -38,11 +38,11 @@ class _Boolean:
 
 
 class SequenceControls:
-    """The control inputs of one model. Those of flags are made once.
+    """The control inputs of one model. Those that depend only on flags are built once.
 
-    A control has the shape [1], or [1, 1] for a model that batches. By design different from Triton: a string id that
-    is too long for an integer control becomes a hash, so that two sequences do not get the same id (Triton copies its
-    bytes, even beyond the control's end); a number for a string control becomes decimal text.
+    A control has the shape [1], or [1, 1] if the model batches. Deliberate difference from Triton: a string id that is
+    too long for an integer control is replaced by a hash, so that two sequences never get the same id (Triton copies
+    its bytes, even beyond the end of the control); a number for a string control is written in decimal.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -62,7 +62,7 @@ class SequenceControls:
         return {**self._by_flags[int(flags) % _FLAG_VALUES], **self._id_input(correlation_id)}
 
     def not_ready(self) -> dict[str, Tensor]:
-        """The controls for a slot without a request: all are false, the id is 0 or empty."""
+        """The controls for a slot without a request: all are false; the id is 0 or empty."""
         return {**self._not_ready, **self._id_input("")}
 
     def _boolean(self, name: str, control: Any) -> _Boolean:
@@ -117,8 +117,8 @@ def _id_bytes(correlation_id: int | str, size: int) -> bytes:
 class SequenceStates:
     """The states of one sequence, initialised by START.
 
-    By design different from Triton: a state without initial value is zeros (Triton: uninitialised memory); one with a
-    variable dimension begins in the shape of its initial value (Triton: its bytes in the shape [1]).
+    Deliberate difference from Triton: a state without an initial value is zero (Triton: uninitialised memory); one with
+    a variable dimension starts with the shape of its initial value (Triton: its bytes with shape [1]).
     """
 
     def __init__(self, initial: Mapping[str, Tensor], input_of_output: Mapping[str, str]) -> None:
@@ -130,7 +130,7 @@ class SequenceStates:
         return dict(self._inputs)
 
     def new_state(self, tensor: Tensor) -> SequenceState:
-        """Raises TritonError INVALID_ARG for a name that is not the output of a state."""
+        """Raises TritonError INVALID_ARG for a name that is not a state's output."""
         if tensor.name not in self._input_of_output:
             raise invalid_argument(f"state '{tensor.name}' is not a valid state name.")
         data = tensor.data.copy()  # the backend may reuse its memory
@@ -155,7 +155,7 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class StateRules:
-    """The `state` fields of one model's configuration: initial values by input name, and output name → input name."""
+    """The `state` fields in one model's configuration: initial values by input name, and output name → input name."""
 
     initial: Mapping[str, Tensor]
     input_of_output: Mapping[str, str]
@@ -233,7 +233,7 @@ def _zeros(name: str, datatype: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _from_file(name: str, datatype: str, shape: tuple[int, ...], raw: bytes, file: str) -> Tensor:
-    """As in Triton, a file may be longer than the state. Strings have the wire format."""
+    """As in Triton, a file may be longer than the state. Strings are in wire format."""
     if datatype == "BYTES":
         return from_wire(name, datatype, shape, raw)
     size = math.prod(shape) * NUMPY_DTYPE[datatype].itemsize
@@ -245,7 +245,7 @@ def _from_file(name: str, datatype: str, shape: tuple[int, ...], raw: bytes, fil
 
 
 def _read(model_directory: Path, file: str, name: str) -> bytes:
-    """The file must be in INITIAL_STATE_DIRECTORY: a configuration may come from a client."""
+    """The file must be in INITIAL_STATE_DIRECTORY, because a configuration may come from a client."""
     path = PurePath(file)
     if path.is_absolute() or ".." in path.parts or "\0" in file:
         raise invalid_argument(

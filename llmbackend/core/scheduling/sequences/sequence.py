@@ -1,4 +1,4 @@
-"""Sequences of requests with one correlation id, the slots of instances, and the table of both.
+"""Sequences (requests with the same correlation id), the slots of instances, and the table of both.
 
 Invariants: a sequence has at most one slot; `Turn.done` is called exactly once for each turn that was not rescheduled.
 Source: Triton's SequenceBatch, BatcherSequenceSlot and the release callbacks of its sequence batcher.
@@ -33,11 +33,11 @@ SequenceKey = int | str | tuple[str, int] | tuple[str, str, int | str]
 class Sequence:
     """The requests of one correlation id, from START to END.
 
-    waiting: requests that no instance has
-    batch: where its slot is; None = it is in the backlog
-    is_ended: whether no further request joins
-    running: requests whose release the slot waits for
-    backlog_deadline_ns: end of its time in the backlog (monotonic); 0 = none
+    waiting: requests not yet given to an instance
+    batch: the batch that has its slot; None = it is in the backlog
+    is_ended: whether it takes no further requests
+    running: requests for whose release the slot waits
+    backlog_deadline_ns: when its time in the backlog ends (monotonic); 0 = never
     """
 
     key: SequenceKey
@@ -55,14 +55,14 @@ class Sequence:
 
 
 class Slots:
-    """The slots of one instance. They are created when needed, because a configuration may have a million candidate
-    sequences. The lowest free slot is used first, so that batches stay small."""
+    """The slots of one instance. They are created on demand, because a configuration may allow a million candidate
+    sequences. The lowest free slot is used first, to keep batches small."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._taken: dict[int, Sequence] = {}
         self._freed: list[int] = []
-        self._unused = 0  # the lowest number that was never taken
+        self._unused = 0  # the lowest number never taken
 
     def __len__(self) -> int:
         """Taken slots."""
@@ -93,10 +93,10 @@ class Slots:
 
 
 class Turn:
-    """SequenceTurn of a request after it left its queue.
+    """The SequenceTurn of a request that has left its queue.
 
-    is_tracked: whether the slot waits for the release
-    was_handed_out: whether an instance got the request
+    is_tracked: whether the slot waits for its release
+    was_handed_out: whether it was given to an instance
     """
 
     def __init__(self, owner: SequenceBatchOwner, sequence: Sequence, is_tracked: bool) -> None:
@@ -118,30 +118,29 @@ def turn_of(request: QueuedRequest) -> Turn:
 
 
 class SequenceBatchOwner(Protocol):
-    """The sequence batcher as its SequenceBatches and Turns see it."""
+    """The sequence batcher as seen by its SequenceBatches and Turns."""
 
     def locked(self) -> AbstractContextManager[None]:
         """The batcher's lock."""
 
     def after_unlock(self, action: Callable[[], None]) -> None:
-        """Calls `action` after the lock is released. The caller holds the lock."""
+        """Calls `action` once the lock has been released. The caller holds the lock."""
 
     def take(self, sequence: Sequence, is_tracked: bool) -> QueuedRequest:
-        """Takes the next request out of the sequence's queue. is_tracked: the slot waits for its release; else the
+        """Takes the next request from the sequence's queue. is_tracked: the slot waits for its release; otherwise the
         caller calls `free_if_over`. The caller holds the lock."""
 
     def hand_out(self, sequence: Sequence, request: QueuedRequest) -> None:
-        """Adds control inputs and states to a request before an instance gets it."""
+        """Adds control inputs and states to a request before it is given to an instance."""
 
     def free_if_over(self, sequence: Sequence) -> None:
-        """Gives the slot of a sequence that is over to the next one. The caller holds the lock."""
+        """If the sequence is over, gives its slot to the next one. The caller holds the lock."""
 
     def admit(self, batch: SequenceBatch) -> None:
-        """Sequences may get slots of the batch."""
+        """Sequences may get slots of the batch from now on."""
 
     def retire(self, batch: SequenceBatch) -> bool:
-        """Sequences get no more slots of the batch, which is stopped when its last one is over. Returns whether it has
-        any."""
+        """Sequences get no more slots of the batch, which stops with its last sequence. Returns whether it has any."""
 
     def turn_done(self, turn: Turn) -> None:
         """See SequenceTurn.done."""
@@ -151,8 +150,8 @@ class SequenceBatchOwner(Protocol):
 
 
 class SequenceBatch(ElasticSource, ABC):
-    """The slots of one instance, and the source of its thread. Gets sequences from `admit` to `dismiss`, and keeps them
-    to their end."""
+    """The slots of one instance, and the source of its thread. Receives sequences between `admit` and `dismiss`, and
+    keeps them until they end."""
 
     def __init__(self, slot_count: int, owner: SequenceBatchOwner) -> None:
         self.slots = Slots(slot_count)
@@ -166,18 +165,18 @@ class SequenceBatch(ElasticSource, ABC):
 
     @abstractmethod
     def feed(self, sequence: Sequence) -> None:
-        """The sequence got a request or a slot, or its last request was released. Holds the batcher's lock."""
+        """Called when the sequence gets a request or slot, or a request is released. Holds the batcher's lock."""
 
     @abstractmethod
     def stop(self) -> None:
-        """No further request will come. Holds the batcher's lock."""
+        """No further requests will come. Holds the batcher's lock."""
 
 
 _UINT64 = (1 << 64) - 1
 
 
 class Sequencer:
-    """Finds the sequence of a request.
+    """Finds the sequence to which a request belongs.
 
     is_iterative: a backend releases a request with RESCHEDULE to get it again; a request without a correlation id is a
         sequence of its own
@@ -204,14 +203,14 @@ class Sequencer:
 
 
 def client_key(correlation_id: int | str, tenant: Tenant) -> SequenceKey:
-    """Equal ids of different tenants are different sequences."""
+    """The same id from different tenants means different sequences."""
     return ("of", tenant.key_name, correlation_id) if tenant.key_name else correlation_id
 
 
 class SequenceTable:
-    """The sequences of one model. Only open ones are found by their ids. The backlog is in the order in which sequences
-    began. By design different from Triton: a sequence's idle time begins when it gets its slot, so that sequences from
-    the backlog do not end as soon as they run.
+    """The sequences of one model. Only open ones can be found by id. The backlog is ordered by the start of the
+    sequences. Deliberate difference from Triton: a sequence's idle time starts when it gets a slot, so that sequences
+    from the backlog do not end as soon as they run.
 
     idle, backlog_deadlines: the caller ends the sequences that are due
     """
@@ -235,12 +234,12 @@ class SequenceTable:
         return [*self._batches, *self._retired]
 
     def add_batch(self, batch: SequenceBatch, now_ns: int) -> list[Sequence]:
-        """Adds a batch; returns the sequences of the backlog that got slots of it."""
+        """Adds a batch. Returns the sequences from the backlog that got slots of it."""
         self._batches.append(batch)
         return self._place_backlog(now_ns)
 
     def retire_batch(self, batch: SequenceBatch) -> bool:
-        """Sequences get no more slots of it. Returns whether it has any."""
+        """Gives no more of its slots to sequences. Returns whether it has any."""
         if batch in self._batches:
             self._batches.remove(batch)
         if len(batch.slots):
@@ -248,7 +247,7 @@ class SequenceTable:
         return len(batch.slots) > 0
 
     def drop_if_empty(self, batch: SequenceBatch) -> bool:
-        """Removes a retired batch without sequences. Returns whether it was one."""
+        """Removes a retired batch if it has no sequences. Returns whether it did so."""
         if batch not in self._retired or len(batch.slots):
             return False
         self._retired.remove(batch)
@@ -259,7 +258,7 @@ class SequenceTable:
         return self._open.get(key)
 
     def begin(self, key: SequenceKey) -> Sequence:
-        """A new sequence in the lowest free slot of all batches, else at the end of the backlog."""
+        """A new sequence, in the lowest free slot of all batches or else at the end of the backlog."""
         sequence = Sequence(key)
         self._open[key] = sequence
         if not self._place(sequence):
@@ -267,8 +266,8 @@ class SequenceTable:
         return sequence
 
     def touch(self, sequence: Sequence, now_ns: int, timeout_us: int) -> None:
-        """A request of the sequence came: restarts its idle time. In the backlog the shortest request timeout
-        counts."""
+        """Called when a request of the sequence arrives: restarts its idle time. In the backlog, the shortest request
+        timeout applies."""
         if sequence.batch is not None:
             self.idle.add(sequence, now_ns + self._max_idle_ns)
         elif timeout_us > 0:
@@ -277,14 +276,14 @@ class SequenceTable:
             self.backlog_deadlines.add(sequence, sequence.backlog_deadline_ns)
 
     def end(self, sequence: Sequence) -> None:
-        """No further request joins the sequence."""
+        """Called when no further request can join the sequence."""
         sequence.is_ended = True
         self.idle.discard(sequence)
         if self._open.get(sequence.key) is sequence:
             del self._open[sequence.key]
 
     def remove(self, sequence: Sequence, now_ns: int) -> list[Sequence]:
-        """Removes a sequence that is over. Returns the sequences that got slots instead."""
+        """Removes a sequence that is over. Returns the sequences that got slots as a result."""
         self.backlog_deadlines.discard(sequence)
         batch = sequence.batch
         if batch is None:

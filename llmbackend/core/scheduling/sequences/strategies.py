@@ -1,4 +1,4 @@
-"""The two strategies of the sequence batcher: how batches are formed from the slots of an instance.
+"""The two strategies of the sequence batcher, which form batches from the slots of an instance.
 
 Source: DirectSequenceBatch and OldestSequenceBatch of Triton's sequence batcher, InferenceRequest::CopyAsNull.
 """
@@ -34,7 +34,7 @@ Ready = dict[int, Sequence]
 
 
 class NullOwner:
-    """Owner of null requests, instead of the model, which must not count them."""
+    """Owner of null requests in place of the model, which must not count them."""
 
     def __init__(self, model: ChannelOwner) -> None:
         self.name = model.name
@@ -52,7 +52,7 @@ class NullRequest(QueuedRequest):
 
 
 def null_request(owner: NullOwner, pattern: QueuedRequest, controls: Mapping[str, Tensor]) -> NullRequest:
-    """A request with zeros in the shapes of `pattern` and with `controls` as inputs, and without outputs."""
+    """A request without outputs whose inputs are `controls` and zeros in the shapes of `pattern`."""
     message = InferenceRequest(owner.name)
     inputs = {**{name: _zeros_like(tensor) for name, tensor in pattern.inputs.items()}, **controls}
     valid = ValidRequest(inputs, (), pattern.batch_size)
@@ -73,8 +73,8 @@ def _ignore(response: InferenceResponse | None, flags: ResponseFlag) -> None:
 class DirectSequenceBatch(SequenceBatch):
     """The direct strategy: a sequence's slot is its row in every batch.
 
-    All requests of a batch have equal shapes. A slot without a request, or with one of another shape, gets a null
-    request, up to the last slot with a request; the READY control is false for it.
+    All requests in a batch have equal shapes. A slot whose sequence has no request, or one with a different shape, gets
+    a null request with READY false, up to the last slot that has a request.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class DirectSequenceBatch(SequenceBatch):
         super().__init__(max(config.max_batch_size, 1), owner)
         direct = config.sequence_batching.direct
         self._max_delay_ns: int = direct.max_queue_delay_microseconds * 1000
-        # The field is float32: 0.1 of ten slots is one, not slightly more.
+        # The field is float32: a tenth of ten slots is one, not slightly more.
         self._enough = math.ceil(direct.minimum_slot_utilization * max(config.max_batch_size, 1) - 1e-6)
         self._equal_inputs = EqualInputs(config)
         self._controls = controls
@@ -132,7 +132,7 @@ class DirectSequenceBatch(SequenceBatch):
             self._changed.wait(wait_s)
 
     def _delay_left_s(self, ready: Ready) -> float:
-        """Seconds to wait for more sequences; 0 = none."""
+        """How many seconds to wait for more sequences; 0 = not at all."""
         if not self._max_delay_ns or len(ready) >= self._enough or self._is_stopped:
             return 0.0
         oldest_ns = min(sequence.waiting[0].queue_start_ns for sequence in ready.values())
@@ -140,8 +140,8 @@ class DirectSequenceBatch(SequenceBatch):
         return min(max(left_ns, 0) / 1e9, MAX_SLEEP_S)
 
     def _batch(self, ready: Ready) -> list[QueuedRequest]:
-        """The first ready sequence determines the shapes. Slots are freed after the whole batch is taken, so that their
-        next sequences do not join it."""
+        """The first ready sequence determines the shapes. Slots are freed after the whole batch has been taken, so that
+        their next sequences do not join it."""
         shapes = self._equal_inputs.key(next(iter(ready.values())).waiting[0])
         taken: dict[int, QueuedRequest] = {}
         for slot, sequence in ready.items():
@@ -160,8 +160,8 @@ class DirectSequenceBatch(SequenceBatch):
 
 
 class OldestSequenceBatch(SequenceBatch):
-    """The oldest strategy: a dynamic batcher for the first requests of the sequences with slots. A sequence has at most
-    one request in it or with the instance; the next one follows after its release."""
+    """The oldest strategy: a dynamic batcher for the first request of each sequence that has a slot. A sequence has at
+    most one request in the batcher or at the instance; the next one follows after its release."""
 
     def __init__(self, config: ModelConfig, owner: SequenceBatchOwner, statistics: Statistics, timer: Timer) -> None:
         candidates = config.sequence_batching.oldest.max_candidate_sequences
@@ -202,7 +202,7 @@ class OldestSequenceBatch(SequenceBatch):
 
 
 def _as_dynamic_batching(config: ModelConfig) -> ModelConfig:
-    """The model's configuration with the `oldest` settings as dynamic_batching."""
+    """The model's configuration with the `oldest` settings expressed as dynamic_batching."""
     oldest = config.sequence_batching.oldest
     batching = ModelConfig()
     batching.CopyFrom(config)

@@ -1,21 +1,21 @@
 """Attention of a ragged batch to keys and values in KV blocks: the Triton kernels.
 
-For: paged_attention.py, which launches them. Does not know: models, steps, graphs. The positions of a sequence are cut
-into splits of SPLIT keys, always the same ones. A split is computed tile by tile with an online softmax that starts
-from nothing; the results of the splits are merged in ascending order. Of sequences with one query (decode) each split
-is an item of work, so that a single long sequence occupies the whole device; of others (prefill) each tile of queries,
-with all its splits. A launch has as many programs as the device runs concurrently, which share the items: which program
-computes an item changes nothing. Both use the same helpers (_attend_tile, _merge, _finish).
+Launched by paged_attention.py. The positions of a sequence are divided into fixed splits of SPLIT keys. A split is
+computed tile by tile with an online softmax that starts from zero; the results of the splits are merged in ascending
+order. For sequences with one query (decode), each split is an item of work, so a single long sequence occupies the
+whole device; for others (prefill), an item is a tile of queries with all its splits. A launch has as many programs as
+the device runs concurrently, which share the items; results do not depend on which program computes an item. Both use
+the same helpers (_attend_tile, _merge, _finish).
 
-Invariants. The result of a query depends on its own position, keys and values alone: not on other sequences, the bounds
-in the layout, the number of programs, or the size of the workspace. Tiles that a query does not see leave its sums
-unchanged, bit by bit: they add zeros and multiply by ones. Keys and values at or beyond the length of a sequence are
-not read, nor those before the window of its first query, whose blocks may already be another sequence's.
+Invariants. The result of a query depends only on its own position, keys and values, not on other sequences, the bounds
+in the layout, the number of programs, or the size of the workspace. Tiles that a query does not attend to leave its
+sums unchanged, bit by bit: they add zeros and multiply by ones. Keys and values at or beyond the length of a sequence
+are not read, nor those before the window of its first query, whose blocks may already be another sequence's.
 
 Decode and prefill agree bit by bit as well, as far as the tensor cores do: operands and the order over keys and over
 the head dimension are the same; elementwise steps are written with explicit fma and compiled without further fusion;
-every sum, that of the softmax's weights too, is a matrix product, whose order over the keys does not depend on how
-warps share a tile. It is not documented that wgmma (Hopper; tiles of 64 rows and more) rounds as mma.sync does (16
+every sum, including that of the softmax's weights, is a matrix product, whose order over the keys does not depend on
+how warps share a tile. It is not documented that wgmma (Hopper; tiles of 64 rows and more) rounds as mma.sync does (16
 rows, as in decode). With exact_chunks prefill uses the tile and the instruction of decode, and the agreement is
 certain, at a cost in prefill; before Hopper there is only one instruction.
 """
@@ -28,7 +28,7 @@ import triton.language as tl
 
 @triton.jit
 def first_split(length, window, HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """The first split that the last query of a sequence of this length sees."""
+    """The first split that the last query of a sequence of this length attends to."""
     if HAS_WINDOW:
         return tl.maximum(length - window, 0) // SPLIT
     return length * 0
@@ -38,7 +38,8 @@ def first_split(length, window, HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr):
 def decode_splits(
     query_start, seq_lens, num_sequences, window, HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr, SEQUENCES: tl.constexpr
 ):
-    """[SEQUENCES]: how many splits the query of each sequence sees, at least one; 0 where there is not one query."""
+    """[SEQUENCES]: how many splits the query of each sequence attends to, at least one; 0 if it does not have exactly
+    one query."""
     sequence = tl.arange(0, SEQUENCES)
     there = sequence < num_sequences
     begin = tl.load(query_start + sequence, mask=there, other=0)
@@ -50,14 +51,14 @@ def decode_splits(
 
 @triton.jit
 def stored_before(splits, sequence):
-    """How many places in the workspace the splits of the sequences before this one take: a single split takes none."""
+    """How many places in the workspace the splits of the preceding sequences take: a single split takes none."""
     return tl.sum(tl.where((tl.arange(0, splits.shape[0]) < sequence) & (splits > 1), splits, 0), 0)
 
 
 @triton.jit
 def decode_ends(splits, capacity):
-    """[SEQUENCES]: where the items of each sequence end on the list of one tile of heads. A sequence whose splits do
-    not fit into the workspace is one item."""
+    """[SEQUENCES]: where the items of each sequence end in the list for one tile of heads. A sequence whose splits do
+    not fit in the workspace is one item."""
     stored = tl.cumsum(tl.where(splits > 1, splits, 0), 0)
     return tl.cumsum(tl.where(stored > capacity, tl.minimum(splits, 1), splits), 0)
 
@@ -81,7 +82,7 @@ def owner_of(ends, item):
 
 @triton.jit
 def own_share(count):
-    """The items of this program, as evenly as possible; they are neighbours, which share keys and queries."""
+    """The items of this program, as evenly as possible; they are consecutive and share keys and queries."""
     count, programs = count.to(tl.int64), tl.num_programs(0)
     begin = count * tl.program_id(0) // programs
     end = count * (tl.program_id(0) + 1) // programs
@@ -174,7 +175,7 @@ def _merge_stored(totals, tops, real, real_heads, total, top, weight):
 
 @triton.jit
 def _finish(total, top, weight, sinks, heads, real_heads, HAS_SINKS: tl.constexpr):
-    """The output: weighted values over the sum of weights, including the sink's; zeros where nothing was seen. heads,
+    """The output: weighted values over the sum of weights, including the sink's; zeros for a query without keys. heads,
     real_heads: the query head of each row, and whether there is one."""
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=real_heads, other=0.0) * 1.4426950408889634
@@ -233,9 +234,9 @@ def decode_kernel(
     query heads of one group, splits.
 
     workspace: totals [places, HEADS, HEAD_DIM], then top and weight [places, HEADS, 2], float32. The first `capacity`
-    places take the sums of splits, for combine_kernel. A sequence with one split, or whose splits find no place, is
-    one item, whose program keeps the merged sums in the sequence's own place after those (not in registers: they are
-    needed once a split).
+    places receive the sums of splits, for combine_kernel. A sequence with one split, or whose splits do not fit, is one
+    item; its program keeps the merged sums in the sequence's own place after those (not in registers, because they are
+    needed only once per split).
     """
     HEAD_TILES: tl.constexpr = (GROUP + 15) // 16
     splits = decode_splits(query_start, seq_lens, num_sequences, window, HAS_WINDOW, SPLIT, SEQUENCES)

@@ -1,8 +1,7 @@
 """Kernels for drafts in a step that is launched before the previous one is read: lookups, positions, acceptance.
 
-For: triton_ops.py. Does not know: what a step computes between these launches. Invariants: the definitions are those of
-`look_up` and `num_accepted`; the result of a row depends on its own text alone, and not on the number of programs.
-`drafted` int32 [NUM_FIELDS, n] is that of `drafted_rows`.
+Used by triton_ops.py. Invariants: the definitions are those of `look_up` and `num_accepted`; the result of a row
+depends only on its own text, not on the number of programs. `drafted` int32 [NUM_FIELDS, n] is that of `drafted_rows`.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import triton
 import triton.language as tl
 
 SPLIT_TOKENS = 4096
-"""Tokens of a text per program."""
+"""Tokens of a text searched by each program."""
 
 
 @triton.jit
 def _num_tokens(drafted, num_drafted, place, num_tokens):
-    """Row, how many tokens it has before the step, and how many fewer these are than assumed."""
+    """Row, its number of tokens before the step, and how many fewer these are than assumed."""
     row = tl.load(drafted + place).to(tl.int64)
     assumed = tl.load(drafted + num_drafted + place)
     may_differ = tl.load(drafted + 2 * num_drafted + place)

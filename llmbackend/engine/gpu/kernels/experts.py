@@ -1,10 +1,10 @@
-"""Experts of a layer, each for the tokens that chose it: choosing, sorting by expert, grouped products, the sum.
+"""Mixture of experts: selection, sorting tokens by expert, grouped products, and the weighted sum.
 
-For: triton_ops.py. Does not know: models, steps, graphs. A pair is a token and one of its experts: pair t * TOP_K + i
-is the i-th choice of token t. The pairs of each expert fill tiles of ROWS places; a place without a pair holds -1.
-Invariants: the result of a token depends on that token alone: an element of a product is one sum over k in ascending
-steps, in one program, and the experts of a token are added in the order of its choices, in float32; sorting uses no
-atomic operation; the launches follow from the number of tokens alone. Nothing is read back.
+Used by triton_ops.py. A pair is a token and one of its experts: pair t * TOP_K + i is the i-th choice of token t. The
+pairs of each expert fill tiles of ROWS places; an empty place is -1. Invariants: the result of a token depends only on
+that token: an element of a product is one sum over k in ascending steps, in one program, and the experts of a token are
+added in the order of its choices, in float32; sorting uses no atomic operation; the launches depend only on the number
+of tokens. Nothing is read back.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops.ops import Activation, ExpertRoom, ExpertSpec
+from ..ops.ops import Activation, ExpertScratch, ExpertSpec
 from ..weights.experts import DenseExperts, ExpertProjection, Int4Experts
 from . import fused
 from .matmul import Tile, dot_dtype, half_of, own_place, sum_of_slabs
 
 _AT_ONCE = 1024
-"""Pairs that a program reads together when it looks for those of an expert."""
+"""Pairs that a program reads at a time when it looks for those of an expert."""
 _GATE_TILE = 1024
 _FEW_PACKED = Tile(rows=16, columns=64, depth=64, warps=4, stages=6)
 _MANY_PACKED = Tile(rows=64, columns=128, depth=64, warps=8, stages=4)
@@ -30,8 +30,8 @@ def choose_experts_kernel(
     logits, chosen, factors, num_experts, logits_stride, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """Program token: the TOP_K likeliest experts, equally likely ones in order, and their shares. The factors of a
-    token whose logits are not finite are NaN."""
+    """Program token: the TOP_K most likely experts, ties in ascending order, and their shares. If a token's logits are
+    not finite, its factors are NaN."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     there = expert < num_experts
@@ -72,7 +72,7 @@ def place_pairs_kernel(
     chosen, counts, pairs, tile_experts, num_tiles, num_pairs, num_experts,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Program expert: its pairs in rising order, after the tiles of the experts before it."""
+    """Program expert: its pairs in ascending order, after the tiles of the preceding experts."""
     expert = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     tiles = tl.cdiv(tl.load(counts + experts, mask=experts < num_experts, other=0), ROWS)
@@ -94,7 +94,7 @@ def place_pairs_kernel(
 
 @triton.jit
 def _pairs_of(pairs, tile_experts, tile, ROWS: tl.constexpr):
-    """The expert of a tile, the pairs [ROWS] that it multiplies, and which of these are there."""
+    """The expert of a tile, the pairs [ROWS] that it multiplies, and which of these exist."""
     pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
     there = pair >= 0
     return tl.load(tile_experts + tile).to(tl.int64), tl.where(there, pair, 0).to(tl.int64), there
@@ -133,7 +133,7 @@ def grouped_int4_matmul_kernel(
     SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, IS_FLOAT: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """As grouped_matmul_kernel, by matrices of 4-bit numbers (weights/int4.py), one above the other."""
+    """As grouped_matmul_kernel, but for matrices of 4-bit numbers (weights/int4.py), stacked by rows."""
     tile, across = own_place(max_tiles, tl.cdiv(n, COLUMNS), GROUP)
     if tile >= tl.load(num_tiles):
         return
@@ -164,9 +164,9 @@ def add_experts_kernel(x, factors, out, width, TOP_K: tl.constexpr, TILE: tl.con
 
 
 def choose_tile(num_tokens: int, dtype: torch.dtype, is_packed: bool = False) -> Tile:
-    """By the tokens of a step, as for dense products (`warm_up` runs one of each). With few tokens an expert has one or
-    two of them: narrow tiles, limited by reading weights."""
-    if dtype == torch.float32:  # no tensor cores; made for checking, not for speed
+    """Chosen by the number of tokens in the step, as for dense products (`warm_up` runs one of each). With few tokens
+    an expert has one or two of them: narrow tiles, limited by reading weights."""
+    if dtype == torch.float32:  # no tensor cores; meant for verification, not for speed
         return Tile(rows=16, columns=32, depth=32, warps=4, stages=2)
     if is_packed:  # in steps of two slabs
         return _FEW_PACKED if num_tokens <= 256 else _MANY_PACKED
@@ -180,7 +180,7 @@ def mix_experts(
     logits: torch.Tensor,
     spec: ExpertSpec,
     activation: Activation,
-    room: ExpertRoom,
+    scratch: ExpertScratch,
     out: torch.Tensor,
     tile: Tile,
 ) -> None:
@@ -188,42 +188,42 @@ def mix_experts(
     num_tokens, width = x.shape
     num_pairs = num_tokens * spec.top_k
     choose_experts_kernel[(num_tokens,)](
-        logits, room.chosen, room.factors, spec.num_experts, logits.stride(0),
+        logits, scratch.chosen, scratch.factors, spec.num_experts, logits.stride(0),
         EXPERTS=triton.next_power_of_2(spec.num_experts), TOP_K=spec.top_k, RENORMALISE=spec.renormalises, num_warps=1,
     )  # fmt: skip
-    count_pairs_kernel[(spec.num_experts,)](room.chosen, room.counts, num_pairs, AT_ONCE=_AT_ONCE)
+    count_pairs_kernel[(spec.num_experts,)](scratch.chosen, scratch.counts, num_pairs, AT_ONCE=_AT_ONCE)
     place_pairs_kernel[(spec.num_experts,)](
-        room.chosen, room.counts, room.pairs, room.tile_experts, room.num_tiles, num_pairs, spec.num_experts,
-        EXPERTS=triton.next_power_of_2(spec.num_experts), ROWS=tile.rows, AT_ONCE=_AT_ONCE,
+        scratch.chosen, scratch.counts, scratch.pairs, scratch.tile_experts, scratch.num_tiles, num_pairs,
+        spec.num_experts, EXPERTS=triton.next_power_of_2(spec.num_experts), ROWS=tile.rows, AT_ONCE=_AT_ONCE,
     )  # fmt: skip
     max_tiles = num_pairs // tile.rows + min(spec.num_experts, num_pairs)
-    gate_up = room.gate_up[:num_pairs]
-    _multiply(x, spec.gate_up, room, max_tiles, gate_up, spec.top_k, tile)
-    gated = room.gated[:num_pairs]
+    gate_up = scratch.gate_up[:num_pairs]
+    _multiply(x, spec.gate_up, scratch, max_tiles, gate_up, spec.top_k, tile)
+    gated = scratch.gated[:num_pairs]
     inner = gated.shape[1]
     fused.gate_kernel[(num_pairs, triton.cdiv(inner, _GATE_TILE))](
         gate_up, gated, inner, gate_up.stride(0), gated.stride(0), ACTIVATION=activation, TILE=_GATE_TILE
     )
-    mixed = room.mixed[:num_pairs]
-    _multiply(gated, spec.down, room, max_tiles, mixed, 1, tile)
+    mixed = scratch.mixed[:num_pairs]
+    _multiply(gated, spec.down, scratch, max_tiles, mixed, 1, tile)
     add_experts_kernel[(num_tokens, triton.cdiv(width, _GATE_TILE))](
-        mixed, room.factors, out, width, TOP_K=spec.top_k, TILE=_GATE_TILE
+        mixed, scratch.factors, out, width, TOP_K=spec.top_k, TILE=_GATE_TILE
     )
 
 
 def _multiply(
     x: torch.Tensor,
     projection: ExpertProjection,
-    room: ExpertRoom,
+    scratch: ExpertScratch,
     max_tiles: int,
     out: torch.Tensor,
     shared: int,
     tile: Tile,
 ) -> None:
-    """Multiplies the pairs that were sorted into the room. shared: pairs for each row of x."""
+    """Multiplies the pairs that were sorted into the scratch. shared: pairs for each row of x."""
     experts, bias = projection.weight, projection.bias
     grid = (max_tiles * triton.cdiv(experts.n, tile.columns),)
-    tiles = room.pairs, room.tile_experts, room.num_tiles
+    tiles = scratch.pairs, scratch.tile_experts, scratch.num_tiles
     common = {
         "SHARED": shared, "ROWS": tile.rows, "COLUMNS": tile.columns, "GROUP": 8, "HAS_BIAS": bias is not None,
         "DOT": dot_dtype(x.dtype), "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False,

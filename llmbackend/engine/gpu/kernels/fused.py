@@ -1,9 +1,9 @@
 """All of a decoder layer except matrix products and attention: norms, rotary embedding, KV writes, gates, row tables;
 and moves of whole KV blocks.
 
-For: triton_ops.py, which launches them, and device_kv_memory.py. Does not know: models, streams, requests. Invariants:
-computed in float32 and rounded once; the numbers of a token depend on that token alone, and the order of its sums on
-the width alone; stored keys and values are finite; a padding token writes to no KV slot.
+Launched by triton_ops.py and device_kv_memory.py. Invariants: computed in float32 and rounded once; a token's results
+depend only on that token, and the order of its sums only on the width; stored keys and values are finite; a padding
+token writes to no KV slot.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def residual_norm_kernel(
     WIDTH: tl.constexpr, HAS_BLOCK: tl.constexpr, HAS_BLOCK_NORM: tl.constexpr, HAS_OUT: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_TOKENS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """LARGEST: of out's 8-bit type, whose rows get scales; 0: out is in the model's dtype."""
+    """LARGEST: for an 8-bit out, the largest number of its type; its rows get scales; 0 = out is in the model's
+    dtype."""
     row = tl.program_id(0).to(tl.int64)
     token = row
     if HAS_TOKENS:
@@ -172,7 +173,7 @@ def gate_kernel(gate_up, out, width, gate_up_stride, out_stride, ACTIVATION: tl.
 def gate_in_eight_bits_kernel(
     gate_up, out, scales, width, gate_up_stride, ACTIVATION: tl.constexpr, TILE: tl.constexpr, LARGEST: tl.constexpr
 ):
-    """One program per token: the gate is computed for the largest number, and again for what is stored."""
+    """One program per token: computes the gate once to find the largest number, and again to store."""
     token = tl.program_id(0).to(tl.int64)
     gates = gate_up + token * gate_up_stride
     sizes = tl.zeros([TILE], tl.float32)
@@ -247,7 +248,7 @@ def _gated(row, columns, width, ACTIVATION: tl.constexpr):
         slope = 1.5957691216057308 * (x + 0.044715 * x * x * x)
     else:
         slope = x
-    # The bound of the exponent only changes results for infinities, which would become NaN.
+    # The bound on the exponent only affects infinities, which would become NaN.
     return x / (1.0 + tl.exp(tl.minimum(-slope, 88.0))) * up
 
 
@@ -298,7 +299,7 @@ _TILE = 1024
 @triton.jit(do_not_specialize_on_alignment=["blocks"])
 def move_blocks_kernel(parts, ends, staged, blocks, staged_words, IS_GATHER: tl.constexpr, TILE: tl.constexpr):
     """Program (place in the buffer, part of a block, tile). parts int64: the parts' addresses. ends int64: where each
-    begins in a block, and the block's end, in words."""
+    starts in a block, and the block's end, in words."""
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin = tl.load(ends + part)
     size = tl.load(ends + part + 1) - begin
@@ -314,10 +315,10 @@ def move_blocks_kernel(parts, ends, staged, blocks, staged_words, IS_GATHER: tl.
 
 
 class BlockMoves:
-    """KV blocks of all layers gathered in one buffer, or spread from it, in one launch, as bytes."""
+    """Gathers KV blocks of all layers into one buffer, or scatters them from it, as bytes, in one launch."""
 
     def __init__(self, parts: Sequence[torch.Tensor], ends: Sequence[int], staged: torch.Tensor) -> None:
-        """parts uint8 [num_blocks, bytes of a block's part], contiguous; ends: where each begins in a block, and the
+        """parts uint8 [num_blocks, bytes of a block's part], contiguous; ends: where each starts in a block, and the
         block's end; staged uint8 [places, bytes of a block]. All are multiples of 8 bytes."""
         if any(end % _WORD_BYTES for end in ends):
             raise ValueError(f"parts of KV blocks begin at {list(ends)}, expected multiples of {_WORD_BYTES} bytes")

@@ -1,13 +1,13 @@
 """Products of tokens by the two matrices of their LoRA adapters, added to the output of the base layer.
 
-For: triton_ops.py. Does not know: models, steps, adapters beyond their slots. The tokens of a step are sorted by
-adapter once (the sort of experts.py), into tiles that all of its products use: the matrices of an adapter are read once
-per LORA_ROWS of its tokens, whether decoded or of a prompt, and multiplied by tensor cores, instead of once per token.
-The first matrix shrinks the input to the rank, in splits so that few tokens occupy many multiprocessors; the second
-expands the sum of the splits into the output's columns. Invariants: the result of a token depends on that token and its
-adapter alone: tiles are of one size and splits the same in every step, a split is one sum over k in ascending steps,
-and splits are added in order, in float32; the launches follow from the number of tokens alone; tiles without tokens,
-and parts that an adapter does not change, end at once. Nothing is allocated and nothing is read back.
+Used by triton_ops.py. The tokens of a step are sorted by adapter once (the sort of experts.py), into tiles that all of
+its products use: the matrices of an adapter are read once per LORA_ROWS of its tokens, in prefill and decode, instead
+of once per token, and multiplied by tensor cores. The first matrix shrinks the input to the rank, in splits so that few
+tokens occupy many multiprocessors; the second expands the sum of the splits into the output's columns. Invariants: the
+result of a token depends only on that token and its adapter: tile size and splits are the same in every step, a split
+is one sum over k in ascending steps, and splits are added in order, in float32; the launches depend only on the number
+of tokens; tiles without tokens, and parts that an adapter does not change, exit immediately. Nothing is allocated and
+nothing is read back.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops.ops import LORA_ROWS, LORA_SPLITS, LoraRoom, LoraSpec
+from ..ops.ops import LORA_ROWS, LORA_SPLITS, LoraScratch, LoraSpec
 from .experts import count_pairs_kernel, place_pairs_kernel
 from .matmul import dot_dtype
 
 _AT_ONCE = 1024
-"""Tokens that a program of the sort reads together."""
+"""Tokens that a program of the sort reads at a time."""
 _DEPTH = 128
-_LEAST_SPLIT = 512
-"""Columns of the input."""
+_MIN_SPLIT = 512
+"""Minimum columns of the input per split."""
 _SHRINK_RANKS, _EXPAND_RANKS = 64, 32
-"""The most ranks of a tile; the second kernel holds those of all splits in registers."""
+"""Maximum ranks of a tile; the second kernel keeps those of all splits in registers."""
 _COLUMNS = 128
 
 
@@ -102,40 +102,39 @@ def lora_expand_kernel(
     tl.store(out, (tl.load(out, mask=there, other=0.0).to(tl.float32) + total).to(out.dtype.element_ty), mask=there)
 
 
-def group_by_adapter(adapters: torch.Tensor, room: LoraRoom) -> None:
+def group_by_adapter(adapters: torch.Tensor, scratch: LoraScratch) -> None:
     """As Ops.group_by_adapter."""
-    num_slots, num_tokens = len(room.counts), len(adapters)
-    count_pairs_kernel[(num_slots,)](adapters, room.counts, num_tokens, AT_ONCE=_AT_ONCE)
+    num_slots, num_tokens = len(scratch.counts), len(adapters)
+    count_pairs_kernel[(num_slots,)](adapters, scratch.counts, num_tokens, AT_ONCE=_AT_ONCE)
     place_pairs_kernel[(num_slots,)](
-        adapters, room.counts, room.tokens, room.tile_slots, room.num_tiles, num_tokens, num_slots,
+        adapters, scratch.counts, scratch.tokens, scratch.tile_slots, scratch.num_tiles, num_tokens, num_slots,
         EXPERTS=triton.next_power_of_2(num_slots), ROWS=LORA_ROWS, AT_ONCE=_AT_ONCE,
     )  # fmt: skip
 
 
-def add_loras(x: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor) -> None:
+def add_loras(x: torch.Tensor, spec: LoraSpec, scratch: LoraScratch, out: torch.Tensor) -> None:
     """As Ops.add_loras, for at least one token."""
     (num_tokens, k), n = x.shape, out.shape[1]
     num_parts, max_rank = len(spec.widths), spec.max_rank
     split = _split(k)
     splits, ranks = triton.cdiv(k, split), min(max_rank, _SHRINK_RANKS)
-    tiles = num_tokens // LORA_ROWS + min(len(room.counts), num_tokens)
-    sorted_tokens = spec.ranks, room.tokens, room.tile_slots, room.num_tiles
+    tiles = num_tokens // LORA_ROWS + min(len(scratch.counts), num_tokens)
+    sorted_tokens = spec.ranks, scratch.tokens, scratch.tile_slots, scratch.num_tiles
     sizes = {"PARTS": num_parts, "MAX_RANK": max_rank, "ROWS": LORA_ROWS, "DOT": dot_dtype(x.dtype)}
-    strides = room.hidden.stride(1), room.hidden.stride(0)
+    strides = scratch.hidden.stride(1), scratch.hidden.stride(0)
     lora_shrink_kernel[(tiles, splits, num_parts * max_rank // ranks)](
-        x, spec.down, *sorted_tokens, room.hidden, k, *strides,
+        x, spec.down, *sorted_tokens, scratch.hidden, k, *strides,
         **sizes, RANKS=ranks, DEPTH=_DEPTH, SPLIT=split,
         num_warps=2 if ranks < 64 else 4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     first, second = spec.widths[0], spec.widths[1] if num_parts > 1 else 0
     across = sum(triton.cdiv(width, _COLUMNS) for width in spec.widths)
     lora_expand_kernel[(tiles, across)](
-        room.hidden, spec.up, *sorted_tokens, out, n, first, second, *strides,
+        scratch.hidden, spec.up, *sorted_tokens, out, n, first, second, *strides,
         **sizes, RANKS=min(max_rank, _EXPAND_RANKS), COLUMNS=_COLUMNS, SPLITS=splits,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def _split(k: int) -> int:
-    """Columns of a split."""
-    return max(_LEAST_SPLIT, -(-k // (LORA_SPLITS * _DEPTH)) * _DEPTH)
+    return max(_MIN_SPLIT, -(-k // (LORA_SPLITS * _DEPTH)) * _DEPTH)

@@ -1,22 +1,22 @@
-"""Matrix products in kernels: batch-invariant ones, 8-bit ones, ones by 4-bit numbers, and the types of their operands.
+"""Matrix product kernels: batch-invariant, 8-bit and 4-bit ones, and the types of their operands.
 
-For: attention; programs in batch-invariant mode, in place of the vendor's library, which chooses kernels, and so the
-order of sums, by shape; int8 weights on a GPU, whose library returns unscaled sums (float8 works too); 4-bit weights of
-checkpoints. Does not know: models, checkpoint formats, how numbers were rounded.
+Used by attention; by programs in batch-invariant mode, instead of the vendor's library, which chooses kernels, and so
+the order of sums, by shape; for int8 weights on a GPU, for which the library returns unscaled sums (float8 works too);
+and for 4-bit weights of checkpoints.
 
 Invariants: an element of the output is one sum over k in ascending steps of 16, from zero, in one program, with scales
-and bias applied at the end; the number of rows changes only what is computed beside it, and never splits k. On Hopper
-every tile has at least 64 rows, so that few rows and many use the same instruction (wgmma, of different widths); before
-Hopper there is one instruction (mma.sync). In float32 an element is a chain of fma; sums of integers are exact. Nothing
-is allocated and nothing is read back.
+and bias applied at the end; the number of rows changes only what else is computed, and never splits k. On Hopper every
+tile has at least 64 rows, so few and many rows use the same instruction (wgmma, of different widths); before Hopper
+there is one instruction (mma.sync). In float32 an element is a chain of fma; integer sums are exact. Nothing is
+allocated and nothing is read back.
 
-4 bits: the layout is that of weights/int4.py: the numbers of a row are in blocks of 2 * SLAB, and byte j of a block
-holds number j and, in its upper half, number SLAB + j, so that the halves of a byte are rows of two products and
-nothing moves between threads. The output is computed as weight · xᵀ: tensor cores take the unpacked weights from
-registers as their left operand, and few tokens make a narrow product instead of a mostly empty one. Numbers less their
-zero are exact in 16 bits; the sum of each slab is multiplied by the scale of its group in float32, and slabs are added
-in ascending order, in one program; with `exact` every tile uses the same kind of instruction, so that the result of a
-row depends on no other row.
+4 bits: the layout is that of weights/int4.py. The numbers of a row are in blocks of 2 * SLAB; byte j of a block
+contains number j in its low nibble and number SLAB + j in its high nibble, so the nibbles of a byte belong to two
+products and nothing moves between threads. The output is computed as weight · xᵀ: tensor cores take the unpacked
+weights from registers as their left operand, and few tokens make a narrow product instead of a mostly empty one.
+Numbers minus their zero points are exact in 16 bits; the sum of each slab is multiplied by the scale of its group in
+float32, and slabs are added in ascending order, in one program; with `exact` every tile uses the same kind of
+instruction, so the result of a row depends on no other row.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Tile:
 
 
 def choose_tile(num_rows: int, dtype: torch.dtype) -> Tile:
-    """Few rows are limited by memory: narrow tiles, so that even a small matrix has enough for all multiprocessors,
-    with many loads in flight. Many rows are limited by the tensor cores: large tiles."""
-    if dtype == torch.float32:  # no tensor cores; made for checking, not for speed
+    """Few rows are limited by memory, and get narrow tiles, so that even a small matrix has enough of them for all
+    multiprocessors, with many loads in flight. Many rows are limited by the tensor cores, and get large tiles."""
+    if dtype == torch.float32:  # no tensor cores; meant for verification, not for speed
         return Tile(rows=32, columns=32, depth=32, warps=4, stages=2)
     if num_rows <= 64:
         return Tile(rows=64, columns=32, depth=64, warps=4, stages=8)
@@ -55,8 +55,8 @@ def choose_tile(num_rows: int, dtype: torch.dtype) -> Tile:
 
 @triton.jit
 def own_place(tiles_down, tiles_across, GROUP: tl.constexpr):
-    """The tile of this program, counted down and across. Programs that run at the same time share weights: GROUP tiles
-    of rows come before the next tile of columns."""
+    """The tile of this program, counted down and across. Concurrent programs share weights: GROUP tiles of rows come
+    before the next tile of columns."""
     program = tl.program_id(0)
     group = program // (GROUP * tiles_across)
     height = tl.minimum(tiles_down - group * GROUP, GROUP)
@@ -113,8 +113,8 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The type of a matrix product's operands, for a model of this dtype. The interpreter multiplies the bits of
-    bfloat16 numbers as integers; float32 holds the same numbers, and their products, exactly."""
+    """Operand type of matrix products in a model of this dtype. The interpreter would multiply the bits of bfloat16
+    numbers as integers; float32 represents the same numbers, and their products, exactly."""
     if knobs.runtime.interpret and dtype == torch.bfloat16:
         return tl.float32
     return _TYPES[dtype]
@@ -122,14 +122,14 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
 
 def has_group_products() -> bool:
     """Whether several warps compute a matrix product together and read its operands from shared memory (Hopper,
-    Blackwell for data centres): tall tiles are faster there, because operands take no registers."""
+    data-centre Blackwell): tall tiles are faster there, because operands take no registers."""
     if knobs.runtime.interpret:
         return True
     return 90 <= int(driver.active.get_current_target().arch) < 110
 
 
 def choose_scaled_tile(num_rows: int) -> Tile:
-    """As for 16-bit matrices, whose tiles have the same bytes at half the depth."""
+    """As for 16-bit matrices, whose tiles have the same number of bytes at half the depth."""
     if num_rows <= 64:
         return Tile(rows=64, columns=32, depth=128, warps=4, stages=8)
     if num_rows <= 256:
@@ -196,9 +196,9 @@ class Int4Tile:
 
 
 def choose_int4_tile(num_rows: int, dtype: torch.dtype, exact: bool) -> Int4Tile:
-    """Few rows are limited by reading and unpacking weights: on Hopper its own instruction (wgmma) needs at least 64
-    columns, and 32, with the older instruction, make twice as many programs."""
-    if dtype == torch.float32:  # no tensor cores; made for checking, not for speed
+    """Few rows are limited by reading and unpacking weights: Hopper's own instruction (wgmma) needs at least 64
+    columns, while 32, with the older instruction, give twice as many programs."""
+    if dtype == torch.float32:  # no tensor cores; meant for verification, not for speed
         return Int4Tile(rows=16, columns=32, warps=4, stages=2)
     if num_rows <= 16:
         columns, warps = (64, 4) if exact else (32, 2)
@@ -216,8 +216,8 @@ def sum_of_slabs(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr, HAS_ZERO: tl.constexpr, IS_FLOAT: tl.constexpr,
     HALF: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """float32 [COLUMNS, ROWS]: the weight's rows (row, where inside) times those whose pointers x [1, ROWS] has (where
-    x_there)."""
+    """float32 [COLUMNS, ROWS]: the weight's rows (row, masked by inside) times the rows at pointers x [1, ROWS] (masked
+    by x_there)."""
     step = tl.arange(0, SLAB)
     x += step[:, None]
     data += row.to(tl.int64)[:, None] * (tl.cdiv(k, 2 * SLAB) * SLAB) + step[None, :]
@@ -242,7 +242,7 @@ def sum_of_slabs(
 
 @triton.jit
 def _less_zero(numbers, zero, there, COLUMNS: tl.constexpr, HAS_ZERO: tl.constexpr, HALF: tl.constexpr):
-    """A number q as the last bits of a large one's fraction is that one plus q."""
+    """Numbers minus zero point. As the low bits of a large float's mantissa, a number q makes that float plus q."""
     LARGE: tl.constexpr = 128 if HALF == tl.bfloat16 else 1024  # noqa: SIM300
     BITS: tl.constexpr = 0x4300 if HALF == tl.bfloat16 else 0x6400  # noqa: SIM300
     if HAS_ZERO:
@@ -254,8 +254,8 @@ def _less_zero(numbers, zero, there, COLUMNS: tl.constexpr, HAS_ZERO: tl.constex
 
 @triton.jit
 def _floats(numbers, HALF: tl.constexpr):
-    """What the bits of e2m1 stand for: as sign and lowest bits of exponent and highest of fraction they are that number
-    divided by a power of two, also where it is subnormal."""
+    """The values of e2m1 bit patterns: placed at the sign, the lowest exponent bits and the highest mantissa bit, they
+    are the value divided by a power of two, even if it is subnormal."""
     SHIFT: tl.constexpr = 6 if HALF == tl.bfloat16 else 9  # noqa: SIM300
     POWER: tl.constexpr = 2.0**126 if HALF == tl.bfloat16 else 2.0**14  # noqa: SIM300
     bits = ((numbers & 8) << 12) | ((numbers & 7) << SHIFT)
@@ -264,7 +264,7 @@ def _floats(numbers, HALF: tl.constexpr):
 
 @triton.jit
 def _powers(scales):
-    """float32 of e8m0: 2 to the power of the number less 127."""
+    """e8m0 as float32: 2 to the power of the number minus 127."""
     bits = scales.to(tl.int32) << 23
     return tl.where(bits == 0, 0x400000, bits).to(tl.float32, bitcast=True)
 
@@ -300,8 +300,8 @@ def int4_matmul(
     exact: bool = False,
     is_float: bool = False,
 ) -> None:
-    """out [T, n] = x [T, k] · weightᵀ + bias [n], for a weight of these parts of an Int4Weight. x in bfloat16, float16
-    or float32, contiguous."""
+    """out [T, n] = x [T, k] · weightᵀ + bias [n], for the weight given by these parts of an Int4Weight. x in bfloat16,
+    float16 or float32, contiguous."""
     (num_rows, k), n = x.shape, data.shape[0]
     if num_rows == 0:
         return
@@ -317,5 +317,5 @@ def int4_matmul(
 
 
 def half_of(dtype: torch.dtype) -> tl.dtype:
-    """The type of 16 bits in which numbers are unpacked. The interpreter subtracts bits of bfloat16 as integers."""
+    """The 16-bit type in which numbers are unpacked. The interpreter subtracts bits of bfloat16 as integers."""
     return tl.bfloat16 if dtype == torch.bfloat16 and not knobs.runtime.interpret else tl.float16

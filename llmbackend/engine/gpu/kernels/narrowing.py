@@ -1,16 +1,15 @@
-"""Finds the part of a row's order in which a draw ends, with many programs per row.
+"""Finds the part of a row's ranking in which a draw ends, with many programs per row.
 
-For: device_sampler.py, which launches the kernels, and ranked_sampling.py, which draws from the collected keys. Does
-not know: the last step, in which the token is found. A sample of the row gives pivots that cut its order into bins of
-about as many tokens each (PIVOTS of them, for any distribution). Programs count and weigh their own splits of the
-vocabulary at every pivot; the sums over the splits show in which bin the kept tokens end, and in which the drawn one
-is, and only these are collected. Two passes over the row, shared by all programs; blocks without a token that can be
-kept are not read.
+Launched by device_sampler.py; ranked_sampling.py draws from the collected keys. A sample of the row yields pivots that
+divide its ranking into PIVOTS bins of about equally many tokens, for any distribution. Programs count and weigh their
+own splits of the vocabulary at every pivot; the sums over the splits show the bin in which the kept tokens end, and the
+one with the drawn token, and only these are collected. Two passes over the row, shared by all programs; blocks in which
+no token can be kept are not read.
 
-Invariants: splits and their order follow from the vocabulary alone, so that no sum depends on the number of programs;
-collected keys are in the order of ids; every decision is made in one place and stored in the row's plan, because the
-last bit of a sum may differ in another kernel. A row's plan is READY only if the bins are certain to hold everything
-that the draw needs.
+Invariants: splits and their order depend only on the vocabulary, so no sum depends on the number of programs; collected
+keys are in the order of ids; every decision is made in one place and stored in the row's plan, because the last bit of
+a sum may differ in another kernel. A row's plan is READY only if the bins are certain to contain everything that the
+draw needs.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from .sampling import (
 )
 
 TOKENS_PER_BIN = 5000
-"""At most, on average."""
+"""Maximum average."""
 ROOM = 8192
-"""Keys of a bin that are collected. A bin of 5000 tokens on average, between each 32nd of sampled ones, holds more once
-in a thousand times: then one program searches the row."""
+"""Maximum number of collected keys per bin. A bin of 5000 tokens on average, delimited by each 32nd sampled key, has
+more once in a thousand times; one program then searches the row."""
 FEWEST_PIVOTS = 16
 SPLIT_BLOCKS = 16
 """Blocks of the vocabulary that one program counts."""
@@ -52,26 +51,26 @@ SAMPLED_PER_PIVOT = tl.constexpr(32)
 _RUN = tl.constexpr(4)
 """Neighbours that are sampled together."""
 _OTHERS = tl.constexpr(32)
-"""Sampled keys that a program's own are compared with at a time."""
+"""Sampled keys with which a program's own are compared at a time."""
 _CHUNK = tl.constexpr(64)
-"""Keys that are compared with all pivots at a time: as many as registers allow where three programs run at a time."""
+"""Keys compared with all pivots at a time: as many as registers allow with three concurrent programs."""
 
 PLAN_WORDS = 16
 _WORDS = tl.constexpr(PLAN_WORDS)
 IS_NARROWED, PEAK, LEAST, TOTAL, IS_READY, BY_COUNT, ALL_MASS = (tl.constexpr(i) for i in range(7))
-"""Words of a plan, int64 or the bits of a float64: whether many programs search this row; its peak, least logit that
+"""Words of a plan, int64 or the bits of a float64: whether many programs search this row; its peak, lowest logit that
 matters and mass, all at its temperature; whether the bins suffice; whether top_k ends what is kept; mass of all that
 min_p keeps."""
 END_BIN, DRAWN_BIN = (tl.constexpr(i) for i in (7, 11))
-"""Then of the bin in which the kept tokens end, and of that of the drawn one:"""
+"""Then, for the bin in which the kept tokens end and for that of the drawn token:"""
 LOW, HIGH, NUM_INSIDE, MASS_BEYOND = (tl.constexpr(i) for i in range(4))
 
 NO_WEIGHT = tl.constexpr(1e-300)
 """Below every float32 weight but zero."""
 _SLACK = tl.constexpr(1e-5)
-"""Far more than sums of the same weights in different orders differ by."""
+"""Far more than the difference between sums of the same weights in different orders."""
 _ROUNDING = tl.constexpr(1e-12)
-"""More than float64 sums of a row in different orders differ by, relatively."""
+"""More than the relative difference between float64 sums of a row in different orders."""
 _DEPTH = tl.constexpr(110.0)
 """At this distance below the peak a float32 weight is zero."""
 
@@ -81,7 +80,7 @@ def num_pivots(vocab_size: int) -> int:
 
 
 def keys_to_rank(pivots: int) -> int:
-    """Sampled keys per program that ranks those of a row."""
+    """Sampled keys that each program ranks."""
     return int(pivots * SAMPLED_PER_PIVOT.value // RANKING_PROGRAMS)
 
 
@@ -109,7 +108,7 @@ def _plan_number(plans, sample, which, value, mask):
 
 @triton.jit
 def limits_of(records, row, vocab_size):
-    """What a row draws by: its temperature, top_k (0: none), top_p and min_p, and whether one of top_k and min_p bounds
+    """What limits a row's draw: its temperature, top_k (0 = none), top_p and min_p, and whether top_k or min_p limits
     what top_p is a share of."""
     temperature = number(records, row, TEMPERATURE).to(tl.float32)
     top_k = tl.minimum(word(records, row, TOP_K), vocab_size).to(tl.int32)
@@ -119,7 +118,7 @@ def limits_of(records, row, vocab_size):
 
 @triton.jit
 def peaks_of(peaks, sample, slot, num_blocks, num_samples, BLOCKS_PADDED: tl.constexpr):
-    """The places of a sample's summaries, of its changed copy where there is one, which of them are blocks, and the
+    """The indices of a sample's summaries (of its changed copy, if there is one), which of them are blocks, and the
     blocks' peaks."""
     blocks = tl.arange(0, BLOCKS_PADDED)
     place = tl.where(slot >= 0, num_samples + slot, sample) * num_blocks + blocks
@@ -129,25 +128,25 @@ def peaks_of(peaks, sample, slot, num_blocks, num_samples, BLOCKS_PADDED: tl.con
 
 @triton.jit
 def least_weight_of(records, row):
-    """The least weight of a kept token, the peak being 1."""
+    """The minimum weight of a kept token, relative to the peak."""
     return tl.minimum(tl.maximum(number(records, row, MIN_P), NO_WEIGHT), 1.0)
 
 
 @triton.jit
 def least_logit(masses, known, scaled_peaks, peak, bounded, top_p, min_p, vocab_size):
-    """A logit below which no token is kept, and the mass of the whole row, 0 where top_p is a share of less."""
+    """A logit below which no token is kept, and the mass of the whole row, or 0 if top_p is a share of less."""
     least = _bound(peak, min_p)
     total = min_p * 0.0
     if bounded == 0:
         total = tl.sum(over_peak(tl.load(masses, mask=known, other=0.0), scaled_peaks, peak), axis=0)
-        # All that is lighter than this weighs less than what top_p leaves over, were it the whole vocabulary.
+        # Everything lighter than this weighs less than what top_p leaves over, even if it were the whole vocabulary.
         least = tl.maximum(least, _bound(peak, (1.0 - top_p - _SLACK) * total / vocab_size))
     return least, total
 
 
 @triton.jit
 def _bound(peak, weight):
-    """A logit below which none has this weight, or any weight at all; a little lower than necessary, and below the
+    """A logit below which none has this weight, or any weight at all; slightly lower than necessary, and below the
     peak."""
     depth = tl.log(tl.maximum(tl.minimum(weight, 1.0).to(tl.float32), 1e-37)) - 1e-3
     depth = tl.where(weight > 1e-37, depth, -_DEPTH)
@@ -157,8 +156,8 @@ def _bound(peak, weight):
 
 @triton.jit
 def first_guess(scaled_peaks, peak, least, total, bounded, num_blocks, top_k, top_p, min_p, SHIFT: tl.constexpr):
-    """A logit above which all kept tokens lie, since so many blocks' peaks alone (or their mass) reach the limit;
-    `least`, if they do not. And whether it takes one program little to read the blocks that reach it."""
+    """A logit above which all kept tokens lie, because enough blocks' peaks (or their mass) reach the limit; `least` if
+    they do not. Also whether reading the blocks that reach it is cheap for one program."""
     weights = tl.exp(tl.minimum(scaled_peaks - peak, 0.0)).to(tl.float64)
     sizes = tl.where(bounded, 1.0, weights)
     target = tl.where(bounded, top_k.to(tl.float64), top_p * total)
@@ -174,8 +173,8 @@ def choose_pivots_kernel(
     vocab_size, num_blocks, num_samples,
     BLOCKS_PADDED: tl.constexpr, PIVOTS: tl.constexpr, OWN: tl.constexpr, SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Begins each sample's plan (int64 [samples, PLAN_WORDS]) and writes its pivots (int64 [samples, PIVOTS]), falling.
-    Programs of a sample: each finds the ranks of OWN of the sampled keys."""
+    """Begins each sample's plan (int64 [samples, PLAN_WORDS]) and writes its pivots (int64 [samples, PIVOTS]) in
+    descending order. Several programs per sample: each finds the ranks of OWN of the sampled keys."""
     sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + sample)
     first = part == 0
@@ -202,7 +201,7 @@ def choose_pivots_kernel(
 
     least_weight = least_weight_of(records, row)
     SAMPLED: tl.constexpr = PIVOTS * SAMPLED_PER_PIVOT
-    # Four apart at least, so that no token is sampled twice; what is beyond a small vocabulary is no key.
+    # At least four apart, so no token is sampled twice; positions beyond a small vocabulary are no keys.
     step = tl.maximum(vocab_size // (SAMPLED // _RUN), _RUN)
     own = part * OWN + tl.arange(0, OWN)
     keys, _ = keys_at(
@@ -223,7 +222,7 @@ def choose_pivots_kernel(
     index = rank // SAMPLED_PER_PIVOT
     is_pivot = (rank % SAMPLED_PER_PIVOT == SAMPLED_PER_PIVOT - 1) & (keys > LOWEST_KEY) & (index < PIVOTS - 1)
     tl.store(pivots + index, keys, mask=is_pivot)
-    # The last bin, and those without a sampled key, reach down to the end.
+    # The last bin, and those without a sampled key, extend to the end.
     last = tl.arange(0, PIVOTS)
     is_end = (last >= num_sampled // SAMPLED_PER_PIVOT) | (last == PIVOTS - 1)
     tl.store(pivots + last, tl.zeros((PIVOTS,), tl.int64) + least_key(least, SHIFT), mask=is_end & first)
@@ -276,9 +275,9 @@ def collect_bins_kernel(
     PIVOTS: tl.constexpr, SPLITS_PADDED: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
     ROOM: tl.constexpr, SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Program (sample, SPLITS splits): ends the sample's plan, and writes the keys of its splits that are in the two
-    bins. found int64 [samples, 2, ROOM]: of the bin where the kept tokens end, and of that of the drawn one, unless it
-    is the same."""
+    """Program (sample, SPLITS splits): completes the sample's plan, and writes the keys of its splits that are in the
+    two bins. found int64 [samples, 2, ROOM]: keys of the bin where the kept tokens end, and of the drawn token's bin,
+    unless it is the same."""
     sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if planned(plans, sample, IS_NARROWED) == 0:
         return
@@ -325,8 +324,8 @@ def _choose_bins(
     plans, sample, records, row, position, pivots, count_at, mass_at, vocab_size, writes,
     PIVOTS: tl.constexpr, ROOM: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Ends the plan, and returns whether the bins suffice, and which they are. count_at, mass_at: of all keys at or
-    above each pivot."""
+    """Completes the plan, and returns whether the bins suffice, and which they are. count_at, mass_at: of all keys at
+    or above each pivot."""
     _, top_k, top_p, _, bounded = limits_of(records, row, vocab_size)
     chance = uniform(word(records, row, SEED), position)
     peak = planned_number(plans, sample, PEAK).to(tl.float32)
@@ -336,14 +335,14 @@ def _choose_bins(
     all_mass = _at(mass_at, last)
     share = top_p * tl.where(bounded, all_mass, planned_number(plans, sample, TOTAL))
     end_bin = first_of(pivot, mass_at >= share, last)
-    # What is kept weighs the share at least, and with the last kept token less than that token more.
+    # The kept tokens weigh at least the share, and without the last of them less than it.
     above_end = tl.load(pivots + end_bin - 1, mask=end_bin > 0, other=least_key(peak, SHIFT))
     heaviest = tl.exp(logit_of(above_end, SHIFT) - peak).to(tl.float64)
     kept = tl.where(top_p < 1.0, share, all_mass)
     most_kept = tl.where(top_p < 1.0, tl.minimum(_at(mass_at, end_bin), share + heaviest), all_mass)
     drawn_bin = first_of(pivot, mass_at >= chance * kept * (1.0 - _ROUNDING), last)
     is_certain = drawn_bin == first_of(pivot, mass_at >= chance * most_kept * (1.0 + _ROUNDING), last)
-    # What top_k keeps is looked for in the first bin alone, where all that follows is, too.
+    # What top_k keeps is only searched for in the first bin, which then contains everything that follows too.
     is_certain = tl.where(by_count, _at(count_at, 0) >= top_k, is_certain)
     drawn_bin = tl.where(by_count, 0, drawn_bin)
     end_bin = tl.where(by_count, 0, tl.where(top_p < 1.0, end_bin, drawn_bin))
@@ -371,7 +370,7 @@ def _plan_bin(
 
 @triton.jit
 def _edges(pivots, which, peak, SHIFT: tl.constexpr):
-    """The lowest key of a bin, and the bound above it."""
+    """The lowest key of a bin, and its upper bound."""
     above_all = least_key(peak, SHIFT) + (1 << SHIFT)
     return tl.load(pivots + which), tl.load(pivots + which - 1, mask=which > 0, other=above_all)
 

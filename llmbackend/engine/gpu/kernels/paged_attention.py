@@ -1,8 +1,7 @@
 """Launches the attention kernels: tile sizes, workspace, arguments.
 
-For: triton_ops.py, and the benchmarks of attention. Does not know: models, steps, graphs. Invariant: a call allocates
-nothing and reads nothing back, so that it can be captured in a graph. attention.py describes the algorithm, and what a
-result depends on.
+Used by triton_ops.py, and by benchmarks. Invariant: a call allocates nothing and reads nothing back, so it can be
+captured in a graph. attention.py describes the algorithm and its guarantees.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from . import attention
 from .matmul import dot_dtype, has_group_products
 
 SPLIT = 256
-"""Keys of a split. Not tunable, because the rounding of results depends on it: 256 keys of 128 dimensions are 128 KiB
+"""Keys per split. Not tunable, because results depend on it in their rounding: 256 keys of 128 dimensions are 128 KiB
 of memory traffic, enough to hide the start of a program, and 8192 keys of one head are 32 programs."""
 
 _DECODE_PROGRAMS = 3
-"""Decode programs per multiprocessor: as many run concurrently, by their shared memory."""
+"""Decode programs per multiprocessor that run concurrently, as limited by shared memory."""
 _PREFILL_PROGRAMS = 4
 """Prefill programs per multiprocessor; one runs at a time, and the device starts the next one on any free
 multiprocessor."""
 _CPU_MULTIPROCESSORS = 2
-"""Under the interpreter."""
+"""Used under the interpreter."""
 _UNROLL = 8
 """Splits that combine_kernel loads at a time."""
 _LOG2E = 1.4426950408889634
@@ -37,9 +36,9 @@ class Tiles:
     """Launch parameters for one head_dim and dtype."""
 
     keys: int
-    """Of a tile, the same for decode and prefill."""
+    """Keys per tile, the same for decode and prefill."""
     rows: int
-    """(query, head) pairs of a prefill tile."""
+    """(query, head) pairs per prefill tile."""
     warps: int
     stages: int
     """Pipeline stages of prefill."""
@@ -48,9 +47,9 @@ class Tiles:
 
 
 def choose_tiles(head_dim: int, dtype: torch.dtype, exact_chunks: bool) -> Tiles:
-    """By the padded head_dim: shared memory holds `stages` tiles of keys and values, registers the sums."""
+    """Chosen by the padded head_dim: shared memory holds `stages` tiles of keys and values, registers the sums."""
     padded = _padded(head_dim)
-    if dtype == torch.float32:  # no tensor cores; made for checking, not for speed
+    if dtype == torch.float32:  # no tensor cores; meant for verification, not for speed
         return Tiles(keys=16, rows=16, warps=4, stages=2, decode_warps=4, decode_stages=2)
     tall = has_group_products()
     keys = 64 if padded <= (128 if tall else 64) else 32
@@ -59,8 +58,8 @@ def choose_tiles(head_dim: int, dtype: torch.dtype, exact_chunks: bool) -> Tiles
     if tall:
         return Tiles(keys, rows=128 if padded <= 128 else 64, warps=8, stages=3, decode_warps=4, decode_stages=5)
     if padded > 128:
-        # More keys than rows, so that warps share the columns of the sums: if they shared the rows, a thread would keep
-        # 128 numbers of this split's and 128 of those before, more than it has registers.
+        # More keys than rows, so that warps share the columns of the sums. If they shared the rows, a thread would hold
+        # 128 numbers of this split and 128 of the previous ones, more than it has registers.
         return Tiles(keys=64, rows=32, warps=8, stages=2, decode_warps=4, decode_stages=2)
     return Tiles(keys, rows=64, warps=4, stages=3, decode_warps=4, decode_stages=5)
 
@@ -85,8 +84,8 @@ class PagedAttention:
         num_multiprocessors: int | None = None,
     ) -> None:
         """num_heads, head_dim: the largest of any layer. max_num_seqs: sequences of a step, padding included.
-        workspace_bytes: at most so much for splits; sequences whose splits do not fit are computed by fewer programs,
-        with the same result. exact_chunks: see attention.py. num_multiprocessors: the device's, unless given."""
+        workspace_bytes: limit for splits; sequences whose splits do not fit are computed by fewer programs, with the
+        same result. exact_chunks: see attention.py. num_multiprocessors: the device's, unless given."""
         place = num_heads * (head_dim + 2)
         splits = min(max_num_seqs * triton.cdiv(max_seq_len, SPLIT), workspace_bytes // (place * 4))
         self._workspace = torch.empty((splits + max_num_seqs) * place, dtype=torch.float32, device=device)
@@ -96,7 +95,7 @@ class PagedAttention:
         self._exact_chunks = exact_chunks
 
     def poison(self) -> None:
-        """Fills the workspace with NaN, so that a test notices a read of what was not written."""
+        """Fills the workspace with NaN, so that tests detect reads of unwritten memory."""
         self._workspace.fill_(float("nan"))
 
     def attend(
@@ -160,7 +159,7 @@ class PagedAttention:
 
 
 def _check(qkv: torch.Tensor, spec: AttendSpec, cache: LayerCache, out: torch.Tensor) -> None:
-    """Raises ValueError for what the kernels do not support; some of it would make them read outside of tensors."""
+    """Raises ValueError for what the kernels do not support; some of it would make them read out of bounds."""
     block_size, head_dim = cache.keys.shape[2:]
     if block_size < 16 or block_size & (block_size - 1):
         raise ValueError(f"block_size {block_size}: expected a power of two from 16")
@@ -182,13 +181,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _max_splits(max_seq_len: int, window: int) -> int:
-    """The most splits that the last query of a sequence sees."""
+    """Maximum number of splits that the last query of a sequence attends to."""
     splits = max(1, -(-max_seq_len // SPLIT))
     return min(splits, -(-window // SPLIT) + 1) if window else splits
 
 
 def _factors(spec: AttendSpec) -> tuple[float, float, int]:
-    """key_scale, softcap, window, as _attend_tile takes them."""
+    """key_scale, softcap and window as _attend_tile expects them."""
     if spec.softcap:
         return spec.scaling / spec.softcap, spec.softcap * _LOG2E, spec.window
     return spec.scaling * _LOG2E, 0.0, spec.window

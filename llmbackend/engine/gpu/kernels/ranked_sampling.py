@@ -1,13 +1,13 @@
-"""Sampling that needs the order of likelihood: draws with top-k, top-p and min-p, and logprobs with ranks.
+"""Sampling that needs tokens ranked by likelihood: draws with top-k, top-p and min-p, and logprobs with ranks.
 
-For: device_sampler.py. Does not know: edits, requests. Invariants: as in sampling.py; which tokens a draw keeps, and in
-which order it draws, is defined by drawing.Limits; logprobs are of the model's own logits, without edits or
-temperature, and the likeliest tokens are returned as their rank keys, unordered.
+Used by device_sampler.py. Invariants: as in sampling.py; which tokens a draw keeps, and in which order it draws, is
+defined by torch_sampling.Limits; logprobs are of the model's own logits, without edits or temperature, and the most
+likely tokens are returned as rank keys, unordered.
 
-Usually the kept tokens are among some hundreds above a bound given by the peaks of the blocks; those are collected
-once, and the end of the kept ones and the drawn one are searched for among them. Of flatter rows many programs collect
-the two parts of the order that matter (narrowing.py), and the search is the same. Only if these are too large, or top_k
-is very large, one program searches the whole row.
+Usually the kept tokens are among a few hundred above a bound given by the peaks of the blocks; those are collected
+once, and searched for the end of the kept tokens and for the drawn one. For flatter rows, many programs collect the two
+relevant parts of the ranking (narrowing.py), and the search is the same. Only if these are too large, or top_k is very
+large, does one program search the whole row.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def draw_limited_kernel(
         logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, scaled_peaks, num_blocks,
         top_k, top_p, min_p, bounded, total, least, high, is_narrowed, listed, found, SHIFT, EDITED,
     )  # fmt: skip
-    # Where the kept tokens end by number, then where they end by mass, then the drawn one.
+    # First where the kept tokens end by number, then where they end by mass, then the drawn one.
     for stage in range(3):
         by_count = stage == 0
         target = _target(stage, top_k, top_p, bounded, mass, total, chance)
@@ -116,7 +116,7 @@ def draw_limited_kernel(
 
 @triton.jit
 def _target(stage, top_k, top_p, bounded, mass, total, chance):
-    """The number, or the mass, of the keys down to the one searched for. mass: of the tokens kept so far."""
+    """The number or mass of the keys down to the one searched for. mass: of the tokens kept so far."""
     share = top_p * tl.where(bounded, mass, total)
     drawn = tl.minimum(_next(chance * mass), mass)
     return tl.where(stage == 0, top_k.to(tl.float64), tl.where(stage == 1, share, drawn))
@@ -124,7 +124,7 @@ def _target(stage, top_k, top_p, bounded, mass, total, chance):
 
 @triton.jit
 def _draw_from_bins(plans, bins, sample, peak, bounded, top_k, top_p, chance, ROOM: tl.constexpr, SHIFT: tl.constexpr):
-    """The drawn key, from the bin in which the kept ones end, and the bin in which it is."""
+    """The drawn key, from the bin in which the kept tokens end and the bin that contains it."""
     total = planned_number(plans, sample, TOTAL)
     mass = planned_number(plans, sample, ALL_MASS)
     cut = planned(plans, sample, IS_READY) * 0 + LOWEST_KEY
@@ -154,11 +154,12 @@ def _first_cut(
     top_k, top_p, min_p, bounded, total, least, high, is_narrowed, listed, found,
     SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Collects the keys above a guessed bound in `found`; if those are not all that can be kept, or known to be many,
-    measures all that are above the lowest bound instead.
+    """Collects the keys above a guessed bound in `found`; if those do not cover all that can be kept, or are known to
+    be many, measures all keys above the lowest bound instead.
 
     Returns the bound as a key, the count and mass of keys from it on, how many are in `found`, whether these are all,
-    and the number of blocks that hold such keys."""
+    and the number of blocks with such keys.
+    """
     guess, _ = first_guess(scaled_peaks, peak, least, total, bounded, num_blocks, top_k, top_p, min_p, SHIFT)
     guess = tl.where(is_narrowed, float("inf"), guess)
     cut = least_key(guess, SHIFT)
@@ -189,7 +190,8 @@ def _cut_at(
 ):  # fmt: skip
     """The largest key at which the count (or mass) of the keys from it on reaches the target, and both from it on.
 
-    cut, count, mass: the same so far. inside: how many keys are in `found`; all that matter, if at_once."""
+    cut, count, mass: the same so far. inside: how many keys are in `found`; all relevant ones, if at_once.
+    """
     low = cut
     top = high
     num_beyond = count * 0
@@ -211,14 +213,14 @@ def _cut_at(
 
 @triton.jit
 def _found(found, count, peak, SHIFT: tl.constexpr):
-    """The keys that were collected, and their weights over the peak."""
+    """The collected keys, and their weights relative to the peak."""
     places = tl.arange(0, CANDIDATES)
     return _weighted(found + places, places < count, peak, SHIFT)
 
 
 @triton.jit
 def _weighted(places, there, peak, SHIFT: tl.constexpr):
-    """Keys in memory, and their weights over the peak; LOWEST_KEY and 0 where none is there."""
+    """Keys in memory, and their weights relative to the peak; LOWEST_KEY and 0 if there is none."""
     keys = tl.load(places, mask=there, other=LOWEST_KEY)
     x = tl.where(there, logit_of(keys, SHIFT), peak)
     return keys, tl.where(there, tl.exp(x - peak).to(tl.float64), 0.0)
@@ -226,7 +228,7 @@ def _weighted(places, there, peak, SHIFT: tl.constexpr):
 
 @triton.jit
 def _next(x):
-    """The float64 above x, which is not negative."""
+    """The next float64 above x, which is not negative."""
     return (x.to(tl.int64, bitcast=True) + 1).to(tl.float64, bitcast=True)
 
 
@@ -240,8 +242,8 @@ def logprobs_kernel(
     asked, own_logprobs, ranks, norms, top_keys, top_width, vocab_size, num_blocks,
     BLOCKS_PADDED: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """asked int32: how many of the most likely a sample's row wants, -1: no logprobs. norms float64: of the
-    distribution. top_keys int64 [samples, top_width], LOWEST_KEY where there is nothing; none, if the width is 0."""
+    """asked int32: number of top logprobs requested by a sample's row, -1 = no logprobs. norms float64: normaliser of
+    the distribution. top_keys int64 [samples, top_width], padded with LOWEST_KEY; empty if the width is 0."""
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + sample)
     token_id = tl.load(token_ids + sample)
@@ -284,7 +286,7 @@ def logprobs_kernel(
 def _collect_top(
     logits, stride, sample, vocab_size, peak, block_peaks, count, high, listed, found, top_keys, SHIFT: tl.constexpr
 ):
-    """Writes the keys of the `count` likeliest tokens, in no order."""
+    """Writes the keys of the `count` most likely tokens, unordered."""
     ones = tl.full((block_peaks.shape[0],), 1.0, tl.float64)
     guess = peak_that_reaches(block_peaks, ones, count.to(tl.float64), _LEAST, SHIFT)
     low = least_key(guess, SHIFT)

@@ -1,10 +1,10 @@
-"""Places in the order of likelihood without a sort: equal logits by token id, the lower one first.
+"""Ranks tokens by likelihood without sorting; among equal logits, the lower token id comes first.
 
-For: ranked_sampling.py. Does not know: what is searched for. Invariants: rank keys are integers that all differ and
-rise with likelihood; every search ends at an existing key; sums have a fixed order.
+Used by ranked_sampling.py. Invariants: rank keys are distinct integers that increase with likelihood; every search ends
+at an existing key; sums have a fixed order.
 
-A search narrows an interval of keys around its target by passes over the whole row, until the interval holds no more
-than CANDIDATES; those are collected, and the search ends among them. Only blocks that can hold such a key are read.
+A search narrows an interval of keys around its target by passes over the whole row, until it contains at most
+CANDIDATES keys; those are collected, and the search ends among them. Only blocks that can contain such a key are read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def rank_key(x, ids, vocab_size, SHIFT: tl.constexpr):
 
 @triton.jit
 def least_key(x, SHIFT: tl.constexpr):
-    """The bound between the keys of x and those of smaller logits: not above the former, above the latter."""
+    """The bound between the keys of x and those of smaller logits: at most the former, above the latter."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) << SHIFT
 
@@ -47,7 +47,7 @@ def id_of(key, vocab_size, SHIFT: tl.constexpr):
 
 @triton.jit
 def middle(low, high, SHIFT: tl.constexpr):
-    """A key above `low` and below `high`, which differ by more than one: half-way between their logits if possible,
+    """A key above `low` and below `high`, which differ by more than one: halfway between their logits if possible,
     because logits are distributed more evenly as numbers than as bit patterns."""
     half = least_key(logit_of(low, SHIFT) * 0.5 + logit_of(high, SHIFT) * 0.5, SHIFT)
     border = (high >> SHIFT) << SHIFT
@@ -59,7 +59,7 @@ def middle(low, high, SHIFT: tl.constexpr):
 @triton.jit
 def search_tile(keys, sizes, target, before, low, high, SHIFT: tl.constexpr):
     """The largest key in [low, high) at which `before` plus the sizes of all keys from it on reaches the target; the
-    smallest key, if by rounding none does."""
+    smallest key if, due to rounding, none does."""
     inside = tl.sum(((keys >= low) & (keys < high)).to(tl.int32), axis=0)
     while inside > 1:
         pivot = middle(low, high, SHIFT)
@@ -74,7 +74,7 @@ def search_tile(keys, sizes, target, before, low, high, SHIFT: tl.constexpr):
 
 @triton.jit
 def list_blocks(scaled_peaks, least, listed):
-    """Writes the numbers of the blocks whose peaks reach `least`. Returns how many there are."""
+    """Writes the numbers of the blocks whose peaks reach `least`; returns how many."""
     blocks = tl.arange(0, scaled_peaks.shape[0])
     wanted = scaled_peaks >= least
     places = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
@@ -89,8 +89,8 @@ def keys_at(
     logits, stride, copies, sample, slot, vocab_size, temperature, peak, least, least_weight, ids, mask,
     SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and weights (float64, over the peak) of the ids where mask is true; keys of logits below `least` and of
-    weights below least_weight, and of what is not there, are LOWEST_KEY, and their weights 0."""
+    """Keys and weights (float64, relative to the peak) of the ids where mask is true. Keys of logits below `least`, of
+    weights below least_weight, and of masked ids are LOWEST_KEY, with weight 0."""
     there = mask & (ids < vocab_size)
     x = tl.div_rn(load_logits(logits, stride, copies, sample, slot, vocab_size, ids, there, EDITED), temperature)
     weights = tl.exp(tl.minimum(x - peak, 0.0)).to(tl.float64)
@@ -141,7 +141,7 @@ def collect(
     logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, listed, num_listed, low, high,
     found, room, SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Writes the first `room` keys in [low, high). Returns how many keys there are."""
+    """Writes the first `room` keys in [low, high); returns how many keys there are."""
     count = num_listed * 0
     begin = num_listed * 0
     tl.debug_barrier()
@@ -166,9 +166,11 @@ def search(
     SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
     """Narrows the interval around the largest key at which the count (or mass) of the keys from it on reaches the
-    target, until `found` holds all keys of the interval. num_low: keys at or above `low`; none are at or above `high`.
+    target, until `found` contains all keys of the interval. num_low: keys at or above `low`; none are at or above
+    `high`.
 
-    Returns the interval, how many keys are in it, and the count and mass of those above it."""
+    Returns the interval, how many keys are in it, and the count and mass of those above it.
+    """
     inside = num_low
     num_beyond = num_low * 0
     mass_beyond = target * 0.0
@@ -194,8 +196,8 @@ def search(
 
 @triton.jit
 def peak_that_reaches(scaled_peaks, sizes, target, least, SHIFT: tl.constexpr):
-    """The logit down to which the blocks' peaks have sizes that reach the target, so that all logits down to it do;
-    `least`, if those that reach that do not."""
+    """The logit down to which the blocks' peaks have sizes that reach the target, so that all logits down to it do too;
+    `least` if that is higher."""
     size: tl.constexpr = scaled_peaks.shape[0]
     keys = rank_key(scaled_peaks, tl.arange(0, size), size, SHIFT)
     there = scaled_peaks >= least

@@ -1,15 +1,15 @@
-"""From logits to tokens on the device: reading rows and logits, changing logits, tokens from the whole distribution.
+"""From logits to tokens on the device: reading rows and logits, editing logits, drawing from the whole distribution.
 
-For: device_sampler.py, which writes the records, and the other sampling kernels. Does not know: limits
-(ranked_sampling.py), requests. Invariants: the definitions are those of engine/sampling (sampler.py,
-torch_sampling.py); a sample depends on its logits, its row's record, its row's tokens and its position alone; sums have
-a fixed order, so that the same logits give the same token in every batch. NaN reads as plus infinity, so that a maximum
-shows it; beyond the vocabulary everything is minus infinity.
+Used by device_sampler.py, which writes the records, and by the other sampling kernels; draws with limits are in
+ranked_sampling.py. Invariants: the definitions are those of engine/sampling (sampler.py, torch_sampling.py); a sample
+depends only on its logits, its row's record, its row's tokens and its position; sums have a fixed order, so the same
+logits give the same token in every batch. NaN is read as plus infinity, so that a maximum reveals it; everything beyond
+the vocabulary is minus infinity.
 
 Only samples whose rows change their logits (bias, forbidden stops, penalties) get a float32 copy first; counts of
 tokens are zero between steps. Then many programs summarise each block of 256 logits (its largest, and its mass), and
 one program per sample chooses the block and finds the token inside. Masses are float64 sums of float32 weights.
-Summaries of the changed copies follow those of the samples' own logits.
+Summaries of the edited copies follow those of the samples' own logits.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ def _splitmix64(x):
 BLOCK = tl.constexpr(256)
 
 NO_SLOT = tl.constexpr(-1)
-"""The slot of a sample whose logits are not changed."""
+"""Slot of a sample whose logits are not edited."""
 
 NO_ROOM = tl.constexpr(-2)
-"""The slot of a sample that got no copy: a padding sample, since there is a copy for each row that needs one."""
+"""Slot of a sample that got no copy: a padding sample, because there is a copy for each row that needs one."""
 
 
 @triton.jit
 def slot_of(slots, sample, EDITED: tl.constexpr):
-    """The copy that holds the logits of a sample."""
+    """The copy with the logits of a sample."""
     if EDITED:
         slot = tl.load(slots + sample).to(tl.int64)
     else:
@@ -174,7 +174,7 @@ def edit_kernel(
 
 @triton.jit(do_not_specialize=["num_masked"])
 def mask_kernel(slots, copies, index, words, words_stride, vocab_size, num_masked, BLOCKS: tl.constexpr):
-    """Forbids tokens in the copies by the masks. index int32 [num_masked]: each sample's row of words, -1: none."""
+    """Forbids tokens in the copies by the masks. index int32 [num_masked]: each sample's row of words, -1 = none."""
     sample = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + sample).to(tl.int64)
     which = tl.load(index + sample, mask=sample < num_masked, other=-1).to(tl.int64)
@@ -210,7 +210,7 @@ def _forbid(copy, ids, begin, end):
 
 @triton.jit
 def _count(tokens, begin, num_prompt, end, counts, vocab_size):
-    """Counts how often each token was generated, and marks the tokens of the prompt."""
+    """Counts how often each token was generated, and marks prompt tokens."""
     first = begin
     while first < end:
         places = first + tl.arange(0, _TOKENS_AT_ONCE)
@@ -230,7 +230,7 @@ def _count(tokens, begin, num_prompt, end, counts, vocab_size):
 
 @triton.jit
 def _penalise(copy, tokens, begin, end, counts, vocab_size, repetition, frequency, presence):
-    """Penalises each token once: at the place that takes its count, which is zero afterwards."""
+    """Penalises each token once, at the occurrence that takes its count, which is zero afterwards."""
     first = begin
     while first < end:
         places = first + tl.arange(0, _TOKENS_AT_ONCE)
@@ -252,8 +252,8 @@ def summarise_kernel(
     logits, stride, copies, slots, rows, records, peaks, masses, unit_masses, vocab_size, num_blocks, num_samples,
     BLOCKS: tl.constexpr, EDITED: tl.constexpr, UNIT_MASSES: tl.constexpr,
 ):  # fmt: skip
-    """Of each block: its peak float32; its mass float64 at the row's temperature, over its own peak, where the draw
-    needs it; with UNIT_MASSES also that at temperature 1, where logprobs need it. EDITED: of copies alone."""
+    """For each block: its peak float32; its mass float64 at the row's temperature, relative to its own peak, if the
+    draw needs it; with UNIT_MASSES also that at temperature 1, if logprobs need it. EDITED: only for copies."""
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + sample)
     slot = slot_of(slots, sample, EDITED)
@@ -287,8 +287,8 @@ def choose_kernel(
     vocab_size, num_blocks, num_samples,
     BLOCKS_PADDED: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """The likeliest token of each sample, or a drawn one if its row draws without a limit; -1 where the logits of the
-    model hold a NaN or an infinity, and for padding."""
+    """The most likely token of each sample, or a drawn one if its row draws without a limit; -1 for padding and if the
+    model's logits contain a NaN or an infinity."""
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + sample)
     slot = slot_of(slots, sample, EDITED)
@@ -343,7 +343,7 @@ def limited(records, row):
 
 @triton.jit
 def over_peak(block_masses, block_peaks, peak):
-    """Masses relative to the peaks of their blocks, made relative to the peak of the row."""
+    """Converts masses relative to the peaks of their blocks to masses relative to the peak of the row."""
     return block_masses * tl.exp((block_peaks - peak).to(tl.float64))
 
 

@@ -1,10 +1,9 @@
 """The operations that a decoder program needs from an accelerator, and the gates of MLPs and experts.
 
-For: the program (program.py), which calls them in the order of the layers. Implementations: triton_ops.py (kernels),
-torch_ops.py (plain torch: the reference, the ablation "fused kernels off", and devices without Triton). Does not know:
-models, requests, streams, graphs. Invariants: an operation allocates nothing that outlives it, never waits for the
-device and reads no device value on the host, so that it can be captured in a CUDA graph; the result of a row depends on
-that row alone.
+The program (program.py) calls them layer by layer. Implementations: triton_ops.py (kernels), torch_ops.py (plain torch:
+the reference, the ablation "fused kernels off", and devices without Triton). Invariants: an operation allocates nothing
+that outlives it, never waits for the device and reads no device value on the host, so it can be captured in a CUDA
+graph; the result of a row depends only on that row.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from ..weights.dense import EightBitRows, Rows
 from ..weights.experts import ExpertProjection
 
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
-"""Combines a gate and an up. swigluoai: of gpt-oss, with bounds, up + 1, and alternating gates and ups; the others have
-all gates first."""
+"""Combines gate and up projections. swigluoai: gpt-oss's, with bounds, up + 1, and alternating gates and ups; with the
+others, all gates come first."""
 ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "swigluoai")
 
 _SWIGLU_SLOPE: Final = 1.702
@@ -41,7 +40,7 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def gate_up_rows(activation: Activation, n: int, part: range) -> torch.Tensor:
-    """The rows, among 2 * n gates and ups, of this part of the n outputs, in the same order."""
+    """Indices of the rows, among 2 * n gates and ups, that belong to this part of the n outputs, in the same order."""
     own = torch.arange(part.start, part.stop)
     if activation == "swigluoai":
         return torch.stack((2 * own, 2 * own + 1), dim=1).flatten()
@@ -63,11 +62,11 @@ class StepLayout:
     are padding too. Padding tokens have slot PADDING_SLOT; their results are not used."""
 
     rows: torch.Tensor
-    """[n]: each sequence's row of the row table."""
+    """[n]: each sequence's row in the row table."""
     query_start: torch.Tensor
     """[n + 1]: where each sequence's tokens begin in the flat batch."""
     seq_lens: torch.Tensor
-    """[n]: keys that the last token of the sequence sees, itself included."""
+    """[n]: keys that the last token of the sequence attends to, its own included."""
     token_ids: torch.Tensor
     """[tokens]"""
     positions: torch.Tensor
@@ -75,13 +74,13 @@ class StepLayout:
     slots: torch.Tensor
     """[tokens]: where each token's key and value are stored (block * block_size + offset)."""
     sampled_tokens: torch.Tensor
-    """[samples]: places in the batch of the tokens after which a token is sampled."""
+    """[samples]: indices in the batch of the tokens after which a token is sampled."""
     max_query_len: int
     """An upper bound known to the host. A captured graph has its own, so results must not depend on it."""
     max_seq_len: int
     """As max_query_len."""
     adapters: torch.Tensor | None = None
-    """[tokens]: each token's slot among LoRA adapters, NO_ADAPTER for none; None: no token has one."""
+    """[tokens]: each token's LoRA slot, NO_ADAPTER for none; None = no token has an adapter."""
     other_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     """For each group of layers after the first: slots [tokens], and block table [max_num_seqs, max_blocks_per_seq]."""
 
@@ -98,8 +97,8 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """x / sqrt(mean(x²) + eps) * weight, computed in float32. Centred, which no operation here computes: of x - mean(x)
-    instead of x, and a bias is added."""
+    """x / sqrt(mean(x²) + eps) * weight, computed in float32. Centred (not supported by any operation here): of x -
+    mean(x) instead of x, plus a bias."""
 
     weight: torch.Tensor
     """float32 [width]"""
@@ -111,44 +110,41 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """What is done to the queries and keys of one layer before attention."""
+    """The processing of one layer's queries and keys before attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     q_norm: Norm | None
-    """Weight [head_dim], over each head, or with norm_whole [num_heads * head_dim], over all heads; None: no norm."""
+    """Weight [head_dim], over each head, or with norm_whole [num_heads * head_dim], over all heads; None = no norm."""
     k_norm: Norm | None
     """As q_norm, for the KV heads."""
     norm_whole: bool
     cos_sin: torch.Tensor | None
     """float32 [max_model_len, rotary_dim]: cosines of the first half, then sines, applied to halves of the first
-    rotary_dim of a head; None: no rotation."""
+    rotary_dim of a head; None = no rotation."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttendSpec:
-    """One layer's attention."""
-
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scaling: float
-    """Factor on q·k."""
     window: int
-    """A query sees this many positions, itself included; 0: all."""
+    """A query attends to this many positions, its own included; 0 = all."""
     softcap: float
-    """Scores become softcap * tanh(score / softcap); 0: off."""
+    """Scores become softcap * tanh(score / softcap); 0 = off."""
     sinks: torch.Tensor | None
-    """float32 [num_heads]: an extra score per head that has no value; None: none."""
+    """float32 [num_heads]: an extra score per head that has no value; None = none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """The experts of one layer, of which each token chooses some by its router logits."""
+    """The experts of one layer; each token selects some by its router logits."""
 
     gate_up: ExpertProjection
-    """Matrices [2 * n, width], gates and ups in the order of the activation."""
+    """Matrices [2 * n, width], gates and ups in the order that the activation expects."""
     down: ExpertProjection
     """Matrices [width, n]"""
     top_k: int
@@ -162,14 +158,14 @@ class ExpertSpec:
 
 
 MIN_EXPERT_ROWS = 16
-"""The least rows of a tile of (token, expert) pairs that ExpertRoom has room for."""
+"""Minimum rows of a tile of (token, expert) pairs; ExpertScratch is sized for it."""
 _MAX_EXPERT_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertRoom:
-    """Memory for the experts of the largest step, without meaning between calls. P: pairs of a token and one of its
-    experts."""
+class ExpertScratch:
+    """Scratch memory for the experts of the largest step; contents are meaningless between calls. P: number of (token,
+    expert) pairs."""
 
     chosen: torch.Tensor
     """int32 [P]"""
@@ -178,7 +174,7 @@ class ExpertRoom:
     counts: torch.Tensor
     """int32 [experts]"""
     pairs: torch.Tensor
-    """int32 [P + experts * the most rows of a tile]"""
+    """int32 [P + experts * maximum rows of a tile]"""
     tile_experts: torch.Tensor
     """int32 [P / MIN_EXPERT_ROWS + experts]"""
     num_tiles: torch.Tensor
@@ -191,40 +187,42 @@ class ExpertRoom:
     """[P, width]"""
 
     @classmethod
-    def of(cls, num_tokens: int, specs: Sequence[ExpertSpec], dtype: torch.dtype, device: torch.device) -> ExpertRoom:
+    def of(
+        cls, num_tokens: int, specs: Sequence[ExpertSpec], dtype: torch.dtype, device: torch.device
+    ) -> ExpertScratch:
         """For steps of num_tokens in this dtype, and layers with these experts, all of the same sizes."""
         spec = specs[0]
         if len({(each.num_experts, each.down.weight.n, each.down.weight.k, each.top_k) for each in specs}) > 1:
             raise ProgramUnsupportedError("its layers have experts of several sizes")
         pairs, width, n = num_tokens * spec.top_k, spec.down.weight.n, spec.down.weight.k
 
-        def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            chosen=room(pairs),
-            factors=room(pairs, dtype=torch.float32),
-            counts=room(spec.num_experts),
-            pairs=room(pairs + spec.num_experts * _MAX_EXPERT_ROWS),
-            tile_experts=room(pairs // MIN_EXPERT_ROWS + spec.num_experts),
-            num_tiles=room(1),
-            gate_up=room(pairs, 2 * n, dtype=dtype),
-            gated=room(pairs, n, dtype=dtype),
-            mixed=room(pairs, width, dtype=dtype),
+            chosen=scratch(pairs),
+            factors=scratch(pairs, dtype=torch.float32),
+            counts=scratch(spec.num_experts),
+            pairs=scratch(pairs + spec.num_experts * _MAX_EXPERT_ROWS),
+            tile_experts=scratch(pairs // MIN_EXPERT_ROWS + spec.num_experts),
+            num_tiles=scratch(1),
+            gate_up=scratch(pairs, 2 * n, dtype=dtype),
+            gated=scratch(pairs, n, dtype=dtype),
+            mixed=scratch(pairs, width, dtype=dtype),
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraSpec:
-    """The LoRA matrices of one product, for all adapters in their slots. A product that consists of several layers of
-    the model has a part for each of them."""
+    """The LoRA matrices of one product, for all adapter slots. A product that consists of several layers of the model
+    has a part for each of them."""
 
     down: torch.Tensor
     """[slots, parts * max_rank, k], in the model's dtype, contiguous; max_rank is a power of two from 16."""
     up: torch.Tensor
-    """[slots, n, max_rank], multiplied by the adapter's scale"""
+    """[slots, n, max_rank], premultiplied by the adapter's scale"""
     ranks: torch.Tensor
-    """int32 [slots, parts]: what follows the rank of an adapter is not read; 0: it does not change that part."""
+    """int32 [slots, parts]: rank of each adapter, beyond which nothing is read; 0 = it does not change that part."""
     widths: tuple[int, ...]
     """Output columns of each part, one to three."""
 
@@ -236,17 +234,17 @@ class LoraSpec:
 LORA_ROWS = 16
 """Tokens of one adapter that are multiplied together: the minimum of a tensor core."""
 LORA_SPLITS = 8
-"""The most parts into which the sum over the columns of an input is split, the same in every step."""
+"""Maximum number of parts into which the sum over an input's columns is split, the same in every step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoraRoom:
-    """Memory for the tokens of the largest step, sorted by adapter: those of each fill tiles of LORA_ROWS places."""
+class LoraScratch:
+    """Memory for the tokens of the largest step, sorted by adapter, in tiles of LORA_ROWS places."""
 
     counts: torch.Tensor
     """int32 [slots]: tokens of each adapter."""
     tokens: torch.Tensor
-    """int32 [places]: the token at each place of a tile, -1 for none."""
+    """int32 [places]: the token at each place of a tile, -1 = none."""
     tile_slots: torch.Tensor
     """int32 [tiles]"""
     num_tiles: torch.Tensor
@@ -255,7 +253,7 @@ class LoraRoom:
     """float32 [LORA_SPLITS, places, most parts * max_rank]: sums of each split."""
 
     @classmethod
-    def of(cls, num_tokens: int, specs: Sequence[LoraSpec]) -> LoraRoom:
+    def of(cls, num_tokens: int, specs: Sequence[LoraSpec]) -> LoraScratch:
         """For steps of num_tokens and these products; at least one."""
         num_slots, device = len(specs[0].ranks), specs[0].ranks.device
         tiles = num_tokens // LORA_ROWS + num_slots
@@ -317,17 +315,17 @@ class Ops(Protocol):
         logits: torch.Tensor,
         spec: ExpertSpec,
         activation: Activation,
-        room: ExpertRoom,
+        scratch: ExpertScratch,
         out: torch.Tensor,
     ) -> None:
         """out [T, width] = the sum, over the experts that logits [T, experts] choose, of share *
         down(gate(gate_up(x))). x and out are contiguous."""
 
-    def group_by_adapter(self, adapters: torch.Tensor, room: LoraRoom) -> None:
+    def group_by_adapter(self, adapters: torch.Tensor, scratch: LoraScratch) -> None:
         """Sorts the tokens of a step for `add_loras`. adapters as in StepLayout, at least one token."""
 
     def add_loras(
-        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor
+        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, scratch: LoraScratch, out: torch.Tensor
     ) -> None:
         """out[t] += up[slot] · (down[slot] · x[t]) for each token with an adapter, each part of out [T, n] by its own
         rows of down. x [T, k] and out are contiguous, in the model's dtype; adapters: those passed to

@@ -1,9 +1,8 @@
 """The program's operations in plain torch, on any device: the reference, and the ablation "fused kernels off".
 
-For: programs where Triton does not run, and tests of the kernels. Does not know: models, requests, graphs. Invariants:
-those of `Ops`; shapes follow from the bounds of the layout alone, so that every operation can be captured; attention
-computes each token alone, so that its result depends, bit by bit, on no other token, on no bound, and on no key after
-those it sees.
+Used if Triton is not available, and by tests of the kernels. Invariants: those of `Ops`; shapes depend only on the
+bounds of the layout, so every operation can be captured; attention computes each token separately, so its result does
+not depend, bit by bit, on other tokens, on bounds, or on keys after those it attends to.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from .ops import (
     PADDING_SLOT,
     Activation,
     AttendSpec,
-    ExpertRoom,
+    ExpertScratch,
     ExpertSpec,
     LayerCache,
-    LoraRoom,
+    LoraScratch,
     LoraSpec,
     Norm,
     RotarySpec,
@@ -84,7 +83,7 @@ class TorchOps:
             part = slice(start, start + tokens_at_once)
             state = _Softmax(queries[part], spec)
             for first in range(0, width, blocks_at_once):
-                blocks = block_table[rows[part], first : first + blocks_at_once].clamp(min=0)  # freed ones are hidden
+                blocks = block_table[rows[part], first : first + blocks_at_once].clamp(min=0)  # freed ones are masked
                 state.add(blocks, first * block_size, visible[part], cache)
             out[part] = state.result().flatten(1)
 
@@ -97,28 +96,28 @@ class TorchOps:
         logits: torch.Tensor,
         spec: ExpertSpec,
         activation: Activation,
-        room: ExpertRoom,
+        scratch: ExpertScratch,
         out: torch.Tensor,
     ) -> None:
-        """Every expert computes every token, so that shapes stay fixed."""
+        """Every expert computes every token, which keeps shapes fixed."""
         shares, chosen = logits.float().softmax(-1).topk(spec.top_k, dim=-1)
         if spec.renormalises:
             shares = shares / shares.sum(-1, keepdim=True)
         factors = torch.zeros(len(x), spec.num_experts, device=x.device).scatter_(1, chosen, shares)
         total = torch.zeros(out.shape, device=x.device)
         for expert in range(spec.num_experts):
-            inner = room.gated[: len(x)]
+            inner = scratch.gated[: len(x)]
             self.gate(_by_expert(x, spec.gate_up, expert), activation, inner)
             total += factors[:, expert, None] * _by_expert(inner, spec.down, expert).float()
         out.copy_(total)
 
-    def group_by_adapter(self, adapters: torch.Tensor, room: LoraRoom) -> None:
-        """Nothing is sorted here."""
+    def group_by_adapter(self, adapters: torch.Tensor, scratch: LoraScratch) -> None:
+        """This implementation does not sort."""
 
     def add_loras(
-        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor
+        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, scratch: LoraScratch, out: torch.Tensor
     ) -> None:
-        """Every adapter computes every token, so that shapes stay fixed."""
+        """Every adapter computes every token, which keeps shapes fixed."""
         rows, rank = x.float(), torch.arange(spec.max_rank, device=x.device)
         for slot, (down, up) in enumerate(zip(spec.down, spec.up, strict=True)):
             parts = zip(down.split(spec.max_rank), up.split(spec.widths), spec.ranks[slot], strict=True)
@@ -245,7 +244,7 @@ class _Softmax:
             hidden = hidden | (places < limits - window)
         scores = scores.masked_fill(hidden, float("-inf"))
         peak = torch.maximum(self._peak, scores.amax(-1, keepdim=True))
-        # Where nothing was visible so far, minus infinity less itself would be NaN.
+        # If nothing was visible so far, minus infinity less itself would be NaN.
         base = torch.where(peak == float("-inf"), 0.0, peak)
         weights, kept = torch.exp(scores - base), torch.exp(self._peak - base)
         self._sum = self._sum * kept + weights.sum(-1, keepdim=True)
@@ -253,7 +252,7 @@ class _Softmax:
         self._peak = peak
 
     def result(self) -> torch.Tensor:
-        """[tokens, num_heads, head_dim]; zeros for a token that saw no key."""
+        """[tokens, num_heads, head_dim]; zeros for a token without keys."""
         attended = torch.where(self._sum > 0, self._values / self._sum, 0.0)
         return attended.flatten(1, 2)
 
@@ -279,7 +278,7 @@ def _normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
 
 
 def _cut(matrix: torch.Tensor, rank: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-    """The matrix [..., ranks] with zeros after the rank of its adapter."""
+    """The matrix [..., ranks] with zeros beyond the rank of its adapter."""
     return torch.where(rank < most, matrix, 0.0)
 
 
@@ -293,7 +292,7 @@ def _heads(
 
 
 def _head_normed(x: torch.Tensor, norm: Norm | None, whole: bool) -> torch.Tensor:
-    """x [tokens, heads, head_dim] in float32, normalised over each head or over all together."""
+    """x [tokens, heads, head_dim] in float32, normalised over each head or over all heads together."""
     wide = x.float()
     return _normed(wide.flatten(1), norm).view(wide.shape) if whole else _normed(wide, norm)
 
@@ -310,8 +309,9 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | N
 def _write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
     """Writes x float32 [tokens, heads, head_dim] to its slots, finite and in the cache's type.
 
-    A padding token writes the same as the first token, to the same slot, so that shapes stay fixed. If the first token
-    is padding too, it writes the content of slot 0 to slot 0."""
+    A padding token writes the same as the first token, to the same slot, which keeps shapes fixed. If the first token
+    is padding too, it writes the content of slot 0 to slot 0.
+    """
     block_size, limit = cache.shape[2], torch.finfo(cache.dtype).max
     stored = _bytes(torch.nan_to_num(x, nan=0.0).clamp(-limit, limit).to(cache.dtype))
     memory = _bytes(cache)
@@ -322,14 +322,14 @@ def _write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """8-bit types as bytes: torch moves bytes everywhere, 8-bit floats only in some operations."""
+    """8-bit types as bytes: torch supports 8-bit floats only in some operations."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _visible_keys(
     query_start: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequence of each token, and how many keys it sees; any sequence and 0 for padding."""
+    """The sequence of each token, and how many keys it attends to; for padding, any sequence and 0."""
     places = torch.arange(num_tokens, dtype=torch.int32, device=seq_lens.device)
     ends = query_start[1:]
     sequence = torch.searchsorted(ends, places, right=True).clamp(max=len(ends) - 1)

@@ -1,7 +1,7 @@
 """The operations of the decoder program as launches of Triton kernels (kernels/), most of them one each.
 
-For: the program on a GPU, and tests under Triton's interpreter. Does not know: models, requests, graphs. Invariants:
-those of `Ops`; a step without tokens launches nothing.
+Used by the program on a GPU, and by tests under Triton's interpreter. Invariants: those of `Ops`; a step without tokens
+launches nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .ops import (
     PADDING_SLOT,
     Activation,
     AttendSpec,
-    ExpertRoom,
+    ExpertScratch,
     ExpertSpec,
     LayerCache,
-    LoraRoom,
+    LoraScratch,
     LoraSpec,
     Norm,
     RotarySpec,
@@ -43,7 +43,7 @@ class TritonOps:
     """Implements `Ops`. The last dimension of every tensor is contiguous."""
 
     def __init__(self, attention: PagedAttention | None = None, exact_products: bool = False) -> None:
-        """attention: for `attend`, with room for the largest step of the model; None: `attend` is not called.
+        """attention: for `attend`, sized for the largest step of the model; None = `attend` is not called.
         exact_products: products of experts use the same instruction in every step."""
         self._attention = attention
         self._exact = exact_products
@@ -135,7 +135,7 @@ class TritonOps:
         logits: torch.Tensor,
         spec: ExpertSpec,
         activation: Activation,
-        room: ExpertRoom,
+        scratch: ExpertScratch,
         out: torch.Tensor,
     ) -> None:
         """With exact products the tiles of every step are those of large steps."""
@@ -143,15 +143,15 @@ class TritonOps:
             return
         is_packed = isinstance(spec.down.weight, Int4Experts)
         tile = experts.choose_tile(_ALWAYS_LARGE if self._exact else len(x), x.dtype, is_packed)
-        experts.mix_experts(x, logits, spec, activation, room, out, tile)
+        experts.mix_experts(x, logits, spec, activation, scratch, out, tile)
 
-    def group_by_adapter(self, adapters: torch.Tensor, room: LoraRoom) -> None:
-        lora.group_by_adapter(adapters, room)
+    def group_by_adapter(self, adapters: torch.Tensor, scratch: LoraScratch) -> None:
+        lora.group_by_adapter(adapters, scratch)
 
     def add_loras(
-        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor
+        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, scratch: LoraScratch, out: torch.Tensor
     ) -> None:
-        lora.add_loras(x, spec, room, out)
+        lora.add_loras(x, spec, scratch, out)
 
     def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
         num_rows, width = x.shape
@@ -238,14 +238,14 @@ def _rotary_warps(num_elements: int) -> int:
 
 
 def _heads_per_program(spec: RotarySpec) -> int:
-    """All heads if a norm covers them together, because queries are changed in place."""
+    """All heads if a norm spans them, because queries are changed in place."""
     whole = spec.norm_whole and (spec.q_norm is not None or spec.k_norm is not None)
     wanted = max(spec.num_heads, spec.num_kv_heads) if whole else min(spec.num_heads, _HEADS_PER_PROGRAM)
     return int(triton.next_power_of_2(wanted))
 
 
 def _parts(out: Rows | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-    """Numbers, scales, and the largest number; None and 0 for the latter unless numbers have 8 bits."""
+    """Numbers, scales, and the largest number; unless numbers have 8 bits, the latter are None and 0."""
     if isinstance(out, EightBitRows):
         return out.data, out.scale, LARGEST[out.data.dtype]
     return out, None, 0.0

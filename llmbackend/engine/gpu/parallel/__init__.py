@@ -1,1 +1,1 @@
-"""Tensor parallelism: one engine over several devices of a host, a process for each."""
+"""Tensor and pipeline parallelism: one engine over several devices, with a process for each."""

@@ -1,10 +1,10 @@
-"""Which part of a split model a rank has, and what ranks compute together.
+"""Which part of a split model a rank has, and the collective operations of ranks.
 
-For: sharded weights, which call it between two products of the program; the program of a stage; sampling. Does not
-know: models, steps, processes. Ranks are numbered as in vLLM: stage by stage, and within a stage by their shares of its
-layers. Invariants: rank 0 is the engine's process, in the first stage; the samples of the last stage go to all; every
-rank makes the same calls in the same order, with the same shapes; all ranks of a stage get the same bits, so that they
-stay equal without exchanging more; sockets listen on the address where the ranks meet.
+Used by sharded weights, between two products of the program; by the program of a stage; and by sampling. Ranks are
+numbered as in vLLM: stage by stage, and within a stage by their shares of its layers. Invariants: rank 0 is the
+engine's process, in the first stage; the samples of the last stage go to all; every rank makes the same calls in the
+same order, with the same shapes; all ranks of a stage get the same bits, so they stay identical without further
+exchange; sockets listen on the address where the ranks meet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...config import EngineConfig
 class RankPlace:
     rank: int
     tensor_size: int = 1
-    """Ranks of a stage."""
+    """Ranks per stage."""
     pipeline_size: int = 1
     """Stages."""
 
@@ -51,7 +51,7 @@ class RankPlace:
 
     @property
     def is_first(self) -> bool:
-        """Of the stages."""
+        """Whether this rank is in the first stage."""
         return self.stage == 0
 
     @property
@@ -60,11 +60,11 @@ class RankPlace:
 
     @property
     def sampler(self) -> int:
-        """The rank whose samples all ranks take: the first one of the last stage."""
+        """The rank whose samples all ranks use: the first one of the last stage."""
         return self.size - self.tensor_size
 
     def layers(self, num_layers: int, stage: int | None = None) -> range:
-        """Of a stage, by default of this rank's; as even as possible."""
+        """The layers of a stage, by default this rank's; divided as evenly as possible."""
         stage = self.stage if stage is None else stage
         return range(stage * num_layers // self.pipeline_size, (stage + 1) * num_layers // self.pipeline_size)
 
@@ -76,7 +76,7 @@ _SIOCGIFADDR = 0x8915
 
 
 class Collectives(Protocol):
-    """The operations among the ranks of one stage."""
+    """Collective operations among the ranks of one stage."""
 
     @property
     def rank(self) -> int: ...
@@ -114,23 +114,23 @@ class Ranks:
         dist.send(residual, self.place.rank + self.place.tensor_size)
 
     def from_sampler(self, x: torch.Tensor) -> None:
-        """Broadcasts x of the rank that samples to all ranks, in place."""
+        """Broadcasts x from the rank that samples to all ranks, in place."""
         dist.broadcast(x, self.place.sampler)
 
-    def least(self, numbers: Sequence[int]) -> list[int]:
-        """The smallest of the numbers of all ranks, element by element."""
+    def min_over_ranks(self, numbers: Sequence[int]) -> list[int]:
+        """The element-wise minimum of the numbers of all ranks."""
         together = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         dist.all_reduce(together, dist.ReduceOp.MIN)
         return together.tolist()
 
-    def most(self, count: int) -> int:
-        return -self.least([-count])[0]
+    def max_over_stages(self, count: int) -> int:
+        return -self.min_over_ranks([-count])[0]
 
     def join(
         self, device: torch.device, address: str, port: int, timeout_s: float, meeting: socket.socket | None = None
     ) -> None:
         """Meets the other ranks. meeting: rank 0's socket from `listen`. A process has one group of ranks until
-        `leave`. Raises RuntimeError when the other ranks do not come within timeout_s."""
+        `leave`. Raises RuntimeError if the other ranks do not connect within timeout_s."""
         place, timeout = self.place, timedelta(seconds=timeout_s)
         own_address = address if meeting is not None else _own_address(address, port)
         for name in _NETWORK_INTERFACES if (interface := _interface_of(own_address)) else ():
@@ -190,7 +190,7 @@ def leave() -> None:
 
 
 def _stage_group(place: RankPlace) -> Any:
-    """Every rank makes the groups of all stages, in the same order."""
+    """Every rank creates the groups of all stages, in the same order."""
     if place.pipeline_size == 1:
         return None
     width = place.tensor_size
@@ -199,7 +199,7 @@ def _stage_group(place: RankPlace) -> Any:
 
 
 def _own_address(address: str, port: int) -> str:
-    """This machine's address on the route to that one. Sends nothing."""
+    """This machine's address on the route to `address`. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))
@@ -207,7 +207,7 @@ def _own_address(address: str, port: int) -> str:
 
 
 def _interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address; "": torch finds one."""
+    """The network interface with this IPv4 address; "" = torch finds one."""
     if ":" in address:
         return ""
     if address.startswith("127."):

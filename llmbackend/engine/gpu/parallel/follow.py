@@ -1,7 +1,7 @@
 """What the process of rank 1 or up does: loads its part, meets the others, and repeats rank 0's calls until the end.
 
-For: processes that rank 0 forked, and those that others started (`rank_process.py`). Does not know: requests,
-schedules. Invariant: a rank that cannot continue tells rank 0 why, and ends.
+Runs in processes that rank 0 forked, and in those started elsewhere (`rank_process.py`). Invariant: a rank that cannot
+continue tells rank 0 why, and exits.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def follow(config: EngineConfig, rank: int, link: Connection) -> None:
 
 
 def follow_order(order: RankOrder) -> None:
-    """In a process that others started. Raises OSError or ValueError when it cannot reach rank 0."""
+    """In a process started elsewhere. Raises OSError or ValueError if it cannot reach rank 0."""
     config, start_s = order.config, time.monotonic()
     ranks = Ranks(RankPlace.of(config, order.rank))
     part = _load(config, ranks, is_alone=True)
@@ -70,7 +70,7 @@ def follow_order(order: RankOrder) -> None:
 
 
 def _end_at_once() -> None:
-    """Rank 0 is gone: its device, and this one, may be waiting for each other."""
+    """Rank 0 is gone; its device and this one may be waiting for each other."""
     os._exit(LOST_RANK_EXIT_CODE)
 
 
@@ -98,7 +98,7 @@ def _take_part(
         ranks.join(part.device, join.address, join.port, config.load_timeout_s)
         runner = start_part(config, part, ranks, start_s)
     except Exception as failure:
-        # Rank 0 most likely fails with the same error, reports it, and ends this process.
+        # Rank 0 will probably fail with the same error, report it, and end this process.
         _tell(link, Failed(str(failure) or type(failure).__name__))
         link.recv_bytes()
         return
@@ -141,7 +141,7 @@ def _serve(runner: OverlappingRunner, config: EngineConfig, link: Connection) ->
 
 
 class _ReceivedMasks:
-    """A follower's masks of the step that it launches; rank 0 sends them when it has computed them."""
+    """A follower's masks of the step that it launches; rank 0 sends them once it has computed them."""
 
     def __init__(self, link: Connection, vocab_size: int) -> None:
         self._link, self._vocab_size = link, vocab_size

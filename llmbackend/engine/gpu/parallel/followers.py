@@ -1,11 +1,11 @@
-"""The processes of ranks 1 and up, as rank 0 handles them: forked or met, sent the same messages, ended with the
-engine.
+"""Rank 0's view of the processes of ranks 1 and up: forks or accepts them, sends them the same messages, and ends them
+with the engine.
 
-For: the engine's process, which is rank 0. Does not know: models, steps, torch. Invariants: local followers are forked
-before the engine's process starts a thread or uses a device, so that a fork takes milliseconds and shares the imports,
-and the kernel ends them when the engine's process ends for any reason; followers that others start end with their
-connection; a follower lost during steps ends the engine's process, because the other ranks would wait for it forever,
-and the supervisor of that process starts a new one.
+Used by the engine's process, which is rank 0; independent of torch. Invariants: local followers are forked before the
+engine's process starts a thread or uses a device, so a fork takes milliseconds and shares the imports, and the kernel
+ends them when the engine's process ends for any reason; followers started elsewhere end with their connection; a
+follower lost during steps ends the engine's process, because the other ranks would wait for it forever, and the
+supervisor of that process starts a new one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 3.0
 GRACE_S = 2.0
 NOTICE_S = 0.5
-"""A failed step is reported after this delay, so that a lost rank is noticed and named first."""
+"""A failed step is reported after this delay, so that a lost rank is detected and named first."""
 _PR_SET_PDEATHSIG = 1
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -50,7 +50,7 @@ class Follower:
     pid: int | None = None
     """Of a forked process."""
     machine: str = ""
-    """Of a process that others started."""
+    """Of a process started elsewhere."""
 
     @property
     def name(self) -> str:
@@ -58,20 +58,20 @@ class Follower:
 
 
 class Followers:
-    """Used by one thread, besides the one of `watch`."""
+    """Used by one thread, in addition to that of `watch`."""
 
     def __init__(self, followers: Sequence[Follower]) -> None:
         self._followers = tuple(followers)
         self._watcher: threading.Thread | None = None
         self._closing = threading.Event()
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         data = _encode(message)
         for follower in self._followers:
             follower.link.send_bytes(data)
 
     def expect_loaded(self) -> None:
-        """Waits until each follower has loaded its part. Raises ValueError with the reason of one that cannot."""
+        """Waits until each follower has loaded its part. Raises ValueError with a follower's reason if one cannot."""
         for follower in self._followers:
             try:
                 loaded = _decode(follower.link.recv_bytes())
@@ -81,17 +81,17 @@ class Followers:
                 raise ValueError(f"{follower.name}: {loaded.error}")
 
     def watch(self) -> None:
-        """From now on this process ends when a follower ends."""
+        """Makes this process end when a follower ends."""
         self._watcher = threading.Thread(target=self._await_end, name="llm-followers", daemon=True)
         self._watcher.start()
 
     def abandon_step(self, reason: str) -> NoReturn:
-        """As `abandon`, unless the reason is the end of a follower, which is noticed within NOTICE_S."""
+        """As `abandon`, unless the reason is the loss of a follower, which is detected within NOTICE_S."""
         time.sleep(NOTICE_S)
         self.abandon(reason)
 
     def abandon(self, reason: str) -> NoReturn:
-        """Ends this process, and so the followers, at once: their devices may be waiting for each other."""
+        """Ends this process, and so the followers, immediately, because their devices may be waiting for each other."""
         logger.error("%s: this engine ends", reason)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -99,17 +99,17 @@ class Followers:
         os._exit(LOST_RANK_EXIT_CODE)
 
     def stop(self) -> None:
-        """Tells the followers to end, and returns at once."""
+        """Tells the followers to end; returns at once."""
         self._closing.set()
         with contextlib.suppress(OSError):
-            self.tell(Stop())
+            self.send(Stop())
 
     def reap(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Waits for the end of followers that were told to stop or are no longer needed; kills them after timeout_s."""
+        """Waits for followers that were told to stop or are no longer needed; kills them after timeout_s."""
         self._closing.set()
         deadline_s = time.monotonic() + timeout_s
         for follower in self._followers:
-            # The link reads end of file when the process is gone.
+            # The link reads end of file once the process is gone.
             with contextlib.suppress(EOFError, OSError):
                 while follower.link.poll(max(deadline_s - time.monotonic(), 0.0)):
                     follower.link.recv_bytes()
@@ -159,8 +159,8 @@ def fork_followers(size: int, run: Callable[[int, Connection], None], not_theirs
 
 
 def meet_followers(config: EngineConfig, listener: RankListener, fingerprint: str) -> Followers:
-    """Waits for ranks that others started, which come when they have loaded their parts. Raises ValueError for one that
-    cannot take part, or that does not come within the load timeout."""
+    """Waits for ranks started elsewhere, which connect once they have loaded their parts. Raises ValueError if one
+    cannot take part, or does not connect within the load timeout."""
     met: dict[int, Follower] = {}
     deadline_s = time.monotonic() + config.load_timeout_s
     listener.listen()
@@ -187,7 +187,7 @@ def meet_followers(config: EngineConfig, listener: RankListener, fingerprint: st
 
 
 def _welcome(link: Connection, address: str, fingerprint: str) -> Follower | None:
-    """None: it has disconnected. Raises ValueError."""
+    """None = it disconnected. Raises ValueError."""
     try:
         loaded = _decode(link.recv_bytes())
     except (EOFError, OSError):
@@ -217,5 +217,5 @@ def _end_with(parent: int) -> None:
     """The kernel ends this process when its parent ends."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
         raise OSError(ctypes.get_errno(), "a follower cannot be bound to its engine")
-    if os.getppid() != parent:  # it ended already
+    if os.getppid() != parent:  # it has already ended
         os._exit(1)

@@ -1,12 +1,12 @@
 """How rank 0 communicates with the other ranks: connections to processes on this or other machines, and the messages.
 
-For: rank 0's runner and followers, and the process of such a rank. Does not know: models, what a step computes. A
-connection carries bytes in frames; nothing is unpickled. Invariants: both sides prove that they have the key of the
-meeting before anything else is read; a connection whose other side ended, or whose machine or network is lost, fails
-within LOST_S seconds, even if nothing is sent; a client that connects and sends nothing delays others by at most
-HANDSHAKE_S. Messages are frozen, and each is sent to all followers in the order of the calls of rank 0's runner; after
-`apply`, the table of a follower holds, for the rows of the plan, what `Runner.execute` may read; a message costs array
-operations and bytes in proportion to what is new, some tens of bytes per row of a decode step.
+Used by rank 0's runner and followers, and by the processes of other ranks. A connection carries framed bytes; nothing
+is unpickled. Invariants: both sides prove that they know the key of the meeting before anything else is read; a
+connection whose other side ended, or whose machine or network is lost, fails within LOST_S seconds, even if nothing is
+sent; a client that connects and sends nothing delays others by at most HANDSHAKE_S. Messages are frozen, and each is
+sent to all followers in the order of the calls of rank 0's runner; after `apply`, the table of a follower contains, for
+the rows of the plan, what `Runner.execute` may read; a message costs array operations and bytes in proportion to what
+is new, a few tens of bytes per row of a decode step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REFUSED = (OSError, EOFError, AuthenticationError)
 
 
 class RankListener:
-    """Where rank 0 waits. It has its address at once; connections are possible from `listen` on."""
+    """Where rank 0 waits. Its address is bound at once; connections are accepted from `listen` on."""
 
     def __init__(self, meeting: RankMeeting) -> None:
         """Raises OSError naming the address."""
@@ -61,7 +61,7 @@ class RankListener:
         self._socket.listen()
 
     def accept(self, timeout_s: float) -> tuple[Connection, str] | None:
-        """The next connection that has the key, and its address; None: none came within timeout_s, or one without the
+        """The next connection with the right key, and its address; None = none within timeout_s, or one with a wrong
         key."""
         self._socket.settimeout(timeout_s)
         try:
@@ -79,8 +79,8 @@ class RankListener:
 
 
 def connect(meeting: RankMeeting, timeout_s: float) -> Connection:
-    """Connects to rank 0, which may not be there yet. Raises OSError when it does not come within timeout_s, and
-    ValueError when it has another key."""
+    """Connects to rank 0, which may not be listening yet. Raises OSError if it is not within timeout_s, and ValueError
+    if its key differs."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -101,7 +101,7 @@ def connect(meeting: RankMeeting, timeout_s: float) -> Connection:
 
 
 def watch(link: Connection, lost: Callable[[], None]) -> None:
-    """Calls `lost` from a thread when the other side is gone. Reads nothing."""
+    """Calls `lost` from a thread once the other side is gone. Reads nothing."""
 
     def wait() -> None:
         poll = select.poll()
@@ -113,7 +113,8 @@ def watch(link: Connection, lost: Callable[[], None]) -> None:
 
 
 def _prove(link: socket.socket, key: str, is_server: bool) -> Connection:
-    """The connection, after each side proved that it has the key. Raises one of _REFUSED; the socket is closed then."""
+    """The connection, after both sides proved that they know the key. Raises one of _REFUSED; the socket is closed
+    then."""
     link.settimeout(None)
     _notice_loss(link)
     connection = Connection(link.detach())
@@ -128,7 +129,7 @@ def _prove(link: socket.socket, key: str, is_server: bool) -> Connection:
 
 
 def _notice_loss(link: socket.socket) -> None:
-    """The kernel probes an idle connection, and drops one whose data is not acknowledged."""
+    """Makes the kernel probe an idle connection, and drop one whose data is not acknowledged."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
@@ -139,7 +140,7 @@ def _notice_loss(link: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _time_limit(connection: Connection, seconds: int) -> Iterator[None]:
-    """Inside, reads and writes fail after this many seconds."""
+    """Makes reads and writes inside fail after this many seconds."""
     with socket.socket(fileno=os.dup(connection.fileno())) as options:
         _limit(options, seconds)
         yield
@@ -166,17 +167,17 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     step_id: int
     num_rows: int
     num_tokens: int
-    """How many new tokens `words` holds, not how many the step computes."""
+    """Number of new tokens in `words`, not of tokens that the step computes."""
     has_drafts: bool
     has_masks: bool
     words: bytes
     """int32 in native byte order. Sections with one word per row: rows, num_scheduled_tokens, sample_rows, num_tokens,
-    num_prompt_tokens, num_computed_tokens, where the new tokens of the row begin, how many they are, and
+    num_prompt_tokens, num_computed_tokens, where the new tokens of the row begin, how many there are, and
     num_draft_tokens if has_drafts. Then the new tokens, and the new blocks: rows, columns, ids."""
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The masks of the preceding Step, if that has any.
+    """The masks of the preceding Step, if it has any.
 
     index  int32 [samples]  as in TokenMasks
     words  uint32 [n, …]
@@ -205,7 +206,7 @@ Message = Join | RowAdded | RowRemoved | Step | Masks | Collect | Stop
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A follower's first message: it has its part of the model, or an error says why not."""
+    """A follower's first message: it has loaded its part of the model, or an error says why not."""
 
     rank: int
     machine: str
@@ -225,14 +226,14 @@ FromFollower = Loaded | Failed
 
 
 class TableSender:
-    """Makes Step messages: remembers what the followers know about rank 0's table."""
+    """Makes Step messages; tracks what the followers know about rank 0's table."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._known_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         self._blocks: BlockTableMirror | None = None
 
     def forget(self, row: int) -> None:
-        """The row has another request: its tokens are sent again."""
+        """The row has a new request: its tokens are sent again."""
         self._known_tokens[row] = 0
 
     def step(self, step_id: int, plan: StepPlan, table: RowTable) -> Step:
@@ -253,7 +254,7 @@ class TableSender:
         return Step(step_id, len(rows), len(token_ids), drafts is not None, plan.masks is not None, words.tobytes())
 
     def _new_tokens(self, plan: StepPlan, table: RowTable) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Where the new tokens of each row begin and how many they are; and all new tokens. Pending tokens and drafts
+        """Where the new tokens of each row begin and how many there are; and all new tokens. Pending tokens and drafts
         are sent again with the next step."""
         rows, num_tokens = plan.rows, table.num_tokens[plan.rows]
         starts = np.minimum(self._known_tokens[rows], num_tokens)
@@ -269,7 +270,7 @@ class TableSender:
         if self._blocks is None:
             self._blocks = BlockTableMirror(*table.block_table.shape)
         changes = self._blocks.changes(plan, table)
-        self._blocks.told(changes)
+        self._blocks.mark_sent(changes)
         return changes
 
 

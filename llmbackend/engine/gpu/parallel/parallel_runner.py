@@ -1,12 +1,11 @@
-"""One runner over several ranks: rank 0's, whose every call all ranks repeat; its start; sampling between stages.
+"""The runner of rank 0, each call of which all ranks repeat; its start; sampling between stages.
 
-For: make_runner on rank 0, and the other ranks (`follow.py`). Does not know: requests, which part a rank computes, how
-tokens are sampled. Invariants: no rank meets the others before all have loaded their parts, so that a failed load is
-reported and not waited for; the KV memory of all ranks has the same number of blocks, and all runners get the same
-calls in the same order; a step that fails on one rank ends the engine, because the others have done half of it or wait
-for the rest. Of a model in stages the last stage samples, and all ranks take its tokens: every rank takes part in the
-same two exchanges, the second one only if the first says so; a step is complete when it was enqueued, because the first
-stage needs its tokens for the next one.
+Used by make_runner on rank 0, and by the other ranks (`follow.py`). Invariants: no rank joins the others before all
+have loaded their parts, so a failed load is reported instead of waited for; the KV memory of all ranks has the same
+number of blocks, and all runners get the same calls in the same order; a step that fails on one rank ends the engine,
+because the others have done half of it or wait for the rest. In a pipeline, the last stage samples, and all ranks use
+its tokens: every rank takes part in the same two exchanges, the second one only if the first says so; a step is
+complete once it is enqueued, because the first stage needs its tokens for the next one.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from .links import Collect, Join, Masks, RankListener, RowAdded, RowRemoved, Tab
 from .parts import load_part, refusal
 
 _EXECUTED = -1
-"""The id of a step that is launched and collected at once."""
+"""Id of a step that is launched and collected in one call."""
 
 
 class ParallelRunner:
-    """Rank 0's OverlappingRunner: sends every call to the followers and makes it on its own runner."""
+    """Rank 0's OverlappingRunner: sends every call to the followers, then makes it on its own runner."""
 
     def __init__(self, runner: OverlappingRunner, followers: Followers, max_num_seqs: int) -> None:
         """runner: of this rank's part."""
@@ -68,16 +67,16 @@ class ParallelRunner:
         return False
 
     def add_row(self, row: int, request: InferRequest) -> None:
-        """A request that is refused here is not sent to the other ranks, which would refuse it too."""
-        if request.sampling.prompt_logprobs is not None:  # the other ranks do not know what the row still needs
+        """A request refused here is not sent to the other ranks, which would refuse it too."""
+        if request.sampling.prompt_logprobs is not None:  # the other ranks do not know which logprobs are missing
             raise ValueError("'prompt_logprobs' is not supported on several devices, expected null")
         self._runner.add_row(row, request)
         self._sender.forget(row)
-        self._followers.tell(RowAdded(row, request))
+        self._followers.send(RowAdded(row, request))
 
     def remove_row(self, row: int) -> None:
         self._runner.remove_row(row)
-        self._followers.tell(RowRemoved(row))
+        self._followers.send(RowRemoved(row))
 
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
         self.launch(_EXECUTED, plan, table)
@@ -86,7 +85,7 @@ class ParallelRunner:
     def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
         step = self._sender.step(step_id, plan, table)
         try:
-            self._followers.tell(step)
+            self._followers.send(step)
             if plan.masks is not None:
                 plan = dataclasses.replace(plan, masks=_SharedMasks(plan.masks, self._followers))
             self._runner.launch(step_id, plan, table)
@@ -95,7 +94,7 @@ class ParallelRunner:
 
     def collect(self) -> tuple[int, SampledTokens]:
         try:
-            self._followers.tell(Collect())
+            self._followers.send(Collect())
             return self._runner.collect()
         except Exception as error:
             self._abandon(error)
@@ -111,7 +110,7 @@ class ParallelRunner:
 
 
 class _SharedMasks:
-    """Rank 0's masks, sent to the followers when they are available here."""
+    """Rank 0's masks, sent to the followers once they are available here."""
 
     def __init__(self, masks: PendingMasks, followers: Followers) -> None:
         self._masks, self._followers, self._is_sent = masks, followers, False
@@ -120,12 +119,12 @@ class _SharedMasks:
         masks = self._masks.result()
         if not self._is_sent:
             self._is_sent = True
-            self._followers.tell(Masks(masks.index.tobytes(), masks.words.tobytes()))
+            self._followers.send(Masks(masks.index.tobytes(), masks.words.tobytes()))
         return masks
 
 
 class SamplingRanks(Protocol):
-    """Ranks, of which those of the last stage sample."""
+    """Ranks, of which only those in the last stage sample."""
 
     @property
     def is_last(self) -> bool: ...
@@ -150,8 +149,7 @@ class SharedSampling:
     max_steps_in_flight = 1
 
     def __init__(self, ranks: SamplingRanks, own: StepSampler) -> None:
-        """own: the sampler of this rank, with which the last stage samples. Other stages only check requests with
-        it."""
+        """own: the sampler of this rank. The last stage samples with it; other stages only use it to check requests."""
         self._ranks = ranks
         self._own = own
 
@@ -198,7 +196,7 @@ class _SampledElsewhere:
         self._sampled = SampledTokens(np.empty(0, np.int32))
 
     def complete(self) -> None:
-        """Takes the masks off the link; rank 0 sends them to the others when it has them."""
+        """Receives the masks; rank 0 sends them to the others once it has them."""
         if self._plan.masks is not None:
             self._plan.masks.result()
 
@@ -224,8 +222,8 @@ CPU_KV_BYTES = 1 << 30
 
 
 def start_rank_0(config: EngineConfig, others: Followers | RankMeeting) -> ParallelRunner:
-    """others: forked followers, or where to meet them. Raises ValueError or OSError with a text for the user; the
-    followers are ended then."""
+    """others: forked followers, or where to meet them. Raises ValueError or OSError with a message for the user; the
+    followers have ended then."""
     start_s = time.monotonic()
     with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as meanwhile:
         ranks = Ranks(RankPlace.of(config, 0))
@@ -240,7 +238,7 @@ def start_rank_0(config: EngineConfig, others: Followers | RankMeeting) -> Paral
             followers = meet_followers(config, listener, fingerprint_of(config, __version__))
             on_failure.callback(followers.reap, 0.0)
         meeting, port = collectives.listen(address)
-        followers.tell(Join(address, port))
+        followers.send(Join(address, port))
         followers.watch()
         ranks.join(part.device, address, port, config.load_timeout_s, meeting)
         on_failure.callback(collectives.leave)
@@ -250,11 +248,11 @@ def start_rank_0(config: EngineConfig, others: Followers | RankMeeting) -> Paral
 
 
 def start_part(config: EngineConfig, part: LoadedModel, ranks: Ranks, start_s: float) -> GpuRunner:
-    """The runner of this rank. All ranks call it at the same time. Raises ValueError."""
+    """The runner of this rank. Called on all ranks at the same time. Raises ValueError."""
     on_cpu, in_stages = part.device.type == "cpu", ranks.place.pipeline_size > 1
     if on_cpu and config.num_kv_blocks is None and config.kv_cache_memory_bytes is None:
         config = msgspec.structs.replace(config, kv_cache_memory_bytes=CPU_KV_BYTES)
-    if on_cpu or in_stages:  # graphs would hold what stages send each other
+    if on_cpu or in_stages:  # graphs would include what stages exchange
         config = msgspec.structs.replace(config, enforce_eager=True)
     device = CpuDevice() if on_cpu else _AgreedDevice(part.device, ranks)
     on_failure = contextlib.nullcontext() if on_cpu else naming_what_triton_needs()
@@ -268,11 +266,11 @@ def start_part(config: EngineConfig, part: LoadedModel, ranks: Ranks, start_s: f
 
 
 class _AgreedDevice(CudaDevice):
-    """Reports the memory of the fullest rank, so that all ranks make the same number of KV blocks."""
+    """Reports the memory of the fullest rank, so that all ranks create the same number of KV blocks."""
 
     def __init__(self, device: torch.device, ranks: Ranks) -> None:
         super().__init__(device)
         self._ranks = ranks
 
     def memory(self) -> Memory:
-        return Memory(*self._ranks.least(super().memory()))
+        return Memory(*self._ranks.min_over_ranks(super().memory()))

@@ -1,10 +1,10 @@
 """From a checkpoint to a rank's part of its model.
 
-For: every rank, before it meets the others. Does not know: processes, steps. Invariants: a rank reads only its part of
-dense weights, and quantises what it cut out; weights that the checkpoint has in 8 bits or less, or that are random, are
-created whole in host memory, cut, and freed before the program is built; the operations of the program are compared
-with the model's own modules in a small model of the same config (`trial_of`), since the weights are never all in one
-place. What the loader refuses before it reads weights is refused here with the same text.
+Used by every rank, before it joins the others. Invariants: a rank reads only its part of dense weights, and quantises
+only that; weights that the checkpoint stores in 8 bits or less, or that are random, are created whole in host memory,
+split, and freed before the program is built; the operations of the program are compared with the model's own modules in
+a small model of the same config (`trial_of`), since the weights are never all in one place. What the loader refuses
+before it reads weights is refused here with the same message.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def refusal(config: EngineConfig, why: str) -> ValueError:
 
 
 def load_part(config: EngineConfig, ranks: Ranks, is_alone: bool = False) -> LoadedModel:
-    """is_alone: the other ranks are on other machines. Raises ValueError or OSError with a text for the user, and
-    torch.OutOfMemoryError."""
+    """is_alone: whether the other ranks are on other machines. Raises ValueError or OSError with a message for the
+    user, or torch.OutOfMemoryError."""
     device = _device_of(config, ranks.place, is_alone)
     _set_threads(config, is_alone)
     lean = lean_imports.without_compiler() if device.type == "cpu" else contextlib.nullcontext()
@@ -122,7 +122,7 @@ def _open(config: EngineConfig, device: torch.device) -> LoadedModel:
 
 
 def _open_files(config: EngineConfig) -> LoadedModel | None:
-    """None: there are no files, or they must be read whole."""
+    """None = there are no files, or they must be read whole."""
     if config.load_format != "safetensors":
         return None
     try:
@@ -133,7 +133,7 @@ def _open_files(config: EngineConfig) -> LoadedModel | None:
 
 
 def _try_small(config: EngineConfig, whole: LoadedModel, part: LoadedModel) -> None:
-    """Compares the program of a small model with its modules, on the device of this rank. Raises ValueError."""
+    """Compares the program of a small model with its modules, on this rank's device. Raises ValueError."""
     try:
         trial = trial_of(config, whole, part.device)
         assert trial.decoder is not None
@@ -160,8 +160,8 @@ def _drop_weights(model: nn.Module) -> None:
 
 
 def open_stored_model(config: EngineConfig) -> LoadedModel:
-    """Raises ValueError or OSError with a text for the user, and ProgramUnsupportedError for a checkpoint that must be
-    read whole."""
+    """Raises ValueError or OSError with a message for the user, or ProgramUnsupportedError for a checkpoint that must
+    be read whole."""
     transformers.utils.logging.disable_progress_bar()
     opened = open_checkpoint(config, dense=True)
     if opened.int4 is not None:
@@ -175,7 +175,7 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
     try:
         recorder, _, _ = check_calls(model)
     except (RuntimeError, NotImplementedError) as error:  # an operation needs values
-        raise ProgramUnsupportedError("its layers are not known without weights") from error
+        raise ProgramUnsupportedError("its layers cannot be determined without weights") from error
     names = {id(parameter): name for name, parameter in _parameters(model)}
     try:
         _take_tensors(model, mapped_tensors(files), dtype, config.eight_bits)
@@ -219,7 +219,7 @@ def _check(config: EngineConfig, opened: OpenedCheckpoint, files: list[Path]) ->
 def _take_tensors(
     model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, quantization: Quantization | None
 ) -> None:
-    """Gives the tensors to the modules of the model: vectors in its dtype, matrices as they are."""
+    """Assigns the tensors to the modules of the model: vectors in its dtype, matrices unchanged."""
     tied = {name for name, _ in _parameters(model)} - tensors.keys()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head.weight is embedding.weight
@@ -248,12 +248,12 @@ def _with_values(options: AttentionOptions, names: Mapping[int, str], model: nn.
     if options.sinks is None:
         return options
     if id(options.sinks) not in names:
-        raise ProgramUnsupportedError("its attention sinks are not known without weights")
+        raise ProgramUnsupportedError("its attention sinks cannot be determined without weights")
     return replace(options, sinks=model.get_parameter(names[id(options.sinks)]))
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Shared parameters appear twice."""
+    """Shared parameters are repeated."""
     return model.named_parameters(remove_duplicate=False)
 
 
@@ -264,14 +264,15 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 MIN_LAYERS = 2
 VOCAB_SIZE = 128
 _ROUNDING = 1e-2
-"""Of a factor that is measured in the model's dtype."""
+"""Relative rounding error of a factor measured in the model's dtype."""
 
 
 def trial_of(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> LoadedModel:
     """A small model of the same kind on the device, checked and described. loaded: the real one, not split.
 
-    Raises ValueError for an unsupported model, ProgramUnsupportedError when the description of the small model differs
-    from that of the real one."""
+    Raises ValueError for an unsupported model, ProgramUnsupportedError if the description of the small model differs
+    from that of the real one.
+    """
     assert loaded.decoder is not None
     hf_config = _small(open_checkpoint(config, dense=True).hf_config)
     model = random_model(config, hf_config, loaded.dtype, device).eval()
@@ -309,7 +310,7 @@ def _small(hf_config: Any) -> Any:
 
 @torch.no_grad()
 def _spread(model: torch.nn.Module, seed: int) -> None:
-    """Random numbers so large that every part of a layer shows in the logits."""
+    """Fills it with random numbers large enough for every part of a layer to show in the logits."""
     draw = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         numbers = torch.randn(parameter.shape, generator=draw)
@@ -320,11 +321,11 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
 
 
 def _compare(small: Decoder, real: Decoder) -> None:
-    """What is not read from the files, and would be wrong if a module without memory was completed wrongly."""
+    """Compares what is not read from the files and would be wrong if a module without memory was completed wrongly."""
     pairs = zip(small.layers, real.layers, strict=False)
     factors = math.isclose(small.embedding_factor, real.embedding_factor, rel_tol=_ROUNDING)
     if not factors or not all(_same_rotation(a.attending, b.attending) for a, b in pairs):
-        raise ProgramUnsupportedError("its description without weights is not that of its modules")
+        raise ProgramUnsupportedError("its description without weights differs from that of its modules")
 
 
 def _same_rotation(small: Attention, real: Attention) -> bool:

@@ -1,8 +1,8 @@
 """`python -m llmbackend.engine.gpu.parallel.rank_process`: a rank of an engine on several machines; and its RankKeeper.
 
-The first line of standard input is a RankOrder as JSON. Invariants: a rank ends with rank 0, with its standard input,
-and when it cannot continue; the next one loads its part and waits for the next rank 0; at most one process exists at a
-time; it ends with `close`, and with the process of its RankKeeper.
+The first line of standard input is a RankOrder as JSON. Invariants: a rank's process ends with rank 0, with its
+standard input, or when it cannot continue; the next one loads its part and waits for the next rank 0; at most one
+process exists at a time; it also ends with `close` and with the process of its RankKeeper.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIN_PAUSE_S = 0.2
 MAX_PAUSE_S = 10.0
 _PROGRAM = "llmbackend.engine.gpu.parallel.rank_process"
 _LIVED_S = 30.0
-"""The end of a process that lived this long is not counted as another failure in succession."""
+"""A process that lived this long ends the count of consecutive failures."""
 
 
 class RankKeeper:
@@ -48,12 +48,12 @@ class RankKeeper:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None: none is running."""
+        """Of the process; None = none is running."""
         process = self._process
         return None if process is None or process.returncode is not None else process.pid
 
     def close(self) -> None:
-        """Ends the process, by force after CLOSE_TIMEOUT_S."""
+        """Ends the process, after CLOSE_TIMEOUT_S by force."""
         self._closing.set()
         with self._lock:
             if self._process is not None and self._process.stdin is not None:
@@ -88,7 +88,7 @@ class RankKeeper:
                 logger.error("the process of rank %d cannot be started: %s", self._order.rank, error)
                 return 1
             assert process.stdin is not None
-            with contextlib.suppress(OSError):  # it has ended already
+            with contextlib.suppress(OSError):  # it has already ended
                 process.stdin.write(msgspec.json.encode(self._order) + b"\n")
                 process.stdin.flush()
         code = process.wait()
@@ -98,7 +98,7 @@ class RankKeeper:
 
 
 def main() -> None:
-    """Exit code 0: rank 0 told it to end; 1: it cannot take part."""
+    """Exit code 0 = rank 0 told it to end; 1 = it cannot take part."""
     try:
         order = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankOrder)
     except (msgspec.DecodeError, ValueError) as error:

@@ -1,9 +1,8 @@
-"""A rank's part of a model: the layers of its stage, whole heads and columns of what is split there, all of the rest.
+"""A rank's part of a model: the layers of its stage, whole heads and columns of split weights, and all other weights.
 
-For: a rank, between loading a model and building its program. Does not know: files, processes, steps, how a product is
-computed. Invariants: the parts of all ranks together are the model; every rank of a stage computes the same hidden
-states, because the two products of a layer whose inputs are on several ranks combine these inputs, or their results;
-what cannot be split evenly is refused by name.
+Used by a rank between loading a model and building its program. Invariants: the parts of all ranks together are the
+model; every rank of a stage computes the same hidden states, because the two products of a layer whose inputs are on
+several ranks combine these inputs, or their results; what cannot be split evenly is refused by name.
 
 Source: Megatron-LM's split of attention and MLP (arXiv 1909.08053, §3).
 """
@@ -30,7 +29,7 @@ from .collectives import Collectives, RankPlace
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SummedWeight:
-    """This rank's input columns of a matrix: the product is the sum of all ranks' products."""
+    """This rank's input columns of a matrix; the product is the sum of all ranks' products."""
 
     local: DeviceWeight
     ranks: Collectives
@@ -57,8 +56,8 @@ class SummedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatheredWeight:
-    """Output rows of a matrix on this rank, padded on the last rank: the product is all ranks' products side by
-    side."""
+    """This rank's output rows of a matrix, padded on the last rank; the product is the concatenation of all ranks'
+    products."""
 
     local: DeviceWeight
     ranks: Collectives
@@ -85,7 +84,7 @@ class GatheredWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatheringWeight:
-    """As GatheredWeight, for a product whose inputs are on several ranks: they are gathered first."""
+    """As GatheredWeight, for a product whose inputs are distributed over ranks: they are gathered first."""
 
     rows: GatheredWeight
 
@@ -100,7 +99,7 @@ class GatheringWeight:
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """None: an 8-bit scale is of a whole row, which no rank has."""
+        """None, because an 8-bit scale applies to a whole row, which no rank has."""
         return None
 
     def multiply(self, matmul: Matmul, x: Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -127,8 +126,8 @@ class Sharding:
         place: RankPlace | None = None,
         is_exact: bool = False,
     ) -> None:
-        """ranks: of the stage. dtype: the model's. place: None: there is one stage. is_exact: no sum of a product is
-        split among ranks."""
+        """ranks: of the stage. dtype: the model's. place: None = there is one stage. is_exact: whether no sum of a
+        product may be split among ranks."""
         self._is_exact = is_exact
         self._ranks = ranks
         self._to: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -141,8 +140,8 @@ class Sharding:
         return {module: replace(shape, num_kv_heads=len(self._kv_heads(shape.num_kv_heads))) for module, shape in own}
 
     def decoder(self, decoder: Decoder, shapes: Mapping[nn.Module, LayerShape]) -> Decoder:
-        """shapes: of the whole model. What a stage does not have is empty: the embedding, unless it is the first one;
-        the head, unless it is the last. Raises UnshardableError."""
+        """shapes: of the whole model. The embedding is empty except in the first stage, the head except in the last.
+        Raises UnshardableError."""
         embedding = _copied(decoder.embedding if self._place.is_first else decoder.embedding[:0], self._to)
         no_head = Projection(DenseWeight(torch.empty((0, decoder.head.weight.k), **self._to)), None)
         return replace(
@@ -164,7 +163,7 @@ class Sharding:
         return layers[own.start : own.stop]
 
     def _layer(self, layer: Layer, shape: LayerShape) -> Layer:
-        assert isinstance(layer.mlp, Mlp | Experts), "computed by a CPU's program alone"
+        assert isinstance(layer.mlp, Mlp | Experts), "supported only by the CPU's program"
         return replace(
             layer,
             attention_norm=self._norm(layer.attention_norm),
@@ -206,7 +205,7 @@ class Sharding:
         )
 
     def _mlp(self, mlp: Mlp) -> Mlp:
-        """gate and up side by side, as programs need them."""
+        """gate and up concatenated, as programs need them."""
         part = self._part(mlp.gate.weight.n, "columns of its MLP")
         rows = torch.arange(part.start, part.stop)
         both = _splittable(mlp.gate).rows(rows).above(_splittable(mlp.up).rows(rows)).to(self._device)
@@ -218,8 +217,8 @@ class Sharding:
         )
 
     def _experts(self, experts: Experts) -> Experts:
-        """Columns of every expert, so that all ranks have the same work whatever experts are chosen; where no sum may
-        be split, all experts on every rank."""
+        """Columns of every expert, so that all ranks have the same work whatever experts are selected; if no sum may be
+        split, all experts on every rank."""
         bias = experts.router.bias
         router = Projection(
             DenseWeight(_copied(_dense(experts.router), self._to)), None if bias is None else bias.to(self._device)
@@ -247,7 +246,7 @@ class Sharding:
         return ExpertProjection(weight, None if bias is None else _copied(bias, self._to))
 
     def _head(self, decoder: Decoder, embedding: torch.Tensor) -> Projection:
-        """A head that is tied to the embedding is a part of the embedding on the device, if that is there."""
+        """A head tied to the embedding is a part of the embedding on the device, if that is there."""
         weight, own = _dense(decoder.head), self._own_outputs(decoder.head.weight.n)
         is_tied = weight.data_ptr() == decoder.embedding.data_ptr() and weight.shape == decoder.embedding.shape
         is_there = is_tied and self._place.is_first
@@ -258,13 +257,13 @@ class Sharding:
         )
 
     def _own_outputs(self, count: int) -> range:
-        """Of a matrix that is split as evenly as possible, whatever its rows mean."""
+        """This rank's outputs of a matrix that is split as evenly as possible, whatever its rows mean."""
         width = -(-count // self._ranks.size)
         start = min(self._ranks.rank * width, count)
         return range(start, min(start + width, count))
 
     def _gathered(self, local: DenseWeight, count: int) -> DeviceWeight:
-        """local: this rank's outputs. count: of all ranks."""
+        """local: this rank's outputs. count: total over all ranks."""
         if self._ranks.size == 1:
             return local
         missing = -(-count // self._ranks.size) - local.n
@@ -277,7 +276,7 @@ class Sharding:
         return Projection(weight.to(self._device), None if bias is None else bias[rows].to(self._device))
 
     def _columns(self, projection: Projection, columns: range) -> Projection:
-        """A product whose inputs are on all ranks; `columns` are those of this rank."""
+        """A product whose inputs are distributed over ranks; `columns` are those of this rank."""
         weight, bias = _splittable(projection), projection.bias
         return Projection(self._of_inputs(weight, columns), None if bias is None else bias.to(self._device))
 
@@ -305,7 +304,7 @@ class Sharding:
         return range(self._ranks.rank * width, (self._ranks.rank + 1) * width)
 
     def _kv_heads(self, count: int) -> range:
-        """If there are fewer KV heads than ranks, neighbouring ranks hold the same one."""
+        """If there are fewer KV heads than ranks, neighbouring ranks share one."""
         if count >= self._ranks.size or self._ranks.size % count:
             return self._part(count, "KV heads")
         head = self._ranks.rank * count // self._ranks.size
@@ -320,7 +319,7 @@ def _heads(heads: range, head_dim: int) -> torch.Tensor:
 
 
 def _splittable(projection: Projection) -> Any:
-    """A SplittableWeight; Any, because the types do not say that gate and up are of the same kind."""
+    """A SplittableWeight; typed Any because the types do not say that gate and up are of the same kind."""
     assert isinstance(projection.weight, SplittableWeight), "a model that was loaded for programs has such weights"
     return projection.weight
 
@@ -331,5 +330,5 @@ def _dense(projection: Projection) -> torch.Tensor:
 
 
 def _copied(x: torch.Tensor, to: Mapping[str, Any]) -> torch.Tensor:
-    """In memory of its own: x may be a mapped file."""
+    """A copy in separate memory: x may be a mapped file."""
     return x.to(**to, copy=True)

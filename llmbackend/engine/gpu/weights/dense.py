@@ -1,13 +1,13 @@
 """Weights in device memory, dense or in 8 bits, and layers that multiply by quantised ones.
 
-For: the loader on an accelerator, and programs that multiply by what it loaded. Does not know: which model a layer
-belongs to. Invariants: each matrix is in memory once, neighbours side by side, and modules and programs read the same
-memory; an 8-bit weight has a scale per output, and its input a scale per token, which depends on that token alone, so
-that the result of a token depends on no other. 8-bit products are torch's own (_scaled_mm, which torchao calls too;
-importing torchao would take an engine as long as torch and all of its compiler), and on a GPU, for int8 and for shapes
-that torch refuses, a kernel that applies the scales too. The library supports scales by row least: users of torch 2.10
-and newer report that it refuses few rows with a long k on Hopper, and all shapes on compute capability 12.0. So each
-shape is tried once per process, when it is first used, before the engine takes requests and outside captured graphs.
+Used by the loader on an accelerator, and by programs that multiply by the loaded weights. Invariants: each matrix is in
+memory once, adjacent to its neighbours, and modules and programs read the same memory; an 8-bit weight has a scale per
+output, and its input a scale per token that depends only on that token, so the result of a token depends on no other.
+8-bit products are torch's own (_scaled_mm, which torchao calls too; importing torchao would take as long as importing
+torch with its whole compiler), and on a GPU, for int8 and for shapes that torch refuses, a kernel that also applies the
+scales. The library's support for per-row scales is incomplete: users of torch 2.10 and newer report that it refuses few
+rows with a long k on Hopper, and all shapes on compute capability 12.0. So each shape is tried once per process, at its
+first use, before the engine takes requests and outside captured graphs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _TRIED_ROWS = (1, 16, 32, 64, 128, 256, 257, 512, 2048)
 
 
 @cache
-def least_library_rows(n: int, k: int, device: torch.device) -> int:
-    """The least rows that the library multiplies by weights [n, k]; NEVER: none."""
+def min_library_rows(n: int, k: int, device: torch.device) -> int:
+    """Minimum number of rows that the library multiplies by weights [n, k]; NEVER = it refuses them all."""
     weight, least, why = torch.zeros((n, k), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn), NEVER, ""
     for count in reversed(_TRIED_ROWS):
         if why := _why_refused(count, weight):
@@ -52,7 +52,7 @@ def multiply_by_library(
 
 
 def _why_refused(count: int, weight: torch.Tensor) -> str:
-    """A shape that the library refuses is a RuntimeError of this call; a lost device would be one of every call."""
+    """A refused shape is a RuntimeError of this call only; after the loss of the device, every call would fail."""
     (n, k), device = weight.shape, weight.device
     x = torch.zeros((count, k), dtype=torch.uint8, device=device).view(weight.dtype)
     scales = torch.ones((count, 1), device=device), torch.ones(n, device=device)
@@ -91,7 +91,7 @@ Rows = torch.Tensor | EightBitRows
 
 @runtime_checkable
 class DeviceWeight(Protocol):
-    """A matrix [n, k] that programs multiply by: dense, quantised, or in parts on several devices."""
+    """A matrix [n, k] that programs multiply by: dense, quantised, or sharded over several devices."""
 
     @property
     def n(self) -> int: ...
@@ -102,7 +102,7 @@ class DeviceWeight(Protocol):
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """The preferred 8-bit type of x; None: the model's dtype."""
+        """The preferred 8-bit type of x; None = the model's dtype."""
 
     def multiply(self, matmul: Matmul, x: Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """out [T, n] = x [T, k] · thisᵀ + bias [n], all in the model's dtype, or x in `input_dtype`; products of plain
@@ -129,13 +129,13 @@ class SplittableWeight(Protocol):
         """A copy of these columns."""
 
     def above(self, other: Self) -> Self:
-        """A copy with the rows of the other below."""
+        """A copy with the rows of the other appended."""
 
     def to(self, device: torch.device) -> Self: ...
 
 
 def follows(below: torch.Tensor, above: torch.Tensor) -> bool:
-    """Whether the rows of `below` follow those of `above`, both contiguous, in the same piece of memory."""
+    """Whether the rows of `below` follow those of `above` in the same allocation; both are contiguous."""
     if below.untyped_storage().data_ptr() != above.untyped_storage().data_ptr():
         return False
     is_alike = below.dtype == above.dtype and below.shape[1] == above.shape[1]
@@ -168,7 +168,7 @@ class DenseWeight:
         return DenseWeight(self.tensor[start : start + n])
 
     def joined(self, other: DenseWeight) -> DenseWeight | None:
-        """One matrix with the rows of the other below, if they follow in memory."""
+        """One matrix with the rows of the other appended, if they are adjacent in memory."""
         if not follows(other.tensor, self.tensor):
             return None
         return DenseWeight(self.tensor.as_strided((self.n + other.n, self.k), (self.k, 1)))
@@ -188,12 +188,12 @@ class DenseWeight:
 
 @torch.no_grad()
 def join_neighbours(model: nn.Module) -> None:
-    """Moves the weights of layers with the same input into one piece of memory, a group at a time; the layers'
-    parameters become views of it, and their old memory is freed."""
+    """Moves the weights of layers with the same input into one allocation, a group at a time; the layers' parameters
+    become views of it, and their old memory is freed."""
     for parent in model.modules():
         for names in NEIGHBOURS:
             layers = [getattr(parent, name, None) for name in names]
-            # Exact types only: the weight of a subclass may be something else.
+            # Exact types only: a subclass may interpret its weight differently.
             linears = [layer for layer in layers if type(layer) is nn.Linear]
             if len(linears) == len(names) and len({(x.in_features, x.weight.dtype) for x in linears}) == 1:
                 _join(linears)
@@ -247,7 +247,7 @@ class QuantizedWeight:
     def multiply(self, matmul: Matmul, x: Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         rows = x if isinstance(x, EightBitRows) else eight_bit_rows(x, self.data.dtype)
         if not self._by_library(len(rows.data)):
-            from ..kernels.matmul import scaled_matmul  # Triton, which only a GPU's torch brings
+            from ..kernels.matmul import scaled_matmul  # imports Triton, which only GPU builds of torch include
 
             scaled_matmul(rows.data, rows.scale, self.data, self.scale, bias, out)
             return
@@ -260,7 +260,7 @@ class QuantizedWeight:
 
     def _by_library(self, num_rows: int) -> bool:
         if self.data.dtype == FP8:
-            return num_rows >= least_library_rows(self.n, self.k, self.data.device)
+            return num_rows >= min_library_rows(self.n, self.k, self.data.device)
         return not self.data.is_cuda
 
     def part(self, start: int, n: int) -> QuantizedWeight:
@@ -315,7 +315,7 @@ class QuantizedLinear(nn.Module):
 @torch.no_grad()
 def quantize_linears(model: nn.Module, head: nn.Module, kind: Quantization, device: torch.device) -> int:
     """Replaces the linear layers of a model in host memory by quantised ones with weights on the device, a group of
-    neighbours at a time, except the head and layers of unsuitable sizes. Returns how many were replaced."""
+    neighbours at a time, except the head and layers of unsuitable sizes. Returns the number of replaced layers."""
     num_changed = 0
     for parent in list(model.modules()):
         linears = {name: child for name, child in parent.named_children() if is_quantizable(name, child, head)}
@@ -330,7 +330,7 @@ def quantize_linears(model: nn.Module, head: nn.Module, kind: Quantization, devi
 
 
 def _quantized_layers(group: list[nn.Linear], kind: Quantization, device: torch.device) -> Iterator[QuantizedLinear]:
-    """The layers of the group, their weights side by side in memory."""
+    """The layers of the group, their weights adjacent in memory."""
     whole, start = QuantizedWeight.of(torch.cat([linear.weight for linear in group]), kind).to(device), 0
     for linear in group:
         bias = cast("nn.Parameter | None", linear.bias)
@@ -358,7 +358,7 @@ def check_device(kind: Quantization, device: torch.device, dtype: torch.dtype) -
         )
     if dtype != torch.bfloat16:
         shown = str(dtype).removeprefix("torch.")
-        raise ValueError(f"{subject}, expected null where the model's dtype is {shown}: a GPU's product gives bfloat16")
+        raise ValueError(f"{subject}, expected null where the model's dtype is {shown}: GPU products return bfloat16")
 
 
 def eight_bit_rows(x: torch.Tensor, dtype: torch.dtype) -> EightBitRows:
@@ -370,5 +370,5 @@ def eight_bit_rows(x: torch.Tensor, dtype: torch.dtype) -> EightBitRows:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """x as bytes: torch moves bytes everywhere, 8-bit floats only in some operations."""
+    """x as bytes: torch supports 8-bit floats only in some operations."""
     return x.view(torch.uint8)

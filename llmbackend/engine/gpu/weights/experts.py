@@ -1,8 +1,7 @@
-"""Matrices of the experts of a layer, in the forms that programs multiply by.
+"""Matrices of the experts of a layer, in the formats that programs multiply by.
 
-For: descriptions, programs, and what splits them among ranks. Does not know: models, how tokens choose experts.
-Invariants: all experts of a layer are in one piece of memory, which modules and programs share; rows and columns are
-those of each expert.
+Used by descriptions, programs, and sharding. Invariants: all experts of a layer are in one allocation shared by modules
+and programs; rows and columns are those of each expert.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class ExpertWeight(Protocol):
         """Dense [n, k]."""
 
     def rows(self, rows: torch.Tensor) -> Self:
-        """A copy of these rows."""
+        """A copy of these rows of each expert."""
 
     def columns(self, columns: range) -> Self:
-        """These columns. Raises UnshardableError if they cannot be cut out."""
+        """These columns. Raises UnshardableError if they cannot be separated."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         """A copy; dtype: of dense matrices."""
@@ -45,8 +44,6 @@ class ExpertWeight(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseExperts:
-    """Dense matrices."""
-
     tensor: torch.Tensor
     """[experts, n, k], with any strides: a checkpoint may have stored [experts, k, n]."""
 
@@ -77,7 +74,7 @@ class DenseExperts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Experts:
-    """Matrices of 4-bit numbers, one above the other."""
+    """Matrices of 4-bit numbers, stacked by rows."""
 
     whole: Int4Weight
     """[experts * n, k]"""
@@ -107,15 +104,15 @@ class Int4Experts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertProjection:
-    """x·Wᵀ + bias, with the matrix and the bias of an expert."""
+    """x·Wᵀ + bias, with an expert's matrix and bias."""
 
     weight: ExpertWeight
     bias: torch.Tensor | None
-    """[experts, n], contiguous; None: none."""
+    """[experts, n], contiguous; None = none."""
 
 
 class QuantizedExperts(nn.Module):
-    """Replaces the experts of transformers: one expert after the other, made dense while it multiplies."""
+    """Replaces the experts of transformers: one expert after the other, dequantized while it multiplies."""
 
     def __init__(
         self, gate_up: ExpertProjection, down: ExpertProjection, apply_gate: Callable[[torch.Tensor], torch.Tensor]
@@ -137,7 +134,7 @@ class QuantizedExperts(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """The sum, over the experts that each token of x [tokens, width] chose, of their outputs times their shares;
+        """The sum, over the experts that each token of x [tokens, width] selected, of their outputs times their shares;
         chosen, shares [tokens, top_k]."""
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in torch.unique(chosen).tolist():

@@ -1,10 +1,10 @@
 """Matrices of 4-bit numbers in groups, each with a scale: one layout for all checkpoint formats.
 
-For: the loader, and programs and modules that multiply by what it loaded. Does not know: models, checkpoint formats.
-The numbers of a row are in blocks of 2 * slab columns, padded with zeros: byte j of a block holds number j of the block
-and, in its upper half, number slab + j. Invariants: the matrix is (number - zero) * scale, with the scale of the
-checkpoint, or, in 4-bit floats (mxfp4), the e2m1 value times a power of two; a slab lies within one group; parts,
-neighbours and columns represent the same numbers.
+Used by the loader, and by programs and modules that multiply by the loaded weights. The numbers of a row are in blocks
+of 2 * slab columns, padded with zeros: byte j of a block contains number j of the block in its low nibble and number
+slab + j in its high nibble. Invariants: the matrix is (number - zero) * scale, with the scale of the checkpoint, or, in
+4-bit floats (mxfp4), the e2m1 value times a power of two; a slab lies within one group; parts, neighbours and columns
+represent the same numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.nn import functional
 from ...errors import UnshardableError
 from .dense import Matmul, Rows, follows
 
-LEAST_GROUP = 32
+MIN_GROUP = 32
 """Sizes of groups are multiples of this."""
 PLAIN_ZERO = 8
-"""The zero of numbers without zeros of their own."""
+"""The zero point of weights that store none."""
 E8M0_BIAS = 127
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of the 16 bit patterns of e2m1."""
@@ -35,12 +35,12 @@ class Int4Weight:
     data: torch.Tensor
     """uint8 [n, blocks * slab]"""
     scale: torch.Tensor
-    """[groups, n], any float type; rows are contiguous."""
+    """[groups, n], any float type, with contiguous rows."""
     zero: torch.Tensor | None
-    """uint8 [groups, n], with the scale's stride; None: 8 everywhere."""
+    """uint8 [groups, n], with the scale's stride; None = 8 everywhere."""
     k: int
     group_size: int
-    """A multiple of 32; k or more: there is one group. The last group may be smaller."""
+    """A multiple of 32; k or more = there is one group. The last group may be smaller."""
     exact: bool = False
     """Whether the product of a row must not depend on how many rows there are."""
     is_float: bool = False
@@ -81,7 +81,7 @@ class Int4Weight:
         if not has_kernel(self.data.device):
             out.copy_(functional.linear(x, self.dense(x.dtype), bias))
             return
-        from ..kernels.matmul import int4_matmul  # Triton, which only a GPU's torch brings
+        from ..kernels.matmul import int4_matmul  # imports Triton, which only GPU builds of torch include
 
         parts = self.data, self.scale, self.zero, self.group_size, self.slab
         int4_matmul(x, *parts, bias, out, self.exact, self.is_float)
@@ -132,7 +132,7 @@ class Int4Weight:
 
     @staticmethod
     def stacked(weights: Sequence[Int4Weight]) -> Int4Weight:
-        """A copy of all of them, one above the other."""
+        """A copy of all of them, stacked by rows."""
         assert len({(each.k, each.group_size) for each in weights}) == 1, "neighbours are in groups of one size"
         zero = None
         if any(each.zero is not None for each in weights):
@@ -152,21 +152,22 @@ class Int4Weight:
             return len(columns)
         inner = [place for place in (columns.start, columns.stop) if place < self.k]
         size = math.gcd(self.group_size, *inner)
-        if size % LEAST_GROUP:
+        if size % MIN_GROUP:
             raise UnshardableError(
-                f"engine argument 'tensor_parallel_size' cuts a matrix of {self.k} columns in 4 bits at {inner}, "
-                f"expected multiples of {LEAST_GROUP} columns where its groups are of {self.group_size}"
+                f"engine argument 'tensor_parallel_size' splits a 4-bit matrix of {self.k} columns at {inner}, "
+                f"expected multiples of {MIN_GROUP} columns because its groups have {self.group_size}"
             )
         return size
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Without it a matrix is made dense for each product: in tests, and for models that are tried before they run."""
+    """Without it, a matrix is dequantized for each product: in tests, and for models that are probed before they
+    run."""
     return device.type == "cuda"
 
 
 def _slab(group_size: int) -> int:
-    return 64 if group_size % 64 == 0 else LEAST_GROUP
+    return 64 if group_size % 64 == 0 else MIN_GROUP
 
 
 def _pack(numbers: torch.Tensor, slab: int) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""Weights that are still in the files of a checkpoint: a rank reads only what it cuts out.
+"""Weights that are still in the files of a checkpoint: a rank reads only its shard.
 
-For: the description of a model that is split among ranks, and what cuts it. Does not know: files, models, ranks.
-Invariants: the pieces are mapped files or host memory, in the type of the checkpoint, and not read before `rows`,
-`columns` or `to`; those return dense weights in the model's dtype, or weights quantised from that, which share no
-memory with a file.
+Used by the description of a model that is split among ranks, and by sharding. Invariants: the pieces are mapped files
+or host memory, in the checkpoint's type, and not read before `rows`, `columns` or `to`; those return dense weights in
+the model's dtype, or weights quantised from that, which share no memory with a file.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from .dense import DenseWeight, Quantization, QuantizedWeight
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredWeight:
-    """Matrices of the same width, one above the other."""
+    """Matrices of the same width, stacked by rows."""
 
     pieces: tuple[torch.Tensor, ...]
     dtype: torch.dtype
     """The model's."""
     quantization: Quantization | None = None
-    """Of the weights cut out."""
+    """Of the resulting weights."""
 
     @property
     def n(self) -> int:
@@ -51,7 +50,7 @@ class StoredWeight:
         return self.above(other) if alike else None
 
     def rows(self, rows: torch.Tensor) -> DenseWeight | QuantizedWeight:
-        """rows: rising numbers."""
+        """rows: ascending numbers."""
         parts, first = [], 0
         for piece in self.pieces:
             own = rows[(rows >= first) & (rows < first + piece.shape[0])] - first
@@ -75,7 +74,7 @@ class StoredWeight:
 
 
 class StoredLinear(nn.Module):
-    """Replaces an nn.Linear in a description; it computes nothing."""
+    """Replaces an nn.Linear in a description; cannot compute."""
 
     def __init__(self, stored: StoredWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -84,8 +83,8 @@ class StoredLinear(nn.Module):
 
 
 def mapped_tensors(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
-    """All tensors by name, as views of the mapped files, which are never written to; a tensor is read when it is first
-    used. Raises SafetensorError or OSError."""
+    """All tensors by name, as views of the mapped files, which are never written to; data is read on first use. Raises
+    SafetensorError or OSError."""
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
         with safe_open(path, "pt") as file:

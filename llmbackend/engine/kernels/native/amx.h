@@ -1,8 +1,8 @@
 // The CPU's tile unit: eight tiles of 16 rows times 64 bytes, and products of bfloat16 or int8 tiles.
 //
-// For: kernels on tiles. Does not know: matrices. Invariant: compiled with LLMB_EMULATE_AMX, the same functions compute
-// in plain C++ what Intel documents for the instructions, bit by bit (but for subnormal numbers, which those flush to
-// zero), so that kernels on tiles can be tested on any CPU. Tiles belong to a thread, from tiles_begin to tiles_end.
+// Used by kernels on tiles. Invariant: with LLMB_EMULATE_AMX, the same functions compute in plain C++ what Intel
+// documents for the instructions, bit by bit (except subnormal numbers, which those flush to zero), so kernels on tiles
+// can be tested on any CPU. Tiles belong to a thread, from tiles_begin to tiles_end.
 #pragma once
 
 #include <cstddef>
@@ -19,10 +19,10 @@ namespace llmb {
 
 namespace amx {
 constexpr int kTileRows = 16;
-constexpr int kTileBytes = 64;      // of a row
+constexpr int kTileBytes = 64;      // per row
 
-// Sizes of a tile, as tiles_begin is told: 6 and 7 are right factors, and where the depth of products is not kTileBytes,
-// 4 and 5 left ones.
+// Sizes of a tile for the arguments of tiles_begin: 6 and 7 are right factors; 4 and 5 are left factors if the depth of
+// products is not kTileBytes.
 constexpr int rows_of(int tile, int rows, int depth_bytes) { return tile < 6 ? rows : depth_bytes / 4; }
 constexpr int row_bytes_of(int tile, int depth_bytes) { return tile == 4 || tile == 5 ? depth_bytes : kTileBytes; }
 }  // namespace amx
@@ -82,7 +82,7 @@ inline void tile_store(void* memory, ptrdiff_t stride_bytes) {
     });
 }
 
-// float32 C += bfloat16 A·B for 16 pairs of k: even and odd ones are summed apart, then together, then added.
+// float32 C += bfloat16 A·B for 16 pairs of k: even and odd k are summed separately, added together, then to C.
 template <int kC, int kA, int kB>
 inline void tile_dot() {
     const EmulatedTile &a = emulated_tiles[kA], &b = emulated_tiles[kB];
@@ -129,8 +129,8 @@ struct TileConfiguration {
 };
 static_assert(sizeof(TileConfiguration) == 64);
 
-// Clobbering memory matters in all of these: compilers take them for functions of their registers and move them across
-// the stores of what they read.
+// All of these clobber memory: compilers regard them as functions of their registers and would move them across the
+// stores of the data they read.
 inline void tiles_begin(int rows = amx::kTileRows, int depth_bytes = amx::kTileBytes) {
     TileConfiguration configuration;
     for (int tile = 0; tile < 8; tile++) {

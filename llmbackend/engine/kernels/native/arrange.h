@@ -1,7 +1,7 @@
-// Columns in another order, and their factors.
+// Permutes columns and multiplies them by factors.
 //
-// For: recurrent layers whose projections give more than one thing per output. Does not know: what columns are. Invariant:
-// a token's result depends on that token alone.
+// Used by recurrent layers whose projections interleave several outputs. Invariant: a token's result depends only on
+// that token.
 #pragma once
 
 #include "rows.h"

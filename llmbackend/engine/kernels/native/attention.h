@@ -1,7 +1,7 @@
 // Causal attention over paged keys and values for a ragged batch: the step's tasks, shared by the team.
 //
-// For: the step's program. Does not know: how a step is cut into tasks (attention_plan.h), or their arithmetic
-// (attention_vector.h, attention_amx.h). Invariant: which worker computes a task does not change any result.
+// Used by the step's program. attention_plan.h divides a step into tasks; attention_vector.h and attention_amx.h
+// compute them. Invariant: results do not depend on which worker computes a task.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@
 
 namespace llmb {
 
-// Memory for that many tasks' rows.
+// Memory for the rows of this many tasks.
 template <class Kernel>
 inline SoftmaxState take_state(const AttentionOp& op, int num_tasks, Carver& memory) {
     const size_t rows = static_cast<size_t>(Kernel::padded_rows(task_rows(op))) * num_tasks;
@@ -29,7 +29,7 @@ inline SoftmaxState take_state(const AttentionOp& op, int num_tasks, Carver& mem
     return {memory.take<float>(rows * kLanes), memory.take<float>(rows), memory.take<float>(rows * width), width};
 }
 
-// What one worker needs.
+// The memory of one worker.
 template <class Kernel>
 struct WorkerMemory {
     WorkerMemory(const AttentionOp& op, const Plan& plan, Carver& memory)
@@ -48,8 +48,8 @@ struct WorkerMemory {
     CutTask* const cut;
     int32_t* const first;
     int32_t* const last;
-    const SoftmaxState state;  // of the partition that is being visited
-    const SoftmaxState total;  // of those before it
+    const SoftmaxState state;  // of the partition being visited
+    const SoftmaxState total;  // of the previous ones
     Kernel kernel;
 };
 
@@ -63,7 +63,7 @@ class TaskRunner {
                WorkerMemory<Kernel>& memory)
         : op_(op), step_(step), places_(places), parts_(parts), memory_(memory), ahead_(op, places), group_(group_size(op)) {}
 
-    // `next` is what this worker will probably do afterwards, or null.
+    // next: the task that this worker will probably run afterwards, or null.
     void run(const Task& task, const Task* next) {
         num_rows_ = task.num_queries * group_;
         memory_.kernel.begin(num_rows_);
@@ -80,7 +80,7 @@ class TaskRunner {
         if (task.part == kWhole) write_out(task, merged ? memory_.total : state_);
     }
 
-    // Puts a task together from its parts.
+    // Combines the parts of a task.
     void join(const CutTask& cut) {
         num_rows_ = cut.task.num_queries * group_;
         clear_state(memory_.total, num_rows_);
@@ -125,7 +125,7 @@ class TaskRunner {
         return chunk;
     }
 
-    // Moves what the last partition has given to the total.
+    // Merges the result of the last partition into the total.
     void finish_partition(bool& merged) {
         if (!merged) clear_state(memory_.total, num_rows_);
         merged = true;
@@ -152,13 +152,13 @@ class TaskRunner {
         }
     }
 
-    // From `column` of a row on, which is a pointer, or a row of tiles. Plus zero turns -0 into 0: a sum of zeros alone may
-    // be either.
+    // Writes a row from `column` on; the row is a pointer or a row of tiles. Adding plus zero turns -0 into 0, because
+    // a sum of zeros may be either.
     template <class Row>
     void write_row(Row row, int column, const float* weighted, float factor) const {
         const int dim = value_dim(op_);
         int d = 0;
-        if (dim % kLanes == 0)  // then no vector crosses the border of a tile
+        if (dim % kLanes == 0)  // then no vector crosses a tile border
             for (; d < dim; d += kLanes) store(row + (column + d), load(weighted + d) * factor + 0.0f);
         for (; d < dim; d++) set(row[column + d], weighted[d] * factor + 0.0f);
     }
@@ -185,12 +185,12 @@ inline void attend(Worker& worker, const AttentionOp& given, const Step& step, c
     WorkerMemory<Kernel> memory(op, plan, own);
     list_tasks(places, plan, memory.tasks, memory.cut);
     TaskRunner<Kernel> runner(op, step, places, parts, memory);
-    // Whole pieces of several tasks, where there are many: a worker knows what comes next, and fetches its first keys.
+    // With many tasks, a worker takes several at a time: it then knows what comes next, and prefetches its first keys.
     const int grain = plan.num_tasks >= 32 * worker.size ? 4 : 1;
     tiles_begin();
     worker.share(plan.num_tasks, grain, [&](int begin, int end) {
         for (int i = begin; i < end; i++) {
-            // When this piece is done, the other workers will probably have taken one each.
+            // By the end of this piece, the other workers will probably have taken one each.
             const int next = i + 1 < end ? i + 1 : end + grain * (worker.size - 1);
             runner.run(memory.tasks[i], next < plan.num_tasks ? memory.tasks + next : nullptr);
         }
@@ -201,7 +201,7 @@ inline void attend(Worker& worker, const AttentionOp& given, const Step& step, c
     worker.share(plan.num_cut, 1, [&](int begin, int) { runner.join(memory.cut[begin]); });
 }
 
-// Calls f with the identity of the kernel that computes the operation: one for a type, whatever the batch.
+// Calls f with the identity of the kernel that computes the operation: one per type, whatever the batch.
 template <class F>
 inline auto with_kernel(const AttentionOp& op, F&& f) {
 #if defined(LLMB_FIXED_POINT_KV)

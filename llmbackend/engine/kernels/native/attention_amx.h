@@ -1,10 +1,10 @@
-// Attention of a task's bfloat16 queries by the tile unit: blocks of 16 rows against chunks of keys and values.
+// Attention of a task's bfloat16 queries on the tile unit: blocks of 16 rows times chunks of keys and values.
 //
-// For: attention.h. Does not know: threads, how a step is cut. Invariant, beside the order of attention
-// (attention_softmax.h): every row goes through the same products of tiles, for any number of rows, and a row of such a
-// product depends on that row alone. A score is summed in steps of 32 dimensions, a weighted value in steps of 32 absolute
-// positions, within a step as amx.h says. Positions that a query does not see have a weight of zero, and steps that no
-// query of a block sees are skipped, which is the same.
+// Used by attention.h. Invariant, in addition to the order of attention (attention_softmax.h): every row goes through
+// the same tile products, for any number of rows, and a row of such a product depends only on that row. A score is
+// summed in steps of 32 dimensions, a weighted value in steps of 32 absolute positions, and within a step as amx.h
+// says. Masked positions have a weight of zero; steps that are masked for all queries of a block are skipped, which is
+// equivalent.
 #pragma once
 
 #include <algorithm>
@@ -26,10 +26,10 @@
 
 namespace llmb {
 
-constexpr int kDepth = TileRow<bf16>::kColumns;  // dimensions or positions that are summed in one product
+constexpr int kDepth = TileRow<bf16>::kColumns;  // dimensions or positions summed in one product
 static_assert(kSubBlock == kDepth);             // a sub-block of weights is a tile, and two tiles of keys are a sub-block
 
-// 2 * kLanes neighbouring elements, rounded to bfloat16.
+// 2 * kLanes adjacent elements, rounded to bfloat16.
 inline void store_rounded(bf16* to, Floats first, Floats second) {
 #if defined(__AVX512BF16__)
     const __m512bh rounded = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
@@ -42,10 +42,11 @@ inline void store_rounded(bf16* to, Floats first, Floats second) {
 
 inline void store_weights(bf16* to, Floats first, Floats second) { store_rounded(to, first, second); }
 
-// Sums of 16 rows and 32 columns are tiles kC and kC + 1, where kC is 0 or 2: while one pair is summed, the other is stored.
+// Sums of 16 rows and 32 columns are tiles kC and kC + 1, with kC 0 or 2: while one pair is summed, the other is
+// stored.
 constexpr int kSumColumns = 32;
 
-// Sums += A·B. A is tile 4 or 5, B are tiles 6 and 7: 32 rows, as pairs of rows.
+// Sums += A·B. A is tile 4 or 5; B is tiles 6 and 7: 32 rows, as pairs of rows.
 template <int kC>
 inline void add_product(const bf16* a, const bf16* b, ptrdiff_t b_stride_bytes) {
     constexpr int kA = 4 + kC / 2;
@@ -56,7 +57,7 @@ inline void add_product(const bf16* a, const bf16* b, ptrdiff_t b_stride_bytes) 
     tile_dot<kC + 1, kA, 7>();
 }
 
-// `stride`: elements from row to row.
+// stride: elements from row to row.
 template <int kC>
 inline void load_sums(const float* sums, int stride) {
     const ptrdiff_t bytes = stride * static_cast<ptrdiff_t>(sizeof(float));
@@ -71,8 +72,8 @@ inline void store_sums(float* sums, int stride) {
     tile_store<kC + 1>(sums + kSumColumns / 2, bytes);
 }
 
-// For each i: sums i, then stores the sums of i - 1. In this order, because a load waits for older stores whose addresses
-// end like its own. Calls sum(i, C) and store(i, C), where C is the number of the pair.
+// For each i: computes sums i, then stores sums i - 1. In this order, because a load waits for older stores whose
+// addresses end like its own. Calls sum(i, C) and store(i, C), where C is the number of the pair of tiles.
 template <class SumUp, class Store>
 inline void in_turns(Range range, SumUp&& sum, Store&& store) {
     constexpr std::integral_constant<int, 0> kFirst{};
@@ -86,7 +87,7 @@ inline void in_turns(Range range, SumUp&& sum, Store&& store) {
     if ((range.end - range.begin) % 2 == 0 && range.end > range.begin) store(range.end - 1, kSecond);
 }
 
-// `count` pairs, filled up to 32 with zeros.
+// `count` pairs, padded to 32 with zeros.
 inline void copy_row(const bf16* from, int count, bf16* to) {
     for (int i = 0; i < kDepth; i += kLanes) {
         const auto* vector = reinterpret_cast<const float*>(from + 2 * i);
@@ -116,7 +117,7 @@ class TileKernel {
         num_blocks_ = padded_rows(num_rows) / amx::kTileRows;
         const int steps = num_blocks_ * (padded_dim_ / kDepth), sub_block_bytes = kSubBlock * dim_ * 2;
         ahead_bytes_ = (sub_block_bytes / steps + 63) / 64 * 64;
-        // A few rows alone take less time as smaller tiles.
+        // A few rows take less time as smaller tiles.
         const int tile_rows = std::min(num_rows, amx::kTileRows);
         if (tile_rows != tile_rows_) tiles_begin(tile_rows);
         tile_rows_ = tile_rows;
@@ -130,8 +131,8 @@ class TileKernel {
         for (; d < padded_dim_; d++) to[d] = to_bf16(d < dim_ ? q[d] * scaling_ : 0.0f);
     }
 
-    // The scores of all blocks, then their softmax, then their weighted values: vectors run at half their rate beside
-    // products of tiles and some 100 ns after them, and products wait some 250 ns after a pause of more than 400.
+    // The scores of all blocks, then their softmax, then their weighted values. Vectors run at half their rate while
+    // tile products run and for about 100 ns after them, and products wait about 250 ns after a pause of more than 400.
     void visit(Chunk<bf16> chunk, const TaskRows& rows) {
         if (pads_) copy_rest(chunk);
         latent_.fill(chunk);
@@ -141,11 +142,11 @@ class TileKernel {
     }
 
   private:
-    // 16 rows, or the last ones, in one chunk.
+    // 16 rows, or the remaining ones, in one chunk.
     struct Block {
         int index;
         TaskRows rows;
-        Range subs;  // what they see
+        Range subs;  // the sub-blocks they attend to
     };
 
     Block block_at(int index, const Chunk<bf16>& chunk, const TaskRows& rows) const {
@@ -158,7 +159,7 @@ class TileKernel {
     bf16* weights(const Block& block) const { return weights_ + block.index * amx::kTileRows * kChunk; }
     float* scores(const Block& block) const { return scores_ + block.index * amx::kTileRows * kChunk; }
 
-    // Each block fetches its share of what will be needed, in steps of 32 dimensions.
+    // Each block prefetches its share of what will be needed, in steps of 32 dimensions.
     Ahead ahead(const char* next, const Block& block, int step) const {
         return {next + (block.index * (padded_dim_ / kDepth) + step) * ahead_bytes_, ahead_bytes_};
     }
@@ -215,7 +216,7 @@ class TileKernel {
         }
     }
 
-    // Copies the last dimensions of a chunk, filled up with zeros, where head_dim is no multiple of 32.
+    // Copies the last dimensions of a chunk, padded with zeros, if head_dim is not a multiple of 32.
     void copy_rest(const Chunk<bf16>& chunk) const {
         const int rest = dim_ - whole_;
         for (int sub = 0; sub < kChunkBlocks; sub++) {
@@ -235,10 +236,10 @@ class TileKernel {
 
     const int dim_;
     const int whole_;       // dimensions in whole steps
-    const int padded_dim_;  // in all
+    const int padded_dim_;  // in total
     const int value_dim_;
     const int value_width_;
-    const bool pads_;       // there is a rest
+    const bool pads_;       // whether there are remaining dimensions
     const int block_size_;
     const float softcap_;
     const float scaling_;
@@ -248,7 +249,7 @@ class TileKernel {
     bf16* const rest_of_keys_;    // [sub-block][16][kSubBlock][2]
     bf16* const rest_of_values_;  // [sub-block][kSubBlock / 2][32][2]
     const LatentValues<bf16> latent_;
-    int tile_rows_ = amx::kTileRows;  // as tiles are configured when a worker begins
+    int tile_rows_ = amx::kTileRows;  // as configured when a worker starts
     int num_blocks_ = 0;
     int ahead_bytes_ = 0;  // see ahead()
 };

@@ -1,7 +1,7 @@
-// Values that are the last dimensions of keys (multi-head latent attention), as rows of their own for one chunk.
+// Values that are the last dimensions of keys (multi-head latent attention): makes rows of values for one chunk.
 //
-// For: the kernels of attention, of layers without values in memory. Does not know: arithmetic. Invariant: the rows are
-// what memory of values would hold; they are made anew for each task, which reads them once for each block of its rows.
+// Used by the attention kernels for layers without separate values. Invariant: the rows are what a memory of values
+// would contain; they are made anew for each task, which reads them once for each block of its rows.
 #pragma once
 
 #include <cstddef>
@@ -17,15 +17,15 @@
 
 namespace llmb {
 
-// Four neighbours of a row of keys or values: single numbers of 32 bits, or in 16 bits squares of two dimensions at two
-// positions. In keys the dimensions of a position are neighbours, in values the positions of a dimension.
+// Four adjacent elements of a row of keys or values: 32-bit numbers, or for 16 bits, squares of two dimensions at two
+// positions. In keys, the dimensions of a position are adjacent; in values, the positions of a dimension.
 using FourNumbers = uint32_t __attribute__((vector_size(16)));
 using FourSquares = uint64_t __attribute__((vector_size(32)));
 
 template <class T>
 using FourCells = std::conditional_t<sizeof(T) == 2, FourSquares, FourNumbers>;
 
-// The pairs of a square turned over.
+// Transposes the pairs of a square.
 inline void turn(FourNumbers&) {}
 inline void turn(FourSquares& cells) {
     cells = (cells & 0xffff00000000ffffu) | (cells & 0xffff0000u) << 16 | (cells >> 16 & 0xffff0000u);
@@ -41,7 +41,7 @@ inline void pick(const Cells& a, const Cells& b, Cells& to) {
 #endif
 }
 
-// Four rows of keys become four rows of values.
+// Transposes four rows of keys to four rows of values.
 template <class Cells>
 inline void transpose_cells(const char* keys, size_t key_bytes, char* values, size_t value_bytes) {
     Cells from[4], halves[4], to[4];
@@ -69,7 +69,7 @@ class LatentValues {
         : dim_(op.values ? 0 : op.value_dim), first_(op.head_dim - dim_), block_size_(op.block_size),
           rows_(memory.take<T>(static_cast<size_t>(kChunk) * dim_)) {}
 
-    // Gives a chunk the values that its keys have, where there are none.
+    // Fills in a chunk's values from its keys, if it has none.
     void fill(Chunk<T>& chunk) const {
         if (dim_ == 0) return;
         for (int sub = 0; sub < kChunkBlocks; sub++) {
@@ -91,7 +91,7 @@ class LatentValues {
                     reinterpret_cast<char*>(values + static_cast<size_t>(at) * dim_ + kColumnStep<T> * d), value_bytes);
     }
 
-    const int dim_;  // 0: values are in memory
+    const int dim_;  // 0 = values are stored
     const int first_;
     const int block_size_;
     T* const rows_;

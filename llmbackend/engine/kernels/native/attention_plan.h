@@ -1,7 +1,7 @@
-// A step's attention as a list of tasks, and where their keys and values lie.
+// A step's attention as a list of tasks, and where their keys and values are.
 //
-// For: attention.h. Does not know: threads' memory, arithmetic. Invariant: the list depends on the step and the size of
-// the team alone, so that every worker makes the same one; no result depends on it.
+// Used by attention.h. Invariant: the list depends only on the step and the size of the team, so every worker makes the
+// same one; results do not depend on it.
 #pragma once
 
 #include <algorithm>
@@ -14,34 +14,34 @@
 
 namespace llmb {
 
-constexpr int kTaskRows = 192;  // queries times heads: enough to use what is in the cache often
+constexpr int kTaskRows = 192;  // queries times heads: enough for good reuse of cached data
 constexpr int kMaxTaskQueries = 64;
 constexpr int kWhole = -1;
 
-// Some neighbouring queries of a row, and the query heads of one KV head.
+// Some adjacent queries of a row, and the query heads of one KV head.
 struct Task {
     int32_t row;
     int32_t kv_head;
     int32_t first_query;  // within the row's queries
     int32_t num_queries;
-    int32_t key_begin;  // the positions that are visited; a multiple of kChunk
+    int32_t key_begin;  // the visited positions; a multiple of kChunk
     int32_t key_end;
-    int32_t part;  // kWhole, or which of the parts of cut tasks this is
+    int32_t part;  // kWhole, or the index of this part among those of cut tasks
 };
 
-// A task that is computed partition by partition, as parts first_part..first_part + num_parts - 1.
+// A task computed partition by partition, as parts first_part..first_part + num_parts - 1.
 struct CutTask {
     Task task;
     int32_t first_part;
     int32_t num_parts;
 };
 
-// How many elements lie between neighbouring columns of a matrix of row pairs: bf16 [n/2][width][2], float [n][width].
+// Distance in elements between adjacent columns of a matrix of row pairs: bf16 [n/2][width][2], float [n][width].
 template <class T>
 constexpr int kColumnStep = sizeof(T) == 2 ? 2 : 1;
 
-// Where the positions of one chunk lie, and which sub-blocks' worth of memory to fetch beside the scores and beside the
-// values of each sub-block. Only sub-blocks that some row of the task sees are filled in.
+// Where the positions of one chunk are, and which sub-blocks' memory to prefetch during the scores and values of each
+// sub-block. Only sub-blocks that some row of the task attends to are filled in.
 template <class T>
 struct Chunk {
     int start;  // absolute position
@@ -51,10 +51,10 @@ struct Chunk {
     const char* ahead_of_values[kChunkBlocks];
 };
 
-// Memory that will be needed soon, fetched line by line beside the arithmetic.
+// Memory that will be needed soon, prefetched line by line during the arithmetic.
 struct Ahead {
     const char* next;
-    int step;  // bytes; 0: nothing to fetch
+    int step;  // bytes; 0 = nothing to prefetch
 
     void fetch() {
         for (int line = 0; line < step; line += 64) __builtin_prefetch(next + line);
@@ -64,15 +64,15 @@ struct Ahead {
 
 inline int group_size(const AttentionOp& op) { return op.num_heads / op.num_kv_heads; }
 
-// Of a head's result.
+// Dimensions of a head's output.
 inline int value_dim(const AttentionOp& op) { return op.values ? op.head_dim : op.value_dim; }
 
 inline int task_queries(const AttentionOp& op) { return std::clamp(kTaskRows / group_size(op), 1, kMaxTaskQueries); }
 
-// At most.
+// Maximum number of rows.
 inline int task_rows(const AttentionOp& op) { return task_queries(op) * group_size(op); }
 
-// Which positions tasks see and where those lie.
+// Which positions tasks attend to, and where those are.
 class Places {
   public:
     Places(const AttentionOp& op, const Step& step) : op_(op), step_(step) {}
@@ -83,7 +83,7 @@ class Places {
 
     int oldest_seen(int position) const { return op_.window > 0 ? std::max(0, position - op_.window + 1) : 0; }
 
-    // Calls f for every task of the step, uncut.
+    // Calls f for every task of the step, before cutting.
     template <class F>
     void each_task(F&& f) const {
         const int size = task_queries(op_);
@@ -93,13 +93,13 @@ class Places {
                     f(task(row, kv_head, first, std::min(size, num_queries(row) - first)));
     }
 
-    // The sub-blocks of the chunk at `start` that some query of the task sees.
+    // The sub-blocks of the chunk at `start` that some query of the task attends to.
     Range seen_of(const Task& task, int start) const {
         const int oldest = oldest_seen(position(task.row, task.first_query)) - start, seen = task.key_end - start;
         return {std::max(0, oldest / kSubBlock), std::min(kChunkBlocks, (seen + kSubBlock - 1) / kSubBlock)};
     }
 
-    // The memory of a position's block and of the task's head, as an element offset.
+    // The memory of a position's block for the task's head, as an element offset.
     size_t slab(const Task& task, int position) const {
         const size_t block =
             step_.block_table[static_cast<size_t>(task.row) * step_.block_table_stride + position / op_.block_size];
@@ -123,7 +123,7 @@ inline int count_partitions(const Task& task) {
     return (task.key_end - 1) / kPartition - task.key_begin / kPartition + 1;
 }
 
-// How many tasks there are, and which of them are so long that one worker would finish after the others.
+// How many tasks there are, and which are so long that one worker would finish after the others.
 struct Plan {
     int num_tasks = 0;
     int num_parts = 0;
@@ -147,7 +147,7 @@ inline Plan plan_tasks(const Places& places, int num_threads) {
     return plan;
 }
 
-// Cuts a task at the borders of partitions; returns the end of what it has appended.
+// Cuts a task at partition borders, appending to the list; returns its new end.
 inline Task* cut_task(const Task& task, int first_part, Task* end) {
     for (int begin = task.key_begin; begin < task.key_end; end++) {
         const int stop = std::min((begin / kPartition + 1) * kPartition, task.key_end);
@@ -160,8 +160,8 @@ inline Task* cut_task(const Task& task, int first_part, Task* end) {
     return end;
 }
 
-// Where values are parts of keys, all heads read one KV head: where there are few tasks, it counts as several, so that each
-// worker has a task. Fewer heads would take longer to make rows of values than to multiply them.
+// If values are parts of keys, all heads share one KV head. With few tasks, it counts as several, so that each worker
+// has a task. With fewer heads per task, making rows of values would take longer than multiplying by them.
 inline AttentionOp with_heads_shared(AttentionOp op, const Step& step, int num_threads) {
     constexpr int kLeastHeads = 4;
     const auto count = [&] {
@@ -173,7 +173,7 @@ inline AttentionOp with_heads_shared(AttentionOp op, const Step& step, int num_t
     return op;
 }
 
-// Fills in the plan; long tasks come first, so that all workers finish at about the same time.
+// Fills in the plan; long tasks come first, so all workers finish at about the same time.
 inline void list_tasks(const Places& places, const Plan& plan, Task* tasks, CutTask* cut) {
     Task* end = tasks;
     int part = 0;
@@ -191,7 +191,7 @@ inline void list_tasks(const Places& places, const Plan& plan, Task* tasks, CutT
 }
 
 // The sub-blocks of keys and values in the order in which they will be read, some of them ahead of the arithmetic and
-// into the task after this one: blocks lie anywhere, so the CPU cannot guess them.
+// into the next task: blocks are scattered, so the CPU cannot prefetch them by itself.
 template <class T>
 class LookAhead {
   public:
@@ -206,8 +206,8 @@ class LookAhead {
         for (int i = std::max(1, kDistanceBytes / slab_bytes); i > 0; i--) next();
     }
 
-    // The start of the next kSubBlock positions of memory that will be read; any address when there is none, and one that
-    // exists, because the CPU looks for others in vain.
+    // The start of the next kSubBlock positions of memory to be read; if there is none, any existing address, because
+    // the CPU searches page tables in vain for others.
     const char* next() {
         if (task_ == nullptr) return static_cast<const char*>(op_.keys);
         const int position = start_ + sub_ * kSubBlock;

@@ -1,9 +1,8 @@
-// The running softmax of attention: scores of one chunk of positions become weights, rows are scaled and merged.
+// The online softmax of attention: scores of one chunk of positions become weights; rows are scaled and merged.
 //
-// For: the kernels of attention. Does not know: how scores and weighted values are computed, where keys and values lie.
-// Invariant, the order of attention: keys are visited in chunks of 128 absolute positions, which form partitions of 1024.
-// A chunk's weights are relative to the maximum so far, and partitions are merged in order. What a query does not see
-// has a weight of zero.
+// Used by the attention kernels, which compute scores and weighted values. Invariant, the order of attention: keys are
+// visited in chunks of 128 absolute positions, which form partitions of 1024. A chunk's weights are relative to the
+// maximum so far, and partitions are merged in order. Masked positions have a weight of zero.
 #pragma once
 
 #include <cfloat>
@@ -16,20 +15,20 @@
 
 namespace llmb {
 
-constexpr int kSubBlock = 32;  // positions: KV blocks are made of whole ones
+constexpr int kSubBlock = 32;  // positions; KV blocks are multiples of it
 constexpr int kChunk = 128;
 constexpr int kChunkBlocks = kChunk / kSubBlock;
 constexpr int kPartition = 1024;
-constexpr float kNothingSeen = -FLT_MAX;  // a maximum over no score: finite, so that it can be subtracted from itself
+constexpr float kNothingSeen = -FLT_MAX;  // the maximum over no score; finite, so it can be subtracted from itself
 
 struct Range {
     int begin;
     int end;
 };
 
-// The running softmax of some rows: queries of one head each.
+// The online softmax of some rows, each a query of one head.
 struct SoftmaxState {
-    float* sums;      // [rows][kLanes]: of weights, by position modulo kLanes
+    float* sums;      // [rows][kLanes]: sums of weights, by position modulo kLanes
     float* maxima;    // [rows]
     float* weighted;  // [rows][width]: values times weights
     int width;        // the head's dimensions, padded to a multiple of kLanes
@@ -37,16 +36,16 @@ struct SoftmaxState {
     SoftmaxState from(size_t r) const { return {sums + r * kLanes, maxima + r, weighted + r * width, width}; }
 };
 
-// The rows of a task, in the order of their positions: what they see, and their softmax.
+// The rows of a task, in the order of their positions: what they attend to, and their softmax.
 struct TaskRows {
     int count;
-    const int32_t* first;  // [rows]: the oldest position a row sees
+    const int32_t* first;  // [rows]: the oldest position a row attends to
     const int32_t* last;   // [rows]: its own
     SoftmaxState state;
 
     TaskRows part(int r, int size) const { return {size, first + r, last + r, state.from(r)}; }
 
-    // The sub-blocks of the chunk at `start` that some row sees; there may be none.
+    // The sub-blocks of the chunk at `start` that some row attends to; possibly none.
     Range seen_in(int start) const {
         const int oldest = first[0] - start, seen = last[count - 1] + 1 - start;
         return {oldest > 0 ? oldest / kSubBlock : 0, seen < kChunk ? (seen + kSubBlock - 1) / kSubBlock : kChunkBlocks};
@@ -92,7 +91,7 @@ inline void scale_row(const SoftmaxState& state, int r, float factor) {
     for (int d = 0; d < state.width; d += kLanes) store(weighted + d, load(weighted + d) * factor);
 }
 
-// Weights of two vectors of neighbouring positions to where they are multiplied with values.
+// Stores weights of two vectors of adjacent positions where they are multiplied with values.
 template <class W>
 inline void store_weights(W* to, Floats first, Floats second) {
     store(to, first);
@@ -100,7 +99,7 @@ inline void store_weights(W* to, Floats first, Floats second) {
 }
 
 // Scores of positions begin..end-1, whole sub-blocks, become weights relative to the row's maximum so far; its state is
-// scaled when that grows. `weights`: a pointer or TileRow.
+// scaled when that grows. weights: a pointer or TileRow.
 template <class Weights>
 inline void soften_row(const SoftmaxState& state, int r, const float* scores, Weights weights, int begin, int end,
                        float best) {
@@ -126,7 +125,7 @@ inline void clear_state(const SoftmaxState& state, int num_rows) {
     for (int r = 0; r < num_rows; r++) state.maxima[r] = kNothingSeen;
 }
 
-// total += part, for one row. Exact where one of them has seen nothing.
+// total += part, for one row. Exact if one of them is empty.
 inline void merge_row(const SoftmaxState& total, const SoftmaxState& part, int r) {
     const float best = part.maxima[r] > total.maxima[r] ? part.maxima[r] : total.maxima[r];
     const Floats a = splat(exp_of(total.maxima[r] - best)), b = splat(exp_of(part.maxima[r] - best));
@@ -137,7 +136,7 @@ inline void merge_row(const SoftmaxState& total, const SoftmaxState& part, int r
     total.maxima[r] = best;
 }
 
-// What a row's weighted values are multiplied with in the end: 1 / the sum of its weights, the sink's included.
+// The final factor on a row's weighted values: 1 / the sum of its weights, including the sink's.
 inline float normaliser(const SoftmaxState& state, int r, const float* sink) {
     const float total = sum(load(state.sums + r * kLanes));
     if (sink == nullptr) return 1.0f / total;

@@ -1,9 +1,9 @@
-// Attention of a task's queries by vectors: rows of queries in lanes' registers times rows of keys and values.
+// Attention of a task's queries with vectors: rows of queries, broadcast in registers, times rows of keys and values.
 //
-// For: attention.h. Does not know: threads, how a step is cut. Invariant, beside the order of attention
-// (attention_softmax.h): a score is one chain of fma's over the head's dimensions, a value is one chain of fma's over
-// positions; in fixed point, both are exact within a chunk. What a query does not see adds exact zeros or is skipped, so
-// nothing depends on the task, the block size or the blocks' places.
+// Used by attention.h. Invariant, in addition to the order of attention (attention_softmax.h): a score is one chain of
+// fma's over the head's dimensions, a value is one chain of fma's over positions; in fixed point, both are exact within
+// a chunk. Masked positions add exact zeros or are skipped, so nothing depends on the task, the block size or the
+// blocks' addresses.
 #pragma once
 
 #include <algorithm>
@@ -24,16 +24,18 @@
 namespace llmb {
 
 constexpr int kVectors = 2;  // the width of a register tile
-#if defined(__AVX512F__)
-constexpr int kMaxRows = 12;  // 24 of 32 registers are sums
-#else
-constexpr int kMaxRows = 4;  // 8 of 16
-#endif
 
 template <class T>
 constexpr bool kIsFixed = std::is_same_v<T, fixed16>;
 
-// What keys and values are multiplied with: rounded queries and weights where there are dot products of pairs.
+template <class T>
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;  // 24 of 32 registers are sums
+#else
+constexpr int kMaxRows = kIsFixed<T> ? 6 : 4;  // 12 or 8 of 16; float32 needs registers for widened keys and values
+#endif
+
+// What keys and values are multiplied with: rounded queries and weights if there are dot products of pairs.
 #if defined(LLMB_BF16_DOTS)
 template <class T>
 using Factor = T;
@@ -45,7 +47,7 @@ using Factor = std::conditional_t<kIsFixed<T>, fixed16, float>;
 template <class T>
 using Sum = std::conditional_t<kIsFixed<T>, Ints, Floats>;
 
-// How many elements of a block's queries lie between neighbouring rows: [dim][rows], or [dim/2][rows][2].
+// Distance in elements between adjacent rows of a block's queries: [dim][rows], or [dim/2][rows][2].
 template <class T>
 constexpr int kQueryStep = sizeof(Factor<T>) == 2 ? 2 : 1;
 
@@ -111,14 +113,14 @@ template <class T>
 struct RowBlock {
     const Factor<T>* q;  // [dim][rows] or [dim/2][rows][2], scaled
     TaskRows rows;
-    const float* q_units;      // [rows]: fixed16: what a product of q with 2^15 stands for
-    const float* key_units;    // [kChunk]: fixed16: what 2^15 stands for at a position
+    const float* q_units;      // [rows]: fixed16: the value of a product of q with 2^15
+    const float* key_units;    // [kChunk]: fixed16: the value of 2^15 at a position
     const float* value_units;
 };
 
 struct HeadShape {
     int dim;
-    int value_width;  // of rows of values: a multiple of kLanes
+    int value_width;  // columns of the value rows: a multiple of kLanes
     int block_size;
     float softcap;
 };
@@ -154,8 +156,8 @@ inline void score_rows(const HeadShape& shape, const Chunk<T>& chunk, const RowB
     }
 }
 
-// Weights times their values' units become integers whose sum is at most about kWeightsSum; returns what a product of one
-// of these with 2^15 stands for.
+// Weights times their values' units become integers whose sum is at most about kWeightsSum; returns the value of a
+// product of one of these with 2^15.
 constexpr float kWeightsSum = 32000.0f;
 
 inline float round_weights(float* weights, const float* units, int begin, int end, fixed16* rounded) {
@@ -176,7 +178,7 @@ inline float round_weights(float* weights, const float* units, int begin, int en
     return total * (1.0f / (kWeightsSum * 32768.0f));
 }
 
-// Where the sums of weighted values of one chunk begin, and how they get into a row's state.
+// Where the sums of weighted values of one chunk start, and how they are added to a row's state.
 inline void begin_sums(const float* weighted, Floats& sums) { sums = load(weighted); }
 inline void begin_sums(const float*, Ints& sums) { sums = Ints{}; }
 inline void end_sums(float* weighted, float, Floats sums) { store(weighted, sums); }
@@ -202,7 +204,7 @@ inline void weigh_columns(const HeadShape& shape, const Chunk<T>& chunk, const S
         for (int v = 0; v < V; v++) end_sums(state.weighted + r * state.width + d + v * kLanes, units[r], c[r][v]);
 }
 
-// Weights that are not rounded take the scores' place.
+// Unrounded weights replace the scores.
 inline float* weights_beside(float* scores, float*) { return scores; }
 template <class T>
 inline T* weights_beside(float*, T* rounded) { return rounded; }
@@ -249,10 +251,10 @@ inline VisitChunk<T> visit_for(int num_rows, std::integer_sequence<int, R...>) {
 
 template <class T>
 inline VisitChunk<T> visit_for(int num_rows) {
-    return visit_for<T>(num_rows, std::make_integer_sequence<int, kMaxRows>{});
+    return visit_for<T>(num_rows, std::make_integer_sequence<int, kMaxRows<T>>{});
 }
 
-// The rows of one task after another, with one worker's memory.
+// The rows of consecutive tasks, with one worker's memory.
 template <class T>
 class VectorKernel {
   public:
@@ -269,11 +271,11 @@ class VectorKernel {
 
     void begin(int num_rows) {
         num_rows_ = num_rows;
-        const int blocks = (num_rows + kMaxRows - 1) / kMaxRows;
+        const int blocks = (num_rows + kMaxRows<T> - 1) / kMaxRows<T>;
         rows_per_block_ = (num_rows + blocks - 1) / blocks;
     }
 
-    // Queries are scaled, and transposed block by block.
+    // Scales queries, and transposes them block by block.
     void place_query(int r, const float* q) {
         const int block = r / rows_per_block_ * rows_per_block_, size = std::min(rows_per_block_, num_rows_ - block);
         q_units_[r] = place(q, q_ + static_cast<size_t>(block) * shape_.dim + kQueryStep<T> * (r - block), size);
@@ -287,7 +289,7 @@ class VectorKernel {
             const int size = std::min(rows_per_block_, num_rows_ - r);
             const RowBlock<T> block{q_ + static_cast<size_t>(r) * shape_.dim, rows.part(r, size), q_units_ + r, units_,
                                     units_ + kChunk};
-            // The last block of rows sees the most.
+            // The last block of rows attends to the most positions.
             visit_for<T>(size)(shape_, chunk, block, r + size == num_rows_);
         }
     }
@@ -297,7 +299,7 @@ class VectorKernel {
         for (int d = 0; d < shape_.dim; d++) to[static_cast<size_t>(d) * num_rows] = q[d] * scaling_;
         return 1.0f;
     }
-    // Integers whose norm times that of a key's is below 2^31.
+    // Integers whose norm times that of a key is below 2^31.
     float place(const float* q, fixed16* to, int num_rows) const {
         const QueryScale scale(q, shape_.dim);
         each_integer(q, shape_.dim, scale.factor, [&](int d, int integer) {
@@ -326,7 +328,7 @@ class VectorKernel {
         }
     }
 
-    // Copies the values of a chunk to rows of value_width, where head_dim is no multiple of a vector.
+    // Copies the values of a chunk to rows of value_width if head_dim is not a multiple of a vector.
     void pad_values(Chunk<T>& chunk) const {
         constexpr int kStep = kColumnStep<T>;
         const int width = kStep * shape_.value_width, used = kStep * shape_.dim;

@@ -1,7 +1,7 @@
-// Causal convolutions of few taps, one for each channel.
+// Causal convolutions with few taps, one per channel.
 //
-// For: recurrent layers, which have one before their state. Does not know: layers, matrices. Invariant: a channel's sum is
-// one chain of fma from its bias on, the oldest input first; inputs are kept as float32, unrounded.
+// Used by recurrent layers before their state. Invariant: a channel's sum is one chain of fma, starting from its bias
+// and the oldest input; inputs are kept as unrounded float32.
 #pragma once
 
 #include "epilogue.h"
@@ -16,7 +16,7 @@ namespace llmb {
 constexpr int kConvChannels = 64;
 constexpr int kConvGrain = 4;
 
-// What a token brings to these channels, and where its result goes.
+// A token's inputs for these channels, and where its result goes.
 struct ConvToken {
     const float* gate;  // B, or null
     const float* input;
@@ -36,7 +36,7 @@ inline void store_conv(const ConvOp& op, int token, int channel, Floats value) {
     else store(TileRow<bf16>(static_cast<bf16*>(op.out), token, op.out_stride) + channel, value);
 }
 
-// One vector of channels of one token. past [num_taps - 1], kConvChannels apart: moves on by the token's input.
+// One vector of channels of one token. past [num_taps - 1], kConvChannels apart: shifted by the token's input.
 inline Floats convolve(const ConvOp& op, int channel, Floats input, float* past) {
     Floats sum = op.bias ? load(op.bias + channel) : Floats{};
     const int num_past = op.num_taps - 1;

@@ -1,7 +1,7 @@
-// Which instruction sets this CPU and its system offer.
+// Which instruction sets this CPU and its operating system support.
 //
-// For: library.py, which asks the generic library and then loads the best one. Does not know: kernels. Invariant: says
-// yes only to what may be executed: AMX counts once Linux has granted its tile registers to this process.
+// library.py asks the generic library, then loads the best one. Invariant: reports only what may be executed: AMX
+// counts once Linux has granted its tile registers to this process.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ inline bool amx_granted() {
 }
 
 #if defined(__x86_64__)
-// Not every compiler that can compile for it knows its name.
+// Not every compiler that supports it knows its name.
 inline bool has_avx_vnni() {
     constexpr unsigned kLeaf = 7, kSubleaf = 1, kBit = 4;  // of eax
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;

@@ -1,7 +1,7 @@
-// What happens to the sums of one panel of a linear layer: bias, activation, product, residual sum, and the store.
+// The epilogue of one panel of a linear layer: bias, activation, product, residual sum, and the store.
 //
-// For: the linear kernels. Does not know: how sums come about. Invariant: an element's operations depend on its own sums
-// alone; nothing is written past the last column or row.
+// Used by the linear kernels. Invariant: an element's operations depend only on its own sums; nothing is written past
+// the last column or row.
 #pragma once
 
 #include <algorithm>
@@ -30,9 +30,9 @@ inline Floats gelu(Floats x) {
 // 1 / (1 + e^-x)
 inline Floats sigmoid(Floats x) { return splat(1.0f) / (splat(1.0f) + exp(min(-x, splat(88.0f)))); }
 
-// Of gpt-oss.
+// gpt-oss's activation.
 inline Floats bounded_swiglu(Floats gate, Floats up) {
-    const Floats most = splat(7.0f), a = min(most, gate), b = max(-most, min(most, up));  // a NaN stays one
+    const Floats most = splat(7.0f), a = min(most, gate), b = max(-most, min(most, up));  // NaNs are preserved
     return a * sigmoid(a * 1.702f) * (b + 1.0f);
 }
 
@@ -79,8 +79,8 @@ inline void add_row(float* y, int columns, float factor, PanelRow row) {
     store_row(y, columns, row);
 }
 
-// Writes what a layer's row has in one panel, activated, or adds it. Tiles are filled up to their last column: with the
-// zeros of the panel's padding.
+// Writes or adds a row's activated outputs for one panel. Tiles are filled up to their last column with the zeros of
+// the panel's padding.
 inline void write_panel_row(const LinearOp& op, int row, int panel, const PanelRow& sums) {
     const PanelRow result = activated(op.activation, sums);
     const int column = panel * kPanel, columns = std::min(op.n - column, kPanel);
@@ -92,7 +92,7 @@ inline void write_panel_row(const LinearOp& op, int row, int panel, const PanelR
 }
 
 
-// Brings one row's part of y near, to be added to or written when the sums are done.
+// Prefetches a row's part of y, which is added to or written when the sums are done.
 inline void fetch_y(const LinearOp& op, int row, int panel) {
     if (op.y_type == Type::kBfloat16Tiles) return;
     const int size = op.y_type == Type::kFloat32 ? 4 : 2;
@@ -100,7 +100,7 @@ inline void fetch_y(const LinearOp& op, int row, int panel) {
     for (int byte = 0; byte < kPanel * size; byte += 64) __builtin_prefetch(at + byte, 1, 3);
 }
 
-// What belongs to one panel's columns of one weight, zero beyond n: of weights that need no scale, the bias.
+// The parameters of one weight's columns in one panel, zero beyond n; for weights without scales, the bias.
 struct FloatColumns {
     alignas(64) float bias[kPanel] = {};
 
@@ -111,7 +111,7 @@ struct FloatColumns {
         if (all) std::copy(all + first, all + std::min(op.n, first + kPanel), bias);
     }
 
-    // `sums_of` gives the address of the sums from a column on.
+    // sums_of returns the address of the sums from a column on.
     template <class Sums>
     PanelRow result(Sums&& sums_of) const {
         PanelRow row;
@@ -120,8 +120,8 @@ struct FloatColumns {
     }
 };
 
-// sums [rows][32] of panel `panel`, and sums2 of the second weight where there is one; first_row is the first one's
-// place in y.
+// sums [rows][32] of panel `panel`, and sums2 of the second weight if there is one; first_row is the index in y of the
+// first row.
 inline void finish_panel(const LinearOp& op, int panel, int first_row, int rows, const float* sums,
                          const float* sums2) {
     const bool two = is_gated(op.epilogue);

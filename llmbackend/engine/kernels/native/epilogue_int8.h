@@ -1,7 +1,6 @@
 // From the integer sums of an int8 linear layer to float32.
 //
-// For: the int8 linear kernels. Does not know: how sums come about, or what is done with the result (epilogue.h).
-// Invariant: the float arithmetic is one fixed chain per element.
+// Used by the int8 linear kernels, before epilogue.h. Invariant: the float arithmetic is one fixed chain per element.
 #pragma once
 
 #include <algorithm>
@@ -24,11 +23,11 @@ inline Ints load_ints(const void* p) {
     return x;
 }
 
-// What belongs to one panel's columns of one weight, zero beyond n.
+// The parameters of one weight's columns in one panel, zero beyond n.
 struct Columns {
     alignas(64) float scale[kPanel] = {};
     alignas(64) float bias[kPanel] = {};
-    alignas(64) int32_t correction[kPanel] = {};  // the part of the sums that comes from the offset of the stored x
+    alignas(64) int32_t correction[kPanel] = {};  // the part of the sums caused by the offset of the stored x
 
     Columns() = default;
     Columns(const LinearOp& op, bool second, int panel, int offset) {
@@ -40,7 +39,7 @@ struct Columns {
         for (int i = 0; i < count; i++) correction[i] = offset * sums[i];
     }
 
-    // x·Wᵀ + bias. `sums_of` gives the address of the sums from a column on.
+    // x·Wᵀ + bias. sums_of returns the address of the sums from a column on.
     template <class Sums>
     PanelRow result(Sums&& sums_of, float x_scale) const {
         PanelRow row;
@@ -53,11 +52,11 @@ struct Columns {
     }
 };
 
-// Adds what a wide element has beyond 127 to a row's sums of one panel.
+// Adds the excess of a wide element over 127 to a row's sums of one panel.
 template <class Sums>
 inline void add_wide(const int8_t* panel, const Wide& wide, Sums&& sums_of) {
     const int8_t* quad = panel + static_cast<ptrdiff_t>(wide.k / 4) * kQuadBytes;
-    const int left = 24 - wide.k % 4 * 8;  // brings the weight's byte to the top of its 32 bits
+    const int left = 24 - wide.k % 4 * 8;  // shifts the weight's byte to the top of its 32 bits
     for (int v = 0; v < kPanelVectors; v++) {
         auto* sums = sums_of(v * kLanes);
         const Ints total = load_ints(sums) + ((load_ints(quad + v * kLanes * 4) << left) >> 24) * wide.rest;

@@ -1,8 +1,8 @@
 // The linear layers of experts: rows sorted by expert times each expert's panels, by the kernels of linear layers.
 //
-// For: the program's runner. Does not know: how experts are chosen. Invariants: an output row depends on its own row of x
-// and its expert alone; all work of a layer is one list of tasks (expert, chunk of rows, panel), so that threads share
-// single rows of many experts as well as many rows of one, and wait for each other once.
+// Used by the program's runner. Invariants: an output row depends only on its own row of x and its expert; all work of
+// a layer is one list of tasks (expert, chunk of rows, panel), so threads share single rows of many experts as well as
+// many rows of one, with one barrier.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ namespace llmb {
 
 namespace experts {
 
-// The linear layer of one expert, or head, whose y and quantised x begin at place 0.
+// The linear layer of one expert or head, whose y and quantised x start at place 0.
 template <class Op>
 LinearOp linear_of(const Op& op, int expert) {
     LinearOp linear = op.linear;
@@ -39,7 +39,7 @@ LinearOp linear_of(const Op& op, int expert) {
     return linear;
 }
 
-// The same layer with this row of x alone, whatever its number.
+// The same layer with only this row of x, whatever its index.
 inline LinearOp with_row(const LinearOp& linear, int row) {
     LinearOp own = linear;
     const int64_t size = linear.x_type == Type::kFloat32 ? sizeof(float) : sizeof(bf16);
@@ -48,7 +48,7 @@ inline LinearOp with_row(const LinearOp& linear, int row) {
     return own;
 }
 
-// Copies of a quantised row, from place to place.
+// Copies a quantised row from place to place.
 template <class Order>
 void copy_row(int8::QuantisedRows<Order>& x, int from, int to) {
     std::memcpy(x.data + to * x.stride, x.data + from * x.stride, x.stride * sizeof(typename Order::Stored));
@@ -61,7 +61,7 @@ inline void copy_sums(int32_t* sums, size_t per_row, int from, int to) {
     std::memcpy(sums + to * per_row, sums + from * per_row, per_row * sizeof(int32_t));
 }
 
-// What each kind of weights has: the rows of all places, and products of some of them with an expert's panels.
+// The interface of each kind of weights: the rows of all places, and products of some of them with an expert's panels.
 struct Int8Kind {
     int8::VectorRows x;
     int chunk_rows, sums_rows;
@@ -118,7 +118,7 @@ struct GgmlKind {
     }
 };
 
-// Rows that are not quantised.
+// Unquantised rows.
 template <class X>
 struct FloatRows {
     X* data;
@@ -140,7 +140,7 @@ struct FloatRows {
     void copy(int from, int to) { std::memcpy(data + to * stride, data + from * stride, stride * sizeof(X)); }
 };
 
-// Weights that are not rounded. X: of the rows that are multiplied.
+// Unquantised weights. X: type of the multiplied rows.
 template <class X, class W>
 struct FloatKind : FloatRows<X> {
     float* sums;  // this thread's
@@ -159,12 +159,12 @@ struct FloatKind : FloatRows<X> {
 
 #if defined(LLMB_HAS_TILES)
 
-// Weights of bfloat16 on tiles, whatever the number of rows, which are rounded and filled up with zeros to whole tiles.
+// bfloat16 weights on tiles, for any number of rows. Rows are rounded and padded with zeros to whole tiles.
 struct TiledBfloat16Kind : FloatRows<bf16> {
     tile::PanelSums sums;
     int chunk_rows = sums.rows;
 
-    // Rows are an odd number of cache lines apart, as those of VectorOrder.
+    // An odd number of cache lines, as of VectorOrder.
     static int64_t stride_of(int k) { return (divide_up(k, tile::Bfloat16::kDepth) | 1) * tile::Bfloat16::kDepth; }
     TiledBfloat16Kind(const LinearOp& op, int places, Carver& memory, int rank, int num_threads)
         : FloatRows(stride_of(op.k), places, memory), sums(places, stride * sizeof(bf16), memory, rank, num_threads) {}
@@ -185,8 +185,8 @@ struct TiledBfloat16Kind : FloatRows<bf16> {
 
 #if defined(LLMB_HAS_TILES) && defined(LLMB_HAS_VNNI)
 
-// int8 on tiles, which read the rows of the vectors' kernel. Sums are exact, so the number of rows may choose: tiles would
-// be mostly empty of few.
+// int8 on tiles, which read the same rows as vectors. Sums are exact, so the number of rows may decide: few would leave
+// tiles mostly empty.
 struct TiledInt8Kind : Int8Kind {
     tile::PanelSums tile_sums;
 
@@ -214,7 +214,7 @@ using TiledInt8Kind = Int8Kind;
 
 #endif
 
-// How far a thread has come in the list of tasks.
+// A thread's position in the list of tasks.
 class Cursor {
   public:
     Cursor(const ExpertsOp& op, int chunk_rows) : op_(op), chunk_rows_(chunk_rows), panels_(num_panels(op.linear.n)) {}
@@ -225,7 +225,8 @@ class Cursor {
         return tasks;
     }
 
-    // Calls run(expert, first place, last place, first panel, last panel) for tasks begin..end-1; begin never descends.
+    // Calls run(expert, first place, last place, first panel, last panel) for tasks begin..end-1; begin never
+    // decreases.
     template <class Run>
     void tasks(int begin, int end, Run&& run) {
         while (begin < end) {
@@ -244,13 +245,13 @@ class Cursor {
     const ExpertsOp& op_;
     const int chunk_rows_, panels_;
     int expert_ = 0;
-    int before_ = 0;  // tasks of the experts before
+    int before_ = 0;  // tasks of the preceding experts
 };
 
-constexpr int kPieceBytes = 256 << 10;  // of weights, about, that a thread takes at a time
+constexpr int kPieceBytes = 256 << 10;  // approximate size of the weights that a thread takes at a time
 constexpr int kMostPanels = panels::kPiecePanels;
 
-// Panels of a piece.
+// Panels per piece.
 template <class Op>
 int grain_of(const Op& op) {
     return std::clamp(static_cast<int>(kPieceBytes / (op.weight_bytes / num_panels(op.linear.n))), 1, kMostPanels);
@@ -293,7 +294,7 @@ size_t scratch_bytes(const ExpertsOp& op, const Step& step, int num_threads) {
     return counted.used();
 }
 
-// Calls f with a value of the kind of these weights.
+// Calls f with the kind of these weights.
 template <class F>
 auto with_kind(Type type, F&& f) {
     if (is_ggml(type)) return f.template operator()<GgmlKind>();

@@ -1,8 +1,8 @@
 // 16-bit fixed point for keys and values: a head's numbers at one position are integers times one power of two.
 //
-// For: rotary.h, which writes them, and attention. Does not know: tiles, softmax. Invariants: what is written depends on
-// that head and position alone, and is finite; a key's integers have a norm of at most 2^15 and a value's are below it,
-// so that the 32-bit sums of attention cannot overflow, and are exact in any order.
+// Written by rotary.h, read by attention. Invariants: what is written depends only on that head and position, and is
+// finite; a key's integers have a norm of at most 2^15 and a value's are below it, so the 32-bit sums of attention
+// cannot overflow, and are exact in any order.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +15,14 @@
 #include "numbers.h"
 #include "quantised_rows.h"
 
-#if defined(LLMB_HAS_VNNI)
+#if defined(LLMB_HAS_VNNI) || (defined(__AVX2__) && !defined(__AVX512F__))
 #define LLMB_FIXED_POINT_KV 1
 #endif
 
 namespace llmb {
 
-// An element stands for integer * 2^(E - 142). The lowest bits of a key's first 16 elements hold its E and that of the
-// position's value: there, a vector of the CPU has those of many positions. A head has 16 elements or more.
+// An element is integer * 2^(E - 142). The lowest bits of a key's first 16 elements encode its E and that of the
+// position's value, where a vector contains those of many positions. A head has at least 16 elements.
 struct fixed16 {
     int16_t bits;
 };
@@ -30,7 +30,7 @@ struct fixed16 {
 constexpr int kExponentBits = 8;
 constexpr int kUnitBias = 142;       // 127 + 15
 constexpr int kLeastExponent = 32;   // smaller numbers are zero
-constexpr float kFixedLargest = 1125899906842624.0f;  // 2^50: squares of a head's elements have a finite sum
+constexpr float kFixedLargest = 1125899906842624.0f;  // 2^50: keeps the sum of squares of a head's elements finite
 
 inline float float_of(int32_t bits) {
     float x;
@@ -44,7 +44,7 @@ inline Floats within_range(Floats x) {
     return x == x ? bounded : Floats{};
 }
 
-// Calls f(d, vector) for all elements of a head; the last vector is filled up with zeros.
+// Calls f(d, vector) for all elements of a head; the last vector is padded with zeros.
 template <class F>
 inline void each_vector(const float* x, int dim, F&& f) {
     for (int d = 0; d < dim; d += kLanes) f(d, load_some(x + d, std::min(kLanes, dim - d)));
@@ -59,14 +59,14 @@ inline int exponent_of(float x) {
     return bits >> 23 & 255;
 }
 
-// The least E with |x| < 2^(E - 127): for a key the norm counts, ...
+// The smallest E with |x| < 2^(E - 127): for a key, of its norm, ...
 inline int key_exponent(const float* k, int dim) {
     Floats squares{};
     each_vector(k, dim, [&](int, Floats x) { squares = fma(within_range(x), within_range(x), squares); });
     return std::max(kLeastExponent, (exponent_of(sum(squares)) + 129) / 2);  // of the root, rounded up
 }
 
-// ... for a value its largest element.
+// ... for a value, of its largest element.
 inline int value_exponent(const float* v, int dim) {
     Floats largest{};
     each_vector(v, dim, [&](int, Floats x) { largest = max(largest, magnitude(within_range(x))); });
@@ -87,7 +87,8 @@ inline void each_integer(const float* x, int dim, float factor, Put&& put) {
 
 inline float unit_factor(int exponent) { return float_of((127 + kUnitBias - exponent) << 23); }
 
-// The integers of a key; bit i of its exponent is the lowest bit of element 2i, that of its value's of element 2i + 1.
+// The integers of a key; bit i of its exponent is the lowest bit of element 2i, that of its value's exponent the lowest
+// bit of element 2i + 1.
 template <class Put>
 inline void encode_key(const float* k, int dim, int value_exponent, Put&& put) {
     const int exponent = key_exponent(k, dim);
@@ -97,10 +98,10 @@ inline void encode_key(const float* k, int dim, int value_exponent, Put&& put) {
     });
 }
 
-// How a query becomes integers for products with keys: the norm of these is below 2^16, less what rounding may add.
+// Converts a query to integers for products with keys: their norm is below 2^16, minus what rounding may add.
 struct QueryScale {
     float factor;
-    float unit;  // what a product of an integer with 2^15 stands for; NaN where a number is not finite
+    float unit;  // the value of a product of an integer with 2^15; NaN if a number is not finite
 
     QueryScale(const float* q, int dim) {
         constexpr float kMostNorm = 65000.0f, kMost = 32767.0f, kNextToZero = 1e-18f;
@@ -124,14 +125,14 @@ inline Ints dot_pairs(Ints a, Ints b, Ints sum) {
 #elif defined(__AVXVNNI__)
     return (Ints)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
 #else
-    return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);  // what is documented for it, for tests on any CPU
+    return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);  // as documented, for tests on any CPU
 #endif
 }
 
 inline Ints load_pairs(const fixed16* p) { return load_pairs(reinterpret_cast<const bf16*>(p)); }
 
-// What integers of 2^15 stand for at kLanes neighbouring positions, found in their keys [dim/2][block_size][2]. Those of
-// values are finite also in memory that was never written, because a weight of zero must not let it through.
+// The values of 2^15 at kLanes adjacent positions, found in their keys [dim/2][block_size][2]. Those of values are
+// finite even in memory that was never written, because a weight of zero would not mask them.
 inline void load_units(const fixed16* keys, int block_size, float* key_units, float* value_units) {
     Ints exponents{};
     for (int bit = 0; bit < kExponentBits; bit++)

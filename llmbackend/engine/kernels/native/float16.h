@@ -1,7 +1,7 @@
 // IEEE float16, in which the scales of 4-bit weights are stored.
 //
-// For: linear_int4.h. Does not know: weights. Invariant: a conversion to float32 is exact, also of subnormal numbers where
-// this thread counts those as zero.
+// Used by linear_int4.h. Invariant: conversion to float32 is exact, even of subnormal numbers on threads that flush
+// those to zero.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 
 namespace llmb {
 
-// `p`: kLanes of them.
+// p: kLanes of them.
 inline Floats load_float16(const uint16_t* p) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -33,7 +33,7 @@ inline float to_float(uint16_t float16) {
     return float16 & 0x8000 ? -value : value;
 }
 
-// Rounds a finite number to nearest, ties to even; beyond the largest one, to that.
+// Rounds a finite number to nearest, ties to even; saturates at the largest one.
 inline uint16_t to_float16(float x) {
     const float magnitude = std::fabs(x);
     const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
@@ -41,7 +41,7 @@ inline uint16_t to_float16(float x) {
     int exponent = -13;  // of subnormal numbers
     if (magnitude >= 6.1035156e-5f) std::frexp(magnitude, &exponent);
     const int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 11 - exponent)));  // of 2^(exponent - 11)
-    return sign | static_cast<uint16_t>(steps + (exponent + 13) * 1024);  // a carry moves on to the next exponent
+    return sign | static_cast<uint16_t>(steps + (exponent + 13) * 1024);  // a carry increments the exponent
 }
 
 }  // namespace llmb

@@ -1,7 +1,6 @@
-// Gates of what attention or a recurrence gave, with the norm before or after them.
+// Gates on the output of attention or a recurrence, with the norm before or after them.
 //
-// For: layers that multiply by silu(z) or sigmoid(z). Does not know: layers. Invariant: a token's result depends on that
-// token alone.
+// Used by layers that multiply by silu(z) or sigmoid(z). Invariant: a token's result depends only on that token.
 #pragma once
 
 #include <cmath>
@@ -35,7 +34,7 @@ inline void gate_group(const GateOp& op, int g, const float* x, const float* z, 
     }
 }
 
-// x becomes x * f(z) first, in place.
+// First multiplies x by f(z), in place.
 template <class Out>
 inline void gate_and_norm_group(const GateOp& op, int g, float* x, const float* z, Out out) {
     for (int i = 0; i < op.group; i += kLanes) store(x + i, load(x + i) * gate_of(op, z + i));

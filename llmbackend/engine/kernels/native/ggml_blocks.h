@@ -1,7 +1,7 @@
-// Blocks of weights as GGUF files have them, taken apart: numbers, scales and minima.
+// Unpacks blocks of weights in GGUF formats: numbers, scales and minima.
 //
-// For: pack_ggml.h. Does not know: panels. Source: ggml's block_q4_K and its like. All integers of these are little-endian;
-// a float16 scale is named d there, a minimum m or dmin.
+// Used by pack_ggml.h. Source: ggml's block_q4_K and the like. All their integers are little-endian; a float16 scale is
+// named d there, a minimum m or dmin.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +18,11 @@ struct Block {
     uint8_t numbers[kSuper];
     int8_t scales[16];  // of groups, in super-blocks
     int8_t mins[16];
-    uint16_t scale;     // float16, of MXFP4 bfloat16
-    uint16_t min;       // float16; of super-blocks the file's positive dmin
+    uint16_t scale;     // float16, or bfloat16 for MXFP4
+    uint16_t min;       // float16; for super-blocks, the file's positive dmin
 };
 
-// Bytes of a block in the file.
+// Bytes per block in the file.
 constexpr int file_bytes(Type type) {
     switch (type) {
         case Type::kQ5_0: return 22;
@@ -45,7 +45,7 @@ inline uint16_t load_word(const uint8_t* p) {
     return word;
 }
 
-// Halves of bytes: the lower ones, then the upper ones.
+// Nibbles: the low ones, then the high ones.
 inline void take_halves(const uint8_t* bytes, int count, uint8_t* numbers) {
     for (int i = 0; i < count; i++) numbers[i] = bytes[i] & 15, numbers[count + i] = bytes[i] >> 4;
 }
@@ -55,8 +55,8 @@ inline void take_quarters(const uint8_t* bytes, uint8_t* numbers) {
     for (int i = 0; i < 128; i++) numbers[i] = bytes[i % 32] >> i / 32 * 2 & 3;
 }
 
-// Scales and minima of 6 bits, of 8 groups: bits 0 to 3 of the last four ones stand in bytes of their own, bits 4 and 5
-// above the first four ones.
+// 6-bit scales and minima of 8 groups: bits 0 to 3 of the last four are in separate bytes, bits 4 and 5 above the first
+// four.
 inline void take_six_bits(const uint8_t* p, Block& block) {
     for (int i = 0; i < 4; i++) {
         block.scales[i] = p[i] & 63;
@@ -136,7 +136,7 @@ inline void take_iq4_xs(const uint8_t* p, Block& block) {
     block.scale = load_word(p);
 }
 
-// The scale is a power of two, of which a number is twice what its table says.
+// The scale is a power of two; a number is twice its value in the table.
 inline void take_mxfp4(const uint8_t* p, Block& block) {
     take_halves(p + 1, 16, block.numbers);
     block.scale = static_cast<uint16_t>(p[0] > 1 ? (p[0] - 1) << 7 : 0x20 << p[0]);
@@ -158,7 +158,7 @@ inline void take_block(Type type, const uint8_t* p, Block& block) {
     }
 }
 
-// What a block's elements stand for.
+// The dequantized elements of a block.
 inline void values_of(const Form& form, const Block& block, float* values) {
     const float scale = form.brain_scale ? to_float(bf16{block.scale}) : to_float(block.scale);
     const float min = form.mins ? to_float(block.min) : 0.0f;

@@ -1,11 +1,11 @@
-// Weights in the types of GGUF files: how their numbers, scales and minima lie in panels.
+// Weights of GGUF types: how their numbers, scales and minima are arranged in panels.
 //
-// For: pack_ggml.h, linear_ggml.h. Does not know: files, products. Invariant: a panel takes as many bytes as its columns
-// do in the file, but for scales of less than 8 bits, which take 8, and what fills up the last panel.
+// Used by pack_ggml.h and linear_ggml.h. Invariant: a panel takes as many bytes as its columns do in the file, except
+// that scales of less than 8 bits take 8, and the last panel is padded.
 //
-// A weight is s * (q - zero) or s * q + m. q is unsigned, of 2 to 8 bits, or stands in a table. Types with super-blocks
-// of 256 k have s = d * (integer of the group) and m = -dmin * (integer of the group); others have blocks of 32 k, with s
-// and m of their own.
+// A weight is s * (q - zero) or s * q + m. q is unsigned, with 2 to 8 bits, or an index into a table. Types with
+// super-blocks of 256 k have s = d * (integer of the group) and m = -dmin * (integer of the group); others have blocks
+// of 32 k, with their own s and m.
 #pragma once
 
 #include <cstddef>
@@ -25,11 +25,11 @@ enum class Table { kNone, kIq4, kMxfp4 };
 
 struct Form {
     int low = 4;          // bits of a number in its first plane
-    int high = 0;         // and above these, in a second one
-    int block = kSuper;   // of k
-    int group = kUnit;    // of k, of super-blocks: what shares an integer scale
+    int high = 0;         // bits of a number above these, in its second plane
+    int block = kSuper;   // k per block
+    int group = kUnit;    // k per integer scale, in super-blocks
     bool mins = false;
-    int zero = 0;         // the number that stands for 0
+    int zero = 0;         // the number that represents 0
     Table table = Table::kNone;
     bool brain_scale = false;  // scales are bfloat16, not float16
 
@@ -37,8 +37,8 @@ struct Form {
     constexpr int units() const { return block / kUnit; }
     constexpr int largest() const { return table == Table::kMxfp4 ? 24 : table == Table::kIq4 ? 255 : (1 << (low + high)) - 1; }
 
-    // Where things lie in a block of a panel, in bytes, in the order in which they are read: scales, minima, the minima's
-    // integers, then of each pair of groups the scales' integers and the numbers. Integers: [column][2].
+    // Offsets in bytes within a block of a panel, in the order in which it is read: scales, minima, the minima's
+    // integers, then for each pair of groups, the scales' integers and the numbers. Integers: [column][2].
     constexpr size_t min_at() const { return int8::kColumns * 2; }
     constexpr size_t group_min_at(int pair) const { return min_at() * (2 + pair); }
     constexpr int sums() const { return mins && is_super() ? pairs() : block / group; }
@@ -50,8 +50,8 @@ struct Form {
     constexpr size_t unit_at(int unit) const {
         return group_at(unit / pair_units() + 1) - (pair_units() - unit % pair_units()) * unit_bytes();
     }
-    // A unit: rows of [column][4 bytes]. Quad i of the unit has its `high` bits in row i * high / 8, from bit i * high % 8 of
-    // the bytes on; the rows of `low` bits follow, alike.
+    // A unit: rows of [column][4 bytes]. Quad i of the unit has its `high` bits in row i * high / 8, from bit i * high
+    // % 8 of the bytes on; the rows of `low` bits follow, likewise.
     constexpr size_t unit_bytes() const { return static_cast<size_t>(low + high) * kRowBytes; }
     constexpr size_t bytes() const { return unit_at(units()) - (is_super() ? min_at() : 0); }
 
@@ -74,7 +74,7 @@ constexpr Form form_of(Type type) {
     }
 }
 
-// What the numbers of a table stand for, plus `zero`.
+// The values of a table's numbers, plus `zero`.
 constexpr uint8_t kIq4Values[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 constexpr uint8_t kMxfp4Values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 constexpr const uint8_t* values_of(Table table) { return table == Table::kMxfp4 ? kMxfp4Values : kIq4Values; }

@@ -1,7 +1,7 @@
-// Which versions of glibc's functions a library asks for: old ones, so that what is built here runs on older systems.
+// Selects old versions of glibc's functions, so that libraries built here run on older systems.
 //
-// For: library.cpp. Does not know: kernels. Invariant: the function computes the same bits; the newer version of `log`
-// (glibc 2.29) differs only in that it does not support error handlers of programs from before POSIX.
+// Used by library.cpp. Invariant: the function computes the same bits; the newer version of `log` (glibc 2.29) differs
+// only in not supporting pre-POSIX error handlers.
 #pragma once
 
 #include <cmath>

@@ -1,7 +1,7 @@
-// A linear layer for each head of a row: the rows of all heads times each head's panels, by the kernels of experts.
+// A linear layer per head: the rows of all heads times each head's panels, by the kernels of experts.
 //
-// For: the program's runner. Does not know: what heads are. Invariant: what a head's row gives depends on that row alone; its
-// arithmetic is that of an expert's linear layer.
+// Used by the program's runner. Invariant: the result of a head's row depends only on that row; its arithmetic is that
+// of an expert's linear layer.
 #pragma once
 
 #include <algorithm>
@@ -18,17 +18,17 @@ namespace llmb {
 
 namespace heads {
 
-// Places of a head, one for each token: whole tiles of rows, so that y of a head can begin at place 0.
+// Places per head, one for each token: whole tiles of rows, so that y of a head can start at place 0.
 inline int places_of(const Step& step) { return padded_k(step.num_tokens, amx::kTileRows); }
 
-// A token's part of x for a head, alone.
+// A single token's part of x for a head.
 inline LinearOp row_of(const HeadsOp& op, int token, int head) {
     LinearOp linear = experts::with_row(op.linear, token);
     linear.x = static_cast<const float*>(linear.x) + static_cast<int64_t>(head) * op.x_step;
     return linear;
 }
 
-// The linear layer of one head, whose y and x begin at place 0.
+// The linear layer of one head, whose y and x start at place 0.
 inline LinearOp linear_of(const HeadsOp& op, int head, int places) {
     LinearOp linear = experts::linear_of(op, head);
     const bool is_tiled = linear.y_type == Type::kBfloat16Tiles;

@@ -1,6 +1,6 @@
 // Sums of products of small integers: unsigned numbers of 2 to 8 bits times signed bytes, and pairs of 16 bits.
 //
-// For: linear_ggml.h. Does not know: weights. Invariant: every sum is exact, so that all instruction sets give the same.
+// Used by linear_ggml.h. Invariant: every sum is exact, so all instruction sets give the same result.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +43,7 @@ LLMB_INLINE inline Ints quad_dot(Ints sum, Ints numbers, Ints x) {
 #endif
 }
 
-// Each byte, 0 to 15, as the table's entry.
+// The table's entry for each byte, 0 to 15.
 LLMB_INLINE inline Ints look_up(const uint8_t* table, Ints bytes) {
 #if defined(__AVX512BW__)
     const __m512i entries = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
@@ -72,17 +72,18 @@ LLMB_INLINE inline Ints load_byte_pairs(const uint8_t* p) {
 #endif
 }
 
-// The lower halves of lanes, or the upper ones, widened.
+// The low or high halves of lanes, widened.
 LLMB_INLINE inline Ints half_of(Ints pairs, int upper) { return upper ? pairs >> 16 : pairs << 16 >> 16; }
 
-// The sum of kQuads quads, numbers of at most kLargest times x, in kChains parts, so that more products are in flight.
 #if defined(__AVX2__) && !defined(LLMB_HAS_VNNI)
 constexpr bool kByPairs = true;
 #else
 constexpr bool kByPairs = false;
 #endif
 
-template <int kLargest, int kQuads, int kChains>
+// A run: the sum of some quads, numbers of at most kLargest times x. By dot products, in kChains parts, so that more
+// products are in flight.
+template <int kLargest, int kChains>
 struct DotSum {
     Ints sums[kChains];
 
@@ -93,59 +94,81 @@ struct DotSum {
     LLMB_INLINE void add(int i, Ints numbers, Ints x) { sums[i % kChains] = quad_dot(sums[i % kChains], numbers, x); }
     LLMB_INLINE Ints total() const { return kChains == 2 ? sums[0] + sums[kChains - 1] : sums[0]; }
 
-    // What `scaled` multiplies by.
+    // The factor for `scaled`.
     LLMB_INLINE static Ints scale_of(Ints pairs, int upper) { return half_of(pairs, upper); }
     template <bool kBegun>
     LLMB_INLINE Ints scaled(Ints whole, Ints scale) const { return whole + total() * scale; }
 };
 
+// If products do not fit in 16 bits, kOffset is subtracted from the numbers, which makes them signed bytes.
+constexpr int kOffset = 128;
+constexpr bool is_offset(int largest) { return kByPairs && largest >= kOffset; }
+
+// Quads per run: the largest divisor of `quads` that cannot overflow.
+constexpr int run_quads(int largest, int quads) {
+    if (!kByPairs) return quads;
+    int most = is_offset(largest) ? 1 : ((1 << 15) - 1) / (largest * 127 * 2);
+    if (most > quads) most = quads;
+    while (quads % most != 0) most--;
+    return most;
+}
+
 #if defined(__AVX2__)
-// The same by products in 16 bits, of which as many are added up as cannot overflow.
-template <int kLargest, int kQuads>
+// The same with 16-bit products, in runs short enough not to overflow.
+template <int kLargest>
 struct PairSum {
-    static constexpr int kInOne = ((1 << 15) - 1) / (kLargest * 127 * 2), kSums = (kQuads + kInOne - 1) / kInOne;
     Ints first;
-    Shorts sums[kSums];
+    Shorts sum;
 
     LLMB_INLINE void begin(Ints whole) {
         first = whole;
-        for (Shorts& sum : sums) sum = Shorts{};
+        sum = Shorts{};
     }
-    LLMB_INLINE void add(int i, Ints numbers, Ints x) {
-#if defined(__AVX512BW__)
-        sums[i / kInOne] += (Shorts)_mm512_maddubs_epi16((__m512i)numbers, (__m512i)x);
-#else
-        sums[i / kInOne] += (Shorts)_mm256_maddubs_epi16((__m256i)numbers, (__m256i)x);
-#endif
+    LLMB_INLINE void add(int, Ints numbers, Ints x) {
+        if constexpr (is_offset(kLargest)) {
+            const Ints own = numbers ^ static_cast<int32_t>(0x80808080u);
+            sum += products(magnitudes(own), with_signs(x, own));
+        } else {
+            sum = (Shorts)pinned((Ints)(sum + products(numbers, x)));
+        }
     }
-    LLMB_INLINE Ints total() const { return added(first, (Ints)(Shorts{} + 1)); }
 
     LLMB_INLINE static Ints scale_of(Ints pairs, int upper) {
         return upper ? (pairs >> 16 & 0xffff) | (pairs & -0x10000) : (pairs & 0xffff) | pairs << 16;
     }
+    LLMB_INLINE Ints total() const { return pinned(pair_dot(first, (Ints)sum, (Ints)(Shorts{} + 1))); }
     template <bool kBegun>
     LLMB_INLINE Ints scaled(Ints whole, Ints scale) const {
-        return added(kBegun ? pair_dot(whole, first, scale) : whole, scale);
+        return pinned(pair_dot(kBegun ? pair_dot(whole, first, scale) : whole, (Ints)sum, scale));
     }
 
   private:
-    LLMB_INLINE Ints added(Ints whole, Ints scale) const {
-        for (const Shorts& sum : sums) whole = pair_dot(whole, (Ints)sum, scale);
-        return whole;
+#if defined(__AVX512BW__)
+    LLMB_INLINE static Shorts products(Ints numbers, Ints x) { return (Shorts)_mm512_maddubs_epi16((__m512i)numbers, (__m512i)x); }
+    LLMB_INLINE static Ints magnitudes(Ints x) { return (Ints)_mm512_abs_epi8((__m512i)x); }
+    LLMB_INLINE static Ints with_signs(Ints x, Ints of) {
+        return (Ints)_mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)of), __m512i{}, (__m512i)x);
     }
+#else
+    LLMB_INLINE static Shorts products(Ints numbers, Ints x) { return (Shorts)_mm256_maddubs_epi16((__m256i)numbers, (__m256i)x); }
+    LLMB_INLINE static Ints magnitudes(Ints x) { return (Ints)_mm256_abs_epi8((__m256i)x); }
+    LLMB_INLINE static Ints with_signs(Ints x, Ints of) { return (Ints)_mm256_sign_epi8((__m256i)x, (__m256i)of); }
+#endif
 };
 
-template <int kLargest, int kQuads, int kChains>
-using RunSum = std::conditional_t<kByPairs && kLargest < 128, PairSum<kLargest, kQuads>, DotSum<kLargest, kQuads, kChains>>;
+template <int kLargest, int kChains>
+using RunSum = std::conditional_t<kByPairs, PairSum<kLargest>, DotSum<kLargest, kChains>>;
 #else
-template <int kLargest, int kQuads, int kChains>
-using RunSum = DotSum<kLargest, kQuads, kChains>;
+template <int kLargest, int kChains>
+using RunSum = DotSum<kLargest, kChains>;
 #endif
 
-// What sums of numbers up to `largest` begin with, so that `scaled` adds `begin` times the scale, an even number: by pairs
-// a half of it in each half of a lane.
-inline int32_t begin_of(int32_t begin, int largest) {
-    return kByPairs && largest < 128 ? static_cast<int32_t>((static_cast<uint32_t>(begin / 2) & 0xffff) * 0x10001u) : begin;
+// Initial value of a group's sum of numbers up to `largest`, such that `scaled` adds -zero * sum_of_x times the scale. With
+// pairs: half of it (it is even) in each half of a lane, or nothing if the offset already replaces the zero.
+inline int32_t begin_of(int zero, int32_t sum_of_x, int largest) {
+    if (is_offset(largest)) return 0;
+    const int32_t begin = -zero * sum_of_x;
+    return kByPairs ? static_cast<int32_t>((static_cast<uint32_t>(begin / 2) & 0xffff) * 0x10001u) : begin;
 }
 
 }  // namespace llmb

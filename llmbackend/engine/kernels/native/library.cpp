@@ -1,7 +1,7 @@
 // The library's entry points, called through ctypes (see ../library.py); one translation unit per instruction set.
 //
-// For: Python. Does not know: models. Invariant: a program's operations run one after the other, with a barrier after
-// each, on all threads of the team; what they compute does not depend on the number of threads.
+// Called from Python. Invariant: a program's operations run one after the other, with a barrier after each, on all
+// threads of the team; their results do not depend on the number of threads.
 #include <chrono>
 #include <cstddef>
 #include <iterator>
@@ -31,8 +31,8 @@
 
 namespace llmb {
 
-// While it lives, this thread's arithmetic counts subnormal numbers as zero, as dot products of bfloat16 do by themselves.
-// A zero that is added to such a sum, in some batch, then changes nothing, and no number is slower than others. In every
+// While it exists, this thread's arithmetic flushes subnormal numbers to zero, as dot products of bfloat16 always do.
+// Adding a zero to such a sum, in some batch, then changes nothing, and no number is slower than others. In every
 // library for x86-64, so that they compute alike.
 class FlushToZero {
 #if defined(__x86_64__)
@@ -85,8 +85,8 @@ inline void run_op(Worker& worker, const void* op, const Step& step, char* scrat
     }
 }
 
-// Runs ops[0..num_ops-1] on the step; after each, the calling thread calls after(i). 0, or -1 when scratch memory could not
-// be had.
+// Runs ops[0..num_ops-1] on the step; after each, the calling thread calls after(i). Returns 0, or -1 if scratch memory
+// could not be allocated.
 template <class After>
 inline int run_ops(Engine& engine, const void* const* ops, int num_ops, const Step& step, After after) {
     size_t bytes = 0;
@@ -110,12 +110,12 @@ LLMB_EXPORT void* llmb_engine_new(int num_threads) { return new llmb::Engine(num
 
 LLMB_EXPORT void llmb_engine_delete(void* engine) { delete static_cast<llmb::Engine*>(engine); }
 
-// Runs ops[0..num_ops-1] on the step. 0, or -1 when scratch memory could not be had.
+// Runs ops[0..num_ops-1] on the step. Returns 0, or -1 if scratch memory could not be allocated.
 LLMB_EXPORT int llmb_run(void* engine, const void* const* ops, int num_ops, const llmb::Step* step) {
     return llmb::run_ops(*static_cast<llmb::Engine*>(engine), ops, num_ops, *step, [](int) {});
 }
 
-// As llmb_run; seconds [num_ops]: how long each operation took, its barrier included.
+// As llmb_run; seconds [num_ops]: duration of each operation, including its barrier.
 LLMB_EXPORT int llmb_profile(void* engine, const void* const* ops, int num_ops, const llmb::Step* step, double* seconds) {
     using Clock = std::chrono::steady_clock;
     auto begin = Clock::now();
@@ -138,7 +138,7 @@ LLMB_EXPORT void llmb_sizes(int32_t* sizes) {
 }
 
 // Packs float32 or bfloat16 weights [n, k] (row-major, `stride` elements from row to row) into panels of `packed_type`.
-// scale and sums: of int8 and int4, as step.h describes them.
+// scale and sums: for int8 and int4, as in step.h.
 LLMB_EXPORT void llmb_pack(void* engine, const void* weight, llmb::Type type, int n, int k, int64_t stride, void* packed,
                            llmb::Type packed_type, float* scale, int32_t* sums) {
     static_cast<llmb::Engine*>(engine)->team.run([&](llmb::Worker& worker) {
@@ -146,13 +146,13 @@ LLMB_EXPORT void llmb_pack(void* engine, const void* weight, llmb::Type type, in
     });
 }
 
-// Packs weights [n][k / block] in blocks of a GGUF file's type into panels of the same type; k is a multiple of the block.
+// Packs weights [n][k / block] in blocks of a GGUF type into panels of the same type; k is a multiple of the block.
 LLMB_EXPORT void llmb_pack_blocks(void* engine, const uint8_t* blocks, llmb::Type type, int n, int k, uint8_t* packed) {
     static_cast<llmb::Engine*>(engine)->team.run(
         [&](llmb::Worker& worker) { llmb::pack_ggml(worker, blocks, type, n, k, packed); });
 }
 
-// The values of blocks of a GGUF file's type.
+// The values of blocks of a GGUF type.
 LLMB_EXPORT void llmb_unpack_blocks(const uint8_t* blocks, llmb::Type type, int64_t count, float* values) {
     llmb::unpack_ggml(blocks, type, count, values);
 }
@@ -161,11 +161,11 @@ LLMB_EXPORT void* llmb_memory_new(size_t bytes) { return llmb::acquire_memory(by
 
 LLMB_EXPORT void llmb_memory_delete(void* memory, size_t bytes) { llmb::release_memory(memory, bytes); }
 
-// Bits of Feature. Every library answers; the generic one can be asked on any CPU.
+// Bits of Feature. Every library answers; the generic one runs on any CPU.
 LLMB_EXPORT int32_t llmb_cpu_features() { return llmb::cpu_features(); }
 
-// Whether keys and values of bfloat16 models are best kept in fixed point: pairs of 16-bit integers are multiplied at twice
-// the rate of float32, and there are neither dot products nor tiles of bfloat16.
+// Whether keys and values of bfloat16 models are best stored in fixed point: pairs of 16-bit integers are multiplied at
+// twice the rate of float32, and there are neither dot products nor tiles of bfloat16.
 LLMB_EXPORT int32_t llmb_keeps_fixed_point() {
 #if defined(LLMB_FIXED_POINT_KV) && !defined(LLMB_BF16_DOTS) && !defined(LLMB_HAS_TILES)
     return 1;
@@ -174,7 +174,7 @@ LLMB_EXPORT int32_t llmb_keeps_fixed_point() {
 #endif
 }
 
-// How the activations of bfloat16 models are best stored: as the products of bfloat16 weights read them.
+// The best storage type for activations of bfloat16 models: the one that products with bfloat16 weights read.
 LLMB_EXPORT llmb::Type llmb_activation_type() {
 #if defined(LLMB_HAS_TILES)
     return llmb::Type::kBfloat16Tiles;
@@ -185,10 +185,10 @@ LLMB_EXPORT llmb::Type llmb_activation_type() {
 #endif
 }
 
-// Multiplies registers for `steps` steps, on the calling thread; the number of operations.
+// Multiplies registers for `steps` steps on the calling thread; returns the number of operations.
 LLMB_EXPORT int64_t llmb_peak(llmb::Type weights, int64_t steps) { return llmb::peak(weights, steps); }
 
-// Chooses the tokens of a step. 0, or -1 when scratch memory could not be had.
+// Samples the tokens of a step. Returns 0, or -1 if scratch memory could not be allocated.
 LLMB_EXPORT int llmb_sample(void* engine_pointer, const llmb::SamplingRows* rows, const llmb::Samples* samples) {
     auto& engine = *static_cast<llmb::Engine*>(engine_pointer);
     char* scratch = engine.scratch.at_least(llmb::sampling_scratch_bytes(*samples, engine.team.size()));

@@ -1,7 +1,6 @@
 // The linear layer: y = epilogue(x·Wᵀ) for weights packed in panels of 32 output columns.
 //
-// For: the program's runner. Does not know: how each weight type is multiplied. Invariant: an output row depends on its
-// own row of x alone, bit by bit.
+// Used by the program's runner. Invariant: an output row depends, bit by bit, only on its own row of x.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +15,8 @@
 
 namespace llmb {
 
-// Whether tiles compute it: with bfloat16 a choice by types alone, never by the number of rows; sums of int8 are exact, and
-// for few rows vectors keep pace with the memory, while tiles would be mostly empty.
+// Whether tiles compute it. For bfloat16 this depends only on types, never on the number of rows; int8 sums are exact,
+// and for few rows vectors keep up with memory, while tiles would be mostly empty.
 inline bool runs_on_tiles([[maybe_unused]] const LinearOp& op, [[maybe_unused]] const Step& step) {
 #if defined(LLMB_HAS_TILES)
     if (op.weight_type == Type::kInt8) return num_rows(op.rows, step) > panels::kFewRows;

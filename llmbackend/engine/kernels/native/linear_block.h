@@ -1,7 +1,7 @@
 // A block of rows of x times one panel of weights, with the sums in registers.
 //
-// For: linear_float.h. Does not know: how a layer is cut into blocks. Invariant: a sum is one chain over k ascending, of
-// float32 fma's or, for bfloat16 x, of the CPU's dot products of pairs; it is stored and resumed exactly.
+// Used by linear_float.h. Invariant: a sum is one chain over ascending k, of float32 fma's or, for bfloat16 x, of the
+// CPU's dot products of pairs; storing and resuming it is exact.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@
 
 namespace llmb::panels {
 
-// A block of rows whose sums over k are held in registers: kBlockRows rows, kBlockVectors vectors of columns.
+// A block of rows whose sums over k are in registers: kBlockRows rows, kBlockVectors vectors of columns.
 #if defined(__AVX512F__)
 constexpr int kBlockRows = 12;
 #else
@@ -26,11 +26,11 @@ constexpr int kBlockRows = 6;
 constexpr int kBlockVectors = 2;
 constexpr int kBlockColumns = kBlockVectors * kLanes;
 
-constexpr int kNearPairs = 8;    // of k: so far ahead weights are brought from the L2 to the L1 cache
+constexpr int kNearPairs = 8;    // of k: prefetch distance of weights from the L2 to the L1 cache
 
-// The processors that multiply fastest so read memory fastest by prefetches into the L1 cache; those into the L2 cache,
-// which `ahead` asks for, are limited to two thirds of that. They pay where the next weights come while these are used
-// several times.
+// The processors with the fastest products read memory fastest by prefetches into the L1 cache; those into the L2
+// cache, which `ahead` uses, reach two thirds of that. They pay off if the next weights arrive while the current ones
+// are used several times.
 constexpr int kStreamPairs = 32;
 constexpr int kStreamRows = 4;
 
@@ -43,13 +43,13 @@ struct RowsOf {
     RowsOf from(int row, int k) const { return {data + row * stride + k, stride}; }
 };
 
-// The weights of vector v of columns for an even k, and for the k after it.
+// The weights of vector v of columns for an even k, and for the next k.
 inline Floats load_first(const float* w, int v) { return load(w + v * kLanes); }
 inline Floats load_second(const float* w, int v) { return load(w + kPanel + v * kLanes); }
 inline Floats load_first(const bf16* w, int v) { return even(load_pairs(w + 2 * v * kLanes)); }
 inline Floats load_second(const bf16* w, int v) { return odd(load_pairs(w + 2 * v * kLanes)); }
 
-// Calls f(0) ... f(N - 1), unrolled before optimisation: only then does an array that f indexes become registers.
+// Calls f(0) ... f(N - 1), unrolled before optimisation: only then are arrays indexed by f kept in registers.
 template <int N, class F>
 LLMB_INLINE inline void repeat(F f) {
     [&]<int... I>(std::integer_sequence<int, I...>) LLMB_INLINE {
@@ -57,8 +57,8 @@ LLMB_INLINE inline void repeat(F f) {
     }(std::make_integer_sequence<int, N>{});
 }
 
-// How the compiler addresses the rows of a block: three rows share a pointer that is opaque to it. Otherwise it would
-// keep a pointer for each row and run out of registers.
+// Makes the compiler address the rows of a block economically: three rows share a pointer that is opaque to it.
+// Otherwise it would keep a pointer per row and run out of registers.
 template <class X, int R>
 struct RowPointers {
     static constexpr int kPointers = (R + 2) / 3;
@@ -109,7 +109,7 @@ struct BlockSums {
             acc[i / V][i % V] = resume ? load(sums + i / V * kPanel + i % V * kLanes) : Floats{};
         });
     }
-    // Adds the products of x_of(row) and w_of(vector), of one k or of a pair.
+    // Adds the products of x_of(row) and w_of(vector), for one k or a pair.
     template <class X, class Weights>
     LLMB_INLINE void add(X x_of, Weights w_of) {
         using Factor = decltype(w_of(std::integral_constant<int, 0>{}));
@@ -125,7 +125,7 @@ struct BlockSums {
     }
 };
 
-// The weights some pairs of k ahead, into the L1 cache.
+// Prefetches the weights kPairs pairs of k ahead into the L1 cache.
 template <int kPairs, class W>
 LLMB_INLINE inline void fetch_near(const W* w) {
     for (int line = 0; line < static_cast<int>(2 * kPanel * sizeof(W)); line += 64)
@@ -135,7 +135,8 @@ LLMB_INLINE inline void fetch_near(const W* w) {
 // sums[r][column] (+)= over k of x[r][k] * w[k][column], for R rows and kBlockColumns columns.
 template <class W, int R>
 void multiply_block(RowsOf<float> x, const W* w, int k, float* sums, bool resume, Ahead ahead) {
-    // CPUs prefetch the other line of a pair by themselves; prefetching each pays only where nothing else is to be done.
+    // CPUs prefetch the other line of a pair by themselves; prefetching each only pays off if there is nothing else to
+    // do.
     constexpr int kFetchEvery = R > 4 ? 128 : 64;
     BlockSums<R, kBlockVectors> block;
     block.begin(sums, resume);

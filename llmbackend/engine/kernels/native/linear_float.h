@@ -1,7 +1,7 @@
-// y = x·Wᵀ for float32 and bfloat16 weights: widened to float32, or by the CPU's dot products where x is bfloat16 too.
+// y = x·Wᵀ for float32 and bfloat16 weights: widened to float32, or by the CPU's dot products if x is bfloat16 too.
 //
-// For: linear.h. Does not know: int8, tiles. Invariant: an output element is one chain over k ascending from zero, for any
-// number of rows, threads, chunks or blocks: partial sums are stored and resumed as float32, which is exact.
+// Used by linear.h. Invariant: an output element is one chain over ascending k from zero, for any number of rows,
+// threads, chunks or blocks: partial sums are stored and resumed as float32, which is exact.
 #pragma once
 
 #include <algorithm>
@@ -17,14 +17,14 @@
 
 namespace llmb::panels {
 
-constexpr int kChunkRows = 132;  // of x at a time: with kOuterK of k, half of the L2 cache
-constexpr int kInnerK = 448;     // of a panel at a time, which then stays in the L1 cache for all rows
+constexpr int kChunkRows = 132;  // rows of x at a time: with kOuterK of k, half of the L2 cache
+constexpr int kInnerK = 448;     // k of a panel at a time, which then stays in the L1 cache for all rows
 
-// Elements of a panel before `column` of an even k.
+// Offset in a panel of `column` for an even k.
 inline size_t column_offset(const float*, int column) { return column; }
 inline size_t column_offset(const bf16*, int column) { return 2 * column; }
 
-// One chunk of rows of x times k of weights of type W.
+// One chunk of rows of x times a range of k of weights of type W.
 template <class X, class W>
 struct Chunk {
     using Weight = W;
@@ -32,12 +32,12 @@ struct Chunk {
     int rows;
     int k;
 
-    // Whether weights are used once, as they stream by: then there is no part of them to keep in a cache.
+    // Whether weights are used only once while streaming, so that caching parts of them is useless.
     bool streams() const { return std::is_same_v<X, bf16> && rows <= kStreamRows; }
 };
 
-// sums (+)= all rows times k_begin..k_end of one panel, in blocks of rows as even in size as can be. `w` is the panel's
-// k_begin; `next` are the weights after these.
+// sums (+)= all rows times k_begin..k_end of one panel, in blocks of nearly equal height. w: the panel at k_begin;
+// next: the weights after these.
 template <class X, class W>
 void multiply_panel(const Chunk<X, W>& chunk, int k_begin, int k_end, const W* w, float* sums, const W* next) {
     constexpr int kColumnBlocks = kPanel / kBlockColumns;
@@ -73,7 +73,7 @@ void linear_rows(Worker& worker, const LinearOp& op, RowsOf<X> x, int rows, floa
     });
 }
 
-// Whether dot products of pairs compute it: a choice by types alone, never by the number of rows.
+// Whether dot products of pairs compute it: depends only on types, never on the number of rows.
 inline bool runs_on_dots([[maybe_unused]] const LinearOp& op) {
 #if defined(LLMB_BF16_DOTS)
     return op.weight_type == Type::kBfloat16 && op.x_type == Type::kBfloat16;

@@ -1,13 +1,13 @@
-// y = x·Wᵀ, on vectors or tiles, with weights in the types of GGUF files (ggml_forms.h), and activations that are quantised row by
-// row as they come (quantised_rows.h).
+// y = x·Wᵀ on vectors or tiles with weights of GGUF types (ggml_forms.h), and activations that are quantised row by row on
+// the fly (quantised_rows.h).
 //
-// For: linear.h. Does not know: files. Invariant: sums of a group, and in super-blocks of 256 k what their integer scales
-// and minima make of them, are integers and exact; then acc = fma(sum, scale, acc) for ascending blocks, then minima, wide
-// elements after all blocks, and y = fma(acc, scale of the row, bias). So no way of cutting rows and columns, and no
-// instruction set with fused operations, changes an output.
+// Used by linear.h. Invariant: the sums of a group and, in super-blocks of 256 k, their combinations with integer
+// scales and minima are integers and exact; then acc = fma(sum, scale, acc) for ascending blocks, then minima, wide
+// elements after all blocks, and y = fma(acc, scale of the row, bias). So outputs do not depend on the division into
+// rows and columns, or on the instruction set, if it has fused operations.
 //
-// No integer overflows: a group's sum is at most 32 * 255 * 127; times a scale of 32, or 16 * 63 * 127 times one of 128, and
-// added up over 256 k, it is less than 2^28, and what the zero takes from it is less than 2^28 as well.
+// No integer overflows: a group's sum is at most 32 * 255 * 127; times a scale of 32, or 16 * 63 * 127 times one of
+// 128, and added up over 256 k, it is less than 2^28, and so is what the zero subtracts from it.
 #pragma once
 
 #include <algorithm>
@@ -34,27 +34,29 @@
 
 namespace llmb::ggml {
 
+using int4::keep_in_memory;
 using int8::kNearBytes;
 using int8::kStreamRows;
 using int8::load_int;
 using int8::load_ints;
 using int8::Wide;
+using panels::repeat;
 
-// Rows whose sums fit the registers, of groups and of a super-block, with kVectors vectors of columns.
+// Rows whose sums, of groups and of a super-block, fit in registers, with kVectors vectors of columns.
 #if defined(__AVX512F__)
 constexpr int kMaxBlock = 8;
 constexpr int vectors_of(int) { return 2; }
 #elif defined(__AVX2__)
-constexpr int kMaxBlock = 6;
-constexpr int vectors_of(int rows) { return rows <= 3 ? 2 : 1; }
+constexpr int kMaxBlock = kByPairs ? 4 : 6;
+constexpr int vectors_of(int rows) { return kByPairs || rows <= 3 ? 2 : 1; }
 #else
 constexpr int kMaxBlock = 4;
 constexpr int vectors_of(int) { return 1; }
 #endif
 
-// The quantised rows, and the sums of their integers that zeros and minima are multiplied by.
+// The quantised rows, and the sums of their integers, by which zeros and minima are multiplied.
 struct Rows : int8::QuantisedRows<int4::SignedOrder> {
-    // What products of a row begin at, or what the minima are multiplied by: [rows][per_row].
+    // Initial values of a row's products, or factors of the minima: [rows][per_row].
     //   without minima  -zero * sum of a group; in super-blocks as `begin_of` says
     //   with minima     the sum of a block as float32; in super-blocks the sums of two groups, as int16
     // Blocks' sums have what wide elements have beyond 127; in super-blocks these have terms of their own.
@@ -84,7 +86,7 @@ struct Rows : int8::QuantisedRows<int4::SignedOrder> {
 
   private:
     void fill_plain(int row, int32_t* own) const {
-        for (int i = 0; i < blocks; i++) own[i] = int4::sum_of_bytes(data + row * stride + i * kUnit, kUnit);
+        for (int i = 0; i < blocks; i++) own[i] = is_offset(form.largest()) ? 0 : int4::sum_of_bytes(data + row * stride + i * kUnit, kUnit);
         add_rests(row, kUnit, own);
         for (int i = 0; i < blocks; i++)
             own[i] = form.mins ? int4::bits_of(static_cast<float>(own[i])) : -form.zero * own[i];
@@ -95,13 +97,13 @@ struct Rows : int8::QuantisedRows<int4::SignedOrder> {
             const int32_t total = int4::sum_of_bytes(x + group * form.group, form.group);
             const int16_t narrow = static_cast<int16_t>(total);
             if (form.mins) std::memcpy(reinterpret_cast<char*>(own) + 2 * group, &narrow, sizeof narrow);
-            else own[group] = begin_of(-form.zero * total, form.largest());
+            else own[group] = begin_of(form.zero, total, form.largest());
         }
     }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What lies in a panel, as vectors of columns.
+// The contents of a panel, as vectors of columns.
 
 // Quad i of a unit.
 template <Form kForm>
@@ -130,13 +132,13 @@ LLMB_INLINE inline Floats mins_of(const uint8_t* block, int column) {
     return load_float16(reinterpret_cast<const uint16_t*>(block + kForm.min_at() + column * 2));
 }
 
-// The integers of two groups, in the lower and in the upper half of a lane: their scales'.
+// The integers of two groups, in the low and in the high half of a lane: those of scales,
 template <Form kForm>
 LLMB_INLINE inline Ints group_scales(const uint8_t* block, int column, int pair) {
     return load_byte_pairs(block + kForm.group_at(pair) + column * 2);
 }
 
-// And their minima's.
+// and those of minima.
 template <Form kForm>
 LLMB_INLINE inline Ints group_mins(const uint8_t* block, int column, int pair) {
     return load_byte_pairs(block + kForm.group_min_at(pair) + column * 2);
@@ -147,22 +149,25 @@ LLMB_INLINE inline Ints group_mins(const uint8_t* block, int column, int pair) {
 
 template <Form kForm, int kRows, int kVectors>
 struct Tile {
+    static constexpr bool kStores = int4::kInMemory && kRows >= 3;
+
     const Rows& x;
     int row;
     int column;
 
-    // Multiplies kQuads quads of a unit from quad `begin` on.
-    template <class Run, int kQuads>
-    LLMB_INLINE void multiply(const uint8_t* unit, const int8_t* rows, int begin, Run (&runs)[kRows][kVectors]) const {
-#pragma GCC unroll 8
-        for (int i = 0; i < kQuads; i++)
-#pragma GCC unroll 2
-            for (int v = 0; v < kVectors; v++) {
-                const Ints numbers = numbers_of<kForm>(unit, column + v * kLanes, begin + i);
-#pragma GCC unroll 12
-                for (int r = 0; r < kRows; r++)
-                    runs[r][v].add(i, numbers, Ints{} + load_int(rows + r * x.stride + (begin + i) * 4));
-            }
+    using Runs = RunSum<kForm.largest(), !kForm.is_super() && kRows <= 2 ? 2 : 1>[kRows][kVectors];
+
+    // Multiplies kQuads quads of a unit from quad kBegin on.
+    template <int kBegin, int kQuads>
+    LLMB_INLINE void multiply(const uint8_t* unit, const int8_t* rows, Runs& runs) const {
+        repeat<kQuads>([&](auto i) LLMB_INLINE {
+            Ints numbers[kVectors];
+            repeat<kVectors>([&](auto v) LLMB_INLINE { numbers[v] = numbers_of<kForm>(unit, column + v * kLanes, kBegin + i); });
+            repeat<kRows>([&](auto r) LLMB_INLINE {
+                const Ints quad = Ints{} + load_int(rows + r * x.stride + (kBegin + i) * 4);
+                repeat<kVectors>([&](auto v) LLMB_INLINE { runs[r][v].add(i, numbers[v], quad); });
+            });
+        });
     }
 
     LLMB_INLINE void fetch(const uint8_t* unit) const {
@@ -173,34 +178,44 @@ struct Tile {
     }
 
     LLMB_INLINE void add_block(const uint8_t* block, int index, Floats (&acc)[kRows][kVectors]) const {
+        keep_in_memory<kStores>(acc);
         if constexpr (kForm.is_super()) add_super(block, index, acc);
         else add_plain(block, index, acc);
     }
 
     LLMB_INLINE void add_plain(const uint8_t* block, int index, Floats (&acc)[kRows][kVectors]) const {
-        constexpr int kQuads = kUnit / 4;
-        using Run = RunSum<kForm.largest(), kQuads, kRows <= 2 ? 2 : 1>;
+        constexpr int kRun = run_quads(kForm.largest(), kUnit / 4);
         const int32_t* sums = x.sums_of(row) + index;
-        Run runs[kRows][kVectors];
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; r++)
-            for (int v = 0; v < kVectors; v++) runs[r][v].begin(kForm.mins ? Ints{} : Ints{} + sums[r * x.per_row]);
+        Ints whole[kRows][kVectors];
+        repeat<kRows * kVectors>([&](auto i) LLMB_INLINE {
+            whole[i / kVectors][i % kVectors] = kForm.mins ? Ints{} : Ints{} + sums[i / kVectors * x.per_row];
+        });
         const uint8_t* unit = block + kForm.unit_at(0);
         fetch(unit);
-        multiply<Run, kQuads>(unit, x.data + row * x.stride + index * kUnit, 0, runs);
+        repeat<kUnit / 4 / kRun>([&](auto part) LLMB_INLINE {
+            keep_in_memory<kStores && (kRun > 1)>(whole);
+            Runs runs;
+            repeat<kRows * kVectors>([&](auto i) LLMB_INLINE {
+                runs[i / kVectors][i % kVectors].begin(whole[i / kVectors][i % kVectors]);
+            });
+            multiply<part * kRun, kRun>(unit, x.data + row * x.stride + index * kUnit, runs);
+            repeat<kRows * kVectors>([&](auto i) LLMB_INLINE {
+                whole[i / kVectors][i % kVectors] = runs[i / kVectors][i % kVectors].total();
+            });
+        });
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; v++) {
             const Floats scale = scales_of<kForm>(block, column + v * kLanes);
             const Floats min = kForm.mins ? mins_of<kForm>(block, column + v * kLanes) : Floats{};
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; r++) {
-                acc[r][v] = fma(__builtin_convertvector(runs[r][v].total(), Floats), scale, acc[r][v]);
+                acc[r][v] = fma(__builtin_convertvector(whole[r][v], Floats), scale, acc[r][v]);
                 if constexpr (kForm.mins) acc[r][v] = fma((Floats)(Ints{} + sums[r * x.per_row]), min, acc[r][v]);
             }
         }
     }
 
-    // Minima first: all is read in the order in which it lies in memory.
+    // Minima first: reads everything in memory order.
     LLMB_INLINE void add_super(const uint8_t* block, int index, Floats (&acc)[kRows][kVectors]) const {
         const int32_t* sums = x.sums_of(row) + index * kForm.sums();
         if constexpr (kForm.mins) add_mins(block, sums, acc);
@@ -237,27 +252,26 @@ struct Tile {
     // whole += sums of groups times their integer scales
     LLMB_INLINE void add_unit(
         const uint8_t* block, int index, const int8_t* rows, const int32_t* sums, Ints (&whole)[kRows][kVectors]) const {
-        constexpr int kQuads = kForm.group / 4;
-        using Run = RunSum<kForm.largest(), kQuads, 1>;
+        constexpr int kQuads = kForm.group / 4, kRun = run_quads(kForm.largest(), kQuads);
         const uint8_t* unit = block + kForm.unit_at(index);
         fetch(unit);
-#pragma GCC unroll 2
-        for (int begin = 0; begin < kUnit / 4; begin += kQuads) {
-            const int group = (index * kUnit + begin * 4) / kForm.group;
-            Run runs[kRows][kVectors];
-#pragma GCC unroll 12
-            for (int r = 0; r < kRows; r++)
-                for (int v = 0; v < kVectors; v++)
-                    runs[r][v].begin(kForm.mins ? Ints{} : Ints{} + sums[r * x.per_row + group]);
-            multiply<Run, kQuads>(unit, rows, begin, runs);
-#pragma GCC unroll 2
-            for (int v = 0; v < kVectors; v++) {
-                const Ints scale = Run::scale_of(group_scales<kForm>(block, column + v * kLanes, group / 2), group % 2);
-#pragma GCC unroll 12
-                for (int r = 0; r < kRows; r++)
-                    whole[r][v] = runs[r][v].template scaled<!kForm.mins>(whole[r][v], scale);
-            }
-        }
+        repeat<kUnit / 4 / kRun>([&](auto part) LLMB_INLINE {
+            constexpr int kBegin = part * kRun;
+            constexpr bool kBegun = !kForm.mins && kBegin % kQuads == 0;
+            const int group = (index * kUnit + kBegin * 4) / kForm.group;
+            keep_in_memory<kStores && (kRun > 1)>(whole);
+            Runs runs;
+            repeat<kRows * kVectors>([&](auto i) LLMB_INLINE {
+                runs[i / kVectors][i % kVectors].begin(kBegun ? Ints{} + sums[i / kVectors * x.per_row + group] : Ints{});
+            });
+            multiply<kBegin, kRun>(unit, rows, runs);
+            repeat<kVectors>([&](auto v) LLMB_INLINE {
+                const Ints scale = runs[0][0].scale_of(group_scales<kForm>(block, column + v * kLanes, group / 2), group % 2);
+                repeat<kRows>([&](auto r) LLMB_INLINE {
+                    whole[r][v] = runs[r][v].template scaled<kBegun>(whole[r][v], scale);
+                });
+            });
+        });
     }
 
     void run(const uint8_t* panel, float (*out)[kPanel]) const {
@@ -280,7 +294,7 @@ void multiply_panel(const Rows& x, int row, const uint8_t* panel, float (*out)[k
 
 #if defined(LLMB_HAS_TILES)
 
-// A panel for tile_groups.h: a group is a block of 32 k, or what shares an integer scale.
+// A panel for tile_groups.h. A group is a block of 32 k, or shares an integer scale in a super-block.
 template <Form kForm>
 struct TiledPanel {
     static_assert(!kByPairs, "sums begin with whole numbers");
@@ -330,7 +344,7 @@ struct TiledPanel {
     }
 };
 
-// The float step of a super-block of `rows` rows: minima first. whole: what integer scales made of the sums.
+// The float step of a super-block of `rows` rows, minima first. whole: sums of groups times their integer scales.
 template <Form kForm>
 void add_super_on_tiles(const Rows& x, int row, int rows, const uint8_t* block, int index, const int32_t (*whole)[kPanel],
                         float (*out)[kPanel]) {
@@ -374,7 +388,8 @@ void multiply_on_tiles(const Rows& x, int row, int rows, const uint8_t* panel, f
 
 #endif
 
-// Adds what a wide element has beyond 127, times its weights; of blocks, times their numbers (Rows::sums).
+// Adds the excess of a wide element over 127, times its weights; in types with blocks, times their numbers
+// (Rows::sums).
 template <Form kForm>
 LLMB_INLINE inline void add_wide(const uint8_t* panel, const Wide& wide, PanelRow& sums) {
     const uint8_t* block = panel + wide.k / kForm.block * kForm.bytes();
@@ -445,7 +460,7 @@ struct Kernel {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The whole operation: chunks of rows times panels of columns, in tasks that threads share.
+// The whole operation: chunks of rows times panels of columns, in tasks shared by threads.
 
 inline int most_rows(int k) { return int8::most_rows(int8::padded_k(k), kMaxBlock); }
 

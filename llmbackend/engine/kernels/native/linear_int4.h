@@ -1,9 +1,9 @@
-// y = x·Wᵀ, on vectors or tiles, with weights of 4 bits in groups of 32 along k, and activations that are quantised row by row as
-// they come (quantised_rows.h).
+// y = x·Wᵀ on vectors or tiles with 4-bit weights in groups of 32 along k, and activations that are quantised row by row on
+// the fly (quantised_rows.h).
 //
-// For: linear.h. Does not know: where weights come from. Invariants: a group's sum is an integer and exact; then
-// acc = fma(sum, scale, acc) for ascending groups, wide elements after them, and y = fma(acc, scale of the row, bias). So
-// no way of cutting rows and columns, and no instruction set with fused operations, changes an output.
+// Used by linear.h. Invariants: a group's sum is an integer and exact; then acc = fma(sum, scale, acc) for ascending
+// groups, wide elements after them, and y = fma(acc, scale of the row, bias). So outputs do not depend on the division
+// into rows and columns, or on the instruction set, if it has fused operations.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +16,7 @@
 #include "epilogue.h"
 #include "epilogue_int8.h"
 #include "float16.h"
+#include "linear_block.h"
 #include "linear_int8.h"
 #include "memory.h"
 #include "numbers.h"
@@ -59,13 +60,13 @@ void gather(X from, const int32_t* order, int k, float* to) {
     for (int i = 0; i < k; i++) to[i] = to_float(from[order[i]]);
 }
 
-// The quantised rows, and of each group what the weights' zero or minimum is multiplied by: a group's sums of products
-// begin at -kZero * Σx, as integers; -Σx is multiplied by the zeros, Σx as float32 by the minima. But for kInt4Zero, whose
-// -Σx must fit 16 bits, Σx has what wide elements have beyond 127.
+// The quantised rows, and for each group the factor of the weights' zero or minimum. A group's sums of products start
+// at -kZero * Σx, as integers; zero points are multiplied by -Σx, minima by Σx as float32. Σx includes the excess of
+// wide elements over 127, except with kInt4Zero, whose -Σx must fit in 16 bits.
 struct GroupedRows : int8::QuantisedRows<SignedOrder> {
-    int32_t* begins;  // [rows][groups]; of kInt4Min: bits of float32
+    int32_t* begins;  // [rows][groups]; for kInt4Min: bits of float32
     int groups;
-    float* ordered;  // [k], of this thread: a row in the weights' order, where they have one
+    float* ordered;  // [k], of this thread: a row in the weights' order, if they have one
 
     GroupedRows(Carver& memory, int rows, int k, float* ordered = nullptr)
         : QuantisedRows(memory, rows, k, int8::kNarrowFine), groups(num_groups(k)), ordered(ordered) {
@@ -90,7 +91,7 @@ struct GroupedRows : int8::QuantisedRows<SignedOrder> {
     }
 
   private:
-    // The same operation on this one row in the weights' order, whatever its number.
+    // The same operation on this one row in the weights' order, whatever its index.
     LinearOp in_order(LinearOp op, int row) const {
         const size_t at = static_cast<size_t>(row) * op.x_stride;
         if (op.x_type == Type::kFloat32) gather(static_cast<const float*>(op.x) + at, op.order, op.k, ordered);
@@ -109,7 +110,7 @@ struct GroupedRows : int8::QuantisedRows<SignedOrder> {
 #if defined(LLMB_HAS_VNNI)
 struct GroupSum {
     Ints sum = {};
-    void begin(Ints whole) { sum = whole; }
+    void begin(const int32_t* whole) { sum = Ints{} + *whole; }
     void add(Ints numbers, Ints x) { sum = int8::dot(sum, numbers, x); }
     Ints total() const { return sum; }
 };
@@ -117,21 +118,23 @@ struct GroupSum {
 // In 16 bits: 8 times two products of up to 15 * 127.
 struct GroupSum {
     Ints first = {};
-    void begin(Ints whole) { first = whole; }
+    void begin(const int32_t* whole) { first = Ints{} + *whole; }
 #if defined(__AVX512BW__)
     __m512i sum = {};
     void add(Ints numbers, Ints x) { sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16((__m512i)numbers, (__m512i)x)); }
     Ints total() const { return first + (Ints)_mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
 #else
     __m256i sum = {};
-    void add(Ints numbers, Ints x) { sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)numbers, (__m256i)x)); }
+    void add(Ints numbers, Ints x) {
+        sum = (__m256i)pinned((Ints)_mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)numbers, (__m256i)x)));
+    }
     Ints total() const { return first + (Ints)_mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 #endif
 };
 #else
 struct GroupSum {
     Ints sum = {};
-    void begin(Ints whole) { sum = whole; }
+    void begin(const int32_t* whole) { sum = Ints{} + *whole; }
     void add(Ints numbers, Ints x) {
         for (int byte = 0; byte < 32; byte += 8) sum += (numbers >> byte & 15) * (x << (24 - byte) >> 24);
     }
@@ -139,7 +142,7 @@ struct GroupSum {
 };
 #endif
 
-// One byte of each column.
+// One byte per column.
 inline Ints load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
     return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -152,7 +155,7 @@ inline Ints load_bytes(const uint8_t* p) {
 #endif
 }
 
-// sum + zeros * factor, of which both fit 16 bits, and zeros are not negative.
+// sum + zeros * factor; both fit in 16 bits, and zeros are not negative.
 inline Ints add_zeros(Ints sum, Ints zeros, int32_t factor) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)zeros, _mm512_set1_epi32(factor));
@@ -165,19 +168,34 @@ inline Ints add_zeros(Ints sum, Ints zeros, int32_t factor) {
 #endif
 }
 
-// Rows whose sums fit the registers, with one and with two vectors of columns.
+// Rows whose sums fit in registers, and the vectors of columns for that many rows. kInMemory: with 16 registers, more
+// columns fit if the sums of previous groups are kept in memory.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(LLMB_HAS_VNNI)
+constexpr int kMaxBlock = 4;
+constexpr int vectors_of(int) { return 2; }
+constexpr bool kInMemory = true;
+#else
 #if defined(__AVX512F__)
 constexpr int kMaxBlock = 12;
 #else
 constexpr int kMaxBlock = 6;
 #endif
+constexpr int vectors_of(int rows) { return rows <= kMaxBlock / 2 ? 2 : 1; }
+constexpr bool kInMemory = false;
+#endif
+
+// Forces x out of registers at this point.
+template <bool kStore, class T>
+LLMB_INLINE inline void keep_in_memory(T& x) {
+    if constexpr (kStore) asm volatile("" : "+m"(x));
+}
 
 // One weight's part of one panel.
 struct Panel {
     const uint8_t* numbers;
     const uint16_t* scales;
-    const uint16_t* mins = nullptr;  // of kInt4Min
-    const uint8_t* zeros = nullptr;  // of kInt4Zero
+    const uint16_t* mins = nullptr;  // for kInt4Min
+    const uint8_t* zeros = nullptr;  // for kInt4Zero
 
     Panel(const LinearOp& op, bool second, int panel) {
         const size_t groups = num_groups(op.k), at = panel * groups * kPanel;
@@ -189,34 +207,11 @@ struct Panel {
     }
 };
 
-// What a group has for a vector of columns from `column` on.
-template <Type kType>
-struct GroupColumns {
-    static constexpr bool kMins = kType == Type::kInt4Min, kZeros = kType == Type::kInt4Zero;
-    Floats scale, min;
-    Ints zeros;
-
-    GroupColumns(const Panel& panel, int group, int column) {
-        const size_t at = static_cast<size_t>(group) * kPanel + column;
-        scale = load_float16(panel.scales + at);
-        min = kMins ? load_float16(panel.mins + at) : Floats{};
-        zeros = kZeros ? load_bytes(panel.zeros + at) : Ints{};
-    }
-
-    // acc with the group's sum of a row. `begin`: of the row and the group (GroupedRows), which without minima and zeros is
-    // in the sum already.
-    LLMB_INLINE Floats add(Ints total, int32_t begin, Floats acc) const {
-        if constexpr (kZeros) total = add_zeros(total, zeros, begin);
-        acc = fma(__builtin_convertvector(total, Floats), scale, acc);
-        if constexpr (kMins) acc = fma((Floats)(Ints{} + begin), min, acc);
-        return acc;
-    }
-};
-
 using int8::kNearBytes;
 using int8::kStreamRows;
+using panels::repeat;
 
-// The sums of one group, in kChains parts, so that more products are in flight where rows are few.
+// The sums of one group, in kChains parts, to have more products in flight if rows are few.
 template <int kRows, int kVectors, int kChains>
 struct Sums {
     GroupSum sums[kRows][kVectors][kChains];
@@ -237,31 +232,43 @@ void multiply(const GroupedRows& x, int row, const Panel& panel, int column, flo
     const int8_t* own = x.data + row * x.stride;
     const int32_t* begins = x.begins + static_cast<size_t>(row) * x.groups;
     for (int group = 0; group < x.groups; group++, begins++) {
+        keep_in_memory<kInMemory && kRows >= 3>(acc);
         Sums<kRows, kVectors, kChains> part;
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; r++)
-            for (int v = 0; v < kVectors && !kMins && !kZeros; v++) part.sums[r][v][0].begin(Ints{} + begins[r * x.groups]);
+            for (int v = 0; v < kVectors && !kMins && !kZeros; v++) part.sums[r][v][0].begin(begins + r * x.groups);
         const uint8_t* numbers = panel.numbers + group * kGroupBytes + column * 4;
-#pragma GCC unroll 4
-        for (int i = 0; i < kGroup / 8; i++) {
-#pragma GCC unroll 2
-            for (int v = 0; v < kVectors; v++) {
+        repeat<kGroup / 8>([&](auto i) LLMB_INLINE {
+            Ints low[kVectors], high[kVectors];
+            repeat<kVectors>([&](auto v) LLMB_INLINE {
                 const uint8_t* at = numbers + i * kPanel * 4 + v * kLanes * 4;
                 if constexpr (kRows > kStreamRows) __builtin_prefetch(at + kNearBytes, 0, 3);
-                const Ints both = load_ints(at), low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
-#pragma GCC unroll 12
-                for (int r = 0; r < kRows; r++) {
-                    const int8_t* quads = own + r * x.stride + group * kGroup + i * 8;
-                    part.sums[r][v][0].add(low, Ints{} + load_int(quads));
-                    part.sums[r][v][kChains - 1].add(high, Ints{} + load_int(quads + 4));
-                }
-            }
-        }
+                const Ints both = load_ints(at);
+                low[v] = both & 0x0f0f0f0f;
+                high[v] = both >> 4 & 0x0f0f0f0f;
+            });
+            repeat<kRows>([&](auto r) LLMB_INLINE {
+                const int8_t* quads = own + r * x.stride + group * kGroup + i * 8;
+                const Ints first = Ints{} + load_int(quads), second = Ints{} + load_int(quads + 4);
+                repeat<kVectors>([&](auto v) LLMB_INLINE {
+                    part.sums[r][v][0].add(low[v], first);
+                    part.sums[r][v][kChains - 1].add(high[v], second);
+                });
+            });
+        });
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; v++) {
-            const GroupColumns<kType> columns(panel, group, column + v * kLanes);
+            const size_t at = static_cast<size_t>(group) * kPanel + column + v * kLanes;
+            const Floats scale = load_float16(panel.scales + at);
+            const Floats min = kMins ? load_float16(panel.mins + at) : Floats{};
+            const Ints zeros = kZeros ? load_bytes(panel.zeros + at) : Ints{};
 #pragma GCC unroll 12
-            for (int r = 0; r < kRows; r++) acc[r][v] = columns.add(part.total(r, v), begins[r * x.groups], acc[r][v]);
+            for (int r = 0; r < kRows; r++) {
+                Ints total = part.total(r, v);
+                if constexpr (kZeros) total = add_zeros(total, zeros, begins[r * x.groups]);
+                acc[r][v] = fma(__builtin_convertvector(total, Floats), scale, acc[r][v]);
+                if constexpr (kMins) acc[r][v] = fma((Floats)(Ints{} + begins[r * x.groups]), min, acc[r][v]);
+            }
         }
     }
 #pragma GCC unroll 12
@@ -272,7 +279,7 @@ void multiply(const GroupedRows& x, int row, const Panel& panel, int column, flo
 
 template <int kRows, Type kType>
 void multiply_panel(const GroupedRows& x, int row, const Panel& panel, float (*out)[kPanel]) {
-    constexpr int kVectors = kRows <= kMaxBlock / 2 ? 2 : 1;
+    constexpr int kVectors = vectors_of(kRows);
     for (int column = 0; column < kPanel; column += kVectors * kLanes)
         multiply<kRows, kVectors, kType>(x, row, panel, column, out);
 }
@@ -308,13 +315,22 @@ struct TiledPanel {
             }
     }
 
-    struct Columns : GroupColumns<kType> {
-        using GroupColumns<kType>::GroupColumns;
+    struct Columns {
+        Floats scale, min;
+        Ints zeros;
         LLMB_INLINE Floats add(Ints sum, int32_t begin, Floats acc) const {
-            return GroupColumns<kType>::add(kType == Type::kInt4 ? sum + begin : sum, begin, acc);
+            if constexpr (kType == Type::kInt4) sum += begin;
+            if constexpr (kType == Type::kInt4Zero) sum = add_zeros(sum, zeros, begin);
+            acc = fma(__builtin_convertvector(sum, Floats), scale, acc);
+            if constexpr (kType == Type::kInt4Min) acc = fma((Floats)(Ints{} + begin), min, acc);
+            return acc;
         }
     };
-    Columns columns(int group, int column) const { return Columns(panel, group, column); }
+    Columns columns(int group, int column) const {
+        const size_t at = static_cast<size_t>(group) * kPanel + column;
+        const Floats min = kType == Type::kInt4Min ? load_float16(panel.mins + at) : Floats{};
+        return {load_float16(panel.scales + at), min, kType == Type::kInt4Zero ? load_bytes(panel.zeros + at) : Ints{}};
+    }
 };
 
 template <Type kType>
@@ -327,7 +343,8 @@ void multiply_on_tiles(const GroupedRows& x, int row, int rows, const Panel& pan
 
 #endif
 
-// Adds what a wide element has beyond 127, times its weights' numbers; zeros are subtracted here where Σx lacks it.
+// Adds the excess of a wide element over 127, times its weights' numbers, minus their zero points if Σx does not
+// include it.
 template <Type kType>
 LLMB_INLINE inline void add_wide(const Panel& panel, const Wide& wide, PanelRow& sums) {
     const int group = wide.k / kGroup, shift = wide.k % 4 * 8 + wide.k % 8 / 4 * 4;
@@ -341,11 +358,11 @@ LLMB_INLINE inline void add_wide(const Panel& panel, const Wide& wide, PanelRow&
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The whole operation: chunks of rows times panels of columns, in tasks that threads share.
+// The whole operation: chunks of rows times panels of columns, in tasks shared by threads.
 
 inline int most_rows(int k) { return int8::most_rows(padded_k(k), kMaxBlock); }
 
-// How an operation is cut, and where its rows lie in scratch memory. Nothing of it changes a result.
+// How an operation is divided, and where its rows are in scratch memory. Does not affect results.
 struct Plan : int8::RowPlan {
     size_t ordered_bytes;  // of a thread's row in the weights' order
 

@@ -1,8 +1,8 @@
-// y = x·Wᵀ on vectors with int8 weights and activations that are quantised row by row as they come.
+// y = x·Wᵀ on vectors with int8 weights, and activations that are quantised row by row on the fly.
 //
-// For: linear.h. Does not know: where weights come from, or what other operations there are. Invariants: sums over K are
-// integers and therefore exact, so no way of cutting rows, columns or K into blocks, and no instruction set, changes an
-// output. A row of x with a NaN or an infinity becomes a row of NaN and touches no other row.
+// Used by linear.h. Invariants: sums over K are integers and therefore exact, so outputs do not depend on the division
+// of rows, columns or K into blocks, or on the instruction set. A row of x with a NaN or an infinity becomes a row of
+// NaN and affects no other row.
 #pragma once
 
 #include <algorithm>
@@ -30,15 +30,15 @@ using Stored = VectorOrder::Stored;
 constexpr int kOffset = std::is_same_v<Stored, uint8_t> ? kUnsignedOffset : 0;
 
 constexpr int kKBlock = 6144;                     // elements of K at a time: a panel's part stays in the L2 cache
-constexpr int kChunkBytes = 384 << 10;            // quantised rows at a time: they stay in the L2 cache beside it
-constexpr int kOwnCopyRows = 2;                   // up to so many rows, every thread quantises all: no barrier
+constexpr int kChunkBytes = 384 << 10;            // quantised rows at a time: they stay in the L2 cache next to it
+constexpr int kOwnCopyRows = 2;                   // up to this many rows, every thread quantises all: no barrier
 
-// At most so many rows of a chunk, of so many bytes each, in whole blocks.
+// Maximum rows per chunk, with this many bytes each, in whole blocks.
 inline int most_rows(size_t row_bytes, int block_rows) {
     return std::max(static_cast<int>(kChunkBytes / row_bytes) / block_rows * block_rows, block_rows);
 }
 
-// How rows are cut into chunks, and how many copies of the quantised rows there are.
+// How rows are divided into chunks, and how many copies of the quantised rows there are.
 struct RowPlan {
     int rows;
     int chunks;         // of rows
@@ -61,10 +61,10 @@ inline int32_t load_int(const void* p) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Multiplying: sums[row][column] (+)= Σ stored x * weight, over some quads of K and one panel; `fresh`: sums begin here.
+// Products: sums[row][column] (+)= Σ stored x * weight, over some quads of K and one panel; fresh: sums start here.
 
-// Weights that will be wanted next. Each step of four quads asks the memory for a few lines of them, so that the memory
-// is busy all the time, and not only while the first block of rows meets a new panel.
+// Weights that will be needed next. Each step of four quads prefetches a few lines of them, so that memory is busy all
+// the time, and not only while the first block of rows uses a new panel.
 struct Ahead {
     const int8_t* from;
     int lines;  // per step
@@ -76,8 +76,8 @@ struct Ahead {
 };
 
 constexpr int kStepQuads = 4;
-constexpr int kNearBytes = 2048;        // the distance from which the L1 cache is filled
-// Up to so many rows, weights stream by faster if nothing but the CPU itself fetches them (see linear_block.h).
+constexpr int kNearBytes = 2048;        // prefetch distance for the L1 cache
+// Up to this many rows, weights stream faster if only the CPU itself prefetches them (see linear_block.h).
 #if defined(LLMB_BF16_DOTS)
 constexpr int kStreamRows = 4;
 #else
@@ -90,7 +90,7 @@ inline void fetch_near(const int8_t* weights) {
 
 #if defined(LLMB_HAS_VNNI)
 
-// sum + x·w in each quad of unsigned x and signed w; kMaxBlock: rows whose sums fit the registers.
+// sum + x·w in each quad of unsigned x and signed w; kMaxBlock: rows whose sums fit in registers.
 #if defined(__AVX512VNNI__)
 constexpr int kMaxBlock = 12;
 inline Ints dot(Ints sum, Ints x, Ints w) { return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w); }
@@ -100,7 +100,7 @@ inline Ints dot(Ints sum, Ints x, Ints w) {
     return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)w);
 }
 #else
-// What is documented for the instruction, for tests on any CPU.
+// As documented for the instruction, for tests on any CPU.
 constexpr int kMaxBlock = 6;
 inline Ints dot(Ints sum, Ints x, Ints w) {
     using Shorts = int16_t __attribute__((vector_size(sizeof(Ints))));
@@ -136,7 +136,7 @@ constexpr int kMaxBlock = 4;
 inline Ints add_pairs(Ints a, Ints b) { return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b); }
 #endif
 
-// In 16 bits: products of two of them cannot overflow on their way to the sums, as products in 8 bits would.
+// In 16 bits: sums of two products cannot overflow, as 8-bit products could.
 struct Quad {
     Ints even, odd;
     explicit Quad(const Stored* p) : even(Ints{} + load_int(p)), odd(Ints{} + load_int(p + 2)) {}
@@ -149,7 +149,7 @@ struct Weights {
         even = (Ints)((both << 8) >> 8);
         odd = (Ints)(both >> 8);
     }
-    Ints times(const Quad& quad, Ints sum) const { return sum + add_pairs(even, quad.even) + add_pairs(odd, quad.odd); }
+    Ints times(const Quad& quad, Ints sum) const { return pinned(sum + add_pairs(even, quad.even) + add_pairs(odd, quad.odd)); }
 };
 
 #else
@@ -172,7 +172,7 @@ struct Weights {
 
 #endif
 
-// Two vectors of columns at a time, whose sums stay in registers.
+// Two vectors of columns at a time, with sums in registers.
 template <int kRows>
 void multiply_pair(const Stored* x, size_t stride, const int8_t* panel, int quads, Ahead ahead, int32_t* sums, bool fresh) {
     Ints low[kRows], high[kRows];
@@ -220,21 +220,21 @@ MultiplyBlock block_of(int rows, std::integer_sequence<int, kRows...>) {
 inline MultiplyBlock best_block(int rows) { return block_of(rows, std::make_integer_sequence<int, kMaxBlock>()); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The whole operation: chunks of rows times panels of columns, in tasks that threads share.
+// The whole operation: chunks of rows times panels of columns, in tasks shared by threads.
 
 struct Product {
     const LinearOp& op;
     const VectorRows& x;
     int32_t* sums;    // [factors][rows of a chunk or of a block][kPanel], this thread's
     int sums_rows;
-    int num_factors;  // weights that are multiplied: 1, or 2 with a gate
+    int num_factors;  // number of weights: 1, or 2 with a gate
 
     const int8_t* panel_of(int factor, int panel) const {
         const void* weight = factor == 0 ? op.weight : op.weight2;
         return static_cast<const int8_t*>(weight) + static_cast<size_t>(panel) * kPanel * padded_k(op.k);
     }
 
-    // Rows first..last-1 times one panel. `next`: the panel that this thread will meet after it.
+    // Rows first..last-1 times one panel. next: this thread's next panel.
     void run(int first, int last, int panel, int next) const {
         const Columns one(op, false, panel, kOffset), two(op, num_factors == 2, panel, kOffset);
         const int k = padded_k(op.k);
@@ -266,13 +266,13 @@ struct Product {
         kernel(x.data + row * x.stride + begin, x.stride, weights, (end - begin) / 4, ahead, block, begin == 0);
     }
 
-    // What block `part` of `parts` blocks of rows asks for of the weights to come.
+    // What block `part` of `parts` blocks of rows prefetches of the next weights.
     static Ahead part_of(const int8_t* weights, int part, int parts, int k) {
         const int lines = divide_up(kStepQuads * kQuadBytes / 64, parts);
         return {weights + static_cast<size_t>(k / 4 / kStepQuads) * lines * 64 * part, lines};
     }
 
-    // Blocks of equal height, near enough: one of 12 rows and one of 1 would be slower than 7 and 6.
+    // Blocks of nearly equal height: one of 12 rows and one of 1 would be slower than 7 and 6.
     template <class F>
     static void for_blocks(int first, int last, F&& f) {
         const int blocks = divide_up(last - first, kMaxBlock);
@@ -280,7 +280,7 @@ struct Product {
         for (int i = 0, row = first; row < last; i++, row += height) f(row, std::min(height, last - row), i, blocks);
     }
 
-    // add(second, row): what is added to x·Wᵀ + bias.
+    // add(second, row): added to x·Wᵀ + bias.
     template <class Add>
     void finish(int row, int panel, const Columns& one, const Columns& two, int32_t* block, Add&& add) const {
         const auto first = [&](int column) { return block + column; };
@@ -300,11 +300,11 @@ struct Product {
     }
 };
 
-// How an operation is cut, and where its sums and rows lie in scratch memory. Nothing of it changes a result.
+// How an operation is divided, and where its sums and rows are in scratch memory. Does not affect results.
 struct Plan : RowPlan {
     int num_factors;
-    int sums_rows;      // of a thread's sums
-    size_t sums_bytes;  // of a thread's sums
+    int sums_rows;      // per thread
+    size_t sums_bytes;  // per thread
 
     Plan(const LinearOp& op, const Step& step, int num_threads)
         : RowPlan(num_rows(op.rows, step), most_rows(op.k), VectorRows::bytes(num_rows(op.rows, step), op.k), num_threads),
@@ -315,14 +315,14 @@ struct Plan : RowPlan {
     char* sums(char* scratch, int rank) const { return scratch + sums_bytes * rank; }
     char* copy(char* scratch, const Worker& worker) const { return copy_of(scratch + sums_bytes * worker.size, worker.rank); }
 
-    // Of a chunk.
+    // Per chunk.
     static int most_rows(int k) {
         return int8::most_rows(std::min<size_t>(padded_k(k), kKBlock) * sizeof(Stored), kMaxBlock);
     }
     static int rows_of_sums(int k, int chunk_rows) { return padded_k(k) > kKBlock ? chunk_rows + kMaxBlock : kMaxBlock; }
 };
 
-// Fills all rows: each thread its own copy, or all threads one, and waits for them.
+// Fills all rows: each thread its own copy, or all threads one, followed by a barrier.
 template <class Plan, class Rows>
 void quantise(Worker& worker, const LinearOp& op, const Plan& plan, Rows& x) {
     if (plan.own_copies) {
@@ -353,7 +353,7 @@ inline void linear_int8(Worker& worker, const LinearOp& op, const Step& step, ch
         const int first = i / count * plan.chunk_rows;
         product.run(first, std::min(first + plan.chunk_rows, plan.rows), i % count, next % count);
     };
-    int mine = -1;  // taken, but not begun: one task late, a thread knows what it will need next
+    int mine = -1;  // taken but not started: being one task behind, a thread knows what it will need next
     const size_t panel_bytes = static_cast<size_t>(int8::padded_k(op.k)) * kPanel;
     const int grain = panels::piece_panels(worker, plan.rows, count, panel_bytes);
     worker.share(count * plan.chunks, grain, [&](int begin, int end) {

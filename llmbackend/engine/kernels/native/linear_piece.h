@@ -1,7 +1,8 @@
-// How the work of a linear layer is cut: over threads by panels of weights, then by k, so that reused data stay in cache.
+// How the work of a linear layer is divided: over threads by panels of weights, then by k, so that reused data stay in
+// cache.
 //
-// For: linear_float.h; `piece_panels` for all products on vectors, `Ahead` for tile_block.h. Does not know: how a panel is
-// multiplied. Invariant: sums are cut by the shape of the weights alone and resumed exactly where they were left.
+// Used by linear_float.h; `piece_panels` by all products on vectors, `Ahead` by tile_block.h. Invariant: sums are
+// divided only by the shape of the weights, and resumed exactly where they were left.
 #pragma once
 
 #include <algorithm>
@@ -15,17 +16,17 @@
 
 namespace llmb::panels {
 
-constexpr int kOuterK = 1024;      // of x at a time, for as many panels as a piece has: it stays in the L2 cache
-constexpr int kPiecePanels = 16;   // at most in one piece of work
-constexpr int kFewRows = 4;        // up to so many wait for the memory, and not for products
-constexpr int kPieceBytes = 512 << 10;  // about this much of the weights, unless that leaves too few pieces
+constexpr int kOuterK = 1024;      // k of x at a time, for all panels of a piece: it stays in the L2 cache
+constexpr int kPiecePanels = 16;   // maximum per piece of work
+constexpr int kFewRows = 4;        // up to this many rows, memory is the bottleneck
+constexpr int kPieceBytes = 512 << 10;  // approximate size of the weights, unless that leaves too few pieces
 
-// Weights that will be needed next, fetched into the L2 cache in small steps while others are multiplied.
+// Weights that will be needed next, prefetched into the L2 cache in small steps while others are multiplied.
 struct Ahead {
     const char* at;
     int step_bytes;
 
-    // The next step, of up to kMost bytes, a line out of every kEvery bytes.
+    // The next step, of up to kMost bytes, one line out of every kEvery bytes.
     template <int kMost, int kEvery>
     void fetch() {
         for (int byte = 0; byte < kMost; byte += kEvery) __builtin_prefetch(at + byte, 0, 2);
@@ -37,13 +38,13 @@ struct Ahead {
     }
 };
 
-// k cut into the fewest parts of at most `most`, as even as can be, all but the last a multiple of 32.
+// k in the fewest parts of at most `most`, of nearly equal size, all but the last a multiple of 32.
 inline int part_of_k(int k, int most) {
     return padded_k(divide_up(k, divide_up(k, most)), 32);
 }
 
-// Panels begin..end-1 times one chunk x of rows, which are y's from first_row on. X tells its number of `rows`,
-// `k`, and whether k need not be cut (`streams`); multiply_panel knows the rest.
+// Panels begin..end-1 times one chunk x of rows, which starts at row first_row of y. X provides its number of `rows`,
+// `k`, and whether k need not be divided (`streams`); multiply_panel does the rest.
 template <class X>
 void linear_piece(const LinearOp& op, const X& x, int first_row, int begin, int end, float* sums) {
     using W = typename X::Weight;
@@ -69,15 +70,15 @@ void linear_piece(const LinearOp& op, const X& x, int first_row, int begin, int 
 // Bytes of a thread's sums for chunks of this many rows.
 inline size_t sums_bytes(int rows) { return sizeof(float) * kPiecePanels * 2 * rows * kPanel; }
 
-// How many panels a thread takes at a time, at most. Pieces are long, because memory streams best in one direction, but
-// there are some for each thread, so that all end at about the same time.
+// Maximum number of panels that a thread takes at a time. Pieces are long, because memory streams best in one
+// direction, but there are several per thread, so that all finish at about the same time.
 inline int piece_panels(const Worker& worker, int panels, size_t panel_bytes) {
     const int by_bytes = static_cast<int>(kPieceBytes / panel_bytes);
     const int by_threads = panels / (worker.size * 4);
     return worker.size == 1 ? kPiecePanels : std::clamp(std::min(by_bytes, by_threads), 1, kPiecePanels);
 }
 
-// The same for weights that are not widened: single panels where rows are many, and products keep the memory waiting.
+// The same for weights that are not widened: single panels if rows are many, so that products are the bottleneck.
 inline int piece_panels(const Worker& worker, int rows, int panels, size_t panel_bytes) {
     return rows <= kFewRows ? piece_panels(worker, panels, panel_bytes) : 1;
 }

@@ -1,8 +1,8 @@
 // y = x·Wᵀ on the CPU's tile unit, for bfloat16 or int8 weights.
 //
-// For: linear.h. Does not know: the order of memory within a block (tile_block.h). Invariant: how rows, panels and k are
-// cut depends on sizes alone and changes no result. While one unit's products are computed, the sums of the unit before
-// become y, so that the tile unit does not wait for vector arithmetic.
+// Used by linear.h. Invariant: the division of rows, panels and k depends only on sizes, and does not affect results.
+// While one unit's products are computed, the sums of the previous unit become y, so the tile unit does not wait for
+// vector arithmetic.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ namespace llmb::tile {
 
 using Quantised = int8::QuantisedRows<int8::TileOrder>;
 
-// Rows as tiles, and how many bytes lie between 16 of them and the next; int8's scales and wide elements.
+// Rows as tiles, and the stride in bytes between groups of 16; int8's scales and wide elements.
 struct TileX {
     const char* data;
     size_t stride_bytes;
@@ -45,7 +45,7 @@ class Product {
     Product(const LinearOp& op, const Plan& plan, TileX x, char* sums)
         : op_(op), plan_(plan), x_(x), sums_(sums), beside_{Finisher<Type>(op, plan, x.scales), {}} {}
 
-    // `next`: what this thread will do afterwards.
+    // next: this thread's next task.
     void run(int task, int next) {
         const int first_row = task / plan_.groups * plan_.chunk_rows;
         const int rows = std::min(plan_.chunk_rows, plan_.rows - first_row);
@@ -69,10 +69,10 @@ class Product {
     void finish() { beside_.finisher.all(); }
 
   private:
-    // What is done beside the products.
+    // The work interleaved with the products.
     struct Beside {
         Finisher<Type> finisher;
-        WideAdder wide[2];  // of the two row tiles of the block before
+        WideAdder wide[2];  // of the two row tiles of the previous block
 
         LLMB_INLINE void step() {
             finisher.step();
@@ -125,7 +125,7 @@ class Product {
         if constexpr (std::is_same_v<Type, Int8>) beside_.wide[0].all(), beside_.wide[1].all();
     }
 
-    // Lets the wide elements of a block be added beside the next one.
+    // Schedules a block's wide elements to be added during the next block.
     void add_wide(int tile, bool two, const char* w, int k, char* sums) {
         for (int i = 0; i < 2; i++) beside_.wide[i].all();
         for (int i = 0; i < (two ? 2 : 1); i++)
@@ -144,7 +144,7 @@ template <class Type>
 void multiply(Worker& worker, const LinearOp& op, const Plan& plan, TileX x, char* sums) {
     Product<Type> product(op, plan, x, sums + worker.rank * plan.sums_bytes());
     tiles_begin();
-    int taken = 0, taken_end = 0;  // but not begun: one piece late, a thread knows what it will need next
+    int taken = 0, taken_end = 0;  // but not started: being one piece behind, a thread knows what it will need next
     const auto run = [&](int next) {
         for (int task = taken; task < taken_end; task++) product.run(task, task + 1 < taken_end ? task + 1 : next);
     };
@@ -157,7 +157,7 @@ void multiply(Worker& worker, const LinearOp& op, const Plan& plan, TileX x, cha
     tiles_end();
 }
 
-// Rows of bfloat16 that are not in tiles are copied to them.
+// Copies bfloat16 rows that are not in tiles to tiles.
 inline void tile_x(Worker& worker, const LinearOp& op, int rows, bf16* tiles) {
     const int width = padded_k(op.k, Bfloat16::kDepth);
     worker.share(rows, 4, [&](int begin, int end) {

@@ -1,9 +1,9 @@
-// LoRA adapters beside linear layers: x·downᵀ in an operation of its own, before the layers that have this input; times
-// upᵀ there too, or, of many tokens, where these layers end. The layers add the result to their own.
+// LoRA adapters of linear layers. x·downᵀ is a separate operation, before the layers with this input; the product with
+// upᵀ is computed there too or, for many tokens, in the epilogue of these layers, which add the result to their own.
 //
-// For: the program's runner, and the ends of all linear layers (epilogue.h). Does not know: models, how layers multiply.
-// Invariants: what is added to a row depends on that row and its adapter alone, in float32 whatever the layer's weights
-// are; a row without an adapter, and a layer that its adapter does not change, are not touched.
+// Used by the program's runner, and by the epilogue of all linear layers (epilogue.h). Invariants: what is added to a
+// row depends only on that row and its adapter, in float32 whatever the layer's weight type; rows without an adapter,
+// and layers that an adapter does not change, are not touched.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +21,10 @@ namespace llmb {
 
 namespace lora {
 
-constexpr int kRanks = 16;  // of `down` that lie together
-constexpr int kChains = 4;  // of a sum over k: element k is added to chain k mod 4
+constexpr int kRanks = 16;  // of `down` that are stored together
+constexpr int kChains = 4;  // per sum over k: element k is added to chain k mod 4
 
-// The weights of four neighbouring k, of the ranks of one vector.
+// The weights of four adjacent k, of the ranks of one vector.
 inline void load_four(const float* w, Floats (&four)[kChains]) {
     for (int i = 0; i < kChains; i++) four[i] = load(w + i * kRanks);
 }
@@ -34,7 +34,7 @@ inline void load_four(const bf16* w, Floats (&four)[kChains]) {
         four[2 * i] = even(pairs), four[2 * i + 1] = odd(pairs);
     }
 }
-// Elements from a rank to the one that is `ranks` after it.
+// Distance in elements between a rank and the one `ranks` after it.
 inline int ranks_apart(const float*, int ranks) { return ranks; }
 inline int ranks_apart(const bf16*, int ranks) { return 2 * ranks; }
 
@@ -59,7 +59,7 @@ void shrink_rows(const float* x, size_t stride, const W* down, int k, float* con
     }
 }
 
-// Columns begin..end-1 of a row as float32, filled up with zeros to whole vectors.
+// Columns begin..end-1 of a row as float32, padded with zeros to whole vectors.
 template <class X>
 void widen(X x, int begin, int end, float* to) {
     for (int i = begin; i < end; i += kLanes) store(to + i - begin, load_some(x + i, std::min(end - i, kLanes)));
@@ -142,7 +142,7 @@ struct Block {
 // Floats from row to row of the widened x: an odd number of cache lines.
 inline size_t widened_stride(const LoraOp& op) { return (padded_k(op.split, 16) / 16 | 1) * 16; }
 
-// hidden of all tokens. Neighbours among the pieces of work have the same tokens.
+// hidden of all tokens. Consecutive pieces of work have the same tokens.
 inline void shrink(Worker& worker, const LoraOp& op, float* x) {
     const size_t stride = widened_stride(op);
     worker.share(Block::count(*op.step) * op.num_splits, 1, [&](int begin, int end) {
@@ -157,7 +157,7 @@ inline void shrink(Worker& worker, const LoraOp& op, float* x) {
     });
 }
 
-// to [rank] = the sum of a token's splits, in their order.
+// to [rank] = the sum of a token's splits, in order.
 inline void sum_splits(const LoraOp& op, const float* hidden, int rank, float* to) {
     for (int i = 0; i < rank; i += kLanes) {
         Floats total = load(hidden + i);
@@ -166,14 +166,14 @@ inline void sum_splits(const LoraOp& op, const float* hidden, int rank, float* t
     }
 }
 
-// The weights of two neighbouring ranks, of a vector of columns.
+// The weights of two adjacent ranks, for one vector of columns.
 inline void load_two(const float* up, Floats& first, Floats& second) { first = load(up), second = load(up + kPanel); }
 inline void load_two(const bf16* up, Floats& first, Floats& second) {
     const Ints pairs = load_pairs(up);
     first = even(pairs), second = odd(pairs);
 }
 
-// to[r][column] = over the ranks of hidden[r] * up[column], for R rows and one panel: sums over even and over odd ranks.
+// to[r][column] = over the ranks of hidden[r] * up[column], for R rows and one panel: sums over even and odd ranks.
 template <int R, class W>
 void expand_rows(const float* hidden, size_t stride, const W* up, int rank, float* to) {
     constexpr int kVectors = 2;
@@ -182,7 +182,7 @@ void expand_rows(const float* hidden, size_t stride, const W* up, int rank, floa
         const W* w = up + ranks_apart(up, column);
         const float* h = hidden;
         for (int i = 0; i < rank; i += 2, w += 2 * kPanel, h += 2) {
-            asm("" : "+r"(h));  // else the compiler keeps h in registers and permutes these
+            asm("" : "+r"(h));  // otherwise the compiler keeps h in registers and permutes these
             for (int line = 0; line < static_cast<int>(2 * kPanel * sizeof(W)); line += 64)
                 __builtin_prefetch(reinterpret_cast<const char*>(w) + 2048 + line, 0, 3);
             Floats first[kVectors], second[kVectors];
@@ -204,7 +204,8 @@ void expand_rows(const float* hidden, size_t stride, const W* up, int rank, floa
     }
 }
 
-// What some tokens of one adapter get in panels begin..end-1 of a layer; in the next panel, `to` is to_next floats further.
+// The contribution of one adapter to some tokens in panels begin..end-1 of a layer; for the next panel, `to` advances
+// by to_next floats.
 template <class W>
 void expand_panels(const LoraMatrices& matrices, const float* hidden, size_t stride, int tokens, int begin, int end, float* to,
                    size_t to_next) {
@@ -240,7 +241,7 @@ inline float* delta_at(const LoraOp& op, int place, int panel) {
     return op.delta + (static_cast<size_t>(panel) * kLoraDeltaTokens + place) * kPanel;
 }
 
-// delta of one block of tokens, panels begin..end-1 of one layer. hidden: room for the tokens' sums.
+// delta of one block of tokens, panels begin..end-1 of one layer. hidden: scratch for the tokens' sums.
 inline void expand_block(const LoraOp& op, const Block& block, int layer, int begin, int end, float* hidden) {
     constexpr size_t kNext = static_cast<size_t>(kLoraDeltaTokens) * kPanel;
     const LoraMatrices& matrices = block.layers[layer];
@@ -254,7 +255,7 @@ inline void expand_block(const LoraOp& op, const Block& block, int layer, int be
 
 // delta of all tokens.
 inline void expand(Worker& worker, const LoraOp& op, float* hidden) {
-    constexpr int kPanels = 32;  // of a piece of work
+    constexpr int kPanels = 32;  // per piece of work
     const int parts = divide_up(op.num_panels, kPanels);
     worker.share(Block::count(*op.step) * parts, 1, [&](int first, int last) {
         for (int number = first; number < last; number++) {
@@ -270,7 +271,7 @@ inline void expand(Worker& worker, const LoraOp& op, float* hidden) {
     });
 }
 
-// hidden of all tokens: the sum of the splits in place of the first one.
+// hidden of all tokens: the sum of the splits replaces the first one.
 inline void sum_all_splits(Worker& worker, const LoraOp& op) {
     const LoraStep& step = *op.step;
     worker.share(step.num_tokens, kLoraBlock, [&](int begin, int end) {
@@ -286,8 +287,8 @@ inline bool has_delta(const LoraStep& step) { return step.num_tokens <= kLoraDel
 
 }  // namespace lora
 
-// What rows first..first+rows-1 (kLoraBlock at most) of a linear operation get in one panel, of the second weight or of the
-// first: to be made before the panel is multiplied.
+// The adapters' contribution to rows first..first+rows-1 (at most kLoraBlock) of a linear operation in one panel, of
+// the second weight or the first. Must be constructed before the panel is multiplied.
 class LoraRows {
   public:
     LoraRows() = default;
@@ -300,7 +301,7 @@ class LoraRows {
         find(*op.lora, op.lora_panel + panel + (second ? num_panels(op.n) : 0), first, rows);
     }
 
-    // To x·Wᵀ + bias of row first + r.
+    // Adds to x·Wᵀ + bias of row first + r.
     LLMB_INLINE void add(int r, Floats* y) const {
         if (!has_any_ || at_[r] == nullptr) return;
         for (int v = 0; v < kPanel / kLanes; v++) y[v] += load(at_[r] + v * kLanes);
@@ -319,7 +320,7 @@ class LoraRows {
         }
     }
 
-    // Runs of neighbours that have one adapter together.
+    // Handles runs of adjacent tokens with the same adapter together.
     void expand(const LoraOp& op, int panel, const int32_t* places, int rows) {
         const LoraStep& step = *op.step;
         const int layer = lora::layer_of(op, panel), of_layer = panel - op.first_panels[layer];
@@ -338,7 +339,7 @@ class LoraRows {
     alignas(64) float own_[kLoraBlock * kPanel];
 };
 
-// What one thread needs.
+// Scratch memory per thread.
 inline size_t lora_thread_bytes(const LoraOp& op) {
     return sizeof(float) * kLoraBlock * std::max(lora::widened_stride(op), static_cast<size_t>(op.max_rank));
 }

@@ -1,7 +1,7 @@
-// Memory on huge pages, which the CPU reads about a quarter faster than memory on small ones.
+// Memory on huge pages, which the CPU reads about a quarter faster than memory on small pages.
 //
-// For: scratch here, weights and KV memory through Python. Does not know: what lies in it. Invariant: memory is zero when
-// it is handed out, and costs no physical page before it is written.
+// Used for scratch memory here; for weights and KV memory through Python. Invariant: memory is zeroed when allocated,
+// and committed only when first written.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ constexpr size_t kHugePage = size_t{2} << 20;
 
 inline size_t whole_pages(size_t bytes) { return (bytes + kHugePage - 1) / kHugePage * kHugePage; }
 
-// Null when there is none. Free with release_memory and the same size.
+// Null if there is none. Free with release_memory and the same size.
 inline void* acquire_memory(size_t bytes) {
 #if defined(__linux__)
     const size_t size = whole_pages(bytes);
@@ -44,7 +44,7 @@ inline void release_memory(void* memory, size_t bytes) {
 #endif
 }
 
-// Memory that grows and is kept from call to call. Its contents do not outlive a call of at_least that grows it.
+// Memory that grows and is kept across calls. Contents are lost when at_least grows it.
 class Scratch {
   public:
     Scratch() = default;
@@ -68,7 +68,7 @@ class Scratch {
     size_t bytes_ = 0;
 };
 
-// Cuts arrays from a block of memory; from a null block, only counts the bytes.
+// Carves arrays from a block of memory; with a null block, only counts the bytes.
 class Carver {
   public:
     explicit Carver(char* memory) : memory_(memory) {}

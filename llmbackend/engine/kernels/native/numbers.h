@@ -1,7 +1,7 @@
-// Vectors of float32 and the storage types around them, for the instruction set that this file is compiled for.
+// Vectors of float32 and related storage types, for the instruction set that this file is compiled for.
 //
-// For: all kernels. Does not know: tensors. Invariant: an operation rounds the same way in every function that uses it:
-// the library is compiled with -ffp-contract=off, and fma() is a fused operation exactly where the CPU has one.
+// Used by all kernels. Invariant: an operation rounds the same way in every function that uses it: the library is
+// compiled with -ffp-contract=off, and fma() is fused exactly if the CPU has fused operations.
 #pragma once
 
 #include <cmath>
@@ -40,7 +40,7 @@ inline float to_float(bf16 x) {
     return f;
 }
 
-// Rounds to nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; NaNs are preserved.
 inline bf16 to_bf16(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -51,7 +51,7 @@ inline bf16 to_bf16(float x) {
 inline void set(float& to, float from) { to = from; }
 inline void set(bf16& to, float from) { to = to_bf16(from); }
 
-inline Floats splat(float x) { return x - Floats{}; }  // minus zero changes nothing, not even -0, so it costs nothing
+inline Floats splat(float x) { return x - Floats{}; }  // subtracting zero changes nothing, not even -0, so it is free
 
 inline Floats load(const float* p) {
     Floats v;
@@ -74,7 +74,7 @@ inline Floats load(const bf16* p) {
 #endif
 }
 
-// Rounds like to_bf16; the CPU's own conversion counts numbers next to zero as zero.
+// Rounds like to_bf16; the CPU's own conversion flushes subnormal numbers to zero.
 inline void store(bf16* p, Floats v) {
 #if defined(__AVX512BF16__)
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
@@ -115,7 +115,7 @@ inline float fma(float a, float b, float c) {
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
 
-// Halves the vector again and again: one fixed order of additions.
+// Halves the vector repeatedly: a fixed order of additions.
 inline float sum(Floats v) {
     alignas(64) float lanes[kLanes];
     store(lanes, v);
@@ -133,8 +133,8 @@ inline Floats load_some(const X* p, int count) {
     return load(some);
 }
 
-// A sum over x[i]: element i is added to sum i % 64, for every vector width, and the 64 sums are halved again and again.
-// add(sum, v): with the terms of v; `fill` is in the place of elements beyond n.
+// A sum over x[i]: element i is added to sum i % 64, for every vector width, and the 64 sums are halved repeatedly.
+// add(sum, v) adds the terms of v; fill: replaces elements beyond n.
 template <class Add>
 inline float sum_by_64(const float* x, int n, float fill, Add&& add) {
     constexpr int kSums = 64, kVectors = kSums / kLanes;
@@ -177,7 +177,7 @@ inline float max(Floats v) {
 #endif
 }
 
-// The lanes that are not zero, lane 0 in the lowest bit.
+// Mask of the nonzero lanes, lane 0 in the lowest bit.
 inline uint32_t not_zero(Ints v) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)v, (__m512i)v);
@@ -190,7 +190,7 @@ inline uint32_t not_zero(Ints v) {
 #endif
 }
 
-// In a vector of pairs of bf16 (one pair per 32-bit lane): the even and the odd element of each pair, widened.
+// For a vector of pairs of bf16 (one pair per 32-bit lane): the even and the odd element of each pair, widened.
 inline Floats even(Ints pairs) { return (Floats)(pairs << 16); }
 inline Floats odd(Ints pairs) { return (Floats)(pairs & static_cast<int32_t>(0xffff0000)); }
 
@@ -201,14 +201,14 @@ inline Ints load_pairs(const bf16* p) {
 }
 
 #if defined(LLMB_BF16_DOTS)
-// c + the products of the pairs in a and b; numbers next to zero count as zero.
+// c + the products of the pairs in a and b; subnormal numbers count as zero.
 inline Floats dot(Ints a, Ints b, Floats c) {
     return (Floats)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
 }
 #endif
 
-// e^x for x up to 88, and exactly 1 and 0 for zero and for x below -87.33; relative error below 2e-7 near zero, 2e-6 at
-// -87. A NaN becomes 0. One definition for all libraries with fused operations.
+// e^x for x up to 88, exactly 1 for zero and exactly 0 for x below -87.33; relative error below 2e-7 near zero, 2e-6 at
+// -87. NaN becomes 0. One definition for all libraries with fused operations.
 inline Floats exp(Floats x) {
     const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
     const Floats log2e = splat(1.44269504f);
@@ -225,6 +225,15 @@ inline Floats exp(Floats x) {
     const Floats scaled = p * (Floats)(((Ints)shifted - (Ints)magic + 127) << 23);
     return x > low ? scaled : Floats{};
 #endif
+}
+
+// x, made opaque to the compiler. GCC reassociates integer sums: it computes all products first and, with only 16 registers,
+// spills them.
+LLMB_INLINE inline Ints pinned(Ints x) {
+#if defined(__x86_64__) && !defined(__AVX512F__)
+    asm("" : "+x"(x));
+#endif
+    return x;
 }
 
 }  // namespace llmb

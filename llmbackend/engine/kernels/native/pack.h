@@ -1,8 +1,7 @@
-// Weights into panels of 32 output columns, the layout that the linear layer's kernels stream (see LinearOp).
+// Packs weights into panels of 32 output columns, the layout that the linear layer's kernels stream (see LinearOp).
 //
-// For: loading a model, once per weight. Does not know: how panels are multiplied. Invariant: every element of the packed
-// memory is written, the padding with zeros; a weight that fits the packed type is stored exactly, others are rounded to
-// nearest.
+// Used when a model is loaded, once per weight. Invariant: every element of the packed memory is written, the padding
+// with zeros; a weight that fits the packed type is stored exactly, others are rounded to nearest.
 #pragma once
 
 #include <algorithm>
@@ -19,24 +18,24 @@
 namespace llmb {
 
 constexpr int kPanel = 32;   // columns
-constexpr int kPairPad = 32;  // bfloat16 panels hold a multiple of this many k
+constexpr int kPairPad = 32;  // bfloat16 panels have a multiple of this many k
 
 constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
 inline int num_panels(int n) { return divide_up(n, kPanel); }
 inline int padded_k(int k, int multiple) { return (k + multiple - 1) / multiple * multiple; }
 
-// Elements from one panel to the next.
+// Elements per panel.
 inline size_t panel_size(const float*, int k) { return static_cast<size_t>(k) * kPanel; }
 inline size_t panel_size(const bf16*, int k) { return static_cast<size_t>(padded_k(k, kPairPad)) * kPanel; }
 
-// Where element (k, column) lies in its panel.
+// Index of element (k, column) in its panel.
 inline size_t panel_index(const float*, int k, int column) { return static_cast<size_t>(k) * kPanel + column; }
 inline size_t panel_index(const bf16*, int k, int column) {
     return (static_cast<size_t>(k / 2) * kPanel + column) * 2 + k % 2;
 }
 
-// One panel from `columns` rows of the weight. Goes in steps of a few k, so that what is read and what is written both
-// stay in the L1 cache.
+// One panel from `columns` rows of the weight, in steps of a few k, so that what is read and written stays in the L1
+// cache.
 template <class From, class To>
 void pack_panel(const From* weight, int64_t stride, int columns, int k, To* panel) {
     constexpr int kStep = 32;
@@ -52,8 +51,7 @@ void pack_panel(const From* weight, int64_t stride, int columns, int k, To* pane
     }
 }
 
-// The same where nothing is converted: pairs of neighbours in a row stay pairs, so a panel is a matrix of pairs,
-// transposed.
+// The same without conversion: adjacent pairs in a row stay pairs, so a panel is a transposed matrix of pairs.
 inline void pack_panel(const bf16* weight, int64_t stride, int columns, int k, bf16* panel) {
     constexpr int kStep = 16;  // pairs
     const int pairs = k / 2, pairs_end = padded_k(k, kPairPad) / 2;
@@ -91,7 +89,7 @@ void pack_from(Worker& worker, const From* weight, int n, int k, int64_t stride,
     if (packed_type == Type::kBfloat16) pack_panels(worker, weight, n, k, stride, static_cast<bf16*>(packed));
 }
 
-// scale and sums as step.h describes them.
+// scale and sums: as in step.h.
 inline void pack(Worker& worker, const void* weight, Type type, int n, int k, int64_t stride, void* packed,
                  Type packed_type, float* scale, int32_t* sums) {
     if (packed_type == Type::kInt8) return pack_int8(worker, weight, type, n, k, stride, packed, scale, sums);

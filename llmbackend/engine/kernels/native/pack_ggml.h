@@ -1,7 +1,7 @@
-// Weights in the types of GGUF files into panels, every number, scale and minimum as it is.
+// Packs weights of GGUF types into panels, with every number, scale and minimum unchanged.
 //
-// For: loading a model. Does not know: products. Invariant: every byte of the packed memory is written; what fills up the
-// last panel is zero.
+// Used when a model is loaded. Invariant: every byte of the packed memory is written; the padding of the last panel is
+// zero.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace llmb::ggml {
 
-// Adds 8 quads of numbers of one column to a unit of zeros.
+// Adds 8 quads of numbers of one column to a zeroed unit.
 inline void put_unit(const Form& form, const uint8_t* numbers, int column, uint8_t* unit) {
     const uint32_t low_mask = 0x01010101u * ((1u << form.low) - 1), high_mask = 0x01010101u * ((1u << form.high) - 1);
     const auto add = [&](int row, uint32_t bits) {
@@ -49,7 +49,7 @@ inline void put_block(const Form& form, const Block& block, int column, uint8_t*
 
 namespace llmb {
 
-// blocks: [n][k / block] as in a file; packed: in panels as step.h describes them.
+// blocks: [n][k / block] as in a file; packed: in panels as in step.h.
 inline void pack_ggml(Worker& worker, const uint8_t* blocks, Type type, int n, int k, uint8_t* packed) {
     using namespace ggml;
     const Form form = form_of(type);
@@ -66,7 +66,7 @@ inline void pack_ggml(Worker& worker, const uint8_t* blocks, Type type, int n, i
     });
 }
 
-// The values of `count` blocks of a file.
+// The values of `count` blocks from a file.
 inline void unpack_ggml(const uint8_t* blocks, Type type, int64_t count, float* values) {
     using namespace ggml;
     const Form form = form_of(type);

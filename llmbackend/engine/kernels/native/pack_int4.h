@@ -1,10 +1,9 @@
-// Weights of 4 bits in groups of 32 along k: their layout, and rounding to it.
+// 4-bit weights in groups of 32 along k: their layout, and rounding to it.
 //
-// For: pack.h, linear_int4.h. Does not know: products. Invariant: numbers and scales are the same on every instruction
-// set.
+// Used by pack.h and linear_int4.h. Invariant: numbers and scales are the same on every instruction set.
 //
-// The 16 steps of a group go from its smallest element to its largest one (kInt4Min), or from the element with the largest
-// magnitude, which becomes -8, through zero (kInt4). The other elements are rounded to the nearest step.
+// The 16 steps of a group range from its smallest element to its largest (kInt4Min), or from the element with the
+// largest magnitude, which becomes -8, through zero (kInt4). The other elements are rounded to the nearest step.
 #pragma once
 
 #include <algorithm>
@@ -21,15 +20,15 @@
 
 namespace llmb::int4 {
 
-constexpr int kGroup = 32;                                   // of k
-constexpr int kZero = 8;                                     // the number that stands for 0
-constexpr int kGroupBytes = int8::kColumns * kGroup / 2;     // of a panel
+constexpr int kGroup = 32;                                   // k
+constexpr int kZero = 8;                                     // the number that represents 0
+constexpr int kGroupBytes = int8::kColumns * kGroup / 2;     // per panel
 
 inline int num_groups(int k) { return int8::padded_k(k) / kGroup; }
 
-// One group of one column: w = scale * (number - zero) or, of kInt4Min, scale * number + min.
+// One group of one column: w = scale * (number - zero) or, for kInt4Min, scale * number + min.
 struct Group {
-    uint8_t numbers[kGroup];  // beyond the group's elements, the nearest to 0
+    uint8_t numbers[kGroup];  // beyond the group's elements, the number nearest to 0
     uint16_t scale;           // float16
     uint16_t min = 0;
 };
@@ -55,7 +54,7 @@ Group round_group(const W* weights, int count, bool has_min) {
     return group;
 }
 
-// Puts the numbers of one group of one column into its panel: low halves of bytes have the first quad of eight.
+// Stores the numbers of one group of one column in its panel: low nibbles contain the first quad of eight.
 inline void put_group(const uint8_t* numbers, int column, uint8_t* group) {
     for (int i = 0; i < kGroup; i += 8)
         for (int byte = 0; byte < 4; byte++)
@@ -63,7 +62,7 @@ inline void put_group(const uint8_t* numbers, int column, uint8_t* group) {
                 static_cast<uint8_t>(numbers[i + byte] | numbers[i + 4 + byte] << 4);
 }
 
-// mins: null without minima.
+// mins: null = without minima.
 template <class W>
 void pack_column(const W* weights, int k, int column, uint8_t* panel, uint16_t* scales, uint16_t* mins) {
     for (int i = 0; i < num_groups(k); i++) {
@@ -79,8 +78,8 @@ void pack_column(const W* weights, int k, int column, uint8_t* panel, uint16_t* 
 
 namespace llmb {
 
-// In panels as step.h describes them; mins: null of kInt4. The memory is zero, and with it the scales and minima of the
-// columns that fill up the last panel.
+// In panels as in step.h; mins: null for kInt4. The memory must be zeroed, which provides the scales and minima of the
+// last panel's padding.
 inline void pack_int4(Worker& worker, const void* weight, Type type, int n, int k, int64_t stride, void* packed,
                       uint16_t* scale, uint16_t* mins) {
     using namespace int4;

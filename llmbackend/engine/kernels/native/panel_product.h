@@ -1,7 +1,7 @@
-// Rows times panels of a linear layer whose rows are quantised and whose sums are float32: what its kernels share.
+// Rows times panels of a linear layer with quantised rows and float32 sums: the code shared by its kernels.
 //
-// For: linear_int4.h, linear_ggml.h. Does not know: how a block of rows is multiplied, but that tiles take larger ones. Invariant: an element's operations
-// depend on its own sums alone, which the cutting into blocks, chunks and tasks does not change.
+// Used by linear_int4.h and linear_ggml.h. Invariant: an element's operations depend only on its own sums, whatever the
+// division into blocks, chunks and tasks.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ inline PanelRow scaled(const float* sums, float scale, const FloatColumns& colum
     return row;
 }
 
-// Adds a row's wide elements (quantise_int8.h) to its sums of one panel, which stay in registers meanwhile.
+// Adds a row's wide elements (quantise_int8.h) to its sums of one panel, which are in registers meanwhile.
 template <class Rows, class Add>
 LLMB_INLINE inline void add_each_wide(const Rows& x, int row, float* sums, Add&& add) {
     const int count = x.num_wide[row];
@@ -33,8 +33,8 @@ LLMB_INLINE inline void add_each_wide(const Rows& x, int row, float* sums, Add&&
     for (int v = 0; v < kPanelVectors; v++) store(sums + v * kLanes, own.v[v]);
 }
 
-// Rows first..last-1 times one panel, in blocks of equal height, near enough. multiply(row, rows, second, sums): the sums
-// [rows][kPanel] of a block, of the second weight or of the first. scales: of all rows.
+// Rows first..last-1 times one panel, in blocks of nearly equal height. multiply(row, rows, second, sums): computes the
+// sums [rows][kPanel] of a block, of the second weight or the first. scales: of all rows.
 template <int kMaxBlock, class Multiply>
 void multiply_blocks(const LinearOp& op, int first, int last, int panel, const float* scales, Multiply&& multiply) {
     const int height = divide_up(last - first, divide_up(last - first, kMaxBlock));
@@ -64,7 +64,7 @@ void multiply_blocks(const LinearOp& op, int first, int last, int panel, const f
     }
 }
 
-// The same, of blocks for vectors and, where tiles would not be mostly empty, of larger ones for these.
+// The same, in blocks for vectors, and in larger blocks for tiles if there are enough rows to fill one.
 constexpr int kTiledRows = 64;
 template <int kMaxBlock, class Multiply>
 void multiply_rows(const LinearOp& op, int first, int last, int panel, const float* scales, Multiply&& multiply) {
@@ -79,7 +79,7 @@ void multiply_rows(const LinearOp& op, int first, int last, int panel, const flo
     multiply_blocks<kMaxBlock>(op, first, last, panel, scales, multiply);
 }
 
-// Calls run(first row, last row, panel) for all chunks of rows and all panels, in tasks that threads share.
+// Calls run(first row, last row, panel) for all chunks of rows and all panels, in tasks shared by threads.
 template <class Plan, class Run>
 void share_panels(Worker& worker, const LinearOp& op, const Plan& plan, size_t panel_bytes, Run&& run) {
     const int count = num_panels(op.n);

@@ -1,7 +1,7 @@
-// The rate at which this library's multiplications could run: as a linear layer issues them, on registers alone.
+// The rate at which this library's multiplications could run: issued as in a linear layer, but only on registers.
 //
-// For: benchmarks, which state what the kernels reach as a share of it. Does not know: memory. Invariant: the number of
-// sums is that of a block of rows of the same type, so that none of them waits for itself.
+// Used by benchmarks, which report the kernels' speed as a share of it. Invariant: there are as many sums as in a block
+// of rows of the same type, so none of them waits for itself.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ namespace llmb {
 #define LLMB_ANY_VECTOR "+w"
 #endif
 
-// `kSums` chains of `multiply`, `steps` long, of which the compiler cannot leave out any.
+// `kSums` chains of `multiply`, `steps` long, none of which the compiler can remove.
 template <int kSums, class V, class Multiply>
 inline void peak_loop(int64_t steps, Multiply multiply) {
     V sums[kSums] = {};
@@ -53,7 +53,7 @@ inline int64_t tile_peak(Type weights, int64_t steps) {
 }
 #endif
 
-// Runs `steps` steps; the number of multiplications and additions.
+// Runs `steps` steps; returns the number of multiplications and additions.
 inline int64_t peak(Type weights, int64_t steps) {
 #if defined(LLMB_HAS_TILES)
     if (weights != Type::kFloat32) return tile_peak(weights, steps);

@@ -1,13 +1,12 @@
-// int8: a row of numbers, of weights or of activations, becomes integers and one scale.
+// int8 quantisation: a row of weights or of activations becomes integers and one scale.
 //
-// For: packing weights here, activations in linear_int8.h. Does not know: products. Invariants: integers and scales are
-// the same on every instruction set; a row with a NaN or an infinity gets the scale NaN.
+// Used for packing weights here, and for activations in linear_int8.h. Invariants: integers and scales are the same on
+// every instruction set; a row with a NaN or an infinity gets the scale NaN.
 //
 // Weights: q = round(x * 127 / max|x|), ties to even. Activations: the same with a narrow limit in place of max|x|.
 // Real models have rows with a few elements that are tens to thousands of times larger than the others ("massive
-// activations", arXiv 2402.17762); a scale for those would round all others to zero. So the limit follows the
-// typical magnitude, and an element beyond it keeps its whole integer, in two parts: 127 of it among the int8, the rest
-// in a list.
+// activations", arXiv 2402.17762); a scale for those would round all others to zero. So the limit follows the typical
+// magnitude, and an element beyond it keeps its whole integer in two parts: 127 among the int8, the rest in a list.
 #pragma once
 
 #include <algorithm>
@@ -27,13 +26,13 @@ constexpr int kColumns = 32;  // of a panel of packed weights
 inline int padded_k(int k) { return (k + 63) / 64 * 64; }
 
 struct Magnitudes {
-    float largest;  // of a row with an infinity or a NaN: one of these
+    float largest;  // one of these, if the row has an infinity or a NaN
     float mean;
-    float typical;  // a mean that a few huge elements do not change
+    float typical;  // a mean that is robust against a few huge elements
 };
 
-// `x`: a pointer, or a row of tiles. Element i is added to sum i % 64, for every vector width. Of two sums, i and i + 32, the smaller one stands
-// for both in the typical magnitude.
+// x: a pointer, or a row of tiles. Element i is added to sum i % 64, for every vector width. Of each two sums i and i +
+// 32, the smaller one counts twice in the typical magnitude.
 template <class X>
 inline Magnitudes magnitudes(X x, int k) {
     constexpr int kSums = 64, kVectors = kSums / kLanes;
@@ -64,7 +63,7 @@ inline Magnitudes magnitudes(X x, int k) {
     return {largest, sum(sums[0]) / static_cast<float>(k), sum(smaller[0]) * 2 / static_cast<float>(k)};
 }
 
-// A row's scale, and the factor that quantises it. Nothing but zeros (or next to it): both zero. Not finite: a NaN.
+// A row's scale, and the factor that quantises it. All zeros (or subnormal): both zero. Not finite: NaN.
 struct Scale {
     float scale;
     float factor;
@@ -77,19 +76,19 @@ struct Scale {
     }
 };
 
-// The narrow limit in typical magnitudes; Gaussian rows stay below both. A lower one rounds finer and makes more elements
-// wide. Beside weights of 8 bits, whose own rounding is coarser, the higher one costs nothing that counts.
+// The narrow limit in typical magnitudes; Gaussian rows stay below both. A lower one rounds finer but makes more
+// elements wide. With 8-bit weights, whose own rounding is coarser, the higher one costs no significant accuracy.
 constexpr float kNarrow = 12.0f;
 constexpr float kNarrowFine = 7.0f;
-constexpr int kWideEvery = 32;   // at most one element of so many is wide: that bounds what they cost
+constexpr int kWideEvery = 32;   // at most one element of this many is wide, which limits the cost
 
-// The magnitude that becomes 127 in a row of activations. It is no smaller than the mean, so a row's integers have a
-// magnitude of at most 127 on average, and its products with weights add up to less than 2^31 for a k up to 130,000.
+// The magnitude that becomes 127 in a row of activations. It is at least the mean, so a row's integers have a magnitude
+// of at most 127 on average, and its products with weights add up to less than 2^31 for a k up to 130,000.
 inline float narrow_limit(const Magnitudes& row, float narrow) {
     return std::min(std::max(row.typical * narrow, row.mean), row.largest);
 }
 
-// What an element has beyond 127 or -127.
+// The excess of an element over 127 or -127.
 struct Wide {
     int32_t k;
     int32_t rest;
@@ -128,7 +127,7 @@ inline void pack_int8(Worker& worker, const void* weight, Type type, int n, int 
     };
     worker.share((n + kColumns - 1) / kColumns, 1, [&](int begin, int end) {
         for (int panel = begin; panel < end; panel++) {
-            if (panel == n / kColumns)  // the last panel, not full
+            if (panel == n / kColumns)  // the last, partial panel
                 std::memset(static_cast<char*>(packed) + static_cast<size_t>(panel) * kColumns * padded_k(k), 0,
                             static_cast<size_t>(kColumns) * padded_k(k));
             for (int column = panel * kColumns; column < std::min(n, (panel + 1) * kColumns); column++) {

@@ -1,7 +1,7 @@
 // The int8 integers of a row of bfloat16 tiles, a cache line at a time, for CPUs with AVX-512.
 //
-// For: quantised_rows.h. Does not know: how rows are shared out. Invariant: what it computes is what quantise_int8.h
-// defines, bit by bit: even and odd elements are summed apart, which the order of sums there allows.
+// Used by quantised_rows.h. Invariant: computes what quantise_int8.h defines, bit by bit: even and odd elements are
+// summed separately, which the order of sums there allows.
 #pragma once
 
 #include <bit>
@@ -55,8 +55,8 @@ class LineQuantiser {
         if (i < padded_k(k)) put(i, Ints{}, Ints{});
     }
 
-    // For a row with elements beyond `limit`. What they have beyond 127 goes to `wide`, as long as there is room; returns
-    // how many there are.
+    // For a row with elements beyond `limit`. Their excess over 127 goes to `wide`, as far as it has space; returns
+    // their number.
     int with_wide(int k, float limit, Wide* wide, int room) const {
         const __m512i most = _mm512_set1_epi16(static_cast<int16_t>(std::bit_cast<uint32_t>(limit) >> 16));
         const Ints no_signs = Ints{} + 0x7fff7fff;

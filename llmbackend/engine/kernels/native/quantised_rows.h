@@ -1,7 +1,7 @@
 // Rows of activations as int8 integers with one scale each (quantise_int8.h), in the order that a kernel reads.
 //
-// For: the int8 linear layers. Does not know: products. Invariants: a row depends on that row of x alone; its integers are
-// the same in every order.
+// Used by the int8 linear layers. Invariants: a row depends only on that row of x; its integers are the same in every
+// order.
 #pragma once
 
 #include <algorithm>
@@ -47,14 +47,14 @@ inline void store_quantised(int8_t* p, Ints q) {
 #endif
 }
 
-// Quads in the order 0 2 1 3, which the even and odd bytes of the weights meet in pairs.
+// Quads in the order 0 2 1 3, to match the even and odd bytes of the weights in pairs.
 inline void store_quantised(int16_t* p, Ints q) {
     constexpr int kOrder[4] = {0, 2, 1, 3};
     for (int i = 0; i < kLanes; i++) p[(i & ~3) + kOrder[i & 3]] = static_cast<int16_t>(q[i]);
 }
 
-// How the kernels on vectors read them: row by row. Their stride is an odd number of cache lines, so that a block of rows
-// spreads over all cache sets.
+// The order for the kernels on vectors: row by row. The stride is an odd number of cache lines, so that a block of rows
+// is spread over all cache sets.
 struct VectorOrder {
 #if defined(LLMB_HAS_VNNI)
     using Stored = uint8_t;
@@ -107,7 +107,7 @@ struct QuantisedRows {
         else fill(row, TileRow<const bf16>(static_cast<const bf16*>(op.x), row, op.x_stride), op.k);
     }
 
-    // Adds what wide elements have beyond 127 to the sums of their groups of so many k.
+    // Adds the excess of wide elements over 127 to the sums of their groups of this many k.
     void add_rests(int row, int group, int32_t* sums) const {
         for (int i = 0; i < num_wide[row]; i++) sums[wide_of(row)[i].k / group] += wide_of(row)[i].rest;
     }
@@ -139,7 +139,7 @@ struct QuantisedRows {
         else quantise_row(x, k, chosen.factor, [&](int i, Ints q) { store_quantised(out + i, q); });
     }
 
-    // False: too many elements are beyond the limit.
+    // False = too many elements are beyond the limit.
     template <class X>
     bool fill_wide(int row, X x, int k, float limit) {
         const Scale chosen(limit);
@@ -151,7 +151,7 @@ struct QuantisedRows {
         return num_wide[row] <= most_wide;
     }
 
-    // How many elements are beyond the limit; `own` has room for most_wide.
+    // Returns how many elements are beyond the limit; `own` has space for most_wide.
     template <class X, class Out>
     int quantise_with_wide(X x, int k, float factor, Out out, Wide* own) const {
         int count = 0;

@@ -1,11 +1,10 @@
-// Candidates for a draw in the order (logit descending, id ascending), sorted only where a query needs it.
+// Candidates for a draw in the order (logit descending, id ascending), sorted only as far as a query needs it.
 //
-// For: sampling. Does not know: where the candidates come from, what limits mean. Invariant: answers are those of a full
-// sort followed by running float64 sums; only the grouping of the sums depends on how the order was found, and that is a
-// function of the candidates alone.
+// Used by sampling. Invariant: answers are those of a full sort followed by cumulative float64 sums; only the grouping
+// of the sums depends on how the order was found, and that is a function of the candidates alone.
 //
-// The candidates lie in segments, each segment's above all of the next. A query for a place in the order splits the
-// segment that holds it around a pivot until that segment is small enough to be sorted.
+// The candidates are in segments, each above the next. A query for a position in the order splits the segment that
+// contains it around a pivot until it is small enough to be sorted.
 #pragma once
 
 #include <algorithm>
@@ -28,13 +27,13 @@ inline Ints lane_numbers() {
     return v;
 }
 
-// There is room to read and write a vector beyond the last.
+// A vector beyond the last candidate may be read and written.
 struct Candidates {
     float* logits;
     int32_t* ids;
     int count;
 
-    // Appends the first `size` of a vector's lanes where they are chosen (lanes of -1, not 0).
+    // Appends those of the first `size` lanes that are chosen (lanes of -1, not 0).
     void push(Floats v, Ints numbers, Ints chosen, int size = kLanes) {
 #if defined(__AVX512F__)
         const __mmask16 mask = _mm512_test_epi32_mask((__m512i)chosen, (__m512i)chosen) & ((1u << size) - 1);
@@ -86,8 +85,8 @@ class Ranking {
         return total;
     }
 
-    // The first place whose running sum, itself included, is at least the target (or, with `beyond`, above it); the last
-    // place if none is. Everything up to it is then where it belongs, segment by segment.
+    // The first position whose cumulative sum, its own weight included, is at least the target (or, with `beyond`,
+    // above it); the last position if none is. Everything up to it is then in the right segment.
     int first_reaching(double target, bool beyond) {
         double before = 0;
         for (int s = 0;;) {
@@ -105,7 +104,7 @@ class Ranking {
         }
     }
 
-    // Sorts what is left, all of it.
+    // Sorts everything that is left.
     void sort_all() {
         const int end = count_ ? segments_[count_ - 1].end : 0;
         sort(0, end);
@@ -114,13 +113,13 @@ class Ranking {
   private:
     static constexpr double kUnknown = -1;
     static constexpr int kSmall = 128;        // a segment of at most this size is sorted
-    static constexpr int kSampled = 24;       // after so many splits, pivots are halves of the numbers' range, which
-    static constexpr int kMaxSegments = 192;  // bounds the splits of a search by the bits of a number
+    static constexpr int kSampled = 24;       // after this many splits, pivots halve the numbers' range, which
+    static constexpr int kMaxSegments = 192;  // limits the splits of a search by the bits of a number
 
     struct Segment {
         int begin, end;
         double mass;
-        float low, high;  // smallest and largest logit, once looked at
+        float low, high;  // smallest and largest logit, once determined
         bool sorted;
     };
 
@@ -136,10 +135,10 @@ class Ranking {
         return segment.mass;
     }
 
-    // Of the candidates at `place` and after it; there is room to read beyond the last.
+    // Of the candidates from `place` on; may read beyond the last.
     Floats weights(int place) const { return exp(load(all_.logits + place) - splat(peak_)); }
 
-    // Sorts a segment that is small or all alike; otherwise finds its smallest and largest logit.
+    // Sorts a segment that is small or has equal logits; otherwise finds its smallest and largest logit.
     bool sorted(Segment& segment) {
         if (segment.sorted) return true;
         const float* logits = all_.logits;
@@ -156,7 +155,7 @@ class Ranking {
             segment.high = std::max(segment.high, logits[i]);
             segment.low = std::min(segment.low, logits[i]);
         }
-        segment.sorted = segment.low == segment.high;  // a split keeps the order of ids
+        segment.sorted = segment.low == segment.high;  // a split preserves the order of ids
         if (!segment.sorted && segment.end - segment.begin <= kSmall) {
             sort(segment.begin, segment.end);
             segment.sorted = true;
@@ -164,7 +163,7 @@ class Ranking {
         return segment.sorted;
     }
 
-    // Unsigned numbers in the reverse order of floats; both zeros are one.
+    // Unsigned numbers in the reverse order of floats; both zeros are equal.
     static uint32_t key(float x) {
         x += 0.0f;
         uint32_t bits;
@@ -189,7 +188,7 @@ class Ranking {
         }
     }
 
-    // Splits a segment in two, neither of them empty; `share` of it, by mass or by number, is wanted above.
+    // Splits a segment into two nonempty ones; `share` of it, by mass or by number, should be above.
     void split(int s, double share, bool by_mass) {
         Segment& segment = segments_[s];
         float pivot = count_ < kSampled ? sampled_pivot(segment, share, by_mass)
@@ -202,7 +201,7 @@ class Ranking {
         segments_[s + 1] = {middle, segments_[s + 1].end, kUnknown, 0, 0, false};
     }
 
-    // From some logits of the segment, evenly spread: the one at `share` of their mass or number.
+    // From some evenly spaced logits of the segment: the one at `share` of their mass or number.
     float sampled_pivot(const Segment& segment, double share, bool by_mass) const {
         constexpr int kSamples = 32;
         float samples[kSamples], sizes[kSamples];
@@ -218,7 +217,7 @@ class Ranking {
         return samples[i];
     }
 
-    // Moves logits that are not below the pivot to the front, both sides in the order they had. Returns how far.
+    // Moves logits not below the pivot to the front, preserving the order on both sides. Returns the border.
     int partition(int begin, int end, float pivot) {
         Candidates above{all_.logits, all_.ids, begin}, below{spare_.logits, spare_.ids, 0};
         for (int i = begin; i < end; i += kLanes) {
@@ -243,7 +242,7 @@ class Ranking {
         return segment.begin + i;
     }
 
-    // All weights are the same: the place is a quotient, give or take one.
+    // All weights are equal: the position is a quotient, give or take one.
     int walk_equal(const Segment& segment, double before, double target, bool beyond) const {
         const double weight = weights(segment.begin)[0];
         const int last = segment.end - segment.begin - 1;

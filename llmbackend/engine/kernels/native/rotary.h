@@ -1,8 +1,8 @@
 // Head norms, rotary embedding and the write of keys and values to their slots: one pass over a token.
 //
-// For: the step's program, between the QKV product and attention. Does not know: rows, block tables, scores. Invariants:
-// a token's result depends on that token alone; what is written to KV memory is finite, because a leftover NaN in a
-// reused block would spoil another request's output (zero weight times NaN is NaN).
+// Used by the step's program, between the QKV product and attention. Invariants: a token's result depends only on that
+// token; what is written to KV memory is finite, because a leftover NaN in a reused block would spoil another request's
+// output (zero weight times NaN is NaN).
 #pragma once
 
 #include <algorithm>
@@ -22,13 +22,13 @@ namespace llmb {
 
 constexpr float kLargestBf16 = 3.38953139e38f;
 
-// The nearest number that memory holds; 0 for a NaN.
+// The nearest number that memory can store; 0 for NaN.
 inline float finite(float x) {
     const float bounded = x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x;
     return x == x ? bounded : 0.0f;
 }
 
-// The same, rounded to bfloat16: in the upper halves of lanes whose lower halves are zero.
+// The same, rounded to bfloat16, in the upper halves of lanes; the lower halves are zero.
 inline Ints finite_bf16(Floats x) {
     const Floats bounded = min(max(x, splat(-kLargestBf16)), splat(kLargestBf16));
     const Ints bits = (Ints)(x == x ? bounded : Floats{});
@@ -43,8 +43,8 @@ inline void scale_by(float* x, const float* weight, float factor, int n) {
     for (int i = 0; i < n; i++) x[i] = x[i] * factor * weight[i];
 }
 
-// Normalises heads first..last-1 of a token, `gap` elements apart; with norm_whole, the caller asks for all heads at once,
-// which then have no gaps.
+// Normalises heads first..last-1 of a token, `gap` elements apart; with norm_whole, the caller passes all heads at
+// once, without gaps.
 inline void normalise_heads(const RotaryOp& op, float* x, const float* weight, int first, int last, int gap) {
     const int dim = op.head_dim;
     if (op.norm_whole) return scale_by(x, weight, inverse_rms(x, last * dim, op.eps), last * dim);
@@ -52,7 +52,7 @@ inline void normalise_heads(const RotaryOp& op, float* x, const float* weight, i
     for (int head = first; head < last; head++, x += dim + gap) scale_by(x, weight, inverse_rms(x, dim, op.eps), dim);
 }
 
-// Pairs (i, i + half). Two products, rounded, then their sum, as the models' own code computes it.
+// Rotates pairs (i, i + half): two products, rounded, then their sum, as in the models' own code.
 inline void rotate_halves(float* x, const float* cos, const float* sin, int half) {
     float* y = x + half;
     int i = 0;
@@ -84,7 +84,7 @@ inline void rotate_heads(const RotaryOp& op, float* x, int first, int last, int 
     for (int head = first; head < last; head++) rotate(x + head * (op.head_dim + gap), cos, cos + half, half);
 }
 
-// Half `odd` of `count` pairs, for which `pairs` is zero elsewhere. Another thread may be writing the other half.
+// Stores half `odd` of `count` pairs; `pairs` is zero elsewhere. Another thread may be writing the other half.
 inline void store_half(bf16* to, int odd, Ints pairs, int count) {
 #if defined(__AVX512BW__)
     const __mmask32 half = static_cast<__mmask32>(odd ? 0xaaaaaaaau : 0x55555555u);
@@ -97,8 +97,8 @@ inline void store_half(bf16* to, int odd, Ints pairs, int count) {
 #endif
 }
 
-// KV memory of one head in one block; values may be null. Position `offset` is a column of keys [dim][block_size] and a row of values
-// [block_size][dim], or, in 16 bits, of [dim/2][block_size][2] and [block_size/2][dim][2].
+// KV memory of one head in one block; values may be null. Position `offset` is a column of keys [dim][block_size] and a
+// row of values [block_size][dim] or, in 16 bits, of [dim/2][block_size][2] and [block_size/2][dim][2].
 template <class T>
 struct Slab {
     T* keys;
@@ -148,7 +148,7 @@ inline void write_positions(const Slab<bf16>& slab, int offset, const float* k, 
     }
 }
 
-// The tokens begin..end-1, KV heads first..last-1.
+// Tokens begin..end-1, KV heads first..last-1.
 template <class T>
 inline void write_heads(const RotaryOp& op, const Step& step, int begin, int end, int first, int last) {
     for (int token = begin, count = 1; token < end; token += count) {
@@ -173,7 +173,7 @@ inline void write_kv(const RotaryOp& op, const Step& step, int begin, int end, i
     else write_heads<float>(op, step, begin, end, first, last);
 }
 
-// Query heads first..last-1 get what is rotated of them.
+// Copies the rotated parts of query heads first..last-1 to their places.
 inline void place_turned(const RotaryOp& op, float* q, int token, int first, int last) {
     const float* from = op.turned + static_cast<size_t>(token) * op.turned_stride;
     for (int head = first; head < last; head++)
@@ -207,7 +207,7 @@ inline void rotary_part(const RotaryOp& op, const Step& step, int begin, int end
 
 inline void rotary(Worker& worker, const RotaryOp& op, const Step& step) {
     const int heads = op.num_kv_heads;
-    // Few tokens are shared head by head, unless all heads of a token are normalised together.
+    // Few tokens are divided by heads, unless all heads of a token are normalised together.
     if (step.num_tokens < 4 * worker.size && !op.norm_whole)
         worker.share(step.num_tokens * heads, 1, [&](int i, int) {
             rotary_part(op, step, i / heads, i / heads + 1, i % heads, i % heads + 1);

@@ -1,7 +1,7 @@
-// Which experts compute which tokens, and the weighted sum of what they gave.
+// Which experts compute which tokens, and the weighted sum of their outputs.
 //
-// For: the program's runner. Does not know: how experts multiply. Invariants: a token's experts, shares and sum depend on
-// that token's row alone; equal scores are taken in the order of their numbers; sums have one order.
+// Used by the program's runner. Invariants: a token's experts, shares and sum depend only on that token's row; equal
+// scores are taken in ascending order of their indices; sums have a fixed order.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace route {
 
 constexpr int kMostExperts = 1024;
 
-// The number of the largest value, of equal ones the first; `taken` are left out. At least one is not taken.
+// Index of the largest value, the first among equals, excluding `taken`. At least one must not be taken.
 inline int largest(const float* values, const bool* taken, int count) {
     int best = -1;
     for (int i = 0; i < count; i++)
@@ -51,7 +51,7 @@ class Choice {
     }
 
   private:
-    // Scores, of a softmax e^(logit - largest logit) and their sum.
+    // Scores; for a softmax, e^(logit - largest logit) and their sum.
     void score(const float* logits) {
         const int n = op_.num_experts;
         float most = logits[0];
@@ -72,7 +72,7 @@ class Choice {
         return corrected_;
     }
 
-    // As if the experts of all but the best groups were taken.
+    // Marks the experts of all but the best groups as taken.
     void leave_groups_out(const float* values) {
         const int size = op_.num_experts / op_.groups;
         float sums[kMostExperts];
@@ -96,7 +96,7 @@ class Choice {
     float total_;
 };
 
-// Pairs sorted by expert, in the order of tokens.
+// Sorts pairs by expert, in the order of tokens.
 inline void sort(const RouteOp& op, int pairs) {
     int32_t next[kMostExperts] = {};
     for (int i = 0; i < pairs; i++) next[op.chosen[i]]++;
@@ -125,7 +125,7 @@ inline void route_tokens(Worker& worker, const RouteOp& op, const Step& step) {
 
 namespace route {
 
-constexpr int kMixColumns = 512;  // of a task
+constexpr int kMixColumns = 512;  // per task
 
 // Columns begin..end-1 of one token.
 inline void mix_columns(const MixOp& op, int token, int begin, int end) {

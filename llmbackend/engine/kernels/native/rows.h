@@ -1,6 +1,6 @@
 // Operations on single rows: embedding lookup and norms.
 //
-// For: the program's small operations. Does not know: layers. Invariant: a row's result depends on that row alone.
+// Used for the program's small operations. Invariant: a row's result depends only on that row.
 #pragma once
 
 #include "numbers.h"
@@ -10,7 +10,7 @@
 
 namespace llmb {
 
-// Few rows are not worth a share each.
+// Fewer rows are not worth sharing.
 constexpr int kRowGrain = 4;
 
 template <class Weight>
@@ -31,7 +31,7 @@ inline void embed(Worker& worker, const EmbedOp& op, const Step& step) {
     });
 }
 
-// out[i] (+)= x[i] * factor * weight[i]. `out`: a pointer, or a row of tiles.
+// out[i] (+)= x[i] * factor * weight[i]. out: a pointer, or a row of tiles.
 template <class Out>
 inline void scale_row(const NormOp& op, const float* x, float factor, Out out) {
     int i = 0;
@@ -47,7 +47,7 @@ inline void scale_row(const NormOp& op, const float* x, float factor, Out out) {
     }
 }
 
-// out[i] (+)= (x[i] - mean) * factor * weight[i] + bias[i], alike.
+// out[i] (+)= (x[i] - mean) * factor * weight[i] + bias[i], likewise.
 template <class Out>
 inline void scale_centred_row(const NormOp& op, const float* x, float mean, float factor, Out out) {
     for (int i = 0; i < op.width; i++) {

@@ -1,8 +1,8 @@
-// From logits to tokens and logprobs, without a sort over the vocabulary.
+// From logits to tokens and logprobs, without sorting the vocabulary.
 //
-// For: the sampler; the definitions are those of sampler.py and torch_sampling.py in ../../sampling.
-// Does not know: stop rules, text. Invariant: a sample is computed by one worker, from its logits, its row's parameters
-// and the row's tokens before its position alone; other rows' parameters do not change it.
+// Used by the sampler; the definitions are those of sampler.py and torch_sampling.py in ../../sampling. Invariant: a
+// sample is computed by one worker, only from its logits, its row's parameters and the row's tokens before its
+// position; other rows' parameters have no effect.
 //
 // A row costs one pass over its logits (summary.h). Limits read again only blocks whose largest logit is above a bound;
 // of those, only logits above the bound become candidates (ranking.h).
@@ -21,8 +21,7 @@
 
 namespace llmb {
 
-// What one request changes about its logits: bias, then no stop among the first min_tokens output tokens, then
-// penalties.
+// One request's changes to its logits: bias, then no stop among the first min_tokens output tokens, then penalties.
 struct Edits {
     const int32_t* bias_ids;
     const float* bias_values;
@@ -30,7 +29,7 @@ struct Edits {
     int32_t num_biases;
     int32_t num_stops;
     int32_t min_tokens;
-    float repetition_penalty;  // 1: none; of tokens in prompt and output
+    float repetition_penalty;  // for tokens in prompt and output; 1 = none
     double frequency_penalty;
     double presence_penalty;
 
@@ -42,13 +41,13 @@ struct Edits {
 
 // Parameters by row, and the rows' tokens.
 struct SamplingRows {
-    const float* temperature;     // 0: greedy
-    const int32_t* top_k;         // 0: no limit
-    const double* top_p;          // 1: no limit
-    const double* min_p;          // 0: no limit
+    const float* temperature;     // 0 = greedy
+    const int32_t* top_k;         // 0 = no limit
+    const double* top_p;          // 1 = no limit
+    const double* min_p;          // 0 = no limit
     const uint64_t* seed;
-    const int32_t* num_logprobs;  // -1: no logprobs wanted
-    const Edits* const* edits;    // null: none
+    const int32_t* num_logprobs;  // -1 = no logprobs
+    const Edits* const* edits;    // null = none
     const int32_t* token_ids;     // [rows, token_ids_stride]: prompt, then output
     const int32_t* num_prompt_tokens;
     int64_t token_ids_stride;
@@ -60,30 +59,30 @@ struct Samples {
     int64_t stride;
     const int32_t* rows;
     const int32_t* positions;
-    int32_t* token_ids;           // out; -1: the logits are not finite
+    int32_t* token_ids;           // out; -1 = the logits are not finite
     float* logprobs;              // out, for samples with logprobs: the token's own,
-    int32_t* ranks;               //   its rank from 1 on,
-    int32_t* top_ids;             //   and [num_samples, top_stride] the most likely ones
+    int32_t* ranks;               // its rank, from 1,
+    int32_t* top_ids;             // and [num_samples, top_stride] the most likely ones
     float* top_logprobs;
-    const uint32_t* masks;        // [n, words]: bit t of a row's words: token t is allowed; as token_masks.py
-    const int32_t* mask_index;    // [num_samples]: a sample's row of masks, -1: all tokens; null: no sample has one
+    const uint32_t* masks;        // [n, words]: bit t of a row's words: token t is allowed; as in token_masks.py
+    const int32_t* mask_index;    // [num_samples]: a sample's row of masks, -1 = all tokens; null = no sample has one
     int32_t top_stride;
     int32_t num_samples;
     int32_t vocab;
     Type logits_type;
 };
 
-// The logit of a token that is not allowed; see FORBIDDEN in ../../token_masks.py.
+// The logit of a forbidden token; see FORBIDDEN in ../../token_masks.py.
 constexpr float kForbidden = -1e30f;
 
 // One worker's memory.
 struct Workspace {
     Candidates found;
-    Candidates spare;  // logits, then ids without a gap: Ranking sorts in both together
+    Candidates spare;  // logits, then ids without a gap: Ranking sorts both together
     Summary summary;
     float* peaks_again;
     float* edited;
-    int32_t* counts;  // by token; holds anything between uses
+    int32_t* counts;  // by token; undefined between uses
 
     Workspace(char* memory, int vocab) {
         float* next = reinterpret_cast<float*>(memory);
@@ -104,7 +103,7 @@ struct Workspace {
     static size_t bytes(int vocab) { return sizeof(float) * (4 * room(num_blocks(vocab)) + 6 * room(vocab)); }
 
   private:
-    // A vector more than asked for, in whole cache lines, and never a multiple of a page.
+    // One more vector than requested, in whole cache lines, and never a multiple of a page.
     static size_t room(int count) { return (static_cast<size_t>(count) + 1023) / 1024 * 1024 + 64; }
 };
 
@@ -120,17 +119,17 @@ inline double uniform(uint64_t seed, int32_t position) {
     return static_cast<double>(splitmix64(splitmix64(seed) ^ mixed) >> 11) * 0x1p-53;
 }
 
-// What one draw may take; see drawing.Limits.
+// The limits of one draw; see Limits in ../../sampling/torch_sampling.py.
 struct Limits {
     int32_t top_k;
     double top_p;
     double min_p;
 
-    bool bounded() const { return top_k > 0 || min_p > 0; }  // if not, top_p is a share of the whole vocabulary
+    bool bounded() const { return top_k > 0 || min_p > 0; }  // otherwise top_p is a share of the whole vocabulary
 };
 
-// The block peak that `count` peaks reach at least, so that as many logits do, too; minus infinity if there are too few
-// blocks. A little lower than that, for logits that become equal when they are divided by the temperature.
+// The block peak that at least `count` peaks reach, and so at least as many logits; minus infinity if there are too few
+// blocks. Slightly lower, for logits that become equal when divided by the temperature.
 inline float reached_by(int count, const Summary& summary, int vocab, float* again) {
     const int blocks = num_blocks(vocab);
     if (count > blocks) return -kInfinity;
@@ -140,13 +139,13 @@ inline float reached_by(int count, const Summary& summary, int vocab, float* aga
     return peak - std::abs(peak) * 1e-6f;
 }
 
-// A logit below which no weight e^((x - peak) / temperature) reaches `weight`; a little lower than need be.
+// A logit below which no weight e^((x - peak) / temperature) reaches `weight`; slightly lower than necessary.
 inline float bound_of(double weight, float peak, float temperature) {
     const double bound = peak + temperature * (std::log(weight) - 1e-3);
     return static_cast<float>(bound - std::abs(peak) * 1e-5);
 }
 
-// The logits that are not below `low`, by id.
+// The logits not below `low`, by id.
 template <class T>
 inline void collect(const T* x, int vocab, float low, const Summary& summary, Candidates& found) {
     found.count = 0;
@@ -163,7 +162,7 @@ inline void collect(const T* x, int vocab, float low, const Summary& summary, Ca
     }
 }
 
-// Draws one token from one row of logits, summed up before (with masses, unless limits are bounded).
+// Draws one token from one row of summarised logits (with masses, unless limits are bounded).
 template <class T>
 class Draw {
   public:
@@ -176,10 +175,10 @@ class Draw {
     }
 
   private:
-    static constexpr double kLeast = 1e-37;  // a weight below it is nothing
-    static constexpr double kSlack = 1e-5;   // far more than sums of the same weights can differ by
+    static constexpr double kLeast = 1e-37;  // smaller weights are negligible
+    static constexpr double kSlack = 1e-5;   // far more than the possible difference between sums of the same weights
 
-    // In the order of ids: first over blocks, then inside one. Never past the last with any weight, which rounding
+    // In the order of ids: first over blocks, then within one. Never beyond the last with any weight, which rounding
     // could otherwise reach.
     int among_all(double uniform) {
         const Summary& summary = space_.summary;
@@ -218,9 +217,10 @@ class Draw {
         return among_ranked(ranking, limits.top_p < 1 ? limits.top_p * ranking.mass() : kInfinity, uniform);
     }
 
-    // Most often some hundreds of the likeliest hold the share. In a flat distribution the two places that matter, where
-    // the kept end and the drawn one, are searched for one after the other. If a search fails, all that can be among the
-    // kept are ranked: what is left out weighs less than the share leaves over, were it the whole vocabulary.
+    // Usually a few hundred of the most likely tokens contain the share. In a flat distribution the two relevant
+    // positions, the end of the kept tokens and the drawn one, are searched for one after the other. If a search fails,
+    // all tokens that may be kept are ranked: those left out weigh less than the share leaves over, even if they were
+    // the whole vocabulary.
     int among_top_p(double top_p, double uniform) {
         const Summary& summary = space_.summary;
         const double share = top_p * summary.total;
@@ -234,14 +234,14 @@ class Draw {
         return among_ranked(ranking, share, uniform);
     }
 
-    // A token, and what all up to it in the order of likelihood weigh, itself included.
+    // A token, and the weight of all tokens up to it in the ranking, its own included.
     struct Place {
         int id;
         double upto;
     };
 
-    // As Ranking::first_reaching among all tokens, in one look at them: what lies above the place only counts by its
-    // mass, and what lies around it is ranked. False if the place is not where a sample of the logits suggests.
+    // As Ranking::first_reaching among all tokens, in one pass: what is above the position only counts by its mass, and
+    // what is around it is ranked. False if the position is not where a sample of the logits suggests.
     bool find(double target, bool beyond, Place& place) {
         const auto [low, high] = around(target / space_.summary.total);
         Candidates& found = space_.found;
@@ -269,7 +269,8 @@ class Draw {
         return true;
     }
 
-    // Two quotients (low, high) between which the running sum most likely reaches this share, by a sample of the logits.
+    // Two quotients (low, high) between which the cumulative sum probably reaches this share, estimated from a sample
+    // of the logits.
     std::pair<float, float> around(double share) const {
         constexpr int kSamples = 256, kMargin = 24;
         float samples[kSamples], weights[kSamples];
@@ -291,7 +292,7 @@ class Draw {
         return ranking.id(ranking.first_reaching(uniform * ranking.mass(), true));
     }
 
-    // The logits from `low` on, divided by the temperature, without those whose weight is below min_p, or nothing.
+    // The logits from `low` on, divided by the temperature, without those whose weight is below min_p or negligible.
     Ranking candidates(float low, double min_p) {
         collect(x_, vocab_, low, space_.summary, space_.found);
         const Candidates all = space_.found;
@@ -307,7 +308,7 @@ class Draw {
         return Ranking(kept, space_.spare, peak_);
     }
 
-    // The least float that is not below x: to compare floats with it is to compare them with x.
+    // The smallest float not below x: comparing floats with it is equivalent to comparing them with x.
     static float at_least(double x) {
         const float rounded = static_cast<float>(x);
         return rounded >= x ? rounded : std::nextafter(rounded, kInfinity);
@@ -320,7 +321,7 @@ class Draw {
     Workspace& space_;
 };
 
-// Changes a copy of a row's logits; `num_tokens` of its tokens are known.
+// Edits a copy of a row's logits; `num_tokens` of its tokens are known.
 class Editor {
   public:
     Editor(const Edits& edits, const int32_t* token_ids, int num_prompt_tokens, int num_tokens, int vocab)
@@ -335,7 +336,7 @@ class Editor {
     }
 
   private:
-    // Each token once, however often it is there.
+    // Each token once, however often it occurs.
     void penalise_repetition(float* x, int32_t* counts) const {
         const float penalty = edits_.repetition_penalty;
         for_tokens(0, [&](int32_t token) { counts[token] = 0; });
@@ -365,7 +366,7 @@ class Editor {
     int num_prompt_, num_tokens_, vocab_;
 };
 
-// One sample: its token and, if wanted, logprobs.
+// One sample: its token and, if requested, logprobs.
 template <class T>
 class Sample {
   public:
@@ -385,10 +386,10 @@ class Sample {
     }
 
   private:
-    // By what a summary divides logits.
+    // The divisor of logits in a summary.
     float scale() const { return temperature_ > 0 ? temperature_ : 1.0f; }
 
-    // Whether the summary needs masses: for the draw, or for logprobs that get them for nothing then.
+    // Whether the summary needs masses: for the draw, or for logprobs that then get them for free.
     bool needs_masses() const {
         return temperature_ > 0 ? !limits_.bounded() : rows_.num_logprobs[row_] >= 0;
     }
@@ -423,7 +424,7 @@ class Sample {
         return choice(space_.edited);
     }
 
-    // Null: all tokens are allowed. Only rows with edits have masks.
+    // Null = all tokens are allowed. Only rows with edits have masks.
     const uint32_t* mask() const {
         if (!samples_.mask_index || samples_.mask_index[index_] < 0) return nullptr;
         return samples_.masks + samples_.mask_index[index_] * int64_t{(vocab_ + 31) / 32};
@@ -435,7 +436,7 @@ class Sample {
             if (!(allowed[i / 32] >> i % 32 & 1)) space_.edited[i] = kForbidden;
     }
 
-    // The same on a fresh copy, in one pass over the logits. False if these are not finite.
+    // Makes a fresh masked copy in one pass over the logits. False if they are not finite.
     bool copy_masked(const uint32_t* allowed) {
         Ints nan{};
         Floats top = splat(-kInfinity);
@@ -462,7 +463,7 @@ class Sample {
         return !has_nan && std::abs(peak) < kInfinity;
     }
 
-    // A peak that an edit or the division made infinite is chosen without a draw.
+    // A peak made infinite by an edit or the division is chosen without a draw.
     template <class U>
     int choice(const U* x) {
         const bool draws = temperature_ > 0 && std::abs(space_.summary.peak / temperature_) < kInfinity;
@@ -471,7 +472,7 @@ class Sample {
         return Draw<U>(x, vocab_, temperature_, space_)(limits_, number);
     }
 
-    // Of the model's own distribution; the summary is that of the unchanged logits.
+    // Of the model's own distribution; the summary is that of the unedited logits.
     void write_logprobs(int token) {
         const Summary& summary = space_.summary;
         const double norm = summary.peak + std::log(summary.total);

@@ -1,10 +1,10 @@
-// The recurrence of heads with a matrix each: the gated delta rule and Mamba2's.
+// The recurrence of heads with a matrix state each: the gated delta rule and Mamba2's.
 //
-// For: recurrent layers. Does not know: layers, what made q, k and v. Invariants: a head is advanced token by token, all
-// sums over key_dim are one chain of fma each, ascending; a strip of columns stays in the first cache for all tokens of a
-// block, and no column reads another one.
+// Used by recurrent layers. Invariants: a head is advanced token by token, and all sums over key_dim are one chain of
+// fma each, ascending; a strip of columns stays in the L1 cache for all tokens of a block, and no column reads another
+// one.
 //
-// A matrix [key_dim, value_dim] is kept in strips of value_dim: [strips][key_dim][columns of the strip].
+// A matrix [key_dim, value_dim] is stored in strips of value_dim: [strips][key_dim][columns of the strip].
 #pragma once
 
 #include <algorithm>
@@ -31,9 +31,9 @@ inline Floats softplus(Floats x) {
 
 // Factors of each token of a block, for one head.
 //   decay  of the matrix
-//   rate   of what the token brings: sigmoid(b), or dt
-//   k, q   what k and q are multiplied by
-//   kq     the product of both, so multiplied
+//   rate   of the token's contribution: sigmoid(b), or dt
+//   k, q   factors of k and q
+//   kq     the product of both, after multiplication
 struct ScanFactors {
     alignas(64) float decay[kScanTokens], rate[kScanTokens], k[kScanTokens], q[kScanTokens], kq[kScanTokens];
 };
@@ -87,7 +87,7 @@ inline void find_norms(const ScanHead& at, int first, int count, ScanFactors& fa
     }
 }
 
-// o = q S with S as it is after this token, found from S before it: decay (q S) + (q k) u.
+// o = q S with S after this token, computed from S before it: decay (q S) + (q k) u.
 template <int V>
 inline void delta_token(const ScanHead& at, const ScanFactors& factors, int i, int token, int column, float* state) {
     constexpr int kWidth = V * kLanes;

@@ -1,7 +1,7 @@
-// A row's tokens of a step, with its state brought from where it is and kept where it is wanted.
+// A row's tokens of a step, with its state loaded from its source and saved where requested.
 //
-// For: operations of recurrent layers, which run one piece of a state at a time. Does not know: what a state is. Invariant:
-// a piece is advanced token by token, in the order of positions, so that steps, chunks and batches change no bit.
+// Used by operations of recurrent layers, which process one piece of a state at a time. Invariant: a piece is advanced
+// token by token, in the order of positions, so the division into steps, chunks and batches does not change a bit.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,8 @@ struct StatePiece {
     }
 };
 
-// Calls advance(state, begin, end) for the row's tokens begin .. end-1 of the batch, as often as the state between them is
-// to be kept.
+// Calls advance(state, begin, end) for the row's tokens begin .. end-1 of the batch, once for each stretch between
+// states to save.
 template <class Advance>
 inline void run_row(const Step& step, int row, const StatePiece& piece, Advance&& advance) {
     const int slot = step.state_slots[row], source = step.state_sources[row];

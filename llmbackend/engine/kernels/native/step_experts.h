@@ -1,7 +1,7 @@
-// What Python hands over for a mixture of experts: three operations that share the places of pairs.
+// What Python passes in for a mixture of experts: three operations that share the places of pairs.
 //
-// For: Python and the kernels, as step.h. Does not know: how operations are computed. A pair is a token and one of its
-// top_k experts. Pairs sorted by expert, and for each expert by token, have places 0 .. tokens * top_k - 1.
+// Shared by Python and the kernels, like step.h. A pair is a token and one of its top_k experts. Sorted by expert, then
+// by token, pairs have places 0 .. tokens * top_k - 1.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@ enum class Scores : int32_t {
     kSigmoid = 1,
 };
 
-// Which experts each token has, their shares, and the places of all pairs. Chosen are the largest of scores + correction,
-// of equal ones the lowest number; with groups, among the experts of the top_groups groups whose largest of these, one or
-// two, have the largest sum. A share is the expert's score, divided by epsilon + the sum of the chosen scores if `renormalises`, times
-// factor.
+// Which experts each token has, their shares, and the places of all pairs. The experts with the largest scores +
+// correction are selected, the lowest index among equals; with groups, only among the top_groups groups whose largest
+// one or two have the largest sum. A share is the expert's score, divided by epsilon + the sum of the selected scores
+// if `renormalises`, times factor.
 struct RouteOp {
     Kind kind;
     Scores scores;
@@ -31,24 +31,24 @@ struct RouteOp {
     int32_t stride;
     int32_t num_experts;      // at most 1024
     int32_t top_k;
-    int32_t groups;           // 0: none; otherwise of equal size, two experts at least
+    int32_t groups;           // 0 = none; otherwise of equal size, at least two experts
     int32_t top_groups;
     int32_t renormalises;
     float factor;
     float epsilon;
-    int32_t of_group;         // how many of a group's largest count: 1 or 2
+    int32_t of_group;         // how many of a group's largest are summed: 1 or 2
     int32_t padding;
 };
 
-// The linear layer of every expert on the rows of its pairs. `linear` is that of expert 0; the others' panels, scales and
-// sums follow in steps of these sizes, and biases in steps of n. Its rows are float32, or bfloat16 where bfloat16 dots
-// multiply bfloat16 weights; of y, one for each place.
+// The linear layer of every expert on the rows of its pairs. `linear` is that of expert 0; the others' panels, scales
+// and sums follow at these strides, and biases at strides of n. Its rows are float32, or bfloat16 if bfloat16 dots
+// multiply bfloat16 weights; y has one for each place.
 struct ExpertsOp {
     Kind kind;
     int32_t num_experts;
     LinearOp linear;
     const int32_t* first;   // as RouteOp writes them
-    const int32_t* places;  // [tokens, top_k]: x has a float32 row for each token; null: one for each place
+    const int32_t* places;  // [tokens, top_k]: x has a float32 row per token; null = one per place
     int64_t weight_bytes;
     int64_t scale_bytes;
     int64_t sums_bytes;
@@ -65,7 +65,7 @@ struct MixOp {
     const int32_t* places;     // [tokens, top_k]
     const float* shares;       // [tokens, top_k]
     const float* shared;       // [tokens, shared_stride] or null
-    const float* shared_gate;  // [tokens, gate_stride] or null: a factor of 1
+    const float* shared_gate;  // [tokens, gate_stride], or null = a factor of 1
     float* out;                // [tokens, out_stride]
     int32_t mixed_stride;
     int32_t shared_stride;

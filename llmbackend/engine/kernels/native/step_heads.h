@@ -1,6 +1,6 @@
-// What Python hands over for a linear layer that each head has one of, for its own part of a row.
+// What Python passes in for a linear layer per head, applied to the head's own part of a row.
 //
-// For: Python and the kernels, as step.h. Does not know: how operations are computed.
+// Shared by Python and the kernels, like step.h.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace llmb {
 
-// `linear` is that of head 0, of all tokens; x and y of the others follow in steps of columns, their panels, scales and sums
-// in steps of bytes. x is float32; rows are multiplied as those of experts are.
+// `linear` is that of head 0, for all tokens; x and y of the others follow at strides of columns, their panels, scales
+// and sums at strides of bytes. x is float32; rows are multiplied like those of experts.
 struct HeadsOp {
     Kind kind;
     int32_t num_heads;

@@ -1,8 +1,7 @@
-// Operations of recurrent layers: what Python passes for them. ../recurrent_ops.py mirrors the structures.
+// Operations of recurrent layers, as Python passes them in. ../operations.py mirrors the structures.
 //
-// For: step.h's readers. Does not know: how they are computed. A sequence's states are in its slot, float32 throughout: of
-// each layer the inputs of the convolution that later tokens see, and matrices of heads. Step says where a row's slot is,
-// and from which slot it begins.
+// A sequence's states are in its slot, all float32: for each layer, the inputs of the convolution that later tokens
+// need, and the heads' matrices. Step contains a row's slot, and the slot from which it starts.
 #pragma once
 
 #include "step.h"
@@ -30,7 +29,7 @@ struct ConvOp {
 };
 
 // Heads with a matrix S [key_dim, value_dim] each, over the tokens of each row. o replaces v.
-//   delta   the gated delta rule: k and q divided by their norms, q also by the root of key_dim;
+//   delta   the gated delta rule: k and q divided by their norms, q also by sqrt(key_dim);
 //           e = exp(decay * softplus(a + bias)); S = e S; S += k (sigmoid(b) (v - k S)); o = q S
 //   else    Mamba2: dt = softplus(a + bias) within dt_min and dt_max; S = exp(decay * dt) S + k (dt v); o = q S + skip v
 struct ScanOp {
@@ -58,12 +57,12 @@ struct ScanOp {
     float dt_max;
 };
 
-// out[i] = x[order[i]] * factors[i]: what projections give, as the operations after them read it.
+// out[i] = x[order[i]] * factors[i]: reorders the outputs of projections for the following operations.
 struct ArrangeOp {
     Kind kind;
     int32_t columns;
     const float* x;         // [tokens, x_stride]
-    const int32_t* order;   // [columns]; null: as they are, and out may be x
+    const int32_t* order;   // [columns]; null = unchanged, and out may be x
     const float* factors;   // [columns] or null
     float* out;             // [tokens, out_stride]
     int32_t x_stride;
@@ -72,14 +71,14 @@ struct ArrangeOp {
 
 enum class GateNorm : int32_t { kNone = 0, kBefore = 1, kAfter = 2 };
 
-// Of each group of channels: out = x * f(z), f = silu or sigmoid; with a norm before the gate, norm(x) * weight * f(z);
-// with one after it, norm(x * f(z)) * weight.
+// For each group of channels: out = x * f(z), f = silu or sigmoid; with a norm before the gate, norm(x) * weight *
+// f(z); with one after it, norm(x * f(z)) * weight.
 struct GateOp {
     Kind kind;
     GateNorm norm;
-    float* x;             // [tokens, x_stride]; changed by a gate before a norm
-    const float* z;       // [tokens, z_stride]: group g begins at g * z_group_stride
-    const float* weight;  // of group g from g * weight_group_stride on; or null
+    float* x;             // [tokens, x_stride]; modified by a gate before a norm
+    const float* z;       // [tokens, z_stride]: group g starts at g * z_group_stride
+    const float* weight;  // for group g from g * weight_group_stride on; or null
     void* out;            // [tokens, out_stride], out_type; may be x
     int32_t x_stride;
     int32_t z_stride;
@@ -90,7 +89,7 @@ struct GateOp {
     Type out_type;
     int32_t is_sigmoid;
     float eps;
-    int32_t weight_group_stride;  // 0: all groups have the same weights
+    int32_t weight_group_stride;  // 0 = all groups have the same weights
 };
 
 }  // namespace llmb

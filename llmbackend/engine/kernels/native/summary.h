@@ -1,7 +1,8 @@
-// One row of logits in one pass: the largest logit and, where wanted, the softmax mass of each block of tokens.
+// Summarises one row of logits in one pass: the largest logit and, if requested, the softmax mass of each block of
+// tokens.
 //
-// For: sampling. Does not know: limits, requests. Invariant: a block's figures depend on the block's logits alone, and
-// blocks are combined in their order, so a row's figures are the same whichever worker computes them.
+// Used by sampling. Invariant: a block's figures depend only on the block's logits, and blocks are combined in order,
+// so a row's figures do not depend on which worker computes them.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +17,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 inline int num_blocks(int vocab) { return (vocab + kBlock - 1) / kBlock; }
 
-// A float64 sum of float32 vectors, each lane for itself until the end.
+// A float64 sum of float32 vectors, per lane until the end.
 class WideSum {
   public:
     void add(Floats v) {
@@ -47,8 +48,8 @@ class WideSum {
     Half high_{};
 };
 
-// x / temperature. With a fused multiply-add the quotient is rounded as by a division at a fraction of its price; an
-// infinity becomes a NaN, which exp() takes for minus infinity.
+// x / temperature. With a fused multiply-add the quotient is rounded as by a division at a fraction of its cost; an
+// infinity becomes a NaN, which exp() treats as minus infinity.
 class Divisor {
   public:
     explicit Divisor(float by) : by_(splat(by)), inverse_(splat(1.0f / by)) {}
@@ -67,13 +68,13 @@ class Divisor {
     [[maybe_unused]] Floats inverse_;
 };
 
-// Of one row: peaks[b] is block b's largest logit; masses[b] the sum of e^((x - peak) / temperature) over the block,
-// where they are wanted, and `total` their sum.
+// Of one row: peaks[b] is block b's largest logit; masses[b] the sum of e^((x - peak) / temperature) over the block, if
+// requested, and `total` their sum.
 struct Summary {
     float* peaks;
     double* masses;
     float peak;    // the largest of all
-    bool has_nan;  // then nothing else holds
+    bool has_nan;  // if set, nothing else is defined
     double total;
 
     bool finite() const { return !has_nan && std::abs(peak) < kInfinity; }
@@ -102,8 +103,7 @@ inline double block_mass(const T* x, float peak, const Divisor& divide) {
     return mass.total();
 }
 
-// Calls f with the block's logits: where they are, or for a last block that is not whole a copy filled up with minus
-// infinity.
+// Calls f with the block's logits: in place or, for a partial last block, as a copy padded with minus infinity.
 template <class T, class F>
 inline void with_block(const T* x, int vocab, int block, F&& f) {
     const int begin = block * kBlock, size = std::min(kBlock, vocab - begin);
@@ -116,13 +116,13 @@ inline void with_block(const T* x, int vocab, int block, F&& f) {
     f(static_cast<const float*>(padded));
 }
 
-// Makes masses that are relative to their block's peak ones that are relative to the row's.
+// Converts masses relative to their block's peak to masses relative to the row's.
 inline void align_masses(Summary& summary, int vocab, const Divisor& divide) {
     const Floats base = divide(splat(summary.peak));
     summary.total = 0;
     for (int begin = 0; begin < num_blocks(vocab); begin += kLanes) {
         const int size = std::min(kLanes, num_blocks(vocab) - begin);
-        const Floats factors = exp(divide(load(summary.peaks + begin)) - base);  // there is room to read on
+        const Floats factors = exp(divide(load(summary.peaks + begin)) - base);  // may read beyond the end
         for (int i = 0; i < size; i++) summary.total += summary.masses[begin + i] *= factors[i];
     }
 }

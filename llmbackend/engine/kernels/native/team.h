@@ -1,8 +1,8 @@
 // A small team of threads that runs one function together, with barriers inside it.
 //
-// For: a whole engine step as one parallel region. Does not know: what is computed. Invariants: a team's threads exist
-// as long as it does; a waiting thread spins for some tens of microseconds and then sleeps, so that it does not keep a
-// core from other processes; how work is shared changes which thread computes a result, and never the result.
+// Runs a whole engine step as one parallel region. Invariants: a team's threads live as long as the team; a waiting
+// thread spins for tens of microseconds and then sleeps, so it does not keep a core from other processes; how work is
+// shared affects which thread computes a result, never the result.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +24,8 @@ inline void pause_briefly() {
 #endif
 }
 
-// Returns when `word` no longer holds `old`. Spins first; then yields the core repeatedly, because waking a sleeping
-// thread takes longer than most operations, above all in a virtual machine; then sleeps.
+// Returns once `word` no longer equals `old`. Spins first; then yields the core repeatedly, because waking a sleeping
+// thread takes longer than most operations, especially in a virtual machine; then sleeps.
 inline void wait_while(const std::atomic<uint32_t>& word, uint32_t old) {
     constexpr int kSpins = 400;    // tens of microseconds
     constexpr int kYields = 2000;  // about a millisecond on an otherwise idle core
@@ -74,7 +74,7 @@ class Team {
 
     int size() const { return size_; }
 
-    // Runs f(worker) on every thread, the caller's included; returns when all are done. One caller at a time.
+    // Runs f(worker) on every thread, including the caller; returns when all are done. One caller at a time.
     template <class F>
     void run(F&& f) {
         context_ = &f;

@@ -1,7 +1,7 @@
 // A block of 32 rows of x times one panel of weights on the CPU's tile unit.
 //
-// For: linear_tile.h. Does not know: how a layer is cut into blocks. Invariant: a row's sums are one chain over the tiles
-// of k ascending, stored and resumed exactly; they depend on that row alone, however many rows a block has.
+// Used by linear_tile.h. Invariant: a row's sums are one chain over ascending tiles of k, stored and resumed exactly;
+// they depend only on that row, however many rows a block has.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ namespace llmb::tile {
 constexpr size_t kPanelTileBytes = 2 * kTileSizeBytes;
 
 struct Bfloat16 {
-    static constexpr int kDepth = 32;  // of k, in a tile
+    static constexpr int kDepth = 32;  // of k, per tile
     template <int kC, int kA, int kB>
     static void dot() {
         tile_dot<kC, kA, kB>();
@@ -40,8 +40,8 @@ constexpr int kSumsRowBytes = kPanel * 4;
 constexpr size_t kBlockBytes = static_cast<size_t>(kBlockRows) * kSumsRowBytes;
 constexpr size_t kTileSumsBytes = kBlockBytes / 2;  // of a tile of rows
 
-// Where the tiles of rows of a block begin, and how many bytes lie between the first and the second.
-struct RowsInTiles {  // as tile_rows.h orders them
+// Where the tiles of rows of a block begin, and the bytes from the first to the second.
+struct RowsInTiles {  // in the order of tile_rows.h
     static constexpr ptrdiff_t stride_bytes = amx::kTileBytes;
     static constexpr size_t kStepBytes = kTileSizeBytes;  // from a tile of k to the next
     const char* at;
@@ -54,8 +54,8 @@ struct WholeRows {  // one row after the other
     size_t next = amx::kTileRows * stride_bytes;
 };
 
-// sums (+)= one or two tiles of rows times one panel, over `steps` tiles of k. Tiles 0 to 3 hold the sums, 4 and 5 the
-// rows, 6 and 7 the weights. `beside` is called once a step, so that what it does runs while the tile unit multiplies.
+// sums (+)= one or two tiles of rows times one panel, over `steps` tiles of k. Tiles 0 to 3 are the sums, 4 and 5 the
+// rows, 6 and 7 the weights. `beside` is called once per step, so its work runs while the tile unit multiplies.
 template <class Type, bool kTwo, class X, class Beside>
 void multiply_block(X x, const char* w, int steps, char* sums, bool resume, panels::Ahead ahead, Beside& beside) {
     constexpr ptrdiff_t kPanelStride = 2 * amx::kTileBytes;

@@ -1,6 +1,6 @@
-// From the sums of a linear layer's unit to y, row by row beside the products of the next unit.
+// From the sums of a linear layer's unit to y, row by row during the products of the next unit.
 //
-// For: linear_tile.h. Does not know: products. Invariant: what is done to a row depends on that row alone.
+// Used by linear_tile.h. Invariant: the result of a row depends only on that row.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ class Finisher {
     using Columns = std::conditional_t<kInt8, int8::Columns, FloatColumns>;
 
   public:
-    // `row_scales`: int8's.
+    // row_scales: for int8.
     Finisher(const LinearOp& op, const Plan& plan, const float* row_scales)
         : op_(op), plan_(plan), row_scales_(row_scales), rows_per_step_(plan.rows_per_step()) {}
 
@@ -44,7 +44,7 @@ class Finisher {
         begin_panel();
     }
 
-    // Some rows, beside a step of products.
+    // Finishes some rows during a step of products.
     LLMB_INLINE void step() {
         for (int i = 0; i < rows_per_step_ && in_tile_ > 0; i++) row();
     }
@@ -128,7 +128,7 @@ class Finisher {
         else return columns.result(Sums{sums});
     }
 
-    static constexpr int kFetchRows = 8;  // so far ahead y is brought near
+    static constexpr int kFetchRows = 8;  // prefetch distance for y
 
     const LinearOp& op_;
     const Plan& plan_;
@@ -136,7 +136,7 @@ class Finisher {
     const int rows_per_step_;
     int panel_ = 0, num_panels_ = 0;     // of the unit
     int first_row_ = 0, rows_ = 0;       // of the chunk
-    int slot_ = 0, row_ = 0, in_tile_ = 0;  // the panel and the row that is next, and how many rows its tile still has
+    int slot_ = 0, row_ = 0, in_tile_ = 0;  // the next panel and row, and the remaining rows of its tile
     int tile_row_ = 0;
     bool whole_panel_ = true;
     char* sums_ = nullptr;

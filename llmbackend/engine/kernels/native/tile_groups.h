@@ -1,8 +1,8 @@
 // Quantised rows times one panel of weights in groups of 16 or 32 k on the CPU's tile unit: the integer sums of a group
 // leave the tiles, and a step on vectors follows.
 //
-// For: linear_int4.h, linear_ggml.h. Does not know: how weights are stored, what the step is. Invariant: sums of a group
-// are exact, and groups ascend, so an element is what vectors make of it.
+// Used by linear_int4.h and linear_ggml.h, which define how weights are stored and what the step is. Invariant: sums of a
+// group are exact, and groups ascend, so results have the bits of vectors.
 #pragma once
 
 #include <algorithm>
@@ -32,14 +32,14 @@ inline void store(int32_t* p, Ints x) { std::memcpy(p, &x, sizeof x); }
 using llmb::load;
 using llmb::store;
 
-// What products of kTiledRows rows or fewer with a panel add to `out`, float32 or int32. Weights has
-//   kGroup                      of k, in a group
-//   groups                      how many
-//   kHasBegins                  whether the step reads a number for each row and group
-//   put(group, to)              writes its numbers as bytes, quads of k as the panels of int8 have them
-//   columns(group, column)      what the step needs of a vector of columns: its add(sum, begin, out) is the new out
-// tiles_begin must have been called with the depth kGroup. A block's next groups are multiplied before those at hand are
-// added up, so that vectors do not wait for tiles.
+// Adds the products of up to kTiledRows rows with a panel to `out`, float32 or int32. Weights has
+//   kGroup                      k per group
+//   groups                      their number
+//   kHasBegins                  whether the step reads a number per row and group
+//   put(group, to)              writes its numbers as bytes, in quads of k like panels of int8
+//   columns(group, column)      the step for a vector of columns: its add(sum, begin, out) is the new out
+// tiles_begin must have been called with the depth kGroup. A block's next groups are multiplied before the previous ones
+// are added, so vectors do not wait for tiles.
 template <class Weights, class Out>
 class GroupedProduct {
   public:
@@ -115,7 +115,7 @@ class GroupedProduct {
     alignas(64) Sums sums_[2];
 };
 
-// The product itself, without the rows' scales, where each group has a float step.
+// The product without the rows' scales, for weights with a float step per group.
 template <class Weights>
 void multiply_groups(const Weights& weights, WholeRows x, int rows, const int32_t* begins, float (*out)[kPanel]) {
     std::memset(out, 0, rows * sizeof *out);

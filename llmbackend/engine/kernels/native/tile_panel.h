@@ -1,7 +1,6 @@
-// Rows that lie one after the other times single panels of weights, on the CPU's tile unit.
+// Row-major rows times single panels of weights on the CPU's tile unit.
 //
-// For: experts.h. Does not know: what becomes of the sums. Invariant: a row's sums are those of linear_tile.h, bit by bit;
-// they depend on that row alone.
+// Used by experts.h. Invariant: a row's sums are those of linear_tile.h, bit by bit, and depend on that row alone.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +17,7 @@
 
 namespace llmb::tile {
 
-// Rows of a chunk, in whole blocks, of which all k stay in the L2 cache, and one thread's sums of them.
+// Rows per chunk, in whole blocks, that stay in the L2 cache with all of their k, and one thread's sums of them.
 struct PanelSums {
     int rows;
     char* first;  // [2][rows][kPanel]
@@ -67,7 +66,7 @@ struct PanelProduct {
             }
     }
 
-    // One block of rows times `steps` tiles of k. Meanwhile the memory brings what lies after these weights: the next part.
+    // One block of rows times `steps` tiles of k. Prefetches the weights that follow: the next part.
     void multiply(bool second, int panel, int block, int k, int steps) const {
         const auto* weights = static_cast<const char*>(second ? op.weight2 : op.weight);
         const char* w = weights + (static_cast<size_t>(panel) * k_tiles + k) * kPanelTileBytes;

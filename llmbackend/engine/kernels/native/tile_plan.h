@@ -1,6 +1,6 @@
-// How a linear layer on tiles is cut: rows into chunks, panels into units and groups, k into slabs and parts.
+// How a linear layer on tiles is divided: rows into chunks, panels into units and groups, k into slabs and parts.
 //
-// For: linear_tile.h. Does not know: threads' memory, products. Invariant: it depends on sizes alone.
+// Used by linear_tile.h. Invariant: it depends only on sizes.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace llmb::tile {
 
-constexpr int kChunkRows = 512;             // of x at a time; more only read weights once more
+constexpr int kChunkRows = 512;             // rows of x at a time; more would only read weights again
 constexpr size_t kWholeBytes = 1 << 20;     // of a chunk, at most, that is multiplied with all of its k at once: it stays
                                             // in the L2 cache for all panels. Larger ones go slab by slab of k:
 constexpr int kSlabTiles = 16;              // tiles of k, ...
@@ -23,11 +23,11 @@ constexpr int kSlabPanels = 14;             // ... for so many panels, whose sum
 constexpr int kPartBytes = 32 << 10;        // of a unit's panels at a time: they stay in the L1 cache for all rows of a chunk
 constexpr int kPieceBytes = 512 << 10;      // of weights, that a thread takes at a time: memory streams best in one direction
 
-// As few parts as there must be with at most `most` in each, as even as can be.
+// The size of the fewest parts of at most `most`, of nearly equal size.
 inline int even_part(int all, int most) { return divide_up(all, divide_up(all, most)); }
 
-// A unit is two panels, a gate and its factor or two neighbours, whose sums become y together; or one, where k is cut. A
-// task is a chunk of rows times a group of units whose sums are kept while k is walked slab by slab.
+// A unit is two panels, a gate and its factor or two neighbours, whose sums become y together; or one, if k is divided.
+// A task is a chunk of rows times a group of units whose sums are kept while k is processed slab by slab.
 struct Plan {
     int rows, chunk_rows, chunks;
     int k_tiles, slab_tiles, part_tiles;
@@ -60,21 +60,21 @@ struct Plan {
     int panels_of(int unit) const { return gated ? 2 : std::min(unit_panels, panels - unit * unit_panels); }
     size_t x_tiles_bytes() const { return static_cast<size_t>(row_tiles()) * k_tiles * kTileSizeBytes; }
 
-    // Of a thread's sums: of one unit more than a group has, because those become y while the next group's begin.
+    // Slots for a thread's sums: one unit more than a group has, because those become y while the next group's start.
     int slots() const { return group_units + 1; }
     size_t slot_bytes() const { return (gated ? 2 : unit_panels) * static_cast<size_t>(chunk_rows) / kBlockRows * kBlockBytes; }
     size_t sums_bytes() const { return slots() * slot_bytes(); }
 
     int tasks() const { return chunks * groups; }
 
-    // How many tasks a thread takes at a time: long pieces, but some for each thread.
+    // How many tasks a thread takes at a time: long pieces, but several per thread.
     int grain(int num_threads) const {
         if (group_units > 1) return 1;
         const int unit_bytes = static_cast<int>(2 * k_tiles * kPanelTileBytes);
         return std::clamp(std::min(kPieceBytes / unit_bytes, tasks() / (4 * num_threads)), 1, 8);
     }
 
-    // So many rows of a unit become y beside each step of the next unit's products.
+    // How many rows of a unit become y during each step of the next unit's products.
     int rows_per_step() const {
         const int passes = gated ? 1 : unit_panels, factors = gated ? 2 : unit_panels;
         return divide_up(passes * kBlockRows, factors * slab_tiles);

@@ -1,8 +1,8 @@
-// The elements of int8 activations that are larger than 127 (quantise_int8.h): what they have beyond it is added to sums
-// that tiles computed without it.
+// The elements of int8 activations beyond 127 (quantise_int8.h): their excess is added to sums that tiles computed
+// without it.
 //
-// For: linear_tile.h. Does not know: how rows are quantised. Invariant: sums are exact, so the order of additions does not
-// count. Elements are sorted by part of k, so that their weights are in the L1 cache when they are multiplied.
+// Used by linear_tile.h. Invariant: sums are exact, so the order of additions does not matter. Elements are sorted by
+// part of k, so that their weights are in the L1 cache when they are multiplied.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct WideRange {
     const WideElement* end;
 };
 
-// Those of all rows: of 16 at a time, by part of k.
+// The wide elements of all rows: of 16 at a time, by part of k.
 class WideElements {
   public:
     WideElements(Carver& memory, const Plan& plan, int k)
@@ -41,7 +41,7 @@ class WideElements {
           starts_(memory.take<int32_t>(static_cast<size_t>(plan.row_tiles()) * (parts_ + 1))),
           elements_(memory.take<WideElement>(static_cast<size_t>(plan.row_tiles()) * room_)) {}
 
-    // Takes those of 16 rows, or fewer, as they were found.
+    // Stores those of up to 16 rows, in the order found.
     template <class Rows>
     void sort(const Rows& rows, int row_tile) {
         const int first = row_tile * amx::kTileRows, count = std::min(amx::kTileRows, plan_.rows - first);
@@ -76,11 +76,11 @@ class WideElements {
     WideElement* const elements_;  // [row tiles][room]
 };
 
-// Adds the products of one row tile's wide elements of a part of k with one panel, some beside each step of the products
-// of the next block.
+// Adds the products of one row tile's wide elements in a part of k with one panel, some during each step of the
+// products of the next block.
 class WideAdder {
   public:
-    // `w`: the panel's weights from k_tile on; `sums`: of the row tile.
+    // w: the panel's weights from k_tile on; sums: of the row tile.
     void begin(WideRange range, const char* w, int k_tile, char* sums) {
         range_ = range, sums_ = sums;
         weights_ = reinterpret_cast<const int8_t*>(w) - static_cast<ptrdiff_t>(k_tile) * kPanelTileBytes;
@@ -99,7 +99,7 @@ class WideAdder {
     LLMB_INLINE void add(const WideElement& element) const {
         char* row = sums_ + element.row * kSumsRowBytes;
 #if defined(__AVX512VNNI__)
-        // Most are small enough to be a factor of the CPU's products of bytes.
+        // Most are small enough for the CPU's byte products.
         const int magnitude = std::abs(element.rest);
         if (__builtin_expect(magnitude < 256, true)) {
             const char* w = reinterpret_cast<const char*>(weights_) + element.k / 4u * int8::kQuadBytes;

@@ -1,1 +1,1 @@
-"""Engines that several hosts share, over the network."""
+"""Engines shared by several hosts over the network."""

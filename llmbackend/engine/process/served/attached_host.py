@@ -1,7 +1,7 @@
-"""One of the hosts that share an engine: its requests and adapters under names that no other host's have.
+"""One of the hosts that share an engine: maps its requests and adapters to names that no other host uses.
 
-For: HostLinks. Does not know: sockets, other hosts. Invariants: a name inside the engine belongs to one host; what a
-host gets has its own names, and nothing of another host's requests but their number and what they take.
+Used by HostLinks. Invariants: a name inside the engine belongs to one host; a host sees only its own names, and of
+other hosts' requests only their number and resource use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NOT_WATCHING = Watch()
 
 
 class AttachedHost:
-    """Lasts as long as its connection; a host that reconnects gets a new one."""
+    """Lives as long as its connection; a host that reconnects gets a new one."""
 
     def __init__(self, number: int, routing_id: bytes, host_id: str, shared_adapters: Container[str]) -> None:
         """number: of this attachment, unique in the engine's process. shared_adapters: those of the engine's config,
@@ -29,16 +29,16 @@ class AttachedHost:
         self.requests: dict[str, str] = {}
         """Live requests: the host's id → the engine's."""
         self.adapters: set[str] = set()
-        """The engine's names of the adapters that this host loaded."""
+        """The engine's names for the adapters that this host loaded."""
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self._prefix = f"{number}/"
         self._shared_adapters = shared_adapters
 
-    # --- towards the engine -------------------------------------------------------------------------------------------
+    # --- to the engine ------------------------------------------------------------------------------------------------
 
     def take(self, request: InferRequest) -> InferRequest:
-        """The request as the engine knows it. Raises ValueError when its id is live."""
+        """The request under its name in the engine. Raises ValueError if its id is live."""
         own_id = request.request_id
         if own_id in self.requests:
             raise ValueError(f"request_id '{own_id}' is already running, expected a unique id")
@@ -54,7 +54,7 @@ class AttachedHost:
         self.adapters.add(name)
         return AdapterLoad(name, adapter.path)
 
-    # --- from the engine; its messages are renamed in place, which costs a tenth of a copy ----------------------------
+    # --- from the engine; its messages are renamed in place, at a tenth of the cost of a copy -------------------------
 
     def give(self, output: StepOutput) -> None:
         own_id = self._own(output.request_id)
@@ -70,13 +70,13 @@ class AttachedHost:
         return AdapterResult(self._own(result.name), result.error.replace(result.name, self._own(result.name)))
 
     def report(self, report: EngineReport) -> EngineReport | None:
-        """What this host watches of it; None = nothing."""
+        """The parts of the report that this host watches; None = nothing."""
         step = self._step(report.step) if report.step is not None and self.watch.steps else None
         blocks = self._blocks(report.blocks) if report.blocks is not None and self.watch.blocks else None
         return None if step is None and blocks is None else EngineReport(step, blocks)
 
     def _step(self, step: StepReport) -> StepReport:
-        """With this host's rows alone."""
+        """Only this host's rows."""
         rows = [row for row, request_id in enumerate(step.request_ids) if self._is_own(request_id)]
         return msgspec.structs.replace(
             step,
@@ -89,7 +89,7 @@ class AttachedHost:
         )
 
     def _blocks(self, blocks: BlockMap) -> BlockMap:
-        """Blocks of other hosts are in use without a holder."""
+        """Blocks of other hosts appear as used, but without a holder."""
         runs = tuple(
             (first, count, state, self._own(holder) if holder and self._is_own(holder) else None, num_holders)
             for first, count, state, holder, num_holders in blocks.runs
@@ -104,6 +104,6 @@ class AttachedHost:
 
 
 def owner_of(engine_name: str, hosts: Mapping[int, AttachedHost]) -> AttachedHost | None:
-    """None: its host has left, or it is an adapter of the engine's config."""
+    """None = its host has left, or it is an adapter of the engine's config."""
     number, separator, _ = engine_name.partition("/")
     return hosts.get(int(number)) if separator and number.isdecimal() else None

@@ -1,11 +1,11 @@
 """The process of a served engine, and its links to any number of hosts and to its keeper.
 
-For: the keeper's fork server (`prepare`). Does not know: how a step is computed; how engines are started. Invariants: a
-host is told about its own requests alone; one that has gone, is silent for longer than the heartbeat timeout, or sends
-what cannot be read is dropped, and its requests end; nothing that a host does ends the engine. Hosts are answered from
-before the load on; hosts are told of a failed load for FAILED_LOAD_S, before the keeper is, which starts another
-process; the process never outlives its keeper. What is for all hosts is encoded once, and sent at most every
-REPORT_INTERVAL_S beside a host's own outputs, so that a host costs time only for its requests.
+Run by the keeper's fork server (`prepare`). Invariants: a host is told only about its own requests; one that
+disconnects, is silent for longer than the heartbeat timeout, or sends malformed messages is dropped and its requests
+end; nothing a host does ends the engine. Hosts can connect before the load ends; they are told of a failed load for
+FAILED_LOAD_S before the keeper is, which starts another process; the process never outlives its keeper. What is meant
+for all hosts is encoded once, and sent at most every REPORT_INTERVAL_S in addition to a host's own outputs, so a host
+costs time only for its requests.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S: Final = 0.02
 STATE_INTERVAL_S: Final = 1.0
-"""How often the keeper is told that the engine is not stuck, unless steps must be shorter than four of these."""
+"""How often the keeper is told that the engine is not stuck, unless the step timeout is below four of these."""
 LINGER_MS: Final = 1000
 GOODBYE_TIMEOUT_S: Final = 0.5
-"""How long a process that ends waits for its hosts to leave, which have then read its last message."""
+"""How long an exiting process waits for its hosts to disconnect, which shows that they read its last message."""
 _WARNING_INTERVAL_S: Final = 10.0
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -64,8 +64,8 @@ _decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 
 
 @dataclass
-class _News:
-    """What one step has for one host."""
+class _HostUpdate:
+    """The part of a step's result for one host."""
 
     outputs: list[StepOutput] = field(default_factory=list)
     adapters: list[AdapterResult] = field(default_factory=list)
@@ -76,22 +76,21 @@ class HostLinks:
     def __init__(
         self, config: EngineConfig, order: ServedProcessOrder, secrets: ClusterSecrets, listen_fd: int
     ) -> None:
-        """listen_fd: of a socket that listens; it is closed with this."""
+        """listen_fd: of a listening socket; closed together with this."""
         self._config = config
         self._order = order
         self._context = zmq.Context()
         self._check = ClientCheck(self._context, secrets.curve_public_key)
         self._hosts: dict[int, AttachedHost] = {}
-        """By number, the longest attached first: that host counts what the engine does for all."""
+        """By number, the longest attached first: that host counts the engine's own counters."""
         self._by_routing_id: dict[bytes, AttachedHost] = {}
         self._numbers = itertools.count(1)
         self._said = EngineStarted()
         """The latest message about the load, for hosts that attach later."""
         self._core: EngineCore | None = None
-        """From the end of the load on."""
+        """Set at the end of the load."""
         self._knows_vocabulary = False
         self._num_requests = 0
-        """Live requests of all hosts."""
         self._stats, self._step_id = EngineStats(), 0
         self._state_interval_s = min(STATE_INTERVAL_S, config.step_timeout_s / 4)
         self._is_report_due = False
@@ -113,11 +112,11 @@ class HostLinks:
         """Whether the model cannot be loaded."""
         return bool(self._said.error)
 
-    # --- while the model loads: what `load` needs of a link -----------------------------------------------------------
+    # --- while the model loads: the link that `load` needs ------------------------------------------------------------
 
     def send(self, data: bytes, flags: int = 0) -> None:
-        """Tells all hosts, and those that come later, what the load says; and the keeper, unless the load has failed:
-        it would end this process, which still has to tell hosts why."""
+        """Sends the load's message to all hosts, now and later, and to the keeper, unless the load has failed: the
+        keeper would end this process, which still has to tell hosts why."""
         self._take_messages()
         self._said = _decode_started(data)
         if not self._said.error:
@@ -126,15 +125,15 @@ class HostLinks:
             self._tell(host, STARTED, data)
 
     def recv(self, flags: int = 0) -> bytes:
-        """There are no messages for an engine that loads."""
+        """A loading engine receives no messages."""
         raise zmq.Again
 
     def answer_until_left(self, timeout_s: float) -> None:
-        """After the load's last message: answers hosts until all have left, or that time is over."""
+        """After the load's last message: answers hosts until all have disconnected or time is up."""
         self._answer(timeout_s, lambda: not self._hosts)
 
     def answer_for(self, duration_s: float) -> None:
-        """After a load that has failed: tells hosts that come why, for that time, and then the keeper."""
+        """After a failed load: tells connecting hosts why, for that long, and then the keeper."""
         self._answer(duration_s, lambda: self._has_ended)
         self._keeper.send(_encode(self._said))
 
@@ -149,7 +148,7 @@ class HostLinks:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def serve(self, core: EngineCore) -> None:
-        """Steps until the keeper ends the engine, and then closes the core."""
+        """Steps until the keeper ends the engine, then closes the core."""
         self._core = core
         for host in self._hosts.values():
             self._report_to(host, self._report())
@@ -171,7 +170,7 @@ class HostLinks:
         self._context.term()
 
     def _take_inputs(self, core: EngineCore) -> bool:
-        """Applies all messages so far; waits for one when the core has nothing to do. False = the engine ends."""
+        """Applies all messages so far; waits for one if the core has nothing to do. False = the engine ends."""
         while not self._has_ended:
             self._take_messages()
             self._run_periodic_work(time.monotonic(), is_idle=not core.has_work)
@@ -181,7 +180,7 @@ class HostLinks:
         return not self._has_ended
 
     def _run_periodic_work(self, now_s: float, is_idle: bool) -> None:
-        """Sends due reports, reads the keeper."""
+        """Sends due reports, reads the keeper's messages."""
         if self._is_report_due and (is_idle or now_s >= self._report_at_s + REPORT_INTERVAL_S):
             self._report_to_all(now_s)
         is_state_due = now_s >= self._state_at_s + self._state_interval_s
@@ -191,14 +190,14 @@ class HostLinks:
         if is_state_due:
             self._state_at_s = now_s
             if is_idle and self._hosts:
-                self._report_to_all(now_s)  # only this shows that a host has gone
+                self._report_to_all(now_s)  # the only way to notice that a host is gone
             self._keeper.send(_encode(KeptState(num_hosts=len(self._hosts))))
 
     def _deliver(self, result: StepResult) -> None:
         self._stats, self._step_id, self._is_report_due = result.stats, result.step_id, True
         if result.blocks is not None:
             self._tell_of_blocks(StepResult(result.step_id, (), result.stats, blocks=result.blocks))
-        news: defaultdict[AttachedHost, _News] = defaultdict(_News)
+        news: defaultdict[AttachedHost, _HostUpdate] = defaultdict(_HostUpdate)
         for output in result.outputs:
             if (host := owner_of(output.request_id, self._hosts)) is not None:
                 host.give(output)
@@ -251,7 +250,7 @@ class HostLinks:
                 routing_id, message = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            except ValueError:  # more parts, or fewer
+            except ValueError:  # wrong number of parts
                 continue
             host = self._by_routing_id.get(routing_id)
             if host is None:
@@ -332,7 +331,7 @@ class HostLinks:
         self._drop(host, reason)
 
     def _drop(self, host: AttachedHost, why: str) -> None:
-        """Its requests are aborted, and its adapters dropped."""
+        """Aborts the host's requests and drops its adapters."""
         if self._by_routing_id.pop(host.routing_id, None) is None:
             return
         self._hosts = {number: one for number, one in self._hosts.items() if one is not host}
@@ -351,7 +350,7 @@ class HostLinks:
                 self._watch_for_all(self._core)
 
     def _tell(self, host: AttachedHost, head: bytes, body: bytes) -> None:
-        """Never blocks. A host that cannot be reached any more is dropped."""
+        """Never blocks. A host that is unreachable is dropped."""
         try:
             self._router.send_multipart((host.routing_id, head, body), zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -379,7 +378,7 @@ _decode_process_order = msgspec.json.Decoder(ServedProcessOrder).decode
 
 class ServedEngineProgram(EngineProgram):
     def __call__(self, order: bytes, *descriptors: int) -> None:
-        """An engine. descriptors: the lifeline, and the listening socket."""
+        """Runs an engine. descriptors: the lifeline and the listening socket."""
         lifeline_fd, listen_fd = descriptors
         os.set_inheritable(listen_fd, False)
         engine = _decode_process_order(order)
@@ -403,12 +402,12 @@ class ServedEngineProgram(EngineProgram):
 
 
 def _make_runner(make: Callable[[], Runner | ModelPrepared], config: EngineConfig) -> Runner | ModelPrepared:
-    """Raises ValueError where a folder that another machine has is missing on this one."""
+    """Raises ValueError if a folder named by another machine does not exist on this one."""
     if os.path.isabs(config.model) and not os.path.isdir(config.model):
         raise ValueError(f"engine argument 'model' is '{config.model}', which is not a folder on this machine")
     return make()
 
 
 def prepare(runners: str, config_json: str) -> ServedEngineProgram:
-    """In the fork server, as engine_process.prepare."""
+    """Called in the fork server, as engine_process.prepare."""
     return ServedEngineProgram(msgspec.json.decode(config_json, type=EngineConfig), runners)

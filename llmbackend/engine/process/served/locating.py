@@ -1,7 +1,7 @@
 """Where engines run that are not children of their hosts: what a cluster tells a host.
 
-For: the cluster, which implements EngineLocator and installs it, and the supervisors of remote engines. Does not know:
-how engines are placed or started. Invariant: without a locator, engines are children of their host.
+The cluster implements and installs an EngineLocator; supervisors of remote engines use it. Independent of how engines
+are placed or started. Invariant: without a locator, engines are children of their host.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ ENGINE_HEARTBEAT_TIMEOUT_S: Final = 2.0
 class EngineAddress(msgspec.Struct, frozen=True):
     """endpoint     tcp://host:port
     incarnation  grows with each new process of this engine
-    node         for people: which machine
-    """
+    node         the machine, for people"""
 
     endpoint: str
     incarnation: int
@@ -40,22 +39,24 @@ class EngineAddress(msgspec.Struct, frozen=True):
 
 
 class EngineLocator(Protocol):
-    """Any thread may call it. Engine `index` of a config is the one of instance `index` of a model; models of equal
-    configs may be given the same engines."""
+    """Called from any thread. Engine `index` of a config serves instance `index` of a model; models with equal configs
+    may share engines."""
 
     def locate(self, index: int, config: EngineConfig) -> EngineAddress | None:
-        """Never blocks. None = it is not up yet; `on_change` tells. Raises EngineDeadError where there will be none."""
+        """Never blocks. None = it is not up yet; `on_change` reports when it is. Raises EngineDeadError if there will
+        be none."""
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Calls `callback`, cheap and thread-safe, when `locate` may answer differently, until this process ends."""
+        """Calls `callback`, which must be cheap and thread-safe, whenever `locate` may return something else, until
+        this process ends."""
 
     def release(self, index: int, config: EngineConfig) -> None:
-        """This host no longer needs it. Never blocks."""
+        """This host no longer needs the engine. Never blocks."""
 
 
 class EngineUsers:
-    """The supervisors of this process that the locator serves: a model that is reloaded has two for a while, which
-    share an engine. Any thread."""
+    """The supervisors of this process that use the locator: during a reload, a model has two, which share an engine.
+    Any thread."""
 
     def __init__(self, locator: EngineLocator) -> None:
         self._locator = locator
@@ -63,7 +64,7 @@ class EngineUsers:
         self._callbacks: list[Callable[[], None]] = []
         self._counts: Counter[tuple[int, bytes]] = Counter()
         self.are_stopping = False
-        """Whether loads no longer wait for an engine that has never been up."""
+        """Whether loads stop waiting for an engine that has never been up."""
         locator.on_change(self._wake)
 
     def enter(self, index: int, config: EngineConfig, wake: Callable[[], None]) -> None:
@@ -84,7 +85,7 @@ class EngineUsers:
         self._locator.release(index, config)
 
     def stop_loads(self) -> None:
-        """The process is about to end: what waits for its first engine ends with an error."""
+        """The process is about to end: loads that wait for their first engine fail."""
         self.are_stopping = True
         self._wake()
 
@@ -97,10 +98,10 @@ class EngineUsers:
 
 @dataclass(frozen=True)
 class RemoteEngines:
-    """What a host needs to speak to engines elsewhere.
+    """What a host needs to communicate with remote engines.
 
     host_id              for people and logs; unique in the cluster
-    heartbeat_timeout_s  a host or an engine that is silent for longer is gone
+    heartbeat_timeout_s  a host or engine that is silent for longer is considered lost
     """
 
     locator: EngineLocator
@@ -120,9 +121,9 @@ def use_locator(
     host_id: str = "",
     heartbeat_timeout_s: float = ENGINE_HEARTBEAT_TIMEOUT_S,
 ) -> None:
-    """Before models load: from now on `transport: process` engines are where `locator` says; None = children again.
+    """Before models load: `transport: process` engines are located by `locator` from now on; None = children again.
 
-    host_id: unique in the cluster; "" = made of this machine's name and the process id.
+    host_id: unique in the cluster; "" = derived from this machine's name and the process id.
     """
     global _installed
     if locator is None:
@@ -135,11 +136,10 @@ def use_locator(
 
 
 def stop_loads() -> None:
-    """This process is about to end, and waits for no engine elsewhere that was never there. Any thread."""
+    """This process is about to end, and must not wait for remote engines that were never up. Any thread."""
     if _installed is not None:
         _installed.users.stop_loads()
 
 
 def remote_engines() -> RemoteEngines | None:
-    """What `use_locator` installed."""
     return _installed

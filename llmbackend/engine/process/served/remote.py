@@ -1,8 +1,8 @@
-"""A host's link to an engine that other hosts share: ZeroMQ over TCP with CURVE.
+"""A host's link to an engine shared with other hosts: ZeroMQ over TCP with CURVE.
 
-For: supervisors, when a locator of engines is installed. Does not know: who started the engine; requests. Invariants:
-a link speaks to one process and never connects again: the end of its connection, or silence for longer than the
-heartbeat timeout, is the engine's loss, and so is a refusal; leaving an engine does not end it.
+Used by supervisors if a locator of engines is installed. Independent of who started the engine, and of requests.
+Invariants: a link belongs to one process and never reconnects; the end of its connection, silence for longer than the
+heartbeat timeout, or a refusal count as the loss of the engine; leaving an engine does not end it.
 
 One thread uses it.
 """
@@ -35,9 +35,9 @@ from .remote_messages import STARTED, WELCOME, Head, SharedCounters, Welcome, bo
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_MS: Final = 8_000
-"""From the connection to the engine's first message: its process may have to be started."""
+"""From connecting to the engine's first message: its process may have to be started."""
 NEVER_MS: Final = 24 * 3600 * 1000
-"""For reconnections: with -1, libzmq 4.3.5 hangs at the end of the context where a handshake has failed."""
+"""Disables reconnection: with -1, libzmq 4.3.5 hangs when a context is terminated after a failed handshake."""
 GOODBYE_LINGER_MS: Final = 500
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -55,17 +55,17 @@ class RemoteTransport(Transport):
         wake_fd: int,
         progress: Callable[[LoadProgress], None],
     ) -> None:
-        """Raises OSError or ZMQError when there are too few descriptors; then none is left open."""
+        """Raises OSError or ZMQError if there are too few descriptors; none is left open then."""
         super().__init__(config, progress)
         self._address = address
         self._host_id = engines.host_id
         self._messages: deque[tuple[bytes, bytes]] = deque()
-        """Received and not decoded yet: heads and bodies."""
+        """Received but not yet decoded: heads and bodies."""
         self._loss: EngineDeadError | None = None
         self._is_connected = False
         self._counters = SharedCounters()
         self._clock_offset_ns = 0
-        """What turns the engine's clock into this machine's."""
+        """Converts the engine's clock to this machine's."""
         require_descriptors(DESCRIPTORS_OF_AN_ENGINE)
         with contextlib.ExitStack() as on_failure:
             self._context = zmq.Context()
@@ -92,7 +92,7 @@ class RemoteTransport(Transport):
             raise self._loss
         try:
             self._socket.send(_encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # the connection has ended; why is yet to be read
+        except zmq.Again:  # the connection has ended; the reason is still to be read
             self._wait(0.0)
             raise self._loss or self._lost("the connection to it has ended") from None
 
@@ -140,7 +140,7 @@ class RemoteTransport(Transport):
         return started
 
     def receive_started(self, timeout_s: float | None) -> ModelInfo | ModelPrepared | None:
-        """Raises EngineDeadError, also when the engine refuses this host."""
+        """Raises EngineDeadError, also if the engine refuses this host."""
         try:
             return super().receive_started(timeout_s)
         except EngineDeadError as error:
@@ -164,7 +164,7 @@ class RemoteTransport(Transport):
         return result
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Until a message, an event of the connection, a wake-up, or `timeout_s`; takes all that is there."""
+        """Waits for a message, an event of the connection, a wake-up, or `timeout_s`; receives everything available."""
         if self._messages or self._loss is not None:
             timeout_s = 0.0
         ready = dict(self._poller.poll(None if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1e3)))
@@ -199,8 +199,8 @@ class RemoteTransport(Transport):
         return EngineDeadError(f"the engine at {self._address} sent a message that cannot be read: {error}", "message")
 
 
-class EnginesElsewhere:
-    """The engines that one instance is given, one after the other, by the locator. See EngineSource."""
+class RemoteEngineSource:
+    """The consecutive engines that the locator gives one instance. See EngineSource."""
 
     def __init__(self, engines: RemoteEngines, config: EngineConfig, index: int, wake: Callable[[], None]) -> None:
         """index: of the instance. wake: ends the supervisor's wait."""

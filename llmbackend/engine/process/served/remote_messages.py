@@ -1,10 +1,10 @@
-"""What a host and an engine elsewhere send each other beside the messages of every engine; a host's counters.
+"""The messages between a host and a remote engine that local engines do not need, and a host's counters.
 
-For: both ends of a remote link. Does not know: sockets. A host's first message is a Hello, all later ones EngineInputs,
-of which `shutdown` means that the host leaves. An engine's message has two parts, a head and a body: an empty head for
-an EngineStarted, WELCOME for a Welcome, and a packed Head for a StepResult. Invariants: a Hello and the refusal of it
-can be read by every release; the counters of all hosts of an engine add up to what it did while hosts were attached: a
-host counts its own tokens, and everything else is counted by one of them.
+Used at both ends of a remote link. A host's first message is a Hello; all later ones are EngineInputs, in which
+`shutdown` means that the host leaves. An engine's message has two parts, a head and a body: the head is empty for an
+EngineStarted, WELCOME for a Welcome, and a packed Head for a StepResult. Invariants: every release can read a Hello and
+its refusal; the counters of all hosts of an engine add up to what it did while hosts were attached: each host counts
+its own tokens, and exactly one counts everything else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...config import EngineConfig
 from ...messages import EngineStats
 
 PROTOCOL_VERSION: Final = 1
-"""One more with each change of a message between hosts and engines."""
+"""Incremented with each change of a message between hosts and engines."""
 STARTED: Final = b""
 WELCOME: Final = b"welcome"
 _HEAD: Final = struct.Struct("<?IQQ")
@@ -32,7 +32,7 @@ _OF_ONE_MACHINE: Final = frozenset(
         *("step_timeout_s", "load_timeout_s", "max_engine_failures"),
     }
 )
-"""Engine arguments that may differ between an engine and its hosts: none changes a token or a limit."""
+"""Engine arguments that may differ between an engine and its hosts: none affects tokens or limits."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,12 +51,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Engine → host, when it accepts the host.
+    """Engine → host, on accepting the host.
 
     incarnation       of the engine's process
-    monotonic_ns      the engine's clock, by which request events are timed
-    boot_id           two machines have different ones, and so different clocks; "" = unknown
-    knows_vocabulary  whether another host has sent it: it is large
+    monotonic_ns      the engine's clock, which times request events
+    boot_id           differs between machines, and so between clocks; "" = unknown
+    knows_vocabulary  whether another host has sent the vocabulary, which is large
     """
 
     incarnation: int
@@ -68,7 +68,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 class Head(NamedTuple):
     """What a StepResult means for its host.
 
-    counts              whether the host counts the growth of the engine's own counters: one host of an engine does
+    counts              whether this host counts the growth of the engine's own counters; exactly one host does
     num_requests_of_others
     prompt_tokens       of this host's requests, since it was attached
     generation_tokens   of this host's requests, since it was attached
@@ -98,12 +98,13 @@ def hello(host_id: str, config: EngineConfig) -> Hello:
 
 
 def refusal(said: Hello, config: EngineConfig, node: str) -> str:
-    """Why an engine of `config` refuses this host; "" = it does not. Names what differs, on both sides."""
+    """Why an engine with `config` refuses this host, naming the differences on both sides; "" = it does not."""
     where = f"the engine on {node}" if node else "the engine"
     if (said.protocol, said.release) != (PROTOCOL_VERSION, llmbackend.__version__):
         return (
             f"host '{said.host_id}' runs llmbackend {said.release} (protocol {said.protocol}), {where} llmbackend "
-            f"{llmbackend.__version__} (protocol {PROTOCOL_VERSION}): all machines of a cluster need one release"
+            f"{llmbackend.__version__} (protocol {PROTOCOL_VERSION}): all machines of a cluster must run the "
+            "same release"
         )
     ours, theirs = msgspec.to_builtins(config), msgspec.json.decode(said.config)
     differing = [
@@ -115,7 +116,7 @@ def refusal(said: Hello, config: EngineConfig, node: str) -> str:
 
 
 def boot_id() -> str:
-    """Of this machine's running system."""
+    """Of the running operating system."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -140,14 +141,14 @@ class SharedCounters:
         self._has_seen = False
 
     def add(self, head: Head, stats: EngineStats) -> None:
-        """With each message: `stats` are the engine's."""
+        """Called for each message. stats: the engine's."""
         if head.counts and self._has_seen:
             for name in _COUNTED_BY_ONE:
                 self._sums[name] += getattr(stats, name) - getattr(self._latest, name)
         self._latest, self._head, self._has_seen = stats, head, True
 
     def stats(self, stats: EngineStats) -> EngineStats:
-        """The engine's, with the counters of this host."""
+        """The engine's statistics with this host's counters."""
         head = self._head
         return msgspec.structs.replace(
             stats, prompt_tokens=head.prompt_tokens, generation_tokens=head.generation_tokens, **self._sums

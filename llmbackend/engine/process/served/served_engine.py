@@ -1,10 +1,10 @@
-"""`python -m llmbackend.engine.process.served.served_engine`: keeps one engine for several hosts, on this machine.
+"""`python -m llmbackend.engine.process.served.served_engine`: keeps one engine for several hosts on this machine.
 
-For: a cluster, which starts it where the engine is to be, and tests. It owns the listening socket and a fork server;
-each process of the engine gets the socket, so that hosts find the next one where the last one was, with packed weights
-in memory already. Does not know: where hosts are, requests. Invariants: it starts the next process at once when one
-dies, is silent, or gives no sign between two steps for step_timeout_s; it ends with its standard input, or, if it
-outlives its parent, when no host was attached for orphan_timeout_s; its engine ends with it.
+A cluster (or test) starts this command where the engine should run. It owns the listening socket and a fork server;
+each process of the engine inherits the socket, so hosts find the next one at the same address, with packed weights
+already in memory. Invariants: it starts the next process at once if one dies, is silent, or gives no sign of life
+between two steps for step_timeout_s; it ends with its standard input or, if it outlives its parent, when no host was
+attached for orphan_timeout_s; its engine ends with it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from .served_order import (
 logger = logging.getLogger(__name__)
 
 SILENCES: Final = 5
-"""A silent process is killed after this many heartbeat_timeout_s. Hosts leave after one and may return until then."""
+"""A silent process is killed after this many heartbeat_timeout_s. Hosts leave after one, and may return until then."""
 BACKLOG: Final = 1024
-"""Hosts that may wait for the next process."""
+"""Maximum number of hosts that wait for the next process."""
 
 _decode_state = msgspec.msgpack.Decoder(KeptState).decode
 _encode_json = msgspec.json.encode
@@ -91,15 +91,15 @@ class ServedForkServer(EngineForkServer):
 
 
 class KeptTransport(ProcessTransport):
-    """A link to an engine that reports its state to its keeper, and nothing about requests. A process that is stopped
-    or not scheduled is recognised by its silence, also within a step: ZeroMQ's own thread answers heartbeats."""
+    """A link to an engine that reports its state to its keeper, but nothing about requests. A stopped or unscheduled
+    process is detected by its silence, even within a step, because ZeroMQ's own thread answers heartbeats."""
 
     num_hosts = 0
 
     def __init__(
         self, fork_server: ServedForkServer, silence_s: float, wake_fd: int, progress: Callable[[LoadProgress], None]
     ) -> None:
-        """silence_s: a process that is silent for this long is killed."""
+        """silence_s: the process is killed after this much silence."""
         super().__init__(fork_server, wake_fd, progress)
         self._silence_s = silence_s
         self._socket.heartbeat_ivl = self._socket.heartbeat_timeout = math.ceil(silence_s * 1e3 / 2)
@@ -126,7 +126,7 @@ class KeptTransport(ProcessTransport):
         return [StepResult(0, (), EngineStats()) for _ in states]
 
     def _receive_started(self, timeout_s: float | None) -> list[EngineStarted]:
-        """Without the KeptStates that may follow at once: they decode to empty EngineStarted messages."""
+        """Without KeptStates, which may follow immediately: they decode to empty EngineStarted messages."""
         return [started for started in super()._receive_started(timeout_s) if started != EngineStarted()]
 
 
@@ -140,7 +140,7 @@ class KeptEngines:
 
     @property
     def num_hosts(self) -> int:
-        """Of the latest process, by its last report."""
+        """Hosts of the latest process, by its last report."""
         return 0 if self._transport is None else self._transport.num_hosts
 
     def make_transport(self, wake_fd: int, progress: Callable[[LoadProgress], None]) -> KeptTransport:
@@ -156,10 +156,10 @@ class KeptEngines:
 
 
 class Keeper:
-    """The main thread owns it; `stop` and `parent_ended` are for any."""
+    """Owned by the main thread; `stop` and `parent_ended` may be called from any."""
 
     def __init__(self, order: ServedEngineOrder, listener: socket.socket, tell: Callable[[ServedEngineNews], None]):
-        """tell: of each process that was started."""
+        """tell: called for each process that was started."""
         self._order = order
         self._port = listener.getsockname()[1]
         self._tell = tell
@@ -168,7 +168,7 @@ class Keeper:
         self._supervisor = Supervisor(order.config, self._engines, self._wakeup)
         self._told_pid = 0
         self._attached_at_s = 0.0
-        """When a host was seen last, from the parent's end on."""
+        """When a host was last seen, counted from the parent's end."""
         self._is_orphan = self._is_stopped = False
 
     def stop(self) -> None:
@@ -180,11 +180,11 @@ class Keeper:
         self._wakeup.set()
 
     def run(self) -> None:
-        """Until it is stopped, or an orphan that nobody needs."""
+        """Runs until stopped, or orphaned and unused."""
         try:
             while not (self._is_stopped or self._is_over()):
                 self._wakeup.clear()
-                with contextlib.suppress(EngineDeadError):  # the supervisor has logged it
+                with contextlib.suppress(EngineDeadError):  # already logged by the supervisor
                     self._supervisor.receive(is_busy=True)
                 self._tell_of_process()
         finally:
@@ -224,13 +224,13 @@ def listen(order: ServedEngineOrder) -> socket.socket:
 
 
 def _tell(news: ServedEngineNews, record_file: str = "") -> None:
-    """Writes the record first, so that whoever reads the line finds it."""
+    """Writes the record first, so whoever reads the line finds it."""
     if record_file:
         try:
             write_record(Path(record_file), news)
         except OSError as error:
             logger.error("the engine's record cannot be written: %s", error)
-    with contextlib.suppress(OSError):  # nobody reads it any more
+    with contextlib.suppress(OSError):  # the reader is gone
         os.write(1, _encode_json(news) + b"\n")
 
 

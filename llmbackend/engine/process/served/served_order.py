@@ -1,8 +1,7 @@
-"""What the command `served_engine` reads and writes: JSON, a line each, and the file that it leaves.
+"""What the command `served_engine` reads and writes, one JSON object per line, and the record file it leaves.
 
-For: what starts served engines or finds running ones, and the command itself. Does not know: how engines run.
-Invariants: an order that exists is valid; the record names the engine's latest process, and is void when its command
-has ended.
+Used by the command, and by whatever starts served engines or finds running ones. Invariants: every existing order is
+valid; the record names the engine's latest process, and is void once its command has ended.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from .locating import ENGINE_HEARTBEAT_TIMEOUT_S
 class ServedEngineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The first line of standard input. Raises ValueError naming field, value and what was expected.
 
-    config               of the engine, as its hosts have it; `transport` is "process"
-    paths                folder that it names -> folder that has its files on this machine, where that is another one
+    config               of the engine, as its hosts know it; `transport` is "process"
+    paths                folders in it -> folders with the same files on this machine, if they differ
     secrets_folder       see ClusterSecrets
-    host                 the address to listen at, and no other
+    host                 the only address to listen at
     port                 0 = any; the same for all processes of this engine
-    incarnation          of its first process; each that follows is one more; 0 = milliseconds of Unix time, which grow
+    incarnation          of its first process, incremented for each later one; 0 = milliseconds of Unix time, which grow
                          from one command to the next
-    node                 for people: which machine
-    heartbeat_timeout_s  a host that is silent for longer is gone
+    node                 the machine, for people
+    heartbeat_timeout_s  a host that is silent for longer is dropped
     outlives_parent      whether the engine continues when standard input ends
-    orphan_timeout_s     then: how long without any host until it ends
-    meeting              where the other ranks of a split model come, which others start; None = they are forked
+    orphan_timeout_s     then: how long it lives without any host
+    meeting              where the other ranks of a split model connect if started elsewhere; None = they are forked
     runners              name of a module like engine/make_runner.py
-    record_file          where the command keeps its EngineRecord as long as it runs; "" = nowhere
+    record_file          where the command keeps its EngineRecord while it runs; "" = nowhere
     """
 
     config: EngineConfig
@@ -75,12 +74,12 @@ def with_paths(config: EngineConfig, paths: Mapping[str, str]) -> EngineConfig:
 class ServedProcessOrder(EngineOrder, frozen=True, kw_only=True):
     """An EngineOrder, whose endpoint is the keeper's, that also says how to serve hosts.
 
-    config               of the engine, as its hosts have it
+    config               of the engine, as its hosts know it
     listen_endpoint      what the listening socket is bound to: tcp://host:port
     secrets_folder       see ClusterSecrets
     incarnation          of this process
-    node                 for people: which machine
-    heartbeat_timeout_s  a host that is silent for longer is gone
+    node                 the machine, for people
+    heartbeat_timeout_s  a host that is silent for longer is dropped
     """
 
     config: EngineConfig
@@ -92,7 +91,7 @@ class ServedProcessOrder(EngineOrder, frozen=True, kw_only=True):
 
 
 class KeptState(msgspec.Struct, frozen=True):
-    """Engine → keeper, about once a second, between two steps. num_hosts: that are attached."""
+    """Engine → keeper, about once a second, between two steps. num_hosts: attached hosts."""
 
     num_hosts: int
 
@@ -100,7 +99,7 @@ class KeptState(msgspec.Struct, frozen=True):
 class ServedEngineNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line of standard output: a process of the engine was started, or none can be.
 
-    port         where it listens, from now on and until the command ends
+    port         where it listens, until the command ends
     incarnation  of the process
     pid          of the process
     error        why the command ends
@@ -114,9 +113,8 @@ class ServedEngineNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 class EngineRecord(msgspec.Struct, frozen=True):
     """pid    of the command that keeps the engine
-    start  of that process, as the system counts it: process ids are used again
-    news   its latest
-    """
+    start  start time of that process, because pids are reused
+    news   its latest"""
 
     pid: int
     start: int
@@ -132,7 +130,7 @@ def write_record(file: Path, news: ServedEngineNews) -> None:
 
 
 def read_record(file: Path) -> EngineRecord | None:
-    """The record of an engine that still runs; None = there is none."""
+    """The record of an engine that is still running; None = there is none."""
     try:
         record = msgspec.json.decode(file.read_bytes(), type=EngineRecord)
     except (OSError, msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""Parsers of model output: one streaming parser, and tables of the formats of tool calls and reasoning."""
+"""Parsers of model output: one streaming parser, and tables of tool-call and reasoning formats."""
 
 from .detection import detect
 from .events import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart

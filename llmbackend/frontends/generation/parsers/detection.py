@@ -1,5 +1,4 @@
-"""The formats of tool calls and reasoning that a chat template implies, by markers of the format's own models; "" for a
-template of an unknown form."""
+"""Detects a chat template's tool-call and reasoning formats, by typical markers; "" for an unknown template."""
 
 from __future__ import annotations
 
@@ -10,15 +9,15 @@ from dataclasses import dataclass
 class _Rule:
     format: str
     has: tuple[str, ...]
-    """Texts of which the template has all."""
+    """Strings that must all occur in the template."""
     lacks: tuple[str, ...] = ()
-    """Texts of which it has none."""
+    """Strings that must not occur in it."""
 
     def fits(self, template: str) -> bool:
         return all(text in template for text in self.has) and not any(text in template for text in self.lacks)
 
 
-# The first rule that fits applies, so rules for one family stand before those for many.
+# The first matching rule applies, so rules for one family precede those for many.
 _TOOL_RULES = (
     _Rule("openai", ("<|channel|>commentary",)),
     _Rule("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),

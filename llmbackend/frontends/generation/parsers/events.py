@@ -1,7 +1,7 @@
 """Events of an output parser: pieces of content, reasoning and tool calls.
 
-Invariants: joined pieces do not depend on how the output was cut into tokens; a call's arguments and end come after its
-start and before the next call's start.
+Invariants: the joined pieces do not depend on how the output was split into tokens; a call's arguments and end come
+after its start and before the next call's start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ToolCallStart:
     """Position of the call in the output, from 0."""
     name: str
     id: str | None = None
-    """Only if the model wrote one."""
+    """Set only if the model wrote one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """The call is complete. One that was cut off, for example at `length`, has no end."""
+    """The call is complete. A call that was cut off, for example at `length`, has no end."""
 
     index: int
 
@@ -47,7 +47,7 @@ Event = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Tool
 
 
 def merged(events: list[Event]) -> list[Event]:
-    """Joins successive pieces of one kind."""
+    """Joins consecutive pieces of the same kind."""
     if len(events) < 2:
         return events
     result: list[Event] = []
@@ -77,7 +77,7 @@ def _append(
 
 
 class Sink:
-    """Owner: its OutputParser."""
+    """Collects events. Owned by an OutputParser."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -100,7 +100,7 @@ class Sink:
             self._events.append(ReasoningDelta(text))
 
     def start(self, name: str, id: str | None = None) -> None:
-        """id: dropped if an earlier call has the same."""
+        """id: dropped if an earlier call has the same one"""
         self._events.append(ToolCallStart(self.num_calls, name, None if id in self._ids else id))
         self._ids |= {id} if id is not None else set()
         self.num_calls += 1

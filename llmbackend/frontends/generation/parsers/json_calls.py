@@ -1,8 +1,8 @@
-"""Reads calls with JSON arguments, and what other syntaxes share with them: values, headers, starts and ends.
+"""Reads calls with JSON arguments, and provides values, headers, starts and ends for other syntaxes.
 
-Invariants: a call starts when its name is known and its arguments begin; text before that is held, so that it can still
-become content. A value is passed on at once, as the model wrote it; one without its last quote or bracket ends with its
-call.
+Invariants: a call starts when its name is known and its arguments begin; the text before that is held, so that it can
+still become content. A value is emitted at once, as the model wrote it; without its closing quote or bracket, it ends
+with its call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STRING_STOPS = re.compile(r'["\\]')
 
 
 def read_value(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
-    """Passes one value on; False if the output's end or a marker's special token cut it off."""
+    """Emits one value; returns False if it was cut off by the end of the output or a marker's special token."""
     symbol = yield from reader.peek()
     if reader.is_special or not symbol:
         return False
@@ -33,7 +33,7 @@ def read_value(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
 
 
 def _read_balanced(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
-    """An object or array, from its first bracket on."""
+    """Reads an object or array, starting at its first bracket."""
     balance = _Balance()
     while (yield from text_is_next(reader)):
         stop = reader.value_ends.first.search(reader.text, reader.at) if not reader.value_ends.is_empty else None
@@ -48,9 +48,9 @@ def _read_balanced(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]
 
 
 def _read_end(reader: Reader, emit: Callable[[str], None], balance: _Balance) -> Reading[bool]:
-    """Reads the end of the call of an unfinished value; text that only looks like one is passed on. Within a string it
-    counts only at the end of the output or after a line break, which JSON strings cannot have."""
-    begin = reader.num_held  # a call without a name so far is held as a whole
+    """Reads the end of a call with an unfinished value; text that only resembles an end is emitted. Within a string, an
+    end counts only at the end of the output or after a line break, which JSON strings cannot contain."""
+    begin = reader.num_held  # a call whose name is not known yet is held as a whole
     if begin is None:
         reader.hold()
     found = yield from reader.one_of(reader.value_ends.all)
@@ -97,7 +97,7 @@ class _Balance:
 
 
 def _read_quoted(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
-    """A string with its quotes, from the first one on."""
+    """Reads a string with its quotes, starting at the opening quote."""
     emit(reader.take())
     is_escaped = False
     while (yield from text_is_next(reader)):
@@ -114,7 +114,7 @@ def _read_quoted(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
 
 
 def _read_scalar(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
-    """A number, true, false or null."""
+    """Reads a number, true, false or null."""
     has_any = False
     while (symbol := (yield from reader.peek())) and not reader.is_special and symbol not in ',}]:;{["<' + SPACE:
         emit(reader.take())
@@ -152,24 +152,24 @@ def quoted(text: str) -> str:
 
 
 def start(reader: Reader, sink: Sink, name: str, id: str | None = None) -> None:
-    """The held text is a call, not content."""
+    """Starts a call: the held text belongs to it and is not content."""
     reader.drop()
     sink.start(name, id)
 
 
 def end(reader: Reader, sink: Sink) -> None:
-    """The text after a complete call is layout until it turns out to be content."""
+    """Ends a call. The text after it is treated as layout until it turns out to be content."""
     sink.end()
     reader.hold()
 
 
 def cut_off(reader: Reader) -> None:
-    """The call stays incomplete."""
+    """Leaves the call incomplete."""
     reader.hold()
 
 
 def read_arguments(reader: Reader, sink: Sink, name: str, id: str | None) -> Reading[None]:
-    """Starts the call and passes its arguments on: an object, or a JSON string with one."""
+    """Starts the call and emits its arguments: an object, or a JSON string that contains one."""
     yield from reader.skip_space()
     symbol = yield from reader.peek()
     if symbol == "{" or not symbol:
@@ -182,11 +182,11 @@ def read_arguments(reader: Reader, sink: Sink, name: str, id: str | None) -> Rea
     pieces: list[str] = []
     if not (yield from read_value(reader, pieces.append)):
         raise NotACall
-    whole_arguments(reader, sink, name, id, held_arguments("".join(pieces)))
+    emit_arguments(reader, sink, name, id, arguments_of("".join(pieces)))
 
 
-def held_arguments(value: str) -> str:
-    """The JSON object of a whole value: itself, the one in a string, or {} for null. Raises NotACall."""
+def arguments_of(value: str) -> str:
+    """The JSON object of a whole value: the value itself, the object in a string, or {} for null. Raises NotACall."""
     if value == "null":
         return "{}"
     try:
@@ -198,8 +198,8 @@ def held_arguments(value: str) -> str:
     return str(text)
 
 
-def whole_arguments(reader: Reader, sink: Sink, name: str, id: str | None, text: str) -> None:
-    """A call with known arguments."""
+def emit_arguments(reader: Reader, sink: Sink, name: str, id: str | None, text: str) -> None:
+    """Emits a call with known arguments."""
     start(reader, sink, name, id)
     sink.arguments(text)
     end(reader, sink)
@@ -210,8 +210,8 @@ Header = tuple[str, str | None, str]
 
 
 def read_header(reader: Reader, ends: Collection[str], pattern: re.Pattern[str]) -> Reading[Header]:
-    """The text before the arguments, up to the first of `ends`, which is read unless it is the arguments' bracket.
-    Raises NotACall if it has no name."""
+    """Reads the text before the arguments, up to the first of `ends`, which is consumed unless it is the arguments'
+    bracket. Raises NotACall if there is no name."""
     text, found = "", None
     while found is None:
         symbol = yield from reader.peek()
@@ -265,11 +265,11 @@ class JsonCallReader:
         if not self._has_started:
             if self._name is None:
                 raise NotACall
-            whole_arguments(reader, self._sink, self._name, self._id, self._arguments or "{}")
+            emit_arguments(reader, self._sink, self._name, self._id, self._arguments or "{}")
         reader.hold()
 
     def _read_field(self) -> Reading[bool]:
-        """One field and the comma after it; False at the object's end."""
+        """Reads one field and the comma after it; returns False at the object's end."""
         reader = self._reader
         yield from reader.skip_space()
         if (yield from reader.one_of(("}",))):
@@ -318,7 +318,7 @@ class JsonCallReader:
         pieces: list[str] = []
         if not (yield from read_value(self._reader, pieces.append)):
             raise NotACall
-        self._arguments = held_arguments("".join(pieces))
+        self._arguments = arguments_of("".join(pieces))
 
     def _skip_value(self) -> Reading[None]:
         if not (yield from read_value(self._reader, lambda _: None)):

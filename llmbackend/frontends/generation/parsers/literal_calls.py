@@ -1,5 +1,5 @@
-"""Reads calls whose arguments are literals of a language such as Python, and converts them to JSON as they arrive: a
-literal is passed on when its JSON is certain; text that is none leaves the call incomplete, and becomes content."""
+"""Reads calls whose arguments are literals of a language such as Python, and converts them to JSON as they arrive. A
+literal is emitted when its JSON is certain; other text leaves the call incomplete, and becomes content."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LiteralCallReader:
         reader, call = self._reader, self._call
         name, id, opened = yield from read_header(reader, (call.open,), ANY_NAME)
         if not opened:
-            reader.take()  # the "{" that the header has left unread
+            reader.take()  # the "{" that the header left unread
         if call.only_known_names and name not in self._names:
             raise NotACall
         key = yield from self._read_key()
@@ -58,7 +58,7 @@ class LiteralCallReader:
     # Keys.
 
     def _read_key(self) -> Reading[str]:
-        """An argument's key, up to its value; "" at the call's end, which is read."""
+        """Reads an argument's key, up to its value; returns "" at the call's end, which is consumed."""
         reader, call = self._reader, self._call
         yield from reader.skip_space()
         if (yield from reader.one_of((call.close,))):
@@ -129,7 +129,7 @@ class LiteralCallReader:
         self._sink.arguments("}")
 
     def _closes(self, close: str) -> Reading[bool]:
-        """Whether a sequence or mapping closes here; then its end is read."""
+        """Whether a sequence or mapping closes here; if so, its end is consumed."""
         self._reader.hold()
         yield from self._reader.skip_space()
         return bool((yield from self._reader.one_of((close,))))
@@ -142,7 +142,7 @@ class LiteralCallReader:
             self._sink.arguments(quoted((yield from self._read_word())))
 
     def _read_word(self) -> Reading[str]:
-        """A key or a value without quotes."""
+        """Reads a key or a value without quotes."""
         reader, word = self._reader, ""
         while (symbol := (yield from reader.peek())) and not reader.is_special and symbol not in _WORD_ENDS:
             word += reader.take()
@@ -188,7 +188,7 @@ class LiteralCallReader:
         self._give_up()
 
     def _read_escape(self) -> Reading[None]:
-        """Starts after a backslash. An unknown escape stands for itself, as in Python."""
+        """Starts after a backslash. An unknown escape is kept literally, as in Python."""
         reader, sink = self._reader, self._sink
         if not (yield from text_is_next(reader)):
             self._give_up()
@@ -206,14 +206,14 @@ class LiteralCallReader:
 
 
 def _json_of_code(kind: str, digits: str) -> str:
-    """JSON of \\xhh, \\uhhhh or \\Uhhhhhhhh, as an escape again, so that halves of surrogate pairs are kept."""
+    """JSON of \\xhh, \\uhhhh or \\Uhhhhhhhh, written as an escape, so that halves of surrogate pairs are preserved."""
     if len(digits) != _CODES[kind] or int(digits, 16) > sys.maxunicode:
         return _escaped(f"\\{kind}{digits}")
     return json.dumps(chr(int(digits, 16)))[1:-1]
 
 
 def _json_of_word(word: str, *, is_whole: bool) -> str:
-    """JSON of a number or constant. Raises NotACall for another word, unless the output's end has cut it off."""
+    """JSON of a number or constant. Raises NotACall for any other word, unless the output's end has cut it off."""
     if word in _WORDS:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):

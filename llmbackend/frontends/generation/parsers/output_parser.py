@@ -1,9 +1,9 @@
 """OutputParser: splits the tokens of one choice into content, reasoning and tool calls.
 
-Invariants: joined pieces do not depend on how the text was cut into tokens; special tokens are not part of the text
-unless they are shown; the work is linear in the output, and held text is bounded; a section that turns out to have no
-call is content, with its marker, and only layout next to calls is dropped; unclosed reasoning extends to the end of the
-output; in an output of messages, text without a header is content.
+Invariants: the joined pieces do not depend on how the text was split into tokens. Special tokens are not part of the
+text unless they are shown. The work is linear in the output, and held text is bounded. A section that turns out to
+contain no call is content, including its marker; only layout next to calls is dropped. Unclosed reasoning extends to
+the end of the output. In an output of messages, text without a header is content.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OF_JSON = frozenset('[]{},:;" \n')
 
 
 class MarkedCallsReader:
-    """Owner: its OutputParser."""
+    """Reads an output with marked calls. Owned by an OutputParser."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class MarkedCallsReader:
         self._content_begin = reasoning.content_begin if reasoning else ()
         self._content_end = reasoning.content_end if reasoning else ()
         self._begins = (*table.begin, *self._content_begin, *self._content_end)
-        """Markers where content may begin."""
+        """Markers at which content may begin."""
         self._markers = markers(frozenset((*table.begin, *self._content_end)))
         self._calls = {call.begin: call for call in table.calls}
         lists = (table.list_begin,) if table.list_begin else ()
         self._first = (*self._calls, *lists)
-        """Options after a section's begin."""
+        """Options after the start of a section."""
         again = (begin for begin in self._calls if begin or not table.list_begin)
         self._next = (*again, *table.separators, *table.call_end, *table.end, *table.begin)
         """Options after a call."""
@@ -99,8 +99,8 @@ class MarkedCallsReader:
         return (yield from self._read_layout(options))
 
     def _read_layout(self, options: Collection[str], *, keeps_space: bool = True) -> Reading[str | None]:
-        """Reads white space and a marker, which is held; other text becomes content. keeps_space: white space at the
-        output's end is content, too."""
+        """Reads white space and a marker, which is held; other text is content. keeps_space: so is white space at the
+        end"""
         reader = self._reader
         reader.hold()
         try:
@@ -192,7 +192,7 @@ def read_reasoning(reader: Reader, sink: Sink, table: ReasoningFormat) -> Readin
 
 
 def _read_start(reader: Reader, sink: Sink, options: tuple[str, ...]) -> Reading[str | None]:
-    """A marker at the beginning of the reasoning: some models repeat the prompt's start marker."""
+    """Reads a marker at the beginning of the reasoning: some models repeat the prompt's start marker."""
     reader.hold()
     try:
         yield from reader.skip_space()
@@ -208,12 +208,12 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]{1,256})")
 
 
 class MessagesReader:
-    """Owner: its OutputParser."""
+    """Reads an output that consists of messages. Owned by an OutputParser."""
 
     def __init__(
         self, reader: Reader, sink: Sink, table: Messages, *, reads_calls: bool, names: Collection[str]
     ) -> None:
-        """reads_calls: messages to functions are calls, else content
+        """reads_calls: messages to functions are calls; otherwise they are content
         names: the request's functions, which a recipient may name without the prefix
         """
         self._reader = reader
@@ -237,7 +237,7 @@ class MessagesReader:
                 marker = yield from self._read_text(self._content)
 
     def _read_first(self) -> Reading[str]:
-        """The rest of the message that the prompt has begun."""
+        """Reads the rest of the message that the prompt has begun."""
         if self._sink.is_reasoning:
             return (yield from self._read_reasoning())
         self._reader.hold()
@@ -254,7 +254,7 @@ class MessagesReader:
             symbol = yield from reader.peek()
             if not symbol or (reader.is_special and symbol in table.end):
                 break
-            if len(header) > MAX_HEADER_CHARS:  # it is no header
+            if len(header) > MAX_HEADER_CHARS:  # not a header
                 self._content.push(reader.release())
                 return (yield from self._read_text(self._content, is_new=False))
             header += reader.take()
@@ -321,7 +321,7 @@ NO_CALLS = MarkedCalls(calls=())
 
 
 class OutputParser:
-    """`push` each token in order, then `finish` once."""
+    """Parses one output: `push` each token in order, then `finish` once."""
 
     def __init__(
         self,
@@ -338,8 +338,8 @@ class OutputParser:
         schemas: JSON schema of the parameters, by function
         reasoning_is_open: the prompt ends inside reasoning
         shows_special_tokens: special tokens other than markers are content (skip_special_tokens is false)
-        strings_are_text: every tagged string is plain text; otherwise one that its schema narrows may be JSON, as
-            grammars enforce it
+        strings_are_text: every tagged string is plain text; otherwise a string that its schema narrows may be JSON,
+        as grammars enforce it
         """
         self._reader = Reader(shows_special_tokens=shows_special_tokens)
         self._sink = Sink()
@@ -361,7 +361,7 @@ class OutputParser:
         next(self._reading)
 
     def push(self, token_id: int, text: str, is_special: bool) -> list[Event]:
-        """token_id: not used, since formats are texts."""
+        """token_id: not used, since formats are defined by text"""
         self._num_tokens += 1
         was_reasoning = self._sink.is_reasoning
         if text:

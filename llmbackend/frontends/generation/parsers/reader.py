@@ -1,7 +1,7 @@
 """Reader: a model's output as symbols (characters and special tokens), as it arrives.
 
-The parser's parts are generators that yield when they need more output. Invariants: what they read does not depend on
-where the text was cut; each symbol is read once, so the work is linear; held text is bounded by MAX_HELD_CHARS.
+The parts of the parser are generators that yield when they need more output. Invariants: the result does not depend on
+where the text was split; each symbol is read once, so the work is linear; held text is bounded by MAX_HELD_CHARS.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 """A part of the parser that returns T."""
 MAX_HELD_CHARS = 65536
-"""Longest beginning of a possible call that is held until it is clear whether it is one."""
+"""Maximum length of a possible call that is held until it is clear whether it is one."""
 SPACE = " \n\r\t"
 
 
@@ -24,7 +24,7 @@ class NotACall(Exception):  # noqa: N818 - control flow, not an error
 
 
 class Markers:
-    """Texts to find in the output, none of which contains another. Made by `markers`."""
+    """Texts to find in the output, none of which contains another. Created by `markers`."""
 
     def __init__(self, texts: Iterable[str], only_special: Collection[str]) -> None:
         self.all = frozenset(texts)
@@ -36,19 +36,19 @@ class Markers:
         self.whole = re.compile("|".join("".join(text) for text in escaped))
         self.cut_off = re.compile("(?:" + "|".join(_proper_prefixes(text) for text in escaped) + r")\Z")
 
-    def behind(self, begin: str) -> list[str]:
-        """The rests of the markers that begin so."""
+    def suffixes(self, begin: str) -> list[str]:
+        """The remainders of the markers that start with `begin`."""
         return [text.removeprefix(begin) for text in self.all if text.startswith(begin)]
 
 
 @functools.lru_cache(maxsize=512)
 def markers(texts: frozenset[str], only_special: frozenset[str] = frozenset()) -> Markers:
-    """only_special: texts that are markers only as special tokens, not as written characters."""
+    """only_special: texts that are markers only as special tokens, not as ordinary characters"""
     return Markers(texts, only_special)
 
 
 def _proper_prefixes(characters: list[str]) -> str:
-    """A regular expression of all proper, non-empty prefixes of a text."""
+    """A regular expression that matches all proper, non-empty prefixes of a text."""
     expression = ""
     for character in reversed(characters[1:-1]):
         expression = f"(?:{character}{expression})?"
@@ -59,12 +59,12 @@ NO_MARKERS = Markers((), ())
 
 
 class Reader:
-    """Fed by its OutputParser, read by the parser's parts."""
+    """Fed by its OutputParser, read by the parts of the parser."""
 
     def __init__(self, *, shows_special_tokens: bool) -> None:
         """shows_special_tokens: special tokens other than markers are visible text"""
         self.text = ""
-        """Text of the token that is being read."""
+        """Text of the current token."""
         self.at = 0
         """The position in it."""
         self.is_special = False
@@ -80,7 +80,7 @@ class Reader:
         self._num_held_chars = 0
 
     def feed(self, text: str, is_special: bool) -> None:
-        """The next token; the one before has been read."""
+        """Sets the next token; the previous one has been read."""
         self.text, self.is_special, self.at = text, is_special, 0
 
     # Held text.
@@ -94,7 +94,7 @@ class Reader:
         self._held = None
 
     def release(self) -> str:
-        """The visible held text, which is no longer held."""
+        """Returns the visible held text and stops holding it."""
         text = self.held_text()
         self._held = None
         return text
@@ -124,7 +124,7 @@ class Reader:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether all of a complete output was read."""
+        """Whether the output is complete and was read entirely."""
         return self.has_ended and self.at >= len(self.text)
 
     def peek(self) -> Reading[str]:
@@ -136,7 +136,7 @@ class Reader:
         return self.text if self.is_special else self.text[self.at]
 
     def take(self) -> str:
-        """Reads the symbol of `peek`."""
+        """Reads the symbol that `peek` returned."""
         return self.consume(len(self.text) if self.is_special else self.at + 1)
 
     def skip_space(self) -> Reading[None]:
@@ -144,8 +144,8 @@ class Reader:
             self.take()
 
     def one_of(self, options: Collection[str]) -> Reading[str | None]:
-        """Reads the longest of these texts that is next, as characters or special tokens. None if none is, after what
-        was read of them; the option "" applies when no other one begins here."""
+        """Reads the longest of `options` that comes next, as characters or special tokens. None if none matches, in
+        which case a partial match may have been read; the option "" applies when no other one begins here."""
         read, found = "", "" if "" in options else None
         while True:
             rest = [option for option in options if len(option) > len(read) and option.startswith(read)]
@@ -157,8 +157,8 @@ class Reader:
                 found = read
 
     def until(self, markers: Markers, emit: Callable[[str], None]) -> Reading[str]:
-        """Emits the visible text up to the first marker, which is read and held; "" at the output's end. Only the
-        possible beginning of a marker waits. Nothing may be held before."""
+        """Emits the visible text up to the first marker, which is read and held; returns "" at the output's end. Only a
+        possible start of a marker is delayed. Nothing may be held before."""
         pending = ""
         while True:
             while self.at >= len(self.text):
@@ -187,13 +187,13 @@ class Reader:
             emit(text[: len(text) - len(pending)])
 
     def _read_marker(self, markers: Markers, pending: str, emit: Callable[[str], None]) -> Reading[str]:
-        """A marker that begins with the next symbol, a special token, or with pending text before it; "" for none. What
-        was read is held."""
+        """Reads a marker that begins with the next symbol, a special token, or with pending text, and holds it; "" for
+        none."""
         begin = pending + self.text
-        if not markers.behind(begin):
+        if not markers.suffixes(begin):
             emit(pending)
             pending, begin = "", self.text
         self.hold(pending)
         self.take()
-        rest = yield from self.one_of(markers.behind(begin))
+        rest = yield from self.one_of(markers.suffixes(begin))
         return "" if rest is None else begin + rest

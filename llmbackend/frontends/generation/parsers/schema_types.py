@@ -1,5 +1,5 @@
-"""The JSON types that a function's schema allows for a parameter, and the JSON value that a plain text means there:
-JSON of an allowed type as the model wrote it, else a string."""
+"""The JSON types that a function's schema allows for a parameter, and the JSON value of a parameter's plain text: JSON
+of an allowed type as the model wrote it, otherwise a string."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _MAX_PARTS = 64
 _STRINGS = re.compile(r"'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"", re.DOTALL)
 _KNOWN_ESCAPES = re.compile(r"(?:[^\\]|\\[\\'\"abfnrtvxuU])*+")
 _JOINED_WORD = re.compile(r"\d(?![eE][-+]?\d)[A-Za-z_]")
-"""This and other escapes make Python warn."""
+"""Escapes like this one make Python emit a warning."""
 _MAX_LITERAL_CHARS = 4096
-"""Longest Python literal that is accepted where the model should have written JSON."""
+"""Maximum length of a Python literal that is accepted where the model should have written JSON."""
 
 
 def allowed_types(schema: Schema | None, parameter: str) -> frozenset[str]:
@@ -40,8 +40,7 @@ def types_of(description: object, schema: Schema) -> frozenset[str]:
 
 
 def is_plain_text(schema: Schema | None, parameter: str) -> bool:
-    """Whether a parameter is an unrestricted string: its value is then the text itself. A restricted one may be JSON,
-    as grammars enforce it."""
+    """Whether a parameter is an unrestricted string, whose value is the text itself; others may be JSON."""
     return is_any_string(_described(schema, parameter), schema or {})
 
 
@@ -120,7 +119,7 @@ def _list(description: Schema, keyword: str) -> list[object]:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """JSON of the value that `text` means where these types are allowed."""
+    """JSON of the value of `text`, given the allowed types."""
     stripped = text.strip()
     value, is_json = _parsed(stripped)
     if not is_json and (literal := _python_literal(stripped, types)) is not None:

@@ -1,5 +1,4 @@
-"""Descriptions of formats of tool calls and reasoning, for the parser and for grammars. A format's name is that of
-vLLM's parser."""
+"""Descriptions of tool-call and reasoning formats, for the parser and for grammars, under vLLM's parser names."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ ANY_KEY = re.compile(r"\s*(?P<name>[^\s<>\"](?:[^<>\"\n]*[^\s<>\"])?)\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCall:
-    """A call as one JSON object: `{"name": "f", "arguments": {…}}`, its fields in any order. `parameters` is read as
+    """A call as one JSON object: `{"name": "f", "arguments": {…}}`, fields in any order. `parameters`: alias of
     `arguments`."""
 
     other_keys: tuple[str, ...] | None = None
-    """Further fields that a call may have; None: any. Objects with others are content."""
+    """Other fields that a call may have; None: any. Objects with more fields are content."""
     only_known_names: bool = False
     """For calls without a marker: an object is content unless it names a function of the request."""
     name_key: str = "name"
-    """The field of the name; "": the first field's key is the name, its value the arguments."""
+    """The field with the name; "": the first field's key is the name, its value the arguments."""
     id_key: str = "id"
 
     @property
@@ -31,7 +30,7 @@ class JsonCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadedCall:
-    """A call whose name stands before its arguments: `f[ARGS]{…}`."""
+    """A call whose name precedes its arguments: `f[ARGS]{…}`."""
 
     begin: str = ""
     header_end: tuple[str, ...]
@@ -47,13 +46,13 @@ class TaggedCall:
 
     begin: str = ""
     header_end: tuple[str, ...] = ()
-    """Texts that may follow the name, besides `key_begin` and the end of the call."""
+    """Texts that may follow the name, in addition to `key_begin` and the end of the call."""
     header: re.Pattern[str] = ANY_NAME
     key_begin: str
     key_end: str
     key: re.Pattern[str] = ANY_KEY
-    """The text between `key_begin` and `key_end`, with the group `name`. If the model marks values that are text, the
-    group `text` matches for them."""
+    """The text between `key_begin` and `key_end`, with the group `name`, and `text` if the model marks values as
+    text."""
     value_begin: str = ""
     """Text after `key_end` and white space."""
     value_end: str
@@ -63,12 +62,11 @@ class TaggedCall:
     may_omit_value_end: bool = False
     """A value also ends where the next key begins or the call ends."""
     json_begin: str = ""
-    """Precedes a JSON object of all arguments, if the model writes one instead of tags; what follows it is among the
-    section's `call_end`."""
+    """Precedes a JSON object of all arguments, written instead of tags; what follows it is in `call_end`."""
     end: tuple[str, ...] = ()
-    """Texts that end the call, besides the end of its section."""
+    """Texts that end the call, in addition to the end of its section."""
     trims_newline: bool = False
-    """One newline at each end of a value is layout."""
+    """Whether one newline at each end of a value is layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,21 +80,21 @@ class LiteralCall:
     quotes: tuple[str, ...] = ('"', "'")
     """Quotes of strings. Backslashes escape only within quotes of one character."""
     has_bare_keys: bool = False
-    """Keys of mappings have no quotes."""
+    """Whether keys of mappings have no quotes."""
     only_known_names: bool = False
     """For calls without a marker: a call is content unless it names a function of the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NestedCall:
-    """A call whose parameters, and the members of objects in them, are tags of their own names: `<a>v</a>`; items of
-    lists are tags `<item>`. Other values are as in a TaggedCall."""
+    """A call whose parameters, and the members of objects in them, are tags named after them: `<a>v</a>`; items of
+    lists are `<item>` tags. Other values are as in a TaggedCall."""
 
     begin: str
     header_end: tuple[str, ...]
     header: re.Pattern[str] = ANY_NAME
     mark: str
-    """Precedes each tag, and occurs in no value."""
+    """Precedes each tag, and does not occur in values."""
 
 
 CallSyntax = JsonCall | HeadedCall | TaggedCall | LiteralCall | NestedCall
@@ -104,13 +102,13 @@ CallSyntax = JsonCall | HeadedCall | TaggedCall | LiteralCall | NestedCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedCalls:
-    """Calls in sections after a marker, or at the output's beginning without one; other text is content, except white
-    space next to a call."""
+    """Calls in sections after a marker, or at the output's beginning without one. Other text is content, except white
+    space between calls."""
 
     begin: tuple[str, ...] = ()
     """Markers that open a section."""
     bare_begin: tuple[str, ...] = ()
-    """Texts that open a section only at the beginning of the output or after its reasoning, and belong to it."""
+    """Texts that open a section only at the beginning of the output or after its reasoning, and are part of it."""
     calls: tuple[CallSyntax, ...]
     """Alternative syntaxes, which begin differently."""
     list_begin: str = ""
@@ -119,17 +117,17 @@ class MarkedCalls:
     separators: tuple[str, ...] = (",",)
     """Optional between calls."""
     call_end: tuple[str, ...] = ()
-    """Texts after a call without a meaning."""
+    """Texts after a call that are ignored."""
     end: tuple[str, ...] = ()
-    """Texts that close a section; they are optional."""
+    """Texts that close a section; optional."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
     """An output of messages with headers (OpenAI's harmony).
 
-    `start`assistant`channel`NAME to=RECIPIENT`message`text`end`: the reasoning channel
-    is reasoning, a message to a function a call, any other content. All markers are special tokens.
+    `start`assistant`channel`NAME to=RECIPIENT`message`text`end`: a message in the reasoning channel is reasoning, a
+    message to a function is a call, any other is content. All markers are special tokens.
     """
 
     start: str
@@ -146,8 +144,8 @@ class CallGrammar:
     """How a grammar writes calls: `begin` + call (+ `separator` + call)… + `end`.
 
     A call is `call_begin` + name + `name_end` + arguments + `call_end`. The arguments are a JSON object or, with
-    `key_end`, for each parameter `key_begin` + name + `key_end` + value + `value_end`: an unrestricted string as its
-    text, any other value as JSON.
+    `key_end`, for each parameter `key_begin` + name + `key_end` + value + `value_end`: unrestricted strings as text,
+    other values as JSON.
     """
 
     begin: str = ""
@@ -159,7 +157,7 @@ class CallGrammar:
     key_begin: str = ""
     key_end: str = ""
     json_key_end: str = ""
-    """Replaces `key_end` before a JSON value; "": it does not."""
+    """Replaces `key_end` before a JSON value; "": no replacement."""
     value_end: str = ""
     name_closes: str = ""
     """If not "", `value_end` is followed by the parameter's name and this."""
@@ -170,8 +168,8 @@ class CallGrammar:
 
     @classmethod
     def of(cls, call: str, parameter: str = "", **other: Any) -> CallGrammar:
-        """call: an example with `…` for the name and for the arguments. parameter: with `…` for the name, the value,
-        and optionally the name again."""
+        """call: an example with `…` for name and arguments. parameter: with `…` for name, value, and optionally name
+        again"""
         call_begin, name_end, call_end = call.split("…")
         key_begin, key_end, value_end, *name_closes = parameter.split("…") if parameter else ("", "", "")
         return cls(
@@ -198,7 +196,7 @@ class ToolCallFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """Reasoning: `start` text `end`, before all content. Content may have markers, too, which have no meaning:
+    """Reasoning: `start` text `end`, before all content. Content may have markers too, which are ignored:
     `content_begin` text `content_end`."""
 
     name: str
@@ -207,8 +205,8 @@ class ReasoningFormat:
     ended_by: tuple[str, ...] = ()
     """Markers of content or calls that end the reasoning if the model omits `end`."""
     content_begin: tuple[str, ...] = ()
-    """Read after reasoning or calls and at the output's beginning. Optional."""
+    """Accepted after reasoning or calls and at the output's beginning. Optional."""
     content_end: tuple[str, ...] = ()
-    """Read anywhere in content."""
+    """Accepted anywhere in content."""
     messages: Messages | None = None
     """For outputs that consist of messages, one kind of which is reasoning."""

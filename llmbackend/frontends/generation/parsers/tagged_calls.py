@@ -1,7 +1,7 @@
-"""Reads calls with tagged parameters, also with nested tags of members and items, and converts them to JSON.
+"""Reads calls with tagged parameters, including nested tags of members and items, and converts them to JSON.
 
-Invariants: a value that can only be a string is passed on at once; any other waits for its end, up to MAX_HELD_CHARS,
-and is a string if it is longer. A call with an unread parameter has no end, and the text after it is content.
+Invariants: a value that can only be a string is emitted at once; any other value is held until its end, up to
+MAX_HELD_CHARS; a longer one is a string. A call with an unread parameter has no end, and the text after it is content.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class ValueWriter:
         self._pieces: list[str] = []
         self._num_chars = 0
         self._newline = ""
-        """The last one, which is layout at the value's end."""
+        """The last newline, which is layout at the value's end."""
         self._is_first = True
         self._is_string = False
 
     def begin_string(self) -> None:
-        """The value is a string, even if its text is a number or JSON."""
+        """Marks the value as a string, even if its text is a number or JSON."""
         self._is_string = True
         self._sink.arguments('"' + quoted("".join(self._pieces))[1:-1])
 
     @property
     def is_blank(self) -> bool:
-        """Whether it is white space so far and not known to be a string."""
+        """Whether the value is white space so far and not known to be a string."""
         return not self._is_string and not any(map(str.strip, self._pieces))
 
     def push(self, text: str) -> None:
@@ -182,8 +182,8 @@ class TaggedCallReader:
         text = ""
         while not text.endswith(call.key_end):
             symbol = yield from reader.peek()
-            is_strange = reader.is_special and not (text + symbol).endswith(call.key_end)
-            if not symbol or is_strange or len(text) > MAX_HEADER_CHARS:
+            is_unexpected = reader.is_special and not (text + symbol).endswith(call.key_end)
+            if not symbol or is_unexpected or len(text) > MAX_HEADER_CHARS:
                 return None
             text += reader.take()
         key = call.key.fullmatch(text.removesuffix(call.key_end))
@@ -229,7 +229,7 @@ class NestedCallReader:
 
     def _read_members(self, description: object, *, is_list: bool, first: str = "", depth: int = 0) -> Reading[bool]:
         """Reads an object or a list with its closing tag; returns False if it is incomplete. first: the name of the
-        first tag, if that was read already."""
+        first tag, if that was already read"""
         sink, separator = self._sink, "[" if is_list else "{"
         name: str | None = first or (yield from self._next_member())
         while name:
@@ -241,7 +241,7 @@ class NestedCallReader:
             name = yield from self._next_member()
         if name is None:
             return False
-        if separator != ", ":  # there was none
+        if separator != ", ":  # there was no separator
             sink.arguments(separator)
         sink.arguments("]" if is_list else "}")
         return True
@@ -258,8 +258,8 @@ class NestedCallReader:
         return (yield from self._read_tag())
 
     def _read_tag(self) -> Reading[str | None]:
-        """Starts after the tag's first character. Returns the name of an opening tag, "" for a closing tag, None if it
-        is no tag."""
+        """Starts after the tag's first character. Returns the opened tag's name, "" for a closing tag, otherwise
+        None."""
         reader, name = self._reader, ""
         yield from reader.skip_space()
         opening = yield from reader.one_of(("<", "</"))
@@ -270,7 +270,7 @@ class NestedCallReader:
         return None if not opening else "" if opening == "</" else name[:-1].strip() or None
 
     def _read_value(self, description: object, depth: int) -> Reading[bool]:
-        """Starts after the opening tag and reads the closing one, too; returns False if the value is incomplete."""
+        """Starts after the opening tag and also reads the closing one; returns False if the value is incomplete."""
         reader = self._reader
         reader.drop()
         types = types_of(description, self._schema)

@@ -1,1 +1,1 @@
-"""The Responses API: another form of a chat's requests and answers. Begin with request.py."""
+"""The Responses API: another format of a chat's requests and answers. Entry point: create.py."""

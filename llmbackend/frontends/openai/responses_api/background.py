@@ -1,8 +1,9 @@
-"""Background responses: generated without their clients, read by cursor, and continued by the next server.
+"""Background responses: generated without a connected client, read by cursor, and continued by another server after a
+crash.
 
 Invariants: they count towards the limits of the server and the key; a step's events and deltas are committed together;
-with a persistent store, the next server continues a response from its logged tokens with the same seed, and so with the
-same tokens, events and sequence numbers.
+with a persistent store, the next server continues a response from its logged tokens with the same seed, and therefore
+with the same tokens, events and sequence numbers.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ def decode_deltas(steps: Iterable[bytes]) -> list[Delta]:
 
 
 class BackgroundRun:
-    """Used only on the event loop."""
+    """The generation of one background response. Used only on the event loop."""
 
     def __init__(
         self, log: LiveLog, state: ResponseState, writer: ResponseWriter, before_end: Callable[[], Awaitable[None]]
     ) -> None:
-        """before_end: awaited when the answer is complete, before its last event is sent."""
+        """before_end: awaited when the answer is complete, before its last event is sent"""
         self.log = log
         self._before_end = before_end
         self.is_over = False
@@ -90,7 +91,7 @@ class BackgroundRun:
         await self._finish(self._writer.fail_events(error))
 
     async def complete(self) -> None:
-        """Call it after the last delta. Raises StoreError."""
+        """To be called after the last delta. Raises StoreError."""
         self._is_ending = True
         events = self._writer.end_events()
         await self._before_end()
@@ -103,14 +104,14 @@ class BackgroundRun:
             self.log.abandon()
 
     def expire(self) -> None:
-        """The store removes the document."""
+        """Called when the store removes the document."""
         self.log.abandon()
         self.is_over = True
         if self._task is not None and not self._is_ending:
             self._task.cancel()
 
     async def _stopped(self) -> bool:
-        """Ends the task; False if the response has ended by itself."""
+        """Ends the task; returns False if the response has ended by itself."""
         task = self._task
         if task is not None:
             if not self._is_ending:
@@ -128,7 +129,7 @@ class BackgroundRun:
                 while (arrival := generation.pop()) is not None:
                     deltas.append(arrival[1])
                 self._append(deltas)
-                await self.log.room()
+                await self.log.wait_for_capacity()
             await generation.checked()
             await self.complete()
         except asyncio.CancelledError:
@@ -146,7 +147,7 @@ class BackgroundRun:
         self.log.append(events, encode_deltas(deltas))
 
     async def _give_up(self, error: OpenAIError) -> None:
-        with suppress(StoreError):  # it was reported where it happened
+        with suppress(StoreError):  # already reported where it occurred
             await self.fail(error)
 
     async def _finish(self, events: Sequence[bytes]) -> None:
@@ -163,16 +164,16 @@ class BackgroundRun:
 
 
 _SEED_BITS: Final = 31
-_ROOM_INTERVAL_S: Final = 1.0
-"""Time between two attempts to continue a response of another server while there is no room."""
+_CAPACITY_POLL_S: Final = 1.0
+"""Time between two attempts to continue a response of another server while this one is at its limit."""
 
 
 _FORMAT: Final = 1
-"""Increase it with each change of a _Continuation or a Delta: servers of two releases may share a store."""
+"""To be increased with each change of a _Continuation or a Delta: servers of two releases may share a store."""
 
 
 class _Continuation(msgspec.Struct, frozen=True):
-    """What another server needs to continue a response, besides its tokens."""
+    """What another server needs to continue a response, in addition to its tokens."""
 
     body: Any
     """The request's JSON."""
@@ -190,7 +191,7 @@ _CONTINUATION = msgspec.msgpack.Decoder(_Continuation)
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """Everything that generates one response."""
+    """Everything needed to generate one response."""
 
     prepared: PreparedResponse
     request: GenerationRequest
@@ -242,7 +243,7 @@ class BackgroundResponses:
         try:
             await run.log.committed()
         except StoreError as error:
-            run.log.on_failure(error)  # nobody would know of it
+            run.log.on_failure(error)  # nothing else would report it
             raise
         return Response(document.body, headers=headers, media_type="application/json")
 
@@ -253,7 +254,7 @@ class BackgroundResponses:
         if (run := self._runs.get(id)) is not None:
             await run.cancel()
 
-    # --- a Producer of the store ------------------------------------------------------------------------------------
+    # --- a Producer of the store --------------------------------------------------------------------------------------
 
     async def take_over(self, document: Document) -> None:
         """Readers find its log at once; a task continues the generation."""
@@ -291,12 +292,12 @@ class BackgroundResponses:
         """The response at the end of its log, and whether its tokens are complete."""
         if not document.continuation:
             raise OpenAIError("the server exited while generating the response", status=503)
-        going_on = _decoded(document.continuation)
-        prepared, deltas = await self._gate.run_in_thread(partial(_read, going_on, progress, self._key))
+        continuation = _decoded(document.continuation)
+        prepared, deltas = await self._gate.run_in_thread(partial(_read, continuation, progress, self._key))
         asked = prepared.request.generation
         target = self._catalog.require(asked.model, asked.prompts[0].name)
-        identity = Identity(document.id, going_on.created_s, asked.model, going_on.fingerprint)
-        response = self._response(prepared, identity, target, going_on.seed)
+        identity = Identity(document.id, continuation.created_s, asked.model, continuation.fingerprint)
+        response = self._response(prepared, identity, target, continuation.seed)
         await self._gate.run_in_thread(partial(_replay, response.writer, deltas))
         if response.writer.next_sequence_number != log.journal.next_number:
             raise OpenAIError("the server that started the response produced other events for its tokens", status=503)
@@ -310,14 +311,14 @@ class BackgroundResponses:
             try:
                 return Generation(self._gate, response.request, target, response.identity.id, plan=response.plan)
             except LimitReachedError:
-                await asyncio.sleep(_ROOM_INTERVAL_S)
+                await asyncio.sleep(_CAPACITY_POLL_S)
 
-    # --- both -------------------------------------------------------------------------------------------------------
+    # --- shared -------------------------------------------------------------------------------------------------------
 
     def _response(self, prepared: PreparedResponse, identity: Identity, target: Target, seed: int) -> _Response:
         """Raises OpenAIError."""
         asked = prepared.request.generation
-        plan = replace(plan_answer(asked, target), reads_tokens=True)  # token by token, text included
+        plan = replace(plan_answer(asked, target), reads_tokens=True)  # token by token, including the text
         request = replace(
             asked,
             stream=asked.stream or WITH_USAGE,
@@ -356,23 +357,23 @@ def _continuation(prepared: PreparedResponse, identity: Identity, seed: int) -> 
 
 
 def _decoded(continuation: bytes) -> _Continuation:
-    """Raises OpenAIError for that of a release with another format."""
+    """Raises OpenAIError if a release with another format wrote it."""
     try:
         found = _CONTINUATION.decode(continuation)
     except msgspec.DecodeError:
         found = None
     if found is None or found.format != _FORMAT:
-        raise OpenAIError("another release of the server, which stores responses otherwise, has begun it", status=503)
+        raise OpenAIError("another release of the server, whose stored format differs, began it", status=503)
     return found
 
 
-def _read(going_on: _Continuation, progress: list[bytes], key: SealingKey) -> tuple[PreparedResponse, list[Delta]]:
-    history = History(tuple(going_on.history[0]), going_on.history[1])
-    return prepare(read_responses(going_on.body), history, key, going_on.suffix), decode_deltas(progress)
+def _read(continuation: _Continuation, progress: list[bytes], key: SealingKey) -> tuple[PreparedResponse, list[Delta]]:
+    history = History(tuple(continuation.history[0]), continuation.history[1])
+    return prepare(read_responses(continuation.body), history, key, continuation.suffix), decode_deltas(progress)
 
 
 def _replay(writer: ResponseWriter, deltas: list[Delta]) -> None:
-    """Brings a new writer to the state of the former one. The events are not sent again."""
+    """Brings a new writer to the state of the previous one. The events are not sent again."""
     writer.begin_events()
     for delta in deltas:
         writer.delta_events(delta)

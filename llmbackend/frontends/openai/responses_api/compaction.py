@@ -1,7 +1,7 @@
-"""POST /v1/responses/compact: a conversation becomes the user's messages and a sealed summary that the model writes.
+"""POST /v1/responses/compact: reduces a conversation to the user's messages and a sealed summary that the model writes.
 
-The summary is the answer of a response to the conversation and one further message, with the limits and the usage of
-any other. Source: OpenAI's API reference.
+The summary is the answer of a response to the conversation plus one more message, with the limits and the usage of any
+other response. Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class CompactionEndpoints(OpenAIEndpoints):
 
     @post("/v1/responses/compact", body=CompactBody, answer=CompactedResponse)
     async def compact(self, http: Request) -> Response:
-        """Replace the answers of a conversation by a summary"""
+        """Replace a conversation's answers by a summary"""
         start_ns = time.monotonic_ns()
-        self._gate.check_room()
+        self._gate.check_capacity()
         prepared = await self._creation.prepared(await self.body_of(http), _read)
         answer = partial(self._answer, http, prepared)
         return await traced_answer(self._gate, self._catalog, http, start_ns, prepared.request.generation, answer)
@@ -101,13 +101,13 @@ def _read(body: JsonObject) -> ReadBody:
     if not items and body.get("previous_response_id") is None:
         raise missing("input")
     if not isinstance(items, list | None):
-        return read_responses(body)  # which refuses it
+        return read_responses(body)  # refuses it
     asked = {"type": "message", "role": "user", "content": _INSTRUCTION}
     return read_responses(body | {"input": [*(items or ()), asked], "store": False})
 
 
 def _body(prepared: PreparedResponse, identity: Identity, state: ResponseState, key: SealingKey) -> bytes:
-    """Raises OpenAIError where the model wrote no whole summary."""
+    """Raises OpenAIError if the model did not write a complete summary."""
     texts = [part["text"] for item in state.output() if item["type"] == "message" for part in item["content"]]
     if state.status != "completed" or not (summary := "".join(texts).strip()):
         message = "the model did not complete a summary within its context: send a shorter conversation"

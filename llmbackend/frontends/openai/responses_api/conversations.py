@@ -1,8 +1,8 @@
-"""Conversations: stored lists of items that responses continue from, and that clients change by /v1/conversations.
+"""Conversations: stored lists of items that responses continue, and that clients change through /v1/conversations.
 
 Invariants: only its owner gets a conversation; this server applies the changes of a conversation one after another;
-items are checked as those of a response's input; JSON in proportion to a conversation is read and written off the event
-loop. Source: OpenAI's API reference.
+items are checked like those of a response's input; JSON that grows with a conversation is read and written off the
+event loop. Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .schema import INCLUDABLE, ConversationDeleted, ConversationObject, ItemLis
 
 ID_PREFIX = "conv_"
 MAX_ITEMS_AT_ONCE = 20
-"""Limit for one call; OpenAI has the same."""
+"""Limit of one call; OpenAI has the same."""
 Items = list[JsonObject]
 
 
@@ -40,7 +40,7 @@ class Conversations:
     """Used on one event loop."""
 
     def __init__(self, store: ResponseStore, gate: InferenceGate, max_bytes: int) -> None:
-        """max_bytes: limit for the items of a conversation as JSON."""
+        """max_bytes: limit of the items of a conversation as JSON"""
         self._store = store
         self._gate = gate
         self._max_bytes = max_bytes
@@ -66,17 +66,17 @@ class Conversations:
         return await self._get(current_owner(), id)
 
     async def items(self, id: str) -> Items:
-        """The oldest first."""
+        """All items, oldest first."""
         return await self.read(await self.get(id))
 
     async def update(self, id: str, metadata: JsonObject) -> Document:
-        async with self._store.changing(id):
+        async with self._store.lock(id):
             document = await self.get(id)
             body = orjson.loads(document.body) | {"metadata": metadata}
             return await self._put(replace(document, body=orjson.dumps(body)))
 
     async def delete(self, id: str) -> None:
-        async with self._store.changing(id):
+        async with self._store.lock(id):
             try:
                 await self._store.delete(current_owner(), "conversation", id)
             except NotStoredError:
@@ -98,9 +98,9 @@ class Conversations:
         return await self._change(current_owner(), id, without)
 
     async def append_answer(self, owner: str, id: str, items: bytes) -> None:
-        """items: JSON of a response's input and output with ids; those that were added before, when a server died
-        between this and the response's end, are left out. A conversation that was deleted meanwhile is ignored, and one
-        that is too long is refused by the next request."""
+        """items: JSON of a response's input and output with ids. Items that were already added are skipped: a server
+        may have died between this call and the end of the response. A conversation that was deleted in the meantime is
+        ignored, and one that is too long is refused by the next request."""
 
         def longer(before: Items) -> Items:
             known = {item["id"] for item in before}
@@ -120,8 +120,8 @@ class Conversations:
         check: Callable[[bytes], None] | None = None,
         more_bytes: int = 0,
     ) -> Document:
-        """more_bytes: how much JSON `change` reads in addition to the items."""
-        async with self._store.changing(id):
+        """more_bytes: how much JSON `change` reads in addition to the items"""
+        async with self._store.lock(id):
             document = await self._get(owner, id)
             text = await self._gate.decode_in_thread(
                 len(document.items) + more_bytes, lambda: orjson.dumps(change(orjson.loads(document.items)))
@@ -131,7 +131,7 @@ class Conversations:
             return await self._put(replace(document, items=text))
 
     async def _put(self, document: Document) -> Document:
-        """Also extends its time to live."""
+        """Stores the document; also extends its time to live."""
         kept = replace(document, expires_s=self._store.expires_s(self._store.clock_s()))
         await self._store.put(kept)
         return kept
@@ -208,12 +208,12 @@ class ConversationEndpoints(OpenAIEndpoints):
 
     @get(_ONE, answer=ConversationObject)
     async def retrieve(self, http: Request) -> Response:
-        """One conversation"""
+        """Retrieve a conversation"""
         return json_answer((await self._conversations.get(_id(http))).body)
 
     @post(_ONE, body=ConversationUpdateBody, answer=ConversationObject)
     async def update(self, http: Request) -> Response:
-        """Change its metadata"""
+        """Change a conversation's metadata"""
 
         def parse(body: JsonObject) -> JsonObject:
             return read(ConversationUpdateBody, body).metadata or {}
@@ -229,7 +229,7 @@ class ConversationEndpoints(OpenAIEndpoints):
 
     @post(_ITEMS, body=ConversationItemsBody, answer=ItemList)
     async def add_items(self, http: Request) -> Response:
-        """Add items"""
+        """Add items to a conversation"""
         included = {name: value for name, value in http.query_params.items() if name.startswith("include")}
         read_page_query(included, INCLUDABLE)
 
@@ -243,14 +243,14 @@ class ConversationEndpoints(OpenAIEndpoints):
 
     @get(_ITEMS, answer=ItemList, parameters=PAGE_PARAMETERS)
     async def list_items(self, http: Request) -> Response:
-        """Its items"""
+        """List a conversation's items"""
         query = read_page_query(http.query_params, INCLUDABLE)
         items = await self._conversations.items(_id(http))
         return await self._json(lambda: page(items, query))
 
     @get(_ITEM, answer=StoredItem)
     async def retrieve_item(self, http: Request) -> Response:
-        """One item"""
+        """Retrieve an item"""
         id, item_id = _id(http), http.path_params["item_id"]
         items = await self._conversations.items(id)
 
@@ -273,7 +273,7 @@ class ConversationEndpoints(OpenAIEndpoints):
         return Conversations(self._store, self._gate, self._max_body_bytes)
 
     async def _json(self, make: Callable[[], JsonObject]) -> Response:
-        """Makes and writes JSON in a thread."""
+        """Creates and encodes JSON in a thread."""
         return json_answer(await self._gate.run_in_thread(lambda: orjson.dumps(make())))
 
 

@@ -1,8 +1,8 @@
 """POST /v1/responses, and /v1/responses/input_tokens.
 
-Invariants: a response has the same generation and answer plan as a chat; a stored response can be retrieved once its
-client has its end; /v1/responses/input_tokens returns the `usage.input_tokens` of a response to the same body. Source:
-OpenAI's API reference.
+Invariants: a response has the same generation and answer plan as a chat; a stored response can be retrieved as soon as
+its client has received its end; /v1/responses/input_tokens returns the `usage.input_tokens` of a response to the same
+body. Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmbackend.core.tracing.trace import RequestTrace
 from ...context import FrontendContext
 from ...generation.answer import Identity
 from ...generation.http_answers import streamed_answer, traced_answer, whole_answer
-from ...generation.inferences import Generation, check_fields_taken, describe_prompt
+from ...generation.inferences import Generation, check_fields, describe_prompt
 from ...generation.models import Target
 from ...generation.plan import plan_answer
 from ...generation.tensors import RETURN_NUM_INPUT_TOKENS
@@ -44,7 +44,7 @@ from .response_state import ResponseState
 from .schema import InputTokens, ResponseObject, ResponsesBody
 
 _MAX_HISTORY_BYTES = 8 << 20
-"""Limit for the stored responses that a request continues: twice the largest body by default."""
+"""Limit of the stored responses that a request continues: twice the largest body by default."""
 _HISTORY_ITEM_COST = 256
 """How many bytes of a body an item of the history counts as: see `decode_cost`."""
 Keep = Callable[[], Coroutine[Any, Any, None]]
@@ -90,10 +90,10 @@ class ResponseCreation(OpenAIEndpoints):
         streams="The whole response, or its events with `stream`; the last event contains the whole response.",
     )
     async def create(self, http: Request) -> Response:
-        """Answer a conversation, with items"""
+        """Answer a conversation given as items"""
         start_ns = time.monotonic_ns()
         refuse_resuming(http, "with 'background': true, read on with starting_after")
-        self._gate.check_room()
+        self._gate.check_capacity()
         prepared = await self.prepared(await self.body_of(http))
         answer = partial(self._answer, http, prepared)
         return await traced_answer(self._gate, self._catalog, http, start_ns, prepared.request.generation, answer)
@@ -154,12 +154,12 @@ class ResponseCreation(OpenAIEndpoints):
 
     @post("/v1/responses/input_tokens", body=InputTokensBody, answer=InputTokens)
     async def count(self, http: Request) -> Response:
-        """The number of tokens of a prompt"""
-        self._gate.check_room()
+        """Count the tokens of a prompt"""
+        self._gate.check_capacity()
         body = await self.body_of(http)
         request = (await self.prepared(body, _read)).request.generation
         target = self._catalog.require(request.model, request.prompts[0].name)
-        check_fields_taken(request, target)
+        check_fields(request, target)
         release_body(http)
         sampling = {name: value for name, value in request.sampling.items() if name in _PROMPT_SAMPLING}
         (prompt,) = request.prompts
@@ -167,7 +167,7 @@ class ResponseCreation(OpenAIEndpoints):
         try:
             found = await unless_disconnected(http, work)
         except OpenAIError as error:
-            raise request.in_own_fields(error) from None
+            raise request.in_client_fields(error) from None
         counted = {"object": "response.input_tokens", "input_tokens": found.num_tokens}
         return json_answer(orjson.dumps(counted))
 
@@ -199,7 +199,7 @@ def _read(body: JsonObject) -> ReadBody:
 
 
 def check_names(body: JsonObject, known: frozenset[str]) -> None:
-    """Raises OpenAIError for a field that is not one of `known`."""
+    """Raises OpenAIError for a field that is not in `known`."""
     for name in body:
         if name not in known:
             raise OpenAIError(f"unknown field '{name[:80]}'", param=name[:80], code="unknown_parameter")

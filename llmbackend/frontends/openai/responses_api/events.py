@@ -1,6 +1,6 @@
 """The events of a streamed response in OpenAI's order, with sequence numbers; and streams of stored events.
 
-Invariants: an event is a function of the request, the identity and the deltas so far; the last one has the whole
+Invariants: an event is a function of the request, the identity and the deltas so far; the last one contains the whole
 response; a client gets each event once, in order. The constant parts of an item's events are encoded once.
 """
 
@@ -23,12 +23,12 @@ from .response_state import Change, ItemAdded, ResponseState, TextAdded, by_toke
 
 
 class ResponseWriter:
-    """Call `begin`, then `delta` for each delta, then `end` or `fail`. The methods named `…_events` return the same as
-    lists of events."""
+    """Writes the events of one response: `begin`, then `delta` for each delta, then `end` or `fail`. The methods named
+    `…_events` return the same as lists of events."""
 
     def __init__(self, state: ResponseState, *, cuts_at_tokens: bool = False) -> None:
-        """cuts_at_tokens: each token becomes an event of its own, so that events do not depend on how tokens arrive
-        together; requires deltas with text tokens."""
+        """cuts_at_tokens: each token becomes an event of its own, so that events do not depend on how tokens are
+        batched; requires deltas with text tokens"""
         self._state = state
         self._cuts_at_tokens = cuts_at_tokens
         self._next_number = 0
@@ -77,7 +77,7 @@ class ResponseWriter:
 
     def fail_events(self, error: OpenAIError) -> list[bytes]:
         if self._end_number is not None:
-            self._next_number = self._end_number  # instead of the end, which was not sent
+            self._next_number = self._end_number  # replaces the end, which was not sent
         self._end_number = self._next_number
         self._state.fail(error)
         told = {"code": error.code or error.kind, "message": error.message, "param": error.param}

@@ -1,8 +1,8 @@
 """The items of a request's input and of conversations.
 
 Invariants: every item that this server writes is accepted as input; items and content parts of other types are refused
-by type and path. They are TypedDicts, because a body may have thousands of them (see messages.py).
-Source: OpenAI's API reference, `ResponseInputItem`; what Codex sends.
+by type and path. They are TypedDicts, because a body may contain thousands of them (see messages.py). Sources: OpenAI's
+API reference, `ResponseInputItem`; what Codex sends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Tag
 from pydantic_core import PydanticCustomError
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from ...generation.validation import AnyObject, Expected, Items, OfTypes, Only, refuse_unknown
 from ...http.errors import JsonObject
@@ -213,7 +213,7 @@ class AdditionalToolsItem(_Closed):
 
 
 class CompactionItem(_Closed):
-    """The sealed summary of what came before."""
+    """A sealed summary of all earlier items."""
 
     type: Literal["compaction"]
     id: NotRequired[str | None]

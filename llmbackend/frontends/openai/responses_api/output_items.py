@@ -81,7 +81,7 @@ CALLS: Mapping[ToolKind, ItemKind] = {
 
 @dataclass(slots=True)
 class OutputItem:
-    """Changed only by the builder of its output."""
+    """Modified only by the builder of its output."""
 
     kind: ItemKind
     id: str
@@ -174,7 +174,7 @@ _OPENING = ("{", f'"{INPUT}"', ":", '"')
 _SPACE = " \t\r\n"
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _UNIT = re.compile(rf'[^"\\]+|{_PAIR}|\\u[0-9a-fA-F]{{4}}|\\[^u]|"', re.DOTALL)
-_MAY_GO_ON = re.compile(
+_INCOMPLETE_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{0,3}|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD][c-fC-F]?[0-9a-fA-F]?)?)?)?)?"
 )
 """An incomplete escape, or the first half of a surrogate pair."""
@@ -183,8 +183,9 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 class CustomInput:
     """The input of a custom tool's call, read from its JSON arguments as they arrive: models call a function with one
-    string parameter, and the client gets that string. Joined pieces do not depend on how the text was cut, and have
-    only whole characters. Arguments of another form, which are possible without a grammar, are the input unchanged."""
+    string parameter, and the client gets that string. The joined pieces do not depend on how the text was split, and
+    contain only whole characters. Arguments of another form, which are possible without a grammar, are the input
+    unchanged."""
 
     def __init__(self) -> None:
         self._arguments: list[str] = []
@@ -204,7 +205,7 @@ class CustomInput:
     def finish(self) -> str:
         """The rest, at the end of the arguments."""
         if self._token == len(_OPENING):
-            return ""  # the held text is half an escape
+            return ""  # the pending text is half an escape
         return _of_other_form("".join(self._arguments))
 
     def _open(self, text: str) -> str:
@@ -231,10 +232,10 @@ class CustomInput:
             return ""
         text, at, pieces = self._held + text, 0, []
         while at < len(text):
-            if _MAY_GO_ON.fullmatch(text, at):
+            if _INCOMPLETE_ESCAPE.fullmatch(text, at):
                 break
             unit = _UNIT.match(text, at)
-            if unit is None:  # \u without four digits is not JSON, and shown unchanged
+            if unit is None:  # \u without four digits is not JSON, and is shown unchanged
                 pieces.append(text[at])
                 at += 1
                 continue
@@ -271,5 +272,5 @@ def _of_other_form(arguments: str) -> str:
 
 
 def _is_begun(arguments: str) -> bool:
-    """Whether they end before the first character of the input."""
+    """Whether `arguments` end before the first character of the input."""
     return "".join(_OPENING).startswith("".join(arguments.split()))

@@ -1,7 +1,7 @@
 """Reads the body of a create-response request, and the history that it refers to, into a ResponsesRequest.
 
-There are two steps, because the history is fetched in between; both take time in proportion to the body, so endpoints
-run them off the event loop for large ones. Source: OpenAI's API reference.
+There are two steps, because the history is fetched in between; both take time proportional to the body, so endpoints
+run them off the event loop for large bodies. Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ResponsesRequest:
 
     generation: GenerationRequest
     echo: JsonObject
-    """The request's fields in the response."""
+    """The request's fields that the response repeats."""
     input_items: tuple[JsonObject, ...]
     """The body's own items in their stored form, with the ids that were sent."""
     tools: Mapping[str, NamedTool]
@@ -97,7 +97,7 @@ _SUMMARY_HEAD = "Summary of our conversation so far:\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ReadBody:
-    """A body whose fields are valid by themselves."""
+    """A body whose fields are valid on their own."""
 
     fields: ResponsesBody
     body: JsonObject
@@ -105,7 +105,7 @@ class ReadBody:
 
 
 def read_responses(body: JsonObject) -> ReadBody:
-    """The first step. Raises OpenAIError naming the first wrong, unknown or unsupported field."""
+    """The first step. Raises OpenAIError naming the first invalid, unknown or unsupported field."""
     fields = read(ResponsesBody, body)
     fields.check()
     check_fields(items := _items(body))
@@ -115,7 +115,7 @@ def read_responses(body: JsonObject) -> ReadBody:
 
 
 def parse_responses(read: ReadBody, history: History = NO_HISTORY, key: SealingKey = FIXED_KEY) -> ResponsesRequest:
-    """The second step. Raises OpenAIError naming what is wrong, or what the store does not have."""
+    """The second step. Raises OpenAIError naming what is invalid or missing from the store."""
     fields, wanted = read.fields, read.wanted
     own = _own_items(read, history)
     tools = _tools(fields, history)
@@ -263,8 +263,8 @@ def _labels(fields: ResponsesBody) -> dict[str, Any]:
 
 
 def _echo(fields: ResponsesBody, body: JsonObject) -> JsonObject:
-    """The request's fields in the response, with OpenAI's defaults; for `temperature` and `top_p`, whose defaults are
-    the model's, see `effective_sampling`."""
+    """The request's fields that the response repeats, with OpenAI's defaults; for `temperature` and `top_p`, whose
+    defaults are the model's, see `effective_sampling`."""
     return {
         "background": bool(fields.background),
         "conversation": None if fields.conversation is None else {"id": fields.conversation.id},
@@ -292,7 +292,7 @@ def _echo(fields: ResponsesBody, body: JsonObject) -> JsonObject:
 
 
 def effective_sampling(asked: Mapping[str, Any], defaults: Mapping[str, float]) -> JsonObject:
-    """asked: the request's values. defaults: the model's."""
+    """asked: the request's values. defaults: the model's"""
     return {name: asked.get(name, defaults.get(name, 1.0)) for name in ("temperature", "top_p")}
 
 
@@ -304,8 +304,8 @@ def _shown_text(sent: Mapping[str, Any]) -> JsonObject:
 
 
 class _Conversation(Turns):
-    """Turns of items. The items of one answer, which are those between two inputs, become one assistant's message, as
-    in a chat's history. A message directly after a message belongs to another answer."""
+    """Turns of items. The items of one answer, which are those between two inputs, become one assistant message, as in
+    a chat's history. A message directly after a message belongs to another answer."""
 
     def __init__(self, key: SealingKey) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ class _Conversation(Turns):
         turn.texts.append(text)
 
     def add_item(self, item: Mapping[str, Any], param: str) -> None:
-        """A valid item, at `param`. Raises OpenAIError for text that was not sealed here."""
+        """Adds a valid item, at `param`. Raises OpenAIError for text that was not sealed here."""
         match item_type(item):
             case "message":
                 self._add_message(item)
@@ -357,8 +357,8 @@ class _Conversation(Turns):
         self.add(Turn("tool", [text], fields={"tool_call_id": item["call_id"]}))
 
     def _add_summary(self, text: str) -> None:
-        """Adds the summary as a message of the assistant. The user's messages before it, whose answers are gone, become
-        one message, because many templates require alternating roles."""
+        """Adds the summary as an assistant message. The user's messages before it, whose answers are gone, become one
+        message, because many templates require alternating roles."""
         while len(self.all) > 1 and self.all[-1].role == self.all[-2].role == "user":
             last = self.all.pop()
             self.all[-1].texts += last.texts

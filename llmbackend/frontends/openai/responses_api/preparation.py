@@ -1,6 +1,6 @@
-"""A create-response request with its history, after all work in proportion to its body.
+"""Prepares a create-response request: fetches its history and does all work that grows with its body.
 
-Invariants: only its owner can continue a stored response; documents are parsed off the event loop. Source: OpenAI's API
+Invariants: only the owner can continue a stored response; documents are parsed off the event loop. Source: OpenAI's API
 reference.
 """
 
@@ -45,7 +45,7 @@ async def fetch_history(
     gate: InferenceGate,
     max_bytes: int,
 ) -> History:
-    """max_bytes: limit for all documents together. Raises OpenAIError naming what does not exist."""
+    """max_bytes: limit of all documents together. Raises OpenAIError naming what does not exist."""
     if wanted.is_empty:
         return NO_HISTORY
     if store is None or conversations is None:
@@ -138,7 +138,7 @@ def with_ids(items: Iterable[JsonObject], response_id: str) -> list[JsonObject]:
 
 @dataclass(frozen=True, slots=True)
 class PreparedResponse:
-    """A request after all work in proportion to its body."""
+    """A request after all work that grows with its body."""
 
     request: ResponsesRequest
     body: JsonObject
@@ -170,7 +170,7 @@ class PreparedResponse:
         store: ResponseStore,
         continuation: bytes | None = None,
     ) -> Document:
-        """continuation: set for a live response."""
+        """continuation: set for a response in progress"""
         return Document(
             owner=owner,
             kind="response",
@@ -200,7 +200,7 @@ class PreparedResponse:
 
 
 def prepare(read: ReadBody, history: History, key: SealingKey, suffix: str = "") -> PreparedResponse:
-    """suffix: the response's id without its prefix; "": a new id."""
+    """suffix: the response's id without its prefix; "": a new id"""
     request = parse_responses(read, history, key)
     suffix = suffix or uuid.uuid4().hex
     is_kept = request.store or request.conversation is not None

@@ -1,6 +1,6 @@
-"""The state of a response: the items of its output, its usage, and the response object at any time.
+"""The state of a response: its output items, its usage, and the response object at any time.
 
-Invariants: one item is open at a time; except for the time of completion, a response is a function of the request, the
+Invariants: one item is open at a time; except for the completion time, a response is a function of the request, the
 identity and the deltas; the object of a stream's last event is the whole response.
 """
 
@@ -47,7 +47,7 @@ LENGTH = "length"
 
 
 class OutputBuilder:
-    """The output of one response."""
+    """Builds the output of one response."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class OutputBuilder:
         logprobs: LogprobForm | None = None,
         seal: Callable[[str], str] | None = None,
     ) -> None:
-        """tools: by the names that the model uses. seal: seals the reasoning; None: not requested."""
+        """tools: by the names that the model uses. seal: seals the reasoning; None: not requested"""
         self.items: list[OutputItem] = []
         self.finish_reason: str | None = None
         """None before the answer's end."""
@@ -69,7 +69,7 @@ class OutputBuilder:
         self._is_text = not plan.reads_tokens
         self._logprobs = None if logprobs is None else ChatLogprobs(logprobs)
         self._pending: list[TokenEntries] = []
-        """Log probabilities of tokens whose text is still held back."""
+        """Logprobs of tokens whose text is still held back."""
         self._open: OutputItem | None = None
         self._input: CustomInput | None = None
         """Set during a call of a custom tool."""
@@ -101,8 +101,7 @@ class OutputBuilder:
             self._open = None
 
     def _add_token(self, token: Delta) -> None:
-        """The log probabilities of content include those of earlier tokens whose text was held back; those of
-        reasoning, calls and markers are dropped."""
+        """Content's logprobs include earlier tokens held back; those of reasoning, calls and markers are dropped."""
         before = self.num_reasoning_tokens
         self._pending += token.logprobs
         for event in self._reader.read(token):
@@ -154,7 +153,7 @@ class OutputBuilder:
             self._changes.append(TextAdded(item, text, logprobs))
 
     def _end(self, *, is_complete: bool | None = None) -> None:
-        """Ends the open item. is_complete: None: if it is not a call."""
+        """Ends the open item. is_complete: None: True unless the item is a call"""
         if self._open is None:
             return
         if self._input is not None:
@@ -175,7 +174,7 @@ class OutputBuilder:
 
 
 def by_token(delta: Delta) -> Iterator[Delta]:
-    """A delta with text tokens as one delta per token; the last one has what belongs to all of them."""
+    """Splits a delta with text tokens into one delta per token; the last one carries what belongs to all of them."""
     last = len(delta.text_tokens) - 1
     if last < 1:
         yield delta
@@ -199,7 +198,7 @@ def by_token(delta: Delta) -> Iterator[Delta]:
 
 
 class RawMessages:
-    """The prompt and the answer as they are, text and tokens (vLLM's `enable_response_messages`)."""
+    """The prompt and the answer verbatim, as text and tokens (vLLM's `enable_response_messages`)."""
 
     def __init__(self) -> None:
         self._prompt = b"null"
@@ -246,8 +245,9 @@ class ResponseState:
         has_messages: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """echo: the request's fields in the response, as a JSON object. tools, seal: see OutputBuilder. is_queued:
-        whether it starts in the background. has_messages: whether it includes prompt and answer as text and tokens."""
+        """echo: the request's fields that the response repeats, as a JSON object. tools, seal: see OutputBuilder.
+        is_queued: whether it starts in the background. has_messages: whether it includes prompt and answer as text,
+        tokens"""
         self.builder = OutputBuilder(plan, identity.id, tools=tools, logprobs=logprobs, seal=seal)
         self.id = identity.id
         self.status: Status = "queued" if is_queued else "in_progress"

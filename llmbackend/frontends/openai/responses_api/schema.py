@@ -1,8 +1,8 @@
 """The body of create-response requests, and the types of answers of responses and conversations.
 
-Invariants: a field has an effect, is a label, or is refused by name with the reason; an answer has these members and no
-others (`make fuzz` compares).
-Source: OpenAI's API reference; vLLM's ResponsesRequest for the extras; what Codex sends.
+Invariants: a field has an effect, is a label, or is refused by name with the reason; an answer has exactly these
+members (`make fuzz` compares). Sources: OpenAI's API reference; vLLM's ResponsesRequest for the extras; what Codex
+sends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, with_config
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from ...generation.request import STRUCTURED_OUTPUTS
 from ...generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
@@ -45,7 +45,7 @@ INCLUDABLE = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""The last six concern items that no response here has."""
+"""The last six concern item types that responses here never contain."""
 TEXT_FORMAT = "text.format"
 
 
@@ -60,7 +60,7 @@ class TextFormat(ClosedObject):
     strict: Flag | None = None
 
     def constraint(self) -> JsonObject | None:
-        """The constraint in the form of vLLM's `structured_outputs`. Raises OpenAIError for a field of another type."""
+        """The constraint, as vLLM's `structured_outputs`. Raises OpenAIError for a field of another type."""
         if self.type == "json_schema":
             for field, value in (("name", self.name), ("schema", self.schema_)):
                 if value is None:
@@ -204,7 +204,7 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
         check_template_variables(self.chat_template_kwargs)
 
     def chosen_structure(self) -> tuple[JsonObject, str]:
-        """The sampling parameters of the constraint, and the field that it comes from."""
+        """The sampling parameters of the constraint, and the field that sets it."""
         format = self.text.format if self.text is not None else None
         constraint = format.constraint() if format is not None else None
         if self.structured_outputs is None:

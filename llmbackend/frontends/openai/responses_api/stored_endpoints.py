@@ -40,7 +40,7 @@ class StoredResponseEndpoints(OpenAIEndpoints):
 
     @get(_ONE, answer=ResponseObject, parameters=_CURSOR, streams="The response, or its events with `stream`.")
     async def retrieve(self, http: Request) -> Response:
-        """A stored response"""
+        """Retrieve a stored response"""
         query = http.query_params
         included = _included(query)
         is_stream, after = _cursor(query)
@@ -79,7 +79,7 @@ class StoredResponseEndpoints(OpenAIEndpoints):
 
     @get(f"{_ONE}/input_items", answer=ItemList, parameters=PAGE_PARAMETERS)
     async def input_items(self, http: Request) -> Response:
-        """What a response was made from"""
+        """List the input items of a response"""
         query = read_page_query(http.query_params, INCLUDABLE)
         document = await self._document(http)
         return await self._json(len(document.items), lambda: page(orjson.loads(document.items), query))
@@ -107,7 +107,7 @@ class StoredResponseEndpoints(OpenAIEndpoints):
 
 
 def _included(query: Mapping[str, str]) -> set[str]:
-    """The values of `include`. Raises OpenAIError, also for unknown parameters."""
+    """The values of `include`. Raises OpenAIError for unknown values and parameters."""
     for name in query:
         if name not in _PARAMETERS:
             raise OpenAIError(f"unknown query parameter '{name[:80]}'", param=name[:80], code="unknown_parameter")
@@ -135,7 +135,7 @@ def _cursor(query: Mapping[str, str]) -> tuple[bool, int]:
 
 
 def _with_sealed_reasoning(body: bytes, key: SealingKey) -> JsonObject:
-    """The response as if its request had included sealed reasoning."""
+    """The response as if its request had asked for sealed reasoning."""
     response: JsonObject = orjson.loads(body)
     for item in response.get("output", ()):
         if item["type"] == "reasoning" and "encrypted_content" not in item:

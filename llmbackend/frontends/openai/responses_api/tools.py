@@ -1,9 +1,8 @@
 """The tools of a Responses request, and the functions that the model gets for them.
 
-Invariants: hosted tools are refused by name, except a web search, which is left out (docs/responses_api.md); a custom
-tool is a function with one string, `input`; a namespaced tool is called by both names; tools of items follow the
-request's own. Each name that the model can call stands for one tool.
-Source: OpenAI's API reference, `Tool`; what Codex sends.
+Invariants: hosted tools are refused by name, except web search, which is dropped (docs/responses_api.md); a custom tool
+is a function with one string, `input`; a namespaced tool is called by both names; tools of items follow the request's
+own. Each name that the model can call identifies one tool. Sources: OpenAI's API reference, `Tool`; what Codex sends.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, PlainValidator, StringConstraints, Tag, WithJsonSchema
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from ...conversation.tools import (
     INPUT,
@@ -106,7 +105,7 @@ class CustomToolFields(_Offered):
 
 
 class ToolSearchFields(ClosedObject):
-    """The client searches for further tools."""
+    """The client searches for more tools."""
 
     type: Literal["tool_search"]
     execution: Annotated[Any, Only("client", reason=f'{HOSTED}; use "client" for a search by the client')]
@@ -209,7 +208,7 @@ class OfferedTools:
         return {name: tool.named for name, tool in self._offered.items()}
 
     def add_own(self, tools: Sequence[Any], param: str = "tools") -> None:
-        """Adds the tools of the field `tools`. Raises OpenAIError for a duplicate and for a deferred tool."""
+        """Adds the tools of the field `tools`. Raises OpenAIError for a duplicate or a deferred tool."""
         for offered, is_deferred in _flat(tools, param):
             if is_deferred:
                 reason = f"this server has no tool search; a client's own search is a tool '{TOOL_SEARCH}'"

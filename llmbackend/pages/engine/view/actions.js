@@ -1,4 +1,4 @@
-/** The page's actions, over the server's public endpoints. Each returns "" or an error text. */
+/** The page's actions, through the server's public endpoints. Each returns "" or an error text. */
 
 import { refusalText } from "./feed_client.js";
 
@@ -43,7 +43,7 @@ function demoCall(model, call, room) {
   return { model, prompt, max_tokens: Math.min(Math.floor(room / 3), 64 + 56 * call), ignore_eos: true, seed: call };
 }
 
-/** Token ids for more than half of what the model takes, so that chunks of prefill show. All but the end is the same in each, so that
+/** Token ids that fill more than half of the context, so that prefill is chunked. All but the end is the same in each, so that
  * blocks are shared. Any vocabulary has these ids. */
 function longPrompt(room, at) {
   return Array.from({ length: Math.floor(0.6 * room) }, (_, position) => 33 + ((position * 7) % 60)).concat(40 + at);

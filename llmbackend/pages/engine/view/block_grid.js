@@ -1,8 +1,8 @@
-/** Layout of the blocks of a KV map in a rectangle; all cells show the same number of neighbouring blocks. */
+/** Lays out the blocks of a KV map in a rectangle; each cell shows the same number of adjacent blocks. */
 
 const CELL_SIZES = [14, 12, 10, 9, 8, 7, 6, 5, 4, 3];
 
-/** {cell (px), columns, rows, perCell (blocks)} of numBlocks blocks in width × height pixels */
+/** {cell (px), columns, rows, perCell (blocks)} for numBlocks blocks in width × height pixels */
 export function blockGrid(numBlocks, width, height) {
   for (let perCell = 1; ; perCell *= 2) {
     const cells = Math.ceil(numBlocks / perCell);
@@ -24,7 +24,7 @@ export function blockAt(grid, numBlocks, x, y) {
   return block < numBlocks ? block : -1;
 }
 
-/** Calls visit(column, row, length) for stretches of cells within rows that hold the run's blocks. */
+/** Calls visit(column, row, length) for each horizontal run of cells with the run's blocks. */
 export function eachStretch(grid, first, count, visit) {
   let cell = Math.floor(first / grid.perCell);
   const end = Math.floor((first + count - 1) / grid.perCell) + 1;

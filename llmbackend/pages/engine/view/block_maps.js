@@ -37,7 +37,7 @@ function sameRuns(runs, others) {
   );
 }
 
-/** The run of blocks that holds `block`: {first, count, state, request, references}, or null. */
+/** The run of blocks that contains `block`: {first, count, state, request, references}, or null. */
 export function runOf(map, block) {
   const found = map?.runs.find(([first, count]) => first <= block && block < first + count);
   if (!found) return null;

@@ -66,7 +66,7 @@ export class Buckets {
     }
   }
 
-  /** Sums over [from, to): {steps, prefillTokens, decodeTokens, …}; maxima of running and waiting; the last block counts. */
+  /** Over [from, to): sums {steps, prefillTokens, decodeTokens, …}, maxima of running and waiting, the last block counts. */
   total(from, to) {
     const sum = { ...NOTHING };
     this.each(from, to, (_, at) => {

@@ -1,4 +1,4 @@
-/** Canvases that are sharp on every screen, and text that fits its space. */
+/** Canvases at the screen's resolution, and text that fits its space. */
 
 export const FONT = "Inter, Roboto, system-ui, sans-serif";
 
@@ -34,7 +34,7 @@ export function textWidth(context, text) {
   return width;
 }
 
-/** The text, shortened with "…" if it is too wide; "" if not even that fits. */
+/** The text, truncated with "…" if it is too wide; "" if not even that fits. */
 export function fitText(context, text, room) {
   if (textWidth(context, text) <= room) return text;
   let length = Math.floor((text.length * room) / Math.max(1, textWidth(context, text))) - 1;
@@ -42,7 +42,7 @@ export function fitText(context, text, room) {
   return length > 0 ? `${text.slice(0, length)}…` : "";
 }
 
-/** Marks across all lanes or charts: times without a feed, and times without the engine. */
+/** Bands across all lanes or charts: times without a feed, and times without the engine. */
 export function drawBands(context, scale, top, height, engine, theme, hatching, labels) {
   for (const { start, end } of engine.unwatched) {
     const [x, width] = span(scale, start, end);
@@ -69,7 +69,7 @@ function span(scale, start, end) {
   return [x, Math.min(scale.left + scale.width, end === Infinity ? Infinity : scale.x(end)) - x];
 }
 
-/** boxed: {theme, scale} for a label on a box of its own, beside the band where there is no room to its right */
+/** boxed: {theme, scale} for a label in its own box, left of the band if there is no space to its right */
 function bandLabel(context, text, x, top, room, colour, boxed = null) {
   context.font = `600 10.5px ${FONT}`;
   context.textAlign = "left";

@@ -1,10 +1,10 @@
-/** The columns of the charts: single steps if they are wide enough, else sums over intervals, aligned to absolute time. */
+/** The columns of the charts: single steps if wide enough, else sums over intervals aligned to absolute time. */
 
 import { BUCKET_S } from "./buckets.js";
 import { showsSteps } from "./lane_layout.js";
 
 const MIN_COLUMN_PX = 3;
-/** Tokens per second are averaged over this time, because a step is not a rate. */
+/** Averaging time for tokens per second, since a single step does not give a rate. */
 const RATE_S = 0.5;
 
 /** Columns {start, end, schedule, run, commit (ms per step), prefill, decode (tokens per step)} */
@@ -71,14 +71,14 @@ function rates(buckets, start, end) {
   return { prefillRate: prefillTokens / (end - from), outputRate: outputTokens / (end - from) };
 }
 
-/** The maximum of a chart; a single column that is much higher than the others is cut off. */
+/** The maximum of a chart; a single column much higher than the others is clipped. */
 export function usualHighest(values) {
   if (values.length === 0) return 1;
   const sorted = [...values].sort((a, b) => a - b);
   return niceCeiling(Math.min(sorted.at(-1), 2.5 * sorted[Math.floor(0.95 * (sorted.length - 1))]));
 }
 
-/** The smallest of 1, 2, 5, 10, 20, 50, … that is not below the value. */
+/** The smallest of 1, 2, 5, 10, 20, 50, … that is at least the value. */
 export function niceCeiling(value) {
   if (value <= 0) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

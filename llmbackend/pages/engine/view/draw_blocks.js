@@ -1,4 +1,4 @@
-/** Draws KV blocks: free is empty, cached hatched, used full, shared with a white bar, those of the selected request framed. */
+/** Draws KV blocks: free ones empty, cached hatched, used filled, shared with a white bar, the selected request's framed. */
 
 import { prepare } from "./canvas.js";
 import { blockGrid, eachStretch } from "./block_grid.js";
@@ -6,7 +6,7 @@ import { hatching } from "./theme.js";
 
 export const MAX_MAP_HEIGHT = 300;
 
-/** Returns the grid, for finding the block under the pointer. selected: a request's number or null */
+/** Returns the grid, to find the block under the pointer. selected: a request's number or null */
 export function drawBlocks(canvas, map, { width, theme, selected }) {
   const grid = blockGrid(map.numBlocks, width, MAX_MAP_HEIGHT);
   const context = prepare(canvas, width, grid.rows * grid.cell, theme.background);

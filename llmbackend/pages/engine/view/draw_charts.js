@@ -1,4 +1,4 @@
-/** Draws the charts over the lanes, on the same axis of time: each a row with its name and latest values at the left. */
+/** Draws the charts above the lanes, on the same time axis: each a row with its name and latest values at the left. */
 
 import { FONT, drawBands, fitText, prepare, textWidth } from "./canvas.js";
 import { loadColumns, stepColumns, usualHighest } from "./chart_columns.js";
@@ -6,9 +6,9 @@ import { hatching } from "./theme.js";
 import { countText, durationText } from "./words.js";
 
 const CHART_HEIGHT = 46;
-const CHART_ROOM = CHART_HEIGHT - 13; // for columns: the rest is the name's line and the space below
+const COLUMN_HEIGHT = CHART_HEIGHT - 13; // the rest is the line with the name and the space below
 
-/** Series are stacked from the first to the last; `colour` names one of the theme, `hatch` a mark that goes with it. */
+/** Series are stacked from first to last; `colour` names a colour of the theme, `hatch` the mark that goes with it. */
 const CHARTS = [
   {
     title: "Step time",
@@ -86,7 +86,7 @@ function drawChart(context, chart, columns, top, { scale, theme, width, hoverTim
   const highest = chart.highest?.(columns) ?? usualHighest(columns.map((column) => stacked(chart, column)));
   context.fillStyle = theme.grid;
   context.fillRect(0, bottom, width, 1);
-  for (const column of columns) drawColumn(context, chart, column, bottom, CHART_ROOM / highest, scale, theme);
+  for (const column of columns) drawColumn(context, chart, column, bottom, COLUMN_HEIGHT / highest, scale, theme);
   const latest = columnAt(columns, hoverTime ?? scale.end) ?? (hoverTime === null ? columns.at(-1) : null);
   drawTitle(context, chart, latest, highest, top, scale, theme);
 }
@@ -103,7 +103,7 @@ function drawColumn(context, chart, column, bottom, perUnit, scale, theme) {
   );
   let y = bottom;
   for (const { field, colour, hatch } of chart.series) {
-    const height = Math.min(y - (bottom - CHART_ROOM), column[field] * perUnit);
+    const height = Math.min(y - (bottom - COLUMN_HEIGHT), column[field] * perUnit);
     if (height <= 0) continue;
     y -= height;
     context.fillStyle = theme[colour];
@@ -112,13 +112,13 @@ function drawColumn(context, chart, column, bottom, perUnit, scale, theme) {
     context.fillStyle = hatching(context, hatch, theme.mark);
     context.fillRect(x, y, width, height);
   }
-  if (stacked(chart, column) * perUnit > CHART_ROOM + 1) cutMark(context, x, bottom, width, theme);
+  if (stacked(chart, column) * perUnit > COLUMN_HEIGHT + 1) cutMark(context, x, bottom, width, theme);
 }
 
-/** A column that is higher than the chart. */
+/** Marks a column that is higher than the chart. */
 function cutMark(context, x, bottom, width, theme) {
   context.fillStyle = theme.text;
-  context.fillRect(x, bottom - CHART_ROOM - 2, Math.max(2, width), 2);
+  context.fillRect(x, bottom - COLUMN_HEIGHT - 2, Math.max(2, width), 2);
 }
 
 function drawTitle(context, chart, latest, highest, top, scale, theme) {

@@ -62,7 +62,7 @@ function drawAxis(context, scale, height, theme) {
   }
 }
 
-/** The time of day, with tenths where the axis has them. */
+/** The time of day, with tenths if the axis has them. */
 export function clockText(time, step = 1) {
   const date = new Date(Math.round(time * 1000));
   const clock = date.toTimeString().slice(0, 8);
@@ -142,7 +142,7 @@ function drawPreempted(context, box, y, height, laneHeight, theme) {
   );
 }
 
-/** Text on a stretch without work, on the lane's background colour. */
+/** Text in an idle part of a lane, on its background colour. */
 function chip(context, text, box, middle, laneHeight, theme, colour) {
   context.font = `${laneHeight > 16 ? 10.5 : 9}px ${FONT}`;
   const shown = fitText(context, text, box.width - 12);
@@ -175,7 +175,7 @@ function drawEnds(context, { shown, scale, laneHeight, theme }) {
   context.globalAlpha = 1;
 }
 
-/** The names of the rows, on a separate canvas beside the lanes, because they change seldom and text is expensive. */
+/** The names of the rows, on a separate canvas, because they rarely change and text is expensive to draw. */
 export function drawLaneLabels(canvas, { shown, numLanes, scale, laneHeight, theme, selected }) {
   const small = laneHeight <= 16;
   const width = scale.left - 4;

@@ -1,4 +1,4 @@
-/** Draws the strip of the whole history: tokens per second, recoveries, and the time window that is shown below. */
+/** Draws the strip of the whole history: tokens per second, recoveries, and the time window shown below. */
 
 import { drawBands, prepare } from "./canvas.js";
 import { loadColumns } from "./chart_columns.js";
@@ -8,7 +8,7 @@ import { hatching } from "./theme.js";
 
 export const OVERVIEW_HEIGHT = 34;
 
-/** The strip's scale of time: the five minutes before the live edge. */
+/** The strip's time scale: the five minutes before the live edge. */
 export function overviewScale(live, width) {
   return timeScale(live, HISTORY_S, 0, width);
 }

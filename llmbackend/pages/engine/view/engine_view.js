@@ -1,10 +1,10 @@
-/** The Engine page as a Vue component: choice of engine, controls, canvases, and text. Text of clients is only inserted as text. */
+/** The Engine page as a Vue component: engine selector, controls, canvases, and text. Client data is only inserted as text. */
 
 import { LiveView, TABLE_COLUMNS, WIDTHS_S, blockTip, laneTip } from "llmbackend-engine";
 import { cancelRequest, killEngine, sendDemoRequests } from "llmbackend-engine/actions.js";
 import { TEMPLATE } from "llmbackend-engine/template.js";
 
-/** Headers of requests to the server, with the viewer's key, which static/shell.js stores. */
+/** Request headers with the viewer's key, which static/shell.js stores. */
 function headers() {
   const key = window.llmbackend.key();
   return key ? { Authorization: `Bearer ${key}` } : {};
@@ -192,7 +192,7 @@ export default {
     },
     async kill() {
       this.$refs.confirmKill.close();
-      this.$el.focus(); // not the button: the next space is to pause, not to kill again
+      this.$el.focus(); // not the button: the next Space must pause, not kill again
       this.message = await killEngine(this.status.engine, headers());
     },
     async cancel(request) {
@@ -204,7 +204,7 @@ export default {
   },
 };
 
-/** Position of a tooltip: beside the pointer, on the side with more space. */
+/** Position of a tooltip: next to the pointer, on the side with more space. */
 function at(event) {
   const left = event.clientX > window.innerWidth - 300;
   const above = event.clientY > window.innerHeight - 140;

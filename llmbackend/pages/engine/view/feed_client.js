@@ -37,7 +37,7 @@ export class FeedClient {
     }
   }
 
-  /** Returns the reason if the server refuses for good; throws or returns "" when the connection has ended. */
+  /** Returns the reason if the server refuses permanently; throws or returns "" when the connection has ended. */
   async #readOnce(signal) {
     const answer = await fetch(this.url, { headers: this.headers(), signal, cache: "no-store" });
     if (answer.status >= 400 && answer.status < 500 && answer.status !== 429) return refusalText(answer);
@@ -54,7 +54,7 @@ export class FeedClient {
   }
 }
 
-/** The text of an error response, in one line. */
+/** The text of an error response, on one line. */
 export async function refusalText(answer) {
   const body = await answer.text().catch(() => "");
   let reason = body;

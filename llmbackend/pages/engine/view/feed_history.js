@@ -26,12 +26,12 @@ export class EngineHistory {
     this.blockMaps = new BlockMaps();
     this.recoveries = []; // {start, end (Infinity while it lasts), reason, recoveryMs}
     this.unwatched = []; // {start, end}: when the feed was not read
-    this.lastTime = 0; // up to when the feed has told
-    this.lastActivity = 0; // of the latest thing that happened
-    this.firstTime = 0; // when the history begins
+    this.lastTime = 0; // how far the feed has progressed
+    this.lastActivity = 0; // time of the latest activity
+    this.firstTime = 0; // start of the history
   }
 
-  /** unreadSince: when the feed was last read, if it was not read until this snapshot; else null */
+  /** unreadSince: when the feed was last read, if there was a gap before this snapshot; else null */
   snapshot(instance, time, unreadSince) {
     if (this.firstTime === 0) this.firstTime = time;
     else if (unreadSince !== null && time - unreadSince > 1)
@@ -160,7 +160,7 @@ export class FeedHistory {
     engine.requests(data);
   }
 
-  /** For a request whose rows come from another instance than was announced: events may be out of order. */
+  /** Handles rows of a request from another instance than announced: events may be out of order. */
   #steps(engine, data) {
     if (this.engines.size > 1) {
       for (const { rows } of data.steps) for (const [request] of rows) this.#goesOnIn(engine, request);
@@ -174,7 +174,7 @@ export class FeedHistory {
     if (track) engine.tracks.add(toldAgain(track), track.received);
   }
 
-  /** A request that one instance has taken ends in the others. Returns its track there, if there is one. */
+  /** Ends a request on all instances except the one that has it now. Returns its former track, if there is one. */
   #leavesOthers(engine, request) {
     for (const other of this.engines.values()) {
       if (other === engine || !other.tracks.isLive(request)) continue;

@@ -1,4 +1,4 @@
-/** What the component needs of the view. */
+/** The exports that the component uses. */
 
 export { LiveView } from "./live_view.js";
 export { TABLE_COLUMNS, blockTip, laneTip } from "./status.js";

@@ -4,7 +4,7 @@ export const MAX_LANES = 128;
 /** From this width per step (pixels), every step has its own box. */
 const MIN_STEP_PX = 4;
 
-/** The tracks to draw: [{track, lane}] without lanes beyond MAX_LANES, and how many those were. */
+/** The tracks to draw, [{track, lane}], and how many were omitted because their lane is beyond MAX_LANES. */
 export function visibleTracks(tracks, scale) {
   const shown = [];
   let numHidden = 0;
@@ -35,7 +35,7 @@ export function showsSteps(steps, scale) {
   return ((steps.endOf(end - 1) - steps.startOf(first)) / (end - first)) * scale.perSecond >= MIN_STEP_PX;
 }
 
-/** Boxes {lane, kind, x, width, track, tokens, drafts, steps, reason} of stretches of steps. */
+/** Boxes {lane, kind, x, width, track, tokens, drafts, steps, reason} of runs of steps. */
 export function segmentBoxes(shown, scale, kinds = null) {
   const boxes = [];
   for (const track of shown) {
@@ -88,7 +88,7 @@ export function hit(shown, lane, time) {
   return null;
 }
 
-/** The request of each lane that its label names: the one at the right edge, or else the last one before it. */
+/** The request named by each lane's label: the one at the right edge, or else the last one before it. */
 export function laneLabels(shown, end) {
   const labels = new Map();
   for (const track of shown) {

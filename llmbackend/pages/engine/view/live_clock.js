@@ -1,8 +1,8 @@
 /**
  * The server's time, estimated from the times in events and their arrival.
  *
- * The server's clock may differ from the browser's. Each event bounds the difference, because it cannot have come before it
- * happened; the tightest bound of the last seconds counts.
+ * The server's clock may differ from the browser's. Each event bounds the difference, because it cannot arrive before it
+ * happened; the tightest bound of the last seconds is used.
  */
 
 const KEPT = 64;
@@ -10,7 +10,7 @@ const KEPT = 64;
 export class LiveClock {
   #offsets = [];
 
-  /** time: of an event, unix seconds of the server. arrival: when it came, seconds of the browser's clock */
+  /** time: of an event, unix seconds of the server. arrival: seconds of the browser's clock */
   observe(time, arrival) {
     this.#offsets.push(time - arrival);
     if (this.#offsets.length > KEPT) this.#offsets.shift();

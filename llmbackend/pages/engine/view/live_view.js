@@ -1,4 +1,4 @@
-/** Reads the feed, keeps the history, and draws it on canvases, unless nothing changes or the tab is hidden. */
+/** Reads the feed, maintains the history, and draws it on canvases, unless nothing changes or the tab is hidden. */
 
 import { blockAt } from "./block_grid.js";
 import { runOf } from "./block_maps.js";
@@ -14,11 +14,11 @@ import { statusOf } from "./status.js";
 import { theme } from "./theme.js";
 import { TimeWindow, applyKey, timeScale } from "./time_window.js";
 
-/** How far the right edge is behind the server's time, so that what happened is known when its place comes into view. */
+/** How far the right edge lags behind the server's time, so that events have arrived when their time becomes visible. */
 const DELAY_S = 0.15;
 const STATUS_MS = 250;
 const SLOW_DRAW_MS = 500; // overview and map of blocks
-/** A hidden tab stops watching after this time, because an engine that is watched makes reports. */
+/** A hidden tab stops reading the feed after this time, because engines create reports while someone reads them. */
 const HIDDEN_MS = 30_000;
 const KINDS = ["requests", "steps", "engine", "model", "load"];
 
@@ -74,7 +74,7 @@ export class LiveView {
     document.removeEventListener("visibilitychange", this.onVisibility);
   }
 
-  /** Forgets everything and reads the feed anew: for another key, which may see other requests. */
+  /** Discards everything and restarts the feed: for another key, which may see other requests. */
   restart() {
     this.#forgetAll();
     this.connect();
@@ -86,7 +86,7 @@ export class LiveView {
     for (const canvas of Object.values(this.canvases)) canvas.getContext("2d").reset();
   }
 
-  /** Reads the feed (again), with the kinds that are wanted now. */
+  /** (Re)starts the feed with the kinds that are needed now. */
   connect() {
     this.#disconnect();
     const kinds = this.wantsBlocks ? [...KINDS, "blocks"] : KINDS;
@@ -130,13 +130,13 @@ export class LiveView {
     this.invalidate();
   }
 
-  /** Draws at the next frame, and goes on as long as something moves. */
+  /** Draws at the next frame, and continues as long as something moves. */
   invalidate() {
     if (this.#frame || document.hidden) return;
     this.#frame = requestAnimationFrame((now) => this.#onFrame(now));
   }
 
-  /** Draws when the picture has moved by about a pixel; while paused, now and then for the figures and the overview. */
+  /** Draws when the picture has moved by about a pixel; while paused, occasionally, for the figures and the overview. */
   #drawSoon() {
     if (this.#timer || this.#frame || document.hidden) return;
     const interval = this.window.paused ? SLOW_DRAW_MS : Math.min(100, Math.max(40, 1200 / this.#scale().perSecond));
@@ -158,7 +158,7 @@ export class LiveView {
     return found && { ...found, time };
   }
 
-  /** The request at a point of the lanes, or else the one that the row's label names; null without one. */
+  /** The request at a point of the lanes, or else the one named by the row's label; null if there is none. */
   trackAt(x, y) {
     return this.atLanes(x, y)?.track ?? laneLabels(this.#shown, this.#scale().end).get(this.#laneAt(y)) ?? null;
   }
@@ -199,7 +199,7 @@ export class LiveView {
 
   #received(event, data, id) {
     const [epoch] = id.split("-");
-    // Another server's life: it counts its requests anew.
+    // The server was restarted: it numbers its requests from the beginning.
     if (this.#epoch !== epoch) this.#forgetAll();
     this.#epoch = epoch;
     const map = this.blockMap;
@@ -230,7 +230,7 @@ export class LiveView {
     if (this.#moves()) this.#drawSoon();
   }
 
-  /** Whether the picture changes without an event: time passes, and there is something to see that moves with it. */
+  /** Whether the picture changes without an event: time passes, and something visible moves with it. */
   #moves() {
     const engine = this.engine;
     if (this.window.paused || !engine || this.#connection.state !== "open") return false;
@@ -283,7 +283,7 @@ export class LiveView {
     const { blocks } = this.canvases;
     const map = this.blockMap;
     blocks.hidden = map === null;
-    const width = blocks.clientWidth; // 0 where it is folded
+    const width = blocks.clientWidth; // 0 while it is collapsed
     if (map && width > 0) this.#blockGrid = drawBlocks(blocks, map, { width, theme: colours, selected: this.selected });
   }
 }

@@ -1,4 +1,4 @@
-/** The page's text beside the drawing: figures, states, the table of requests, details at the pointer. */
+/** The page's text: figures, states, the table of requests, details at the pointer. */
 
 import { countBlocks } from "./block_maps.js";
 import { BUCKET_S } from "./buckets.js";
@@ -122,7 +122,7 @@ function details(track, end) {
   };
 }
 
-/** The table's columns, and its rows in their order: requests in flight, then the last ones that ended. */
+/** The table's columns, and its rows in order: requests in flight, then those that ended last. */
 export const TABLE_COLUMNS = ["Request", "Client's id", "State", "Prompt tokens", "Generated", "Preemptions"];
 
 function tableRows(engine, end) {

@@ -7,8 +7,8 @@ export class StepRing {
   constructor(maxSteps = 1 << 17, maxRows = 1 << 21) {
     this.maxSteps = maxSteps;
     this.maxRows = maxRows;
-    this.first = 0; // number of the oldest step kept, counted from the first step ever pushed
-    this.end = 0; // number behind the newest step
+    this.first = 0; // number of the oldest retained step, counted from the first step ever pushed
+    this.end = 0; // number after the newest step
     this.#rowEnd = 0;
     this.start = new Float64Array(maxSteps); // unix seconds
     this.durationMs = new Float32Array(maxSteps);
@@ -26,7 +26,7 @@ export class StepRing {
 
   #rowEnd;
 
-  /** step: as in the feed. Steps come in order of time. */
+  /** step: as in the feed. Steps arrive in order of time. */
   push(step) {
     const rows = step.rows.length > this.maxRows ? step.rows.slice(0, this.maxRows) : step.rows;
     while (this.end - this.first >= this.maxSteps || this.#rowsKept() + rows.length > this.maxRows) this.first++;
@@ -55,7 +55,7 @@ export class StepRing {
     this.rowDrafts[at] = drafts;
   }
 
-  /** The number of the first kept step that ends after `time`; `end` where there is none. */
+  /** The number of the first retained step that ends after `time`; `end` if there is none. */
   firstEndingAfter(time) {
     let low = this.first,
       high = this.end;

@@ -1,4 +1,4 @@
-/** The HTML of the Engine page, in Vue's template language. Its data and methods are in engine_view.js. */
+/** The Engine page as a Vue template. Its data and methods are in engine_view.js. */
 
 const BAR = `
   <div class="engine__bar">
@@ -34,11 +34,11 @@ const BAR = `
 
 const NOTICES = `
   <p v-if="refused" class="engine__notice engine__notice--bad" role="alert">
-    The server refuses the view of its engines ({{ refused }}).
+    The server refuses access to its engine events ({{ refused }}).
     <button v-if="needsKey" type="button" class="engine__button" @click="askForKey">Enter a key</button>
   </p>
   <p v-else-if="lost" class="engine__notice" role="status">
-    {{ wasLost ? "The server does not answer. Trying again." : "Connecting to the server." }}
+    {{ wasLost ? "The server does not respond. Trying again." : "Connecting to the server." }}
   </p>
   <p v-for="each in status?.models ?? []" :key="each.model" class="engine__notice" role="status">
     {{ each.model }} version {{ each.version }}: {{ each.state.toLowerCase() }} {{ loadText(each) }} {{ each.reason }}
@@ -67,11 +67,11 @@ const TIME = `
       </span>
     </div>
     <canvas ref="charts" class="engine__charts" role="img"
-      aria-label="Step time, tokens, batch, queue and KV blocks over time; the figures above say the same of now"
+      aria-label="Step time, tokens, batch, queue and KV blocks over time; the figures above give the current values"
       @pointermove="chartsMove" @pointerleave="leave"></canvas>
     <div class="engine__lanes-box">
       <canvas ref="lanes" class="engine__lanes" role="img"
-        aria-label="One lane per request over time; the table below says the same in words"
+        aria-label="One lane per request over time; the table below has the same data"
         @pointerdown="lanesDown" @pointermove="lanesMove" @pointerup="lanesUp" @pointercancel="drag = null"
         @pointerleave="leave" @wheel="wheel"></canvas>
       <canvas ref="labels" class="engine__labels" aria-hidden="true"></canvas>
@@ -81,7 +81,7 @@ const TIME = `
       </div>
     </div>
     <p v-if="status?.numHidden" class="engine__more">
-      {{ status.numHidden }} more requests have no lane of their own here; the table lists them.
+      {{ status.numHidden }} more requests do not fit in the lanes; the table lists them.
     </p>
     <ul class="engine__legend" aria-label="Marks">
       <li><i class="engine__mark engine__mark--prefill"></i>prefill chunk (P, tokens)</li>
@@ -89,7 +89,7 @@ const TIME = `
       <li><i class="engine__mark engine__mark--drafts"></i>decode, drafts accepted (+n)</li>
       <li><i class="engine__mark engine__mark--recompute"></i>recompute (R)</li>
       <li><i class="engine__mark engine__mark--preempted"></i>preempted (X)</li>
-      <li><i class="engine__mark engine__mark--waiting"></i>waiting, and why</li>
+      <li><i class="engine__mark engine__mark--waiting"></i>waiting (reason)</li>
       <li><i class="engine__mark engine__mark--recovering"></i>engine recovering (E)</li>
     </ul>
   </div>`;
@@ -98,9 +98,9 @@ const BLOCKS = `
   <details class="engine__panel" :open="blocksOpen" @toggle="toggleBlocks">
     <summary>KV blocks</summary>
     <canvas ref="blocks" class="engine__blocks" role="img"
-      aria-label="The map of KV blocks; the figures below say how many are in which state"
+      aria-label="The map of KV blocks; the figures below count them by state"
       @pointermove="blocksMove" @pointerleave="leave" @click="blocksClick"></canvas>
-    <p v-if="!status?.blocks" class="engine__muted">No map of blocks yet.</p>
+    <p v-if="!status?.blocks" class="engine__muted">No block map yet.</p>
     <ul v-else class="engine__legend engine__legend--blocks" data-testid="blocks">
       <li><i class="engine__cell engine__cell--used"></i>{{ status.blocks.used }} used</li>
       <li><i class="engine__cell engine__cell--shared"></i>{{ status.blocks.shared }} shared</li>
@@ -110,7 +110,7 @@ const BLOCKS = `
         <i class="engine__cell engine__cell--selected"></i>{{ status.blocks.selected }} of #{{ status.selected.request }}
       </li>
     </ul>
-    <p v-if="status?.blocks?.truncated" class="engine__muted">The server sent a part of the map.</p>
+    <p v-if="status?.blocks?.truncated" class="engine__muted">The server sent only a part of the map.</p>
   </details>`;
 
 const SELECTED = `
@@ -131,8 +131,8 @@ const HELP = `
     <h2>Keys</h2>
     <p>
       <kbd>Space</kbd> pause · <kbd>←</kbd> <kbd>→</kbd> scrub, with <kbd>Shift</kbd> farther · <kbd>Home</kbd> oldest ·
-      <kbd>End</kbd> live · <kbd>+</kbd> <kbd>-</kbd> zoom · <kbd>Esc</kbd> no selection.
-      A click on a lane shows its request and its blocks.
+      <kbd>End</kbd> live · <kbd>+</kbd> <kbd>-</kbd> zoom · <kbd>Esc</kbd> clear selection.
+      Click a lane to show its request and blocks.
     </p>
     <p v-if="status?.droppedEvents">
       {{ status.droppedEvents }} events were dropped because this browser read too slowly.
@@ -159,11 +159,11 @@ const REST = `
   <dialog ref="confirmKill" class="engine__dialog" aria-labelledby="kill-title">
     <h2 id="kill-title">Kill this engine?</h2>
     <p>
-      The process of {{ status?.engine?.instance }} (pid {{ status?.engine?.pid }}) gets SIGKILL. The server starts another
-      one, and requests go on with it.
+      The process of {{ status?.engine?.instance }} (pid {{ status?.engine?.pid }}) gets SIGKILL. The server starts a new
+      one, which continues the requests.
     </p>
     <div class="engine__dialog-buttons">
-      <button type="button" class="engine__button" @click="$refs.confirmKill.close()">Leave it alone</button>
+      <button type="button" class="engine__button" @click="$refs.confirmKill.close()">Cancel</button>
       <button type="button" class="engine__button engine__button--danger" data-testid="confirm-kill" @click="kill">
         Kill it
       </button>

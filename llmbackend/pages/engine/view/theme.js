@@ -1,4 +1,4 @@
-/** Colours and marks, for light and dark pages. Kinds of work differ by mark, not by colour alone (colours after Okabe and Ito). */
+/** Colours and marks for light and dark pages. Kinds of work differ by mark, not only by colour (palette of Okabe and Ito). */
 
 const LIGHT = {
   dark: false,
@@ -54,7 +54,7 @@ export function theme(dark) {
   return dark ? DARK : LIGHT;
 }
 
-/** Part of a lane's height that a kind fills: work on the prompt is higher than decoding. */
+/** Fraction of a lane's height that a kind fills: prefill is higher than decode. */
 export const KIND_HEIGHTS = {
   prefill: 1,
   recompute: 1,
@@ -83,7 +83,7 @@ const HATCHES = {
 
 const patterns = new Map();
 
-/** The hatching of a kind as a fill, or null for kinds without one. */
+/** The hatch pattern of a kind, or null for kinds without one. */
 export function hatching(context, kind, colour) {
   if (!HATCHES[kind]) return null;
   const key = `${kind} ${colour}`;

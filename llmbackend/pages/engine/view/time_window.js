@@ -1,4 +1,4 @@
-/** The time window that is shown: live, or paused in the history; and its width. */
+/** The visible time window: live, or paused in the history; and its width. */
 
 export const WIDTHS_S = [1, 2, 5, 10, 20, 30, 60, 120, 300];
 
@@ -31,7 +31,7 @@ export class TimeWindow {
     else this.pause(live);
   }
 
-  /** Moves by seconds and pauses; at the live edge the window is live again. */
+  /** Moves by seconds and pauses; becomes live again at the live edge. */
   scrub(seconds, first, live) {
     this.moveTo(this.end(live) + seconds, first, live);
   }
@@ -40,19 +40,19 @@ export class TimeWindow {
     this.pausedAt = end >= live ? null : Math.max(first, end);
   }
 
-  /** Pauses where the history begins at the left edge, or at once where it is shorter than the window. */
+  /** Pauses at the oldest window of the history; if the history is shorter than the window, at once. */
   moveToFirst(first, live) {
     this.pausedAt = Math.min(first + this.widthS, live);
   }
 
-  /** direction: 1 shows less time, -1 more. The right edge stays. */
+  /** direction: 1 shows less time, -1 more. The right edge stays fixed. */
   zoom(direction) {
     const at = WIDTHS_S.indexOf(this.widthS) - direction;
     this.widthS = WIDTHS_S[Math.min(WIDTHS_S.length - 1, Math.max(0, at))];
   }
 }
 
-/** Applies a key (KeyboardEvent.key) to the window; false if the key does nothing. */
+/** Applies a key (KeyboardEvent.key) to the window; returns false if the key has no effect. */
 export function applyKey(window, key, shift, first, live) {
   const stride = window.widthS * (shift ? 1 : 0.1);
   if (key === " ") window.toggle(live);
@@ -66,7 +66,7 @@ export function applyKey(window, key, shift, first, live) {
   return true;
 }
 
-/** A scale of time to pixels: x(time) and time(x) between `left` and `left + width`. */
+/** Maps time to pixels and back: x(time) and time(x), between `left` and `left + width`. */
 export function timeScale(end, widthS, left, width) {
   const perSecond = width / widthS;
   const start = end - widthS;
@@ -81,7 +81,7 @@ export function timeScale(end, widthS, left, width) {
   };
 }
 
-/** Round times for marks of the axis, about `wanted` of them. */
+/** About `wanted` round times for ticks on the axis. */
 export function axisTicks(scale, wanted = 8) {
   const step =
     [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120].find((s) => (scale.end - scale.start) / s <= wanted) ?? 120;

@@ -1,17 +1,17 @@
 /**
- * The requests of one engine as tracks: each one's activities over time, and its lane; at most `maxTracks`, ended ones go first.
+ * The requests of one engine as tracks: activities over time, and a lane; at most `maxTracks`, ended ones are removed first.
  * A segment is {kind (as in words.js), start, end (unix seconds; Infinity while it lasts), steps, tokens, drafts (accepted), reason to
  * wait, output (tokens of the request at its end)}.
  */
 
-/** Seconds that a lane stays empty after a request, so that its finish reason can be read. */
+/** Seconds for which a lane stays empty after a request, so that its finish reason can be read. */
 const LANE_GAP_S = 0.4;
-/** A longer pause between two steps of a request is shown as a gap. */
+/** Pauses between two steps of a request that are longer than this are shown as a gap. */
 const MAX_MERGED_GAP_S = 0.05;
-/** Steps without accepted drafts for longer than this end a stretch of accepted drafts. */
+/** A run of accepted drafts ends after this time without one. */
 const DRAFTS_STRETCH_S = 0.1;
 
-/** Finish reason of a request that another instance has taken; it may return. */
+/** Finish reason of a request that moved to another instance; it may come back. */
 const MOVED = "moved";
 
 const OPEN_KINDS = new Set(["waiting", "preempted", "recovering"]);
@@ -19,7 +19,7 @@ const OPEN_KINDS = new Set(["waiting", "preempted", "recovering"]);
 export class Tracks {
   #laneFreeAt = [];
 
-  /** historyS: how long an ended track is kept */
+  /** historyS: how long an ended track is retained */
   constructor({ historyS = 300, maxTracks = 20_000 } = {}) {
     this.historyS = historyS;
     this.maxTracks = maxTracks;
@@ -53,7 +53,7 @@ export class Tracks {
     this.#bound();
   }
 
-  /** Updates a known request; it waits again if its engine gave it back. */
+  /** Updates a known request; it is waiting again if its engine returned it. */
   #putBack(track, { state, reason, output_tokens: outputTokens }, time) {
     track.outputTokens = Math.max(track.outputTokens, outputTokens ?? 0);
     if (state === "waiting" && track.segments.at(-1)?.end !== Infinity) open(track, "waiting", time, reason);
@@ -100,7 +100,7 @@ export class Tracks {
     for (const track of this.live()) open(track, "recovering", time, "engine");
   }
 
-  /** The engine is back: requests that it has not continued yet wait. */
+  /** The engine is back: requests that it has not resumed yet are waiting. */
   recovered(time) {
     for (const track of this.live()) {
       const last = track.segments.at(-1);
@@ -108,7 +108,7 @@ export class Tracks {
     }
   }
 
-  /** ended: as in the feed, or {request, time} for one that ended unseen */
+  /** ended: as in the feed, or {request, time} if the end was not seen */
   end(ended) {
     const track = this.byRequest.get(ended.request);
     if (!track || track.ended) return;
@@ -124,7 +124,7 @@ export class Tracks {
     this.numLive--;
   }
 
-  /** Another instance has taken the request: it ends here, or is removed if nothing of it was computed here. */
+  /** The request moved to another instance: it ends here, or is removed if nothing of it was computed here. */
   moved(request, time) {
     const track = this.byRequest.get(request);
     const wasHere = track.segments.some(({ steps }) => steps > 0);
@@ -142,14 +142,14 @@ export class Tracks {
     for (const track of this.byRequest.values()) if (!track.ended) yield track;
   }
 
-  /** The tracks that have something between `from` and `to`. */
+  /** The tracks with activity between `from` and `to`. */
   *between(from, to) {
     for (const track of this.byRequest.values()) {
       if (track.received < to && (!track.ended || track.ended.time > from)) yield track;
     }
   }
 
-  /** Removes requests and segments that ended before the history. */
+  /** Removes requests and segments that ended before the start of the history. */
   forget(now) {
     const horizon = now - this.historyS;
     for (const track of this.byRequest.values()) {
@@ -176,12 +176,12 @@ export class Tracks {
   }
 }
 
-/** The request's activity at `time`, else its last one before; undefined if unknown. */
+/** The request's activity at `time`, else the last one before it; undefined if unknown. */
 export function segmentAt(track, time) {
   return track.segments.findLast((segment) => segment.start <= time);
 }
 
-/** How many output tokens a request has at `time`; within a stretch of steps as if they came evenly. */
+/** How many output tokens a request has at `time`; interpolated within a run of steps. */
 export function outputAt(track, time) {
   const at = track.segments.findLastIndex((segment) => segment.start <= time);
   const segment = track.segments[at];
@@ -228,7 +228,7 @@ function append(track, kind, start, end, tokens, drafts) {
   track.segments.push(segment);
 }
 
-/** Another row of the same request in the step that made its last segment, or made it longer. */
+/** Another row of the same request in the step that created or extended its last segment. */
 function addToStep(last, tokens, drafts, end) {
   if (!last?.steps || last.end !== end) return false;
   last.tokens += tokens;

@@ -1,8 +1,8 @@
-/** Texts for the feed's short names: kinds of work, reasons to wait, finish reasons. */
+/** Texts for the feed's identifiers: kinds of work, waiting reasons, finish reasons. */
 
 import { outputAt, segmentAt } from "./tracks.js";
 
-/** What a request does during a stretch of time. */
+/** What a request does during a segment. */
 export const KIND_WORDS = {
   waiting: "waiting",
   prefill: "prefill chunk",
@@ -13,7 +13,7 @@ export const KIND_WORDS = {
   recovering: "engine recovering",
 };
 
-/** Letters that mark a wide enough stretch, so that it can be read without colours. */
+/** Letters drawn on segments that are wide enough, so that they can be told apart without colours. */
 export const KIND_LETTERS = { prefill: "P", decode: "D", drafts: "+", recompute: "R", preempted: "X", recovering: "E" };
 
 const REASON_WORDS = {
@@ -21,8 +21,8 @@ const REASON_WORDS = {
   kv_blocks: "no free KV blocks",
   state_slots: "no free slot for a recurrent state",
   token_budget: "the step's token budget is spent",
-  prefix: "another request computes the beginning that both share",
-  long_prefill: "another long prompt is being computed",
+  prefix: "another request is computing their shared prefix",
+  long_prefill: "another long prompt is being prefilled",
   grammar: "its grammar is being compiled",
   adapter: "its LoRA adapter is being loaded",
   engine: "the engine is starting or recovering",
@@ -48,7 +48,7 @@ export function shortReason(reason) {
   return SHORT_REASONS[reason] ?? (reason || "queued");
 }
 
-/** A duration in the unit that fits it. */
+/** A duration in a suitable unit. */
 export function durationText(ms) {
   if (ms < 10) return `${ms.toFixed(2)} ms`;
   if (ms < 1000) return `${ms.toFixed(0)} ms`;
@@ -64,7 +64,7 @@ export function countText(value) {
   return `${(value / 1e6).toFixed(1)}M`;
 }
 
-/** "34/64" output tokens at a time, or what of it is known. */
+/** Output tokens at `time`, such as "34/64", or only the first number if the maximum is unknown. */
 export function progressText(track, time, between = "/") {
   const output = outputAt(track, time);
   return track.maxTokens === null ? String(output) : `${output}${between}${track.maxTokens}`;

@@ -1,2 +1,2 @@
-// One library per instruction set: the flags stand in pyproject.toml.
+// One library per instruction set; the flags are in pyproject.toml.
 #include "../library.cpp"

@@ -1,4 +1,4 @@
-"""The formats of tool calls and of reasoning, by vLLM's names of their parsers."""
+"""Tool-call and reasoning formats, by vLLM's parser names."""
 
 from __future__ import annotations
 

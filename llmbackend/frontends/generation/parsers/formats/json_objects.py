@@ -1,7 +1,7 @@
 """Formats of calls with JSON arguments: in one object with the name, or after a header with the name.
 
-A format is given as the text that its models write, with `…` for the name and the arguments. Sources: the models' chat
-templates; vLLM's parsers for xLAM, InternLM and LongCat.
+A format is specified as the text that its models write, with `…` for the name and the arguments. Sources: the models'
+chat templates; vLLM's parsers for xLAM, InternLM and LongCat.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _json(
     after it ends the section.
 
     trigger: None: the marker that begins a section
-    takes_list: a list is read, although grammars write none
-    more_begins, more_ends: markers that are read, but not written by grammars
+    takes_list: a list is parsed, although grammars never produce one
+    more_begins, more_ends: markers that are parsed, but never produced by grammars
     """
     before = f"{begin}{call}".partition("{")[0].strip()
     behind = f"{call}{end}".rpartition("}")[2].strip()
@@ -56,7 +56,7 @@ def _json(
 
 # Hermes, Qwen2.5, Qwen3, Granite 4 and ERNIE 4.5.
 _HERMES = _json("hermes", f"<tool_call>\n{_OBJECT}\n</tool_call>", separator="\n", takes_list=True)
-# Llama 3.x and Llama 4: without a marker, nothing but its fields and its name tells a call from an answer in JSON.
+# Llama 3.x and Llama 4: there is no marker; only its fields and its name distinguish a call from an answer in JSON.
 _LLAMA3 = _json(
     "llama3_json",
     '{"name": "…", "parameters": …}',
@@ -66,8 +66,8 @@ _LLAMA3 = _json(
     bare_begin=("{",),
     form=JsonCall(other_keys=("type",), only_known_names=True),
 )
-# Command R7B and Command A. The ids that the model writes count the calls of a conversation, as its template does again
-# each time: they are left out. Citations (`<co>`), which only a template option asks for, stay in the text.
+# Command R7B and Command A. Call ids are dropped: the model numbers the calls of a conversation, and its template
+# numbers them again each time. Citations (`<co>`), which only a template option requests, remain in the text.
 _COHERE3 = _json(
     "cohere_command3",
     '    {"tool_call_id": "0", "tool_name": "…", "parameters": …}',
@@ -76,17 +76,18 @@ _COHERE3 = _json(
     end="\n]<|END_ACTION|>",
     form=JsonCall(name_key="tool_name", id_key=""),
 )
-# GigaChat 3 writes a call as a message of its own, GigaChat 3.1 after a marker, which is what a grammar enforces.
+# GigaChat 3 writes a call as a separate message, GigaChat 3.1 after a marker. Grammars enforce the marker.
 _GIGACHAT_MESSAGE = "function call<|role_sep|>\n"
-# The arguments stand in a code block (V3 and R1), or as they are (V3.1).
+# The arguments are in a code block (V3 and R1), or bare (V3.1).
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_NAME = r"\s*(?P<name>[^\s`<]{1,256})\s*"
-# The id of a call of Kimi K2 holds the function's name: `functions.f:0`.
+# The id of a Kimi K2 call contains the function's name: `functions.f:0`.
 _KIMI, _KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _MISTRAL_HEADER = re.compile(
-    r"\s*(?P<name>[^\s\"'`<>(){}\[\]|]{1,256})\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]]{1,256})\s*)?"  # both special tokens
+    # both are special tokens
+    r"\s*(?P<name>[^\s\"'`<>(){}\[\]|]{1,256})\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]]{1,256})\s*)?"
 )
 JSON_FORMATS = (
     *(replace(_HERMES, name=name) for name in ("hermes", "ernie45", "granite4")),

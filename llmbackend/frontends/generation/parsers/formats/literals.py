@@ -1,6 +1,6 @@
-"""Formats whose calls have literals as arguments: those of Python, or Gemma's own.
+"""Formats whose calls have literals as arguments: Python's or Gemma's own.
 
-Sources: the models' chat templates; for OLMo 3 vLLM's example of one.
+Sources: the models' chat templates; for OLMo 3, vLLM's example template.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ def _python(
     name: str, begin: str = "", end: str = "", *, is_bare: bool = False, is_list: bool = True
 ) -> ToolCallFormat:
     """begin, end: markers around the calls
-    is_bare: calls are also read without markers
+    is_bare: calls are also parsed without markers
     is_list: False: one call per line, without brackets
     """
     opening, closing, separator = ("[", "]", ", ") if is_list else ("\n", "\n", "\n")
@@ -27,7 +27,7 @@ def _python(
         ),
         grammar=CallGrammar.of(
             "…(…)",
-            "…=…, ",  # Python allows the comma after the last argument, too
+            "…=…, ",  # Python allows a comma after the last argument, too
             begin=begin + opening,
             separator=separator,
             end=closing + end,

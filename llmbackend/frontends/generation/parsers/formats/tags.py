@@ -1,8 +1,8 @@
 """Formats of calls with a tag for each parameter.
 
-A format is given as the text that its models write, with `…` for names, arguments and values; the markers that the
-parser reads are the lines of that text. Sources: the models' chat templates; for DeepSeek V3.2 and V4 llama.cpp's and
-the encoders beside the weights; for Dots and Step 3 SGLang's descriptions; for Solar Open 2 vLLM's.
+A format is specified as the text that its models write, with `…` for names, arguments and values; the markers for the
+parser are the lines of that text. Sources: the models' chat templates; for DeepSeek V3.2 and V4, llama.cpp and the
+encoders shipped with the weights; for Dots and Step 3, SGLang's descriptions; for Solar Open 2, vLLM's.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def _tagged(
     **read: Any,
 ) -> ToolCallFormat:
     """The first line before a call's name begins the section of calls, the second line the call. After the arguments,
-    the last line ends the section, a line before it the call.
+    the last line ends the section, the line before it the call.
 
     trigger: None: what begins the section
     text_excludes: what a string cannot contain, in addition to its end tag
-    more_begins: further texts that begin a section, which grammars do not write
-    call_end: texts after a call without a meaning
+    more_begins: other texts that begin a section, never produced by grammars
+    call_end: texts after a call that are ignored
     read: fields of TaggedCall that differ from the written form
     """
     grammar = CallGrammar.of(
@@ -72,7 +72,7 @@ def _tagged(
 
 
 def _dsml(name: str, section: str, tag: str = "｜DSML｜") -> ToolCallFormat:
-    """The model marks values that are text."""
+    """In this format, the model marks values that are text."""
     return _tagged(
         name,
         f'<{tag}invoke name="…">\n…</{tag}invoke>\n',
@@ -104,7 +104,7 @@ def _invocations(name: str, section: str) -> ToolCallFormat:
     )
 
 
-# Qwen3-Coder, Step 3.5 and MiMo V2. The models sometimes leave out `<tool_call>`.
+# Qwen3-Coder, Step 3.5 and MiMo V2. The models sometimes omit `<tool_call>`.
 _QWEN3_CODER = _tagged(
     "qwen3_coder",
     "<tool_call>\n<function=…>\n…</function>\n</tool_call>",
@@ -115,7 +115,7 @@ _QWEN3_CODER = _tagged(
     more_begins=("<function=",),
     may_omit_value_end=True,
 )
-# GLM 4.5 and 4.6 write the parts of a call on lines of their own. GLM 4.7 and Laguna do not, and are read alike.
+# GLM 4.5 and 4.6 write each part of a call on its own line. GLM 4.7 and Laguna do not; both forms are parsed.
 _GLM45 = _tagged(
     "glm45",
     "<tool_call>…\n…</tool_call>",
@@ -133,14 +133,14 @@ _GLM47 = replace(
 )
 # The tags of Hy3 end with the name of the release.
 _HY3 = "opensource"
-# Of MiniCPM 5, a text of several lines, or with what looks like a tag, stands in a CDATA block; a grammar writes none.
+# MiniCPM 5 puts text that has several lines or resembles a tag into a CDATA block; grammars never produce one.
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 _MINICPM_FUNCTION, _MINICPM_PARAMETER = "<function name=", "<param name="
-# MiniMax M3 nests the tags of members and items; a grammar writes lists and objects as JSON, which is read, too.
+# MiniMax M3 nests the tags of members and items; grammars produce lists and objects as JSON, which is parsed too.
 _MARK = "]<]minimax[>["
 _STEP3_CALL, _STEP3_CALL_END = "<｜tool_call_begin｜>", "<｜tool_call_end｜>"
-# All tags of Kimi K3 are made of special tokens with text between them. It has two ways to write arguments: a tag for
-# each, and one JSON object. Both are read; a grammar enforces the JSON object.
+# All tags of Kimi K3 consist of special tokens with text between them. It has two ways to write arguments: one tag
+# each, or one JSON object. Both are parsed; grammars enforce the JSON object.
 _KIMI, _KIMI_END = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
 _KIMI_CALL, _KIMI_CALL_END = "<|open|>call", "<|close|>call<|sep|>"
 _KIMI_JSON, _KIMI_JSON_END = '<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"

@@ -1,4 +1,4 @@
-"""KeptThreads: questions reuse a thread, do not delay one another, and go on where no thread can be started."""
+"""DaemonThreadPool: questions reuse a thread, do not delay one another, and go on where no thread can be started."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from concurrent.futures import Future
 
 import pytest
 
-from llmbackend.core.kept_threads import KeptThreads
+from llmbackend.core.daemon_threads import DaemonThreadPool
 from tests.helpers.waiting import eventually
 
 NAME = "test-kept-threads"
 
 
 @pytest.fixture
-def threads() -> Iterator[KeptThreads]:
-    threads = KeptThreads(NAME)
+def threads() -> Iterator[DaemonThreadPool]:
+    threads = DaemonThreadPool(NAME)
     yield threads
     threads.close()
     eventually(lambda: not running(), 10)
@@ -26,7 +26,7 @@ def running() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == NAME]
 
 
-def asked(threads: KeptThreads, waits_for: threading.Event | None = None) -> Future[int | None]:
+def asked(threads: DaemonThreadPool, waits_for: threading.Event | None = None) -> Future[int | None]:
     """The number of the thread that answers."""
     answer: Future[int | None] = Future()
 
@@ -46,7 +46,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", start)
 
 
-def test_one_thread_answers_question_after_question(threads: KeptThreads) -> None:
+def test_one_thread_answers_question_after_question(threads: DaemonThreadPool) -> None:
     idents = set()
     for _ in range(5):
         idents.add(asked(threads).result(10))
@@ -54,7 +54,7 @@ def test_one_thread_answers_question_after_question(threads: KeptThreads) -> Non
     assert len(idents) == 1 and len(running()) == 1
 
 
-def test_one_that_hangs_delays_no_other_and_one_thread_is_kept(threads: KeptThreads) -> None:
+def test_one_that_hangs_delays_no_other_and_one_thread_is_kept(threads: DaemonThreadPool) -> None:
     goes_on = threading.Event()
     slow = [asked(threads, goes_on) for _ in range(3)]
     assert asked(threads).result(10) not in (None, 0)
@@ -64,7 +64,7 @@ def test_one_that_hangs_delays_no_other_and_one_thread_is_kept(threads: KeptThre
 
 
 def test_where_no_thread_can_be_started_questions_wait_for_those_that_exist(
-    threads: KeptThreads, monkeypatch: pytest.MonkeyPatch
+    threads: DaemonThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
     slow = asked(threads, goes_on)
@@ -78,7 +78,7 @@ def test_where_no_thread_can_be_started_questions_wait_for_those_that_exist(
 
 
 def test_a_question_that_waits_for_a_thread_is_answered_after_close(
-    threads: KeptThreads, monkeypatch: pytest.MonkeyPatch
+    threads: DaemonThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
     asked(threads, goes_on)
@@ -91,7 +91,7 @@ def test_a_question_that_waits_for_a_thread_is_answered_after_close(
         assert answer.result(10)
 
 
-def test_without_any_thread_the_question_is_refused(threads: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_thread_the_question_is_refused(threads: DaemonThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         refuse(patched)
         with pytest.raises(RuntimeError, match="can't start"):

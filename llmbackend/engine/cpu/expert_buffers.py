@@ -1,6 +1,6 @@
-"""Memory of a program for the experts of its largest step, and the operations that need nothing else.
+"""Buffers of a program for mixtures of experts, and the operations that need only these.
 
-For: cpu/decoder_program.py. Does not know: layers. Invariant: all layers use the same memory, one after the other.
+Used by cpu/decoder_program.py. Invariant: all layers use the same buffers, one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .packed_decoder import PackedExperts
 _SCORES: Final = {"softmax": 0, "sigmoid": 1}
 
 
-class MixtureRoom:
+class ExpertBuffers:
     def __init__(self, library: KernelLibrary, tokens: int, mixtures: Sequence[PackedExperts]) -> None:
         """tokens: of the largest step. mixtures: of all layers that have one. Raises MemoryError."""
         experts = max(each.count for each in mixtures)
@@ -31,7 +31,7 @@ class MixtureRoom:
         self.normed = rows(tokens, width)
         self.logits = rows(tokens, experts)
         self.gated = rows(tokens * top_k, inner)
-        """By places, as `mixed`."""
+        """Indexed by places, like `mixed`."""
         self.mixed = rows(tokens * top_k, width)
         self.shared = rows(tokens, width)
         self.shared_gate = rows(tokens, 1)
@@ -42,7 +42,7 @@ class MixtureRoom:
         return Pairs(experts.count, experts.top_k, self._first, self._places)
 
     def route_op(self, experts: PackedExperts, correction: int | None) -> RouteOp:
-        """From `logits`. correction: its address."""
+        """Reads `logits`. correction: its address."""
         return RouteOp(
             kind=Kind.ROUTE, scores=_SCORES[experts.scores], logits=self.logits.address, correction=correction,
             shares=self._shares, chosen=self._chosen, places=self._places, first=self._first,
@@ -52,7 +52,7 @@ class MixtureRoom:
         )  # fmt: skip
 
     def mix_op(self, experts: PackedExperts, has_shared: bool, width: int) -> MixOp:
-        """The sum of `mixed`, and of `shared` where there is a shared expert; where it goes is to be added."""
+        """The sum of `mixed`, and of `shared` if there is a shared expert; the caller sets the destination."""
         shared: dict[str, Any] = {}
         if has_shared:
             shared = {"shared": self.shared.address, "shared_stride": self.shared.stride}

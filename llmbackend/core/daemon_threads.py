@@ -1,4 +1,4 @@
-"""KeptThreads: threads for jobs that may hang, such as readiness probes."""
+"""DaemonThreadPool: threads for jobs that may hang, such as readiness probes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from queue import SimpleQueue
 Job = Callable[[], None]
 
 
-class KeptThreads:
-    """One thread is kept for the next job. Thread-safe.
+class DaemonThreadPool:
+    """Keeps one idle thread for the next job. Thread-safe.
 
-    A job that hangs delays no other while another thread can be started; where none can (a process limit), jobs wait
-    for the existing threads, so that a server that has answered one probe keeps answering. Every job that `run` took is
-    run, also after `close`. Not an executor: the interpreter waits at exit for an executor's threads, also if they
-    hang.
+    A job that hangs delays no other as long as another thread can be started. If none can (a process limit), jobs wait
+    for the existing threads, so that a server that has answered one probe keeps answering. Every job accepted by `run`
+    is executed, even after `close`. Not an executor, for whose threads the interpreter waits at exit even if they hang.
     """
 
     def __init__(self, name: str) -> None:
@@ -24,11 +23,11 @@ class KeptThreads:
         self._lock = threading.Lock()
         self._num_threads = 0
         self._num_free = 0
-        """Threads that wait for a job, less the jobs that wait for a thread."""
+        """Threads waiting for a job, minus jobs waiting for a thread."""
         self._is_closed = False
 
     def run(self, job: Job) -> None:
-        """Runs `job`, which must not raise, on a thread. Raises RuntimeError when there is none and none can be
+        """Runs `job`, which must not raise, on a thread. Raises RuntimeError if there is none and none can be
         started."""
         with self._lock:
             if self._num_free <= 0:
@@ -37,7 +36,7 @@ class KeptThreads:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """Call it after the last `run`: each thread ends when no job is left."""
+        """To be called after the last `run`: each thread ends when no job is left."""
         with self._lock:
             self._is_closed = True
             for _ in range(self._num_free):
