@@ -13,11 +13,12 @@ from llmbackend.engine.kernels.expert_layout import ExpertMatrix, Pairs, experts
 from llmbackend.engine.kernels.library import BLOCKS, NativeKernels, op_pointers
 from llmbackend.engine.kernels.operations import Epilogue, Kind, LinearOp, MixOp, RouteOp, Rows, Step, Type
 from llmbackend.engine.kernels.weights import PackedWeight, StoredBlocks, WeightStore
-from tests.helpers.native_engines import Array, best_is_fast, engine
+from tests.engine.test_native_linear import tile_product
+from tests.helpers.native_engines import Array, best_is_fast, engine, from_bf16, fused_vectors, to_bf16
 
 VARIANTS = list(library.available())
 KINDS = [Type.FLOAT32, Type.BFLOAT16, Type.INT8, Type.INT4, Type.INT4_MIN, Type.MXFP4, Type.Q6_K]
-WIDTH, INNER, EXPERTS, TOP_K = 256, 256, 5, 2
+WIDTH, INNER, EXPERTS, TOP_K = 256, 256, 6, 2
 SOFTMAX, SIGMOID = 0, 1
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")
@@ -114,6 +115,7 @@ class Experts:
     def __init__(self, kernels: NativeKernels, kind: Type, n: int = INNER, k: int = WIDTH) -> None:
         self.kernels, self.kind, self.n, self.k = kernels, kind, n, k
         self.store = WeightStore(kernels, [(n, k, kind)] * (2 * EXPERTS))
+        self.matrices: list[torch.Tensor] = []
         random = np.random.default_rng(kind)
         self.packed = [[self._pack(random) for _ in range(EXPERTS)] for _ in range(2)]
         self.biases = random.standard_normal((2, EXPERTS, n)).astype(np.float32)
@@ -124,6 +126,7 @@ class Experts:
             return self.store.pack_blocks(StoredBlocks(self.kind, blocks & np.uint8(0xBB)))
         matrix = torch.from_numpy(random.standard_normal((self.n, self.k)).astype(np.float32))
         matrix = matrix.bfloat16() if self.kind is Type.BFLOAT16 else matrix
+        self.matrices.append(matrix)
         return self.store.pack(matrix, self.kind)
 
     def x(self, tokens: int) -> Array:
@@ -167,7 +170,7 @@ class Experts:
         one, two = (packed[expert] for packed in self.packed)
         y = np.empty((len(x), self.n), np.float32)
         x_type = Type.FLOAT32
-        if self.kind is Type.BFLOAT16 and self.kernels.library.activation_type(Type.BFLOAT16) is Type.BFLOAT16:
+        if self.kind is Type.BFLOAT16 and self.kernels.library.activation_type(Type.BFLOAT16) is not Type.FLOAT32:
             x_type, x = Type.BFLOAT16, torch.from_numpy(x).bfloat16().view(torch.int16).numpy()
         op = LinearOp(
             kind=Kind.LINEAR, rows=Rows.TOKENS, weight=one.address, scale=one.scale or None, sums=one.sums or None,
@@ -183,7 +186,7 @@ class Experts:
 
 
 def chosen_of(tokens: int) -> Array:
-    """Some experts have many rows, one has none."""
+    """Some experts have many rows, two have none."""
     random = np.random.default_rng(tokens)
     return np.stack([random.permutation([0, 1, 2, 4])[:TOP_K] for _ in range(tokens)]).astype(np.int32)
 
@@ -221,6 +224,52 @@ def test_sizes_need_not_be_those_of_panels(variant: str, kind: Type) -> None:
     assert np.array_equal(
         experts.run(x, chosen, Epilogue.GELU_MUL, threads=2), experts.expected(x, chosen, Epilogue.GELU_MUL)
     )
+
+
+ROWS_OF_EXPERTS = (0, 1, 15, 16, 17, 100)
+
+
+def of_all_sizes() -> Array:
+    """One expert for each token."""
+    experts = np.repeat(np.arange(EXPERTS, dtype=np.int32), ROWS_OF_EXPERTS)
+    return np.random.default_rng(2).permutation(experts)[:, None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("n", "k", "epilogue"), [(70, 256, Epilogue.SILU_MUL), (33, 1280, Epilogue.GELU_MUL), (20, 8192, Epilogue.STORE)]
+)
+def test_tiles_multiply_any_number_of_rows(
+    tiles: NativeKernels, kind: Type, n: int, k: int, epilogue: Epilogue
+) -> None:
+    experts = Experts(tiles, kind, n, k)
+    chosen = of_all_sizes()
+    x = experts.x(len(chosen))
+    whole = experts.run(x, chosen, epilogue)
+    assert np.array_equal(whole, experts.expected(x, chosen, epilogue))
+    assert np.array_equal(experts.run(x, chosen, epilogue, threads=3, of_tokens=False), whole)
+    for tokens in (1, 40):
+        assert np.array_equal(experts.run(x[:tokens], chosen[:tokens], epilogue), whole[:tokens])
+
+
+@pytest.mark.parametrize(("n", "k"), [(45, 77), (33, 1130)])
+def test_rows_of_bfloat16_on_tiles_are_rounded_and_filled_up(tiles: NativeKernels, n: int, k: int) -> None:
+    experts = Experts(tiles, Type.BFLOAT16, n, k)
+    chosen = of_all_sizes()
+    x = experts.x(len(chosen))
+    weights = [matrix.float().numpy() for matrix in experts.matrices[:EXPERTS]]
+    of_all = np.stack([tile_product(from_bf16(to_bf16(x)), weight) for weight in weights]) + experts.biases[0][:, None]
+    expected = of_all[chosen[:, 0], np.arange(len(x))]
+    assert np.array_equal(experts.run(x, chosen, Epilogue.STORE), expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not Type.BFLOAT16])
+@pytest.mark.parametrize("epilogue", [Epilogue.STORE, Epilogue.SWIGLU_OAI])
+def test_tiles_give_the_bits_of_vectors(tiles: NativeKernels, kind: Type, epilogue: Epilogue) -> None:
+    chosen = of_all_sizes()
+    on_tiles, on_vectors = (Experts(kernels, kind, 70, 512) for kernels in (tiles, fused_vectors()))
+    x = on_tiles.x(len(chosen))
+    assert np.array_equal(on_tiles.run(x, chosen, epilogue), on_vectors.run(x, chosen, epilogue))
 
 
 def test_no_tokens_are_no_error() -> None:

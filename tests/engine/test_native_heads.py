@@ -70,7 +70,7 @@ class Heads:
 
     def _linear(self, x: Array, packed: PackedWeight) -> Array:
         x_type, x = Type.FLOAT32, np.ascontiguousarray(x)
-        if self.kind is Type.BFLOAT16 and self.kernels.library.activation_type(Type.BFLOAT16) is Type.BFLOAT16:
+        if self.kind is Type.BFLOAT16 and self.kernels.library.activation_type(Type.BFLOAT16) is not Type.FLOAT32:
             x_type, x = Type.BFLOAT16, to_bf16(x)
         y = np.empty((len(x), N), np.float32)
         op = LinearOp(
@@ -108,6 +108,7 @@ def test_tiles_get_the_same_rounded(kind: Type) -> None:
     if not COMPILER:
         pytest.skip("no compiler")
     heads = Heads(engine(EMULATED_TILES), kind)
-    for tokens in (1, 17):
+    for tokens in (1, 17, 40):
         x = rows_of(tokens)
+        assert np.array_equal(heads.run(x, threads=2), heads.expected(x))
         assert np.array_equal(heads.run(x, tiles=True), from_bf16(to_bf16(heads.run(x))))

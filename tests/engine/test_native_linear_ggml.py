@@ -13,7 +13,14 @@ from llmbackend.engine.kernels.operations import Epilogue, Type
 from llmbackend.engine.kernels.weights import StoredBlocks, WeightStore
 from tests.engine import test_native_linear_int4 as int4
 from tests.helpers.gguf_files import dequantized, random_blocks
-from tests.helpers.native_engines import Array, best_is_fast, check_bad_row, check_sampled_rows, engine
+from tests.helpers.native_engines import (
+    Array,
+    best_is_fast,
+    check_bad_row,
+    check_sampled_rows,
+    engine,
+    fused_vectors,
+)
 
 VARIANTS = list(library.available())
 KINDS = list(BLOCKS)
@@ -111,16 +118,44 @@ def test_variants_with_fused_operations_agree_bit_by_bit(kind: Type) -> None:
         assert np.array_equal(result, first), variant
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_on_tiles_is_the_same_in_every_batch(tiles: NativeKernels, kind: Type) -> None:
+    """Up to 15 rows go without tiles."""
+    layer = Layer(tiles, 40, widths(kind)[-1], Epilogue.SILU_MUL, kind)
+    x = layer.x(100, outliers=True)
+    alone = np.concatenate([layer.run(x[row : row + 1]) for row in range(100)])
+    for rows in (15, 16, 17, 32, 33, 64, 79, 80, 100):
+        assert np.array_equal(layer.run(x[:rows], threads=1 + rows % 2), alone[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_give_the_bits_of_vectors(tiles: NativeKernels, kind: Type) -> None:
+    for k in widths(kind):
+        on_tiles, on_vectors = (Layer(kernels, 45, k, kind=kind) for kernels in (tiles, fused_vectors()))
+        for x in (on_tiles.x(50), on_tiles.x(50, outliers=True)):
+            assert np.array_equal(on_tiles.run(x), on_vectors.run(x))
+
+
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("filler", [0x00, 0xFF])
 def test_largest_numbers_do_not_saturate(variant: str, kind: Type, filler: int) -> None:
+    check_largest_numbers(engine(variant), kind, filler, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("filler", [0x00, 0xFF])
+def test_largest_numbers_do_not_saturate_on_tiles(tiles: NativeKernels, kind: Type, filler: int) -> None:
+    check_largest_numbers(tiles, kind, filler, 18)
+
+
+def check_largest_numbers(kernels: NativeKernels, kind: Type, filler: int, rows: int) -> None:
     """All numbers and integers of groups at one end, all of a row at another."""
-    layer = Layer(engine(variant), 32, 1024, kind=kind)
+    layer = Layer(kernels, 32, 1024, kind=kind)
     scales = random_blocks(kind.name, 32, 1024)
     weight = Weight(layer.kernels, 32, 1024, kind, blocks=np.where(_bytes_of_scales(kind), scales, np.uint8(filler)))
     layer.weights = [weight]  # type: ignore[list-item]
-    x = np.full((3, 1024), [[1e30], [-1e30], [1.0]], np.float32)
+    x = np.tile(np.float32([[1e30], [-1e30], [1.0]]), (rows // 3, 1024))
     exact = x.astype(np.float64) @ weight.matrix.T + layer.biases[0]
     size = np.abs(x.astype(np.float64)) @ np.abs(weight.matrix.T)
     assert (np.abs(layer.run(x) - exact) <= 1e-5 * (size + 10)).all()

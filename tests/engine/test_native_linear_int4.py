@@ -20,6 +20,7 @@ from tests.helpers.native_engines import (
     check_bad_row,
     check_sampled_rows,
     engine,
+    fused_vectors,
     in_tiles,
     numbers,
     stored,
@@ -291,13 +292,54 @@ def test_tiles_of_bfloat16_give_the_same_bits_as_rows() -> None:
     assert np.array_equal(of_tiles.run(x), of_rows.run(x))
 
 
+@pytest.mark.parametrize("kind", FOUR_BITS)
+@pytest.mark.parametrize(("n", "k", "epilogue"), [(70, 333, Epilogue.SILU_MUL), (33, 64, Epilogue.ADD)])
+def test_a_row_on_tiles_is_the_same_in_every_batch(
+    tiles: NativeKernels, kind: Type, n: int, k: int, epilogue: Epilogue
+) -> None:
+    """Up to 15 rows go without tiles."""
+    layer = Layer(tiles, n, k, epilogue, kind)
+    x = layer.x(140, outliers=True)
+    x[20, 3] = np.nan
+    alone = np.concatenate([layer.run(x[row : row + 1]) for row in range(140)])
+    for rows in (15, 16, 17, 31, 32, 33, 64, 65, 79, 80, 100, 140):
+        for threads in (1, 3):
+            assert np.array_equal(layer.run(x[:rows], threads), alone[:rows], equal_nan=True), f"{rows} rows"
+
+
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_tiles_give_the_bits_of_vectors(tiles: NativeKernels, epilogue: Epilogue, kind: Type) -> None:
+    on_tiles, on_vectors = (Layer(kernels, 45, 333, epilogue, kind) for kernels in (tiles, fused_vectors()))
+    for x in (on_tiles.x(50), on_tiles.x(50, outliers=True)):
+        assert np.array_equal(on_tiles.run(x), on_vectors.run(x))
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_tiles_take_inputs_in_an_order_of_their_own(tiles: NativeKernels, kind: Type) -> None:
+    layer = Layer(tiles, 40, 150, Epilogue.SILU_MUL, kind, Type.BFLOAT16_TILES, is_ordered=True)
+    x = layer.x(40, outliers=True)
+    expected = layer.expected(x)
+    np.testing.assert_allclose(layer.run(x), expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("kind", [Type.INT4, ZERO])
-def test_largest_numbers_do_not_saturate(variant: str, kind: Type) -> None:
-    layer = Layer(engine(variant), 32, 4096, kind=kind)
+@pytest.mark.parametrize("rows", [3, 18])
+def test_largest_numbers_do_not_saturate(variant: str, kind: Type, rows: int) -> None:
+    check_largest_numbers(engine(variant), kind, rows)
+
+
+@pytest.mark.parametrize("kind", [Type.INT4, ZERO])
+def test_largest_numbers_do_not_saturate_on_tiles(tiles: NativeKernels, kind: Type) -> None:
+    check_largest_numbers(tiles, kind, 18)
+
+
+def check_largest_numbers(kernels: NativeKernels, kind: Type, rows: int) -> None:
+    layer = Layer(kernels, 32, 4096, kind=kind)
     layer.weights[0].panels[:] = 0xFF
     layer.weights[0].offsets[:] = 8
-    x = np.full((3, 4096), [[1e30], [-1e30], [1.0]], np.float32)
+    x = np.tile(np.float32([[1e30], [-1e30], [1.0]]), (rows // 3, 4096))
     scales = layer.weights[0].scales.view(np.float16).astype(np.float64)
     exact = x[:, :1].astype(np.float64) * 7 * GROUP * scales.sum(axis=(0, 1)) + layer.biases[0]
     np.testing.assert_allclose(layer.run(x), exact, rtol=1e-4)

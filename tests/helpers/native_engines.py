@@ -33,6 +33,8 @@ def best_is_fast(variants: Sequence[str]) -> list[ParameterSet]:
 EMULATED_TILES = "emulated-tiles"
 """The library `amx` for CPUs without tiles: these in plain C++, and otherwise as many lanes as this CPU has."""
 COMPILER = shutil.which("g++") or shutil.which("c++")
+_LANES = {"avx512_vnni": "-march=cascadelake", "avx2": "-mavx2 -mfma -mbmi2 -DLLMB_EMULATE_AVX_VNNI"}
+"""Flags by the best library of this CPU: with products of bytes, which every CPU with tiles has."""
 _NATIVE: Final = Path(library.__file__).parent / "native"
 _COMPILED: Final = Path(__file__).parents[2] / ".cache" / "kernels"
 _FLAGS: Final = (
@@ -63,7 +65,7 @@ def compiled(source: Path, *flags: str) -> Path:
 
 @functools.cache
 def emulated_tiles() -> KernelLibrary:
-    lanes = ["-march=skylake-avx512"] if "avx512" in library.available() else []
+    lanes = next((flags.split() for name, flags in _LANES.items() if name in library.available()), [])
     return KernelLibrary(EMULATED_TILES, compiled(_NATIVE / "library.cpp", "-DLLMB_EMULATE_AMX", *lanes))
 
 
@@ -72,6 +74,14 @@ def engine(variant: str, num_threads: int = 1) -> NativeKernels:
     loaded = emulated_tiles() if variant == EMULATED_TILES else library.load(variant)
     assert loaded is not None
     return NativeKernels(loaded, num_threads)
+
+
+def fused_vectors() -> NativeKernels:
+    """A library without tiles and with fused operations: those of `amx`, to the bit, but where weights are bfloat16."""
+    found = [name for name in library.available() if name not in ("amx", "generic")]
+    if not found:
+        pytest.skip("needs fused operations")
+    return engine(found[0])
 
 
 def to_bf16(x: Array) -> Array:

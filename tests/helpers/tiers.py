@@ -107,6 +107,10 @@ NIGHTLY_TESTS: Final = (
     # Daily: another model that runs as modules; engines that share, or start without a cache.
     "engine/test_shared_weights.py::test_a_model_that_turns_out_to_run_as_modules_is_run_by_the_process_that_loaded_it",
     "engine/test_shared_weights.py::test_two_processes_pack_one_after_the_other",
+    # Daily: Qwen3-MoE in bfloat16, and in 4 bits with adapters; each type of weights in the tests of kernels.
+    "engine/test_models_on_tiles.py::test_same_request_same_tokens[emulated tiles-deepseek",
+    "engine/test_models_on_tiles.py::test_same_request_same_tokens[emulated tiles-gpt_oss",
+    "engine/test_models_on_tiles.py::test_same_request_same_tokens[emulated tiles-qwen3_moe-int",
 )
 """Functions, or the beginnings of their parameters' names; each with what is daily instead."""
 ONE_OF_FIVE: Final = (
@@ -136,6 +140,7 @@ ONE_OF_FIVE: Final = (
     "engine/test_native_attention.py::test_neither_block_size_nor_places_change_a_bit",
     "engine/test_native_attention.py::test_one_token_at_a_time_gives_the_same_bits",
     "engine/test_native_attention.py::test_threads_change_no_bit",
+    "engine/test_native_experts.py::test_tiles_multiply_any_number_of_rows",
     "engine/test_native_sampling.py::test_tokens_and_logprobs_are_those_of_torch",
     "engine/test_parity.py::test_greedy_tokens_equal_generate",
     "engine/test_stored_int4.py::test_programs_compute_what_those_of_plain_weights_do",

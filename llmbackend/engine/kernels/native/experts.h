@@ -17,6 +17,7 @@
 #include "memory.h"
 #include "step_experts.h"
 #include "team.h"
+#include "tile_panel.h"
 
 namespace llmb {
 
@@ -117,19 +118,14 @@ struct GgmlKind {
     }
 };
 
-// Unquantised weights. X: type of the multiplied rows.
-template <class X, class W>
-struct FloatKind {
+// Unquantised rows.
+template <class X>
+struct FloatRows {
     X* data;
     int64_t stride;
-    float* sums;  // this thread's
-    int chunk_rows = panels::kChunkRows;
 
-    FloatKind(const LinearOp& op, int places, Carver& memory, int rank, int num_threads) : stride(panels::widened_stride(op.k)) {
-        const size_t own = panels::sums_bytes(std::min(places, chunk_rows)) / sizeof(float);
-        sums = memory.take<float>(own * num_threads) + own * rank;
-        data = memory.take<X>(static_cast<size_t>(places) * stride);
-    }
+    FloatRows(int64_t stride, int places, Carver& memory)
+        : data(memory.take<X>(static_cast<size_t>(places + kRowsRead) * stride)), stride(stride) {}
     void fill(const LinearOp& row, int place) {
         X* to = data + place * stride;
         if (row.x_type != Type::kFloat32) {
@@ -142,11 +138,81 @@ struct FloatKind {
         for (; i < row.k; i++) set(to[i], from[i]);
     }
     void copy(int from, int to) { std::memcpy(data + to * stride, data + from * stride, stride * sizeof(X)); }
+};
+
+// Unquantised weights. X: type of the multiplied rows.
+template <class X, class W>
+struct FloatKind : FloatRows<X> {
+    float* sums;  // this thread's
+    int chunk_rows = panels::kChunkRows;
+
+    FloatKind(const LinearOp& op, int places, Carver& memory, int rank, int num_threads)
+        : FloatRows<X>(panels::widened_stride(op.k), places, memory) {
+        const size_t own = panels::sums_bytes(std::min(places, chunk_rows)) / sizeof(float);
+        sums = memory.take<float>(own * num_threads) + own * rank;
+    }
     void run(const LinearOp& linear, int first, int last, int begin, int end) const {
-        const panels::RowsOf<X> x{data + first * stride, stride};
+        const panels::RowsOf<X> x{this->data + first * this->stride, this->stride};
         panels::linear_piece(linear, panels::Chunk<X, W>{x, last - first, linear.k}, first, begin, end, sums);
     }
 };
+
+#if defined(LLMB_HAS_TILES)
+
+// bfloat16 weights on tiles, for any number of rows. Rows are rounded and padded with zeros to whole tiles.
+struct TiledBfloat16Kind : FloatRows<bf16> {
+    tile::PanelSums sums;
+    int chunk_rows = sums.rows;
+
+    // An odd number of cache lines, as of VectorOrder.
+    static int64_t stride_of(int k) { return (divide_up(k, tile::Bfloat16::kDepth) | 1) * tile::Bfloat16::kDepth; }
+    TiledBfloat16Kind(const LinearOp& op, int places, Carver& memory, int rank, int num_threads)
+        : FloatRows(stride_of(op.k), places, memory), sums(places, stride * sizeof(bf16), memory, rank, num_threads) {}
+    void fill(const LinearOp& row, int place) {
+        FloatRows::fill(row, place);
+        std::fill(data + place * stride + row.k, data + (place + 1) * stride, bf16{});
+    }
+    void run(const LinearOp& linear, int first, int last, int begin, int end) const {
+        const tile::WholeRows x{static_cast<ptrdiff_t>(stride * sizeof(bf16)), reinterpret_cast<const char*>(data + first * stride)};
+        const auto of = [&](bool second) { return reinterpret_cast<const float*>(sums.of(second)); };
+        tile::PanelProduct<tile::Bfloat16>{linear, x, last - first, sums}.run(begin, end, [&](int panel) {
+            finish_panel(linear, panel, first, last - first, of(false), of(true));
+        });
+    }
+};
+
+#endif
+
+#if defined(LLMB_HAS_TILES) && defined(LLMB_HAS_VNNI)
+
+// int8 on tiles, which read the same rows as vectors. Sums are exact, so the number of rows may decide: few would leave
+// tiles mostly empty.
+struct TiledInt8Kind : Int8Kind {
+    tile::PanelSums tile_sums;
+
+    TiledInt8Kind(const LinearOp& op, int places, Carver& memory, int rank, int num_threads)
+        : Int8Kind(op, places, memory, rank, num_threads), tile_sums(places, x.stride, memory, rank, num_threads) {
+        chunk_rows = tile_sums.rows;
+    }
+    void run(const LinearOp& linear, int first, int last, int begin, int end) const {
+        if (last - first <= panels::kFewRows) return Int8Kind::run(linear, first, last, begin, end);
+        const tile::WholeRows rows{static_cast<ptrdiff_t>(x.stride), reinterpret_cast<const char*>(x.data + first * x.stride)};
+        auto* own = reinterpret_cast<int32_t*>(tile_sums.first);
+        const bool two = is_gated(linear.epilogue);
+        const int8::Product product{linear, x, own, tile_sums.rows, two ? 2 : 1};
+        tile::PanelProduct<tile::Int8>{linear, rows, last - first, tile_sums}.run(begin, end, [&](int panel) {
+            const int8::Columns columns(linear, false, panel, int8::kOffset), columns2(linear, two, panel, int8::kOffset);
+            for (int row = first; row < last; row++)
+                product.finish(row, panel, columns, columns2, own + (row - first) * kPanel, [](bool, PanelRow&) {});
+        });
+    }
+};
+
+#else
+
+using TiledInt8Kind = Int8Kind;
+
+#endif
 
 // A thread's position in the list of tasks.
 class Cursor {
@@ -233,9 +299,11 @@ template <class F>
 auto with_kind(Type type, F&& f) {
     if (is_ggml(type)) return f.template operator()<GgmlKind>();
     if (is_int4(type)) return f.template operator()<Int4Kind>();
-    if (type == Type::kInt8) return f.template operator()<Int8Kind>();
+    if (type == Type::kInt8) return f.template operator()<TiledInt8Kind>();
     if (type == Type::kFloat32) return f.template operator()<FloatKind<float, float>>();
-#if defined(LLMB_BF16_DOTS)
+#if defined(LLMB_HAS_TILES)
+    return f.template operator()<TiledBfloat16Kind>();
+#elif defined(LLMB_BF16_DOTS)
     return f.template operator()<FloatKind<bf16, bf16>>();
 #else
     return f.template operator()<FloatKind<float, bf16>>();

@@ -1,5 +1,5 @@
-// y = x·Wᵀ on vectors with weights of GGUF types (ggml_forms.h), and activations that are quantised row by row on the
-// fly (quantised_rows.h).
+// y = x·Wᵀ on vectors or tiles with weights of GGUF types (ggml_forms.h), and activations that are quantised row by row on
+// the fly (quantised_rows.h).
 //
 // Used by linear.h. Invariant: the sums of a group and, in super-blocks of 256 k, their combinations with integer
 // scales and minima are integers and exact; then acc = fma(sum, scale, acc) for ascending blocks, then minima, wide
@@ -30,6 +30,7 @@
 #include "quantised_rows.h"
 #include "step.h"
 #include "team.h"
+#include "tile_groups.h"
 
 namespace llmb::ggml {
 
@@ -291,6 +292,102 @@ void multiply_panel(const Rows& x, int row, const uint8_t* panel, float (*out)[k
         Tile<kForm, kRows, kVectors>{x, row, column}.run(panel, out);
 }
 
+#if defined(LLMB_HAS_TILES)
+
+// A panel for tile_groups.h. A group is a block of 32 k, or shares an integer scale in a super-block.
+template <Form kForm>
+struct TiledPanel {
+    static_assert(!kByPairs, "sums begin with whole numbers");
+    static constexpr int kGroup = kForm.group;
+    static constexpr int kInBlock = kForm.block / kGroup;
+    static constexpr bool kHasBegins = !kForm.mins || !kForm.is_super();
+    const uint8_t* panel;
+    int groups;
+
+    const uint8_t* block_of(int group) const { return panel + group / kInBlock * kForm.bytes(); }
+
+    void put(int group, char* to) const {
+        const int k = group % kInBlock * kGroup;
+        const uint8_t* unit = block_of(group) + kForm.unit_at(k / kUnit);
+        for (size_t byte = 0; k % kUnit == 0 && byte < kForm.unit_bytes(); byte += 64)
+            __builtin_prefetch(unit + kNearBytes + byte, 0, 3);
+        for (int quad = k % kUnit / 4; quad < (k % kUnit + kGroup) / 4; quad++)
+            for (int v = 0; v < kPanelVectors; v++, to += sizeof(Ints)) {
+                const Ints numbers = numbers_of<kForm>(unit, v * kLanes, quad);
+                std::memcpy(to, &numbers, sizeof numbers);
+            }
+    }
+
+    struct BlockColumns {
+        Floats scale, min;
+        LLMB_INLINE Floats add(Ints sum, int32_t begin, Floats acc) const {
+            if constexpr (!kForm.mins) sum += begin;
+            acc = fma(__builtin_convertvector(sum, Floats), scale, acc);
+            if constexpr (kForm.mins) acc = fma((Floats)(Ints{} + begin), min, acc);
+            return acc;
+        }
+    };
+    struct GroupColumns {
+        Ints scale;
+        LLMB_INLINE Ints add(Ints sum, int32_t begin, Ints whole) const {
+            return whole + (kForm.mins ? sum : sum + begin) * scale;
+        }
+    };
+    auto columns(int group, int column) const {
+        const uint8_t* block = block_of(group);
+        if constexpr (kForm.is_super()) {
+            const int in_block = group % kInBlock;
+            return GroupColumns{half_of(group_scales<kForm>(block, column, in_block / 2), in_block % 2)};
+        } else {
+            return BlockColumns{scales_of<kForm>(block, column), kForm.mins ? mins_of<kForm>(block, column) : Floats{}};
+        }
+    }
+};
+
+// The float step of a super-block of `rows` rows, minima first. whole: sums of groups times their integer scales.
+template <Form kForm>
+void add_super_on_tiles(const Rows& x, int row, int rows, const uint8_t* block, int index, const int32_t (*whole)[kPanel],
+                        float (*out)[kPanel]) {
+    for (int column = 0; column < kPanel; column += kLanes) {
+        const Floats scale = scales_of<kForm>(block, column), min = kForm.mins ? -mins_of<kForm>(block, column) : Floats{};
+        for (int r = 0; r < rows; r++) {
+            const int32_t* sums = x.sums_of(row + r) + index * kForm.sums();
+            Floats acc = load(out[r] + column);
+            if constexpr (kForm.mins) {
+                Ints total = {};
+                for (int pair = 0; pair < kForm.pairs(); pair++)
+                    total = pair_dot(total, group_mins<kForm>(block, column, pair), Ints{} + sums[pair]);
+                acc = fma(__builtin_convertvector(total, Floats), min, acc);
+            }
+            acc = fma(__builtin_convertvector(load_ints(whole[r] + column), Floats), scale, acc);
+            store(out[r] + column, acc);
+        }
+    }
+}
+
+template <Form kForm>
+void multiply_on_tiles(const Rows& x, int row, int rows, const uint8_t* panel, float (*out)[kPanel]) {
+    using Weights = TiledPanel<kForm>;
+    const auto* first = reinterpret_cast<const char*>(x.data + row * x.stride);
+    const tile::WholeRows own{static_cast<ptrdiff_t>(x.stride), first};
+    const Weights weights{panel, x.blocks * Weights::kInBlock};
+    if constexpr (!kForm.is_super()) return tile::multiply_groups(weights, own, rows, x.sums_of(row), out);
+    else {
+        alignas(64) int32_t whole[kTiledRows][kPanel];
+        tile::GroupedProduct<Weights, int32_t> product(weights, own, rows, x.sums_of(row), whole);
+        std::memset(out, 0, rows * sizeof *out);
+        tiles_begin(amx::kTileRows, Weights::kGroup);
+        for (int block = 0; block < x.blocks; block++) {
+            std::memset(whole, 0, rows * sizeof *whole);
+            product.run(block * Weights::kInBlock, (block + 1) * Weights::kInBlock);
+            add_super_on_tiles<kForm>(x, row, rows, panel + block * kForm.bytes(), block, whole, out);
+        }
+        tiles_end();
+    }
+}
+
+#endif
+
 // Adds the excess of a wide element over 127, times its weights; in types with blocks, times their numbers
 // (Rows::sums).
 template <Form kForm>
@@ -324,11 +421,21 @@ struct Kernel {
     std::array<Multiply, kMaxBlock> by_rows;
     void (*add_all_wide)(const Rows&, int row, const uint8_t* panel, float* sums);
     size_t block_bytes;
+#if defined(LLMB_HAS_TILES)
+    void (*on_tiles)(const Rows&, int row, int rows, const uint8_t* panel, float (*out)[kPanel]);
+#endif
 
     template <Form kForm>
     static constexpr Kernel make() {
         return []<int... R>(std::integer_sequence<int, R...>) {
-            return Kernel{{multiply_panel<kForm, R + 1>...}, ggml::add_all_wide<kForm>, kForm.bytes()};
+            return Kernel{
+                {multiply_panel<kForm, R + 1>...},
+                ggml::add_all_wide<kForm>,
+                kForm.bytes(),
+#if defined(LLMB_HAS_TILES)
+                multiply_on_tiles<kForm>,
+#endif
+            };
         }(std::make_integer_sequence<int, kMaxBlock>{});
     }
 
@@ -382,7 +489,11 @@ struct Product {
     size_t panel_bytes() const { return x.blocks * kernel.block_bytes; }
 
     void multiply_block(int row, int rows, const uint8_t* panel, float (*sums)[kPanel]) const {
-        kernel.by_rows[rows - 1](x, row, panel, sums);
+#if defined(LLMB_HAS_TILES)
+        if (rows > kMaxBlock) kernel.on_tiles(x, row, rows, panel, sums);
+        else
+#endif
+            kernel.by_rows[rows - 1](x, row, panel, sums);
         for (int r = 0; r < rows; r++) kernel.add_all_wide(x, row + r, panel, sums[r]);
     }
 };

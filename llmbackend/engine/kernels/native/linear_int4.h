@@ -1,5 +1,5 @@
-// y = x·Wᵀ on vectors with 4-bit weights in groups of 32 along k, and activations that are quantised row by row on the
-// fly (quantised_rows.h).
+// y = x·Wᵀ on vectors or tiles with 4-bit weights in groups of 32 along k, and activations that are quantised row by row on
+// the fly (quantised_rows.h).
 //
 // Used by linear.h. Invariants: a group's sum is an integer and exact; then acc = fma(sum, scale, acc) for ascending
 // groups, wide elements after them, and y = fma(acc, scale of the row, bias). So outputs do not depend on the division
@@ -25,6 +25,7 @@
 #include "quantised_rows.h"
 #include "step.h"
 #include "team.h"
+#include "tile_groups.h"
 
 namespace llmb::int4 {
 
@@ -37,7 +38,7 @@ using int8::Wide;
 struct SignedOrder {
     using Stored = int8_t;
     static size_t stride_of(int k) { return (padded_k(k) / 64 | 1) * 64; }
-    static int padded_rows(int rows) { return rows; }
+    static int padded_rows(int rows) { return rows + kRowsRead; }
     static Stored* row(Stored* data, int row, size_t stride) { return data + row * stride; }
 };
 
@@ -293,6 +294,55 @@ MultiplyPanel panel_function(int rows) {
     return table[rows - 1];
 }
 
+#if defined(LLMB_HAS_TILES)
+
+// A panel for tile_groups.h.
+template <Type kType>
+struct TiledPanel {
+    static constexpr int kGroup = int4::kGroup;
+    static constexpr bool kHasBegins = true;
+    const Panel& panel;
+    int groups;
+
+    void put(int group, char* to) const {
+        const uint8_t* from = panel.numbers + static_cast<size_t>(group) * kGroupBytes;
+        for (int i = 0; i < kGroup / 8; i++, to += 2 * kPanel * 4)
+            for (int v = 0; v < kPanelVectors; v++, from += sizeof(Ints)) {
+                __builtin_prefetch(from + kNearBytes, 0, 3);
+                const Ints both = load_ints(from), low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
+                std::memcpy(to + v * sizeof(Ints), &low, sizeof low);
+                std::memcpy(to + kPanel * 4 + v * sizeof(Ints), &high, sizeof high);
+            }
+    }
+
+    struct Columns {
+        Floats scale, min;
+        Ints zeros;
+        LLMB_INLINE Floats add(Ints sum, int32_t begin, Floats acc) const {
+            if constexpr (kType == Type::kInt4) sum += begin;
+            if constexpr (kType == Type::kInt4Zero) sum = add_zeros(sum, zeros, begin);
+            acc = fma(__builtin_convertvector(sum, Floats), scale, acc);
+            if constexpr (kType == Type::kInt4Min) acc = fma((Floats)(Ints{} + begin), min, acc);
+            return acc;
+        }
+    };
+    Columns columns(int group, int column) const {
+        const size_t at = static_cast<size_t>(group) * kPanel + column;
+        const Floats min = kType == Type::kInt4Min ? load_float16(panel.mins + at) : Floats{};
+        return {load_float16(panel.scales + at), min, kType == Type::kInt4Zero ? load_bytes(panel.zeros + at) : Ints{}};
+    }
+};
+
+template <Type kType>
+void multiply_on_tiles(const GroupedRows& x, int row, int rows, const Panel& panel, float (*out)[kPanel]) {
+    const auto* first = reinterpret_cast<const char*>(x.data + row * x.stride);
+    const tile::WholeRows own{static_cast<ptrdiff_t>(x.stride), first};
+    const int32_t* begins = x.begins + static_cast<size_t>(row) * x.groups;
+    tile::multiply_groups(TiledPanel<kType>{panel, x.groups}, own, rows, begins, out);
+}
+
+#endif
+
 // Adds the excess of a wide element over 127, times its weights' numbers, minus their zero points if Σx does not
 // include it.
 template <Type kType>
@@ -344,7 +394,11 @@ struct Product {
 
     template <Type kType>
     void multiply_block(int row, int rows, const Panel& panel, float (*sums)[kPanel]) const {
-        panel_function<kType>(rows)(x, row, panel, sums);
+#if defined(LLMB_HAS_TILES)
+        if (rows > kMaxBlock) multiply_on_tiles<kType>(x, row, rows, panel, sums);
+        else
+#endif
+            panel_function<kType>(rows)(x, row, panel, sums);
         for (int r = 0; r < rows; r++)
             add_each_wide(x, row + r, sums[r], [&](const Wide& wide, PanelRow& own) LLMB_INLINE { add_wide<kType>(panel, wide, own); });
     }

@@ -115,9 +115,9 @@ class Product {
             const int tile = first_tile + 2 * block;
             const char* rows = x_.data + tile * x_.stride_bytes + k * kTileSizeBytes;
             const bool two = 2 * block + 1 < row_tiles;
-            const auto multiply = two ? multiply_block<Type, true, Beside> : multiply_block<Type, false, Beside>;
+            const auto multiply = two ? multiply_block<Type, true, RowsInTiles, Beside> : multiply_block<Type, false, RowsInTiles, Beside>;
             for (int panel = 0; panel < panels; panel++, sums += kBlockBytes) {
-                multiply(rows, x_.stride_bytes, w.panel[panel], steps, sums, k > 0,
+                multiply({rows, x_.stride_bytes}, w.panel[panel], steps, sums, k > 0,
                          {next.panel[panel] + static_cast<size_t>(block) * steps * ahead_bytes, ahead_bytes}, beside_);
                 if constexpr (std::is_same_v<Type, Int8>) add_wide(tile, two, w.panel[panel], k, sums);
             }
@@ -129,7 +129,7 @@ class Product {
     void add_wide(int tile, bool two, const char* w, int k, char* sums) {
         for (int i = 0; i < 2; i++) beside_.wide[i].all();
         for (int i = 0; i < (two ? 2 : 1); i++)
-            beside_.wide[i].begin(x_.wide->of(tile + i, k), w, k, sums + 2 * i * kTileSizeBytes);
+            beside_.wide[i].begin(x_.wide->of(tile + i, k), w, k, sums + i * kTileSumsBytes);
     }
 
     const LinearOp& op_;

@@ -20,7 +20,7 @@ namespace llmb {
 constexpr int kPanel = 32;   // columns
 constexpr int kPairPad = 32;  // bfloat16 panels have a multiple of this many k
 
-inline int divide_up(int a, int b) { return (a + b - 1) / b; }
+constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
 inline int num_panels(int n) { return divide_up(n, kPanel); }
 inline int padded_k(int k, int multiple) { return (k + multiple - 1) / multiple * multiple; }
 

@@ -36,27 +36,47 @@ LLMB_INLINE inline void add_each_wide(const Rows& x, int row, float* sums, Add&&
 // Rows first..last-1 times one panel, in blocks of nearly equal height. multiply(row, rows, second, sums): computes the
 // sums [rows][kPanel] of a block, of the second weight or the first. scales: of all rows.
 template <int kMaxBlock, class Multiply>
-void multiply_rows(const LinearOp& op, int first, int last, int panel, const float* scales, Multiply&& multiply) {
+void multiply_blocks(const LinearOp& op, int first, int last, int panel, const float* scales, Multiply&& multiply) {
     const int height = divide_up(last - first, divide_up(last - first, kMaxBlock));
     const bool two = is_gated(op.epilogue);
     const FloatColumns bias(op, false, panel), bias2(op, two, panel);
     for (int row = first; row < last; row += height) {
         const int rows = std::min(height, last - row);
         alignas(64) float sums[kMaxBlock][kPanel], sums2[kMaxBlock][kPanel];
-        const LoraRows added(op, false, panel, row, rows), added2(op, true, panel, row, two ? rows : 0);
+        LoraRows added[divide_up(kMaxBlock, kLoraBlock)], added2[divide_up(kMaxBlock, kLoraBlock)];
+        for (int begin = 0; begin < rows; begin += kLoraBlock) {
+            const int count = std::min(kLoraBlock, rows - begin);
+            added[begin / kLoraBlock].begin(op, false, panel, row + begin, count);
+            added2[begin / kLoraBlock].begin(op, true, panel, row + begin, two ? count : 0);
+        }
         multiply(row, rows, false, sums);
         if (two) multiply(row, rows, true, sums2);
         for (int r = 0; r < rows; r++) {
             PanelRow result = scaled(sums[r], scales[row + r], bias);
-            added.add(r, result.v);
+            added[r / kLoraBlock].add(r % kLoraBlock, result.v);
             if (two) {
                 PanelRow other = scaled(sums2[r], scales[row + r], bias2);
-                added2.add(r, other.v);
+                added2[r / kLoraBlock].add(r % kLoraBlock, other.v);
                 result = combine(op, result, other);
             }
             write_panel_row(op, row + r, panel, result);
         }
     }
+}
+
+// The same, in blocks for vectors, and in larger blocks for tiles if there are enough rows to fill one.
+constexpr int kTiledRows = 64;
+template <int kMaxBlock, class Multiply>
+void multiply_rows(const LinearOp& op, int first, int last, int panel, const float* scales, Multiply&& multiply) {
+#if defined(LLMB_HAS_TILES)
+    static_assert(kMaxBlock < amx::kTileRows);
+    for (int end; last - first >= amx::kTileRows; first = end) {
+        end = std::min(first + kTiledRows, last);
+        multiply_blocks<kTiledRows>(op, first, end, panel, scales, multiply);
+    }
+    if (first == last) return;
+#endif
+    multiply_blocks<kMaxBlock>(op, first, last, panel, scales, multiply);
 }
 
 // Calls run(first row, last row, panel) for all chunks of rows and all panels, in tasks shared by threads.

@@ -62,7 +62,7 @@ struct VectorOrder {
     using Stored = int16_t;
 #endif
     static size_t stride_of(int k) { return (padded_k(k) * sizeof(Stored) / 64 | 1) * 64 / sizeof(Stored); }
-    static int padded_rows(int rows) { return rows; }
+    static int padded_rows(int rows) { return rows + kRowsRead; }
     static Stored* row(Stored* data, int row, size_t stride) { return data + row * stride; }
 };
 

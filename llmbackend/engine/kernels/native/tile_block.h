@@ -34,46 +34,55 @@ struct Int8 {
     }
 };
 
-// The sums of a block: [row / 16][column / 16][16][16], of float32 or int32.
+// The sums of a block: [row][column], of float32 or int32.
 constexpr int kBlockRows = 2 * amx::kTileRows;
-constexpr size_t kBlockBytes = 4 * kTileSizeBytes;
-inline size_t sums_offset(int row, int column) {
-    return (row / amx::kTileRows * 2 + column / 16) * kTileSizeBytes + row % amx::kTileRows * amx::kTileBytes +
-           column % 16 * 4;
-}
+constexpr int kSumsRowBytes = kPanel * 4;
+constexpr size_t kBlockBytes = static_cast<size_t>(kBlockRows) * kSumsRowBytes;
+constexpr size_t kTileSumsBytes = kBlockBytes / 2;  // of a tile of rows
 
-// sums (+)= one or two tiles of rows times one panel, over `steps` tiles of k. `next`: bytes from the first tile of
-// rows to the second. Tiles 0 to 3 are the sums, 4 and 5 the rows, 6 and 7 the weights. `beside` is called once per
-// step, so its work runs while the tile unit multiplies.
-template <class Type, bool kTwo, class Beside>
-void multiply_block(const char* x, size_t next, const char* w, int steps, char* sums, bool resume, panels::Ahead ahead,
-                    Beside& beside) {
-    constexpr ptrdiff_t kSumStride = amx::kTileBytes, kPanelStride = 2 * amx::kTileBytes;
+// Where the tiles of rows of a block begin, and the bytes from the first to the second.
+struct RowsInTiles {  // in the order of tile_rows.h
+    static constexpr ptrdiff_t stride_bytes = amx::kTileBytes;
+    static constexpr size_t kStepBytes = kTileSizeBytes;  // from a tile of k to the next
+    const char* at;
+    size_t next;
+};
+struct WholeRows {  // one row after the other
+    ptrdiff_t stride_bytes;
+    static constexpr size_t kStepBytes = amx::kTileBytes;
+    const char* at;
+    size_t next = amx::kTileRows * stride_bytes;
+};
+
+// sums (+)= one or two tiles of rows times one panel, over `steps` tiles of k. Tiles 0 to 3 are the sums, 4 and 5 the
+// rows, 6 and 7 the weights. `beside` is called once per step, so its work runs while the tile unit multiplies.
+template <class Type, bool kTwo, class X, class Beside>
+void multiply_block(X x, const char* w, int steps, char* sums, bool resume, panels::Ahead ahead, Beside& beside) {
+    constexpr ptrdiff_t kPanelStride = 2 * amx::kTileBytes;
+    char* const sums2 = sums + kTileSumsBytes;
     if (resume) {
-        tile_load<0>(sums, kSumStride), tile_load<1>(sums + kTileSizeBytes, kSumStride);
-        if constexpr (kTwo)
-            tile_load<2>(sums + 2 * kTileSizeBytes, kSumStride), tile_load<3>(sums + 3 * kTileSizeBytes, kSumStride);
+        tile_load<0>(sums, kSumsRowBytes), tile_load<1>(sums + amx::kTileBytes, kSumsRowBytes);
+        if constexpr (kTwo) tile_load<2>(sums2, kSumsRowBytes), tile_load<3>(sums2 + amx::kTileBytes, kSumsRowBytes);
     } else {
         tile_zero<0>(), tile_zero<1>();
         if constexpr (kTwo) tile_zero<2>(), tile_zero<3>();
     }
-    for (int step = 0; step < steps; step++, x += kTileSizeBytes, w += kPanelTileBytes) {
-        tile_load<4>(x, amx::kTileBytes);
+    for (int step = 0; step < steps; step++, x.at += X::kStepBytes, w += kPanelTileBytes) {
+        tile_load<4>(x.at, x.stride_bytes);
         tile_load<6>(w, kPanelStride);
         Type::template dot<0, 4, 6>();
         tile_load<7>(w + amx::kTileBytes, kPanelStride);
         ahead.fetch_step();
         Type::template dot<1, 4, 7>();
         if constexpr (kTwo) {
-            tile_load<5>(x + next, amx::kTileBytes);
+            tile_load<5>(x.at + x.next, x.stride_bytes);
             Type::template dot<2, 5, 6>();
             Type::template dot<3, 5, 7>();
         }
         beside.step();
     }
-    tile_store<0>(sums, kSumStride), tile_store<1>(sums + kTileSizeBytes, kSumStride);
-    if constexpr (kTwo)
-        tile_store<2>(sums + 2 * kTileSizeBytes, kSumStride), tile_store<3>(sums + 3 * kTileSizeBytes, kSumStride);
+    tile_store<0>(sums, kSumsRowBytes), tile_store<1>(sums + amx::kTileBytes, kSumsRowBytes);
+    if constexpr (kTwo) tile_store<2>(sums2, kSumsRowBytes), tile_store<3>(sums2 + amx::kTileBytes, kSumsRowBytes);
 }
 
 }  // namespace llmb::tile

@@ -23,7 +23,7 @@ namespace llmb::tile {
 // The sums of one row of a block, from a column on.
 struct Sums {
     char* row;
-    float* operator()(int column) const { return reinterpret_cast<float*>(row + sums_offset(0, column)); }
+    float* operator()(int column) const { return reinterpret_cast<float*>(row) + column; }
 };
 
 template <class Type>
@@ -66,7 +66,7 @@ class Finisher {
         else write_panel_row(op_, first_row_ + row_, panel_ + slot_, result);
         row_++;
         tile_row_++;
-        at_ += amx::kTileBytes;
+        at_ += kSumsRowBytes;
         y_ += y_step_;
         if (--in_tile_ == 0) next_tile();
     }
@@ -95,7 +95,7 @@ class Finisher {
 
     void begin_tile() {
         in_tile_ = std::min(amx::kTileRows, rows_ - row_);
-        at_ = block_of(row_, slot_) + sums_offset(row_ % kBlockRows, 0);
+        at_ = block_of(row_, slot_) + row_ % kBlockRows * kSumsRowBytes;
         const int row = first_row_ + row_, column = (panel_ + slot_) * kPanel;
         tile_row_ = 0;
         for (int i = 0; i < (plan_.gated ? 2 : 1); i++) added_[i].begin(op_, i == 1, panel_ + slot_, row, in_tile_);

@@ -97,7 +97,7 @@ class WideAdder {
 
   private:
     LLMB_INLINE void add(const WideElement& element) const {
-        char* row = sums_ + sums_offset(element.row, 0);
+        char* row = sums_ + element.row * kSumsRowBytes;
 #if defined(__AVX512VNNI__)
         // Most are small enough for the CPU's byte products.
         const int magnitude = std::abs(element.rest);
@@ -106,7 +106,7 @@ class WideAdder {
             const __m512i factors = _mm512_set1_epi32(magnitude << element.k % 4u * 8);
             const __m512i sign = _mm512_set1_epi32(element.rest >> 31);
             for (int half = 0; half < 2; half++) {
-                char* sums = row + half * kTileSizeBytes;
+                char* sums = row + half * amx::kTileBytes;
                 const __m512i product = _mm512_dpbusd_epi32(_mm512_setzero_si512(), factors,
                                                             _mm512_loadu_si512(w + half * amx::kTileBytes));
                 const __m512i with_sign = _mm512_sub_epi32(_mm512_xor_si512(product, sign), sign);
@@ -115,7 +115,7 @@ class WideAdder {
             return;
         }
 #endif
-        int8::add_wide(weights_, {element.k, element.rest}, [=](int column) { return row + sums_offset(0, column); });
+        int8::add_wide(weights_, {element.k, element.rest}, [=](int column) { return row + column * 4; });
     }
 
     WideRange range_{};
