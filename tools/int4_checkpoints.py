@@ -2,10 +2,11 @@
 
     PYTHON tools/int4_checkpoints.py CHECKPOINT FOLDER KIND …       FOLDER/KIND for each, of a plain checkpoint
 
-PYTHON: of an environment that has the kind's program (`llmcompressor` or `gptqmodel`), without this project. Tried with
-llmcompressor 0.14.0.1 (transformers 5.17.0) and gptqmodel 7.6.0 (transformers 5.24.0), torch 2.13.0 on a CPU. Does not
-know: what is done with them. Calibration is short (8 texts of 128 tokens): quality is not the point. Invariant:
-reference.json has the tokens that the program's own dequantised weights give in float32, computed by transformers.
+PYTHON: of an environment that has the kind's program (`llmcompressor` or `gptqmodel`), without this project. Models may
+have experts. Tried with llmcompressor 0.14.0.1 (transformers 5.17.0) and gptqmodel 7.6.0 (transformers 5.24.0), torch
+2.13.0 on a CPU. Does not know: what is done with them. Calibration is short (8 texts of 128 tokens): quality is not the
+point. Invariant: reference.json has the tokens that the program's own dequantised weights give in float32, computed by
+transformers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import argparse
 import importlib
 import json
 import os
+import re
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +31,8 @@ _PROMPTS: Final = (
     "Once upon a time there was a small dragon who",
 )
 _NUM_TOKENS = 24
+_PLAIN: Final = ["lm_head", r"re:.*\.gate$", r"re:.*\.shared_expert_gate$"]
+"""Layers that stay so: the output head, routers."""
 
 
 def _calibration(tokenizer: Any) -> list[list[int]]:
@@ -51,11 +57,11 @@ def _by_llm_compressor(checkpoint: Path, target: Path, weights: Mapping[str, Any
     if weights["symmetric"]:
         texts = _calibration(tokenizer)
         data = datasets.Dataset.from_dict({"input_ids": texts, "attention_mask": [[1] * len(text) for text in texts]})
-        recipe = quantization.GPTQModifier(config_groups=groups, ignore=["lm_head"])
+        recipe = quantization.GPTQModifier(config_groups=groups, ignore=_PLAIN)
         calibration = {"dataset": data, "num_calibration_samples": len(texts), "max_seq_length": _TEXT_TOKENS}
         llmcompressor.oneshot(model=model, tokenizer=tokenizer, recipe=recipe, **calibration)
     else:
-        recipe = quantization.QuantizationModifier(config_groups=groups, ignore=["lm_head"])
+        recipe = quantization.QuantizationModifier(config_groups=groups, ignore=_PLAIN)
         llmcompressor.oneshot(model=model, tokenizer=tokenizer, recipe=recipe)
     model.save_pretrained(target, save_compressed=True)
     return f"llmcompressor {version('llmcompressor')}"
@@ -89,11 +95,9 @@ def _reference(checkpoint: Path, target: Path) -> dict[str, Any]:
     """Greedy tokens behind the prompts, of the checkpoint's weights made plain by the program that wrote them."""
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     method = json.loads((target / "config.json").read_text())["quantization_config"]["quant_method"]
     weights = _decompressed(target) if method == "compressed-tensors" else _dequantised(target)
-    for name, weight in weights.items():
-        model.get_submodule(name).weight.data = weight
+    model = _plain_model(checkpoint, weights)
     prompts, tokens = [tokenizer(prompt).input_ids for prompt in _PROMPTS], []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -103,26 +107,62 @@ def _reference(checkpoint: Path, target: Path) -> dict[str, Any]:
     return {"num_layers": len(weights), "prompts": prompts, "tokens": tokens}
 
 
-def _decompressed(target: Path) -> dict[str, Any]:
-    """By compressed-tensors."""
+def _plain_model(checkpoint: Path, weights: Mapping[str, Any]) -> Any:
+    """The checkpoint with these weights of layers, which single experts' are among."""
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
-    config = transformers.CompressedTensorsConfig(run_compressed=False)
-    model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, quantization_config=config)
-    return {name: each.weight.data.float() for name, each in model.named_modules() if name.endswith("_proj")}
+    tensors = {name: tensor.float() for name, tensor in _tensors(checkpoint).items()}
+    own = {_module_name(name.removesuffix(".weight")): name for name in tensors}
+    tensors |= {own[_module_name(layer)]: weight for layer, weight in weights.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        importlib.import_module("safetensors.torch").save_file(tensors, f"{folder}/model.safetensors", {"format": "pt"})
+        shutil.copy(checkpoint / "config.json", folder)
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    read = importlib.import_module("safetensors.torch").load_file
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in read(file).items()}
+
+
+def _module_name(layer: str) -> str:
+    """Programs and families name Mixtral's experts in two ways."""
+    parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    name = layer.replace(".block_sparse_moe.", ".mlp.")
+    return re.sub(r"(?<=\.)w[123]$", lambda match: parts[match[0]], name)
+
+
+def _decompressed(target: Path) -> dict[str, Any]:
+    """By compressed-tensors, with scales in float32."""
+    torch = importlib.import_module("torch")
+    unpack = importlib.import_module("compressed_tensors.compressors.pack_quantized.helpers").unpack_from_int32
+    tensors, found = _tensors(target), {}
+    for layer in [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]:
+        n, k = tensors[f"{layer}.weight_shape"].tolist()
+        numbers = unpack(tensors[f"{layer}.weight_packed"], 4, torch.Size((n, k))).float()
+        scale, zero = tensors[f"{layer}.weight_scale"].float(), tensors.get(f"{layer}.weight_zero_point")
+        size = k // scale.shape[1]
+        if zero is not None:
+            numbers -= unpack(zero, 4, scale.shape, packed_dim=0).float().repeat_interleave(size, 1)
+        found[layer] = numbers * scale.repeat_interleave(size, 1)
+    return found
 
 
 def _dequantised(target: Path) -> dict[str, Any]:
-    """By GPTQModel's layers, with scales in float32: in float16 they round each product."""
+    """By GPTQModel's layers, with the file's scales in float32: in 16 bits they round each product."""
     gptqmodel = importlib.import_module("gptqmodel")
     model = gptqmodel.GPTQModel.load(str(target), device="cpu", backend=gptqmodel.BACKEND.TORCH)
     packing = importlib.import_module("gptqmodel.quantization.awq.utils.packing_utils")
+    tensors = _tensors(target)
+    scales = {_module_name(name.removesuffix(".scales")): name for name in tensors if name.endswith(".scales")}
     found = {}
     for name, layer in model.model.named_modules():
-        if name.endswith("_proj") and "awq" in type(layer).__name__.lower():
-            parts = layer.qweight, layer.qzeros, layer.scales.float(), 4, layer.group_size
+        if not hasattr(layer, "qweight"):
+            continue
+        layer.scales = tensors[scales[_module_name(name)]].float()
+        if "awq" in type(layer).__name__.lower():
+            parts = layer.qweight, layer.qzeros, layer.scales, 4, layer.group_size
             found[name] = packing.dequantize_gemm(*parts).t().contiguous()
-        elif name.endswith("_proj"):
-            layer.scales = layer.scales.float()
+        else:
             found[name] = layer.dequantize_weight().t().float().contiguous()
     return found
 

@@ -2,8 +2,8 @@
 
 Invariant: a tensor of the file that no rule matches keeps its name, so that the checkpoint check refuses it. Source:
 llama.cpp's conversion, which this reverses: it reorders rows and columns (orders.py), adds 1 to norms of Gemma and
-Qwen3.5, stores a recurrence's decay instead of its logarithm, and may merge queries, keys and values, or separate a
-gate from its up projection.
+Qwen3.5, stores a recurrence's decay instead of its logarithm, may merge queries, keys and values, and may separate a
+gate from its up projection, or the key part of a latent up-projection from its value part.
 """
 
 from __future__ import annotations
@@ -90,6 +90,22 @@ _SHARED_EXPERT: Final = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_DEEPSEEK: Final = {
+    **_MOE,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_KEYS, _VALUES = "attn_k_b", "attn_v_b"
+"""The parts of `attn_kv_b` in newer files: of each head what gives keys, turned over, and what gives values."""
+_MOST_HEADS: Final = 1024
 
 
 def _mamba(outer: str) -> dict[str, str]:
@@ -121,6 +137,13 @@ _NEMOTRON_H: Final = {
     "ffn_down": "mixer.down_proj",
     "token_embd": "model.embeddings",
     "output_norm": "model.norm_f",
+}
+_NEMOTRON_H_MOE: Final = {
+    **_NEMOTRON_H,
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
 }
 _CONVOLUTIONS: Final = ("shortconv.conv", "ssm_conv1d")
 _FLAT: Final = ("ssm_a", "ssm_d", "ssm_norm")
@@ -186,6 +209,11 @@ FAMILIES: Final = {
         ),
         Family("falcon-h1", "falcon_h1", "FalconH1ForCausalLM", _mamba("mamba") | _SEPARATE),
         Family("nemotron_h", "nemotron_h", "NemotronHForCausalLM", _mamba("mixer") | _NEMOTRON_H, by_pairs=True),
+        Family(
+            "nemotron_h_moe", "nemotron_h", "NemotronHForCausalLM", _mamba("mixer") | _NEMOTRON_H_MOE, by_pairs=True,
+            experts="mixer.experts",
+        ),
+        Family("deepseek2", "deepseek_v3", "DeepseekV3ForCausalLM", _DEEPSEEK, experts="mlp.experts"),
         Family("qwen35", "qwen3_5_text", "Qwen3_5ForCausalLM", _QWEN35, adds_one=True, takes_turns=True),
         Family(
             "qwen35moe", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _QWEN35 | _MOE | _SHARED_EXPERT,
@@ -194,6 +222,10 @@ FAMILIES: Final = {
     )
 }  # fmt: skip
 _MIXTRAL: Final = Family("llama", "mixtral", "MixtralForCausalLM", _MOE, by_pairs=True, experts="mlp.experts")
+_DEEPSEEK_V2: Final = Family("deepseek2", "deepseek_v2", "DeepseekV2ForCausalLM", _DEEPSEEK, experts="mlp.experts")
+"""With softmax routing; V3 and later use sigmoids and a correction bias."""
+SOFTMAX, SIGMOID = 1, 2
+"""Values of `expert_gating_func`."""
 _BAMBA: Final = Family("granitehybrid", "bamba", "BambaForCausalLM", _mamba("mamba") | _SEPARATE, by_pairs=True)
 """A Granite hybrid with rotary attention."""
 
@@ -206,6 +238,10 @@ def family_of(header: Header) -> Family:
     fields = Fields(header.fields, name)
     if name == _MIXTRAL.architecture and fields.integer("expert_count", 0, least=0):
         return _MIXTRAL
+    if name == _DEEPSEEK_V2.architecture:
+        usual = SIGMOID if any(tensor.endswith(".exp_probs_b.bias") for tensor in header.tensors) else SOFTMAX
+        chosen_by = fields.integer("expert_gating_func", 0, least=0) or usual
+        return FAMILIES[name] if chosen_by == SIGMOID else _DEEPSEEK_V2
     if name == _BAMBA.architecture and fields.boolean("rope.scaling.finetuned", True):
         return _BAMBA
     return FAMILIES[name]
@@ -229,10 +265,15 @@ class ModelTensor:
     """Converts the file's values to the model's."""
     below: ModelTensor | None = None
     """The tensor whose rows follow, if the file splits the model's tensor."""
+    is_transposed: bool = False
+    """Whether the file has the model's columns as rows."""
 
     @property
     def pieces(self) -> list[ModelTensor]:
-        return [self] if self.below is None else [self, *self.below.pieces]
+        found = [self]
+        while (below := found[-1].below) is not None:
+            found.append(below)
+        return found
 
     @property
     def whole_shape(self) -> Shape:
@@ -257,8 +298,9 @@ def shapes_of(files: Sequence[Path]) -> dict[str, Shape]:
     for name, tensor in tensors.items():
         if match := _OF_EXPERT.fullmatch(name):
             outer, expert, part, kind = match.groups()
-            whole = f"{outer}.{'down' if part == 'down' else 'gate_up'}_proj"
-            n = tensor.shape[0] * (1 if part == "down" else 2)
+            has_gate = part != "down" and f"{outer}.0.gate_proj.{kind}" in tensors
+            whole = f"{outer}.{'gate_up' if has_gate else part}_proj"
+            n = tensor.shape[0] * (2 if has_gate else 1)
             if kind == "bias":
                 shapes[f"{whole}_bias"] = (int(expert) + 1, n)
             else:
@@ -305,6 +347,7 @@ class _File:
 
     def __init__(self, header: Header) -> None:
         self.family = family_of(header)
+        self._tensors = header.tensors
         fields = Fields(header.fields, self.family.architecture)
         self.num_layers = num_layers(fields) if fields.has("nextn_predict_layers") else MAX_LAYERS
         heads = fields.integer("attention.head_count")
@@ -338,6 +381,10 @@ class _File:
             yield from self._joined(name, info, f"{outer}self_attn", kind)
         elif layer is not None and self.family.has_experts and part in _EXPERTS:
             yield from _of_experts(name, info, outer + self.family.experts, _EXPERTS[part], kind)
+        elif part == _KEYS and self.family.names is _DEEPSEEK:
+            yield f"{outer}self_attn.kv_b_proj.weight", self._of_heads(name, info)
+        elif part == _VALUES and self.family.names is _DEEPSEEK and name.replace(_VALUES, _KEYS) in self._tensors:
+            return
         elif inner is None:
             yield name, ModelTensor(name, info, 0, info.shape[0], info.shape)
         else:
@@ -353,6 +400,26 @@ class _File:
         elif part == "ssm_a":
             undo = _log_of_negative
         return ModelTensor(name, info, 0, info.shape[0], _model_shape(part, info.shape), rows, columns, undo)
+
+    def _of_heads(self, name: str, keys: TensorInfo) -> ModelTensor:
+        """Of each head the rows that give keys, and behind them those that give values."""
+        values_name = name.replace(_KEYS, _VALUES)
+        values, heads = self._tensors.get(values_name), self.heads["q"]
+        fits = values is not None and len(keys.shape) == len(values.shape) == 3 and heads <= _MOST_HEADS
+        if values is None or not fits or (*keys.shape[:2], heads) != (values.shape[0], values.shape[2], keys.shape[0]):
+            found = "missing" if values is None else f"{list(values.shape)}"
+            raise GgufError(
+                f"its tensor '{short(name)}' is {list(keys.shape)} and '{short(values_name)}' is {found}, expected "
+                f"[{heads}, rank, key] and [{heads}, value, rank], and at most {_MOST_HEADS} heads"
+            )
+        _, rank, key = keys.shape
+        whole: ModelTensor | None = None
+        width = values.shape[1]
+        for head in reversed(range(heads)):
+            value = ModelTensor(values_name, values, head * width, width, (width, rank), below=whole)
+            whole = ModelTensor(name, keys, head * rank, rank, (key, rank), below=value, is_transposed=True)
+        assert whole is not None, "there are heads"
+        return whole
 
     def _joined(self, name: str, info: TensorInfo, outer: str, kind: str | None) -> Iterator[tuple[str, ModelTensor]]:
         """Queries, keys and values, stacked by rows, with heads of equal width."""

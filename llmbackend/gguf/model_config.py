@@ -12,13 +12,13 @@ from typing import Any, Final
 import numpy as np
 
 from .errors import GgufError, short
+from .expert_config import deepseek, deepseek_v2, expert_counts, nemotron_experts
 from .families import Family, family_of, num_layers
 from .fields import Fields
 from .header import Header, TensorInfo
 
 Config = dict[str, Any]
 MAX_VECTOR: Final = 1 << 16
-MAX_EXPERTS: Final = 1024
 MAX_TAPS: Final = 64
 ROPE_FACTORS: Final = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -51,11 +51,7 @@ def _common(header: Header, family: Family, fields: Fields) -> Config:
             f"its field '{family.architecture}.attention.head_count_kv' is {num_kv_heads}, expected a divisor of "
             f"{num_heads}, the number of heads"
         )
-    head_dim = fields.integer("attention.key_length", max(hidden_size // num_heads, 1))
-    if (value_dim := fields.integer("attention.value_length", head_dim)) != head_dim:
-        raise GgufError(
-            f"its field '{family.architecture}.attention.value_length' is {value_dim}, expected {head_dim}, as of keys"
-        )
+    head_dim = _head_dim(family, fields, max(hidden_size // num_heads, 1))
     width_of_experts = fields.value("expert_feed_forward_length") if family.has_experts else None
     return {
         "model_type": family.model_type,
@@ -71,6 +67,18 @@ def _common(header: Header, family: Family, fields: Fields) -> Config:
         "rope_parameters": _rope(header, fields, head_dim),
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
+
+
+def _head_dim(family: Family, fields: Fields, usual: int) -> int:
+    """Of latent attention, the part of a head that is rotated."""
+    if fields.has("attention.kv_lora_rank"):
+        return fields.integer("rope.dimension_count")
+    head_dim = fields.integer("attention.key_length", usual)
+    if (value_dim := fields.integer("attention.value_length", head_dim)) != head_dim:
+        raise GgufError(
+            f"its field '{family.architecture}.attention.value_length' is {value_dim}, expected {head_dim}, as of keys"
+        )
+    return head_dim
 
 
 def _embedding(header: Header) -> TensorInfo:
@@ -171,7 +179,7 @@ def _vector(name: str, info: TensorInfo) -> list[float]:
 
 def _mixtral(header: Header, fields: Fields, config: Config) -> Config:
     _check_whole_rotary(fields, config)
-    return {**_expert_counts(fields, "num_local_experts"), "sliding_window": None}
+    return {**expert_counts(fields, "num_local_experts"), "sliding_window": None}
 
 
 def _llama(header: Header, fields: Fields, config: Config) -> Config:
@@ -200,7 +208,7 @@ def _granite_hybrid(header: Header, fields: Fields, config: Config) -> Config:
     """Without experts, a layer's MLP is stored as the shared one."""
     experts = {"num_local_experts": 0}
     if fields.integer("expert_count", 0, least=0):
-        experts = _expert_counts(fields, "num_local_experts")
+        experts = expert_counts(fields, "num_local_experts")
     kinds = _attention_layers(fields, config)
     return {
         **_mamba(header, fields),
@@ -243,14 +251,16 @@ def _falcon_h1(header: Header, fields: Fields, config: Config) -> Config:
 
 
 def _nemotron_h(header: Header, fields: Fields, config: Config) -> Config:
-    """A layer is either a recurrence, attention, or an MLP."""
+    """A layer is either a recurrence, attention, an MLP, or experts."""
     widths = fields.numbers("feed_forward_length", config["num_hidden_layers"])
     attends = _attention_layers(fields, config)
     kinds = zip(attends, widths, strict=True)
-    mamba = _mamba(header, fields)
+    mamba, experts = _mamba(header, fields), nemotron_experts(fields)
+    of_width = "moe" if experts else "mlp"
     return {
+        **experts,
         "layers_block_type": [
-            "full_attention" if attention else "mlp" if width else "linear_attention" for attention, width in kinds
+            "full_attention" if attention else of_width if width else "linear_attention" for attention, width in kinds
         ],
         "mamba_num_heads": mamba["mamba_n_heads"],
         "mamba_head_dim": mamba["mamba_d_head"],
@@ -301,7 +311,7 @@ def _qwen3(header: Header, fields: Fields, config: Config) -> Config:
 def _qwen3moe(header: Header, fields: Fields, config: Config) -> Config:
     """Every layer has experts. llama.cpp renormalises shares."""
     return _qwen3(header, fields, config) | {
-        **_expert_counts(fields, "num_experts"),
+        **expert_counts(fields, "num_experts"),
         "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
@@ -312,7 +322,7 @@ def _qwen3moe(header: Header, fields: Fields, config: Config) -> Config:
 def _qwen2moe(header: Header, fields: Fields, config: Config) -> Config:
     """llama.cpp does not renormalise shares."""
     return _qwen2(header, fields, config) | {
-        **_expert_counts(fields, "num_experts"),
+        **expert_counts(fields, "num_experts"),
         "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
         "shared_expert_intermediate_size": fields.integer("expert_shared_feed_forward_length"),
         "norm_topk_prob": False,
@@ -323,13 +333,13 @@ def _qwen2moe(header: Header, fields: Fields, config: Config) -> Config:
 
 def _olmoe(header: Header, fields: Fields, config: Config) -> Config:
     _check_whole_rotary(fields, config)
-    return {**_expert_counts(fields, "num_experts"), "norm_topk_prob": False}
+    return {**expert_counts(fields, "num_experts"), "norm_topk_prob": False}
 
 
 def _gpt_oss(header: Header, fields: Fields, config: Config) -> Config:
     """Files do not state that the ends of YaRN's range are not rounded, as in the model's own config."""
     return {
-        **_expert_counts(fields, "num_local_experts"),
+        **expert_counts(fields, "num_local_experts"),
         "intermediate_size": fields.integer("expert_feed_forward_length"),
         "sliding_window": fields.integer("attention.sliding_window"),
         "layer_types": _layer_types(fields, config, 2),
@@ -402,7 +412,7 @@ def _qwen35(header: Header, fields: Fields, config: Config) -> Config:
 
 def _qwen35moe(header: Header, fields: Fields, config: Config) -> Config:
     return _qwen35(header, fields, config) | {
-        **_expert_counts(fields, "num_experts"),
+        **expert_counts(fields, "num_experts"),
         "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
         "shared_expert_intermediate_size": fields.integer("expert_shared_feed_forward_length"),
     }
@@ -415,12 +425,6 @@ def _recurrent_layers(fields: Fields, count: int) -> list[str]:
         every = fields.integer("full_attention_interval", 4)
         is_recurrent = [(layer + 1) % every != 0 for layer in range(count)]
     return ["linear_attention" if recurrent else "full_attention" for recurrent in is_recurrent]
-
-
-def _expert_counts(fields: Fields, name: str) -> Config:
-    """name: transformers' name for the number of experts."""
-    count = fields.integer("expert_count", most=MAX_EXPERTS)
-    return {name: count, "num_experts_per_tok": fields.integer("expert_used_count", most=count)}
 
 
 def _layer_types(fields: Fields, config: Config, every: int) -> list[str]:
@@ -465,6 +469,8 @@ _FAMILIES: Final[Mapping[str, Callable[[Header, Fields, Config], Config]]] = {
     "qwen2_moe": _qwen2moe,
     "qwen3_moe": _qwen3moe,
     "olmoe": _olmoe,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek,
     "gpt_oss": _gpt_oss,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,

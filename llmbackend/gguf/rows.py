@@ -39,6 +39,8 @@ def ordered_rows(tensor: ModelTensor) -> Bytes:
 
 def blocks_fit(tensor: ModelTensor) -> bool:
     """Whether the blocks of a row in the file are whole blocks of the model's row, possibly reordered."""
+    if tensor.is_transposed:
+        return False
     return tensor.columns is None or _order_of_blocks(tensor) is not None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -30,10 +30,14 @@ _CHUNK = 1 << 18
 class GgufTensors(Mapping[str, torch.Tensor]):
     """Each lookup reads the tensor again, into new memory."""
 
-    def __init__(self, files: Sequence[Path], dtype: torch.dtype, unpack: Unpack = lambda kind, rows: None) -> None:
-        """dtype: of every tensor. unpack: called on several threads. Raises GgufError or OSError."""
+    def __init__(
+        self, files: Sequence[Path], dtype: torch.dtype, unpack: Unpack = lambda kind, rows: None,
+        as_float32: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """dtype: of every tensor but those of the names as_float32. unpack: called on several threads. Raises GgufError
+        or OSError."""
         self._tensors = tensors_of(files)
-        self._dtype = dtype
+        self._dtype, self._as_float32 = dtype, frozenset(as_float32)
         self._unpack = unpack
 
     def __iter__(self) -> Iterator[str]:
@@ -46,7 +50,8 @@ class GgufTensors(Mapping[str, torch.Tensor]):
         return name in self._tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        pieces = [_read(piece, self._dtype, self._unpack) for piece in self._tensors[name].pieces]
+        dtype = torch.float32 if name in self._as_float32 else self._dtype
+        pieces = [_read(piece, dtype, self._unpack) for piece in self._tensors[name].pieces]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     @property
@@ -61,7 +66,7 @@ class GgufTensors(Mapping[str, torch.Tensor]):
 
 def _read(tensor: ModelTensor, dtype: torch.dtype, unpack: Unpack) -> torch.Tensor:
     raw = mapped_rows(tensor)
-    result = torch.empty(tensor.shape, dtype=dtype)
+    result = torch.empty(tensor.shape[::-1] if tensor.is_transposed else tensor.shape, dtype=dtype)
     flat = result.view(len(raw), -1)
     at_once = max(_CHUNK // flat.shape[1], 1)
     starts = range(0, len(raw), at_once)
@@ -75,6 +80,8 @@ def _read(tensor: ModelTensor, dtype: torch.dtype, unpack: Unpack) -> torch.Tens
         flat[start : start + at_once] = torch.from_numpy(found if tensor.undo is None else tensor.undo(found))
     if tensor.rows is not None:
         result = result[torch.from_numpy(tensor.rows.of(len(result)))]
+    if tensor.is_transposed:
+        result = result.t()
     return result if tensor.columns is None else result[:, torch.from_numpy(tensor.columns.of(result.shape[1]))]
 
 

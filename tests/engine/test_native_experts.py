@@ -139,8 +139,11 @@ class Experts:
         bias = self.biases[which].ctypes.data
         return ExpertMatrix(first.address, first.scale or None, first.sums or None, self.n, self.k, self.kind, bias)
 
-    def run(self, x: Array, chosen: Array, epilogue: Epilogue, threads: int = 1, of_tokens: bool = True) -> Array:
-        """float32 [pairs, n], in the order of tokens and ranks."""
+    def run(
+        self, x: Array, chosen: Array, epilogue: Epilogue, threads: int = 1, of_tokens: bool = True,
+        orders: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """float32 [pairs, n], in the order of tokens and ranks. orders: of the inputs of each expert."""
         top_k = chosen.shape[1]
         flat = chosen.reshape(-1)
         places = np.empty(len(flat), np.int32)
@@ -155,15 +158,17 @@ class Experts:
         pairs = Pairs(EXPERTS, top_k, first.ctypes.data, places.ctypes.data)
         up = None if epilogue is Epilogue.STORE else self.matrix(1)
         rows = [(each.ctypes.data, each.shape[1]) for each in (x, y)]
-        op = experts_op(pairs, self.matrix(0), rows[0], rows[1], of_tokens, up, epilogue)
+        matrix = self.matrix(0)._replace(order=None if orders is None else orders.ctypes.data)
+        op = experts_op(pairs, matrix, rows[0], rows[1], of_tokens, up, epilogue)
         kernels = self.kernels if threads == 1 else NativeKernels(self.kernels.library, threads)
         kernels.run(op_pointers([op]), 1, Step(num_tokens=len(chosen)))
         assert np.isnan(y[:, self.n :]).all(), "wrote past the columns"
         return y[places, : self.n]
 
-    def expected(self, x: Array, chosen: Array, epilogue: Epilogue) -> Array:
+    def expected(self, x: Array, chosen: Array, epilogue: Epilogue, orders: Array | None = None) -> Array:
         """By the linear layers of single experts."""
-        of_all = np.stack([self._linear(x, expert, epilogue) for expert in range(EXPERTS)])
+        inputs = [x if orders is None else np.ascontiguousarray(x[:, orders[expert]]) for expert in range(EXPERTS)]
+        of_all = np.stack([self._linear(inputs[expert], expert, epilogue) for expert in range(EXPERTS)])
         return of_all[chosen.reshape(-1), np.repeat(np.arange(len(x)), chosen.shape[1])]
 
     def _linear(self, x: Array, expert: int, epilogue: Epilogue) -> Array:
@@ -202,6 +207,20 @@ def test_each_row_is_multiplied_by_its_expert(variant: str, kind: Type, epilogue
         for threads in (1, 3):
             assert np.array_equal(experts.run(x, chosen, epilogue, threads), expected), f"{tokens} tokens"
         assert np.array_equal(experts.run(x, chosen, epilogue, of_tokens=False), expected)
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+@pytest.mark.parametrize("kind", [Type.INT4, Type.INT4_MIN])
+@pytest.mark.parametrize("of_tokens", [True, False])
+def test_each_expert_may_have_an_order_of_inputs(variant: str, kind: Type, of_tokens: bool) -> None:
+    experts, random = Experts(engine(variant), kind), np.random.default_rng(4)
+    orders = np.stack([random.permutation(WIDTH) for _ in range(EXPERTS)]).astype(np.int32)
+    for tokens in (1, 3, 40):
+        x, chosen = experts.x(tokens), chosen_of(tokens)
+        expected = experts.expected(x, chosen, Epilogue.SILU_MUL, orders)
+        for threads in (1, 3):
+            found = experts.run(x, chosen, Epilogue.SILU_MUL, threads, of_tokens, orders)
+            assert np.array_equal(found, expected), f"{tokens} tokens, {threads} threads"
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))

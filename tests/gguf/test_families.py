@@ -88,6 +88,9 @@ CONFIGS: dict[str, Any] = {
     "falcon-h1": copy_of("falcon_h1", attention_bias=False, mamba_proj_bias=False, projectors_bias=False),
     "falcon-h1, norms": RECURRENT["falcon_h1 with norms"],
     "nemotron-h": copy_of("nemotron_h", layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"]),
+    "nemotron-h, experts": copy_of(
+        "nemotron_h", layers_block_type=["linear_attention", "moe", "full_attention", "moe"]
+    ),
 }  # fmt: skip
 
 

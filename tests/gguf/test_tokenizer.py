@@ -40,6 +40,12 @@ GPT_4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 """As the tokenizer.json of the models have them."""
 
 
@@ -89,9 +95,10 @@ def original(pre_tokenizer: Any, normalizer: Any = None, ignore_merges: bool = F
     return tokenizer
 
 
-def by_pattern(pattern: str) -> Any:
+def by_patterns(*patterns: str) -> Any:
+    """One after the other."""
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_])
+    return pre_tokenizers.Sequence([*(pre_tokenizers.Split(Regex(each), "isolated") for each in patterns), bytes_])
 
 
 def by_digits() -> Any:
@@ -102,11 +109,14 @@ ORIGINALS: dict[str, Callable[[], Tokenizer]] = {
     "gpt-2": lambda: original(pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "smollm": lambda: original(by_digits()),
     "refact": lambda: original(by_digits()),
-    "qwen2": lambda: original(by_pattern(QWEN_2), normalizers.NFC()),
-    "llama-bpe": lambda: original(by_pattern(LLAMA_3), ignore_merges=True),
-    "dbrx": lambda: original(by_pattern(LLAMA_3)),
-    "tekken": lambda: original(by_pattern(NEMO), ignore_merges=True),
-    "gpt-4o": lambda: original(by_pattern(GPT_4O)),
+    "qwen2": lambda: original(by_patterns(QWEN_2), normalizers.NFC()),
+    "llama-bpe": lambda: original(by_patterns(LLAMA_3), ignore_merges=True),
+    "pixtral": lambda: original(by_patterns(LLAMA_3), ignore_merges=True),
+    "glm4": lambda: original(by_patterns(LLAMA_3), ignore_merges=True),
+    "deepseek-v3": lambda: original(by_patterns(*DEEPSEEK_V3)),
+    "dbrx": lambda: original(by_patterns(LLAMA_3)),
+    "tekken": lambda: original(by_patterns(NEMO), ignore_merges=True),
+    "gpt-4o": lambda: original(by_patterns(GPT_4O)),
 }
 
 

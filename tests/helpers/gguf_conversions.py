@@ -56,7 +56,7 @@ def file_stem(name: str, names: Any) -> str:
     if ".mixer." in name:
         name = name.replace("model.", "backbone.")
     renamed = name.replace(".dt_bias", ".dt_proj.bias").replace(".sinks", ".sinks.weight")
-    renamed = renamed.replace("moe.router", "moe.router.layer")
+    renamed = renamed.replace("moe.router", "moe.router.layer").replace("_correction_bias", "_correction.bias")
     stem, ending = renamed.rsplit(".", 1)
     found = names.get_name(stem)
     return str(names.get_name(renamed)) if found is None else f"{found}.{ending}"

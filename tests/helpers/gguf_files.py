@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
     "granitemoehybrid": "granitehybrid", "bamba": "granitehybrid", "falcon_h1": "falcon-h1",
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2",
 }  # fmt: skip
 """By transformers' model type, where it has another name."""
 VOCABULARY = ("a", "b", "ab")
@@ -28,22 +29,28 @@ VOCABULARY = ("a", "b", "ab")
 
 def write_model(
     path: Path, model: Any, kind: str | Callable[[str], str] = "F32", extra: Mapping[str, Any] | None = None,
-    shards: int = 0, tensors: Mapping[str, Array] | None = None,
+    shards: int = 0, tensors: Mapping[str, Array] | None = None, is_absorbed: bool = True,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """kind: of matrices, or of a matrix by its name in the model; those that the gguf package cannot write are random.
-    extra: fields that differ. shards: tensors in each part; 0: one file. tensors: further ones, in F32. Returns the
-    weights that the file holds, by the model's names."""
+    extra: fields that differ. shards: tensors in each part; 0: one file. tensors: further ones, in F32. is_absorbed: of
+    latent attention, as conversions since April 2025 write it. Returns the weights that the file holds, by the model's
+    names."""
     config = model.config
     name = ARCHITECTURES.get(config.model_type, config.model_type)
+    if name == "nemotron_h" and "moe" in config.layers_block_type:
+        name = "nemotron_h_moe"
     options = {"split_max_tensors": shards} if shards else {}
     writer = gguf.GGUFWriter(path, name, **options)
     _add_fields(writer, config)
+    if name == "deepseek2":
+        _add_latent(writer, config, is_absorbed)
     add_vocabulary(writer, config.vocab_size)
     for field, value in (extra or {}).items():
         for known in writer.kv_data:
             known.pop(field, None)
         _add(writer, field, value)
-    held = _add_tensors(writer, model, kind, gguf.get_tensor_name_map(_arch(name), config.num_hidden_layers))
+    names = gguf.get_tensor_name_map(_arch(name), config.num_hidden_layers)
+    held = _add_tensors(writer, model, kind, names, is_absorbed)
     for stem, values in (tensors or {}).items():
         writer.add_tensor(stem, values.astype(np.float32))
     _finish(writer)
@@ -128,7 +135,7 @@ def _add_fields(writer: Any, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     is_nemotron = config.model_type == "nemotron_h"
-    widths = [config.intermediate_size * (kind == "mlp") for kind in kinds]
+    widths = [config.intermediate_size * (kind == "mlp") or _width_of_experts(config, kind) for kind in kinds]
     writer.add_feed_forward_length(widths if is_nemotron else config.intermediate_size)
     writer.add_head_count(heads)
     kv_heads = config.num_key_value_heads
@@ -137,7 +144,7 @@ def _add_fields(writer: Any, config: Any) -> None:
     epsilons = {"lfm2": "norm_eps", "nemotron_h": "layer_norm_epsilon"}
     writer.add_layer_norm_rms_eps(getattr(config, epsilons.get(config.model_type, "rms_norm_eps")))
     writer.add_rope_freq_base(rope["rope_theta"])
-    if getattr(config, "head_dim", None):
+    if getattr(config, "head_dim", None) and not hasattr(config, "kv_lora_rank"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     _add_scaling(writer, rope, config)
@@ -162,7 +169,8 @@ def _add_fields(writer: Any, config: Any) -> None:
         _add_mamba(writer, config)
     if config.model_type == "gpt_oss":
         writer.add_sliding_window(config.sliding_window)
-    if count := 0 if is_nemotron else getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
+    is_other = is_nemotron or hasattr(config, "kv_lora_rank")
+    if count := 0 if is_other else getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
         writer.add_expert_count(count)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
@@ -179,6 +187,43 @@ def _add_fields(writer: Any, config: Any) -> None:
         writer.add_rope_dimension_count(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
+def _width_of_experts(config: Any, kind: str) -> int:
+    return int(config.moe_intermediate_size) if kind == "moe" else 0
+
+
+def _add_shares(writer: Any, config: Any) -> None:
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.model_type != "deepseek_v2" and config.norm_topk_prob)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+
+
+def _add_latent(writer: Any, config: Any, is_absorbed: bool) -> None:
+    rank, rotary, value = config.kv_lora_rank, config.qk_rope_head_dim, config.v_head_dim
+    key = config.qk_nope_head_dim + rotary
+    if is_absorbed:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+    writer.add_key_length(rank + rotary if is_absorbed else key)
+    writer.add_value_length(rank if is_absorbed else value)
+    for fields in writer.kv_data:
+        fields.pop(f"{writer.arch}.attention.head_count_kv")
+    writer.add_head_count_kv(1 if is_absorbed else config.num_attention_heads)
+    writer.add_kv_lora_rank(rank)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_rope_dimension_count(rotary)
+    if (factor := config.rope_parameters.get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * factor)
+    writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 1))
+    _add_shares(writer, config)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType(1 if config.model_type == "deepseek_v2" else 2))
+
+
 def _add_mamba(writer: Any, config: Any) -> None:
     is_nemotron = config.model_type == "nemotron_h"
     heads = config.mamba_num_heads if is_nemotron else config.mamba_n_heads
@@ -190,8 +235,14 @@ def _add_mamba(writer: Any, config: Any) -> None:
     writer.add_ssm_inner_size(heads * width)
     if config.model_type in ("granitemoehybrid", "bamba"):
         writer.add_rope_scaling_finetuned(config.model_type == "bamba")
-    if shared := getattr(config, "shared_intermediate_size", 0):
+    if writer.arch == "nemotron_h_moe":
+        _add_shares(writer, config)
+    if shared := getattr(config, "shared_intermediate_size", 0) or _shared_of_nemotron(writer, config):
         writer.add_expert_shared_feed_forward_length(shared)
+
+
+def _shared_of_nemotron(writer: Any, config: Any) -> int:
+    return int(config.moe_shared_expert_intermediate_size) if writer.arch == "nemotron_h_moe" else 0
 
 
 def _add_recurrence(writer: Any, config: Any, rope: Mapping[str, Any], attends: list[bool]) -> None:
@@ -240,7 +291,9 @@ def _llama3_factors(rope: Mapping[str, Any], width: int) -> list[float]:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _add_tensors(writer: Any, model: Any, kind: str | Callable[[str], str], names: Any) -> dict[str, torch.Tensor]:
+def _add_tensors(
+    writer: Any, model: Any, kind: str | Callable[[str], str], names: Any, is_absorbed: bool
+) -> dict[str, torch.Tensor]:
     held: dict[str, torch.Tensor] = {}
     config = model.config
     for name, tensor in model.state_dict().items():
@@ -250,6 +303,9 @@ def _add_tensors(writer: Any, model: Any, kind: str | Callable[[str], str], name
         if ".experts." in name:
             experts = model.get_submodule(name.rpartition(".")[0])
             held[name] = write_experts(writer, experts, name, values, own_kind)
+            continue
+        if name.endswith("kv_b_proj.weight") and is_absorbed:
+            held[name] = _write_absorbed(writer, config, name, values, own_kind)
             continue
         if name.endswith("shared_mlp.input_linear.weight"):
             held[name] = _write_halves(writer, config, name, values, own_kind)
@@ -261,6 +317,21 @@ def _add_tensors(writer: Any, model: Any, kind: str | Callable[[str], str], name
         writer.add_tensor(file_stem(name, names), raw[0], raw_dtype=raw[1])
         held[name] = torch.from_numpy(conversion.back(dequantized(*raw)).reshape(values.shape).copy())
     return held
+
+
+def _write_absorbed(writer: Any, config: Any, name: str, values: Array, kind: str) -> torch.Tensor:
+    """Of each head what gives keys, turned over, and what gives values."""
+    key, by_head = config.qk_nope_head_dim, values.reshape(config.num_attention_heads, -1, values.shape[1])
+    held = np.empty_like(by_head)
+    for part, given, into in (
+        ("k", by_head[:, :key].swapaxes(1, 2), held[:, :key].swapaxes(1, 2)),
+        ("v", by_head[:, key:], held[:, key:]),
+    ):
+        raw, number = quantized(np.ascontiguousarray(given).reshape(-1, given.shape[2]), kind)
+        raw_by_head = raw.reshape(*given.shape[:2], -1)
+        writer.add_tensor(f"blk.{name.split('.')[2]}.attn_{part}_b.weight", raw_by_head, raw_dtype=number)
+        into[...] = dequantized(raw, number).reshape(given.shape)
+    return torch.from_numpy(held.reshape(values.shape))
 
 
 def _write_halves(writer: Any, config: Any, name: str, values: Array, kind: str) -> torch.Tensor:
@@ -289,8 +360,8 @@ def write_experts(writer: Any, module: Any, name: str, values: Array, kind: str)
 
 
 def _expert_parts(attribute: str, num_rows: int, is_concatenated: bool) -> dict[str, slice]:
-    if attribute.startswith("down_proj"):
-        return {"down": slice(None)}
+    if attribute.startswith(("down_proj", "up_proj")):
+        return {attribute.partition("_")[0]: slice(None)}
     if is_concatenated:
         return {"gate": slice(num_rows // 2), "up": slice(num_rows // 2, None)}
     return {"gate": slice(0, None, 2), "up": slice(1, None, 2)}

@@ -352,8 +352,8 @@ class DecoderProgram:
             self._add_linear(Role.DOWN, experts.shared_gate, x, buffers.shared_gate, lora=lora)
         self._add_linear(Role.ROUTE, experts.router, x, buffers.logits)
         self._add(Role.ROUTE, buffers.route_op(experts, self._pointer(experts.correction)))
-        up, down = self._expert_matrix(experts.up), self._expert_matrix(experts.down)
-        gate = None if experts.gate is None else self._expert_matrix(experts.gate)
+        up, down = (self._expert_matrix(each, experts.count) for each in (experts.up, experts.down))
+        gate = None if experts.gate is None else self._expert_matrix(experts.gate, experts.count)
         pairs = buffers.pairs(experts)
         rows = [(each.address, each.stride) for each in (x, buffers.gated, buffers.mixed)]
         self._add(Role.EXPERTS_GATE_UP, gated_experts_op(pairs, gate, up, rows[0], rows[1], experts.activation))
@@ -366,11 +366,12 @@ class DecoderProgram:
         if norm is not None:
             self._add_norm(norm, self._block, self._hidden, Rows.TOKENS, accumulate=True)
 
-    def _expert_matrix(self, matrix: PackedExpertMatrix) -> ExpertMatrix:
+    def _expert_matrix(self, matrix: PackedExpertMatrix, count: int) -> ExpertMatrix:
         first = matrix.first
         panels, scale, sums = self._memories.matrix_addresses(first)
         assert panels is not None, "a matrix has panels"
-        return ExpertMatrix(panels, scale, sums, first.n, first.k, TYPE_OF[first.dtype], self._pointer(matrix.bias))
+        bias, order = self._pointer(matrix.bias), self._memories.order_address(first, count)
+        return ExpertMatrix(panels, scale, sums, first.n, first.k, TYPE_OF[first.dtype], bias, order)
 
     def _input(self, norm: PackedNorm | None) -> Buffer:
         """A block's input: the residual stream, normalised if the block has an input norm."""

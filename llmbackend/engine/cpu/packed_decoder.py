@@ -106,7 +106,7 @@ class PackedExpertMatrix(msgspec.Struct, frozen=True):
     """x·Wᵀ + bias for each expert"""
 
     first: MatrixAt
-    """Of expert 0; the others follow (kernels/expert_layout.py)."""
+    """Of expert 0; the others follow (kernels/expert_layout.py), and so do their orders of inputs."""
     bias: ArrayAt | None
     """float32 [experts, n]"""
 
@@ -362,8 +362,9 @@ def _check_experts(experts: PackedExperts, is_shared: bool, width: int, memories
         list(memories.matrix_addresses(matrix.of_expert(count - 1)))
         bias = matrix.bias
         expect(bias is None or (bias.shape == (count, n) and bias.dtype == "float32"), "bias")
-        expect(matrix.first.order_offset_bytes is None, "order of inputs")
-    expect(gate.first.dtype == experts.up.first.dtype, "experts")
+        memories.order_address(matrix.first, count)
+    gate_at, up_at = gate.first, experts.up.first
+    expect((gate_at.dtype, gate_at.order_offset_bytes) == (up_at.dtype, up_at.order_offset_bytes), "experts")
     correction, groups = experts.correction, experts.groups
     expect(correction is None or (correction.shape == (count,) and correction.dtype == "float32"), "correction")
     if groups:
@@ -400,13 +401,14 @@ class Memories:
         for offset_bytes, size_bytes in matrix.parts:
             yield None if offset_bytes is None else _address(self.resident, offset_bytes, size_bytes)
 
-    def order_address(self, matrix: MatrixAt) -> int | None:
-        """Of its input permutation. Raises ValueError if it is outside the resident memory or not a permutation."""
-        offset_bytes = matrix.order_offset_bytes
+    def order_address(self, matrix: MatrixAt, count: int = 1) -> int | None:
+        """Of its input permutation, or of so many experts' ones. Raises ValueError if it is outside the resident memory
+        or not a permutation."""
+        offset_bytes, size_bytes = matrix.order_offset_bytes, 4 * count * matrix.k
         if offset_bytes is None:
             return None
-        address = _address(self.resident, offset_bytes, 4 * matrix.k)
-        order = self.resident[offset_bytes : offset_bytes + 4 * matrix.k].view(np.int32)
+        address = _address(self.resident, offset_bytes, size_bytes)
+        order = self.resident[offset_bytes : offset_bytes + size_bytes].view(np.int32)
         expect(bool(((order >= 0) & (order < matrix.k)).all()), "order of inputs")
         return address
 

@@ -32,6 +32,8 @@ class ExpertMatrix(NamedTuple):
     type: Type
     bias: int | None
     """float32 [experts, n]"""
+    order: int | None = None
+    """int32 [experts, k]: column i is of input order[i]."""
 
 
 class Steps(NamedTuple):
@@ -84,11 +86,11 @@ def experts_op(
     up: ExpertMatrix | None = None, epilogue: Epilogue = Epilogue.STORE,
 ) -> ExpertsOp:  # fmt: skip
     """x, y: address and stride of float32 rows; of_tokens: x has a row per token, not per place. up: the second factor
-    of a gated epilogue."""
+    of a gated epilogue, with the same input permutation."""
     steps = steps_of(matrix.n, matrix.k, matrix.type)
     linear = LinearOp(
         kind=Kind.LINEAR, rows=Rows.TOKENS, weight=matrix.panels, scale=matrix.scale, sums=matrix.sums,
-        bias=matrix.bias, x=x[0], y=y[0], n=matrix.n, k=matrix.k, x_stride=x[1], y_stride=y[1],
+        order=matrix.order, bias=matrix.bias, x=x[0], y=y[0], n=matrix.n, k=matrix.k, x_stride=x[1], y_stride=y[1],
         weight_type=matrix.type, x_type=Type.FLOAT32, y_type=Type.FLOAT32, epilogue=epilogue, factor=1.0,
     )  # fmt: skip
     if up is not None:

@@ -42,7 +42,7 @@ class PackedWeight:
     sums: int = 0
     """Address of the sums, minima or zero points (library.sums_bytes); 0 = none."""
     order: int = 0
-    """Address of the permutation of x's columns, int32 [k]; 0 = none. Only for 4-bit weights."""
+    """Address of the permutation of x's columns, int32 [k] ([experts, k]); 0 = none. Only for 4-bit weights."""
     memory: object = field(default=None, compare=False, repr=False)
     """Keeps the addresses valid."""
 
@@ -102,6 +102,11 @@ class FourBits:
         values = np.empty_like(in_order)
         values[:, self.order] = in_order
         return values
+
+    def outputs(self, rows: npt.NDArray[Any]) -> FourBits:
+        """The matrix of these rows."""
+        mins, zeros = (None if each is None else each[rows] for each in (self.mins, self.zeros))
+        return FourBits(self.numbers[rows], self.scales[rows], mins, zeros, self.order)
 
     def offsets(self, kind: Type) -> npt.NDArray[Any] | None:
         """Minima or zero points as a matrix of this type stores them; it may have zero points even if this one has
@@ -192,9 +197,9 @@ class WeightStore:
         self._write(packed.scale, matrix.by_panel(matrix.scales))
         if (offsets := matrix.offsets(kind)) is not None:
             self._write(packed.sums, matrix.by_panel(offsets))
-        return packed if matrix.order is None else dataclasses.replace(packed, order=self._order(matrix.order))
+        return packed if matrix.order is None else dataclasses.replace(packed, order=self.add_order(matrix.order))
 
-    def _order(self, order: npt.NDArray[np.int32]) -> int:
+    def add_order(self, order: npt.NDArray[np.int32]) -> int:
         """The address of a copy; equal permutations are shared."""
         data = order.tobytes()
         if data not in self._orders:

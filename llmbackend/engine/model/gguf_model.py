@@ -62,8 +62,9 @@ def _unpacked(kind: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]
 def fill_of_gguf(model: Any, files: Sequence[Path], dtype: torch.dtype, kept: StoredMatrices | None) -> None:
     """model: without memory, of the class that the tensors fit. kept: layers whose weights are not read. Raises
     CheckpointError."""
+    buffers = [name for name, _ in model.named_buffers()]  # corrections of routers, which other types would round
     try:
-        tensors = GgufTensors(files, dtype, _unpacked)
+        tensors = GgufTensors(files, dtype, _unpacked, buffers)
     except GgufError as error:
         raise CheckpointError(str(error)) from None
     logger.info("weights: %s", tensors.description)

@@ -51,7 +51,12 @@ def fill(
     head = model.get_output_embeddings()
     if heads := [name for name, module in model.named_modules() if module is head and name in layers]:
         raise CheckpointError(f"its output head '{heads[0]}' is in 4 bits, expected a plain one")
-    _give_plain(model, tensors, place.dtype)
+    experts = layers - {name for name, _ in model.named_modules()}
+    _check_biases(model, experts, tensors)
+    with_experts = _WithExperts(tensors, form, experts)
+    _give_plain(model, with_experts if place.dense else tensors, place.dtype, without=kept)
+    if not place.dense:
+        _check_experts(model, with_experts)
     for parent_name, parent in list(model.named_modules()):
         own = {name for name, child in parent.named_children() if f"{_dotted(parent_name)}{name}" in layers}
         for name, child in list(parent.named_children()):
@@ -108,7 +113,33 @@ def _give_plain(
         head.weight = embedding.weight
 
 
-_EXPERT_PARTS: Final = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+class _WithExperts(Mapping[str, torch.Tensor]):
+    """A checkpoint's tensors, and the weights of layers in 4 bits, each made plain when it is looked up."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], form: PackedFormat, layers: Set[str]) -> None:
+        """layers: which are no modules of the model."""
+        self._tensors, self._form = tensors, form
+        self._layers = {f"{layer}.weight": layer for layer in layers}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if (layer := self._layers.get(name)) is None:
+            return self._tensors[name]
+        assert isinstance(self._form, Int4Format), "other formats have no linear layers in 4 bits"
+        return _dense(self._form.read(self._tensors, layer), torch.float32)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._layers or name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (*self._tensors, *self._layers)
+
+    def __len__(self) -> int:
+        return len(self._tensors) + len(self._layers)
+
+
+_EXPERT_PARTS: Final = {
+    "gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",),
+}  # fmt: skip
 
 
 def _expert_parts(name: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -118,6 +149,22 @@ def _expert_parts(name: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     kind = "bias" if attribute.endswith("_bias") else "weight"
     parts = [f"{outer}.{{}}.{part}.{kind}" for part in _EXPERT_PARTS.get(attribute.removesuffix("_bias"), ())]
     return parts if all(part.format(0) in tensors for part in parts) else []
+
+
+def _check_biases(model: Any, experts: Set[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises CheckpointError for a bias of a single expert's layer that the model lacks, unless it is of zeros."""
+    without = {name for name, module in model.named_modules() if not hasattr(module, "down_proj_bias")}
+    for layer in sorted(experts):
+        stored = tensors.get(f"{layer}.bias") if layer.rsplit(".", 2)[0] in without else None
+        if stored is not None and bool(stored.any()):
+            raise CheckpointError(f"its tensors do not fit its config.json: unexpected: {layer}.bias")
+
+
+def _check_experts(model: Any, tensors: _WithExperts) -> None:
+    """Raises CheckpointError for experts that are left without values."""
+    empty = (name for name, parameter in model.named_parameters() if parameter.is_meta)
+    if experts := [name for name in empty if _expert_parts(name, tensors)]:
+        raise CheckpointError(f"its experts are in 4 bits, expected plain ones on an accelerator: {few(experts)}")
 
 
 def _of_experts(
@@ -166,12 +213,12 @@ def _on_device(layer: Int4Layer, name: str, place: Int4Placement) -> Int4Weight:
         raise CheckpointError(
             f"the columns of '{name}' are grouped by their activations (g_idx, desc_act), expected groups of neighbours"
         )
-    return _weight(layer, place)
+    return _weight(layer, place.exact)
 
 
-def _weight(layer: Int4Layer, place: Int4Placement) -> Int4Weight:
+def _weight(layer: Int4Layer, exact: bool = False) -> Int4Weight:
     groups = layer.groups
-    return Int4Weight.of(layer.numbers, groups.scale, groups.zero, groups.size, place.exact)
+    return Int4Weight.of(layer.numbers, groups.scale, groups.zero, groups.size, exact)
 
 
 def _side_by_side(weights: list[Int4Weight], place: Int4Placement) -> Iterator[Int4Weight]:
@@ -188,10 +235,13 @@ def _side_by_side(weights: list[Int4Weight], place: Int4Placement) -> Iterator[I
         start += weight.n
 
 
+def _dense(layer: Int4Layer, dtype: torch.dtype) -> torch.Tensor:
+    matrix, order = _weight(layer).dense(dtype), layer.groups.order
+    return matrix if order is None else matrix[:, torch.argsort(order)]
+
+
 def _plain(layer: Int4Layer, bias: nn.Parameter | None, place: Int4Placement) -> nn.Linear:
-    matrix = _weight(layer, place).to(place.device).dense(place.dtype)
-    if (order := layer.groups.order) is not None:
-        matrix = matrix[:, torch.argsort(order)]
+    matrix = _dense(layer, place.dtype).to(place.device)
     linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(matrix, requires_grad=False)
     linear.bias = bias  # type: ignore[assignment]

@@ -29,7 +29,6 @@ from ..cpu.native_runner import why_modules
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..gpu.device import check_gpu
 from ..gpu.weights.dense import check_device, join_neighbours, quantize_linears
-from ..gpu.weights.stored import mapped_tensors
 from ..kernels.choice import Choice, choose_library
 from ..kernels.library import NativeKernels
 from ..kernels.operations import Type
@@ -57,6 +56,7 @@ from .kept_matrices import kept_matrices
 from .latent_attention import headed_linears
 from .located_files import files_of, hub_files
 from .lora import LoraBatch, ModuleAdapters, load_adapters, wrap_linears
+from .module_names import module_tensors, own_names, reported_names
 from .native_experts import ExpertsToPack, kept_names
 from .rotary import fix_frequencies, max_model_len
 from .text_part import keep_text
@@ -150,7 +150,7 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     """
     opened = open_checkpoint(config, dense)
     device, dense, hf_config, max_len = opened.device, opened.dense, opened.hf_config, opened.max_model_len
-    stored = kept_matrices(config, opened.int4, opened.is_gguf)
+    stored = kept_matrices(config, hf_config, opened.int4, opened.is_gguf)
     if is_recurrent(hf_config):
         check_layers(random_model(config, hf_config, torch.float32, torch.device("meta")))
     with part("read checkpoint"):
@@ -418,7 +418,7 @@ def _filled_model(config: EngineConfig, opened: OpenedCheckpoint, kept: StoredMa
                 logger.warning(_PLAIN_UNDER_A_LABEL)
             place = Int4Placement(opened.device, dtype, dense=not opened.dense, exact=config.batch_invariant)
             without = frozenset() if kept is None else kept_names(model, kept)
-            fill(model, opened.int4, mapped_tensors(files), place, without)
+            fill(model, opened.int4, module_tensors(files, opened.hf_config), place, without)
     except (CheckpointError, SafetensorError) as error:
         raise bad_checkpoint(config.model, error) from error
     with contextlib.suppress(OSError):  # it has none
@@ -430,7 +430,8 @@ def check_stored_tensors(config: EngineConfig, opened: OpenedCheckpoint, tensors
     """Raises CheckpointError if the files' tensors do not fit the model."""
     spare: frozenset[str] = frozenset()
     if opened.int4 is not None:
-        tensors, spare = opened.int4.plain(tensors), opened.int4.spare(tensors)
+        spare = reported_names(opened.int4.spare(tensors), opened.hf_config)
+        tensors = own_names(opened.int4.plain(tensors), opened.hf_config)
     check_tensors(*class_and_config(config, opened.hf_config), tensors, opened.is_multimodal, spare)
 
 

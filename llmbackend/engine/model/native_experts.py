@@ -6,12 +6,16 @@ input, its experts and shares.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -22,9 +26,11 @@ from ..gpu.ops.ops import ACTIVATIONS, Activation, gated
 from ..kernels.expert_layout import MAX_EXPERTS, ExpertMatrix, Pairs, experts_op, gated_experts_op, steps_of
 from ..kernels.library import NativeKernels, op_pointers
 from ..kernels.operations import Step, Type
-from ..kernels.weights import TYPE_OF, PackedWeight, WeightStore
+from ..kernels.weights import TYPE_OF, FourBits, PackedWeight, WeightStore
 from ..load_progress import counted
 from .recognition import plain_activation_of
+
+logger = logging.getLogger(__name__)
 
 ExpertActivation = Activation | Literal["relu2"]
 """For gates; relu2, max(0, x)², for experts without a gate."""
@@ -38,16 +44,21 @@ class PackedExperts:
     """A matrix [n, k] for each expert."""
 
     first: PackedWeight
-    """Of expert 0; the others follow."""
+    """Of expert 0; the others follow. Its order is that of all."""
     count: int
     bias: torch.Tensor | None
     """float32 [count, n]"""
+
+    def ordered(self, address: int) -> PackedExperts:
+        """With orders of inputs at this address."""
+        return dataclasses.replace(self, first=dataclasses.replace(self.first, order=address))
 
     @property
     def matrix(self) -> ExpertMatrix:
         first = self.first
         bias = None if self.bias is None else self.bias.data_ptr()
-        return ExpertMatrix(first.address, first.scale or None, first.sums or None, first.n, first.k, first.type, bias)
+        parts = first.address, first.scale or None, first.sums or None
+        return ExpertMatrix(*parts, first.n, first.k, first.type, bias, first.order or None)
 
 
 def activation_of(experts: Any) -> ExpertActivation | None:
@@ -95,6 +106,11 @@ class _Plain:
     def _by_output(self, name: str) -> torch.Tensor:
         weight: torch.Tensor = getattr(self.experts, name).detach()
         return weight.transpose(1, 2) if getattr(self.experts, "is_transposed", False) else weight
+
+    @property
+    def ups(self) -> tuple[str, ...]:
+        """The layers of an expert that read its input."""
+        return ("gate_proj", "up_proj") if self.has_gate else ("up_proj",)
 
     def split(self, gate_up: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Splits the second dimension into equally many gates and ups."""
@@ -157,8 +173,12 @@ class _Types(NamedTuple):
     down_is_kept: bool
 
 
+Order = npt.NDArray[np.int32]
+
+
 class ExpertsToPack:
-    """The experts of a model to pack for the native kernels."""
+    """The experts of a model to pack for the native kernels. Input permutations (desc_act): those of gates and ups, one
+    per expert, are applied to each row; those of downs are folded into the rows of gates and ups."""
 
     def __init__(self, model: nn.Module, quantization: str | None, stored: StoredMatrices | None = None) -> None:
         """quantization, stored: as in `swap_linears`; single experts are named like linear layers."""
@@ -178,9 +198,11 @@ class ExpertsToPack:
 
     @property
     def vector_bytes(self) -> int:
-        """Space for biases and routers' vectors as float32, each starting on a cache line."""
+        """Space for float32 biases and routers' vectors, and for input permutations, each starting on a cache line."""
         modules = ((*plain.experts.parameters(), *plain.parent.buffers()) for plain, _ in self._found)
-        return sum(4 * each.numel() + 3 * 64 for tensors in modules for each in tensors if each.dim() < 3)
+        orders = (self._orders(plain, plain.ups[0]) for plain, types in self._found if types.gate_up_is_kept)
+        vectors = sum(4 * int(each.numel()) + 3 * 64 for tensors in modules for each in tensors if each.dim() < 3)
+        return vectors + sum(4 * each.size + 64 for each in orders if each is not None)
 
     @property
     def kept_weights(self) -> frozenset[str]:
@@ -194,6 +216,10 @@ class ExpertsToPack:
 
     def pack(self, store: WeightStore, kernels: NativeKernels) -> None:
         """Replaces the modules, layer by layer."""
+        if self._stored is not None and self._found:
+            layers = Counter(kind.name for _, types in self._found for kind in (types.gate_up, types.down))
+            text = ", ".join(f"{count} {name}" for name, count in layers.most_common())
+            logger.info("gates and ups, and downs, of a layer's experts: %s", text)
         for plain, types in counted("packing experts", self._found):
             experts = self._packed(plain, types, store, kernels)
             for name in (plain.up_name, "down_proj"):
@@ -204,45 +230,75 @@ class ExpertsToPack:
             plain.parent.experts = experts
 
     def _types(self, plain: _Plain, rounded: Type | None) -> _Types:
-        ups = ("gate_proj", "up_proj") if plain.has_gate else ("up_proj",)
-        gate_up, down = (self._kept_type(plain, names) for names in (ups, ("down_proj",)))
+        gate_up, down = (self._kept_type(plain, names) for names in (plain.ups, ("down_proj",)))
         other = rounded or TYPE_OF[plain.down.dtype]
         return _Types(gate_up or other, down or other, gate_up is not None, down is not None)
 
     def _kept_type(self, plain: _Plain, names: tuple[str, ...]) -> Type | None:
-        """The type of all experts; None = they have no type in common, or not all are kept."""
-        if self._stored is None:
+        """The type of all experts; None = they have no type in common, or not all are kept, or layers that are
+        multiplied together have different input permutations."""
+        stored = self._stored
+        if stored is None:
             return None
-        layers = [plain.expert(index, name) for index in range(plain.down.shape[0]) for name in names]
-        kinds = {None if self._stored.order_of(layer) else self._stored.type_of(layer) for layer in layers}
+        experts = [[plain.expert(index, name) for name in names] for index in range(plain.down.shape[0])]
+        kinds = {stored.type_of(layer) for layers in experts for layer in layers}
+        if kinds == {Type.INT4, Type.INT4_ZERO}:
+            kinds = {Type.INT4_ZERO}
+        if any(len({stored.order_of(layer) for layer in layers}) > 1 for layers in experts):
+            return None
         return kinds.pop() if len(kinds) == 1 else None
+
+    def _orders(self, plain: _Plain, name: str) -> Order | None:
+        """Of the inputs of all experts' layers of this name, [experts, k]; None: they are as they are."""
+        assert self._stored is not None, "kept matrices are read from somewhere"
+        orders = [self._stored.order_of(plain.expert(index, name)) for index in range(plain.down.shape[0])]
+        if not any(orders):
+            return None
+        as_it_is = np.arange(max(map(len, orders)) // 4, dtype=np.int32).tobytes()
+        return np.stack([np.frombuffer(order or as_it_is, np.int32) for order in orders])
 
     def _packed(self, plain: _Plain, types: _Types, store: WeightStore, kernels: NativeKernels) -> NativeExperts:
         gate_up_bias = plain.bias(plain.up_name)
         biases = (None, None) if gate_up_bias is None else plain.split(gate_up_bias)
         parts = plain.split(plain.gate_up)
+        inner = self._orders(plain, "down_proj") if types.down_is_kept else None
         gate, up = (
-            self._matrices(store, plain, name, types.gate_up, None if types.gate_up_is_kept else part, bias)
+            self._matrices(store, plain, name, types.gate_up, None if types.gate_up_is_kept else part, bias, inner)
             if plain.has_gate or name == "up_proj" else None
             for name, part, bias in zip(("gate_proj", "up_proj"), parts, biases, strict=True)
         )  # fmt: skip
         assert up is not None, "experts have ups"
         own = None if types.down_is_kept else plain.down
         down = self._matrices(store, plain, "down_proj", types.down, own, plain.bias("down_proj"))
+        if types.gate_up_is_kept and (orders := self._orders(plain, plain.ups[0])) is not None:
+            address = store.add_order(orders)
+            gate, up = (None if each is None else each.ordered(address) for each in (gate, up))
+            assert up is not None, "experts have ups"
         router = store.pack(plain.router.weight, TYPE_OF[plain.router.weight.dtype])
         return NativeExperts(kernels, gate, up, down, router, plain.activation)
 
     def _matrices(
         self, store: WeightStore, plain: _Plain, name: str, kind: Type, own: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        bias: torch.Tensor | None, outputs: Order | None = None,
     ) -> PackedExperts:  # fmt: skip
-        """own: the matrices; None = those of the checkpoint."""
+        """own: the matrices; None = those of the checkpoint, without their input permutations. outputs: a permutation
+        of each expert's outputs; None = none."""
+        count = plain.down.shape[0]
+        if outputs is not None and bias is not None:
+            bias = bias.gather(1, torch.from_numpy(outputs).long())
         if own is not None:
-            return _in_steps([store.pack(matrix, kind) for matrix in own], bias)
+            rows = own if outputs is None else (own[i][torch.from_numpy(outputs[i])] for i in range(count))
+            return _in_steps([store.pack(matrix, kind) for matrix in rows], bias)
         stored = self._stored
         assert stored is not None, "kept matrices are read from somewhere"
-        layers = [plain.expert(index, name) for index in range(plain.down.shape[0])]
-        return _in_steps([pack_stored(store, stored.read(layer), kind) for layer in layers], bias)
+        packed = []
+        for index in range(count):
+            matrix = stored.read(plain.expert(index, name))
+            if isinstance(matrix, FourBits):
+                matrix = dataclasses.replace(matrix if outputs is None else matrix.outputs(outputs[index]), order=None)
+            assert isinstance(matrix, FourBits) or outputs is None, "other matrices have no order"
+            packed.append(pack_stored(store, matrix, kind))
+        return _in_steps(packed, bias)
 
 
 def kept_names(model: nn.Module, stored: StoredMatrices) -> frozenset[str]:
@@ -250,7 +306,7 @@ def kept_names(model: nn.Module, stored: StoredMatrices) -> frozenset[str]:
     return kept_weights(model, stored) | ExpertsToPack(model, "int4", stored).kept_weights
 
 
-def _in_steps(packed: list[PackedWeight], bias: torch.Tensor | None) -> PackedExperts:
+def _in_steps(packed: Sequence[PackedWeight], bias: torch.Tensor | None) -> PackedExperts:
     first, last, steps = packed[0], packed[-1], steps_of(packed[0].n, packed[0].k, packed[0].type)
     moved = (last.address - first.address, last.scale - first.scale, last.sums - first.sums)
     assert moved == tuple(step * (len(packed) - 1) for step in steps), "experts are not placed in equal steps"

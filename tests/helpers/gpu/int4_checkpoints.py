@@ -4,6 +4,7 @@ numbers. Packed by loops over the bits, following the formats' descriptions rath
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.gpu.tiny_models import save
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_LAYER = re.compile(r"(.*(?:_proj|\.w[123]))\.weight")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def packed(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
@@ -42,19 +45,19 @@ def save_int4(
 ) -> Path:  # fmt: skip
     """In path / "int4"; returns path / "plain", with the weights that it stands for. version, desc_act: of GPTQ.
     symmetric: all zeros are 8. desc_act: groups are of columns all over the matrix, the same in layers of as many
-    inputs."""
+    inputs, of one expert where layers are those of experts."""
     save(config, path / "plain")
     tensors = load_file(path / "plain" / "model.safetensors")
     plain, stored = {}, {}
     for name, weight in tensors.items():
-        if "_proj.weight" not in name:
+        if (match := _LAYER.fullmatch(name)) is None:
             plain[name] = stored[name] = weight
             continue
-        layer = name.removesuffix(".weight")
+        layer = match[1]
         size = weight.shape[1] if group_size == -1 else group_size
         group_of = torch.arange(weight.shape[1]) // size
         if desc_act:
-            group_of = group_of[torch.randperm(len(group_of), generator=torch.Generator().manual_seed(len(group_of)))]
+            group_of = group_of[torch.randperm(len(group_of), generator=_drawing(layer, len(group_of)))]
         by_group = torch.argsort(group_of, stable=True)
         numbers, scale, zero = _quantized(weight[:, by_group], group_size, symmetric)
         numbers = numbers[:, torch.argsort(by_group)]
@@ -69,6 +72,11 @@ def save_int4(
     settings = config_of(method, group_size, **changes, **({"desc_act": True} if desc_act else {}))
     write_config(path, settings)
     return path / "plain"
+
+
+def _drawing(layer: str, k: int) -> torch.Generator:
+    expert = _EXPERT.search(layer)
+    return torch.Generator().manual_seed(k if expert is None else k + 1000 * (1 + int(expert[1])))
 
 
 def write_config(path: Path, settings: dict[str, Any]) -> None:

@@ -86,8 +86,10 @@ struct Int4Kind {
     int4::GroupedRows x;
     int chunk_rows;
 
-    Int4Kind(const LinearOp& op, int places, Carver& memory, int, int) : x(memory, places, op.k) {
+    Int4Kind(const LinearOp& op, int places, Carver& memory, int rank, int num_threads) : x(memory, places, op.k) {
         chunk_rows = int4::most_rows(op.k);
+        const size_t own = op.order ? int4::padded_k(op.k) : 0;
+        x.ordered = memory.take<float>(own * num_threads) + own * rank;
     }
     void fill(const LinearOp& row, int place) { x.fill(row, place); }
     void copy(int from, int to) {
@@ -257,18 +259,34 @@ int grain_of(const Op& op) {
     return std::clamp(static_cast<int>(kPieceBytes / (op.weight_bytes / num_panels(op.linear.n))), 1, kMostPanels);
 }
 
+// The expert whose pairs this place is one of.
+inline int expert_of(const ExpertsOp& op, int place) {
+    return static_cast<int>(std::upper_bound(op.first, op.first + op.num_experts + 1, place) - op.first) - 1;
+}
+
+// This row as the weights of the place's expert order it.
+template <class Kind>
+void fill_place(const ExpertsOp& op, Kind& kind, int row, int place) {
+    LinearOp own = with_row(op.linear, row);
+    if (own.order) own.order += static_cast<int64_t>(expert_of(op, place)) * own.k;
+    kind.fill(own, place);
+}
+
 template <class Kind>
 void fill_rows(Worker& worker, const ExpertsOp& op, const Step& step, Kind& kind) {
     const int rows = step.num_tokens * (op.places ? 1 : op.top_k);
     worker.share(rows, std::max(1, rows / (4 * worker.size)), [&](int begin, int end) {
         for (int row = begin; row < end; row++) {
             if (op.places == nullptr) {
-                kind.fill(with_row(op.linear, row), row);
+                fill_place(op, kind, row, row);
                 continue;
             }
             const int32_t* places = op.places + static_cast<int64_t>(row) * op.top_k;
-            kind.fill(with_row(op.linear, row), places[0]);
-            for (int rank = 1; rank < op.top_k; rank++) kind.copy(places[0], places[rank]);
+            fill_place(op, kind, row, places[0]);
+            for (int rank = 1; rank < op.top_k; rank++) {
+                if (op.linear.order) fill_place(op, kind, row, places[rank]);
+                else kind.copy(places[0], places[rank]);
+            }
         }
     });
     worker.barrier();

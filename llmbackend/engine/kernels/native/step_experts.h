@@ -41,8 +41,8 @@ struct RouteOp {
 };
 
 // The linear layer of every expert on the rows of its pairs. `linear` is that of expert 0; the others' panels, scales
-// and sums follow at these strides, and biases at strides of n. Its rows are float32, or bfloat16 if bfloat16 dots
-// multiply bfloat16 weights; y has one for each place.
+// and sums follow at these strides, biases at strides of n, and orders of inputs at strides of k. Its rows are float32,
+// or bfloat16 if bfloat16 dots multiply bfloat16 weights; y has one for each place.
 struct ExpertsOp {
     Kind kind;
     int32_t num_experts;

@@ -1,0 +1,58 @@
+"""The tensors of a checkpoint in 4 bits by the names of the model's modules.
+
+For: the loader. Does not know: layouts of formats. transformers has its own renaming while it reads plain weights; what
+it says of names alone is applied here. Single experts are named M.experts.N.gate_proj, up_proj and down_proj; programs
+that write Mixtral and families like it say so too, or w1, w3 and w2 as the family's own checkpoints.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, WeightTransform
+
+from ..gpu.weights.stored import mapped_tensors
+
+T = TypeVar("T")
+
+_PARTS: Final = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_NUMBERED: Final = {part: name for name, part in _PARTS.items()}
+_OF_EXPERT: Final = re.compile(rf"(?<=\.experts\.)(\d+)\.({'|'.join((*_PARTS, *_NUMBERED))})(?=\.)")
+
+
+def module_tensors(files: Iterable[Path], hf_config: Any) -> dict[str, torch.Tensor]:
+    """As views of the mapped files. hf_config: of the model. Raises SafetensorError or OSError."""
+    tensors = mapped_tensors(files)
+    return {_with_parts(new, _PARTS): tensors[name] for name, new in _renamed(tensors, hf_config).items()}
+
+
+def own_names(tensors: Mapping[str, T], hf_config: Any) -> dict[str, T]:
+    """Single experts' as the family's own checkpoints name them, whatever wrote these."""
+    patterns = [pattern for each in _transforms(hf_config) for pattern in each.source_patterns]
+    parts = _NUMBERED if any(".experts.*.w1." in pattern for pattern in patterns) else {}
+    return {_with_parts(name, parts): tensor for name, tensor in tensors.items()}
+
+
+def reported_names(names: Iterable[str], hf_config: Any) -> frozenset[str]:
+    """Of `own_names`, as transformers reports those that the model lacks."""
+    return frozenset(_renamed(own_names(dict.fromkeys(names), hf_config), hf_config).values())
+
+
+def _renamed(names: Iterable[str], hf_config: Any) -> dict[str, str]:
+    """As transformers renames them while it reads, by the given ones."""
+    renamings = [each for each in _transforms(hf_config) if type(each) is WeightRenaming]
+    return {name: functools.reduce(lambda new, each: each.rename_source_key(new)[0], renamings, name) for name in names}
+
+
+def _transforms(hf_config: Any) -> list[WeightTransform]:
+    return get_checkpoint_conversion_mapping(str(hf_config.model_type)) or []
+
+
+def _with_parts(name: str, parts: Mapping[str, str]) -> str:
+    return _OF_EXPERT.sub(lambda match: f"{match[1]}.{parts.get(match[2], match[2])}", name)
