@@ -141,7 +141,7 @@ class RotaryOp(ctypes.Structure):
 class AttentionOp(ctypes.Structure):
     _fields_ = [
         *_fields(numbers="kind kv_type"),
-        *_fields("q keys values sinks out"),
+        *_fields("q keys values sinks slopes out"),
         *_fields("", "q_stride out_stride num_heads num_kv_heads head_dim block_size window out_type"),
         *_fields(floats="scaling softcap"),
         *_fields(numbers="q_gap value_dim"),

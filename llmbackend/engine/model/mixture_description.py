@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from ..errors import ProgramUnsupportedError
-from .native_experts import NativeExperts, router_of
+from .native_experts import NativeExperts, router_linear, router_of
 from .projections import Mlp, PlainMlp, Projection, mlp_of, plain_mlp_of, projection_of
 
 Scores = Literal["softmax", "sigmoid"]
 _SCORES: Final[tuple[Scores, ...]] = ("softmax", "sigmoid")
-_SHARED: Final = ("shared_expert", "shared_experts")
+_SHARED: Final = ("shared_expert", "shared_experts", "shared_mlp")
 _SHARED_GATE: Final = "shared_expert_gate"
 OUT_NORM: Final = "post_mlp_layernorm"
 """Behind the sum, of modules that have it: the layer's."""
@@ -30,7 +30,7 @@ _TRIED_ROWS: Final = 64
 _LOW: Final = -12.0
 """Logits of experts, so low that an epsilon shows in the shares of their sigmoids."""
 _CORRECTION: Final = "e_score_correction_bias"
-_FACTORS: Final = ("routed_scaling_factor", "router_scaling_factor")
+_FACTORS: Final = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,13 @@ class Mixture:
 def describe_mixture(module: Any) -> Mixture:
     """Raises ProgramUnsupportedError."""
     own = router_of(module)
+    linear = router_linear(own)
     known = {"experts", "router", "gate", _SHARED_GATE, OUT_NORM, *_SHARED}
     if unknown := {name for name, child in module.named_children() if not isinstance(child, nn.Identity)} - known:
         raise ProgramUnsupportedError(f"{type(module).__name__} has {', '.join(sorted(unknown))} beside experts")
     shared = next((getattr(module, name) for name in _SHARED if hasattr(module, name)), None)
     gate = getattr(module, _SHARED_GATE, None)
-    bias = getattr(own, "bias", None)
+    bias = getattr(linear, "bias", None)
     return Mixture(
         router=Projection(module.experts.router, None if bias is None else bias.detach().float()),
         route=_route(own, *_correction_of(module)),
@@ -101,11 +102,17 @@ def _correction_of(module: Any) -> tuple[torch.Tensor, ...]:
     return () if held is None else (held,)
 
 
+def _own_correction(router: Any) -> torch.Tensor | None:
+    held = (*router.named_parameters(), *router.named_buffers())
+    return next((tensor.flatten() for name, tensor in held if name.endswith(_CORRECTION)), None)
+
+
 def _route(router: Any, *given: torch.Tensor) -> Route:
     """The one that gives what the router gives, tried out. given: the correction, where the router gets it."""
-    if unknown := {name for name, _ in router.named_parameters()} - {"weight", "bias"}:
+    names = {name.rpartition(".")[2]: name for name, _ in router.named_parameters()}
+    if unknown := [name for last, name in names.items() if last not in ("weight", "bias", _CORRECTION)]:
         raise ProgramUnsupportedError(f"{type(router).__name__} has {', '.join(sorted(unknown))} beside its weight")
-    correction = _float(given[0] if given else getattr(router, _CORRECTION, None))
+    correction = _float(given[0] if given else _own_correction(router))
     logits, expected = _tried(router, *given)
     for scores, renormalises, of_group in product(_SCORES, (False, True), _OF_GROUP):
         for epsilon in _EPSILONS[scores]:
@@ -118,25 +125,26 @@ def _route(router: Any, *given: torch.Tensor) -> Route:
 def _tried(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of some rows, and a share for each expert. Computed in float32, so that no rounding chooses other experts,
     and with logits so small that several experts have shares that count, or all of them low."""
-    weight, bias = router.weight, getattr(router, "bias", None)
+    linear = router_linear(router)
+    weight, bias = linear.weight, getattr(linear, "bias", None)
     x = torch.arange(1.0, _TRIED_ROWS * weight.shape[1] + 1).sin().view(_TRIED_ROWS, -1)
     x /= nn.functional.linear(x, weight.float()).std().clamp(min=1e-6)
     low = ((_LOW - 0.01 * torch.arange(len(weight))) / weight.shape[1])[:, None].expand(weight.shape)
     logits, shares_of = [], []
     try:
         if bias is not None:
-            router.bias = nn.Parameter(bias.float(), requires_grad=False)
+            linear.bias = nn.Parameter(bias.float(), requires_grad=False)
         for tried, rows in ((weight.float(), x), (low, torch.ones(1, weight.shape[1]))):
-            router.weight = nn.Parameter(tried, requires_grad=False)
-            _, shares, chosen = router(rows, *given)
+            linear.weight = nn.Parameter(tried, requires_grad=False)
+            _, shares, chosen = router(rows if linear is router else rows[None], *given)
             if chosen.shape != shares.shape or chosen.dim() != 2:
                 raise ProgramUnsupportedError(f"{type(router).__name__} gives no shares of chosen experts")
             logits.append(nn.functional.linear(rows, tried, _float(bias)))
             shares_of.append(torch.zeros(len(rows), weight.shape[0]).scatter_(1, chosen, shares.float()))
     finally:
-        router.weight = weight
+        linear.weight = weight
         if bias is not None:
-            router.bias = bias
+            linear.bias = bias
     return torch.cat(logits), torch.cat(shares_of)
 
 

@@ -59,6 +59,8 @@ NORMS_OF_PARALLEL: Final = frozenset({"input_layernorm"})
 def norm_of(module: Any, width: int | None = None) -> Norm:
     """An RMS norm or a layer norm with factor w, 1 + w or none, distinguished by what it computes. width: None: its
     weight's."""
+    if list(module.children()):  # what is packed has no weights yet when a load is forecast
+        raise ProgramUnsupportedError(f"{type(module).__name__} is neither an RMS norm nor a layer norm")
     weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
     if width is None:
         if weight is None:

@@ -45,12 +45,15 @@ from .loader import (
 )
 from .native_experts import ExpertsToPack, packed_routers
 from .rotary import fix_frequencies, restore_buffers
+from .sparse_attention import read_all_positions
 from .text_part import keep_text
 
 logger = logging.getLogger(__name__)
 
 _PROBED_TOKENS = 64
 """Positions for which rotary frequencies are compared."""
+_CORRECTION = "correction_bias"
+"""Ends the name of a router's."""
 _EMBEDDING_ROWS = 2
 """Rows of an embedding for which its factor is measured."""
 
@@ -138,6 +141,7 @@ def meta_model(config: EngineConfig, opened: OpenedCheckpoint, dtype: torch.dtyp
         name = architecture_name(opened.hf_config)
         raise ValueError(f"model architecture '{name}' is not supported: it has no output head")
     keep_text(model)
+    read_all_positions(model)
     return model
 
 
@@ -235,11 +239,14 @@ def _give_values(model: Any) -> None:
     """To what a description probes: vectors, rotary frequencies, some rows of the embedding."""
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.dim() == 1:
+            if name.endswith(_CORRECTION):  # shows how it is used
+                values = torch.linspace(0.0, 1.0, parameter.numel()).view(parameter.shape).to(parameter.dtype)
+                setattr(module, name, nn.Parameter(values, requires_grad=False))
+            elif parameter.dim() == 1:
                 setattr(module, name, nn.Parameter(torch.ones(parameter.shape, dtype=parameter.dtype)))
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.dim() == 1 and buffer.is_meta:  # a router's correction shows how it is used
-                most = 1.0 if name.endswith("correction_bias") else 0.0
+            if buffer.dim() == 1 and buffer.is_meta:
+                most = 1.0 if name.endswith(_CORRECTION) else 0.0
                 setattr(module, name, torch.linspace(0.0, most, len(buffer), dtype=buffer.dtype))
     for router, _ in packed_routers(model):
         router.weight = nn.Parameter(torch.randn(router.weight.shape).to(router.weight.dtype))
