@@ -67,7 +67,7 @@ def test_biases_by_distance_do_not_know_the_batch(kernels: str, tmp_path: Path) 
         vocab_size=512, hidden_size=128, n_layer=2, n_head=4, seq_length=192, initializer_range=0.1, eos_token_id=511,
         architectures=["BloomForCausalLM"],
     ).save_pretrained(tmp_path)  # fmt: skip
-    conditions = {
+    conditions: dict[str, dict[str, Any]] = {
         "small chunks, preemption": {"max_num_batched_tokens": 17, "num_kv_blocks": 9},
         "no prefix cache": {"enable_prefix_caching": False},
         "larger blocks": {"block_size": 64},

@@ -115,6 +115,8 @@ FAMILIES: Final = (
     Family("phimoe", "Phi 3.5 MoE", {"sliding_window": None}, "experts chosen in a way of its own"),
     Family("hunyuan_v1_moe", "Hunyuan A13B"),
     Family("flex_olmo", "FlexOlmo"),
+    Family("afmoe", "Arcee Trinity"),
+    Family("laguna", "Laguna"),
     Family("deepseek_v2", "DeepSeek V2, V2 Lite, Coder V2"),
     Family("deepseek_v3", "DeepSeek V3, V3.1, R1, Kimi K2"),
     Family("deepseek_v32", "DeepSeek V3.2, up to 2,048 tokens"),

@@ -67,7 +67,14 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [num_heads]: an extra score per head without a value."""
     is_gated: bool = False
     """Each head of queries is followed by as many gates in qkv: the head's result is multiplied by their sigmoid."""
+    gate: PackedProjection | None = None
+    """The same of gates of their own: for each number of all heads, or one for each head."""
+    gate_function: Literal["sigmoid", "softplus"] = "sigmoid"
     latent: PackedLatent | None = None
+
+    @property
+    def has_gates(self) -> bool:
+        return self.is_gated or self.gate is not None
 
     @property
     def num_heads(self) -> int:
@@ -78,7 +85,7 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
         """Numbers of queries, gates, keys and values of a token."""
         if self.latent is not None:
             return (self.num_heads + 1) * self.head_dim
-        return sum(part.weight.n for part in self.qkv)
+        return sum(part.weight.n for together in self.inputs for part in together)
 
     @property
     def kv(self) -> LayerKV:
@@ -88,7 +95,7 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
     def inputs(self) -> tuple[tuple[PackedProjection, ...], ...]:
         """The projections before attention by their inputs, in the order of the program."""
         if self.latent is None:
-            return (self.qkv,)
+            return (self.qkv,) if self.gate is None else (self.qkv, (self.gate,))
         of_both, *others = self.latent.inputs
         return ((*self.qkv, *of_both), *others)
 
@@ -317,6 +324,9 @@ def _check_attention(attention: PackedAttention, width: int, max_model_len: int,
         expect(sum(part.weight.n for part in attention.qkv) == (of_queries + 2 * kv_heads) * dim, "attention")
         check_projection(attention.out, width, heads * dim)
     expect(not (attention.is_gated and attention.norm_whole), "attention")
+    if (gate := attention.gate) is not None:
+        expect(attention.latent is None and not attention.is_gated, "gate")
+        check_projection(gate, heads if gate.weight.n == heads else heads * dim, width)
     for part in attention.qkv:
         check_projection(part, part.weight.n, width)
     check_norm(attention.q_norm, (heads * dim if attention.norm_whole else dim,))

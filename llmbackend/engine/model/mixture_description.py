@@ -6,7 +6,7 @@ with the module itself; what is not understood raises ProgramUnsupportedError.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final, Literal
 
@@ -87,9 +87,10 @@ def describe_mixture(module: Any) -> Mixture:
     shared = next((getattr(module, name) for name in _SHARED if hasattr(module, name)), None)
     gate = getattr(module, _SHARED_GATE, None)
     bias = getattr(linear, "bias", None)
+    route = _route(own, *_correction_of(module))
     return Mixture(
         router=Projection(module.experts.router, None if bias is None else bias.detach().float()),
-        route=_route(own, *_correction_of(module)),
+        route=replace(route, factor=route.factor * _factor_of_sum(module, shared)),
         experts=module.experts,
         shared=None if shared is None else plain_mlp_of(shared) or mlp_of(shared),
         shared_gate=None if gate is None else projection_of(gate),
@@ -100,6 +101,22 @@ def _correction_of(module: Any) -> tuple[torch.Tensor, ...]:
     """What some blocks keep for their router, and give it."""
     held = getattr(module, _CORRECTION, getattr(module, "expert_bias", None))
     return () if held is None else (held,)
+
+
+def _factor_of_sum(module: Any, shared: Any) -> float:
+    """By which a block multiplies what its experts give, tried out."""
+    if not any(hasattr(module, name) for name in _FACTORS):
+        return 1.0
+    weight = router_linear(router_of(module)).weight
+    parts = {module.experts: torch.ones_like} | ({} if shared is None else {shared: torch.zeros_like})
+    for part, given in parts.items():
+        part.forward = lambda x, *_choice, given=given: given(x)
+    try:
+        output = module(torch.zeros(1, 2, weight.shape[1], dtype=weight.dtype))
+    finally:
+        for part in parts:
+            del part.forward
+    return float((output if isinstance(output, torch.Tensor) else output[0]).flatten()[0])
 
 
 def _own_correction(router: Any) -> torch.Tensor | None:

@@ -101,6 +101,7 @@ class _Plain:
     def vectors(self) -> Iterator[torch.Tensor]:
         """What may be a router's correction."""
         yield from self.parent.buffers()
+        yield from self.parent.parameters(recurse=False)
         yield from (each for each in router_of(self.parent).parameters() if each.numel() == len(self.router.weight))
 
     def split(self, gate_up: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:

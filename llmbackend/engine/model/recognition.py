@@ -44,6 +44,9 @@ NORMS_BY_PLACE: Final[dict[frozenset[str], tuple[str, str, str, str]]] = {
     frozenset({"input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"}): (
         "input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2",
     ),
+    frozenset({"input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"}): (
+        "input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm",
+    ),
     frozenset({"input_layernorm", "pre_feedforward_layernorm"}): (
         "input_layernorm", "", "pre_feedforward_layernorm", "",
     ),
@@ -185,6 +188,8 @@ def _finished(model: Any, logits: torch.Tensor) -> torch.Tensor:
 
 
 def embedding_factor_of(module: Any, config: Any) -> float:
+    if type(module) is nn.Embedding and getattr(config, "mup_enabled", None):
+        return math.sqrt(module.weight.shape[1])
     if type(module) is nn.Embedding:
         return float(getattr(config, "embedding_multiplier", None) or 1.0)
     row = module(torch.tensor([[1]], device=module.weight.device))[0, 0].float()

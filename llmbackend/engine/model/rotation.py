@@ -8,11 +8,12 @@ modules are as before afterwards; a way that is not known raises ProgramUnsuppor
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -32,6 +33,12 @@ Embeddings = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
 """Cosines and sines, or both as complex numbers."""
 QueryScale = Callable[[torch.Tensor], torch.Tensor]
 """Factors on queries at positions."""
+GateFunction = Literal["sigmoid", "softplus"]
+GATES: Final = ("gate_proj", "g_proj")
+"""Names of the layer that gives gates of heads' results."""
+_GATE_FUNCTIONS: Final[Mapping[GateFunction, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "sigmoid": torch.sigmoid, "softplus": nn.functional.softplus,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ class Heads:
     q_norm: Norm | None
     k_norm: Norm | None
     norm_whole: bool
+    gates: Mapping[str, int] = field(default_factory=dict)
+    """Likewise of the layer that gives gates of heads' results, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +93,29 @@ class Rotations:
 
     def of(self, layer: int, attention: nn.Module, heads: Heads) -> Rotation:
         """Raises ProgramUnsupportedError."""
-        kind = None if self._kinds is None else self._kinds[layer]
+        kind = self.kind_of(layer)
         positions = self._tried_positions()
         rows = positions.to(self._device)
-        given = _try(attention, heads, rows, self._given(positions, kind))
+        given = _try(attention, heads, rows, self._given(positions, kind)).heads
         for rotation in self._known(kind, heads):
             if all(_is_near(*each) for each in zip(given, _expected(heads, rotation, rows), strict=True)):
                 return rotation
         raise ProgramUnsupportedError(f"{type(attention).__name__} turns its heads in a way of its own")
+
+    def kind_of(self, layer: int) -> str | None:
+        """Of the layer's table; None: there is one for all."""
+        return None if self._kinds is None else self._kinds[layer]
+
+    def gate_function(self, layer: int, attention: nn.Module, heads: Heads) -> GateFunction:
+        """By which heads' results are multiplied. Raises ProgramUnsupportedError."""
+        positions = self._tried_positions()[:1]
+        tried = _try(attention, heads, positions.to(self._device), self._given(positions, self.kind_of(layer)))
+        gates = _raw_gates(sum(heads.gates.values()), self._device)
+        for name, function in _GATE_FUNCTIONS.items():
+            expected = function(gates).repeat_interleave(tried.gated.shape[-1] // len(gates))
+            if torch.allclose(tried.gated.flatten(), expected, atol=1e-2):
+                return name
+        raise ProgramUnsupportedError(f"{type(attention).__name__} has gates of its own")
 
     def of_latent(
         self, layer: int, attention: nn.Module, outputs: Mapping[str, int], q: str, kept: str, rotary_dim: int
@@ -99,11 +123,12 @@ class Rotations:
         """Of latent attention, where the last `rotary_dim` numbers of each head and of what the projection `kept` gives
         are turned: compared by the products of queries and keys, which may be in an order of their own. outputs: as of
         `Heads`; q: the projection of queries. Raises ProgramUnsupportedError."""
-        kind = None if self._kinds is None else self._kinds[layer]
+        kind = self.kind_of(layer)
         positions = self._tried_positions()
         rows = positions.to(self._device)
         heads = Heads(outputs, rotary_dim, 1, None, None, False)
-        queries, keys = (each[..., -rotary_dim:] for each in _try(attention, heads, rows, self._given(positions, kind)))
+        tried = _try(attention, heads, rows, self._given(positions, kind))
+        queries, keys = (each[..., -rotary_dim:] for each in tried.heads)
         names, raw = list(outputs)[:-1], _raw(heads, rows.device)
         numbers = dict(zip(names, torch.split(raw, [outputs[name] for name in names]), strict=True))
         raw_q = numbers[q].view(queries.shape[1], -1)[:, -rotary_dim:].expand(len(rows), -1, -1)
@@ -167,7 +192,7 @@ class Rotations:
 
 
 class _Given:
-    """Attention that keeps what it is given."""
+    """Attention that keeps what it is given, and gives ones."""
 
     def __init__(self) -> None:
         self.heads: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -176,15 +201,20 @@ class _Given:
         self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         self.heads = query.float(), key.float()
-        return query.new_zeros(*query.shape[:2], value.shape[-1])
+        return query.new_ones(*query.shape[:2], value.shape[-1])
 
 
-def _try(
-    attention: nn.Module, heads: Heads, positions: torch.Tensor, embeddings: Embeddings
-) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    heads: tuple[torch.Tensor, torch.Tensor]
     """Queries and keys [positions, heads, dim]."""
+    gated: torch.Tensor
+    """[1, positions, heads * dim]: what the projection behind attention is given, of ones."""
+
+
+def _try(attention: nn.Module, heads: Heads, positions: torch.Tensor, embeddings: Embeddings) -> _Tried:
     given, hidden = _Given(), torch.zeros(1, len(positions), 1, device=positions.device)
-    with _projecting(attention, heads, hidden), active_context(given):
+    with _projecting(attention, heads, hidden) as gated, active_context(given):
         attention(
             hidden_states=hidden,
             position_embeddings=embeddings,
@@ -194,7 +224,7 @@ def _try(
         )
     if given.heads is None:
         raise ProgramUnsupportedError(f"{type(attention).__name__} did not call attention when it was tried")
-    return given.heads
+    return _Tried(given.heads, gated[0].float())
 
 
 def _raw(heads: Heads, device: torch.device) -> torch.Tensor:
@@ -203,18 +233,32 @@ def _raw(heads: Heads, device: torch.device) -> torch.Tensor:
     return _LARGE * (torch.arange(1.0, sum(inner) + 1, device=device) * 1.7).sin()
 
 
+def _raw_gates(count: int, device: torch.device) -> torch.Tensor:
+    """What the layer of gates gives."""
+    return torch.linspace(-3, 4, count, device=device)
+
+
 @contextmanager
-def _projecting(attention: Any, heads: Heads, hidden: torch.Tensor) -> Iterator[None]:
-    """The module's projections give known numbers meanwhile, the same at all positions."""
+def _projecting(attention: Any, heads: Heads, hidden: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """The module's projections give known numbers meanwhile, the same at all positions. What the last one is given."""
     *inner, last = heads.outputs
     sizes = [heads.outputs[name] for name in inner]
     rows = _raw(heads, hidden.device).expand(1, hidden.shape[1], -1)
     numbers = dict(zip(inner, torch.split(rows, sizes, dim=-1), strict=True)) | {last: hidden}
+    for name, count in heads.gates.items():
+        numbers[name] = _raw_gates(count, hidden.device).expand(1, hidden.shape[1], -1)
     children = {name: getattr(attention, name) for name in numbers}
+    given_to_last: list[torch.Tensor] = []
+
+    def projected(x: torch.Tensor, name: str) -> torch.Tensor:
+        if name == last:
+            given_to_last.append(x)
+        return numbers[name].clone()  # some bound them in place
+
     for name, child in children.items():
-        child.forward = lambda _x, given=numbers[name]: given.clone()  # some bound them in place
+        child.forward = functools.partial(projected, name=name)
     try:
-        yield
+        yield given_to_last
     finally:
         for child in children.values():
             del child.forward

@@ -33,7 +33,8 @@ def sparse_layer_types(config: Any) -> frozenset[str]:
 def _positions_of(config: Any, kind: str) -> int | None:
     text = config.get_text_config(decoder=True)
     stated = [getattr(text, name, None) for name in _STATED[kind]]
-    return math.prod(stated) if all(isinstance(number, int) for number in stated) else None
+    numbers = [number for number in stated if isinstance(number, int)]
+    return math.prod(numbers) if len(numbers) == len(stated) else None
 
 
 def most_positions(config: Any) -> int | None:
