@@ -254,10 +254,12 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_groups(self) -> LayerGroups:
-        """Which layers with attention share KV blocks."""
+        """Which layers with attention share KV blocks. Beside recurrent layers all blocks are kept: what a state lacks
+        after a step that failed is computed again, maybe from the first token on."""
         attentions = self.attentions
         are_alike = len({each.kv for each in attentions}) == 1
-        return layer_groups([each.sliding_window for each in attentions], self.max_model_len, are_alike)
+        windows = [0 if self.state_bytes else each.sliding_window for each in attentions]
+        return layer_groups(windows, self.max_model_len, are_alike)
 
     def check(self, memories: Memories) -> None:
         """Raises ValueError where the weights do not lie in the memories, or do not fit each other or the model's

@@ -118,7 +118,7 @@ def unloaded_model(config: EngineConfig) -> UnloadedModel:
         weight_bytes=weight_bytes,
         embedding_bytes=_bytes(embedding) if choice is not None else 0,
         kv_bytes_per_token=sum(shape.bytes_per_token(dtype) for shape in shapes.values()) if attention else None,
-        layers=_layer_groups(shapes, options, opened.max_model_len) if attention and not reason else None,
+        layers=_layer_groups(shapes, options, opened.max_model_len, decoder) if attention and not reason else None,
         state_bytes=0 if decoder is None else decoder.state_bytes,
         why_modules=reason,
         kernels="" if choice is None else choice.report,
@@ -161,10 +161,12 @@ def _attention_of(model: Any) -> _AttentionModules | None:
 
 
 def _layer_groups(
-    shapes: Mapping[nn.Module, LayerShape], options: Mapping[nn.Module, AttentionOptions], max_model_len: int
-) -> LayerGroups:
-    """Of a program."""
-    windows = [options[module].sliding_window or 0 for module in shapes]
+    shapes: Mapping[nn.Module, LayerShape], options: Mapping[nn.Module, AttentionOptions], max_model_len: int,
+    decoder: Decoder | None,
+) -> LayerGroups:  # fmt: skip
+    """Of a program, as PackedDecoder has them."""
+    keeps_all = decoder is not None and decoder.state_bytes > 0
+    windows = [0 if keeps_all else options[module].sliding_window or 0 for module in shapes]
     return layer_groups(windows, max_model_len, are_alike=len(set(shapes.values())) == 1)
 
 
