@@ -27,7 +27,8 @@ from ..attention.interface import (
 )
 from ..attention.reference import grouped_attention
 from ..errors import ProgramUnsupportedError
-from .sparse_attention import sparse_layer_types
+from .rotary import max_model_len
+from .sparse_attention import sparse_layer_types, why_not_all
 
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _HYBRID = "hybrid"
@@ -107,6 +108,15 @@ def check_config(config: Any) -> None:
         raise unsupported(name, "transformers has no causal language model of this kind")
     if unknown := sorted(kinds - _SUPPORTED_LAYER_TYPES):
         raise unsupported(name, f"its layers of type {', '.join(unknown)} are not plain or sliding-window attention")
+
+
+def checked_length(config: Any, wanted: int | None) -> int:
+    """The limit in force, in tokens. wanted: the engine argument max_model_len. Raises ValueError where the model
+    allows less, or attends to less."""
+    length = max_model_len(wanted, config.get_text_config(decoder=True))
+    if reason := why_not_all(config, length):
+        raise unsupported(architecture_name(config), reason)
+    return length
 
 
 def _calls_attention_interface(model_class: Any) -> bool:

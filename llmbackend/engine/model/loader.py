@@ -45,9 +45,9 @@ from .compatibility import (
     check_calls,
     check_config,
     check_model,
+    checked_length,
     is_recurrent,
     needs_program,
-    unsupported,
 )
 from .decoder_description import Decoder, why_not_on_accelerator
 from .gguf_model import fill_of_gguf
@@ -59,8 +59,7 @@ from .latent_attention import headed_linears
 from .located_files import files_of, hub_files
 from .lora import LoraBatch, ModuleAdapters, load_adapters, wrap_linears
 from .native_experts import ExpertsToPack, kept_names
-from .rotary import fix_frequencies, max_model_len
-from .sparse_attention import read_all_positions, why_not_all
+from .rotary import fix_frequencies
 from .text_part import keep_text
 
 logger = logging.getLogger(__name__)
@@ -139,9 +138,7 @@ def open_checkpoint(config: EngineConfig, dense: bool | None = None) -> OpenedCh
     if (reason := why_modules(config)) and is_recurrent(hf_config):
         raise needs_program(hf_config, reason)
     int4 = _check_quantization(config, hf_config, dense)
-    max_len = max_model_len(config.max_model_len, hf_config.get_text_config(decoder=True))
-    if reason := why_not_all(hf_config, max_len):
-        raise unsupported(architecture_name(hf_config), reason)
+    max_len = checked_length(hf_config, config.max_model_len)
     is_gguf = tensors is not None and are_gguf(files_of(config))
     return OpenedCheckpoint(hf_config, tensors, max_len, device, dense, int4, is_gguf)
 
@@ -163,7 +160,6 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
         else:
             model = _filled_model(config, opened, stored)
     keep_text(model)
-    read_all_positions(model)
     fix_frequencies(model, max_len)
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):

@@ -45,7 +45,6 @@ from .loader import (
 )
 from .native_experts import ExpertsToPack, packed_routers
 from .rotary import fix_frequencies, restore_buffers
-from .sparse_attention import read_all_positions
 from .text_part import keep_text
 
 logger = logging.getLogger(__name__)
@@ -141,7 +140,6 @@ def meta_model(config: EngineConfig, opened: OpenedCheckpoint, dtype: torch.dtyp
         name = architecture_name(opened.hf_config)
         raise ValueError(f"model architecture '{name}' is not supported: it has no output head")
     keep_text(model)
-    read_all_positions(model)
     return model
 
 
