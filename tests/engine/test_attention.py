@@ -79,6 +79,8 @@ def plain_attention(sequence: Sequence, options: AttentionOptions) -> torch.Tens
         for h in range(HEADS):
             kv = h // (HEADS // KV_HEADS)
             scores = sequence.k[first : t + 1, kv] @ sequence.q[t, h] * options.scaling
+            if options.slopes is not None:
+                scores = scores + options.slopes[h] * torch.arange(first - t, 1)
             if options.softcap:
                 scores = torch.tanh(scores / options.softcap) * options.softcap
             if options.sinks is not None:
@@ -95,6 +97,10 @@ OPTIONS = {
     "softcap": AttentionOptions(scaling=1.0, softcap=1.5),
     "sinks": AttentionOptions(scaling=0.3, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     "sinks and window": AttentionOptions(scaling=0.3, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), sliding_window=5),
+    "slopes": AttentionOptions(scaling=0.3, slopes=torch.tensor([0.5, 0.25, 0.1, 0.02])),
+    "slopes, softcap, wide window": AttentionOptions(
+        scaling=0.3, slopes=torch.tensor([0.5, 0.25, 0.1, 0.02]), softcap=2.0, sliding_window=23
+    ),
 }
 
 
@@ -130,13 +136,14 @@ def test_a_row_does_not_depend_on_its_neighbours_bit_by_bit(chunk: int) -> None:
         assert torch.equal(alone.step({i: chunk}, OPTIONS["plain"])[i], expected[i])
 
 
-def test_chunks_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Harness([60]).step({0: 60}, OPTIONS["plain"])[0]
+@pytest.mark.parametrize("name", ["plain", "slopes"])
+def test_chunks_do_not_change_a_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Harness([60]).step({0: 60}, OPTIONS[name])[0]
     chunked = Harness([60])
-    parts = [chunked.step({0: n}, OPTIONS["plain"])[0] for n in (1, 13, 2, 30, 1, 13)]
+    parts = [chunked.step({0: n}, OPTIONS[name])[0] for n in (1, 13, 2, 30, 1, 13)]
     assert torch.equal(torch.cat(parts), whole)
     monkeypatch.setattr(reference, "_MAX_SCORES", 2000)
-    assert torch.equal(Harness([60]).step({0: 60}, OPTIONS["plain"])[0], whole)
+    assert torch.equal(Harness([60]).step({0: 60}, OPTIONS[name])[0], whole)
 
 
 def test_leftovers_of_a_broken_request_do_not_leak_into_a_reused_block() -> None:

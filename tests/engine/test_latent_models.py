@@ -52,6 +52,8 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "three threads": {"num_threads": 3, "max_num_batched_tokens": 50},
     "speculation, preemption": {"speculative_config": SPECULATION, "max_num_batched_tokens": 17, "num_kv_blocks": 9},
 }
+INDEXER = ("wq_b", "wk", "weights_proj")
+"""What chooses positions, of which all are read."""
 change = msgspec.structs.replace
 
 
@@ -111,7 +113,8 @@ def test_the_forecast_is_what_the_engine_has(model: Path) -> None:
 
 def test_adapters_change_linear_layers(family: str, model: Path, tmp_path: Path) -> None:
     oracle, wanted = latent_model(family), random_requests((70, 9))
-    merged = write_adapter(oracle, linear_names(oracle, "kv_b_proj"), tmp_path / "adapter", 1, r=2, lora_alpha=1)
+    names = linear_names(oracle, "kv_b_proj", *INDEXER)
+    merged = write_adapter(oracle, names, tmp_path / "adapter", 1, r=2, lora_alpha=1)
     core = core_of(model, enable_lora=True, lora_modules={"adapter": str(tmp_path / "adapter")})
     adapted = [change(each, request_id=f"adapted {each.request_id}", lora_name="adapter") for each in wanted]
     found, path = stories(core, wanted + adapted), core.info.path

@@ -42,11 +42,14 @@ def dummy(path: Path, **options: Any) -> EngineConfig:
 
 
 UNSUPPORTED = {
-    "BloomForCausalLM": tf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
-    "FalconForCausalLM": tf.FalconConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
+    "DeepseekV32ForCausalLM": tf.DeepseekV32Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        index_topk=32,
     ),
-    "MptForCausalLM": tf.MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4),
     "MambaForCausalLM": tf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
     "JambaForCausalLM": tf.JambaConfig(**TINY),
     "T5ForConditionalGeneration": tf.T5Config(vocab_size=64, d_model=32, num_layers=2),

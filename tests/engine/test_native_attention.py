@@ -22,7 +22,7 @@ from llmbackend.engine.kernels.operations import Kind, RotaryOp, Type
 from llmbackend.engine.kernels.weights import TYPE_OF
 from llmbackend.engine.step import FlatStep
 from tests.helpers.native_engines import COMPILER, EMULATED_TILES, Array, engine, from_bf16, to_bf16
-from tests.helpers.ragged_attention import SINKS, Batch, Pages, Shape, Tokens, attend, rounded, run, stored
+from tests.helpers.ragged_attention import SINKS, SLOPES, Batch, Pages, Shape, Tokens, attend, rounded, run, stored
 
 VARIANTS = [name for name in library.available() if name != "avx512_vnni"] or list(library.available())
 """The one left out compiles attention to float32 and bfloat16 as avx512 does."""
@@ -70,9 +70,11 @@ def attention(rounds_queries: bool, shape: Shape, sequence: Tokens) -> Array:
     q = sequence.q * np.float32(shape.dim**-0.5)
     q = from_bf16(to_bf16(q)) if rounds_queries else q
     scores = q.astype(np.float64).swapaxes(0, 1) @ k.transpose(1, 2, 0)
+    distance = np.arange(len(sequence))[:, None] - np.arange(len(sequence))[None]
+    if shape.slopes:
+        scores -= SLOPES[: shape.heads, None, None] * distance
     if shape.softcap:
         scores = np.tanh(scores / shape.softcap) * shape.softcap
-    distance = np.arange(len(sequence))[:, None] - np.arange(len(sequence))[None]
     seen = (distance >= 0) & ((distance < shape.window) if shape.window else True)
     scores = np.where(seen, scores, -np.inf)
     extra = SINKS[: shape.heads, None, None] if shape.sinks else np.full((shape.heads, 1, 1), -np.inf)
@@ -99,7 +101,11 @@ SHAPES = {
     "window-1": Shape(window=1),
     "softcap": Shape(softcap=3.0),
     "sinks": Shape(sinks=True),
-    "all": Shape(heads=8, kv_heads=4, window=140, softcap=5.0, sinks=True, block_size=64, kv_type=Type.FLOAT32),
+    "slopes": Shape(heads=6, kv_heads=3, slopes=True),
+    "slopes-one-query-head": Shape(heads=3, kv_heads=3, slopes=True, block_size=64),
+    "all": Shape(
+        heads=8, kv_heads=4, window=140, softcap=5.0, sinks=True, slopes=True, block_size=64, kv_type=Type.FLOAT32
+    ),
     "latent": Shape(heads=16, kv_heads=1, dim=576, latent_dim=512),
     "latent-alone": Shape(heads=1, kv_heads=1, dim=96, latent_dim=64, out_type=Type.BFLOAT16),
     "latent-float32": Shape(heads=10, kv_heads=1, dim=128, latent_dim=96, block_size=64, kv_type=Type.FLOAT32),
@@ -110,7 +116,7 @@ SHAPES = {
     "fixed-point-qwen": Shape(heads=14, kv_heads=2, kv_type=Type.FIXED16, out_type=Type.BFLOAT16),
     "fixed-point-dim-80": Shape(heads=2, kv_heads=2, dim=80, kv_type=Type.FIXED16),
     "fixed-point-all": Shape(
-        heads=4, dim=128, window=140, softcap=5.0, sinks=True, block_size=64, kv_type=Type.FIXED16
+        heads=4, dim=128, window=140, softcap=5.0, sinks=True, slopes=True, block_size=64, kv_type=Type.FIXED16
     ),
 }
 
@@ -166,7 +172,8 @@ def test_emulated_tiles_are_like_real_ones() -> None:
     """Bit by bit, so that what tests of the emulation show holds for the CPU's own tiles."""
     if "amx" not in VARIANTS or COMPILER is None:
         pytest.skip("needs a CPU with tiles, and a C++ compiler")
-    for shape in (Shape(heads=3, kv_heads=1, dim=80, window=140, softcap=5.0, sinks=True), Shape(heads=2, kv_heads=2)):
+    everything = Shape(heads=3, kv_heads=1, dim=80, window=140, softcap=5.0, sinks=True, slopes=True)
+    for shape in (everything, Shape(heads=2, kv_heads=2)):
         lengths = (33, 260)
         got, wanted = (whole(variant, shape, lengths) for variant in (EMULATED_TILES, "amx"))
         assert [bits.tobytes() for bits in got] == [bits.tobytes() for bits in wanted]

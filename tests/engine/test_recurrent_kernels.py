@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,17 @@ from torch.nn import functional
 
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import NativeKernels, op_pointers
-from llmbackend.engine.kernels.operations import ArrangeOp, ConvOp, GateNorm, GateOp, Kind, ScanOp, Step, Type
+from llmbackend.engine.kernels.operations import (
+    ArrangeOp,
+    ConvOp,
+    GateFunction,
+    GateNorm,
+    GateOp,
+    Kind,
+    ScanOp,
+    Step,
+    Type,
+)
 from tests.helpers.native_engines import best_is_fast, engine, to_bf16
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernels are built here")
@@ -22,6 +32,7 @@ HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 20, 48
 KEYS, VALUES = KEY_HEADS * KEY_DIM, HEADS * VALUE_DIM
 CUTS = ([TOKENS], [1] * TOKENS, [64, 1, 65, 20], [3, 147])
 NONE = -1
+BETA = 1.7
 
 
 @pytest.fixture(params=best_is_fast(library.available()))
@@ -115,7 +126,7 @@ def scan(
     op = ScanOp(kind=Kind.SCAN, delta=is_delta, **places, decay=decay.ctypes.data, bias=bias.ctypes.data,
                 skip=None if is_delta else skip.ctypes.data, state=state.ctypes.data, slot_stride=state.shape[1],
                 stride=WIDTH, a_stride=WIDTH, b_stride=WIDTH, num_heads=HEADS, num_key_heads=KEY_HEADS,
-                key_dim=KEY_DIM, value_dim=VALUE_DIM, eps=1e-6, dt_min=1e-3, dt_max=0.9)  # fmt: skip
+                key_dim=KEY_DIM, value_dim=VALUE_DIM, eps=1e-6, dt_min=1e-3, dt_max=0.9, beta=BETA)  # fmt: skip
     run(kernels, op, **{"lens": [len(x)], "slots": [0], "sources": [NONE], **how})
     return x[:, COLUMNS["v"] : COLUMNS["a"]].copy()
 
@@ -136,7 +147,7 @@ def plain_scan(x: np.ndarray, vectors: Sequence[np.ndarray], is_delta: bool) -> 
     for t in range(len(x)):
         state = state * (decay * rate[t]).exp()[:, None, None]
         if is_delta:
-            u = b[t].sigmoid()[:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
+            u = BETA * b[t].sigmoid()[:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
         else:
             u = rate[t][:, None] * v[t]
         state = state + k[t][:, :, None] * u[:, None]
@@ -170,19 +181,27 @@ def test_rates_far_from_zero_are_finite(kernels: NativeKernels) -> None:
         np.testing.assert_allclose(found / scale, expected / scale, atol=3e-6)
 
 
+_GATES: dict[GateFunction, Callable[[torch.Tensor], torch.Tensor]] = {
+    GateFunction.SILU: functional.silu, GateFunction.SIGMOID: torch.sigmoid, GateFunction.SOFTPLUS: functional.softplus,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("norm", GateNorm)
-@pytest.mark.parametrize("is_sigmoid", [False, True])
-def test_a_gate_comes_before_or_after_its_norm(kernels: NativeKernels, norm: GateNorm, is_sigmoid: bool) -> None:
+@pytest.mark.parametrize("one_per_group", [False, True])
+@pytest.mark.parametrize("function", GateFunction)
+def test_a_gate_comes_before_or_after_its_norm(
+    kernels: NativeKernels, norm: GateNorm, function: GateFunction, one_per_group: bool
+) -> None:
     groups, group = 3, 48
     x, z, weight = random(TOKENS, groups * group), random(TOKENS, groups * 2 * group, seed=2), random(group, seed=3)
     out, given = np.full((TOKENS, groups * group), np.nan, np.float32), x.copy()
     op = GateOp(kind=Kind.GATE, norm=norm, x=given.ctypes.data, z=z.ctypes.data + 4 * group, weight=weight.ctypes.data,
                 out=out.ctypes.data, x_stride=x.shape[1], z_stride=z.shape[1], z_group_stride=2 * group,
-                out_stride=out.shape[1], group=group, num_groups=groups, out_type=Type.FLOAT32, is_sigmoid=is_sigmoid,
-                eps=1e-5, weight_group_stride=0)  # fmt: skip
+                out_stride=out.shape[1], group=group, num_groups=groups, out_type=Type.FLOAT32, function=function,
+                eps=1e-5, weight_group_stride=0, one_per_group=one_per_group)  # fmt: skip
     kernels.run(op_pointers([op]), 1, Step(num_tokens=TOKENS))
     values, gates = (torch.from_numpy(each).view(TOKENS, groups, -1) for each in (x, z))
-    gates = gates[..., group:].sigmoid() if is_sigmoid else functional.silu(gates[..., group:])
+    gates = _GATES[function](gates[..., group : group + 1 if one_per_group else None])
     if norm is GateNorm.BEFORE:
         expected = functional.rms_norm(values, [group], torch.from_numpy(weight), 1e-5) * gates
     elif norm is GateNorm.AFTER:

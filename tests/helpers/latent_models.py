@@ -48,6 +48,10 @@ LATENT: dict[str, Any] = {
     "glm4_moe_lite": tf.Glm4MoeLiteConfig(
         **SIZES, q_lora_rank=96, kv_lora_rank=64, n_group=1, topk_group=1, routed_scaling_factor=1.8,
     ),
+    "glm_moe_dsa": tf.GlmMoeDsaConfig(
+        **SIZES, q_lora_rank=96, kv_lora_rank=64, routed_scaling_factor=1.8, index_topk=192, index_n_heads=2,
+        index_head_dim=64, index_topk_freq=2,
+    ),
 }  # fmt: skip
 """By families, with the shapes of their attention."""
 

@@ -38,6 +38,8 @@ class Shape:
     softcap: float = 0.0
     sinks: bool = False
     out_type: Type = Type.FLOAT32
+    slopes: bool = False
+    """A bias by distance (ALiBi)"""
     latent_dim: int = 0
     """Values are the last ones of keys; 0: they are numbers of their own."""
 
@@ -68,6 +70,7 @@ class Tokens:
 
 
 SINKS = np.linspace(-3, 4, 32, dtype=np.float32)
+SLOPES = (2.0 ** -np.linspace(1, 8, 32)).astype(np.float32)
 
 
 class Pages:
@@ -148,7 +151,8 @@ def attend(
     write = RotaryOp(kind=Kind.ROTARY, q=q.ctypes.data, k=k.ctypes.data, v=v.ctypes.data, stride=stride, **common)
     op = AttentionOp(kind=Kind.ATTENTION, q=q.ctypes.data, out=out.ctypes.data, q_stride=stride, out_stride=out_stride,
                      window=shape.window, softcap=shape.softcap, scaling=shape.dim**-0.5, out_type=shape.out_type,
-                     sinks=SINKS.ctypes.data if shape.sinks else None, value_dim=shape.latent_dim,
+                     sinks=SINKS.ctypes.data if shape.sinks else None,
+                     slopes=SLOPES.ctypes.data if shape.slopes else None, value_dim=shape.latent_dim,
                      **common)  # fmt: skip
     run(team, [write, op], batch.step)
     border = (slice(None), slice(width, None))

@@ -27,10 +27,19 @@ RECURRENT: dict[str, Any] = {
         **SIZES, num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"], conv_bias=True,
         block_auto_adjust_ff_dim=False,
     ),
+    "lfm3": tf.Lfm3Config(
+        **SIZES, num_hidden_layers=5, head_dim=64, conv_bias=True, sliding_window=24,
+        layer_types=["conv", "full_attention", "conv", "sliding_attention", "conv"],
+    ),
     "qwen3_5": tf.Qwen3_5TextConfig(
         **SIZES, num_hidden_layers=4, head_dim=64, linear_key_head_dim=32, linear_value_head_dim=48,
         linear_num_key_heads=2, linear_num_value_heads=4,
         layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    ),
+    "olmo_hybrid": tf.OlmoHybridConfig(
+        **SIZES, num_hidden_layers=4, head_dim=64, linear_key_head_dim=32, linear_value_head_dim=48,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_allow_neg_eigval=True,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     ),
     "granitemoehybrid": tf.GraniteMoeHybridConfig(
         **SIZES, num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2, num_local_experts=0,

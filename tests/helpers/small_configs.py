@@ -82,6 +82,7 @@ _CHANGES: Final[Mapping[str, Mapping[str, Any]]] = {
     "granitemoehybrid": _HYBRID | {"num_local_experts": 0},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 32},
     "mamba2": {"num_heads": 8},
     "qwen3_5_moe_text": _HYBRID,

@@ -45,10 +45,19 @@ class AttentionOptions:
     """Scores become softcap * tanh(scores / softcap); None = off."""
     sinks: torch.Tensor | None = None
     """[num_heads]: an extra score per head in the softmax, without a value; None = none."""
+    slopes: torch.Tensor | None = None
+    """[num_heads]: ALiBi adds slope * (key position - query position) to scores, before the softcap; None = none."""
     mask: torch.Tensor | None = None
     """The layer's own mask; no backend supports one."""
     extra: Mapping[str, Any] | None = None
     """All other arguments of the layer."""
+
+
+class UnmadeMask:
+    """In place of the mask that is not made, for modules that cut it."""
+
+    def __getitem__(self, _part: object) -> UnmadeMask:
+        return self
 
 
 class AttentionContext(Protocol):
@@ -98,12 +107,13 @@ def attention_function(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | UnmadeMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
     """The signature that `transformers` expects: query [1, heads, tokens, head_dim]; returns ([1, tokens, heads, dim],
@@ -116,7 +126,8 @@ def attention_function(
         sliding_window=sliding_window or None,
         softcap=softcap or None,
         sinks=s_aux,
-        mask=attention_mask,
+        slopes=slopes,
+        mask=None if isinstance(attention_mask, UnmadeMask) else attention_mask,
         extra=extra,
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))

@@ -64,6 +64,7 @@ class _LayerOps:
     def __init__(self, cache: NativeLayerCache) -> None:
         self._cache = cache
         self._sinks: torch.Tensor | None = None
+        self._slopes: torch.Tensor | None = None
         common = {
             "kv_type": cache.type,
             "num_kv_heads": cache.num_kv_heads,
@@ -91,8 +92,13 @@ class _LayerOps:
         attend.scaling = options.scaling
         attend.softcap = options.softcap or 0.0
         attend.window = options.sliding_window or 0
-        self._sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
+        self._sinks, self._slopes = _floats(options.sinks), _floats(options.slopes)
         attend.sinks = None if self._sinks is None else self._sinks.data_ptr()
+        attend.slopes = None if self._slopes is None else self._slopes.data_ptr()
+
+
+def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().float().contiguous()
 
 
 def native_kv_memory(

@@ -50,13 +50,15 @@ def _attend_group(query: torch.Tensor, cache: LayerKVCache, group: RowGroup, opt
     keys, values = cache.gather(group.blocks)
     # [tokens, heads, dim] → [rows, heads, query_len, dim]
     queries = query.reshape(group.num_rows, group.query_len, *query.shape[1:]).transpose(1, 2)
-    attended = _dense_attention(queries, keys, values, group.visible, options)
+    distance = None if options.slopes is None else group.distance
+    attended = _dense_attention(queries, keys, values, group.visible, options, distance)
     return attended.transpose(1, 2).flatten(0, 1)
 
 
 def _dense_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, options: AttentionOptions
-) -> torch.Tensor:
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, options: AttentionOptions,
+    distance: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """As grouped_attention, in slices of queries that bound the memory for scores; on a GPU torch's fused attention.
 
     Not fused on CPU, although that would save a third of the time of a long prefill: the result of the fused kernel for
@@ -64,26 +66,29 @@ def _dense_attention(
     products have no such dependence.
     """
     rows, heads, query_len, _ = queries.shape
-    if queries.is_cuda and query_len > 1 and options.softcap is None and options.sinks is None:
+    is_plain = options.softcap is None and options.sinks is None and options.slopes is None
+    if queries.is_cuda and query_len > 1 and is_plain:
         return functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=visible[:, None], scale=options.scaling, enable_gqa=True
         )
     slice_len = max(1, _MAX_SCORES // (rows * heads * keys.shape[2]))
     if slice_len >= query_len:
-        return grouped_attention(queries, keys, values, visible, options)
+        return grouped_attention(queries, keys, values, visible, options, distance)
     keys, values = keys.float(), values.float()
-    starts = range(0, query_len, slice_len)
-    slices = ((queries[:, :, a : a + slice_len], visible[:, a : a + slice_len]) for a in starts)
-    return torch.cat([grouped_attention(q, keys, values, seen, options) for q, seen in slices], dim=2)
+    parts = [slice(start, start + slice_len) for start in range(0, query_len, slice_len)]
+    slices = ((queries[:, :, a], visible[:, a], None if distance is None else distance[:, a]) for a in parts)
+    return torch.cat([grouped_attention(q, keys, values, seen, options, far) for q, seen, far in slices], dim=2)
 
 
 def grouped_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, options: AttentionOptions
-) -> torch.Tensor:
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, options: AttentionOptions,
+    distance: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attention with the softmax and the products in float32; all options.
 
     queries [rows, heads, query_len, dim], keys and values [rows, kv_heads, keys, dim] (heads is a multiple of kv_heads:
-    each key head is multiplied with its group of query heads, never copied), visible bool [rows, query_len, keys]
+    each key head is multiplied with its group of query heads, never copied), visible bool [rows, query_len, keys],
+    distance float32 [rows, query_len, keys] of a key's position from its query's, where there are slopes
     → [rows, heads, query_len, value_dim] in queries' dtype.
     """
     rows, heads, query_len, dim = queries.shape
@@ -91,6 +96,9 @@ def grouped_attention(
     num_grouped = heads // kv_heads * query_len
     grouped = (queries.float() * options.scaling).reshape(rows, kv_heads, num_grouped, dim)
     scores = _product(grouped, keys.float().transpose(-1, -2)).reshape(rows, heads, query_len, -1)
+    if options.slopes is not None:
+        assert distance is not None, "biases by distance need the distances"
+        scores.addcmul_(options.slopes.to(scores).view(1, heads, 1, 1), distance[:, None])
     if options.softcap is not None:
         scores.div_(options.softcap).tanh_().mul_(options.softcap)
     # Filled, not added: a masked score may be infinite.
@@ -135,10 +143,21 @@ class RowGroup:
     """int64 [num_rows, padded_blocks]: KV block ids."""
     visible: torch.Tensor
     """bool [num_rows, query_len, padded_blocks * block_size]: whether a query attends to a key."""
+    first_queries: torch.Tensor
+    """int64 [num_rows]: position of each row's first query."""
+    first_keys: torch.Tensor
+    """int64 [num_rows]: position of each row's first key."""
 
     @property
     def end_token(self) -> int:
         return self.first_token + self.num_rows * self.query_len
+
+    @property
+    def distance(self) -> torch.Tensor:
+        """float32, as visible: of a key's position from its query's."""
+        _, num_queries, num_keys = self.visible.shape
+        queries, keys = (torch.arange(n, device=self.visible.device) for n in (num_queries, num_keys))
+        return ((self.first_keys - self.first_queries)[:, None, None] + keys - queries[:, None]).float()
 
 
 def padded_blocks(num_blocks: Int64Array) -> Int64Array:
@@ -222,6 +241,8 @@ class RaggedBatch:
             query_len=query_len,
             blocks=torch.from_numpy(blocks).to(self._device),
             visible=torch.from_numpy(visible).to(self._device),
+            first_queries=torch.from_numpy(query_positions[:, 0]).to(self._device),
+            first_keys=torch.from_numpy(first * block_size).to(self._device),
         )
 
 

@@ -5,7 +5,7 @@ Used by cpu/decoder_program.py.
 
 from __future__ import annotations
 
-from ..kernels.operations import AttentionOp, GateNorm, GateOp, Kind, RotaryOp
+from ..kernels.operations import AttentionOp, GateFunction, GateNorm, GateOp, Kind, RotaryOp
 from .buffers import Buffer
 from .native_memory import NativeLayerCache
 from .packed_decoder import Memories, PackedAttention
@@ -76,22 +76,25 @@ def attention_op(
 
 
 def attention_gate(attention: PackedAttention, x: Buffer, qkv: Buffer, out: Buffer) -> GateOp:
-    """x times the sigmoid of the gates that follow the queries of each head."""
-    head_dim = attention.head_dim
+    """x times its gates, one per number or one per head, which follow each head's queries or all heads' values."""
+    head_dim, gate = attention.head_dim, attention.gate
+    per_head = gate is not None and gate.weight.n == attention.num_heads
+    column = head_dim if gate is None else attention.projected - gate.weight.n
     return GateOp(
         kind=Kind.GATE,
         norm=GateNorm.NONE,
         x=x.address,
-        z=qkv.from_column(head_dim).address,
+        z=qkv.from_column(column).address,
         out=out.address,
         x_stride=x.stride,
         z_stride=qkv.stride,
-        z_group_stride=2 * head_dim,
+        z_group_stride=2 * head_dim if gate is None else 1 if per_head else head_dim,
         out_stride=out.stride,
         group=head_dim,
         num_groups=attention.num_heads,
         out_type=out.type,
-        is_sigmoid=1,
+        function=GateFunction[attention.gate_function.upper()],
+        one_per_group=per_head,
     )
 
 

@@ -202,7 +202,7 @@ class DecoderProgram:
         self._block = Buffer(self._kernels.library, tokens, self._width, Type.FLOAT32)
         self._qkv = Buffer(self._kernels.library, tokens, max(qkv), Type.FLOAT32)
         self._attended = Buffer(self._kernels.library, tokens, attended, self._activation)
-        is_gated = any(attention.is_gated for attention in attentions)
+        is_gated = any(attention.has_gates for attention in attentions)
         self._ungated = Buffer(self._kernels.library, tokens if is_gated else 1, attended, Type.FLOAT32)
         by_key_head = [each.projected for each in mixers if isinstance(each, PackedScan) and each.by_key_head]
         self._arranged = Buffer(self._kernels.library, tokens, max(by_key_head, default=0), Type.FLOAT32)
@@ -266,11 +266,13 @@ class DecoderProgram:
 
     def _add_qkv(self, attention: PackedAttention, x: Buffer) -> None:
         column = 0
-        lora = self._add_lora(x, *attention.qkv)
-        for part in attention.qkv:
-            place = self._qkv.from_column(column)
-            self._add_linear(Role.QKV, part, x, place, lora=lora, lora_panel=column // PANEL)
-            column += part.weight.n
+        for together in attention.inputs:
+            lora, panel = self._add_lora(x, *together), 0
+            for part in together:
+                place = self._qkv.from_column(column)
+                self._add_linear(Role.QKV, part, x, place, lora=lora, lora_panel=panel)
+                column += part.weight.n
+                panel += part.weight.n // PANEL
 
     def _add_latent_qkv(self, attention: PackedAttention, latent: PackedLatent, x: Buffer) -> None:
         """Queries, without their rotary parts, followed by the key."""
@@ -295,9 +297,9 @@ class DecoderProgram:
         latent, buffers, qkv, out = attention.latent, self._latent_buffers, self._qkv, self._attended
         if latent is None or buffers is None:
             self._add(Role.ROTARY, rotary_op(attention, cache, qkv, self._memories))
-            attended = self._ungated if attention.is_gated else out
+            attended = self._ungated if attention.has_gates else out
             self._add(Role.ATTENTION, attention_op(attention, cache, qkv, attended, self._memories))
-            if attention.is_gated:
+            if attention.has_gates:
                 self._add(Role.GATE, attention_gate(attention, attended, qkv, out))
             return
         turned = buffers.queries.from_column(latent.up.k), latent.up.k + attention.head_dim - latent.rank

@@ -66,7 +66,14 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [num_heads]: an extra score per head without a value."""
     is_gated: bool = False
     """In qkv, each head of queries is followed by as many gates; the head's output is multiplied by their sigmoid."""
+    gate: PackedProjection | None = None
+    """A separate projection of gates instead: one per number of all heads, or one per head."""
+    gate_function: Literal["sigmoid", "softplus"] = "sigmoid"
     latent: PackedLatent | None = None
+
+    @property
+    def has_gates(self) -> bool:
+        return self.is_gated or self.gate is not None
 
     @property
     def num_heads(self) -> int:
@@ -77,7 +84,7 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
         """Numbers of queries, gates, keys and values per token."""
         if self.latent is not None:
             return (self.num_heads + 1) * self.head_dim
-        return sum(part.weight.n for part in self.qkv)
+        return sum(part.weight.n for together in self.inputs for part in together)
 
     @property
     def kv(self) -> LayerKV:
@@ -87,7 +94,7 @@ class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
     def inputs(self) -> tuple[tuple[PackedProjection, ...], ...]:
         """The projections before attention, grouped by input, in program order."""
         if self.latent is None:
-            return (self.qkv,)
+            return (self.qkv,) if self.gate is None else (self.qkv, (self.gate,))
         of_both, *others = self.latent.inputs
         return ((*self.qkv, *of_both), *others)
 
@@ -243,10 +250,12 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_groups(self) -> LayerGroups:
-        """Which layers with attention share KV blocks."""
+        """Which layers with attention share KV blocks. Beside recurrent layers all blocks are kept: what a state lacks
+        after a step that failed is computed again, maybe from the first token on."""
         attentions = self.attentions
         are_alike = len({each.kv for each in attentions}) == 1
-        return layer_groups([each.sliding_window for each in attentions], self.max_model_len, are_alike)
+        windows = [0 if self.state_bytes else each.sliding_window for each in attentions]
+        return layer_groups(windows, self.max_model_len, are_alike)
 
     def check(self, memories: Memories) -> None:
         """Raises ValueError if weights are outside the memories, or inconsistent with each other or with the model's
@@ -313,6 +322,9 @@ def _check_attention(attention: PackedAttention, width: int, max_model_len: int,
         expect(sum(part.weight.n for part in attention.qkv) == (of_queries + 2 * kv_heads) * dim, "attention")
         check_projection(attention.out, width, heads * dim)
     expect(not (attention.is_gated and attention.norm_whole), "attention")
+    if (gate := attention.gate) is not None:
+        expect(attention.latent is None and not attention.is_gated, "gate")
+        check_projection(gate, heads if gate.weight.n == heads else heads * dim, width)
     for part in attention.qkv:
         check_projection(part, part.weight.n, width)
     check_norm(attention.q_norm, (heads * dim if attention.norm_whole else dim,))

@@ -86,6 +86,8 @@ class PackedScan(msgspec.Struct, frozen=True, kw_only=True, tag="scan"):
     those of q, k, v, z, b and a of all heads."""
     factors: ArrayAt | None = None
     """float32 [projected]: multiply the outputs of the projections"""
+    beta: float = 1.0
+    """Factor on the delta rule's sigmoid(b)."""
 
     @property
     def state_floats(self) -> int:

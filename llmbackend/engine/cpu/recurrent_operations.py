@@ -164,6 +164,7 @@ def _recurrence(mixer: PackedScan, memories: Memories, projected: Buffer, state:
         eps=_NORM_EPS,
         dt_min=mixer.rate_limits[0],
         dt_max=mixer.rate_limits[1],
+        beta=mixer.beta,
     )
 
 

@@ -140,7 +140,7 @@ class RotaryOp(ctypes.Structure):
 class AttentionOp(ctypes.Structure):
     _fields_ = [
         *_fields(numbers="kind kv_type"),
-        *_fields("q keys values sinks out"),
+        *_fields("q keys values sinks slopes out"),
         *_fields("", "q_stride out_stride num_heads num_kv_heads head_dim block_size window out_type"),
         *_fields(floats="scaling softcap"),
         *_fields(numbers="q_gap value_dim"),
@@ -201,6 +201,12 @@ class GateNorm(IntEnum):
     AFTER = 2
 
 
+class GateFunction(IntEnum):
+    SILU = 0
+    SIGMOID = 1
+    SOFTPLUS = 2
+
+
 class ConvOp(ctypes.Structure):
     _fields_ = [
         *_named("kind gated", c_int32),
@@ -216,7 +222,8 @@ class ScanOp(ctypes.Structure):
         *_named("q k v a b decay bias skip state", c_void_p),
         *_named("slot_stride", c_int64),
         *_named("stride a_stride b_stride num_heads num_key_heads key_dim value_dim", c_int32),
-        *_named("eps dt_min dt_max", c_float),
+        *_named("eps dt_min dt_max beta", c_float),
+        *_named("padding", c_int32),
     ]
 
 
@@ -224,9 +231,9 @@ class GateOp(ctypes.Structure):
     _fields_ = [
         *_named("kind norm", c_int32),
         *_named("x z weight out", c_void_p),
-        *_named("x_stride z_stride z_group_stride out_stride group num_groups out_type is_sigmoid", c_int32),
+        *_named("x_stride z_stride z_group_stride out_stride group num_groups out_type function", c_int32),
         *_named("eps", c_float),
-        *_named("weight_group_stride", c_int32),
+        *_named("weight_group_stride one_per_group padding", c_int32),
     ]
 
 

@@ -27,6 +27,8 @@ from ..attention.interface import (
 )
 from ..attention.reference import grouped_attention
 from ..errors import ProgramUnsupportedError
+from .rotary import max_model_len
+from .sparse_attention import sparse_layer_types, why_not_all
 
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _HYBRID = "hybrid"
@@ -95,15 +97,13 @@ def check_config(config: Any) -> None:
     if name.endswith(_ENCODER_TASKS):
         raise unsupported(name, "it is an encoder, and the engine generates text with decoder-only models")
     model_class = causal_lm_class(config)
-    kinds = set(layer_types(config))
+    kinds = set(layer_types(config)) - sparse_layer_types(config)
     if is_recurrent(config):
         kinds -= _BESIDE_RECURRENT
     if model_class is not None:
         is_known = bool(kinds) and kinds <= _SUPPORTED_LAYER_TYPES
         if getattr(model_class, "_is_stateful", False) and not is_known:
             raise unsupported(name, "it keeps a recurrent state per sequence, which paged KV memory cannot hold")
-        if reason := own_attention.why_not(config):
-            raise unsupported(name, reason)
         own_attention.lead_to_interface(model_class)
         if not _calls_attention_interface(model_class):
             raise unsupported(name, "its attention does not go through transformers' attention interface")
@@ -111,6 +111,15 @@ def check_config(config: Any) -> None:
         raise unsupported(name, "transformers has no causal language model of this kind")
     if unknown := sorted(kinds - _SUPPORTED_LAYER_TYPES):
         raise unsupported(name, f"its layers of type {', '.join(unknown)} are not plain or sliding-window attention")
+
+
+def checked_length(config: Any, wanted: int | None) -> int:
+    """The limit in force, in tokens. wanted: the engine argument max_model_len. Raises ValueError where the model
+    allows less, or attends to less."""
+    length = max_model_len(wanted, config.get_text_config(decoder=True))
+    if reason := why_not_all(config, length):
+        raise unsupported(architecture_name(config), reason)
+    return length
 
 
 def _calls_attention_interface(model_class: Any) -> bool:
@@ -265,7 +274,7 @@ def _check_calls(name: str, config: Any, recorder: RecordingAttention, mask_wind
 
 
 def _own_logits(model: Any, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(own_attention.implementation_of(model.config))
     try:
         return torch.cat([_logits(model, [sequence], None) for sequence in sequences])
     finally:
@@ -339,4 +348,4 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options
     if options.sliding_window is not None:
         visible &= distance < options.sliding_window
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    return grouped_attention(q, k, v, visible[None], options)[0].transpose(0, 1)
+    return grouped_attention(q, k, v, visible[None], options, -distance[None].float())[0].transpose(0, 1)

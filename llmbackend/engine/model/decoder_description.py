@@ -41,7 +41,7 @@ from .recognition import (
     finish_of,
     norm_of,
 )
-from .rotation import Heads, Rotation, Rotations, query_scale_of
+from .rotation import GATES, GateFunction, Heads, Rotation, Rotations, query_scale_of
 from .text_part import text_part
 
 
@@ -61,6 +61,9 @@ class Attention:
     options: AttentionOptions
     is_gated: bool = False
     """In qkv, each head of queries is followed by as many gates; the head's output is multiplied by their sigmoid."""
+    gate: Projection | None = None
+    """A separate projection of gates instead: one per number of all heads, or one per head."""
+    gate_function: GateFunction = "sigmoid"
     latent: Latent | None = None
 
     @property
@@ -165,6 +168,7 @@ def why_not_on_accelerator(decoder: Decoder) -> str:
         "its norms after the rotation": any(rotation.norm_last for rotation in rotations),
         "its MLPs without a gate": any(isinstance(layer.mlp, PlainMlp) for layer in layers),
         "its parallel attention and MLP": any(layer.is_parallel for layer in layers),
+        "its gates of attention": any(layer.attention and layer.attention.gate for layer in layers),
     }
     names = [name for name, is_there in found.items() if is_there]
     return f"{' and '.join(names)}: supported only by the CPU's program" if names else ""
@@ -241,8 +245,9 @@ def _attention(index: int, module: Any, options: AttentionOptions, rotations: Ro
     out_name = "dense" if hasattr(module, "dense") else "o_proj"
     names = ["qkv_proj"] if hasattr(module, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
     norm_names = ("query_layernorm", "key_layernorm") if hasattr(module, "query_layernorm") else ("q_norm", "k_norm")
-    expect_children(module, {*names, out_name}, frozenset(norm_names))
+    expect_children(module, {*names, out_name}, frozenset((*norm_names, *GATES)))
     projections = {name: projection_of(getattr(module, name)) for name in (*names, out_name)}
+    gates, gate = gates_of(module)
     if len(names) == 3 and projections["k_proj"].weight.n != projections["v_proj"].weight.n:
         raise ProgramUnsupportedError(f"{type(module).__name__} has keys and values of different sizes")
     qkv = projections["qkv_proj"] if len(names) == 1 else qkv_of([projections[name] for name in names])
@@ -253,7 +258,7 @@ def _attention(index: int, module: Any, options: AttentionOptions, rotations: Ro
     norms = [_head_norm(getattr(module, name, None), *each) for name, *each in zip(norm_names, widths, strict=True)]
     norm_whole = norms[0] is not None and len(norms[0].weight) != head_dim
     outputs = {name: projection.weight.n for name, projection in projections.items()}
-    heads = Heads(outputs, head_dim, num_kv_heads, norms[0], norms[1], norm_whole)
+    heads = Heads(outputs, head_dim, num_kv_heads, norms[0], norms[1], norm_whole, gates)
     return Attention(
         qkv=qkv,
         out=out,
@@ -262,7 +267,16 @@ def _attention(index: int, module: Any, options: AttentionOptions, rotations: Ro
         norm_whole=norm_whole,
         rotation=rotations.of(index, module, heads),
         options=options,
+        gate=gate,
+        gate_function="sigmoid" if gate is None else rotations.gate_function(index, module, heads),
     )
+
+
+def gates_of(module: Any) -> tuple[dict[str, int], Projection | None]:
+    """The layer that gives attention's gates, if there is one; before it, its name with its number of outputs."""
+    name = next((name for name in GATES if getattr(module, name, None) is not None), None)
+    gate = None if name is None else projection_of(getattr(module, name))
+    return {} if name is None or gate is None else {name: gate.weight.n}, gate
 
 
 def _head_norm(module: Any, whole: int) -> Norm | None:

@@ -16,8 +16,9 @@ from torch import nn
 
 from ..attention.interface import AttentionOptions
 from ..errors import ProgramUnsupportedError
-from .compatibility import is_recurrent, needs_program
-from .decoder_description import Attention, Decoder, Experts, Layer, describe, experts_of
+from ..gpu.ops.ops import Norm
+from .compatibility import is_recurrent, layer_types, needs_program
+from .decoder_description import Attention, Decoder, Experts, Layer, describe, experts_of, gates_of
 from .mixture_description import Mixture
 from .projections import (
     Mlp,
@@ -32,7 +33,7 @@ from .projections import (
 )
 from .recognition import embedding_factor_of, finish_of, mlp_activation, norm_of
 from .recurrent_layers import reader_of
-from .rotation import Rotation, Rotations
+from .rotation import GATES, Heads, Rotation, Rotations
 from .text_part import text_part
 
 _MIXERS: Final = ("conv", "linear_attn", "mamba", "mixer")
@@ -78,7 +79,8 @@ def _describe_hybrid(model: Any, options: Mapping[nn.Module, AttentionOptions], 
     expect_children(base, {embedding, "layers", norm}, frozenset(_ROTARY))
     embeddings = getattr(base, embedding)
     rotary = next((getattr(base, name) for name in _ROTARY if hasattr(base, name)), None)
-    tables = None if rotary is None else Rotations(rotary, max_model_len, embeddings.weight.device)
+    kinds = layer_types(config)
+    tables = None if rotary is None else Rotations(rotary, max_model_len, embeddings.weight.device, kinds)
     layers = tuple(read_layer(layer, options, tables) for layer in base.layers)
     factor = float(getattr(config, "residual_multiplier", None) or 1.0)
     logit_factor, logit_softcap = finish_of(model, config)
@@ -115,23 +117,30 @@ class _Family:
     mlp_of: Callable[[Any], Mlp | Experts | Mixture]
     """Reads the MLP of a layer."""
     attention_of: Callable[[Any, AttentionOptions, Rotations | None], Attention]
+    out_norms: tuple[str, str] = ("", "")
+    """Behind them, where a layer has some."""
 
     def read(self, layer: Any, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None) -> Layer:
         attends = getattr(layer, "self_attn", None) is not None
         name = "self_attn" if attends else self.mixer
-        expect_children(layer, {name, *self.norms}, self.mlps)
-        module = getattr(layer, name)
+        expect_children(layer, {name, *self.norms}, self.mlps.union(self.out_norms))
+        module, out_norms = getattr(layer, name), [self._out_norm(layer, each) for each in self.out_norms]
         return Layer(
             module=module,
             attention_norm=norm_of(getattr(layer, self.norms[0])),
             attention=self.attention_of(module, options[module], tables) if attends else None,
-            attention_out_norm=None,
+            attention_out_norm=out_norms[0],
             mlp_norm=norm_of(getattr(layer, self.norms[1])),
             mlp=self.mlp_of(layer),
-            mlp_out_norm=None,
+            mlp_out_norm=out_norms[1],
             residual_factor=1.0,
             mixer=None if attends else reader_of(module)(module),
         )
+
+    @staticmethod
+    def _out_norm(layer: Any, name: str) -> Norm | None:
+        module = getattr(layer, name, None)
+        return None if module is None or isinstance(module, nn.Identity) else norm_of(module)
 
 
 def _attention(
@@ -139,22 +148,32 @@ def _attention(
     norms: tuple[str, str] | None = None,
 ) -> Attention:  # fmt: skip
     """norms: names of the query and key norms."""
-    expect_children(module, {"q_proj", "k_proj", "v_proj", out, *(norms or ())})
+    expect_children(module, {"q_proj", "k_proj", "v_proj", out, *(norms or ())}, frozenset(GATES))
     q_norm, k_norm = (norm_of(getattr(module, name)) for name in norms) if norms else (None, None)
     projected = projection_of(getattr(module, out))
     num_queries = module.q_proj.weight.shape[0]
     if num_queries not in (projected.weight.k, 2 * projected.weight.k):
         raise ProgramUnsupportedError(f"{type(module).__name__} has {num_queries} queries for {projected.weight.k}")
-    return Attention(
-        qkv=qkv_of([projection_of(each) for each in (module.q_proj, module.k_proj, module.v_proj)]),
+    parts = [projection_of(each) for each in (module.q_proj, module.k_proj, module.v_proj)]
+    layer, (gates, gate) = int(getattr(module, "layer_idx", 0)), gates_of(module)
+    attention = Attention(
+        qkv=qkv_of(parts),
         out=projected,
         q_norm=q_norm,
         k_norm=k_norm,
-        norm_whole=False,
-        rotation=Rotation(None if tables is None else tables.table(None, int(module.head_dim))),
+        norm_whole=q_norm is not None and len(q_norm.weight) != int(module.head_dim),
+        rotation=Rotation(None if tables is None else tables.table(tables.kind_of(layer), int(module.head_dim))),
         options=options,
         is_gated=num_queries != projected.weight.k,
+        gate=gate,
     )
+    if gate is None or tables is None:
+        return attention
+    sizes = [each.weight.n for each in (*parts, projected)]
+    outputs = dict(zip(("q_proj", "k_proj", "v_proj", out), sizes, strict=True))
+    num_kv_heads = parts[1].weight.n // int(module.head_dim)
+    heads = Heads(outputs, int(module.head_dim), num_kv_heads, None, None, False, gates)
+    return replace(attention, gate_function=tables.gate_function(layer, module, heads))
 
 
 def _qwen_mlp(layer: Any) -> Mlp | Experts | Mixture:
@@ -185,20 +204,43 @@ def _granite_mlp(layer: Any) -> Mlp | Experts | Mixture:
 
 
 _USUAL_NORMS: Final = ("input_layernorm", "post_attention_layernorm")
+_DELTA_NET: Final = _Family(
+    _USUAL_NORMS, "linear_attn", frozenset({"mlp"}), _qwen_mlp, partial(_attention, norms=("q_norm", "k_norm"))
+)
 _FAMILIES: Final = (
+    _Family(
+        ("operator_norm", "ffn_norm"), "conv", frozenset({"feed_forward"}), _lfm2_mlp,
+        partial(_attention, norms=("q_norm", "k_norm")), ("post_operator_norm", "post_ffn_norm"),
+    ),
     _Family(
         ("operator_norm", "ffn_norm"), "conv", frozenset({"feed_forward"}), _lfm2_mlp,
         partial(_attention, out="out_proj", norms=("q_layernorm", "k_layernorm")),
     ),
-    _Family(
-        _USUAL_NORMS, "linear_attn", frozenset({"mlp"}), _qwen_mlp, partial(_attention, norms=("q_norm", "k_norm"))
-    ),
+    _DELTA_NET,
     _Family(_USUAL_NORMS, "mamba", frozenset({"shared_mlp", "block_sparse_moe"}), _granite_mlp, _attention),
     _Family(
         ("input_layernorm", "pre_ff_layernorm"), "mamba", frozenset({"feed_forward"}),
         lambda layer: mlp_of(layer.feed_forward), _attention,
     ),
 )  # fmt: skip
+
+
+def _normed_behind(layer: Any, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None) -> Layer:
+    """OLMo Hybrid: a layer with attention has its norms behind its blocks."""
+    if not hasattr(layer, "self_attn"):
+        return _DELTA_NET.read(layer, options, tables)
+    expect_children(layer, {"self_attn", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"})
+    module = layer.self_attn
+    return Layer(
+        module=module,
+        attention_norm=None,
+        attention=_attention(module, options[module], tables, norms=("q_norm", "k_norm")),
+        attention_out_norm=norm_of(layer.post_attention_layernorm),
+        mlp_norm=None,
+        mlp=mlp_of(layer.mlp),
+        mlp_out_norm=norm_of(layer.post_feedforward_layernorm),
+        residual_factor=1.0,
+    )
 
 
 def _falcon_h1(layer: Any, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None) -> Layer:
@@ -265,7 +307,10 @@ def _layer_reader(base: Any) -> LayerReader:
         return _one_block
     if all({"self_attn", "mamba"} <= parts for parts in of_layers):
         return _falcon_h1
+    if {"linear_attn", "post_feedforward_layernorm"} <= names:
+        return _normed_behind
     for family in _FAMILIES:
-        if {family.mixer, *family.norms} <= names and not names.isdisjoint(family.mlps):
+        wanted = {family.mixer, *family.norms, *filter(None, family.out_norms)}
+        if wanted <= names and not names.isdisjoint(family.mlps):
             return family.read
     raise ProgramUnsupportedError(f"its layers consist of {', '.join(sorted(names))}")

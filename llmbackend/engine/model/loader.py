@@ -44,6 +44,7 @@ from .compatibility import (
     check_calls,
     check_config,
     check_model,
+    checked_length,
     is_recurrent,
     needs_program,
 )
@@ -58,7 +59,7 @@ from .located_files import files_of, hub_files
 from .lora import LoraBatch, ModuleAdapters, load_adapters, wrap_linears
 from .module_names import module_tensors, own_names, reported_names
 from .native_experts import ExpertsToPack, kept_names
-from .rotary import fix_frequencies, max_model_len
+from .rotary import fix_frequencies
 from .text_part import keep_text
 
 logger = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ def open_checkpoint(config: EngineConfig, dense: bool | None = None) -> OpenedCh
     if (reason := why_modules(config)) and is_recurrent(hf_config):
         raise needs_program(hf_config, reason)
     int4 = _check_quantization(config, hf_config, dense)
-    max_len = max_model_len(config.max_model_len, hf_config.get_text_config(decoder=True))
+    max_len = checked_length(hf_config, config.max_model_len)
     is_gguf = tensors is not None and are_gguf(files_of(config))
     return OpenedCheckpoint(hf_config, tensors, max_len, device, dense, int4, is_gguf)
 

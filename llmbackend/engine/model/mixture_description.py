@@ -6,7 +6,7 @@ itself; anything not recognised raises ProgramUnsupportedError.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final, Literal
 
@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from ..errors import ProgramUnsupportedError
-from .native_experts import NativeExperts, router_of
+from .native_experts import NativeExperts, router_linear, router_of
 from .projections import Mlp, PlainMlp, Projection, mlp_of, plain_mlp_of, projection_of
 
 Scores = Literal["softmax", "sigmoid"]
 _SCORES: Final[tuple[Scores, ...]] = ("softmax", "sigmoid")
-_SHARED: Final = ("shared_expert", "shared_experts")
+_SHARED: Final = ("shared_expert", "shared_experts", "shared_mlp")
 _SHARED_GATE: Final = "shared_expert_gate"
 OUT_NORM: Final = "post_mlp_layernorm"
 """Name of the layer's norm after the sum, in modules that have it."""
@@ -30,7 +30,7 @@ _PROBE_ROWS: Final = 64
 _LOW: Final = -12.0
 """Expert logits so low that an epsilon shows in the shares of their sigmoids."""
 _CORRECTION: Final = "e_score_correction_bias"
-_FACTORS: Final = ("routed_scaling_factor", "router_scaling_factor")
+_FACTORS: Final = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class Mixture:
 def describe_mixture(module: Any) -> Mixture:
     """Raises ProgramUnsupportedError."""
     own = router_of(module)
+    linear = router_linear(own)
     known = {"experts", "router", "gate", _SHARED_GATE, OUT_NORM, *_SHARED}
     if unknown := {name for name, child in module.named_children() if not isinstance(child, nn.Identity)} - known:
         raise ProgramUnsupportedError(
@@ -87,10 +88,11 @@ def describe_mixture(module: Any) -> Mixture:
         )
     shared = next((getattr(module, name) for name in _SHARED if hasattr(module, name)), None)
     gate = getattr(module, _SHARED_GATE, None)
-    bias = getattr(own, "bias", None)
+    bias = getattr(linear, "bias", None)
+    route = _route(own, *_correction_of(module))
     return Mixture(
         router=Projection(module.experts.router, None if bias is None else bias.detach().float()),
-        route=_route(own, *_correction_of(module)),
+        route=replace(route, factor=route.factor * _factor_of_sum(module, shared)),
         experts=module.experts,
         shared=None if shared is None else plain_mlp_of(shared) or mlp_of(shared),
         shared_gate=None if gate is None else projection_of(gate),
@@ -103,14 +105,36 @@ def _correction_of(module: Any) -> tuple[torch.Tensor, ...]:
     return () if held is None else (held,)
 
 
+def _factor_of_sum(module: Any, shared: Any) -> float:
+    """By which a block multiplies what its experts give, tried out."""
+    if not any(hasattr(module, name) for name in _FACTORS):
+        return 1.0
+    weight = router_linear(router_of(module)).weight
+    parts = {module.experts: torch.ones_like} | ({} if shared is None else {shared: torch.zeros_like})
+    for part, given in parts.items():
+        part.forward = lambda x, *_choice, given=given: given(x)
+    try:
+        output = module(torch.zeros(1, 2, weight.shape[1], dtype=weight.dtype))
+    finally:
+        for part in parts:
+            del part.forward
+    return float((output if isinstance(output, torch.Tensor) else output[0]).flatten()[0])
+
+
+def _own_correction(router: Any) -> torch.Tensor | None:
+    held = (*router.named_parameters(), *router.named_buffers())
+    return next((tensor.flatten() for name, tensor in held if name.endswith(_CORRECTION)), None)
+
+
 def _route(router: Any, *given: torch.Tensor) -> Route:
     """The route that reproduces the router's outputs, found by probing. given: the correction, if the router takes
     it."""
-    if unknown := {name for name, _ in router.named_parameters()} - {"weight", "bias"}:
+    names = {name.rpartition(".")[2]: name for name, _ in router.named_parameters()}
+    if unknown := [name for last, name in names.items() if last not in ("weight", "bias", _CORRECTION)]:
         raise ProgramUnsupportedError(
             f"{type(router).__name__} has {', '.join(sorted(unknown))} in addition to its weight"
         )
-    correction = _float(given[0] if given else getattr(router, _CORRECTION, None))
+    correction = _float(given[0] if given else _own_correction(router))
     logits, expected = _probed(router, *given)
     for scores, renormalises, of_group in product(_SCORES, (False, True), _OF_GROUP):
         for epsilon in _EPSILONS[scores]:
@@ -123,25 +147,26 @@ def _route(router: Any, *given: torch.Tensor) -> Route:
 def _probed(router: Any, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of some rows, and a share for each expert. Computed in float32, so that rounding does not change the
     selection, with logits so small that several experts have significant shares, or with all of them low."""
-    weight, bias = router.weight, getattr(router, "bias", None)
+    linear = router_linear(router)
+    weight, bias = linear.weight, getattr(linear, "bias", None)
     x = torch.arange(1.0, _PROBE_ROWS * weight.shape[1] + 1).sin().view(_PROBE_ROWS, -1)
     x /= nn.functional.linear(x, weight.float()).std().clamp(min=1e-6)
     low = ((_LOW - 0.01 * torch.arange(len(weight))) / weight.shape[1])[:, None].expand(weight.shape)
     logits, shares_of = [], []
     try:
         if bias is not None:
-            router.bias = nn.Parameter(bias.float(), requires_grad=False)
+            linear.bias = nn.Parameter(bias.float(), requires_grad=False)
         for tried, rows in ((weight.float(), x), (low, torch.ones(1, weight.shape[1]))):
-            router.weight = nn.Parameter(tried, requires_grad=False)
-            _, shares, chosen = router(rows, *given)
+            linear.weight = nn.Parameter(tried, requires_grad=False)
+            _, shares, chosen = router(rows if linear is router else rows[None], *given)
             if chosen.shape != shares.shape or chosen.dim() != 2:
                 raise ProgramUnsupportedError(f"{type(router).__name__} returns no shares of the selected experts")
             logits.append(nn.functional.linear(rows, tried, _float(bias)))
             shares_of.append(torch.zeros(len(rows), weight.shape[0]).scatter_(1, chosen, shares.float()))
     finally:
-        router.weight = weight
+        linear.weight = weight
         if bias is not None:
-            router.bias = bias
+            linear.bias = bias
     return torch.cat(logits), torch.cat(shares_of)
 
 

@@ -84,6 +84,7 @@ class _Plain:
     parent: nn.Module
     experts: Any
     router: Any
+    """What has its weight."""
     activation: ExpertActivation
 
     @property
@@ -112,6 +113,13 @@ class _Plain:
         """The layers of an expert that read its input."""
         return ("gate_proj", "up_proj") if self.has_gate else ("up_proj",)
 
+    @property
+    def vectors(self) -> Iterator[torch.Tensor]:
+        """Candidates for a router's correction."""
+        yield from self.parent.buffers()
+        yield from self.parent.parameters(recurse=False)
+        yield from (each for each in router_of(self.parent).parameters() if each.numel() == len(self.router.weight))
+
     def split(self, gate_up: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Splits the second dimension into equally many gates and ups."""
         if not self.has_gate:
@@ -135,14 +143,27 @@ def router_of(parent: Any) -> Any:
     return getattr(parent, "router", getattr(parent, "gate", None))
 
 
+def router_linear(router: nn.Module) -> Any:
+    """The part of a router that has its weight: it itself, or its only linear layer."""
+    if isinstance(getattr(router, "weight", None), torch.Tensor):
+        return router
+    linears = [child for child in router.children() if type(child) in (nn.Linear, RouterLinear)]
+    return linears[0] if len(linears) == 1 else router
+
+
+class RouterLinear(nn.Linear):
+    """A router's, which is packed with the experts and is none of the model's plain linear layers."""
+
+
 def _plain_experts(model: nn.Module) -> Iterator[_Plain]:
     for path, parent in list(model.named_modules()):
         experts = getattr(parent, "experts", None)
         router = router_of(parent)
-        if isinstance(experts, nn.Module) and isinstance(router, nn.Module) and _fits(experts, router):
-            activation = activation_of(experts)
-            if activation is not None:
-                yield _Plain(path, parent, experts, router, activation)
+        if not isinstance(experts, nn.Module) or not isinstance(router, nn.Module):
+            continue
+        linear = router_linear(router)
+        if _fits(experts, linear) and (activation := activation_of(experts)) is not None:
+            yield _Plain(path, parent, experts, linear, activation)
 
 
 def _fits(experts: Any, router: Any) -> bool:
@@ -185,6 +206,9 @@ class ExpertsToPack:
         self._stored = stored
         rounded = {"int8": Type.INT8, "int4": Type.INT4_MIN if stored is None else Type.INT8}.get(quantization or "")
         self._found = [(plain, self._types(plain, rounded)) for plain in _plain_experts(model)]
+        for plain, _ in self._found:
+            if type(plain.router) is nn.Linear and plain.router is not router_of(plain.parent):
+                plain.router.__class__ = RouterLinear
 
     @property
     def shapes(self) -> list[tuple[int, int, Type]]:
@@ -199,7 +223,7 @@ class ExpertsToPack:
     @property
     def vector_bytes(self) -> int:
         """Space for float32 biases and routers' vectors, and for input permutations, each starting on a cache line."""
-        modules = ((*plain.experts.parameters(), *plain.parent.buffers()) for plain, _ in self._found)
+        modules = ((*plain.experts.parameters(), *plain.vectors) for plain, _ in self._found)
         orders = (self._orders(plain, plain.ups[0]) for plain, types in self._found if types.gate_up_is_kept)
         vectors = sum(4 * int(each.numel()) + 3 * 64 for tensors in modules for each in tensors if each.dim() < 3)
         return vectors + sum(4 * each.size + 64 for each in orders if each is not None)
@@ -303,7 +327,8 @@ class ExpertsToPack:
 
 def kept_names(model: nn.Module, stored: StoredMatrices) -> frozenset[str]:
     """Names of all weights that are read directly from the checkpoint. Works on models with or without memory."""
-    return kept_weights(model, stored) | ExpertsToPack(model, "int4", stored).kept_weights
+    experts = ExpertsToPack(model, "int4", stored)  # first: separates routers from linear layers
+    return experts.kept_weights | kept_weights(model, stored)
 
 
 def _in_steps(packed: Sequence[PackedWeight], bias: torch.Tensor | None) -> PackedExperts:
@@ -361,4 +386,4 @@ def packed_routers(model: nn.Module) -> Iterator[tuple[Any, NativeExperts]]:
     """The routers of layers with packed experts that include the router's weight."""
     for parent in model.modules():
         if isinstance(experts := getattr(parent, "experts", None), NativeExperts):
-            yield router_of(parent), experts
+            yield router_linear(router_of(parent)), experts

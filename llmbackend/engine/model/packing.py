@@ -267,6 +267,7 @@ def _scan(scan: Scan, packer: _Packer, names: _Names) -> PackedScan:
         out=_projection(scan.out, packer, _named_parts(scan.out, names)),
         by_key_head=scan.by_key_head,
         factors=_optional(scan.factors, packer),
+        beta=scan.beta,
     )
 
 
@@ -275,7 +276,7 @@ def _optional(tensor: torch.Tensor | None, packer: _Packer) -> ArrayAt | None:
 
 
 def _attention(attention: Attention, shape: LayerShape, packer: _Packer, names: _Names) -> PackedAttention:
-    options = attention.options
+    options, gate = attention.options, attention.gate
     return PackedAttention(
         qkv=_qkv(attention, packer, names),
         latent=None if attention.latent is None else _latent(attention.latent, packer, names),
@@ -294,6 +295,8 @@ def _attention(attention: Attention, shape: LayerShape, packer: _Packer, names: 
         softcap=options.softcap or 0.0,
         sinks=None if options.sinks is None else packer.array(options.sinks.detach().float()),
         is_gated=attention.is_gated,
+        gate=None if gate is None else _projection(gate, packer, _named_parts(gate, names)),
+        gate_function=attention.gate_function,
     )
 
 

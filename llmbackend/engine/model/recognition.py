@@ -43,6 +43,9 @@ NORMS_BY_PLACE: Final[dict[frozenset[str], tuple[str, str, str, str]]] = {
     frozenset({"input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"}): (
         "input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2",
     ),
+    frozenset({"input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"}): (
+        "input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm",
+    ),
     frozenset({"input_layernorm", "pre_feedforward_layernorm"}): (
         "input_layernorm", "", "pre_feedforward_layernorm", "",
     ),
@@ -58,6 +61,8 @@ NORMS_OF_PARALLEL: Final = frozenset({"input_layernorm"})
 def norm_of(module: Any, width: int | None = None) -> Norm:
     """An RMS norm or a layer norm with factor w, 1 + w or none, distinguished by its output. width: None = that of its
     weight."""
+    if list(module.children()):  # packed modules have no weights yet while a load is forecast
+        raise ProgramUnsupportedError(f"{type(module).__name__} is neither an RMS norm nor a layer norm")
     weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
     if width is None:
         if weight is None:
@@ -182,6 +187,8 @@ def _finished(model: Any, logits: torch.Tensor) -> torch.Tensor:
 
 
 def embedding_factor_of(module: Any, config: Any) -> float:
+    if type(module) is nn.Embedding and getattr(config, "mup_enabled", None):
+        return math.sqrt(module.weight.shape[1])
     if type(module) is nn.Embedding:
         return float(getattr(config, "embedding_multiplier", None) or 1.0)
     row = module(torch.tensor([[1]], device=module.weight.device))[0, 0].float()

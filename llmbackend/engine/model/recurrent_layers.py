@@ -58,6 +58,7 @@ class Scan:
     out: Projection
     by_key_head: bool = False
     factors: torch.Tensor | None = None
+    beta: float = 1.0
 
     @property
     def state_floats(self) -> int:
@@ -66,6 +67,7 @@ class Scan:
 
 _DELTA_INPUTS: Final = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _BY_KEY_HEAD: Final = ("in_proj_qkvz", "in_proj_ba")
+_APART: Final = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
 
 
 def short_conv_of(module: Any) -> ShortConv:
@@ -75,15 +77,15 @@ def short_conv_of(module: Any) -> ShortConv:
 
 
 def delta_net_of(module: Any) -> Scan:
-    """The gated delta net of Qwen3.5 and, with other projections, Qwen3-Next."""
+    """The gated delta net of Qwen3.5 and, with other projections, Qwen3-Next and OLMo Hybrid."""
     _expect_silu(module)
     taps, bias = _taps(module.conv1d)
-    by_key_head = hasattr(module, _BY_KEY_HEAD[0])
-    projects = tuple(projection_of(getattr(module, name)) for name in (_BY_KEY_HEAD if by_key_head else _DELTA_INPUTS))
+    names = next(names for names in (_BY_KEY_HEAD, _APART, _DELTA_INPUTS) if hasattr(module, names[0]))
+    projects = tuple(projection_of(getattr(module, name)) for name in names)
     keys, heads = int(module.key_dim), int(module.num_v_heads)
     z = taps.shape[1]
     b = z + heads * int(module.head_v_dim)
-    norm, is_last = _gated_norm(module.norm)
+    norm, is_last = _gated_norm(module.o_norm if names is _APART else module.norm)
     return Scan(
         is_delta=True,
         projects=projects,
@@ -101,8 +103,9 @@ def delta_net_of(module: Any) -> Scan:
         norm=norm,
         norm_groups=heads,
         norm_is_last=is_last,
-        out=projection_of(module.out_proj),
-        by_key_head=by_key_head,
+        out=projection_of(module.o_proj if names is _APART else module.out_proj),
+        by_key_head=names is _BY_KEY_HEAD,
+        beta=2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
     )
 
 
@@ -151,6 +154,7 @@ _PARTS: Final[tuple[tuple[Callable[[Any], ShortConv | Scan], set[str]], ...]] = 
     (short_conv_of, {"in_proj", "conv", "out_proj"}),
     (delta_net_of, {"conv1d", "norm", "out_proj", *_DELTA_INPUTS}),
     (delta_net_of, {"conv1d", "norm", "out_proj", *_BY_KEY_HEAD}),
+    (delta_net_of, {"conv1d", "o_norm", "o_proj", *_APART}),
     (mamba_of, {"conv1d", "norm", "out_proj", "in_proj"}),
 )
 """The parts of the modules that each function reads."""

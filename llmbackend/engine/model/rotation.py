@@ -8,11 +8,12 @@ afterwards; an unknown scheme raises ProgramUnsupportedError.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -32,6 +33,12 @@ Embeddings = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
 """Cosines and sines, or both as complex numbers."""
 QueryScale = Callable[[torch.Tensor], torch.Tensor]
 """Factors on queries, by position."""
+GateFunction = Literal["sigmoid", "softplus"]
+GATES: Final = ("gate_proj", "g_proj")
+"""Possible names of the projection that yields the gates of heads' outputs."""
+_GATE_FUNCTIONS: Final[Mapping[GateFunction, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "sigmoid": torch.sigmoid, "softplus": nn.functional.softplus,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ class Heads:
     q_norm: Norm | None
     k_norm: Norm | None
     norm_whole: bool
+    gates: Mapping[str, int] = field(default_factory=dict)
+    """Likewise of the layer that gives gates of heads' results, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +93,29 @@ class Rotations:
 
     def of(self, layer: int, attention: nn.Module, heads: Heads) -> Rotation:
         """Raises ProgramUnsupportedError."""
-        kind = None if self._kinds is None else self._kinds[layer]
+        kind = self.kind_of(layer)
         positions = self._probe_positions()
         rows = positions.to(self._device)
-        given = _probe(attention, heads, rows, self._given(positions, kind))
+        given = _probe(attention, heads, rows, self._given(positions, kind)).heads
         for rotation in self._known(kind, heads):
             if all(_is_near(*each) for each in zip(given, _expected(heads, rotation, rows), strict=True)):
                 return rotation
         raise ProgramUnsupportedError(f"{type(attention).__name__} rotates its heads in an unknown way")
+
+    def kind_of(self, layer: int) -> str | None:
+        """Type of the layer's table; None = all layers share one."""
+        return None if self._kinds is None else self._kinds[layer]
+
+    def gate_function(self, layer: int, attention: nn.Module, heads: Heads) -> GateFunction:
+        """The function of the gates on heads' outputs. Raises ProgramUnsupportedError."""
+        positions = self._probe_positions()[:1]
+        probed = _probe(attention, heads, positions.to(self._device), self._given(positions, self.kind_of(layer)))
+        gates = _raw_gates(sum(heads.gates.values()), self._device)
+        for name, function in _GATE_FUNCTIONS.items():
+            expected = function(gates).repeat_interleave(probed.gated.shape[-1] // len(gates))
+            if torch.allclose(probed.gated.flatten(), expected, atol=1e-2):
+                return name
+        raise ProgramUnsupportedError(f"{type(attention).__name__} has gates of an unknown kind")
 
     def of_latent(
         self, layer: int, attention: nn.Module, outputs: Mapping[str, int], q: str, kept: str, rotary_dim: int
@@ -99,13 +123,12 @@ class Rotations:
         """For latent attention: the last `rotary_dim` numbers of each head, and of the output of the projection `kept`,
         are rotated. Compares products of queries and keys, which may be permuted. outputs: as in `Heads`; q: the
         projection of queries. Raises ProgramUnsupportedError."""
-        kind = None if self._kinds is None else self._kinds[layer]
+        kind = self.kind_of(layer)
         positions = self._probe_positions()
         rows = positions.to(self._device)
         heads = Heads(outputs, rotary_dim, 1, None, None, False)
-        queries, keys = (
-            each[..., -rotary_dim:] for each in _probe(attention, heads, rows, self._given(positions, kind))
-        )
+        probed = _probe(attention, heads, rows, self._given(positions, kind))
+        queries, keys = (each[..., -rotary_dim:] for each in probed.heads)
         names, raw = list(outputs)[:-1], _raw(heads, rows.device)
         numbers = dict(zip(names, torch.split(raw, [outputs[name] for name in names]), strict=True))
         raw_q = numbers[q].view(queries.shape[1], -1)[:, -rotary_dim:].expand(len(rows), -1, -1)
@@ -168,7 +191,7 @@ class Rotations:
 
 
 class _Given:
-    """Attention that records its inputs."""
+    """Attention that records its inputs and returns ones."""
 
     def __init__(self) -> None:
         self.heads: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -177,15 +200,20 @@ class _Given:
         self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         self.heads = query.float(), key.float()
-        return query.new_zeros(*query.shape[:2], value.shape[-1])
+        return query.new_ones(*query.shape[:2], value.shape[-1])
 
 
-def _probe(
-    attention: nn.Module, heads: Heads, positions: torch.Tensor, embeddings: Embeddings
-) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Probed:
+    heads: tuple[torch.Tensor, torch.Tensor]
     """Queries and keys [positions, heads, dim]."""
+    gated: torch.Tensor
+    """[1, positions, heads * dim]: input of the projection after attention, whose output is ones."""
+
+
+def _probe(attention: nn.Module, heads: Heads, positions: torch.Tensor, embeddings: Embeddings) -> _Probed:
     given, hidden = _Given(), torch.zeros(1, len(positions), 1, device=positions.device)
-    with _projecting(attention, heads, hidden), active_context(given):
+    with _projecting(attention, heads, hidden) as gated, active_context(given):
         attention(
             hidden_states=hidden,
             position_embeddings=embeddings,
@@ -195,7 +223,7 @@ def _probe(
         )
     if given.heads is None:
         raise ProgramUnsupportedError(f"{type(attention).__name__} did not call attention when it was tried")
-    return given.heads
+    return _Probed(given.heads, gated[0].float())
 
 
 def _raw(heads: Heads, device: torch.device) -> torch.Tensor:
@@ -204,18 +232,32 @@ def _raw(heads: Heads, device: torch.device) -> torch.Tensor:
     return _LARGE * (torch.arange(1.0, sum(inner) + 1, device=device) * 1.7).sin()
 
 
+def _raw_gates(count: int, device: torch.device) -> torch.Tensor:
+    """Outputs of the projection of gates."""
+    return torch.linspace(-3, 4, count, device=device)
+
+
 @contextmanager
-def _projecting(attention: Any, heads: Heads, hidden: torch.Tensor) -> Iterator[None]:
-    """Makes the module's projections return known numbers, the same at all positions."""
+def _projecting(attention: Any, heads: Heads, hidden: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Makes the module's projections return known numbers, the same at all positions. Yields the last one's inputs."""
     *inner, last = heads.outputs
     sizes = [heads.outputs[name] for name in inner]
     rows = _raw(heads, hidden.device).expand(1, hidden.shape[1], -1)
     numbers = dict(zip(inner, torch.split(rows, sizes, dim=-1), strict=True)) | {last: hidden}
+    for name, count in heads.gates.items():
+        numbers[name] = _raw_gates(count, hidden.device).expand(1, hidden.shape[1], -1)
     children = {name: getattr(attention, name) for name in numbers}
+    given_to_last: list[torch.Tensor] = []
+
+    def projected(x: torch.Tensor, name: str) -> torch.Tensor:
+        if name == last:
+            given_to_last.append(x)
+        return numbers[name].clone()  # some modules clamp them in place
+
     for name, child in children.items():
-        child.forward = lambda _x, given=numbers[name]: given.clone()  # some modules clamp them in place
+        child.forward = functools.partial(projected, name=name)
     try:
-        yield
+        yield given_to_last
     finally:
         for child in children.values():
             del child.forward

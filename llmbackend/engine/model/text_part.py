@@ -1,4 +1,4 @@
-"""The text part of a multimodal model; for other models, the whole base model.
+"""The text part of a multimodal model; for other models, the whole base model, except for indexers.
 
 Used by the loader and by descriptions.
 """
@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from .sparse_attention import read_all_positions
+
 
 def text_part(model: Any) -> Any:
     base = model.base_model
@@ -17,8 +19,9 @@ def text_part(model: Any) -> Any:
 
 
 def keep_text(model: Any) -> None:
-    """Removes the parts that text does not need."""
+    """Removes the parts that text does not need, and indexers that would select all positions."""
     base, text = model.base_model, text_part(model)
     for name, child in list(base.named_children()) if text is not base else ():
         if child is not text:
             setattr(base, name, nn.Identity())
+    read_all_positions(model)

@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 _PROBED_TOKENS = 64
 """Positions at which rotary frequencies are compared."""
+_CORRECTION = "correction_bias"
+"""Suffix of the name of a router's correction."""
 _EMBEDDING_ROWS = 2
 """Rows of an embedding from which its factor is measured."""
 
@@ -113,7 +115,7 @@ def unloaded_model(config: EngineConfig) -> UnloadedModel:
         weight_bytes=weight_bytes,
         embedding_bytes=_bytes(embedding) if choice is not None else 0,
         kv_bytes_per_token=sum(shape.bytes_per_token(dtype) for shape in shapes.values()) if attention else None,
-        layers=_layer_groups(shapes, options, opened.max_model_len) if attention and not reason else None,
+        layers=_layer_groups(shapes, options, opened.max_model_len, decoder) if attention and not reason else None,
         state_bytes=0 if decoder is None else decoder.state_bytes,
         why_modules=reason,
         kernels="" if choice is None else choice.report,
@@ -155,9 +157,12 @@ def _attention_of(model: Any) -> _AttentionModules | None:
 
 
 def _layer_groups(
-    shapes: Mapping[nn.Module, LayerShape], options: Mapping[nn.Module, AttentionOptions], max_model_len: int
-) -> LayerGroups:
-    windows = [options[module].sliding_window or 0 for module in shapes]
+    shapes: Mapping[nn.Module, LayerShape], options: Mapping[nn.Module, AttentionOptions], max_model_len: int,
+    decoder: Decoder | None,
+) -> LayerGroups:  # fmt: skip
+    """The groups of a program, as in PackedDecoder."""
+    keeps_all = decoder is not None and decoder.state_bytes > 0
+    windows = [0 if keeps_all else options[module].sliding_window or 0 for module in shapes]
     return layer_groups(windows, max_model_len, are_alike=len(set(shapes.values())) == 1)
 
 
@@ -232,11 +237,14 @@ def _give_values(model: Any) -> None:
     """Gives values to what a description probes: vectors, rotary frequencies, some rows of the embedding."""
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.dim() == 1:
+            if name.endswith(_CORRECTION):  # shows how it is used
+                values = torch.linspace(0.0, 1.0, parameter.numel()).view(parameter.shape).to(parameter.dtype)
+                setattr(module, name, nn.Parameter(values, requires_grad=False))
+            elif parameter.dim() == 1:
                 setattr(module, name, nn.Parameter(torch.ones(parameter.shape, dtype=parameter.dtype)))
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.dim() == 1 and buffer.is_meta:  # shows how a router's correction is used
-                most = 1.0 if name.endswith("correction_bias") else 0.0
+                most = 1.0 if name.endswith(_CORRECTION) else 0.0
                 setattr(module, name, torch.linspace(0.0, most, len(buffer), dtype=buffer.dtype))
     for router, _ in packed_routers(model):
         router.weight = nn.Parameter(torch.randn(router.weight.shape).to(router.weight.dtype))

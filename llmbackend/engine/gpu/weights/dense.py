@@ -27,14 +27,14 @@ from ...kernels.weights import NEIGHBOURS
 logger = logging.getLogger(__name__)
 
 NEVER: Final = sys.maxsize
-_TRIED_ROWS = (1, 16, 32, 64, 128, 256, 257, 512, 2048)
+_PROBED_ROWS = (1, 16, 32, 64, 128, 256, 257, 512, 2048)
 
 
 @cache
 def min_library_rows(n: int, k: int, device: torch.device) -> int:
     """Minimum number of rows that the library multiplies by weights [n, k]; NEVER = it refuses them all."""
     weight, least, why = torch.zeros((n, k), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn), NEVER, ""
-    for count in reversed(_TRIED_ROWS):
+    for count in reversed(_PROBED_ROWS):
         if why := _why_refused(count, weight):
             break
         least = count

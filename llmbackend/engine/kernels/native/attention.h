@@ -35,6 +35,7 @@ struct WorkerMemory {
     WorkerMemory(const AttentionOp& op, const Plan& plan, Carver& memory)
         : tasks(memory.take<Task>(plan.num_tasks)), cut(memory.take<CutTask>(plan.num_cut)),
           first(memory.take<int32_t>(task_rows(op))), last(memory.take<int32_t>(task_rows(op))),
+          slopes(memory.take<float>(task_rows(op))),
           state(take_state<Kernel>(op, 1, memory)), total(take_state<Kernel>(op, 1, memory)),
           kernel(op, task_rows(op), memory) {}
 
@@ -48,6 +49,7 @@ struct WorkerMemory {
     CutTask* const cut;
     int32_t* const first;
     int32_t* const last;
+    float* const slopes;
     const SoftmaxState state;  // of the partition being visited
     const SoftmaxState total;  // of the previous ones
     Kernel kernel;
@@ -74,7 +76,7 @@ class TaskRunner {
         bool merged = false;
         for (int at = task.key_begin; at < task.key_end; at += kChunk) {
             if (at % kPartition == 0 && at > task.key_begin) finish_partition(merged);
-            memory_.kernel.visit(chunk_at(task, at), {num_rows_, memory_.first, memory_.last, state_});
+            memory_.kernel.visit(chunk_at(task, at), {num_rows_, memory_.first, memory_.last, memory_.slopes, state_});
         }
         if (merged) finish_partition(merged);
         if (task.part == kWhole) write_out(task, merged ? memory_.total : state_);
@@ -95,8 +97,10 @@ class TaskRunner {
 
     const float* query(const Task& task, int row) const {
         const size_t token = step_.query_start[task.row] + task.first_query + row / group_;
-        return op_.q + token * op_.q_stride + (task.kv_head * group_ + row % group_) * (op_.head_dim + op_.q_gap);
+        return op_.q + token * op_.q_stride + head(task, row) * (op_.head_dim + op_.q_gap);
     }
+
+    int head(const Task& task, int row) const { return task.kv_head * group_ + row % group_; }
 
     // Row r of the task is head r % group of query r / group.
     void place_queries(const Task& task) {
@@ -104,6 +108,7 @@ class TaskRunner {
         for (int r = 0; r < num_rows_; r++) {
             memory_.last[r] = start + r / group_;
             memory_.first[r] = places_.oldest_seen(memory_.last[r]);
+            memory_.slopes[r] = op_.slopes ? op_.slopes[head(task, r)] : 0.0f;
             memory_.kernel.place_query(r, query(task, r));
         }
     }
@@ -139,11 +144,10 @@ class TaskRunner {
 
     void write_out(const Task& task, const SoftmaxState& state) const {
         for (int r = 0; r < num_rows_; r++) {
-            const int head = task.kv_head * group_ + r % group_;
             const int token = step_.query_start[task.row] + task.first_query + r / group_;
-            const int column = head * value_dim(op_);
+            const int column = head(task, r) * value_dim(op_);
             const size_t at = static_cast<size_t>(token) * op_.out_stride + column;
-            const float factor = normaliser(state, r, op_.sinks ? op_.sinks + head : nullptr);
+            const float factor = normaliser(state, r, op_.sinks ? op_.sinks + head(task, r) : nullptr);
             const float* weighted = state.weighted + static_cast<size_t>(r) * state.width;
             if (op_.out_type == Type::kBfloat16Tiles)
                 write_row(TileRow<bf16>(static_cast<bf16*>(op_.out), token, op_.out_stride), column, weighted, factor);

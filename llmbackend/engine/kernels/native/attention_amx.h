@@ -192,7 +192,7 @@ class TileKernel {
         const TaskRows& rows = block.rows;
         for (int r = 0; r < rows.count; r++) {
             float* row = scores(block) + r * kChunk;
-            const float best = mask_row(row, begin, end, chunk.start, rows.first[r], rows.last[r], softcap_);
+            const float best = finish_scores(rows, r, row, begin, end, chunk.start, softcap_);
             soften_row(rows.state, r, row, TileRow<bf16>(weights(block), r, kChunk), begin, end, best);
         }
     }

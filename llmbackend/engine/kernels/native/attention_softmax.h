@@ -41,9 +41,10 @@ struct TaskRows {
     int count;
     const int32_t* first;  // [rows]: the oldest position a row attends to
     const int32_t* last;   // [rows]: its own
+    const float* slopes;   // [rows]: a score gets slope * (its key's position - the row's)
     SoftmaxState state;
 
-    TaskRows part(int r, int size) const { return {size, first + r, last + r, state.from(r)}; }
+    TaskRows part(int r, int size) const { return {size, first + r, last + r, slopes + r, state.from(r)}; }
 
     // The sub-blocks of the chunk at `start` that some row attends to; possibly none.
     Range seen_in(int start) const {
@@ -51,6 +52,8 @@ struct TaskRows {
         return {oldest > 0 ? oldest / kSubBlock : 0, seen < kChunk ? (seen + kSubBlock - 1) / kSubBlock : kChunkBlocks};
     }
 };
+
+inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
 inline Ints iota() {
     Ints v;
@@ -83,6 +86,18 @@ inline float mask_row(float* scores, int begin, int end, int start, int first, i
         best = max(x, best);
     }
     return max(best);
+}
+
+// Adds slope times the distance from the row's own position, `last`, to scores of positions start + begin..end-1.
+inline void add_distances(float* scores, int begin, int end, int start, int last, float slope) {
+    for (int i = begin; i < end; i += kLanes)
+        store(scores + i, fma(to_floats(iota() + (start + i - last)), splat(slope), load(scores + i)));
+}
+
+// Sums of products of row r become scores; returns the largest.
+inline float finish_scores(const TaskRows& rows, int r, float* scores, int begin, int end, int start, float softcap) {
+    if (rows.slopes[r] != 0.0f) add_distances(scores, begin, end, start, rows.last[r], rows.slopes[r]);
+    return mask_row(scores, begin, end, start, rows.first[r], rows.last[r], softcap);
 }
 
 inline void scale_row(const SoftmaxState& state, int r, float factor) {

@@ -125,8 +125,6 @@ struct HeadShape {
     float softcap;
 };
 
-inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
-
 // kLanes scores of row r, at `column` of the chunk, from sums of products.
 template <class T>
 inline Floats scores_of(const RowBlock<T>&, int, int, Floats sums) { return sums; }
@@ -224,7 +222,7 @@ void visit_chunk(const HeadShape& shape, const Chunk<T>& chunk, const RowBlock<T
     score_rows<T, R>(shape, chunk, block, subs, ahead_bytes, scores);
     for (int r = 0; r < R; r++) {
         float* row = scores + r * kChunk;
-        const float best = mask_row(row, begin, stop, chunk.start, rows.first[r], rows.last[r], shape.softcap);
+        const float best = finish_scores(rows, r, row, begin, stop, chunk.start, shape.softcap);
         if constexpr (kIsFixed<T>) {
             soften_row(rows.state, r, row, row, begin, stop, best);
             units[r] = round_weights(row, block.value_units, begin, stop, weights + r * kChunk);

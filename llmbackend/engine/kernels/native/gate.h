@@ -1,6 +1,7 @@
 // Gates on the output of attention or a recurrence, with the norm before or after them.
 //
-// Used by layers that multiply by silu(z) or sigmoid(z). Invariant: a token's result depends only on that token.
+// Used by layers that multiply by silu(z), sigmoid(z) or softplus(z). Invariant: a token's result depends only on that
+// token.
 #pragma once
 
 #include <cmath>
@@ -14,8 +15,11 @@
 
 namespace llmb {
 
-inline Floats gate_of(const GateOp& op, const float* z) {
-    return op.is_sigmoid ? sigmoid(load(z)) : silu(load(z));
+// Of channels i.. of a group.
+inline Floats gate_of(const GateOp& op, const float* z, int i) {
+    const Floats x = op.one_per_group ? splat(*z) : load(z + i);
+    if (op.function == GateFunction::kSoftplus) return softplus(x);
+    return op.function == GateFunction::kSigmoid ? sigmoid(x) : silu(x);
 }
 
 inline const float* weight_of(const GateOp& op, int g) { return op.weight + g * op.weight_group_stride; }
@@ -30,14 +34,14 @@ inline void gate_group(const GateOp& op, int g, const float* x, const float* z, 
     for (int i = 0; i < op.group; i += kLanes) {
         Floats value = load(x + i);
         if (op.norm == GateNorm::kBefore) value = value * splat(factor) * load(weight_of(op, g) + i);
-        store(out + (g * op.group + i), value * gate_of(op, z + i));
+        store(out + (g * op.group + i), value * gate_of(op, z, i));
     }
 }
 
 // First multiplies x by f(z), in place.
 template <class Out>
 inline void gate_and_norm_group(const GateOp& op, int g, float* x, const float* z, Out out) {
-    for (int i = 0; i < op.group; i += kLanes) store(x + i, load(x + i) * gate_of(op, z + i));
+    for (int i = 0; i < op.group; i += kLanes) store(x + i, load(x + i) * gate_of(op, z, i));
     const float factor = norm_factor(op, x);
     for (int i = 0; i < op.group; i += kLanes)
         store(out + (g * op.group + i), load(x + i) * splat(factor) * load(weight_of(op, g) + i));

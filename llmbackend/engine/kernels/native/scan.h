@@ -72,7 +72,7 @@ inline void find_rates(const ScanOp& op, int head, int first, int count, ScanFac
         Floats dt = softplus(load(a + i));
         if (!op.delta) dt = min(max(dt, splat(op.dt_min)), splat(op.dt_max));
         store(factors.decay + i, exp(dt * splat(op.decay[head])));
-        store(factors.rate + i, op.delta ? sigmoid(load(b + i)) : dt);
+        store(factors.rate + i, op.delta ? sigmoid(load(b + i)) * splat(op.beta) : dt);
     }
 }
 

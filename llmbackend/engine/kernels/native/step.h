@@ -248,6 +248,7 @@ struct AttentionOp {
     const void* keys;       // as RotaryOp writes them
     const void* values;     // null = the last value_dim dimensions of a key are the value, of one KV head, not in fixed16
     const float* sinks;     // [num_heads] or null: one extra score without a value
+    const float* slopes;    // [num_heads] or null: a score gets slope * (its key's position - its query's)
     void* out;              // [tokens, out_stride]: num_heads * head_dim, or without `values` num_heads * value_dim
     int32_t q_stride;
     int32_t out_stride;

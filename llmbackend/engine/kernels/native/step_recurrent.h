@@ -55,6 +55,8 @@ struct ScanOp {
     float eps;            // of the norms, added to the sum of squares
     float dt_min;
     float dt_max;
+    float beta;           // factor on sigmoid(b)
+    int32_t padding;
 };
 
 // out[i] = x[order[i]] * factors[i]: reorders the outputs of projections for the following operations.
@@ -71,8 +73,10 @@ struct ArrangeOp {
 
 enum class GateNorm : int32_t { kNone = 0, kBefore = 1, kAfter = 2 };
 
-// For each group of channels: out = x * f(z), f = silu or sigmoid; with a norm before the gate, norm(x) * weight *
-// f(z); with one after it, norm(x * f(z)) * weight.
+enum class GateFunction : int32_t { kSilu = 0, kSigmoid = 1, kSoftplus = 2 };
+
+// For each group of channels: out = x * f(z); with a norm before the gate, norm(x) * weight * f(z); with one after it,
+// norm(x * f(z)) * weight.
 struct GateOp {
     Kind kind;
     GateNorm norm;
@@ -87,9 +91,11 @@ struct GateOp {
     int32_t group;        // channels, a multiple of 16
     int32_t num_groups;
     Type out_type;
-    int32_t is_sigmoid;
+    GateFunction function;
     float eps;
     int32_t weight_group_stride;  // 0 = all groups have the same weights
+    int32_t one_per_group;        // 1: z has one number per group
+    int32_t padding;
 };
 
 }  // namespace llmb
