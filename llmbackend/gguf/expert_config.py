@@ -1,6 +1,6 @@
-"""Which experts a GGUF model has and how they are chosen, and the latent attention of models like DeepSeek.
+"""The experts of a GGUF model and their selection, and the latent attention of DeepSeek-like models.
 
-For: model_config.py. Does not know: other families. Invariant: as of model_config.py.
+Used by model_config.py; same invariant.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MAX_EXPERTS: Final = 1024
 
 
 def expert_counts(fields: Fields, name: str) -> Config:
-    """name: of the number of experts."""
+    """name: transformers' name for the number of experts."""
     count = fields.integer("expert_count", most=MAX_EXPERTS)
     return {name: count, "num_experts_per_tok": fields.integer("expert_used_count", most=count)}
 
 
 def _shares(fields: Fields) -> Config:
-    """Of families like DeepSeek: how experts are chosen and weighed."""
+    """For families like DeepSeek: how experts are selected and weighted."""
     return {
         "n_shared_experts": fields.integer("expert_shared_count"),
         "routed_scaling_factor": fields.number("expert_weights_scale", 0.0) or 1.0,
@@ -47,7 +47,7 @@ def nemotron_experts(fields: Fields) -> Config:
 
 
 def deepseek_v2(header: Header, fields: Fields, config: Config) -> Config:
-    """Shares are those of a softmax over all experts."""
+    """Shares come from a softmax over all experts."""
     chosen_by, renormalises = (
         fields.integer("expert_gating_func", 0, least=0),
         fields.boolean("expert_weights_norm", False),
@@ -62,7 +62,7 @@ def deepseek_v2(header: Header, fields: Fields, config: Config) -> Config:
 
 
 def deepseek(header: Header, fields: Fields, config: Config) -> Config:
-    """Files of before April 2025 state the widths of heads alone, others those of the absorbed form too."""
+    """Files from before April 2025 state only the widths of heads, newer ones also those of the absorbed form."""
     if fields.number("attention.temperature_scale", 0.0):
         raise GgufError("its field 'deepseek2.attention.temperature_scale' is not supported, expected none")
     ending, rotary = "_mla" if fields.has("attention.key_length_mla") else "", config["head_dim"]
@@ -84,7 +84,7 @@ def deepseek(header: Header, fields: Fields, config: Config) -> Config:
 
 
 def _deepseek_rope(fields: Fields, rope: Config) -> Config:
-    """The logarithm's factor is a tenth of the model's own one. Both of a model's factors are taken to be equal."""
+    """The logarithm's factor is a tenth of the model's own. Assumes that both factors of a model are equal."""
     if rope["rope_type"] != "yarn" or not fields.has("rope.scaling.yarn_log_multiplier"):
         return rope
     factor = round(10 * fields.number("rope.scaling.yarn_log_multiplier"), 6)

@@ -104,7 +104,7 @@ _DEEPSEEK: Final = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 _KEYS, _VALUES = "attn_k_b", "attn_v_b"
-"""The parts of `attn_kv_b` in newer files: of each head what gives keys, turned over, and what gives values."""
+"""The parts of `attn_kv_b` in newer files: for each head, the transposed matrix for keys, and the one for values."""
 _MOST_HEADS: Final = 1024
 
 
@@ -266,7 +266,7 @@ class ModelTensor:
     below: ModelTensor | None = None
     """The tensor whose rows follow, if the file splits the model's tensor."""
     is_transposed: bool = False
-    """Whether the file has the model's columns as rows."""
+    """Whether the file stores the model's columns as rows."""
 
     @property
     def pieces(self) -> list[ModelTensor]:
@@ -402,7 +402,7 @@ class _File:
         return ModelTensor(name, info, 0, info.shape[0], _model_shape(part, info.shape), rows, columns, undo)
 
     def _of_heads(self, name: str, keys: TensorInfo) -> ModelTensor:
-        """Of each head the rows that give keys, and behind them those that give values."""
+        """For each head the rows for keys, followed by those for values."""
         values_name = name.replace(_KEYS, _VALUES)
         values, heads = self._tensors.get(values_name), self.heads["q"]
         fits = values is not None and len(keys.shape) == len(values.shape) == 3 and heads <= _MOST_HEADS

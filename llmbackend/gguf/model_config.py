@@ -70,7 +70,7 @@ def _common(header: Header, family: Family, fields: Fields) -> Config:
 
 
 def _head_dim(family: Family, fields: Fields, usual: int) -> int:
-    """Of latent attention, the part of a head that is rotated."""
+    """For latent attention, the rotated part of a head."""
     if fields.has("attention.kv_lora_rank"):
         return fields.integer("rope.dimension_count")
     head_dim = fields.integer("attention.key_length", usual)

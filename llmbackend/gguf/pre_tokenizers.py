@@ -70,7 +70,7 @@ _CASED_LETTERS: Final = (
     "\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-"
     "\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-"""Of Latin, Greek, Cyrillic and other scripts with two cases."""
+"""Letters of Latin, Greek, Cyrillic and other scripts with two cases."""
 _DEEPSEEK_LLM = (
     _split(r"[\r\n]"),
     _split(rf"\s?[{_CASED_LETTERS}]+"),

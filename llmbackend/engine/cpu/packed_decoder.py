@@ -113,7 +113,7 @@ class PackedExpertMatrix(msgspec.Struct, frozen=True):
     """x·Wᵀ + bias for each expert"""
 
     first: MatrixAt
-    """Of expert 0; the others follow (kernels/expert_layout.py), and so do their orders of inputs."""
+    """Of expert 0; the others follow (kernels/expert_layout.py), as do their input permutations."""
     bias: ArrayAt | None
     """float32 [experts, n]"""
 

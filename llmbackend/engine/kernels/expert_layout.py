@@ -33,7 +33,7 @@ class ExpertMatrix(NamedTuple):
     bias: int | None
     """float32 [experts, n]"""
     order: int | None = None
-    """int32 [experts, k]: column i is of input order[i]."""
+    """int32 [experts, k]: column i multiplies input order[i]."""
 
 
 class Steps(NamedTuple):

@@ -104,7 +104,7 @@ class FourBits:
         return values
 
     def outputs(self, rows: npt.NDArray[Any]) -> FourBits:
-        """The matrix of these rows."""
+        """The matrix with only these rows."""
         mins, zeros = (None if each is None else each[rows] for each in (self.mins, self.zeros))
         return FourBits(self.numbers[rows], self.scales[rows], mins, zeros, self.order)
 

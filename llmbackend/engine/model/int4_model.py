@@ -114,10 +114,10 @@ def _give_plain(
 
 
 class _WithExperts(Mapping[str, torch.Tensor]):
-    """A checkpoint's tensors, and the weights of layers in 4 bits, each made plain when it is looked up."""
+    """A checkpoint's tensors, and the weights of 4-bit layers, each dequantized on lookup."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], form: PackedFormat, layers: Set[str]) -> None:
-        """layers: which are no modules of the model."""
+        """layers: those that are not modules of the model."""
         self._tensors, self._form = tensors, form
         self._layers = {f"{layer}.weight": layer for layer in layers}
 
@@ -152,7 +152,7 @@ def _expert_parts(name: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def _check_biases(model: Any, experts: Set[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises CheckpointError for a bias of a single expert's layer that the model lacks, unless it is of zeros."""
+    """Raises CheckpointError for a nonzero bias of a single expert's layer that the model lacks."""
     without = {name for name, module in model.named_modules() if not hasattr(module, "down_proj_bias")}
     for layer in sorted(experts):
         stored = tensors.get(f"{layer}.bias") if layer.rsplit(".", 2)[0] in without else None
@@ -161,7 +161,7 @@ def _check_biases(model: Any, experts: Set[str], tensors: Mapping[str, torch.Ten
 
 
 def _check_experts(model: Any, tensors: _WithExperts) -> None:
-    """Raises CheckpointError for experts that are left without values."""
+    """Raises CheckpointError if experts are left without values."""
     empty = (name for name, parameter in model.named_parameters() if parameter.is_meta)
     if experts := [name for name in empty if _expert_parts(name, tensors)]:
         raise CheckpointError(f"its experts are in 4 bits, expected plain ones on an accelerator: {few(experts)}")

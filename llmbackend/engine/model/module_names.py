@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint in 4 bits by the names of the model's modules.
+"""The tensors of a 4-bit checkpoint, by the names of the model's modules.
 
-For: the loader. Does not know: layouts of formats. transformers has its own renaming while it reads plain weights; what
-it says of names alone is applied here. Single experts are named M.experts.N.gate_proj, up_proj and down_proj; programs
-that write Mixtral and families like it say so too, or w1, w3 and w2 as the family's own checkpoints.
+Used by the loader. transformers has its own renaming while it reads unquantised weights; the part that concerns only
+names is applied here. Single experts are named M.experts.N.gate_proj, up_proj and down_proj; programs that write
+Mixtral and similar families use these names too, or w1, w3 and w2 as in the family's own checkpoints.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _OF_EXPERT: Final = re.compile(rf"(?<=\.experts\.)(\d+)\.({'|'.join((*_PARTS, *_
 
 
 def module_tensors(files: Iterable[Path], hf_config: Any) -> dict[str, torch.Tensor]:
-    """As views of the mapped files. hf_config: of the model. Raises SafetensorError or OSError."""
+    """Views of the mapped files. hf_config: the model's. Raises SafetensorError or OSError."""
     tensors = mapped_tensors(files)
     return {_with_parts(new, _PARTS): tensors[name] for name, new in _renamed(tensors, hf_config).items()}
 
 
 def own_names(tensors: Mapping[str, T], hf_config: Any) -> dict[str, T]:
-    """Single experts' as the family's own checkpoints name them, whatever wrote these."""
+    """With single experts named as in the family's own checkpoints, whatever program wrote them."""
     patterns = [pattern for each in _transforms(hf_config) for pattern in each.source_patterns]
     parts = _NUMBERED if any(".experts.*.w1." in pattern for pattern in patterns) else {}
     return {_with_parts(name, parts): tensor for name, tensor in tensors.items()}
@@ -45,7 +45,7 @@ def reported_names(names: Iterable[str], hf_config: Any) -> frozenset[str]:
 
 
 def _renamed(names: Iterable[str], hf_config: Any) -> dict[str, str]:
-    """As transformers renames them while it reads, by the given ones."""
+    """The names that transformers gives them while reading, by the original ones."""
     renamings = [each for each in _transforms(hf_config) if type(each) is WeightRenaming]
     return {name: functools.reduce(lambda new, each: each.rename_source_key(new)[0], renamings, name) for name in names}
 

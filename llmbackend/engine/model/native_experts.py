@@ -44,13 +44,13 @@ class PackedExperts:
     """A matrix [n, k] for each expert."""
 
     first: PackedWeight
-    """Of expert 0; the others follow. Its order is that of all."""
+    """Of expert 0; the others follow. Its permutation applies to all."""
     count: int
     bias: torch.Tensor | None
     """float32 [count, n]"""
 
     def ordered(self, address: int) -> PackedExperts:
-        """With orders of inputs at this address."""
+        """With input permutations at this address."""
         return dataclasses.replace(self, first=dataclasses.replace(self.first, order=address))
 
     @property
@@ -273,7 +273,7 @@ class ExpertsToPack:
         return kinds.pop() if len(kinds) == 1 else None
 
     def _orders(self, plain: _Plain, name: str) -> Order | None:
-        """Of the inputs of all experts' layers of this name, [experts, k]; None: they are as they are."""
+        """Input permutations of all experts' layers with this name, [experts, k]; None = none."""
         assert self._stored is not None, "kept matrices are read from somewhere"
         orders = [self._stored.order_of(plain.expert(index, name)) for index in range(plain.down.shape[0])]
         if not any(orders):

@@ -46,7 +46,7 @@ struct EmulatedTile {
 };
 inline thread_local EmulatedTile emulated_tiles[8];
 
-// What is beyond a tile's size is zero, and not stored.
+// Elements beyond a tile's size are zero, and not stored.
 struct EmulatedSizes {
     int rows, depth_bytes;
 };
@@ -178,7 +178,7 @@ inline void tiles_end() {}
 
 #endif
 
-// How many rows after the last one a tile may read.
+// How many rows beyond the last one a tile may read.
 #if defined(LLMB_HAS_TILES)
 constexpr int kRowsRead = amx::kTileRows - 1;
 #else

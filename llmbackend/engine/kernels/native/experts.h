@@ -259,12 +259,12 @@ int grain_of(const Op& op) {
     return std::clamp(static_cast<int>(kPieceBytes / (op.weight_bytes / num_panels(op.linear.n))), 1, kMostPanels);
 }
 
-// The expert whose pairs this place is one of.
+// The expert to which this place belongs.
 inline int expert_of(const ExpertsOp& op, int place) {
     return static_cast<int>(std::upper_bound(op.first, op.first + op.num_experts + 1, place) - op.first) - 1;
 }
 
-// This row as the weights of the place's expert order it.
+// This row in the order of the weights of the place's expert.
 template <class Kind>
 void fill_place(const ExpertsOp& op, Kind& kind, int row, int place) {
     LinearOp own = with_row(op.linear, row);

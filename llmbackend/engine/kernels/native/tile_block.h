@@ -38,16 +38,16 @@ struct Int8 {
 constexpr int kBlockRows = 2 * amx::kTileRows;
 constexpr int kSumsRowBytes = kPanel * 4;
 constexpr size_t kBlockBytes = static_cast<size_t>(kBlockRows) * kSumsRowBytes;
-constexpr size_t kTileSumsBytes = kBlockBytes / 2;  // of a tile of rows
+constexpr size_t kTileSumsBytes = kBlockBytes / 2;  // per tile of rows
 
 // Where the tiles of rows of a block begin, and the bytes from the first to the second.
 struct RowsInTiles {  // in the order of tile_rows.h
     static constexpr ptrdiff_t stride_bytes = amx::kTileBytes;
-    static constexpr size_t kStepBytes = kTileSizeBytes;  // from a tile of k to the next
+    static constexpr size_t kStepBytes = kTileSizeBytes;  // between consecutive tiles of k
     const char* at;
     size_t next;
 };
-struct WholeRows {  // one row after the other
+struct WholeRows {  // row-major
     ptrdiff_t stride_bytes;
     static constexpr size_t kStepBytes = amx::kTileBytes;
     const char* at;

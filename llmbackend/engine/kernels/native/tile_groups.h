@@ -1,8 +1,8 @@
 // Quantised rows times one panel of weights in groups of 16 or 32 k on the CPU's tile unit: the integer sums of a group
-// leave the tiles, and a step on vectors follows.
+// leave the tiles, and a vector step follows.
 //
-// Used by linear_int4.h and linear_ggml.h, which define how weights are stored and what the step is. Invariant: sums of a
-// group are exact, and groups ascend, so results have the bits of vectors.
+// Used by linear_int4.h and linear_ggml.h. Invariant: sums of a group are exact, and groups ascend, so an element
+// equals that of the vector kernel.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ using llmb::store;
 template <class Weights, class Out>
 class GroupedProduct {
   public:
-    // x: the first row; begins: of the first row, one for each group.
+    // x: the first row; begins: for the first row, one per group.
     GroupedProduct(const Weights& weights, WholeRows x, int rows, const int32_t* begins, Out (*out)[kPanel])
         : weights_(weights), x_(x), rows_(rows), begins_(begins), out_(out) {}
 

@@ -45,7 +45,7 @@ struct PanelProduct {
     int k_tiles = divide_up(op.k, Type::kDepth);
     bool two = is_gated(op.epilogue);
 
-    // Calls finish(panel) when a panel's sums are complete.
+    // Calls finish(panel) once a panel's sums are complete.
     template <class Finish>
     void run(int begin, int end, Finish&& finish) const {
         tiles_begin(std::min(rows, amx::kTileRows));
