@@ -155,7 +155,7 @@ def check_largest_numbers(kernels: NativeKernels, kind: Type, filler: int, rows:
     scales = random_blocks(kind.name, 32, 1024)
     weight = Weight(layer.kernels, 32, 1024, kind, blocks=np.where(_bytes_of_scales(kind), scales, np.uint8(filler)))
     layer.weights = [weight]  # type: ignore[list-item]
-    x = np.tile(np.float32([[1e30], [-1e30], [1.0]]), (rows // 3, 1024))
+    x = np.tile(np.array([[1e30], [-1e30], [1.0]], np.float32), (rows // 3, 1024))
     exact = x.astype(np.float64) @ weight.matrix.T + layer.biases[0]
     size = np.abs(x.astype(np.float64)) @ np.abs(weight.matrix.T)
     assert (np.abs(layer.run(x) - exact) <= 1e-5 * (size + 10)).all()

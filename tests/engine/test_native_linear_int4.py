@@ -339,7 +339,7 @@ def check_largest_numbers(kernels: NativeKernels, kind: Type, rows: int) -> None
     layer = Layer(kernels, 32, 4096, kind=kind)
     layer.weights[0].panels[:] = 0xFF
     layer.weights[0].offsets[:] = 8
-    x = np.tile(np.float32([[1e30], [-1e30], [1.0]]), (rows // 3, 4096))
+    x = np.tile(np.array([[1e30], [-1e30], [1.0]], np.float32), (rows // 3, 4096))
     scales = layer.weights[0].scales.view(np.float16).astype(np.float64)
     exact = x[:, :1].astype(np.float64) * 7 * GROUP * scales.sum(axis=(0, 1)) + layer.biases[0]
     np.testing.assert_allclose(layer.run(x), exact, rtol=1e-4)
