@@ -65,8 +65,7 @@ from .text_part import keep_text
 logger = logging.getLogger(__name__)
 
 _PLAIN_UNDER_A_LABEL = "config.json states a quantization_config, but the weights are plain: using them as they are"
-_DEQUANTIZED = ("fp8",)
-"""quant_methods whose weights transformers dequantizes."""
+_DEQUANTIZED = ("fp8",)  # quant_methods whose weights transformers dequantizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,6 @@ def open_checkpoint(config: EngineConfig, dense: bool | None = None) -> OpenedCh
 def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewMemory | None = None) -> LoadedModel:
     """dense: whether weights stay plain matrices, for a program on an accelerator; None = if the device is not a CPU.
     new_memory: for packed weights; None = memory of this process.
-
     Raises ValueError (naming the argument or the architecture) or OSError (missing or unreadable files).
     """
     opened = open_checkpoint(config, dense)
