@@ -114,7 +114,7 @@ def test_where_what_was_prepared_is_gone_each_time_engines_load_by_themselves(
     load(supervisor)
     expect_tokens(supervisor)
     assert forks(tmp_path) == ["False", "False", "whole"]
-    assert "keeps disappearing" in caplog.text
+    assert "keep disappearing" in caplog.text
 
 
 def test_a_fork_server_that_is_killed_while_its_child_prepares(

@@ -112,5 +112,5 @@ def test_a_step_larger_than_the_buffers_is_refused(changes: dict[str, torch.Tens
     save(FAMILIES["llama"], tmp_path)
     step = layout(prompts(), (0,) * len(LENGTHS), STEPS[0], 0)
     too_large = StepLayout(**{name: getattr(step, name) for name in StepLayout.__slots__} | changes)
-    with pytest.raises(RuntimeError, match="has no room"):
+    with pytest.raises(RuntimeError, match="exceeds the program's buffers"):
         program(load(tmp_path)).forward(too_large, block_table())
