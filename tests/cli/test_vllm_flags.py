@@ -82,7 +82,7 @@ def test_a_flag_without_effect_is_accepted_with_its_reason(
     served = settings("mock", "--max-log-len", "10", "--enable-expert-parallel", "--no-enable-log-deltas", "-ep")
     assert engine_arguments(served) == {"model": "mock"}
     warnings = capsys.readouterr().err
-    assert "--max-log-len has no effect: requests are logged with --log-requests alone" in warnings
+    assert "--max-log-len has no effect: requests are logged only with --log-requests" in warnings
     assert "--enable-expert-parallel has no effect here: every rank has a part of each expert" in warnings
 
 

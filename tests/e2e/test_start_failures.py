@@ -106,17 +106,17 @@ def test_models_that_do_not_load_say_why_and_what_to_do(
 
 
 def test_a_refused_architecture_is_named_at_the_end(tmp_path: Path) -> None:
-    write_model(tmp_path, "bloom")
-    version = tmp_path / "bloom" / "1"
+    write_model(tmp_path, "jamba")
+    version = tmp_path / "jamba" / "1"
     for file in Path("model_repository/demo/1").iterdir():
         (version / file.name).write_bytes(file.read_bytes())
     config = json.loads((version / "config.json").read_text())
     (version / "config.json").write_text(
-        json.dumps(config | {"architectures": ["BloomForCausalLM"], "model_type": "bloom"})
+        json.dumps(config | {"architectures": ["JambaForCausalLM"], "model_type": "jamba"})
     )
     line = last_line("--model-repository", str(tmp_path))
-    assert line.startswith("Model 'bloom' was not loaded: ")
-    assert "'BloomForCausalLM' is not supported" in line
+    assert line.startswith("Model 'jamba' was not loaded: ")
+    assert "'JambaForCausalLM' is not supported" in line
     assert line.endswith("docs/llm_backend.md lists the supported architectures.")
 
 
