@@ -56,7 +56,9 @@ def directory_of(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_absorbed", [True, False])
-@pytest.mark.parametrize("family", LATENT)
+@pytest.mark.parametrize(
+    "family", [name for name in LATENT if name != "glm_moe_dsa"]
+)  # an architecture that is not read
 def test_a_family_computes_as_before_its_conversion(family: str, is_absorbed: bool, tmp_path: Path) -> None:
     model = model_of(family)
     write_model(tmp_path / "tiny.gguf", model, is_absorbed=is_absorbed)
