@@ -1,7 +1,7 @@
 """Limits on a model's requests, and on what a generation may require to be compared or added per token.
 
 Used by schemas, text and request conversion, which check a value before they do work proportional to it. Independent of
-requests. Invariant: whatever clients of OpenAI's API and of vLLM may send is within all bounds: OpenAI accepts 4 stop
+requests. Invariant: requests valid for OpenAI's API and vLLM are within the bounds: OpenAI accepts 4 stop
 strings, vLLM's GPU runner 128 stop token ids and 1024 biased tokens.
 """
 

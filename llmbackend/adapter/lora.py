@@ -1,7 +1,7 @@
 """The LoRA adapters of a model: those of its configuration, and those that operators load and unload at run time.
 
 Used by request conversion, which takes an adapter for each request, by ModelState, and by the engines' loops, which
-load whatever this registry wants. Independent of matrices, tensors and HTTP. Invariants: a request uses the same
+load what this registry asks for. Independent of matrices, tensors and HTTP. Invariants: a request uses the same
 weights from conversion to its end, even if its adapter's name is reloaded or unloaded meanwhile. Engines read private
 copies of an adapter's files, which never change, so that an engine that starts later computes the same results. Each
 change is answered exactly once, and a load within its deadline even if a disk hangs, as files are read on a separate

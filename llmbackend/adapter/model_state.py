@@ -314,7 +314,7 @@ class ModelState:
                 self._give_up(task, internal(f"the request could not be queued: {error}"))
 
     def _give_up(self, task: InferTask, error: TritonError) -> None:
-        """Ends a task in whatever state it is."""
+        """Ends a task in any state."""
         if task.request_id in self.tasks:
             self._request_stop(task.request_id, error)
         elif not task.has_ended:

@@ -150,7 +150,7 @@ class ArrayInstance(ABC):
 
     @abstractmethod
     def execute(self, inputs: Arrays) -> Mapping[str, Array]:
-        """The model's outputs by name. Raises whatever the framework raises."""
+        """The model's outputs by name. Raises the framework's errors."""
 
     def process_requests(self, requests: Sequence[Request]) -> None:
         """Takes over the requests: on return, each has been answered and released."""

@@ -27,7 +27,7 @@ _MEMBER_BYTES: Final = 256
 @dataclass(frozen=True, slots=True)
 class OutputLayout:
     """Names and datatypes (KServe's, or JSON) of a response's outputs. `layout_of` returns the same object for equal
-    layouts: the responses of a stream share it, so whatever they have in common is prepared only once.
+    layouts: the responses of a stream share it, so their common parts are prepared only once.
 
     is_text: whether each output is one string
     """

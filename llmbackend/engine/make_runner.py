@@ -1,6 +1,6 @@
 """Makes the runner that a config asks for, and what engines with the same config share in their fork server.
 
-Used by whatever drives an engine core; LlmManager passes this module to the engine's process, which imports it by name.
+Used by callers of an engine core; LlmManager passes this module to the engine's process, which imports it by name.
 Independent of requests and process lifetimes. A model that runs as a native program is packed once, by the first
 engine's process, which then exits (`ModelPrepared`); the fork server reads the packed weights into memory that all
 later engines share. Any other model is loaded by each engine, which shares only imports. Invariants: importing this

@@ -89,7 +89,7 @@ class Inference:
 
     The instance is the request's response callback, which any thread may call; everything else is used on the event
     loop. A `listener` reads with `pop`, other code with `next` or `collect`. When `backlog` is full, the request ends
-    with an error after the waiting responses. One response may always wait, whatever its size.
+    with an error after the waiting responses. One response of any size may always wait.
     """
 
     __slots__ = (

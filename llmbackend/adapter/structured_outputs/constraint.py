@@ -39,7 +39,7 @@ MAX_MULTIPLE_OF = 10_000
 MAX_GRAMMAR_CHARS = 65536
 MAX_TAGS = 512
 CHECK_LIMITS = dataclasses.replace(ENGINE_LIMITS, initial_lexer_fuel=500_000, max_grammar_size=100_000)
-"""Limits of the compiler. None exceeds the engine's, so that whatever passes here compiles there."""
+"""Limits of the compiler. None exceeds the engine's, so that everything accepted here compiles there."""
 PROBES, PROBE_MASKS = 2, 32
 """Number of random texts per grammar, and tokens per text, that test whether output can follow it."""
 

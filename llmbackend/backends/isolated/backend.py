@@ -179,7 +179,7 @@ def ask(services: ProcessServices, verb: str, argument: Any) -> Any:
 
 
 def finalize(services: ProcessServices) -> None:
-    """Finalises whatever is initialised in the process, and ends it."""
+    """Finalises everything initialised in the process, and ends it."""
     try:
         services.process.call("finalize", None, timeout_s=FINALIZE_TIMEOUT_S)
     except (StubDeadError, TimeoutError) as error:

@@ -1,6 +1,6 @@
 """The process of an isolated library: loads the library, and calls its functions on the host's behalf.
 
-Invariant: whatever was initialised is finalised in reverse order, even after a failure, unless the process dies.
+Invariant: everything initialised is finalised in reverse order, even after a failure, unless the process dies.
 """
 
 from __future__ import annotations

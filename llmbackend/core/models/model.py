@@ -1,6 +1,6 @@
 """One version of a model with its instances, scheduler and statistics. Source: TritonModel in Triton's core.
 
-Invariants: whatever was initialised is finalised exactly once, in reverse order, even after a failed load; a request
+Invariants: everything initialised is finalised exactly once, in reverse order, even after a failed load; a request
 counts in `in_flight` until its last handle is dropped.
 """
 

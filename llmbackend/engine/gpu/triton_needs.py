@@ -1,6 +1,6 @@
 """What Triton needs from a machine at run time besides torch and the driver: what is missing, and what to do.
 
-Used by whatever starts an engine on a GPU; does not import Triton. Triton compiles a C module that launches kernels,
+Used by code that starts an engine on a GPU; does not import Triton. Triton compiles a C module that launches kernels,
 links it with the driver's library, and caches compiled modules in a folder. Invariant: missing parts are named in a
 warning, and in the error if a start fails inside Triton; nothing is needed if everything is already compiled.
 """

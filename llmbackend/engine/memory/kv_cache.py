@@ -101,7 +101,7 @@ class KVCacheManager:
         return self._groups.max_chunk(num_tokens, self.block_size, self.num_blocks)
 
     def min_blocks(self, num_tokens: int) -> int:
-        """Minimum number of blocks with which a row of `num_tokens` can be computed, whatever the chunk size."""
+        """Minimum number of blocks with which a row of `num_tokens` can be computed with any chunk size."""
         return self._groups.max_blocks(num_tokens, 1, self.block_size)
 
     def future_blocks(self, rows: Int32Array, chunk_tokens: int) -> int:

@@ -33,7 +33,7 @@ def module_tensors(files: Iterable[Path], hf_config: Any) -> dict[str, torch.Ten
 
 
 def own_names(tensors: Mapping[str, T], hf_config: Any) -> dict[str, T]:
-    """With single experts named as in the family's own checkpoints, whatever program wrote them."""
+    """With single experts named as in the family's own checkpoints, for every program that writes them."""
     patterns = [pattern for each in _transforms(hf_config) for pattern in each.source_patterns]
     parts = _NUMBERED if any(".experts.*.w1." in pattern for pattern in patterns) else {}
     return {_with_parts(name, parts): tensor for name, tensor in tensors.items()}

@@ -1,7 +1,7 @@
 """From a loaded model to a native program as data: packed weights in one memory, tables that are looked up by row in
 another.
 
-Used by whatever starts engines on CPU. Invariant: a packed model has reproduced the logits of the model's own modules
+Used by code that starts engines on CPU. Invariant: a packed model has reproduced the logits of the model's own modules
 for the probes.
 """
 

@@ -145,7 +145,7 @@ class Endpoints:
                     router.routes.append(Route(path, route.get_route_handler(), methods=["HEAD"]))
 
     def check(self, http: Request) -> None:
-        """Raises an error if the request is refused whatever its path."""
+        """Raises an error if the request is refused regardless of its path."""
 
     async def read(self, http: Request, body: JsonBody, *, may_be_empty: bool) -> Any:
         """The argument; None: the body is empty. Raises the errors that `refusal` answers."""

@@ -45,7 +45,7 @@ class Document:
     """The API key that owns it, in the form that `current_owner` returns; "" on servers without keys."""
     kind: Kind
     id: str
-    """Unique, whatever the kind and owner."""
+    """Unique across kinds and owners."""
     body: bytes
     """JSON."""
     created_s: float
