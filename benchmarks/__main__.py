@@ -10,9 +10,13 @@ from pathlib import Path
 
 from . import perplexity
 from .checkpoints import CONTEXT_TOKENS
-from .entries import ENTRIES, FOUR_BITS, default_entries
+from .entries import ENTRIES, FOUR_BITS, OURS, default_entries
 from .environments import Environments
+from .experts_report import write_experts_report
 from .int4_report import write_int4_report
+from .lora_report import write_lora_report
+from .loras import KINDS as LORA_KINDS
+from .loras import LoraSuite
 from .name_lists import names_of
 from .report import summary, write_report
 from .servers.page import RESULTS, write_section
@@ -28,27 +32,57 @@ PLOT_NAME = "benchmarks.svg"
 class Campaign:
     """What is measured unless the command line says otherwise, and the names of the results and their page."""
 
+    about: str
     models: tuple[str, ...]
     workloads: tuple[str, ...]
     entries: tuple[str, ...]
     results: str
     page: str
+    has_perplexity: bool = False
+    has_starts: bool = False
 
 
 PLAIN = Campaign(
+    about="bfloat16 and 8 bits",
     models=("qwen2.5-0.5b-shape", "llama-125m-shape"),
     workloads=tuple(name for name in DESCRIPTIONS if name not in SHORT),
     entries=default_entries("bf16", "int8"),
     results="results.jsonl",
     page="benchmarks.md",
+    has_perplexity=True,
+    has_starts=True,
 )
 INT4 = Campaign(
+    about="weights in 4 bits, including GGUF files",
     models=("smollm2", "qwen2.5-0.5b-shape", "qwen3-1.7b-shape", "llama3-8b-shape", "moe-3b-shape"),
     workloads=("W3", "W8", "W9"),
     entries=default_entries(*FOUR_BITS),
     results="results_int4.jsonl",
     page="benchmarks_int4.md",
+    has_perplexity=True,
+    has_starts=True,
 )
+EXPERTS = Campaign(
+    about="a mixture of experts in every weight type",
+    models=("moe-3b-shape",),
+    workloads=("W3", "W8", "W9"),
+    entries=tuple(
+        name
+        for name in default_entries("bf16", "int8", "q4_0")
+        if ENTRIES[name].engine in (OURS, "vLLM", "llama.cpp") and "w8a8" not in name and "f16" not in name
+    ),
+    results="results_experts.jsonl",
+    page="benchmarks_experts.md",
+)
+LORA = Campaign(
+    about="LoRA adapters",
+    models=(LoraSuite.shape,),
+    workloads=(),
+    entries=(),
+    results="results_lora.jsonl",
+    page="benchmarks_lora.md",
+)
+CAMPAIGNS = {"plain": PLAIN, "int4": INT4, "experts": EXPERTS, "lora": LORA}
 
 
 def main() -> None:
@@ -61,15 +95,17 @@ def main() -> None:
     results = Results(arguments.results)
     if not arguments.report_only:
         _measure(arguments, environments, results)
-    if arguments.int4:
-        write_int4_report(results.lines, arguments.page)
-    else:
-        _write_page(environments, results, arguments.page)
+    _write_page(arguments.campaign, environments, results, arguments.page)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--int4", action="store_true", help="weights in 4 bits, GGUF files among them")
+    chosen = parser.add_mutually_exclusive_group()
+    for name, campaign in CAMPAIGNS.items():
+        default = " (default)" if campaign is PLAIN else ""
+        about = f"{campaign.about}: writes {campaign.page}{default}"
+        chosen.add_argument(f"--{name}", dest="campaign", action="store_const", const=campaign, help=about)
+    parser.set_defaults(campaign=PLAIN)
     parser.add_argument("--models", type=names_of(CONTEXT_TOKENS))
     parser.add_argument("--workloads", type=names_of(DESCRIPTIONS))
     parser.add_argument("--entries", type=names_of(ENTRIES))
@@ -86,7 +122,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _with_defaults(arguments: argparse.Namespace) -> argparse.Namespace:
-    campaign = INT4 if arguments.int4 else PLAIN
+    campaign = arguments.campaign
     arguments.models = arguments.models or campaign.models
     arguments.workloads = arguments.workloads or campaign.workloads
     arguments.entries = arguments.entries or campaign.entries
@@ -96,6 +132,9 @@ def _with_defaults(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def _measure(arguments: argparse.Namespace, environments: Environments, results: Results) -> None:
+    if arguments.campaign is LORA:
+        _measure_adapters(results)
+        return
     Suite(
         environments=environments,
         results=results,
@@ -105,15 +144,35 @@ def _measure(arguments: argparse.Namespace, environments: Environments, results:
         rounds=arguments.rounds,
         timeout_s=arguments.timeout_s,
     ).run()
-    if not arguments.no_perplexity:
+    if arguments.campaign.has_perplexity and not arguments.no_perplexity:
         perplexity.run(environments, results)
-        if arguments.int4:
+        if arguments.campaign is INT4:
             perplexity.run_files(environments, results)
-    if not arguments.no_starts:
+    if arguments.campaign.has_starts and not arguments.no_starts:
         StartSuite(environments, results, arguments.models, arguments.entries, arguments.rounds).run()
 
 
-def _write_page(environments: Environments, results: Results, page: Path) -> None:
+def _measure_adapters(results: Results) -> None:
+    """Each kind of weights that the results lack."""
+    suite = LoraSuite()
+    for kind in (kind for kind in LORA_KINDS if not results.has(weights=kind)):
+        suite.run([kind], results.add)
+    if not any("pause_p50_ms" in line for line in results.lines):
+        suite.run_reads(["int8"], results.add)
+
+
+def _write_page(campaign: Campaign, environments: Environments, results: Results, page: Path) -> None:
+    if campaign is INT4:
+        write_int4_report(results.lines, page)
+    elif campaign is EXPERTS:
+        write_experts_report(results.lines, page)
+    elif campaign is LORA:
+        write_lora_report(results.lines, page)
+    else:
+        _write_plain_page(environments, results, page)
+
+
+def _write_plain_page(environments: Environments, results: Results, page: Path) -> None:
     environments.install("plot")
     drawn = environments.scratch / "summary.json"
     drawn.write_text(json.dumps(summary(results.lines)))

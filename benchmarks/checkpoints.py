@@ -127,12 +127,33 @@ def _qwen3_5() -> Any:
     )
 
 
+def _qwen3_moe() -> Any:
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=32000,
+        hidden_size=1536,
+        moe_intermediate_size=512,
+        num_hidden_layers=18,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        max_position_embeddings=CONTEXT_TOKENS["moe-3b-shape"],
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        tie_word_embeddings=False,
+    )
+
+
 SHAPES = {
     "qwen2.5-0.5b-shape": _qwen2,
     "llama-125m-shape": _llama,
     "qwen3-1.7b-shape": _qwen3,
     "lfm2-1.2b-shape": _lfm2,
     "qwen3.5-0.8b-shape": _qwen3_5,
+    "moe-3b-shape": _qwen3_moe,
 }
 
 

@@ -1,10 +1,11 @@
 """The cost of LoRA adapters on a CPU: decode steps and prompts of rows with eight adapters, with one, and without; and
 a stream's pauses while other adapters are read.
 
+    python -m benchmarks --lora                                             writes docs/benchmarks_lora.md
     python -m benchmarks.loras [--shape qwen2.5-0.5b-shape] [--rows 8] [--rank 16] [--kinds bfloat16,int8,int4]
     python -m benchmarks.loras --known 1000 --in-memory 32 [...]
 
-For docs/benchmarks_lora.md. Independent of servers; the engine runs in this process, with random weights. Invariants:
+Independent of servers and of the page; the engine runs in this process, with random weights. Invariants:
 cases alternate in one engine, with the same prompts and as many tokens of each row; a ratio compares consecutive
 measurements, and the median of all ratios is shown; rows with adapters must get different tokens than without.
 """
@@ -12,26 +13,31 @@ measurements, and the median of all ratios is shown; rows with adapters must get
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 
 from benchmarks.checkpoints import SHAPES
+from benchmarks.lora_report import WITHOUT, Line, lora_tables
 from benchmarks.perplexity import WEIGHT_TYPES
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import InferRequest, SamplingParams
 
+KINDS = ("bfloat16", "int8", "int4")
 ADAPTERS = 8
 PROMPT_TOKENS = 16
 LONG_PROMPT_TOKENS = 512
@@ -104,36 +110,46 @@ def _request(row: int, prompt_tokens: int, num_tokens: int, adapter: str) -> Inf
     )
 
 
-def measure(config: EngineConfig, rows: int, num_tokens: int, rounds: int) -> None:
+def measure(config: EngineConfig, rows: int, num_tokens: int, rounds: int) -> list[Line]:
+    """Tokens per second by case and round. Raises RuntimeError if a row with an adapter gets the tokens of none."""
     names = list(config.lora_modules)
     core = EngineCore(config, make_runner(config))
-    cases: dict[str, list[str]] = {"without": [], "one adapter": names[:1], f"{len(names)} adapters": names}
+    cases: dict[str, list[str]] = {WITHOUT: [], "one adapter": names[:1], f"{len(names)} adapters": names}
     for adapters in cases.values():
         decode(core, adapters, rows, 4)
-    decoded: dict[str, list[Run]] = {case: [] for case in cases}
-    prompts: dict[str, list[Run]] = {case: [] for case in list(cases)[:2]}
-    for _ in range(rounds):
-        for case, adapters in cases.items():
-            decoded[case].append(decode(core, adapters, rows, num_tokens))
-        for case in prompts:
-            prompts[case].append(prompt(core, cases[case]))
+    lines: list[Line] = []
+    for round_number in range(rounds):
+        decoded = {case: decode(core, adapters, rows, num_tokens) for case, adapters in cases.items()}
+        _check_tokens(decoded)
+        for case, run in decoded.items():
+            lines.append(_line(f"{rows} rows", case, round_number, run.rate))
+        for case in list(cases)[:2]:
+            rate = prompt(core, cases[case]).rate
+            lines.append(_line(f"a prompt of {LONG_PROMPT_TOKENS}", case, round_number, rate))
     core.close()
-    _report(f"{rows} rows", decoded)
-    _report(f"a prompt of {LONG_PROMPT_TOKENS}", prompts)
-    plain = decoded["without"][0].tokens
-    for case in list(cases)[1:]:
-        same = [row for row, tokens in decoded[case][0].tokens.items() if tokens == plain[row]]
-        if same:
-            print(f"  {case}: rows {', '.join(same)} got the tokens of no adapter")
+    return lines
 
 
-def measure_reads(config: EngineConfig, rows: int, num_tokens: int, num_requests: int) -> None:
+def _line(rows: str, case: str, round_number: int, rate: float) -> Line:
+    return {"rows": rows, "case": case, "round": round_number, "tokens_per_s": rate}
+
+
+def _check_tokens(decoded: dict[str, Run]) -> None:
+    plain = decoded[WITHOUT].tokens
+    for case, run in decoded.items():
+        same = [row for row, tokens in run.tokens.items() if tokens == plain[row]]
+        if case != WITHOUT and same:
+            raise RuntimeError(f"{case}: rows {', '.join(same)} got the tokens of no adapter")
+
+
+def measure_reads(config: EngineConfig, rows: int, num_tokens: int, num_requests: int) -> list[Line]:
     """One stream without an adapter beside rows of which each next request names another of the known adapters."""
     core = EngineCore(config, make_runner(config))
     draw = random.Random(0)
     names = [draw.choice(list(config.lora_modules)) for _ in range(num_requests)]
     stream = f"{num_requests}"
-    for case, adapters in (("without", [""] * num_requests), ("another adapter each", names)):
+    lines = []
+    for case, adapters in ((WITHOUT, [""] * num_requests), ("another adapter for each request", names)):
         core.add(_request(num_requests, PROMPT_TOKENS, STREAM_TOKENS, ""))
         left = list(enumerate(adapters))
         live: set[str] = set()
@@ -153,68 +169,103 @@ def measure_reads(config: EngineConfig, rows: int, num_tokens: int, num_requests
                     last_s = now_s
                 elif output.finish_reason:
                     live.discard(output.request_id)
-        taken_s = time.perf_counter() - began_s
+        rate = num_requests * num_tokens / (time.perf_counter() - began_s)
         core.abort(stream)
         while core.has_work:
             core.step()
         cuts = statistics.quantiles(gaps_ms[1:], n=100)
-        print(
-            f"  {case}: {num_requests * num_tokens / taken_s:.1f} tokens/s; the stream pauses {cuts[49]:.0f} ms in "
-            f"the median, {cuts[98]:.0f} ms at 99 %, at most {max(gaps_ms[1:]):.0f} ms",
-            flush=True,
-        )
+        pauses = {"pause_p50_ms": cuts[49], "pause_p99_ms": cuts[98], "pause_max_ms": max(gaps_ms[1:])}
+        lines.append(_line(f"{len(config.lora_modules):,} known adapters", case, 0, rate) | pauses)
     core.close()
+    return lines
 
 
-def _report(what: str, runs: dict[str, list[Run]]) -> None:
-    for case, of_case in runs.items():
-        rate = statistics.median(run.rate for run in of_case)
-        ratio = statistics.median(a.rate / b.rate for a, b in zip(of_case, runs["without"], strict=True))
-        print(f"  {what}, {case}: {rate:.1f} tokens/s, {ratio:.1%}", flush=True)
+@dataclass(frozen=True)
+class LoraSuite:
+    """known: adapters by name, of which in_memory stay in memory, for `run_reads`; num_requests: those it serves."""
 
+    shape: str = "qwen2.5-0.5b-shape"
+    rows: int = 8
+    rank: int = 16
+    num_tokens: int = 32
+    """Of each row."""
+    rounds: int = 7
+    num_threads: int = 0
+    known: int = 1000
+    in_memory: int = 32
+    num_requests: int = 120
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b-shape")
-    parser.add_argument("--kinds", default="bfloat16,int8,int4", help=f"of {', '.join(WEIGHT_TYPES)}")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=32, help="of each row")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--known", type=int, help="adapters by name; measures a stream's pauses while others are read")
-    parser.add_argument("--in-memory", type=int, default=32, help="of the known adapters")
-    parser.add_argument("--requests", type=int, default=200, help="for known adapters")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        model = SHAPES[arguments.shape]()
-        model.save_pretrained(directory)
-        folders = [Path(directory) / f"adapter{i}" for i in range(FOLDERS if arguments.known else ADAPTERS)]
-        for seed, folder in enumerate(folders):
-            write_adapter(model, folder, arguments.rank, seed)
-        for kind in arguments.kinds.split(","):
-            print(f"{arguments.shape}, {kind}, adapters of rank {arguments.rank}", flush=True)
-            names = [f"adapter{i}" for i in range(arguments.known or ADAPTERS)]
+    def run(self, kinds: Sequence[str], add: Callable[[Line], None]) -> None:
+        """Decode steps and prompts."""
+        with self._configs(kinds, ADAPTERS, ADAPTERS) as configs:
+            for kind, config in configs.items():
+                self._add(kind, measure(config, self.rows, self.num_tokens, self.rounds), add)
+
+    def run_reads(self, kinds: Sequence[str], add: Callable[[Line], None]) -> None:
+        """Pauses of a stream."""
+        with self._configs(kinds, FOLDERS, self.known) as configs:
+            for kind, config in configs.items():
+                config = msgspec.structs.replace(config, max_model_len=4096, max_cpu_loras=self.in_memory)
+                self._add(kind, measure_reads(config, self.rows, self.num_tokens, self.num_requests), add)
+
+    def _add(self, kind: str, lines: list[Line], add: Callable[[Line], None]) -> None:
+        for line in lines:
+            add({"model": self.shape, "weights": kind, "rank": self.rank, **line, "time": round(time.time())})
+
+    @contextlib.contextmanager
+    def _configs(self, kinds: Sequence[str], num_folders: int, num_names: int) -> Iterator[dict[str, EngineConfig]]:
+        """By kind of weights."""
+        with tempfile.TemporaryDirectory() as directory:
+            model = SHAPES[self.shape]()
+            model.save_pretrained(directory)
+            folders = [Path(directory) / f"adapter{i}" for i in range(num_folders)]
+            for seed, folder in enumerate(folders):
+                write_adapter(model, folder, self.rank, seed)
+            names = [f"adapter{i}" for i in range(num_names)]
             config = EngineConfig(
                 model=directory,
                 load_format="dummy",
-                num_threads=arguments.threads,
-                max_model_len=4096 if arguments.known else 1024,
-                max_num_seqs=arguments.rows,
+                num_threads=self.num_threads,
+                max_model_len=1024,
+                max_num_seqs=self.rows,
                 max_num_batched_tokens=LONG_PROMPT_TOKENS,
                 num_kv_blocks=512,
                 enable_prefix_caching=False,
                 step_target_ms=0,
                 enable_lora=True,
                 lora_modules={name: str(folder) for name, folder in zip(names, cycle(folders), strict=False)},
-                max_cpu_loras=arguments.in_memory if arguments.known else None,
-                max_lora_rank=arguments.rank,
-                **WEIGHT_TYPES[kind],
+                max_lora_rank=self.rank,
             )
-            if arguments.known:
-                measure_reads(config, arguments.rows, arguments.tokens, arguments.requests)
-            else:
-                measure(config, arguments.rows, arguments.tokens, arguments.rounds)
+            yield {kind: msgspec.structs.replace(config, **WEIGHT_TYPES[kind]) for kind in kinds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default=LoraSuite.shape)
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(WEIGHT_TYPES)}")
+    parser.add_argument("--rows", type=int, default=LoraSuite.rows)
+    parser.add_argument("--rank", type=int, default=LoraSuite.rank)
+    parser.add_argument("--tokens", type=int, default=LoraSuite.num_tokens, help="of each row")
+    parser.add_argument("--rounds", type=int, default=LoraSuite.rounds)
+    parser.add_argument("--threads", type=int, default=LoraSuite.num_threads)
+    parser.add_argument("--known", type=int, help="adapters by name; measures a stream's pauses while others are read")
+    parser.add_argument("--in-memory", type=int, default=LoraSuite.in_memory, help="of the known adapters")
+    parser.add_argument("--requests", type=int, default=LoraSuite.num_requests, help="for known adapters")
+    arguments = parser.parse_args()
+    suite = LoraSuite(
+        shape=arguments.shape,
+        rows=arguments.rows,
+        rank=arguments.rank,
+        num_tokens=arguments.tokens,
+        rounds=arguments.rounds,
+        num_threads=arguments.threads,
+        known=arguments.known or LoraSuite.known,
+        in_memory=arguments.in_memory,
+        num_requests=arguments.requests,
+    )
+    lines: list[Line] = []
+    (suite.run_reads if arguments.known else suite.run)(arguments.kinds.split(","), lines.append)
+    print(lora_tables(lines))
 
 
 if __name__ == "__main__":

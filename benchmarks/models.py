@@ -24,7 +24,7 @@ from .quantise_gguf import KINDS
 REAL_GGUF = "q4_1.gguf"
 """The file that real checkpoints are made of."""
 RANDOM_GGUF = tuple(random_gguf.SHAPES)
-"""These have no checkpoint: their files are written with random blocks."""
+"""Their files are written with random blocks, not from a checkpoint."""
 OPENVINO_INT4 = ("--sym", "--group-size", "128", "--group-size-fallback", "adjust")
 EMBEDDINGS = "token_embd.weight"
 
@@ -52,7 +52,7 @@ class Models:
 
     def _make(self, shape: str, form: str, target: Path) -> None:
         ours = [sys.executable, "-m"]
-        if not form and shape in RANDOM_GGUF:
+        if not form and shape not in SHAPES:
             raise ValueError(f"{shape} has no checkpoint, only GGUF files")
         if not form:
             self._run([*ours, "benchmarks.checkpoints", shape, target])

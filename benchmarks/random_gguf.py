@@ -1,6 +1,6 @@
 """Writes a GGUF file of a model with random blocks, without needing a (large) checkpoint.
 
-    python -m benchmarks.random_gguf llama3-8b-shape|moe-3b-shape FILE.gguf q4_0|q4_k_m
+    python -m benchmarks.random_gguf llama3-8b-shape|moe-3b-shape FILE.gguf q4_0|q4_k_m|q8_0
     python -m benchmarks.random_gguf gpt-oss-20b-shape FILE.gguf mxfp4
 
 Used by models.py. Independent of engines. Invariants: tensors have the types that llama.cpp's quantiser chooses for
@@ -25,7 +25,7 @@ _MEAN_SCALE, _MEAN_NUMBER, _NUMBER_DEVIATION = 31.5, 7.5, 4.6
 """Of random bits: of a 6-bit scale, and of a 4-bit number."""
 _STEP = WEIGHT_DEVIATION / _NUMBER_DEVIATION
 ROUTER, OF_EXPERTS = "ffn_gate_inp", "_exps"
-FILE_TYPES = {"q4_0": 2, "q4_k_m": 15, "mxfp4": 38}
+FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15, "mxfp4": 38}
 """Numbers of llama.cpp's llama_ftype."""
 FLOATS = {
     "Q4_0": {0: _STEP},
@@ -116,6 +116,8 @@ def type_of(name: str, kind: str, layers: int) -> str:
         return "F32"
     if kind == "mxfp4":
         return "MXFP4" if name.endswith(OF_EXPERTS) else "Q8_0"
+    if kind == "q8_0":
+        return "Q8_0"
     if name == "output":
         return "Q6_K"
     if kind == "q4_0":

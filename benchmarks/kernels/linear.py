@@ -24,6 +24,8 @@ from llmbackend.engine.kernels.operations import Epilogue, Kind, LinearOp, Rows,
 SCALES = {Type.INT8: np.float32} | dict.fromkeys(library.FOUR_BITS, np.float16)
 SUMS = {Type.INT8: np.int32, Type.INT4_MIN: np.float16, Type.INT4_ZERO: np.uint8}
 """Of these types, with minima or zeros in their place."""
+TYPES = (Type.FLOAT32, Type.BFLOAT16, *SCALES, *library.BLOCKS)
+"""GGUF types of super-blocks need a model whose sizes are multiples of 256: qwen3-1.7b."""
 MAX_HEAD_ROWS = 64
 """A prefill step samples few of its rows."""
 
@@ -53,6 +55,7 @@ def layer_shapes(hidden: int, qkv: int, attention: int, mlp: int) -> list[Shape]
 MODELS = {
     "qwen2.5-0.5b": (24, layer_shapes(896, 1152, 896, 4864), Shape(151936, 896)),
     "llama-125m": (12, layer_shapes(768, 2304, 768, 2048), Shape(32000, 768)),
+    "qwen3-1.7b": (28, layer_shapes(2048, 4096, 2048, 6144), Shape(151936, 2048)),
 }
 
 
@@ -92,6 +95,8 @@ class Program:
             block = (block.view(np.uint32) >> 16).astype(np.uint16)
         elif self.weight_type is Type.INT8:
             block = (block * 40).astype(np.int8)
+        elif self.weight_type in library.BLOCKS:  # any bytes may be a block's float16 scale
+            block = np.full(1 << 18, 0x11, np.uint8)
         raw = block.view(np.uint8)
         for begin in range(0, packed.size, raw.size):
             packed[begin : begin + raw.size] = raw[: packed.size - begin]
@@ -178,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="qwen2.5-0.5b", choices=MODELS)
     parser.add_argument("--variant", help="instruction set; the best by default")
-    parser.add_argument("--type", default="BFLOAT16", choices=["FLOAT32", "BFLOAT16", *(kind.name for kind in SCALES)])
+    parser.add_argument("--type", default="BFLOAT16", choices=[kind.name for kind in TYPES])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", default="1,4,8,16,32,64,128,512")
     parser.add_argument("--seconds", type=float, default=1.0, help="per number of rows")
