@@ -54,6 +54,13 @@ constexpr int kMaxBlock = 4;
 constexpr int vectors_of(int) { return 1; }
 #endif
 
+// Whether many rows are worth unpacking a panel once. Only measured with AVX2, where a register's products take two
+// instructions and numbers of 6 bits take seven.
+constexpr bool unpacks(const Form& form) { return kByPairs && (form.low < 8 || !form.is_super()); }
+
+// Whether they are unpacked to 16 bits: products of larger ones take fewer instructions so.
+constexpr bool unpacks_shorts(const Form& form) { return unpacks(form) && is_offset(form.largest()) && !form.is_super(); }
+
 // The quantised rows, and the sums of their integers, by which zeros and minima are multiplied.
 struct Rows : int8::QuantisedRows<int4::SignedOrder> {
     // Initial values of a row's products, or factors of the minima: [rows][per_row].
@@ -64,11 +71,13 @@ struct Rows : int8::QuantisedRows<int4::SignedOrder> {
     int per_row;
     int blocks;
     Form form;
+    int16_t* shorts = nullptr;  // with unpacks_shorts, of many rows: the integers, quads in the order 0 2 1 3
 
     Rows(Carver& memory, int rows, const LinearOp& op) : QuantisedRows(memory, rows, op.k, int8::kNarrowFine), form(form_of(op.weight_type)) {
         blocks = op.k / form.block;
         per_row = blocks * form.sums();
         sums = memory.take<int32_t>(static_cast<size_t>(rows) * per_row);
+        if (unpacks_shorts(form) && rows >= kFewestUnpacked<kMaxBlock>) shorts = memory.take<int16_t>(rows * stride);
     }
     static size_t bytes(int rows, const LinearOp& op) {
         Carver counted(nullptr);
@@ -82,9 +91,19 @@ struct Rows : int8::QuantisedRows<int4::SignedOrder> {
         int32_t* own = sums + static_cast<size_t>(row) * per_row;
         if (form.is_super()) fill_super(data + row * stride, op.k, own);
         else fill_plain(row, own);
+        if (shorts) fill_shorts(data + row * stride, op.k, shorts + row * stride);
     }
 
   private:
+    static void fill_shorts(const int8_t* x, int k, int16_t* own) {
+        for (int i = 0; i < k; i += 4) {
+            own[i] = x[i];
+            own[i + 1] = x[i + 2];
+            own[i + 2] = x[i + 1];
+            own[i + 3] = x[i + 3];
+        }
+    }
+
     void fill_plain(int row, int32_t* own) const {
         for (int i = 0; i < blocks; i++) own[i] = is_offset(form.largest()) ? 0 : int4::sum_of_bytes(data + row * stride + i * kUnit, kUnit);
         add_rests(row, kUnit, own);
@@ -121,6 +140,23 @@ LLMB_INLINE inline Ints numbers_of(const uint8_t* unit, int column, int i) {
 }
 
 template <Form kForm>
+LLMB_INLINE inline void fetch_unit(const uint8_t* unit) {
+    for (size_t byte = 0; byte < kForm.unit_bytes(); byte += 64) __builtin_prefetch(unit + kNearBytes + byte, 0, 3);
+}
+
+// Quads begin..end-1 of a unit, as bytes: [quad][column][4].
+template <Form kForm>
+LLMB_INLINE inline void unpack(const uint8_t* unit, int begin, int end, char* to) {
+#pragma GCC unroll 8
+    for (int quad = begin; quad < end; quad++)
+#pragma GCC unroll 4
+        for (int v = 0; v < kPanelVectors; v++, to += sizeof(Ints)) {
+            const Ints numbers = numbers_of<kForm>(unit, v * kLanes, quad);
+            std::memcpy(to, &numbers, sizeof numbers);
+        }
+}
+
+template <Form kForm>
 LLMB_INLINE inline Floats scales_of(const uint8_t* block, int column) {
     const uint8_t* at = block + column * 2;
     if constexpr (kForm.brain_scale) return load(reinterpret_cast<const bf16*>(at));
@@ -145,24 +181,55 @@ LLMB_INLINE inline Ints group_mins(const uint8_t* block, int column, int pair) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The product of kRows rows and kVectors vectors of columns from `column` on, without the rows' scales.
+// Units of 256 k, with their numbers as bytes.
+struct Unpacked {
+    static constexpr int kUnits = kSuper / kUnit;
+    static constexpr size_t kUnitBytes = static_cast<size_t>(kUnit) * int8::kColumns;
+    alignas(64) char units[kUnits][kUnitBytes];
 
-template <Form kForm, int kRows, int kVectors>
+    // Of blocks first..last-1.
+    template <Form kForm>
+    void fill(const uint8_t* panel, int first, int last) {
+        char* to = units[0];
+        for (int block = first; block < last; block++)
+            for (int i = 0; i < kForm.units(); i++, to += kUnitBytes) {
+                const uint8_t* unit = panel + block * kForm.bytes() + kForm.unit_at(i);
+                fetch_unit<kForm>(unit);
+                unpack<kForm>(unit, 0, kUnit / 4, to);
+            }
+    }
+};
+
+// The product of kRows rows and kVectors vectors of columns from `column` on, without the rows' scales. kUnpacked: numbers
+// are read from `unpacked`, which has those of the blocks that `run` gets.
+template <Form kForm, int kRows, int kVectors, bool kUnpacked = false>
 struct Tile {
     static constexpr bool kStores = int4::kInMemory && kRows >= 3;
 
     const Rows& x;
     int row;
     int column;
+    const Unpacked* unpacked = nullptr;
 
     using Runs = RunSum<kForm.largest(), !kForm.is_super() && kRows <= 2 ? 2 : 1>[kRows][kVectors];
+
+    LLMB_INLINE const uint8_t* unit_of(const uint8_t* block, int index, int unit) const {
+        constexpr int kBlocks = kSuper / kForm.block;
+        if constexpr (kUnpacked) return reinterpret_cast<const uint8_t*>(unpacked->units[index % kBlocks * kForm.units() + unit]);
+        return block + kForm.unit_at(unit);
+    }
+
+    LLMB_INLINE static Ints quad_of(const uint8_t* unit, int column, int i) {
+        if constexpr (kUnpacked) return load_ints(unit + (i * int8::kColumns + column) * 4);
+        return numbers_of<kForm>(unit, column, i);
+    }
 
     // Multiplies kQuads quads of a unit from quad kBegin on.
     template <int kBegin, int kQuads>
     LLMB_INLINE void multiply(const uint8_t* unit, const int8_t* rows, Runs& runs) const {
         repeat<kQuads>([&](auto i) LLMB_INLINE {
             Ints numbers[kVectors];
-            repeat<kVectors>([&](auto v) LLMB_INLINE { numbers[v] = numbers_of<kForm>(unit, column + v * kLanes, kBegin + i); });
+            repeat<kVectors>([&](auto v) LLMB_INLINE { numbers[v] = quad_of(unit, column + v * kLanes, kBegin + i); });
             repeat<kRows>([&](auto r) LLMB_INLINE {
                 const Ints quad = Ints{} + load_int(rows + r * x.stride + (kBegin + i) * 4);
                 repeat<kVectors>([&](auto v) LLMB_INLINE { runs[r][v].add(i, numbers[v], quad); });
@@ -171,7 +238,7 @@ struct Tile {
     }
 
     LLMB_INLINE void fetch(const uint8_t* unit) const {
-        if constexpr (kRows > kStreamRows)
+        if constexpr (kRows > kStreamRows && !kUnpacked)
             for (int i = 0; i < kForm.low + kForm.high; i++)
                 for (int v = 0; v < kVectors; v++)
                     __builtin_prefetch(unit + i * Form::kRowBytes + (column + v * kLanes) * 4 + kNearBytes, 0, 3);
@@ -190,7 +257,7 @@ struct Tile {
         repeat<kRows * kVectors>([&](auto i) LLMB_INLINE {
             whole[i / kVectors][i % kVectors] = kForm.mins ? Ints{} : Ints{} + sums[i / kVectors * x.per_row];
         });
-        const uint8_t* unit = block + kForm.unit_at(0);
+        const uint8_t* unit = unit_of(block, index, 0);
         fetch(unit);
         repeat<kUnit / 4 / kRun>([&](auto part) LLMB_INLINE {
             keep_in_memory<kStores && (kRun > 1)>(whole);
@@ -221,7 +288,7 @@ struct Tile {
         if constexpr (kForm.mins) add_mins(block, sums, acc);
         Ints whole[kRows][kVectors] = {};
         const int8_t* rows = x.data + row * x.stride + index * kSuper;
-        for (int unit = 0; unit < kForm.units(); unit++) add_unit(block, unit, rows + unit * kUnit, sums, whole);
+        for (int unit = 0; unit < kForm.units(); unit++) add_unit(block, index, unit, rows + unit * kUnit, sums, whole);
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; v++) {
             const Floats scale = scales_of<kForm>(block, column + v * kLanes);
@@ -251,14 +318,14 @@ struct Tile {
 
     // whole += sums of groups times their integer scales
     LLMB_INLINE void add_unit(
-        const uint8_t* block, int index, const int8_t* rows, const int32_t* sums, Ints (&whole)[kRows][kVectors]) const {
+        const uint8_t* block, int index, int number, const int8_t* rows, const int32_t* sums, Ints (&whole)[kRows][kVectors]) const {
         constexpr int kQuads = kForm.group / 4, kRun = run_quads(kForm.largest(), kQuads);
-        const uint8_t* unit = block + kForm.unit_at(index);
+        const uint8_t* unit = unit_of(block, index, number);
         fetch(unit);
         repeat<kUnit / 4 / kRun>([&](auto part) LLMB_INLINE {
             constexpr int kBegin = part * kRun;
             constexpr bool kBegun = !kForm.mins && kBegin % kQuads == 0;
-            const int group = (index * kUnit + kBegin * 4) / kForm.group;
+            const int group = (number * kUnit + kBegin * 4) / kForm.group;
             keep_in_memory<kStores && (kRun > 1)>(whole);
             Runs runs;
             repeat<kRows * kVectors>([&](auto i) LLMB_INLINE {
@@ -274,10 +341,12 @@ struct Tile {
         });
     }
 
-    void run(const uint8_t* panel, float (*out)[kPanel]) const {
+    // Blocks first..last-1. kUnpacked: adds to `out`.
+    void run(const uint8_t* panel, int first, int last, float (*out)[kPanel]) const {
         Floats acc[kRows][kVectors] = {};
-        const int blocks = x.blocks;
-        for (int i = 0; i < blocks; i++) add_block(panel + i * kForm.bytes(), i, acc);
+        for (int i = 0; i < kRows * kVectors && kUnpacked; i++)
+            acc[i / kVectors][i % kVectors] = load(out[i / kVectors] + column + i % kVectors * kLanes);
+        for (int i = first; i < last; i++) add_block(panel + i * kForm.bytes(), i, acc);
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
@@ -289,7 +358,86 @@ template <Form kForm, int kRows>
 void multiply_panel(const Rows& x, int row, const uint8_t* panel, float (*out)[kPanel]) {
     constexpr int kVectors = vectors_of(kRows);
     for (int column = 0; column < kPanel; column += kVectors * kLanes)
-        Tile<kForm, kRows, kVectors>{x, row, column}.run(panel, out);
+        Tile<kForm, kRows, kVectors>{x, row, column}.run(panel, 0, x.blocks, out);
+}
+
+// For multiples of kMaxBlock rows.
+template <Form kForm>
+void multiply_unpacked(const Rows& x, int row, int rows, const uint8_t* panel, float (*out)[kPanel]) {
+    constexpr int kBlocks = kSuper / kForm.block, kVectors = vectors_of(kMaxBlock);
+    Unpacked unpacked;
+    std::memset(out, 0, rows * sizeof *out);
+    for (int first = 0; first < x.blocks; first += kBlocks) {
+        const int last = std::min(first + kBlocks, x.blocks);
+        unpacked.fill<kForm>(panel, first, last);
+        for (int r = 0; r < rows; r += kMaxBlock)
+            for (int column = 0; column < kPanel; column += kVectors * kLanes)
+                Tile<kForm, kMaxBlock, kVectors, true>{x, row + r, column, &unpacked}.run(panel, first, last, out + r);
+    }
+}
+
+// Units of 128 k with their numbers minus kOffset as 16 bits: [quad][even or odd][column][2].
+struct UnpackedShorts {
+    static constexpr int kUnits = kSuper / kUnit / 2;
+    Ints units[kUnits][kUnit / 4][2][kPanelVectors];
+
+    template <Form kForm>
+    void fill(const uint8_t* panel, int first, int last) {
+        for (int i = first; i < last; i++) {
+            const uint8_t* unit = panel + i * kForm.bytes() + kForm.unit_at(0);
+            fetch_unit<kForm>(unit);
+#pragma GCC unroll 8
+            for (int quad = 0; quad < kUnit / 4; quad++)
+                for (int v = 0; v < kPanelVectors; v++) {
+                    const Shorts pairs = (Shorts)(numbers_of<kForm>(unit, v * kLanes, quad) ^ static_cast<int32_t>(0x80808080u));
+                    units[i - first][quad][0][v] = (Ints)(pairs << 8 >> 8);
+                    units[i - first][quad][1][v] = (Ints)(pairs >> 8);
+                }
+        }
+    }
+};
+
+// The products of kMaxBlock rows and kVectors vectors with blocks first..last-1, added to `out`.
+template <Form kForm, int kVectors>
+void add_shorts(const Rows& x, int row, int vector, const UnpackedShorts& unpacked, const uint8_t* panel, int first, int last,
+                float (*out)[kPanel]) {
+    for (int i = first; i < last; i++) {
+        const int16_t* rows = x.shorts + row * x.stride + i * kUnit;
+        const int32_t* sums = x.sums_of(row) + i;
+        Ints whole[kMaxBlock][kVectors];
+        repeat<kMaxBlock * kVectors>([&](auto i) LLMB_INLINE {
+            whole[i / kVectors][i % kVectors] = Ints{} + sums[i / kVectors * x.per_row];
+        });
+        repeat<kUnit / 2>([&](auto pair) LLMB_INLINE {
+            const Ints* numbers = &unpacked.units[i - first][pair / 2][pair % 2][vector];
+            repeat<kMaxBlock>([&](auto r) LLMB_INLINE {
+                const Ints own = Ints{} + load_int(rows + r * x.stride + pair * 2);
+                repeat<kVectors>([&](auto v) LLMB_INLINE { whole[r][v] = pinned(pair_dot(whole[r][v], numbers[v], own)); });
+            });
+        });
+        repeat<kVectors>([&](auto v) LLMB_INLINE {
+            const Floats scale = scales_of<kForm>(panel + i * kForm.bytes(), (vector + v) * kLanes);
+            repeat<kMaxBlock>([&](auto r) LLMB_INLINE {
+                float* sum = out[r] + (vector + v) * kLanes;
+                store(sum, fma(__builtin_convertvector(whole[r][v], Floats), scale, load(sum)));
+            });
+        });
+    }
+}
+
+// For multiples of kMaxBlock rows.
+template <Form kForm>
+void multiply_shorts(const Rows& x, int row, int rows, const uint8_t* panel, float (*out)[kPanel]) {
+    constexpr int kVectors = vectors_of(kMaxBlock);
+    UnpackedShorts unpacked;
+    std::memset(out, 0, rows * sizeof *out);
+    for (int first = 0; first < x.blocks; first += UnpackedShorts::kUnits) {
+        const int last = std::min(first + UnpackedShorts::kUnits, x.blocks);
+        unpacked.fill<kForm>(panel, first, last);
+        for (int r = 0; r < rows; r += kMaxBlock)
+            for (int vector = 0; vector < kPanelVectors; vector += kVectors)
+                add_shorts<kForm, kVectors>(x, row + r, vector, unpacked, panel, first, last, out + r);
+    }
 }
 
 #if defined(LLMB_HAS_TILES)
@@ -309,13 +457,8 @@ struct TiledPanel {
     void put(int group, char* to) const {
         const int k = group % kInBlock * kGroup;
         const uint8_t* unit = block_of(group) + kForm.unit_at(k / kUnit);
-        for (size_t byte = 0; k % kUnit == 0 && byte < kForm.unit_bytes(); byte += 64)
-            __builtin_prefetch(unit + kNearBytes + byte, 0, 3);
-        for (int quad = k % kUnit / 4; quad < (k % kUnit + kGroup) / 4; quad++)
-            for (int v = 0; v < kPanelVectors; v++, to += sizeof(Ints)) {
-                const Ints numbers = numbers_of<kForm>(unit, v * kLanes, quad);
-                std::memcpy(to, &numbers, sizeof numbers);
-            }
+        if (k % kUnit == 0) fetch_unit<kForm>(unit);
+        unpack<kForm>(unit, k % kUnit / 4, (k % kUnit + kGroup) / 4, to);
     }
 
     struct BlockColumns {
@@ -373,7 +516,7 @@ void multiply_on_tiles(const Rows& x, int row, int rows, const uint8_t* panel, f
     const Weights weights{panel, x.blocks * Weights::kInBlock};
     if constexpr (!kForm.is_super()) return tile::multiply_groups(weights, own, rows, x.sums_of(row), out);
     else {
-        alignas(64) int32_t whole[kTiledRows][kPanel];
+        alignas(64) int32_t whole[kLargeBlock][kPanel];
         tile::GroupedProduct<Weights, int32_t> product(weights, own, rows, x.sums_of(row), whole);
         std::memset(out, 0, rows * sizeof *out);
         tiles_begin(amx::kTileRows, Weights::kGroup);
@@ -421,22 +564,24 @@ struct Kernel {
     std::array<Multiply, kMaxBlock> by_rows;
     void (*add_all_wide)(const Rows&, int row, const uint8_t* panel, float* sums);
     size_t block_bytes;
-#if defined(LLMB_HAS_TILES)
-    void (*on_tiles)(const Rows&, int row, int rows, const uint8_t* panel, float (*out)[kPanel]);
-#endif
+    void (*many_rows)(const Rows&, int row, int rows, const uint8_t* panel, float (*out)[kPanel]);  // may be null
 
     template <Form kForm>
     static constexpr Kernel make() {
         return []<int... R>(std::integer_sequence<int, R...>) {
-            return Kernel{
-                {multiply_panel<kForm, R + 1>...},
-                ggml::add_all_wide<kForm>,
-                kForm.bytes(),
-#if defined(LLMB_HAS_TILES)
-                multiply_on_tiles<kForm>,
-#endif
-            };
+            return Kernel{{multiply_panel<kForm, R + 1>...}, ggml::add_all_wide<kForm>, kForm.bytes(), many_rows_of<kForm>()};
         }(std::make_integer_sequence<int, kMaxBlock>{});
+    }
+
+    template <Form kForm>
+    static constexpr auto many_rows_of() -> decltype(many_rows) {
+#if defined(LLMB_HAS_TILES)
+        return multiply_on_tiles<kForm>;
+#else
+        if constexpr (unpacks_shorts(kForm)) return multiply_shorts<kForm>;
+        else if constexpr (unpacks(kForm)) return multiply_unpacked<kForm>;
+        else return nullptr;
+#endif
     }
 
     template <Type kType>
@@ -476,9 +621,11 @@ struct Product {
 
     // Rows first..last-1 times one panel.
     void run(int first, int last, int panel) const {
-        multiply_rows<kMaxBlock>(op, first, last, panel, x.scale, [&](int row, int rows, bool second, float (*sums)[kPanel]) {
+        const auto multiply = [&](int row, int rows, bool second, float (*sums)[kPanel]) {
             multiply_block(row, rows, panel_of(second, panel), sums);
-        });
+        };
+        if (kernel.many_rows) multiply_rows<kMaxBlock, true>(op, first, last, panel, x.scale, multiply);
+        else multiply_rows<kMaxBlock, false>(op, first, last, panel, x.scale, multiply);
     }
 
     const uint8_t* panel_of(bool second, int panel) const {
@@ -489,11 +636,8 @@ struct Product {
     size_t panel_bytes() const { return x.blocks * kernel.block_bytes; }
 
     void multiply_block(int row, int rows, const uint8_t* panel, float (*sums)[kPanel]) const {
-#if defined(LLMB_HAS_TILES)
-        if (rows > kMaxBlock) kernel.on_tiles(x, row, rows, panel, sums);
-        else
-#endif
-            kernel.by_rows[rows - 1](x, row, panel, sums);
+        if (rows > kMaxBlock) kernel.many_rows(x, row, rows, panel, sums);
+        else kernel.by_rows[rows - 1](x, row, panel, sums);
         for (int r = 0; r < rows; r++) kernel.add_all_wide(x, row + r, panel, sums[r]);
     }
 };

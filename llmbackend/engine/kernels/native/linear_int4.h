@@ -381,7 +381,7 @@ struct Product {
     // Rows first..last-1 times one panel.
     void run(int first, int last, int panel) const {
         const Panel one(op, false, panel), two(op, is_gated(op.epilogue), panel);
-        multiply_rows<kMaxBlock>(op, first, last, panel, x.scale, [&](int row, int rows, bool second, float (*sums)[kPanel]) {
+        multiply_rows<kMaxBlock, false>(op, first, last, panel, x.scale, [&](int row, int rows, bool second, float (*sums)[kPanel]) {
             multiply_block(row, rows, second ? two : one, sums);
         });
     }

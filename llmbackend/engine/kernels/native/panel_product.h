@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 
 #include "epilogue.h"
 #include "linear_piece.h"
@@ -64,19 +65,25 @@ void multiply_blocks(const LinearOp& op, int first, int last, int panel, const f
     }
 }
 
-// The same, in blocks for vectors, and in larger blocks for tiles if there are enough rows to fill one.
-constexpr int kTiledRows = 64;
-template <int kMaxBlock, class Multiply>
+// The same, in blocks for vectors, and in larger blocks if there are enough rows: for tiles, or if kUnpacks for vectors that
+// unpack the weights once per larger block, whose rows are then a multiple of kMaxBlock.
+constexpr int kLargeBlock = 64;
+template <int kMaxBlock>
+constexpr int kFewestUnpacked = 3 * kMaxBlock;
+template <int kMaxBlock, bool kUnpacks, class Multiply>
 void multiply_rows(const LinearOp& op, int first, int last, int panel, const float* scales, Multiply&& multiply) {
 #if defined(LLMB_HAS_TILES)
     static_assert(kMaxBlock < amx::kTileRows);
-    for (int end; last - first >= amx::kTileRows; first = end) {
-        end = std::min(first + kTiledRows, last);
-        multiply_blocks<kTiledRows>(op, first, end, panel, scales, multiply);
-    }
-    if (first == last) return;
+    constexpr int kFewest = amx::kTileRows, kMultiple = 1;
+#else
+    constexpr int kFewest = kUnpacks ? kFewestUnpacked<kMaxBlock> : std::numeric_limits<int>::max(), kMultiple = kMaxBlock;
 #endif
-    multiply_blocks<kMaxBlock>(op, first, last, panel, scales, multiply);
+    while (last - first >= kFewest) {
+        const int rows = std::min(kLargeBlock, last - first) / kMultiple * kMultiple;
+        multiply_blocks<kLargeBlock>(op, first, first + rows, panel, scales, multiply);
+        first += rows;
+    }
+    if (first < last) multiply_blocks<kMaxBlock>(op, first, last, panel, scales, multiply);
 }
 
 // Calls run(first row, last row, panel) for all chunks of rows and all panels, in tasks shared by threads.

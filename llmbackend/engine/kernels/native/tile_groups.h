@@ -32,7 +32,7 @@ inline void store(int32_t* p, Ints x) { std::memcpy(p, &x, sizeof x); }
 using llmb::load;
 using llmb::store;
 
-// Adds the products of up to kTiledRows rows with a panel to `out`, float32 or int32. Weights has
+// Adds the products of up to kLargeBlock rows with a panel to `out`, float32 or int32. Weights has
 //   kGroup                      k per group
 //   groups                      their number
 //   kHasBegins                  whether the step reads a number per row and group
