@@ -17,7 +17,7 @@ from llmbackend.gguf.header import Header, read_header
 from tools.real_models import NAMES, make
 
 from . import random_gguf
-from .checkpoints import SHAPES
+from .checkpoints import SHAPES, write_tokenizer
 from .environments import Environments
 from .quantise_gguf import KINDS
 
@@ -27,6 +27,7 @@ RANDOM_GGUF = tuple(random_gguf.SHAPES)
 """Their files are written with random blocks, not from a checkpoint."""
 OPENVINO_INT4 = ("--sym", "--group-size", "128", "--group-size-fallback", "adjust")
 EMBEDDINGS = "token_embd.weight"
+TOKENIZER = "tokenizer"
 
 
 class Models:
@@ -50,6 +51,10 @@ class Models:
             part.rename(target)
         return target
 
+    def tokenizer(self, model: str) -> Path:
+        """A folder with it: the checkpoint, where there is one."""
+        return self.path(model if model in (*SHAPES, *NAMES) else f"{model}-{TOKENIZER}")
+
     def _make(self, shape: str, form: str, target: Path) -> None:
         ours = [sys.executable, "-m"]
         if not form and shape not in SHAPES:
@@ -64,6 +69,8 @@ class Models:
             task = ["--task", "text-generation-with-past", "--weight-format", kind]
             task += OPENVINO_INT4 if kind == "int4" else []
             self._run([program, "export", "openvino", "--model", self.path(shape), *task, target])
+        elif form == TOKENIZER:
+            write_tokenizer(target, random_gguf.SHAPES[shape].vocabulary)
         else:
             self._make_gguf(shape, form.removesuffix(".gguf"), target)
 

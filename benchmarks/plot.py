@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from typing import Any
 
 import matplotlib
@@ -26,6 +27,8 @@ COLORS = {
 }
 TITLES = {"int8": "8-bit weights", "bf16": "bfloat16 checkpoint"}
 BAR_WIDTH = 0.16
+LABEL_CHARACTERS = 15
+"""Of a line."""
 
 
 def draw(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
@@ -39,7 +42,7 @@ def draw(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
             axes.bar(x, height, BAR_WIDTH * 0.92, color=COLORS[engine])
             axes.text(x, height, f"{height:.2f}", ha="center", va="bottom", fontsize=6.5)
     axes.axhline(1.0, color="#666666", linewidth=0.8, linestyle=":")
-    axes.set_xticks(range(len(workloads)), workloads)
+    axes.set_xticks(range(len(workloads)), [textwrap.fill(name, LABEL_CHARACTERS) for name in workloads], fontsize=8)
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_ylim(bottom=0)

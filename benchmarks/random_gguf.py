@@ -9,8 +9,10 @@ such a model; a kind always means the same file; at most one tensor is in memory
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from .checkpoints import CHAT_TEMPLATE, CONTEXT_TOKENS, EOS_ID, PAD_ID, SPECIAL_TOKENS
+from .checkpoints import (
+    CHAT_TEMPLATE,
+    CONTEXT_TOKENS,
+    EOS_ID,
+    PAD_ID,
+    SPECIAL_TOKENS,
+    TRAINED_TOKENS,
+    write_tokenizer,
+)
 
 WEIGHT_DEVIATION = 0.02
 _MEAN_SCALE, _MEAN_NUMBER, _NUMBER_DEVIATION = 31.5, 7.5, 4.6
@@ -199,17 +209,20 @@ def _add_fields(writer: Any, shape: Shape) -> None:
 
 
 def _add_tokenizer(writer: Any, vocabulary: int) -> None:
-    """A token for each byte, one merge, and names without a meaning."""
-    from tokenizers import pre_tokenizers
-
-    tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt"]
-    tokens += [f"Ġfill{i}" for i in range(len(tokens), vocabulary)]
+    """That of checkpoints; for a vocabulary that is too small for it, a token for each byte."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_tokenizer(Path(directory), vocabulary, learns=vocabulary >= TRAINED_TOKENS)
+        model = json.loads((Path(directory) / "tokenizer.json").read_text())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    merges = [" ".join(pair) for pair in model["merges"]]
+    if not merges:  # a file must have one
+        tokens[-1], merges = "Ġt", ["Ġ t"]
     control, normal = 3, 1
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([control] * len(SPECIAL_TOKENS) + [normal] * (vocabulary - len(SPECIAL_TOKENS)))
-    writer.add_token_merges(["Ġ t"])
+    writer.add_token_merges(merges)
     writer.add_bos_token_id(PAD_ID)
     writer.add_eos_token_id(EOS_ID)
     writer.add_pad_token_id(PAD_ID)

@@ -12,12 +12,11 @@ from ..environments import Environments
 from ..name_lists import names_of
 from ..suite import Results
 from .campaign import Campaign
-from .contenders import CONTENDERS, KINDS
+from .contenders import CONTENDERS, KINDS, MODELS
 from .loads import LOADS
 from .page import PICTURE, RESULTS, summary, write_section
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = ("smollm2", "qwen2.5-0.5b-shape", "qwen3-1.7b-shape")
 
 
 def main() -> None:
@@ -41,7 +40,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    choices = {"models": MODELS, "weights": KINDS, "servers": [one.name for one in CONTENDERS]}
+    choices = {"models": [one.name for one in MODELS], "servers": [one.name for one in CONTENDERS], "weights": KINDS}
     # Loads have commas in their names.
     for name, known in (choices | {"loads": [load.name for load in LOADS]}).items():
         parser.add_argument(f"--{name}", type=names_of(known, ";"), default=tuple(known), help=", ".join(known))

@@ -2,12 +2,13 @@
 
 Used by the command line. Independent of how a load is made and what the figures mean. Invariants: one server runs at a
 time, with the load generator on the same cores; a figure is on disk as soon as it is measured, and is not measured
-again.
+again on the same machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -23,18 +24,19 @@ from tests.helpers.ports import free_port
 
 from ..environments import Environments
 from ..models import Models
+from ..report import machine
 from ..suite import Results, environ_of
-from .contenders import CONTENDERS, Contender, Kind
-from .loads import LOADS, Load, measure
+from .contenders import CONTENDERS, MODELS, Contender, Kind, ServedModel
+from .loads import MAIN_LOADS, OTHER_LOADS, Load, measure
 
-FAST = frozenset({"smollm2"})
 START_TIMEOUT_S = 600.0
-LOAD_TIMEOUT_S = 900.0
+LOAD_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """In order of importance. until_s: monotonic; no load begins after it."""
+    """In order of importance: of each round first the main loads for all models, kinds and servers. until_s: monotonic;
+    no load begins after it."""
 
     environments: Environments
     results: Results
@@ -46,38 +48,44 @@ class Campaign:
     until_s: float
 
     def run(self) -> None:
-        for round_number in range(self.rounds):
-            for model in self.models:
-                for kind in self.kinds:
-                    for contender in CONTENDERS:
-                        if contender.name in self.servers and kind in contender.files:
-                            self._measure(contender, model, kind, round_number)
+        models = [model for model in MODELS if model.name in self.models]
+        contenders = [contender for contender in CONTENDERS if contender.name in self.servers]
+        for round_number, loads in itertools.product(range(self.rounds), (MAIN_LOADS, OTHER_LOADS)):
+            for model, kind, contender in itertools.product(models, self.kinds, contenders):
+                if kind in contender.kinds(model):
+                    self._measure(contender, model, kind, loads, round_number)
 
-    def _measure(self, contender: Contender, model: str, kind: Kind, round_number: int) -> None:
-        key = {"model": model, "weights": kind, "server": contender.name, "round": round_number}
-        missing = [load for load in LOADS if load.name in self.loads and not self.results.has(**key, load=load.name)]
+    def _measure(
+        self, contender: Contender, model: ServedModel, kind: Kind, loads: Sequence[Load], round_number: int
+    ) -> None:
+        """What is missing of these loads, with one start of the server."""
+        place = {"machine": machine(), "model": model.name, "weights": kind, "server": contender.name}
+        key = place | {"round": round_number}
+        missing = [load for load in loads if load.name in self.loads and not self.results.has(**key, load=load.name)]
+        missing = [load for load in missing if not self.results.failed(**place, load=load.name)]
         if not missing or time.monotonic() > self.until_s:
             return
-        path = Models(self.environments).path(contender.files[kind].format(model))
+        key |= {"version": contender.version}
         try:
+            path = self._models.path(model.name + contender.files[kind])
             with self._server(contender, path, kind) as server:
                 for load in missing:
                     if time.monotonic() < self.until_s:
-                        self._add(
-                            key | {"load": load.name, "version": contender.version},
-                            self._under(load, server, model, round_number),
-                        )
-        except (OSError, RuntimeError) as error:
+                        self._add(key | {"load": load.name}, self._under(load, server, model, round_number))
+        except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
             self._add(key | {"load": missing[0].name}, {"error": str(error)})
 
-    def _under(self, load: Load, server: Server, model: str, round_number: int) -> dict[str, Any]:
-        count = load.requests if model in FAST else load.requests // 2
-        tokenizer = self.environments.scratch / "models" / model
+    def _under(self, load: Load, server: Server, model: ServedModel, round_number: int) -> dict[str, Any]:
+        count, tokenizer = load.count(model.requests_divisor), self._models.tokenizer(model.name)
         try:
             figures = measure(self.environments, load, count, round_number, server.url, tokenizer, LOAD_TIMEOUT_S)
         except (OSError, RuntimeError, KeyError, ValueError) as error:
             return {"error": str(error)}
         return figures | {"ready_s": server.ready_s, "pss_mb": round(sum(tree_pss_mb(server.pid).values()))}
+
+    @property
+    def _models(self) -> Models:
+        return Models(self.environments)
 
     def _add(self, key: dict[str, Any], figures: dict[str, Any]) -> None:
         self.results.add({**key, **figures, "time": round(time.time())})

@@ -1,11 +1,13 @@
-"""The servers that are compared: the command line of each for a model and a kind of weights.
+"""The servers and the models that are compared: the command line of each server for a model and a kind of weights.
 
-Used by the campaign. Independent of loads. Invariant: the flags are those recommended by the server's own documentation
-for many streams, and each server may run as many concurrently as the largest load has.
+Used by the campaign. Independent of loads. Invariants: the flags are those recommended by the server's own
+documentation for many streams, and each server may run as many concurrently as the largest load has; a server has the
+kinds of a model for which there is a file.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,9 +25,28 @@ KINDS: tuple[Kind, ...] = ("8 bits", "bfloat16", "4 bits")
 
 
 @dataclass(frozen=True)
+class ServedModel:
+    """files: the endings of its names in models.py. requests_divisor: of the numbers of requests, for a slow model."""
+
+    name: str
+    files: tuple[str, ...]
+    requests_divisor: int
+
+
+CHECKPOINT, W8A8, F16, Q8_0, Q4_0 = "", "-w8a8", "-f16.gguf", "-q8_0.gguf", "-q4_0.gguf"
+ALL_FILES = (CHECKPOINT, W8A8, F16, Q8_0, Q4_0)
+MODELS: Sequence[ServedModel] = (
+    ServedModel("smollm2", ALL_FILES, 1),
+    ServedModel("qwen2.5-0.5b-shape", ALL_FILES, 2),
+    ServedModel("qwen3-1.7b-shape", ALL_FILES, 2),
+    ServedModel("moe-3b-shape", (CHECKPOINT, Q8_0, Q4_0), 2),
+    ServedModel("llama3-8b-shape", (Q4_0,), 4),
+)
+
+
+@dataclass(frozen=True)
 class Contender:
-    """files: what it serves for each kind of weights, with {} for the model; of a kind that is missing it has none.
-    options: its own for that kind."""
+    """files: what it serves for each kind of weights. options: its own for that kind."""
 
     name: str
     environment: str
@@ -34,22 +55,33 @@ class Contender:
     options: dict[Kind, tuple[str, ...]]
     command: Callable[[Environments, Path, int], list[str]]
 
+    def kinds(self, model: ServedModel) -> list[Kind]:
+        return [kind for kind in KINDS if self.files.get(kind) in model.files]
+
     def words(self, environments: Environments, model: Path, port: int, kind: Kind) -> list[str]:
         return [*self.command(environments, model, port), *self.options.get(kind, ())]
 
 
 def _common(model: Path, port: int) -> list[str]:
-    """Of ours and vLLM, which have the same flags."""
+    """Of ours and vLLM, which have the same flags. The models' templates show no format of tool calls."""
     flags = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED_NAME]
-    return [str(model), *flags, "--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(STREAMS)]
+    flags += ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(STREAMS)]
+    return [str(model), *flags, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+
+
+def _short_json(**config: str) -> list[str]:
+    """Without whitespace that the schema does not need, which random weights may go on with."""
+    return ["--structured-outputs-config", json.dumps(config | {"disable_any_whitespace": True})]
 
 
 def _ours(environments: Environments, model: Path, port: int) -> list[str]:
-    return [str(environments.python("ours")), "-m", "llmbackend.cli", "serve", *_common(model, port)]
+    return [str(environments.python("ours")), "-m", "llmbackend.cli", "serve", *_common(model, port), *_short_json()]
 
 
 def _vllm(environments: Environments, model: Path, port: int) -> list[str]:
-    return [str(environments.folder("vllm") / "bin" / "vllm"), "serve", *_common(model, port)]
+    """xgrammar is its default, but must be named to have short JSON."""
+    command = [str(environments.folder("vllm") / "bin" / "vllm"), "serve", *_common(model, port)]
+    return [*command, *_short_json(backend="xgrammar")]
 
 
 def _llama_server(environments: Environments, model: Path, port: int) -> list[str]:
@@ -63,7 +95,7 @@ CONTENDERS: Sequence[Contender] = (
         name=OURS,
         environment="ours",
         version="0.1.0",
-        files={"bfloat16": "{}", "8 bits": "{}", "4 bits": "{}-q4_0.gguf"},
+        files={"bfloat16": CHECKPOINT, "8 bits": CHECKPOINT, "4 bits": Q4_0},
         options={"8 bits": ("--quantization", "int8")},
         command=_ours,
     ),
@@ -71,7 +103,7 @@ CONTENDERS: Sequence[Contender] = (
         name="vLLM",
         environment="vllm",
         version=f"{VLLM_VERSION} (CPU)",
-        files={"bfloat16": "{}", "8 bits": "{}-w8a8"},
+        files={"bfloat16": CHECKPOINT, "8 bits": W8A8},
         options={},
         command=_vllm,
     ),
@@ -79,7 +111,7 @@ CONTENDERS: Sequence[Contender] = (
         name="llama.cpp",
         environment="llama-server",
         version=f"llama-server of {LLAMA_CPP_PYTHON.replace('==', ' ')}",
-        files={"bfloat16": "{}-f16.gguf", "8 bits": "{}-q8_0.gguf", "4 bits": "{}-q4_0.gguf"},
+        files={"bfloat16": F16, "8 bits": Q8_0, "4 bits": Q4_0},
         options={},
         command=_llama_server,
     ),

@@ -1,19 +1,19 @@
 """The part of docs/benchmarks.md that compares servers, and the data of its picture.
 
-Used by the command line; independent of how anything was measured. Invariant: every figure is a median of the rounds in
-the results file, whichever server wins.
+Used by the command line; independent of how anything was measured. Invariants: every figure is a median of the rounds
+on one machine, whichever server wins; a load that no round of a server completed is listed with its reason.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..entries import OURS
-from ..report import machine
 from .contenders import CONTENDERS, KINDS
 from .loads import LOADS
 
@@ -44,40 +44,50 @@ def write_section(lines: Sequence[Line], page: Path) -> None:
 
 
 def section(lines: Sequence[Line]) -> str:
-    good = [line for line in lines if "error" not in line]
-    if not good:
+    """The machine that was measured last comes first."""
+    if not _good(lines):
         return ""
-    days = sorted({time.strftime("%Y-%m-%d", time.gmtime(line["time"])) for line in good})
-    rounds = 1 + max(line["round"] for line in good)
-    named = ", ".join(f"{one.name} {one.version}" for one in CONTENDERS)
-    count = f"medians of {rounds} rounds" if rounds > 1 else "one round, so no spread"
-    head = f"{machine()}; {' and '.join(days)}; {count}. {named}."
-    parts = [
-        "## Servers",
-        "",
-        NOTES_PATH.read_text().strip(),
-        "",
-        head,
-        "",
-        f"![Output tokens per second]({PICTURE})",
-        "",
-    ]
-    for model in dict.fromkeys(line["model"] for line in good):
-        for kind in KINDS:
-            parts += _table([line for line in good if (line["model"], line["weights"]) == (model, kind)], model, kind)
+    machines = list(dict.fromkeys(line["machine"] for line in sorted(lines, key=lambda line: -line["time"])))
+    picture = f"![Output tokens per second]({PICTURE})"
+    parts = ["## Servers", "", NOTES_PATH.read_text().strip(), "", picture, ""]
+    parts += [f"The picture shows {_of_picture(lines)}.", ""]
+    for machine in machines:
+        parts += _machine([line for line in lines if line["machine"] == machine], machine)
     return "\n".join(parts) + "\n"
+
+
+def _good(lines: Sequence[Line]) -> list[Line]:
+    return [line for line in lines if "error" not in line]
+
+
+def _machine(lines: Sequence[Line], machine: str) -> list[str]:
+    measured = _good(lines) or lines
+    days = sorted({time.strftime("%Y-%m-%d", time.gmtime(line["time"])) for line in measured})
+    rounds = 1 + max(line["round"] for line in measured)
+    count = f"medians of {rounds} rounds" if rounds > 1 else "one round, so no spread"
+    versions = {f"{name} {line['version']}" for name, ones in _by_server(measured).items() for line in ones}
+    parts = [f"### {machine}", "", f"{' and '.join(days)}; {count}. {', '.join(sorted(versions))}.", ""]
+    for model in dict.fromkeys(line["model"] for line in lines):
+        for kind in KINDS:
+            parts += _table([line for line in lines if (line["model"], line["weights"]) == (model, kind)], model, kind)
+    return parts
 
 
 def _table(lines: Sequence[Line], model: str, kind: str) -> list[str]:
     if not lines:
         return []
     head = f"| load | server | {' | '.join(title for title, _, _ in COLUMNS)} | ready s | ours is | spread |"
-    rows = [f"### {model}, {kind}", "", head, "|---|---|" + "--:|" * (len(COLUMNS) + 3)]
+    rows, reasons = [], []
     for load in LOADS:
         by_server = _by_server([line for line in lines if line["load"] == load.name])
         for name, found in by_server.items():
-            rows.append(_row(load.name, name, found, by_server.get(OURS, [])))
-    return [*rows, ""]
+            if good := _good(found):
+                rows.append(_row(load.name, name, good, _good(by_server.get(OURS, []))))
+            else:
+                reasons.append(f"- {load.name}, {name}: {found[-1]['error']}")
+    table = [head, "|---|---|" + "--:|" * (len(COLUMNS) + 3), *rows, ""] if rows else []
+    listed = ["Not measured:", "", *reasons, ""] if reasons else []
+    return [f"#### {model}, {kind}", "", *table, *listed]
 
 
 def _by_server(lines: Sequence[Line]) -> dict[str, list[Line]]:
@@ -102,11 +112,18 @@ def _median_speed(lines: Sequence[Line]) -> float:
     return median(lines, "output_tokens_per_s")
 
 
+def _of_picture(lines: Sequence[Line]) -> str:
+    """The machine with the most results."""
+    counts = Counter(line["machine"] for line in _good(lines))
+    return max(counts, key=counts.__getitem__, default="")
+
+
 def summary(lines: Sequence[Line]) -> list[Line]:
-    """Data of the picture: output tokens per second."""
+    """Data of the picture: output tokens per second on one machine."""
     groups: dict[tuple[str, ...], list[float]] = {}
-    for line in lines:
-        if "error" not in line:
+    machine = _of_picture(lines)
+    for line in _good(lines):
+        if line["machine"] == machine:
             key = (line["model"], line["weights"], line["load"], line["server"])
             groups.setdefault(key, []).append(line["output_tokens_per_s"])
     names = ("model", "weights", "workload", "engine")
