@@ -8,8 +8,10 @@ does `shrink`, which makes what fails as short as it can; `search` tries 100 tim
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import gc
+import inspect
 import os
 import re
 import signal
@@ -125,6 +127,16 @@ def conservation() -> Iterator[None]:
     yield
     if found := CONSERVATION.end():
         pytest.fail("left behind, or broken:\n" + "\n".join(found), pytrace=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine function runs on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
