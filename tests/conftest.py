@@ -153,6 +153,14 @@ def pytest_fixture_post_finalizer(fixturedef: Any) -> None:
     CONSERVATION.shared_hosts.discard(fixturedef.argname)
 
 
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """A CommandLine."""
+    from tests.helpers.command_lines import CommandLine  # imports the server, which few tests need
+
+    return CommandLine(monkeypatch, capsys)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def self_checks() -> Iterator[None]:
     """Every host that is stopped and every engine core that is closed checks its own conservation, wherever it ran."""
