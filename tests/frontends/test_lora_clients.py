@@ -52,12 +52,7 @@ def start(root: Path, **options: Any) -> InferenceServer:
     return server
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    protocols = ProtocolOptions(openai_lora_separator="_lora_")
-    running = Running(tmp_path_factory.mktemp("repository"), start=start, protocols=protocols)
-    yield running
-    running.stop()
+HOST_OPTIONS = {"start": start, "protocols": ProtocolOptions(openai_lora_separator="_lora_")}
 
 
 @pytest.fixture(scope="module")

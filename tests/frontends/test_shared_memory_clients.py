@@ -22,11 +22,7 @@ VALUES = np.arange(4, dtype=np.float32).reshape(1, 4)
 NUMBERS = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"), allow_client_shm=True)
-    yield running
-    running.stop()
+HOST_OPTIONS = {"allow_client_shm": True}
 
 
 @pytest.fixture(params=["http", "grpc"])

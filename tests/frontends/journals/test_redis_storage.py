@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import pytest
 
-from llmbackend.frontends.journals.documents import Append, Capacity, Document, Put, StoreError
+from llmbackend.frontends.journals.documents import Append, Capacity, Put, StoreError
 from llmbackend.frontends.journals.redis_storage import RedisStorage, _client
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from llmbackend.frontends.journals.store_settings import StoreSettings
 
-from .test_response_store import NOW_S, Clock, document, events_of, opened
+from .test_response_store import NOW_S, Clock, Collecting, document, events_of, opened
 
 CAPACITY = Capacity(1 << 20, 100)
 _ENDED = """
@@ -29,18 +29,6 @@ live = Document("", "response", "a", b"{}", 4e9, 4e9 + 100, is_live=True, contin
 storage.commit([Put(live), Append("a", 0, (b"0", b"1"), b"p0"), Append("a", 2, (), b"p1")], 4e9)
 os._exit(9)
 """
-
-
-class Collecting:
-    """A Producer."""
-
-    def __init__(self) -> None:
-        self.found: list[Document] = []
-
-    async def take_over(self, document: Document) -> None:
-        self.found.append(document)
-
-    async def suspend(self) -> None: ...
 
 
 async def test_one_server_takes_over_what_an_ended_one_has_left(redis_url: str) -> None:

@@ -28,6 +28,18 @@ NOW_S = 4e9
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
+class Collecting:
+    """A Producer."""
+
+    def __init__(self) -> None:
+        self.found: list[Document] = []
+
+    async def take_over(self, document: Document) -> None:
+        self.found.append(document)
+
+    async def suspend(self) -> None: ...
+
+
 class Clock:
     def __init__(self) -> None:
         self.now_s = NOW_S

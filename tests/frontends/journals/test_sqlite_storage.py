@@ -21,7 +21,7 @@ from llmbackend.frontends.journals.response_store import ResponseStore, StoreOpt
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 from llmbackend.frontends.journals.store_settings import StoreSettings
 
-from .test_response_store import Clock, document, events_of, opened
+from .test_response_store import Clock, Collecting, document, events_of, opened
 
 CAPACITY = Capacity(1 << 20, 100)
 _WRITER = """
@@ -38,18 +38,6 @@ for number in range(100_000):
     storage.commit([Append("a", number, (b"%d" % number,), b"%d" % number)], 1.0)
     print(number, flush=True)
 """
-
-
-class Collecting:
-    """A Producer."""
-
-    def __init__(self) -> None:
-        self.found: list[Document] = []
-
-    async def take_over(self, document: Document) -> None:
-        self.found.append(document)
-
-    async def suspend(self) -> None: ...
 
 
 def test_what_was_committed_is_there_after_a_kill(tmp_path: Path) -> None:
