@@ -18,9 +18,8 @@ from tests.helpers.kserve_runner import Running
 @pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """HOST_OPTIONS of the module: arguments of `Running`."""
-    running = Running(tmp_path_factory.mktemp("host"), **getattr(request.module, "HOST_OPTIONS", {}))
-    yield running
-    running.stop()
+    with Running(tmp_path_factory.mktemp("host"), **getattr(request.module, "HOST_OPTIONS", {})) as running:
+        yield running
 
 
 @pytest.fixture

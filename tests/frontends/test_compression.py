@@ -145,8 +145,7 @@ def test_grpc_responses_are_not_compressed_by_default(running: Running) -> None:
 
 @pytest.mark.parametrize("level", ["low", "high"])
 def test_grpc_responses_are_compressed_at_the_level_that_was_asked_for(tmp_path: Path, level: CompressionLevel) -> None:
-    running = Running(tmp_path, protocols=ProtocolOptions(grpc_response_compression=level))
-    try:
+    with Running(tmp_path, protocols=ProtocolOptions(grpc_response_compression=level)) as running:
         on_the_wire, answer = answered_bytes(running)
         assert len(answer) > 64 << 10 and on_the_wire < 8 << 10
         request = pb.ModelInferRequest(model_name="identity", raw_input_contents=[bytes(16)])
@@ -154,5 +153,3 @@ def test_grpc_responses_are_compressed_at_the_level_that_was_asked_for(tmp_path:
         with grpc.insecure_channel(running.grpc) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             assert stub.ModelInfer(request).raw_output_contents[0] == bytes(16)
-    finally:
-        running.stop()

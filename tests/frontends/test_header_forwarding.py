@@ -93,11 +93,8 @@ def test_grpc_metadata_reaches_unary_and_streamed_requests(running: Running) -> 
 
 
 def test_nothing_is_forwarded_by_default(tmp_path_factory: pytest.TempPathFactory) -> None:
-    plain = Running(tmp_path_factory.mktemp("plain"))
-    try:
+    with Running(tmp_path_factory.mktemp("plain")) as plain:
         assert parameters(plain, {"X-My-Header": "v"}) == {}
-    finally:
-        plain.stop()
 
 
 def test_patterns_are_those_of_re2_and_broken_ones_are_refused() -> None:

@@ -110,9 +110,6 @@ def test_flags_take_vllms_json_or_one_value() -> None:
 
 def test_a_server_without_metrics_has_none_here(tmp_path_factory: pytest.TempPathFactory) -> None:
     protocols = ProtocolOptions(http_metrics=False)
-    running = Running(tmp_path_factory.mktemp("host"), start=mock_llm_host, protocols=protocols)
-    try:
+    with Running(tmp_path_factory.mktemp("host"), start=mock_llm_host, protocols=protocols) as running:
         assert httpx.get(f"http://{running.http}/metrics").status_code == 404
         assert httpx.get(f"http://{running.http}/health").status_code == 200
-    finally:
-        running.stop()

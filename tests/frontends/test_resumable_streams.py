@@ -54,9 +54,8 @@ def no_inference_is_left(running: Running) -> Iterator[None]:
 def hasty(tmp_path: Path) -> Iterator[Running]:
     """Streams end soon after their client has gone, and would go on for long."""
     streams = ResumableStreams(KeptAnswers(GRACE_S))
-    running = Running(tmp_path, start=mock_llm_host, streams=streams, engine={"mock_step_ms": 20})
-    yield running
-    running.stop()
+    with Running(tmp_path, start=mock_llm_host, streams=streams, engine={"mock_step_ms": 20}) as running:
+        yield running
 
 
 def events(response: httpx.Response) -> Iterator[Event]:
@@ -173,39 +172,39 @@ def test_a_stream_without_a_client_is_cancelled_after_its_grace(hasty: Running, 
 def test_a_stream_is_its_keys_alone(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(KEYS)
     access = AccessControl(AccessSettings(api_key_file=tmp_path / "keys"))
-    running = Running(tmp_path, start=mock_llm_host, access=access)
-    try:
-        with httpx.Client(base_url=f"http://{running.http}", headers={"Authorization": "Bearer sk-one"}) as http:
-            stream, found = begin(http, COMPLETIONS)
-            assert resume_stream(http, COMPLETIONS, stream) == found
-            theirs = {"Last-Event-ID": stream, "Authorization": "Bearer sk-two"}
-            assert http.post(COMPLETIONS, json=body(COMPLETIONS), headers=theirs).status_code == 404
-    finally:
-        running.stop()
+    with (
+        Running(tmp_path, start=mock_llm_host, access=access) as running,
+        httpx.Client(base_url=f"http://{running.http}", headers={"Authorization": "Bearer sk-one"}) as http,
+    ):
+        stream, found = begin(http, COMPLETIONS)
+        assert resume_stream(http, COMPLETIONS, stream) == found
+        theirs = {"Last-Event-ID": stream, "Authorization": "Bearer sk-two"}
+        assert http.post(COMPLETIONS, json=body(COMPLETIONS), headers=theirs).status_code == 404
 
 
 def test_what_streams_and_retried_requests_hold_is_bounded_together(tmp_path: Path) -> None:
     kept = KeptAnswers(5, max_bytes=30_000)
     streams, idempotent = ResumableStreams(kept), IdempotentRequests(IdempotencyLimits(), kept)
-    running = Running(tmp_path, start=mock_llm_host, streams=streams, idempotent=idempotent, engine={"mock_step_ms": 5})
-    try:
-        with httpx.Client(base_url=f"http://{running.http}", timeout=20) as http:
-            for key in ("one", "two"):
-                asked = body(COMPLETIONS, max_tokens=80, stream=False)
-                assert http.post(COMPLETIONS, json=asked, headers={"Idempotency-Key": key}).status_code == 200
-            begin(http, COMPLETIONS, max_tokens=100)
-            assert kept.held_bytes > 15_000 and idempotent.num_answers() == 2
-            stream, _ = begin(http, COMPLETIONS, 1, max_tokens=200)  # what had ended makes room for it
-            eventually(lambda: kept.held_bytes > 28_200 and streams.num_streams == 1)
-            for headers in (ASK, {"Idempotency-Key": "three"}):
-                refused = http.post(COMPLETIONS, json=body(COMPLETIONS), headers=headers)
-                assert refused.status_code in (429, 503) and "other retained answers hold" in refused.text
-            eventually(lambda: not running.gate.open_inferences)
-            assert not idempotent.num_answers() and kept.held_bytes <= 30_000
-            gone = http.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})
-            assert (gone.status_code, "are no longer available" in gone.text) == (404, True)
-    finally:
-        running.stop()
+    with (
+        Running(
+            tmp_path, start=mock_llm_host, streams=streams, idempotent=idempotent, engine={"mock_step_ms": 5}
+        ) as running,
+        httpx.Client(base_url=f"http://{running.http}", timeout=20) as http,
+    ):
+        for key in ("one", "two"):
+            asked = body(COMPLETIONS, max_tokens=80, stream=False)
+            assert http.post(COMPLETIONS, json=asked, headers={"Idempotency-Key": key}).status_code == 200
+        begin(http, COMPLETIONS, max_tokens=100)
+        assert kept.held_bytes > 15_000 and idempotent.num_answers() == 2
+        stream, _ = begin(http, COMPLETIONS, 1, max_tokens=200)  # what had ended makes room for it
+        eventually(lambda: kept.held_bytes > 28_200 and streams.num_streams == 1)
+        for headers in (ASK, {"Idempotency-Key": "three"}):
+            refused = http.post(COMPLETIONS, json=body(COMPLETIONS), headers=headers)
+            assert refused.status_code in (429, 503) and "other retained answers hold" in refused.text
+        eventually(lambda: not running.gate.open_inferences)
+        assert not idempotent.num_answers() and kept.held_bytes <= 30_000
+        gone = http.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})
+        assert (gone.status_code, "are no longer available" in gone.text) == (404, True)
 
 
 def test_a_reader_that_is_too_far_behind_is_told_so(
