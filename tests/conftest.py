@@ -8,8 +8,10 @@ does `shrink`, which makes what fails as short as it can; `search` tries 100 tim
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import gc
+import inspect
 import os
 import re
 import signal
@@ -127,6 +129,16 @@ def conservation() -> Iterator[None]:
         pytest.fail("left behind, or broken:\n" + "\n".join(found), pytrace=False)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine function runs on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: Any) -> Generator[None, Any, Any]:
     if fixturedef.scope == "function":
@@ -139,6 +151,14 @@ def pytest_fixture_setup(fixturedef: Any) -> Generator[None, Any, Any]:
 
 def pytest_fixture_post_finalizer(fixturedef: Any) -> None:
     CONSERVATION.shared_hosts.discard(fixturedef.argname)
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """A CommandLine."""
+    from tests.helpers.command_lines import CommandLine  # imports the server, which few tests need
+
+    return CommandLine(monkeypatch, capsys)
 
 
 @pytest.fixture(autouse=True, scope="session")

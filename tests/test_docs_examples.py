@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.helpers.server_process import ROOT, ServerProcess, post, start_server, stop_server
+from tests.helpers.server_process import ROOT, ServerProcess, post, running_server
 
 pytestmark = pytest.mark.slow
 
@@ -74,18 +74,16 @@ def _named(example: Example) -> str:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    started = start_server("--demo", "--allow-fault-injection=true")
-    yield started
-    assert stop_server(started) == 0
+    with running_server("--demo", "--allow-fault-injection=true") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
 def server_with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"alice:sk-alice rpm=60 tpm=20000\ndocs:{KEY} role=operator\n")
-    started = start_server("--demo", f"--api-key-file={keys}")
-    yield started
-    assert stop_server(started) == 0
+    with running_server("--demo", f"--api-key-file={keys}") as started:
+        yield started
 
 
 @pytest.mark.parametrize("example", [example for example in RUN_HERE if example.language == "python"], ids=_named)

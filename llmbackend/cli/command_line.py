@@ -14,7 +14,7 @@ import importlib
 import inspect
 import itertools
 from collections.abc import Callable, MutableMapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -39,15 +39,18 @@ def takes_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fields(group: Any) -> dict[str, inspect.Parameter]:
-    """A dataclass may set PANEL, the group's name in the help."""
+    """A dataclass may set PANEL, the group's name in the help. A flag is named after its field; one of type bool has no
+    --no- form unless it names it."""
     if not dataclasses.is_dataclass(group):
         made: dict[str, inspect.Parameter] = group.parameters()
         return made
     hints = get_type_hints(group, include_extras=True)
     panel = getattr(group, "PANEL", None)
-    for hint in hints.values():
+    for name, hint in hints.items():
         for option in getattr(hint, "__metadata__", ()):
             option.rich_help_panel = option.rich_help_panel or panel
+            if get_args(hint)[0] is bool:
+                option.param_decls = option.param_decls or (f"--{name.replace('_', '-')}",)
     return {
         field.name: inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]
@@ -76,8 +79,8 @@ def switch_of(name: str) -> str:
     return "--{0}/--no-{0}".format(name.replace("_", "-"))
 
 
-def switch(name: str, help_text: str) -> Any:
-    return typer.Option(name, parser=boolean, metavar="BOOL", help=help_text, autocompletion=one_of("true", "false"))
+def switch(help_text: str) -> Any:
+    return typer.Option(parser=boolean, metavar="BOOL", help=help_text, autocompletion=one_of("true", "false"))
 
 
 def one_of(*values: str) -> Callable[[str], list[str]]:

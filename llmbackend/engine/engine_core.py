@@ -23,15 +23,7 @@ from .errors import DeviceLostError
 from .grammars.constraints import Constraints
 from .memory.kv_cache import KVCacheManager
 from .memory.kv_events import PrefixPublishing
-from .messages import (
-    EngineStats,
-    InferRequest,
-    ModelInfo,
-    StepOutput,
-    StepResult,
-    TokenLogprobs,
-    Vocabulary,
-)
+from .messages import EngineStats, InferRequest, ModelInfo, StepOutput, StepResult, TokenLogprobs, Vocabulary
 from .reports import Watch
 from .scheduling.drafting import Drafter
 from .scheduling.scheduler import Scheduler

@@ -59,8 +59,9 @@ class FrontendEndpoints:
         host, protocols = settings.host, settings.protocols
         counts = SharedCounts(host.counts, settings.number)
         self._access = AccessControl(settings.access, counts)
-        hosts = (host.requests, *settings.peers)
-        self._server = KeyedRemoteServer(hosts, name=settings.name, keys=settings.keys, metric_families=_FAMILIES)
+        self._server = KeyedRemoteServer(
+            (host.requests,), name=settings.name, keys=settings.keys, metric_families=_FAMILIES
+        )
         self._server.metrics_registry = CollectorRegistry(auto_describe=False)
         context = FrontendContext.of(
             self._server,

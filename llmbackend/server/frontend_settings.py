@@ -69,9 +69,7 @@ class FrontendSettings:
     number: int
     """Counts from 1; part of the process's name in the log."""
     host: HostFolder
-    """The folder of the host on this machine."""
-    peers: tuple[str, ...] = ()
-    """Endpoints of hosts on other machines, in order of preference; hosts announce additional ones."""
+    """The folder of the host on this machine, which announces hosts on other machines."""
     keys: ClusterSecrets | None = None
     """The cluster's keys for links to its hosts; None for a single machine."""
     http: Endpoint

@@ -111,19 +111,14 @@ class ProcessFrontends:
 
 
 def frontend_settings_of(
-    settings: ServerSettings,
-    folder: HostFolder,
-    claims: ClaimedPorts,
-    peers: tuple[str, ...] = (),
-    keys: ClusterSecrets | None = None,
+    settings: ServerSettings, folder: HostFolder, claims: ClaimedPorts, keys: ClusterSecrets | None = None
 ) -> list[FrontendSettings]:
-    """Settings of the frontend processes of the host in `folder`. claims: ports on which the processes listen. peers,
-    keys: see FrontendSettings."""
+    """Settings of the frontend processes of the host in `folder`. claims: ports on which the processes listen. keys:
+    see FrontendSettings."""
     return [
         FrontendSettings(
             number=number,
             host=folder,
-            peers=peers,
             keys=keys,
             http=replace(settings.http, port=port_of(claims.http) or 0),
             grpc=replace(settings.grpc, port=port_of(claims.grpc) or 0),

@@ -56,28 +56,25 @@ def test_without_settings_nothing_is_checked() -> None:
     assert control.grpc_interceptors(CollectorRegistry()) == ()
 
 
-def test_chunks_pass_as_they_come_and_are_the_same_objects() -> None:
-    async def stream() -> None:
-        gate, passed = asyncio.Event(), asyncio.Event()
-        chunk = {"type": "http.response.body", "body": b"x", "more_body": True}
+async def test_chunks_pass_as_they_come_and_are_the_same_objects() -> None:
+    gate, passed = asyncio.Event(), asyncio.Event()
+    chunk = {"type": "http.response.body", "body": b"x", "more_body": True}
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send(chunk)
-            await gate.wait()
-            await send({"type": "http.response.body", "body": b""})
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send(chunk)
+        await gate.wait()
+        await send({"type": "http.response.body", "body": b""})
 
-        async def send(message: Message) -> None:
-            if message is chunk:
-                passed.set()
+    async def send(message: Message) -> None:
+        if message is chunk:
+            passed.set()
 
-        running = asyncio.create_task(access(app)(scope("/v1/completions", RIGHT), no_body, send))
-        await asyncio.wait_for(passed.wait(), 10)
-        assert not running.done()
-        gate.set()
-        await running
-
-    asyncio.run(stream())
+    running = asyncio.create_task(access(app)(scope("/v1/completions", RIGHT), no_body, send))
+    await asyncio.wait_for(passed.wait(), 10)
+    assert not running.done()
+    gate.set()
+    await running
 
 
 @pytest.mark.parametrize(

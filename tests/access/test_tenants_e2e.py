@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from tests.helpers.server_process import ServerProcess, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import ServerProcess, running_server, write_mock_model
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     (root / "repository" / "whose" / "1" / "model.py").write_text(WHOSE)
     (root / "repository" / "whose" / "config.pbtxt").write_text(WHOSE_CONFIG)
     (root / "keys").write_text(KEYS)
-    process = start_server(
+    with running_server(
         f"--model-repository={root / 'repository'}",
         "--model-control-mode=explicit",
         "--load-model=*",
@@ -70,9 +70,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         "--allow-client-shm=true",
         "--http-header-forward-pattern=.*(key-name|tenant)",
         "--grpc-header-forward-pattern=.*(key-name|tenant)",
-    )
-    yield process
-    assert stop_server(process) == 0
+    ) as process:
+        yield process
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -406,9 +406,8 @@ def test_the_package_reports_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"))
-    yield running
-    running.stop()
+    with Running(tmp_path_factory.mktemp("host")) as running:
+        yield running
 
 
 def test_a_client_is_served_over_http(running: Running, tmp_path: Path) -> None:

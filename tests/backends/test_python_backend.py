@@ -199,8 +199,7 @@ threading.Thread(target=run).start()
     answers = host.infer("m", text("x"))
     first, _ = answers.next()
     assert first is not None and values(first) == {"R": [b"first"]}
-    assert answers.handle is not None
-    answers.handle.cancel()
+    answers.cancel()
     error = answers.one().error
     assert error is not None and error.code is ErrorCode.CANCELLED
 

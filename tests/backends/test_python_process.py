@@ -96,8 +96,7 @@ def test_an_operator_kills_the_process_of_an_instance(host: Host) -> None:
     assert len(failed) == 1
     eventually(lambda: not is_alive(pid))
     (well,) = [stream for stream in streams if stream not in failed]
-    assert well.handle is not None
-    well.handle.cancel()
+    well.cancel()
     well.all()
 
 
@@ -110,8 +109,7 @@ def test_crash_leaves_other_instances_alone(host: Host) -> None:
     for _ in range(5):
         response, _ = well.next()
         assert response is not None and response.error is None
-    assert well.handle is not None
-    well.handle.cancel()
+    well.cancel()
     assert all(response.error is None for response in well.all())
 
 
@@ -123,8 +121,7 @@ def _one_stream_in_each_process(host: Host) -> list[Answers]:
         first, _ = stream.next()
         assert first is not None
         if streams.setdefault(int(said(first)), stream) is not stream:
-            assert stream.handle is not None
-            stream.handle.cancel()
+            stream.cancel()
             stream.all()
     return list(streams.values())
 
@@ -403,8 +400,7 @@ def test_every_request_ends_once_while_processes_are_killed(host: Host) -> None:
         streams += [host.infer("m", text("stream")) for _ in range(random.randrange(1, 6))]
         streams += [host.infer("m", text("pid")) for _ in range(random.randrange(3))]
         for stream in random.sample(streams, 2):
-            assert stream.handle is not None
-            stream.handle.cancel()
+            stream.cancel()
         for pid in random.sample(sorted(pids), min(1, len(pids))):
             os.kill(pid, signal.SIGKILL)
         streams.append(host.infer("m", text("exit")))
@@ -412,8 +408,7 @@ def test_every_request_ends_once_while_processes_are_killed(host: Host) -> None:
         pids |= {int(said(answer)) for answer in answers if answer.error is None}
         pids = {pid for pid in pids if is_alive(pid)}
     for stream in streams:
-        assert stream.handle is not None
-        stream.handle.cancel()
+        stream.cancel()
         assert all(response.error is None for response in stream.all()[:-1])
     eventually(lambda: host.server.check() == [])
 

@@ -92,24 +92,18 @@ def test_keys_come_from_the_environment(fake: tuple[str, FakeLlmServer]) -> None
 
 def test_a_conversation_on_a_terminal(openai_url: str, tmp_path: Path) -> None:
     with Terminal("chat", "--url", openai_url, cwd=tmp_path) as terminal:
-        terminal.wait_for(">>> ")
-        terminal.send("one SAY:<think>Well.</think>Yes.\n")
+        terminal.answer_prompt("one SAY:<think>Well.</think>Yes.\n")
         answer = terminal.wait_for("first token after ")
         assert "Well.\n\nYes.\n" in answer and "tokens/s" in answer
-        terminal.wait_for(">>> ")
-        terminal.send('"""two\nSAY:Line 1\nLine 2"""\n')
+        terminal.answer_prompt('"""two\nSAY:Line 1\nLine 2"""\n')
         assert "\nLine 1\nLine 2\n" in terminal.wait_for("first token")
-        terminal.wait_for(">>> ")
-        terminal.send(f"three{ALT_ENTER}SAY:Third.\n")
+        terminal.answer_prompt(f"three{ALT_ENTER}SAY:Third.\n")
         terminal.wait_for("Third.\n")
-        terminal.wait_for(">>> ")
-        terminal.send("/retry\n")
+        terminal.answer_prompt("/retry\n")
         terminal.wait_for("Third.\n")
-        terminal.wait_for(">>> ")
-        terminal.send("/system Be brief.\n/save talk.json\n/nope\n/stats\n/clear\n/load talk.json\n")
+        terminal.answer_prompt("/system Be brief.\n/save talk.json\n/nope\n/stats\n/clear\n/load talk.json\n")
         terminal.wait_for("6 messages are loaded")
-        terminal.wait_for(">>> ")
-        terminal.send(CTRL_D)
+        terminal.answer_prompt(CTRL_D)
         assert terminal.end() == 0
         assert "Unknown command /nope" in terminal.shown
         assert "4 answers, " in terminal.shown
@@ -127,17 +121,14 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(fake: tuple[str, FakeLlmServer]
         terminal.wait_for("or its name): ")
         terminal.send("9\nfake\n")
         terminal.wait_for("'9' is none of them.")
-        terminal.wait_for(">>> ")
-        terminal.send("forever\n")
+        terminal.answer_prompt("forever\n")
         terminal.wait_for("aaaa")
         terminal.send(CTRL_C)
         terminal.wait_for("stopped")
         assert host.handles[-1].over.wait(20), "the server goes on with it"
-        terminal.wait_for(">>> ")
-        terminal.send("hello\n")
+        terminal.answer_prompt("hello\n")
         terminal.wait_for("You said: hello")
-        terminal.wait_for(">>> ")
-        terminal.send("fail late\n")
+        terminal.answer_prompt("fail late\n")
         terminal.wait_for("the server ended the answer")
         terminal.wait_for(">>> ")
         terminal.press_until(CTRL_C, ">>> ")  # at the prompt it does nothing

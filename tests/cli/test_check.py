@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmbackend.cli import main as cli
+from tests.helpers.command_lines import CommandLine
 from tests.helpers.server_process import ROOT, write_mock_model
 
 pytestmark = pytest.mark.slow
@@ -22,18 +22,10 @@ Check = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
+def check(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
     """Exit code, standard output and standard error."""
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["llmbackend", "check", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        shown = capsys.readouterr()
-        return int(end.value.code or 0), shown.out, shown.err
-
-    return run
+    return lambda *arguments: (command_line.run("check", *arguments), *capsys.readouterr())
 
 
 def test_what_to_check_must_be_said(check: Check) -> None:

@@ -20,7 +20,7 @@ from tests.gguf.test_families import CONFIGS
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.gguf_files import write_model
 from tests.helpers.package_index import PROGRAM, PackageIndex, index_environment, index_of, model_of, write_wheel
-from tests.helpers.server_process import post, start_server, stop_server
+from tests.helpers.server_process import post, running_server
 from tests.helpers.terminal import Terminal
 from tests.helpers.tiny_models import random_model
 from tests.helpers.waiting import eventually
@@ -156,19 +156,13 @@ def test_of_two_at_once_one_fetches(index: PackageIndex, cache: Path) -> None:
 
 
 def test_a_server_by_name(index: PackageIndex) -> None:
-    server = start_server("tiny", "--device=cpu", program=PROGRAM)
-    try:
+    with running_server("tiny", "--device=cpu", program=PROGRAM) as server:
         status, answer = post(server, "/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 2})
         assert status == 200, answer
-    finally:
-        assert stop_server(server) == 0
     index.wheel.unlink()
-    server = start_server("--model", "tiny", "--offline", "--device=cpu", program=PROGRAM)
-    try:
+    with running_server("--model", "tiny", "--offline", "--device=cpu", program=PROGRAM) as server:
         status, answer = post(server, "/v2/models/tiny/generate", {"text_input": "a", "parameters": {"max_tokens": 2}})
         assert status == 200, answer
-    finally:
-        assert stop_server(server) == 0
 
 
 # --- what cannot be fetched -------------------------------------------------------------------------------------------

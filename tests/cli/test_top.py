@@ -18,7 +18,14 @@ from rich.console import Console
 from llmbackend.cli.terminal_text import bar
 from llmbackend.cli.top.feed_state import WINDOW_S, FeedState, figures
 from llmbackend.cli.top.screen import View, render
-from tests.helpers.server_process import ServerProcess, post, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import (
+    ServerProcess,
+    post,
+    running_server,
+    start_server,
+    stop_server,
+    write_mock_model,
+)
 from tests.helpers.terminal import Terminal
 
 pytestmark = pytest.mark.slow
@@ -126,9 +133,8 @@ def test_bars_are_in_eighths() -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("repository")
     write_mock_model(repository, "slow", mock_step_ms=20, max_model_len=4096, max_num_seqs=2)
-    running = start_server("--model-repository", str(repository))
-    yield running
-    assert stop_server(running) == 0
+    with running_server("--model-repository", str(repository)) as running:
+        yield running
 
 
 def once(*arguments: str) -> subprocess.CompletedProcess[str]:

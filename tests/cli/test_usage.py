@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from llmbackend.cli import main as cli
 from llmbackend.demo import DEMO_REPOSITORY
-from llmbackend.server import serve
 from llmbackend.server.settings import ServerSettings
+from tests.helpers.command_lines import CommandLine, last_line
 
 Run = Callable[..., str]
 
 
 @pytest.fixture
-def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The last line that a refused command line ends with; the exit code is that of wrong usage."""
-
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["llmbackend", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert end.value.code == 2
-        return capsys.readouterr().err.rstrip().splitlines()[-1]
-
-    return run
+def refusal(command_line: CommandLine) -> Run:
+    """The last line of what is said of a wrong command line."""
+    return lambda *arguments: last_line(command_line.refusal(*arguments))
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServerSettings]:
-    """What `llmbackend serve` would serve."""
-    taken: list[ServerSettings] = []
-
-    def run(*arguments: str) -> ServerSettings:
-        def take(settings: ServerSettings) -> int:
-            taken.append(settings)
-            return 0
-
-        monkeypatch.setattr(serve, "run_server", take)
-        monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert not end.value.code
-        return taken.pop()
-
-    return run
+def settings(command_line: CommandLine) -> Callable[..., ServerSettings]:
+    return command_line.settings
 
 
 @pytest.mark.parametrize(

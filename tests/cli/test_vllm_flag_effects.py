@@ -16,7 +16,7 @@ from typer.main import get_command
 from llmbackend.cli.serve import app
 from llmbackend.demo import DEMO_REPOSITORY
 from tests.helpers.hub import hub_environment, hub_of
-from tests.helpers.server_process import ROOT, ServerProcess, start_server, stop_server
+from tests.helpers.server_process import ROOT, ServerProcess, running_server, start_server, stop_server
 from tools import vllm_flags
 
 CHECKPOINT = DEMO_REPOSITORY / "demo" / "1"
@@ -146,15 +146,14 @@ def complete(server: ServerProcess, **fields: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[ServerProcess]:
-    server = start_server(
+    with running_server(
         *(str(CHECKPOINT), "--served-model-name", "m", "--device", "cpu", "--dtype", "float32"),
         *("--max-model-len", "256", "--block-size", "16", "--num-gpu-blocks-override", "48"),
         *("--no-enable-prefix-caching", "--override-generation-config", '{"temperature": 0}'),
         *("--allowed-origins", f'["{PAGE}"]', "--allow-credentials"),
         *("--allowed-methods", '["POST"]', "--allowed-headers", '["x-mine"]', "--enable-tokenizer-info-endpoint"),
-    )
-    yield server
-    assert stop_server(server) == 0
+    ) as server:
+        yield server
 
 
 @pytest.mark.slow
@@ -197,16 +196,13 @@ def test_the_size_of_the_kv_cache(tmp_path: Path) -> None:
     shutil.copytree(CHECKPOINT, tokenizer, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     texts = []
     for seed, kv_bytes in (("1", "4M"), ("1", "8M"), ("2", "8M")):
-        server = start_server(
+        with running_server(
             *(str(folder), "--load-format", "dummy", "--seed", seed, "--tokenizer", str(tokenizer)),
             *("--device", "cpu", "--kv-cache-memory-bytes", kv_bytes),
-        )
-        try:
+        ) as server:
             texts.append(complete(server, max_tokens=8, temperature=0)["choices"][0]["text"])
             [blocks] = re.findall(r'num_gpu_blocks="(\d+)"', server.get("/metrics"))
             texts.append(int(blocks))
-        finally:
-            assert stop_server(server) == 0
     assert texts[0] == texts[2] != texts[4]
     assert texts[3] == texts[5] >= 2 * texts[1] > 0
 
@@ -225,13 +221,10 @@ def test_the_token_and_the_tokenizers_revision_reach_the_hub(tmp_path: Path) -> 
 
 
 def test_a_quiet_stream_sends_comments_as_often_as_the_flag_says() -> None:
-    server = start_server("mock", "--mock-step-ms", "500", "--sse-keep-alive-interval", "0.1")
-    try:
+    with running_server("mock", "--mock-step-ms", "500", "--sse-keep-alive-interval", "0.1") as server:
         _, content, _ = ask(server, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": True})
         assert content.count(b": ping\n") >= 4, content
         assert content.endswith(b"data: [DONE]\n\n")
-    finally:
-        assert stop_server(server) == 0
 
 
 MIDDLEWARE = """
@@ -261,11 +254,10 @@ async def refuses_models(request, call_next):
 
 def test_middleware_sees_requests_and_whole_responses(tmp_path: Path) -> None:
     (tmp_path / "house_rules.py").write_text(MIDDLEWARE)
-    server = start_server(
+    with running_server(
         *("mock", "--middleware", "house_rules.CountsEvents", "--middleware", "house_rules.refuses_models"),
         variables={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
-    )
-    try:
+    ) as server:
         assert ask(server, "GET", "/v1/models")[:2] == (403, b'{"refused":true}')
         body = {"prompt": "a", "max_tokens": 4, "stream": True}
         _, content, headers = ask(server, "POST", "/v1/completions", body)
@@ -273,8 +265,6 @@ def test_middleware_sees_requests_and_whole_responses(tmp_path: Path) -> None:
         assert complete(server, max_tokens=4)["usage"]["completion_tokens"] == 4
         status, _, headers = ask(server, "GET", "/health")
         assert (status, headers["x-before"]) == (200, str(content.count(b"data: ")))
-    finally:
-        assert stop_server(server) == 0
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -299,19 +289,17 @@ def test_answers_have_their_times(timed: ServerProcess, path: str) -> None:
 
 @pytest.fixture(scope="module")
 def timed() -> Iterator[ServerProcess]:
-    server = start_server("mock", "--enable-per-request-metrics", "--chat-template", "{{ messages[0].content }}")
-    yield server
-    assert stop_server(server) == 0
+    with running_server(
+        "mock", "--enable-per-request-metrics", "--chat-template", "{{ messages[0].content }}"
+    ) as server:
+        yield server
 
 
 def test_the_parser_of_calls_is_the_one_that_the_flag_names() -> None:
-    server = start_server("mock", "--tool-call-parser", "hermes", "--chat-template", "{{ tools }}")
-    try:
+    with running_server("mock", "--tool-call-parser", "hermes", "--chat-template", "{{ tools }}") as server:
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
         body = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "required"}
         status, content, _ = ask(server, "POST", "/v1/chat/completions", body)
         assert status == 200, content
         [choice] = json.loads(content)["choices"]
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
-    finally:
-        assert stop_server(server) == 0

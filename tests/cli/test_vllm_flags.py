@@ -18,11 +18,10 @@ from typing import Any
 
 import pytest
 
-from llmbackend.cli import main as cli
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.tracing.trace import TraceLevel
-from llmbackend.server import serve
 from llmbackend.server.settings import ServerSettings
+from tests.helpers.command_lines import CommandLine
 from tests.helpers.server_process import start_server, stop_server
 from tools import vllm_flags
 
@@ -30,37 +29,13 @@ Settings = Callable[..., ServerSettings]
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """What the command line would serve."""
-    taken: list[ServerSettings] = []
-
-    def take(settings: ServerSettings) -> int:
-        taken.append(settings)
-        return 0
-
-    def run(*arguments: str) -> ServerSettings:
-        monkeypatch.setattr(serve, "run_server", take)
-        monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert end.value.code in (0, None)
-        return taken.pop()
-
-    return run
+def settings(command_line: CommandLine) -> Settings:
+    return command_line.settings
 
 
 @pytest.fixture
-def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What is said of a refused command line."""
-
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert end.value.code == 2
-        return capsys.readouterr().err
-
-    return run
+def refusal(command_line: CommandLine) -> Callable[..., str]:
+    return command_line.refusal_of_flags
 
 
 def engine_arguments(settings: ServerSettings) -> dict[str, Any]:

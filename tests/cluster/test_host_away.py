@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import grpc
@@ -111,28 +110,25 @@ async def _resumable() -> Any:
     yield request
 
 
-def test_a_machine_without_its_host_says_what_is_ready_serves_inference_and_refuses_the_rest() -> None:
-    async def run() -> None:
-        async with hosts_cluster([mock("mock")], 2) as cluster:
-            await cluster.until_whole()
-            first, second = (Machine(machine.address) for machine in cluster.machines)
-            before = await first.known()
-            assert {path: before[path][0] for path in KNOWN_PATHS} == dict.fromkeys(KNOWN_PATHS, 200)
-            chat = (await first.http.post("/v1/chat/completions", json=CHAT)).json()
-            await cluster.machines[0].host.stop()
+async def test_a_machine_without_its_host_says_what_is_ready_serves_inference_and_refuses_the_rest() -> None:
+    async with hosts_cluster([mock("mock")], 2) as cluster:
+        await cluster.until_whole()
+        first, second = (Machine(machine.address) for machine in cluster.machines)
+        before = await first.known()
+        assert {path: before[path][0] for path in KNOWN_PATHS} == dict.fromkeys(KNOWN_PATHS, 200)
+        chat = (await first.http.post("/v1/chat/completions", json=CHAT)).json()
+        await cluster.machines[0].host.stop()
 
-            assert await first.known() == before
-            again = (await first.http.post("/v1/chat/completions", json=CHAT)).json()
-            assert again["choices"] == chat["choices"]
-            await _check_refusals(first)
-            unknown = await first.http.get("/v2/models/none")
-            assert (unknown.status_code, unknown.json()) == (404, UNKNOWN)
+        assert await first.known() == before
+        again = (await first.http.post("/v1/chat/completions", json=CHAT)).json()
+        assert again["choices"] == chat["choices"]
+        await _check_refusals(first)
+        unknown = await first.http.get("/v2/models/none")
+        assert (unknown.status_code, unknown.json()) == (404, UNKNOWN)
 
-            await cluster.machines[1].host.stop()
-            assert (await second.http.get("/v2/health/live")).status_code == 200, "its processes start the host again"
-            assert (await second.http.get("/v2/health/ready")).status_code == 400
-            assert not (await second.rpcs.ServerReady(pb.ServerReadyRequest())).ready
-            for machine in (first, second):
-                await machine.close()
-
-    asyncio.run(run())
+        await cluster.machines[1].host.stop()
+        assert (await second.http.get("/v2/health/live")).status_code == 200, "its processes start the host again"
+        assert (await second.http.get("/v2/health/ready")).status_code == 400
+        assert not (await second.rpcs.ServerReady(pb.ServerReadyRequest())).ready
+        for machine in (first, second):
+            await machine.close()

@@ -143,25 +143,22 @@ async def under_kill(cluster: HostsCluster, client: Client, turn: int) -> dict[s
     return await asking
 
 
-def test_whole_answers_are_the_same_when_their_host_is_killed_and_nothing_is_done_twice() -> None:
-    async def run() -> None:
-        async with hosts_cluster(models(), 2) as cluster:
-            await cluster.until_whole()
-            first, second = cluster.machines
-            client = Client(first)
-            expected = await client.ask_all(0)
-            assert not client.refused
-            before = await asyncio.to_thread(second.metric, SUCCESS)
+async def test_whole_answers_are_the_same_when_their_host_is_killed_and_nothing_is_done_twice() -> None:
+    async with hosts_cluster(models(), 2) as cluster:
+        await cluster.until_whole()
+        first, second = cluster.machines
+        client = Client(first)
+        expected = await client.ask_all(0)
+        assert not client.refused
+        before = await asyncio.to_thread(second.metric, SUCCESS)
 
-            seen = await under_kill(cluster, client, 1)
-            assert [name for name in expected if seen[name] != expected[name]] == []
-            await cluster.until_whole()
-            moved = await asyncio.to_thread(second.metric, SUCCESS) - before
-            made_again = await asyncio.to_thread(first.metric, SUCCESS)
-            assert moved and made_again and moved + made_again <= GENERATIONS, "no host counted what another answered"
-            assert set(client.refused) == {"/v1/responses", "/v1/chat/completions"}
-            assert (await client.http.get("/load")).json() == {"server_load": 0}
-            assert not await cluster.still_busy()
-            await client.close()
-
-    asyncio.run(run())
+        seen = await under_kill(cluster, client, 1)
+        assert [name for name in expected if seen[name] != expected[name]] == []
+        await cluster.until_whole()
+        moved = await asyncio.to_thread(second.metric, SUCCESS) - before
+        made_again = await asyncio.to_thread(first.metric, SUCCESS)
+        assert moved and made_again and moved + made_again <= GENERATIONS, "no host counted what another answered"
+        assert set(client.refused) == {"/v1/responses", "/v1/chat/completions"}
+        assert (await client.http.get("/load")).json() == {"server_load": 0}
+        assert not await cluster.still_busy()
+        await client.close()

@@ -130,8 +130,7 @@ def test_a_request_that_expires_makes_way_for_a_preferred_size_at_once(stepped: 
         full.next()
         assert STAGE.events == ["full"]
         if action == "DELAY":
-            assert early.handle is not None
-            early.handle.cancel()
+            early.cancel()
         assert early.error().message == ("Request cancelled" if action == "DELAY" else "Request timeout expired")
 
 
@@ -140,8 +139,7 @@ def test_a_request_that_is_cancelled_makes_way_for_a_preferred_size_at_once(step
     STAGE.open("full")
     with serving(stepped, "m") as server:
         early, full = send(server, "m", tensor(), id="early"), send(server, "m", tensor(rows=4), id="full")
-        assert early.handle is not None
-        early.handle.cancel()
+        early.cancel()
         full.next()
         assert STAGE.events == ["full"] and early.error().code is ErrorCode.CANCELLED
 

@@ -17,7 +17,7 @@ from llmbackend.core.messages import RESPONSE_BYTES, InferenceResponse, Tenant
 from llmbackend.core.scheduling.ensembles.graph import StepLauncher
 from llmbackend.core.tensors import Tensor
 from tests.helpers.core_host import STAGE, WAIT_S, Client, Repository, send, serving, version_of, x
-from tests.helpers.ensemble_host import AB_TO_Y, X_TO_YZ, chain, ensemble, part, step, tensors
+from tests.helpers.ensemble_host import AB_TO_Y, X_TO_YZ, chain, ensemble, part, parts, step, tensors
 from tests.helpers.waiting import eventually
 
 
@@ -252,8 +252,7 @@ def test_tensors_pass_between_models_that_batch_and_models_that_do_not(repositor
 
 
 def test_nested_ensembles(repository: Repository) -> None:
-    part(repository, "add", "add")
-    part(repository, "fail", "fail")
+    parts(repository, "add", "fail")
     chain(repository, "inner", "add", "add")
     chain(repository, "outer", "inner", "add", "inner")
     chain(repository, "broken", "fail")
@@ -269,8 +268,7 @@ def test_nested_ensembles(repository: Repository) -> None:
 
 
 def test_every_response_of_a_decoupled_step_runs_the_steps_after_it(repository: Repository) -> None:
-    part(repository, "repeat", "repeat")
-    part(repository, "add", "add")
+    parts(repository, "repeat", "add")
     chain(repository, "e", "add", "repeat", "add")
     with serving(repository, "e") as server:
         assert server.model_config("e").model_transaction_policy.decoupled
@@ -299,8 +297,7 @@ def test_decoupled_steps_multiply(repository: Repository) -> None:
 def test_a_decoupled_step_without_responses_ends_the_stream_and_a_silent_step_is_a_deadlock(
     repository: Repository,
 ) -> None:
-    part(repository, "repeat", "repeat")
-    part(repository, "silent", "silent")
+    parts(repository, "repeat", "silent")
     chain(repository, "none", "repeat", "silent")
     chain(repository, "stuck", "silent")
     with serving(repository, "none", "stuck") as server:
@@ -346,8 +343,7 @@ def test_branches_behind_a_decoupled_step_are_joined_response_by_response(reposi
 
 
 def test_a_second_response_of_a_step_that_is_not_decoupled_is_an_error(repository: Repository) -> None:
-    part(repository, "twice", "twice")
-    part(repository, "gate", "gate")
+    parts(repository, "twice", "gate")
     chain(repository, "e", "twice", "gate")
     with serving(repository, "e") as server:
         error = send(server, "e", x(1)).error()
@@ -363,8 +359,7 @@ def test_the_error_of_a_step_fails_the_request_with_its_status_and_stops_the_oth
     repository: Repository,
 ) -> None:
     part(repository, "wait", "gate")
-    part(repository, "block", "block")
-    part(repository, "fail", "fail")
+    parts(repository, "block", "fail")
     part(repository, "sum", "sum", AB_TO_Y)
     steps = [
         step("wait", {"X": "X"}, {"Y": "l"}),
@@ -416,8 +411,7 @@ def test_what_comes_before_an_error_in_a_stream_is_still_answered(repository: Re
 
 
 def test_an_error_amid_a_stream_ends_it_once_however_many_steps_run(repository: Repository) -> None:
-    part(repository, "repeat", "repeat")
-    part(repository, "fail", "fail")
+    parts(repository, "repeat", "fail")
     chain(repository, "e", "repeat", "fail")
     with serving(repository, "e") as server:
         client = send(server, "e", x(*range(3000)))
@@ -427,15 +421,13 @@ def test_an_error_amid_a_stream_ends_it_once_however_many_steps_run(repository: 
 
 
 def test_cancellation_reaches_the_step_that_runs(repository: Repository) -> None:
-    part(repository, "add", "add")
-    part(repository, "gate", "gate")
+    parts(repository, "add", "gate")
     chain(repository, "inner", "gate")
     chain(repository, "e", "add", "inner", "add")
     with serving(repository, "e") as server:
         client = send(server, "e", x(1))
         eventually(lambda: executed("gate"))
-        assert client.handle is not None
-        client.handle.cancel()
+        client.cancel()
         error = client.error()
         assert error.status == "Cancelled: in ensemble 'e', in ensemble 'inner', stopped"
         assert "cancel gate" in STAGE.events and executed("add") == 1
@@ -448,8 +440,7 @@ def test_cancellation_reaches_a_step_that_is_queued(repository: Repository) -> N
         first = send(server, "e", x(1))
         eventually(lambda: executed("slow"))
         second = send(server, "e", x(1))
-        assert second.handle is not None
-        second.handle.cancel()
+        second.cancel()
         assert second.error().status == "Cancelled: in ensemble 'e', Request cancelled"
         STAGE.open("slow")
         assert one(first) == [1]
@@ -462,16 +453,14 @@ def test_a_decoupled_step_sees_that_its_request_was_cancelled(repository: Reposi
     with serving(repository, "e") as server:
         client = send(server, "e", x(*range(1000)))
         eventually(lambda: executed("gate"))
-        assert client.handle is not None
-        client.handle.cancel()
+        client.cancel()
         assert client.error().code is ErrorCode.CANCELLED
         eventually(lambda: "repeat stopped" in STAGE.events)
         assert executed("gate") == 1
 
 
 def test_a_server_that_stops_cuts_ensembles_off(repository: Repository) -> None:
-    part(repository, "add", "add")
-    part(repository, "gate", "gate")
+    parts(repository, "add", "gate")
     chain(repository, "e", "add", "gate", "add")
     server = InferenceServer(repository.options(startup_models=["e"]))
     server.start()
@@ -483,8 +472,7 @@ def test_a_server_that_stops_cuts_ensembles_off(repository: Repository) -> None:
 
 
 def test_a_server_that_stops_cuts_off_what_waits_for_a_slot(repository: Repository) -> None:
-    part(repository, "repeat", "repeat")
-    part(repository, "gate", "gate")
+    parts(repository, "repeat", "gate")
     chain(repository, "e", "repeat", "gate", scheduling="max_inflight_requests: 2")
     server = InferenceServer(repository.options(startup_models=["e"]))
     server.start()
@@ -497,8 +485,7 @@ def test_a_server_that_stops_cuts_off_what_waits_for_a_slot(repository: Reposito
 
 def test_requests_in_flight_end_while_the_server_stops(repository: Repository) -> None:
     """The steps that are still to come are served although the server takes no new requests."""
-    part(repository, "add", "add")
-    part(repository, "gate", "gate")
+    parts(repository, "add", "gate")
     chain(repository, "e", "gate", "add", "add")
     server = InferenceServer(repository.options(startup_models=["e"]))
     server.start()
@@ -515,8 +502,7 @@ def test_requests_in_flight_end_while_the_server_stops(repository: Repository) -
 
 
 def test_unloading_a_composing_model_lets_the_requests_of_its_ensembles_end(repository: Repository) -> None:
-    part(repository, "gate", "gate")
-    part(repository, "add", "add")
+    parts(repository, "gate", "add")
     chain(repository, "e", "gate", "add")
     with serving(repository, "e") as server:
         client = send(server, "e", x(1))
@@ -533,8 +519,7 @@ def test_unloading_a_composing_model_lets_the_requests_of_its_ensembles_end(repo
 
 def test_many_threads_that_send_and_cancel_leave_nothing_behind(repository: Repository) -> None:
     part(repository, "add", "add", config="instance_group { count: 2 }")
-    part(repository, "repeat", "repeat")
-    part(repository, "fail", "fail")
+    parts(repository, "repeat", "fail")
     chain(repository, "stream", "add", "repeat", "add", scheduling="max_inflight_requests: 2")
     chain(repository, "plain", "add", "add")
     chain(repository, "broken", "repeat", "add", "fail")
@@ -546,8 +531,7 @@ def test_many_threads_that_send_and_cancel_leave_nothing_behind(repository: Repo
             name = chance.choice(["stream", "plain", "broken", "nested"])
             client = send(server, name, x(*range(chance.randint(1, 6))))
             if chance.random() < 0.3:
-                assert client.handle is not None
-                client.handle.cancel()
+                client.cancel()
             errors = [response.error for response in client.responses() if response.error is not None]
             assert len(errors) <= 1 and (errors or name != "broken")
 
@@ -612,9 +596,7 @@ def test_a_patient_producer_also_waits_for_steps_further_behind_it(repository: R
 
 def test_a_send_blocks_no_backend_that_did_not_ask_for_it(repository: Repository) -> None:
     """One thread sends for many requests: a full step must not stop the streams beside it."""
-    part(repository, "repeat", "repeat")
-    part(repository, "gate", "gate")
-    part(repository, "add", "add")
+    parts(repository, "repeat", "gate", "add")
     chain(repository, "slow", "repeat", "gate", scheduling="max_inflight_requests: 1")
     chain(repository, "quick", "repeat", "add")
     with serving(repository, "slow", "quick") as server:
@@ -630,8 +612,7 @@ def test_a_stream_too_far_ahead_of_its_ensemble_ends_alone_after_what_was_kept(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llmbackend.core.scheduling.ensembles.run.MAX_WAITING_BYTES", 100 * RESPONSE_BYTES)
-    part(repository, "repeat", "repeat")
-    part(repository, "gate", "gate")
+    parts(repository, "repeat", "gate")
     chain(repository, "e", "repeat", "gate", scheduling="max_inflight_requests: 1")
     with serving(repository, "e") as server:
         ahead = send(server, "e", x(*range(50_000)))  # more than it sends before it hears that it should stop
@@ -663,8 +644,7 @@ def test_a_request_that_waits_for_a_slot_can_be_cancelled(repository: Repository
     chain(repository, "e", "gate", scheduling="max_inflight_requests: 1")
     with serving(repository, "e") as server:
         first, second, third = (send(server, "e", x(1)) for _ in range(3))
-        assert second.handle is not None
-        second.handle.cancel()
+        second.cancel()
         assert second.error().status == "Cancelled: in ensemble 'e', Request cancelled"
         STAGE.open("gate")
         assert one(first) == [2] and one(third) == [2] and executed("gate") == 2
@@ -684,8 +664,7 @@ def happens(condition: Callable[[], object], within_s: float = 0.15) -> bool:
 
 
 def test_an_ensemble_counts_its_requests_and_adds_up_the_times_of_its_steps(repository: Repository) -> None:
-    part(repository, "add", "add")
-    part(repository, "fail", "fail")
+    parts(repository, "add", "fail")
     chain(repository, "e", "add", "add")
     chain(repository, "outer", "e", "add")
     chain(repository, "broken", "add", "fail")

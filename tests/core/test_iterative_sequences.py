@@ -177,8 +177,7 @@ def test_a_cancelled_request_is_not_executed_again(counting: Repository, strateg
     with serving_sequences(counting) as server:
         client = count_down(server, 1, "a", batched=False)
         request = kept("a")
-        assert client.handle is not None
-        client.handle.cancel()
+        client.cancel()
         assert request.is_cancelled
         request.release(ReleaseFlag.RESCHEDULE)
         del request

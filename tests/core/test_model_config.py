@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmbackend.core.backend_api import InstanceGroupKind
-from llmbackend.core.config.model_config import (
-    fill_backend,
-    parse_json,
-    parse_text,
-    set_defaults,
-    set_instance_groups,
-)
+from llmbackend.core.config.model_config import fill_backend, parse_json, parse_text, set_defaults, set_instance_groups
 from llmbackend.core.config.model_config_rules import validate_config, validate_tensors
 from llmbackend.core.config_readers import config_to_json
 from llmbackend.core.errors import ErrorCode, TritonError

@@ -15,7 +15,7 @@ from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.lifecycle.ensembles import dependency_cycles, dependency_levels
 from tests.helpers.core_host import STAGE, WAIT_S, Repository, send, serving, version_of, x
-from tests.helpers.ensemble_host import AB_TO_Y, X_TO_Y, X_TO_YZ, chain, ensemble, part, step, tensors
+from tests.helpers.ensemble_host import AB_TO_Y, X_TO_Y, X_TO_YZ, chain, ensemble, part, parts, step, tensors
 from tests.helpers.waiting import eventually
 
 
@@ -326,8 +326,7 @@ def test_batch_sizes_and_batch_dimensions_must_fit(repository: Repository) -> No
 def test_whether_an_ensemble_is_decoupled_follows_from_its_steps(
     repository: Repository, steps: list[str], is_decoupled: bool
 ) -> None:
-    part(repository, "repeat", "repeat")
-    part(repository, "add", "add")
+    parts(repository, "repeat", "add")
     part(repository, "both", "repeat", X_TO_YZ)
     part(repository, "sum", "sum", AB_TO_Y)
     says = str(not is_decoupled).lower()

@@ -10,7 +10,7 @@ from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import NO_TENANT, Tenant
 from tests.helpers.core_host import STAGE, WAIT_S, Client, Repository, send, serving, x
-from tests.helpers.ensemble_host import part
+from tests.helpers.ensemble_host import part, parts
 from tests.helpers.waiting import eventually
 
 # Sends each request on to the model that its id names, and its responses back.
@@ -57,9 +57,7 @@ def ask(model, request):
 def asking(repository: Repository) -> Repository:
     repository.backend("asking", ASKING_BACKEND)
     repository.model("ask", "asking", "model_transaction_policy { decoupled: true }")
-    part(repository, "tell", "tell")
-    part(repository, "repeat", "repeat")
-    part(repository, "gate", "gate")
+    parts(repository, "tell", "repeat", "gate")
     return repository
 
 
@@ -90,8 +88,7 @@ def test_an_inner_request_can_be_cancelled_and_keeps_its_model_loaded(asking: Re
         first, second = send(server, "ask", id="gate"), send(server, "ask", id="gate")
         eventually(lambda: STAGE.events.count("execute gate") == 2)
         server.unload_model("gate")
-        assert first.handle is not None
-        first.handle.cancel()  # opens the gate for both
+        first.cancel()  # opens the gate for both
         assert first.error().status == "Cancelled: stopped"
         assert second.responses()[0].error is None
         eventually(lambda: "finalize gate" in STAGE.events)

@@ -156,8 +156,7 @@ def test_a_deep_queue_is_cancelled_request_by_request(busy: Repository) -> None:
         eventually(lambda: STAGE.events)
         clients = [send(server, "m", row(), id=str(index), priority=index % 5) for index in range(4096)]
         for client in reversed(clients):
-            assert client.handle is not None
-            client.handle.cancel()
+            client.cancel()
             assert client.error().code is ErrorCode.CANCELLED
         STAGE.open("go")
         first.responses()

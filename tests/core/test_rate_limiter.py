@@ -109,8 +109,7 @@ def test_a_request_that_waits_for_resources_can_be_cancelled(stepped: Repository
         first = send(server, "a", id="1")
         eventually(lambda: STAGE.events)
         waiting = send(server, "b", id="1")
-        assert waiting.handle is not None
-        waiting.handle.cancel()
+        waiting.cancel()
         assert waiting.error().status == "Cancelled: Request cancelled"
         finish("a 1", first)
         last = send(server, "a", id="2")
@@ -208,8 +207,7 @@ def test_a_model_whose_instance_waits_for_resources_unloads(stepped: Repository)
         eventually(lambda: STAGE.events)
         waiting = send(server, "b", id="1")
         eventually(lambda: server._services.rate_limiter._waiting)
-        assert waiting.handle is not None
-        waiting.handle.cancel()
+        waiting.cancel()
         assert waiting.error().status == "Cancelled: Request cancelled"
         server.unload_model("b")
         eventually(lambda: [row.reason for row in server.repository_index() if row.name == "b"] == ["unloaded"])
@@ -346,8 +344,7 @@ def test_sequences_that_wait_for_resources_can_still_be_cancelled_and_joined(
         }
         stays(lambda: STAGE.events == ["a 1"])
         gone = clients.pop("m 2")
-        assert gone.handle is not None
-        gone.handle.cancel()
+        gone.cancel()
         assert gone.error().code is ErrorCode.CANCELLED
         finish("a 1", first)
         for name, client in clients.items():

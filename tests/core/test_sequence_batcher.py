@@ -349,8 +349,7 @@ def test_a_cancelled_request_ends_its_sequence_and_frees_the_slot(showing: Repos
         clients.append(step(server, 1, "1b"))
         cancelled = [step(server, 1, "1c"), step(server, 1, "1d")]
         clients.append(step(server, 2, "2a", start=True, end=True))
-        assert cancelled[0].handle is not None
-        cancelled[0].handle.cancel()
+        cancelled[0].cancel()
         assert [client.error().code for client in cancelled] == [ErrorCode.CANCELLED] * 2
         with pytest.raises(TritonError, match="must specify the START flag"):
             step(server, 1, "1e")
@@ -365,8 +364,7 @@ def test_a_sequence_cancelled_in_the_backlog_never_gets_a_slot(showing: Reposito
         eventually(lambda: STAGE.events)
         gone = step(server, 2, "2a", start=True)
         last = step(server, 3, "3a", start=True, end=True)
-        assert gone.handle is not None
-        gone.handle.cancel()
+        gone.cancel()
         assert gone.error().code is ErrorCode.CANCELLED
         finish(first, step(server, 1, "1b", end=True), last)
         assert STAGE.events == ["m_0:1a", "m_0:1b", "m_0:3a"]
@@ -447,8 +445,7 @@ def test_cancelling_a_batched_request_ends_an_oldest_sequence(showing: Repositor
     with serving_sequences(showing) as server:
         plug = plugged(server)
         clients = [step(server, 1, "1a", start=True, batched=True), step(server, 1, "1b", batched=True)]
-        assert clients[0].handle is not None
-        clients[0].handle.cancel()
+        clients[0].cancel()
         assert [client.error().code for client in clients] == [ErrorCode.CANCELLED] * 2
         with pytest.raises(TritonError, match="must specify the START flag"):
             step(server, 1, "1c", batched=True)

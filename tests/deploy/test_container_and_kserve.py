@@ -19,7 +19,7 @@ import yaml
 
 from llmbackend import DEMO_MODEL, __version__
 from llmbackend.engine.kernels.library import VARIANTS
-from tests.helpers.server_process import ROOT, ServerProcess, post, start_server, stop_server
+from tests.helpers.server_process import ROOT, ServerProcess, post, running_server
 
 DEPLOY = ROOT / "deploy"
 IN_CONTAINER = {"/mnt/models": str(DEMO_MODEL), "{{.Name}}": "qwen", "$(CPUS)": "2"}
@@ -85,9 +85,8 @@ def server() -> Iterator[ServerProcess]:
     for placeholder, value in IN_CONTAINER.items():
         arguments = [one.replace(placeholder, value) for one in arguments]
     arguments = [one for one in arguments if one != "--allow-grpc=false"]  # start_server waits for it
-    server = start_server(*arguments)
-    yield server
-    assert stop_server(server) == 0
+    with running_server(*arguments) as server:
+        yield server
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.helpers.prometheus import SCRAPE_INTERVAL_MS, Prometheus, prometheus, tool
-from tests.helpers.server_process import ROOT, ServerProcess, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import ROOT, ServerProcess, running_server, write_mock_model
 from tests.helpers.waiting import eventually
 from tools import grafana_board
 
@@ -55,11 +55,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """With a key, and a model that speculates."""
     models = tmp_path_factory.mktemp("board") / "models"
     write_mock_model(models, mock_step_ms=2, speculative_config={"method": "ngram"})
-    server = start_server("--model-repository", str(models), "--api-key", "sk-board")
-    try:
+    with running_server("--model-repository", str(models), "--api-key", "sk-board") as server:
         yield server
-    finally:
-        assert stop_server(server) == 0
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.helpers.server_process import ROOT, ServerProcess, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import ROOT, ServerProcess, running_server, start_server, write_mock_model
 
 
 @pytest.fixture(scope="session")
@@ -15,17 +15,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("repository")
     write_mock_model(repository, "mock", block_size=8, num_kv_blocks=160, max_num_batched_tokens=64)
     write_mock_model(repository, "slow", mock_step_ms=20)
-    running = start_server("--model-repository", str(repository))
-    yield running
-    assert stop_server(running) == 0
+    with running_server("--model-repository", str(repository)) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
 def demo_server() -> Iterator[ServerProcess]:
     """The bundled demo model, as `make serve` serves it."""
-    running = start_server("--model-repository", str(ROOT / "model_repository"))
-    yield running
-    assert stop_server(running) == 0
+    with running_server("--model-repository", str(ROOT / "model_repository")) as running:
+        yield running
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from typer.main import get_command
 from llmbackend.adapter.engine_args import OWN_PARAMETERS
 from llmbackend.adapter.foreign_engine_args import FORMER_NAMES, NO_EFFECT, ONLY_VALUE
 from llmbackend.adapter.schemas import sampling
-from llmbackend.cli import main as cli
 from llmbackend.cli.flags.engine import GIVEN_ELSEWHERE, EngineFlags
 from llmbackend.cli.serve import app as serve_app
 from llmbackend.core.errors import TritonError
@@ -25,29 +23,15 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.server import serve
 from llmbackend.server.settings import ServerSettings
 from llmbackend.server.start_failure import advice, as_flags
+from tests.helpers.command_lines import CommandLine, last_line
 from tests.helpers.tokenizers_for_tests import load_tokenizer
 
 FIELDS = {field.name for field in msgspec.structs.fields(EngineConfig)}
 
 
 @pytest.fixture
-def settings_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the command would serve with these flags."""
-    taken: list[ServerSettings] = []
-
-    def take(settings: ServerSettings) -> int:
-        taken.append(settings)
-        return 0
-
-    def run(*flags: str) -> ServerSettings:
-        monkeypatch.setattr(serve, "run_server", take)
-        monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *flags])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert end.value.code in (0, None)
-        return taken.pop()
-
-    return run
+def settings_of(command_line: CommandLine) -> Any:
+    return command_line.settings
 
 
 def written(settings: ServerSettings, file: str = "1/model.json") -> Any:
@@ -138,14 +122,8 @@ def test_vllms_arguments_without_effect_are_taken_and_named(
         (["--model=", "--max-num-seqs=2"], "--max-num-seqs is an engine argument of --model"),
     ],
 )
-def test_errors_name_the_flag(
-    flags: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", "--model", "mock", *flags])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 2
-    assert capsys.readouterr().err.rstrip().splitlines()[-1].startswith(reason)
+def test_errors_name_the_flag(flags: list[str], reason: str, command_line: CommandLine) -> None:
+    assert last_line(command_line.refusal_of_flags("--model", "mock", *flags)).startswith(reason)
 
 
 def test_a_hub_that_does_not_answer_is_no_fault_of_the_generation_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,12 +159,10 @@ def test_a_chat_template_takes_the_place_of_the_models(tmp_path: Path) -> None:
 
 
 def test_the_help_has_groups_and_every_flag_whole(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command_line: CommandLine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", "--help"])
-    with pytest.raises(SystemExit):
-        cli.main()
+    command_line.run("serve", "--help")
     page = capsys.readouterr().out
     for title in ("Models", "--model: memory and batches", "--model: LoRA adapters", "HTTP", "Limits", "Log"):
         assert f"\n{title}:\n" in page

@@ -32,7 +32,15 @@ from tritonclient.utils import InferenceServerException
 from llmbackend.server.process_memory import descendants
 from tests.helpers.live_stream import PROTOCOLS, LiveStream
 from tests.helpers.processes import is_alive
-from tests.helpers.server_process import ServerProcess, kill_server, post, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import (
+    ServerProcess,
+    kill_server,
+    post,
+    running_server,
+    start_server,
+    stop_server,
+    write_mock_model,
+)
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -95,9 +103,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     (repository / "sums" / "backend.py").write_text(SUMS)
     flags = ("--model-control-mode=explicit", "--load-model=*", "--allow-client-shm=true", "--frontend-processes=2")
     traces = ("--trace-config", f"triton,file={repository / 'traces.json'}")
-    running = start_server("--model-repository", str(repository), *traces, *flags)
-    yield running
-    assert stop_server(running) == 0
+    with running_server("--model-repository", str(repository), *traces, *flags) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +114,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProc
     (file := folder / "keys").write_text(KEYS)
     write_mock_model(folder / "models", "slow", mock_step_ms=20)
     flags = ("--api-key-file", str(file), "--frontend-processes=2", "--enable-request-id-headers")
-    running = start_server("--model-repository", str(folder / "models"), *flags)
-    yield running, file
-    assert stop_server(running) == 0
+    with running_server("--model-repository", str(folder / "models"), *flags) as running:
+        yield running, file
 
 
 # --- which process has a connection ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 
 from llmbackend.demo import DEMO_REPOSITORY
 from tests.helpers.hub import Hub, hub_environment, hub_of
-from tests.helpers.server_process import post, start_server, stop_server
+from tests.helpers.server_process import post, running_server, start_server, stop_server
 
 MODEL = "org/tiny"
 
@@ -36,13 +36,10 @@ def refused(*arguments: str, variables: dict[str, str]) -> str:
 def test_a_model_of_the_hub_is_fetched_once_also_over_connections_that_break(hub: Hub, tmp_path: Path) -> None:
     hub.asked.clear()
     hub.num_breaks = 1
-    server = start_server(MODEL, "--revision=v1", "--device=cpu", variables=hub_environment(hub, tmp_path))
-    try:
+    with running_server(MODEL, "--revision=v1", "--device=cpu", variables=hub_environment(hub, tmp_path)) as server:
         body = {"model": MODEL, "prompt": "a", "max_tokens": 2}
         status, answer = post(server, "/v1/completions", body)
         assert (status, json.loads(answer)["model"]) == (200, MODEL)
-    finally:
-        assert stop_server(server) == 0
     fetched = [line for line in hub.asked if line.startswith("GET") and "resolve" in line]
     assert [line.rpartition("/")[2] for line in fetched].count("model.safetensors") == 2
     assert not any("pytorch_model.bin" in line or "onnx" in line for line in fetched)

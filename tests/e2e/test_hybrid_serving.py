@@ -22,7 +22,7 @@ from llmbackend.engine.kernels import library
 from tests.e2e.test_few_descriptors import engine_pids
 from tests.e2e.test_laws import mixed_jobs, run_streams
 from tests.helpers.recurrent_models import make_recurrent, spread_model
-from tests.helpers.server_process import ROOT, ServerProcess, start_server, stop_server
+from tests.helpers.server_process import ROOT, ServerProcess, running_server
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,9 +50,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[ServerProcess]:
-    running = start_server("--model-repository", str(checkpoint.parents[1]))
-    yield running
-    assert stop_server(running) == 0
+    with running_server("--model-repository", str(checkpoint.parents[1])) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.server_process import ServerProcess, post, start_server, stop_server
+from tests.helpers.server_process import ServerProcess, post, running_server, start_server, stop_server
 from tests.helpers.waiting import eventually
 
 CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1"
@@ -34,8 +34,9 @@ def ask(server: ServerProcess, prompt: str) -> str:
 
 @pytest.mark.parametrize("model", ["mock", str(CHECKPOINT)])
 def test_an_unused_engine_ends_and_the_next_request_brings_it_back(model: str) -> None:
-    server = start_server("--model", model, "--served-model-name", "m", "--idle-unload-s", "1", "--device", "cpu")
-    try:
+    with running_server(
+        "--model", model, "--served-model-name", "m", "--idle-unload-s", "1", "--device", "cpu"
+    ) as server:
         before, process = ask(server, "Once"), instance(server)["pid"]
         eventually(lambda: instance(server)["state"] == "asleep", 20)
         assert not Path(f"/proc/{process}").exists()
@@ -48,8 +49,6 @@ def test_an_unused_engine_ends_and_the_next_request_brings_it_back(model: str) -
         assert (now["state"], now["num_restarts"]) == ("ready", 0) and now["pid"] != process
         eventually(lambda: instance(server)["state"] == "asleep", 20)
         assert ask(server, "Once") == before
-    finally:
-        assert stop_server(server) == 0
 
 
 def test_a_server_stops_while_its_engine_is_asleep() -> None:

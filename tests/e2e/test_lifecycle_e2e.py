@@ -20,7 +20,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.helpers.live_stream import PROTOCOLS, LiveStream
-from tests.helpers.server_process import ServerProcess, post, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import ServerProcess, post, running_server, stop_server, write_mock_model
 from tests.helpers.waiting import eventually
 
 MakeServer = Callable[..., ServerProcess]
@@ -238,9 +238,8 @@ def index(server: ServerProcess) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[ServerProcess]:
     """The mock model as a single checkpoint, for tests that leave the server as it is."""
-    server = start_server("--model", "mock", "--model-name", "tiny")
-    yield server
-    assert stop_server(server) == 0
+    with running_server("--model", "mock", "--model-name", "tiny") as server:
+        yield server
 
 
 def test_single_checkpoint_is_served_under_a_name(tiny: ServerProcess) -> None:

@@ -14,7 +14,7 @@ import tritonclient.grpc as triton_grpc
 from tritonclient.utils import np_to_triton_dtype
 
 from llmbackend.adapter.schemas.tensorrtllm_tensors import PERF_OUTPUTS
-from tests.helpers.server_process import ROOT, ServerProcess, post, start_server, stop_server
+from tests.helpers.server_process import ROOT, ServerProcess, post, running_server
 
 PROMPT = "Once upon a time"
 MAX_TOKENS = 24
@@ -24,9 +24,8 @@ UNENDED = {"end_id": -1}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    running = start_server("--model-repository", str(ROOT / "model_repository_pipelines"))
-    yield running
-    assert stop_server(running) == 0
+    with running_server("--model-repository", str(ROOT / "model_repository_pipelines")) as running:
+        yield running
 
 
 def generate(server: ServerProcess, model: str, **body: Any) -> dict[str, Any]:

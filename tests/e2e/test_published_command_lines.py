@@ -17,7 +17,7 @@ import yaml
 
 from llmbackend.demo import DEMO_REPOSITORY
 from tests.helpers.hub import hub_environment, hub_of
-from tests.helpers.server_process import ROOT, ServerProcess, start_server, stop_server
+from tests.helpers.server_process import ROOT, ServerProcess, running_server
 
 pytestmark = pytest.mark.slow
 
@@ -70,12 +70,11 @@ def own(words: list[str], replaced: dict[str, str]) -> list[str]:
 
 @contextmanager
 def serving(arguments: list[str], model: str, home: Path) -> Iterator[ServerProcess]:
-    with hub_of(DEMO, model) as hub:
-        server = start_server(*arguments, "--device", "cpu", variables=hub_environment(hub, home))
-        try:
-            yield server
-        finally:
-            assert stop_server(server) == 0
+    with (
+        hub_of(DEMO, model) as hub,
+        running_server(*arguments, "--device", "cpu", variables=hub_environment(hub, home)) as server,
+    ):
+        yield server
 
 
 def answer(server: ServerProcess, model: str, key: str = "") -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,8 @@ from llmbackend.core.errors import StartupError, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.server.start_failure import MAX_MODELS_SHOWN, advice, failure_summary
+from tests.helpers.command_lines import CommandLine
+from tests.helpers.command_lines import last_line as last_line_of
 from tests.helpers.server_process import write_mock_model
 
 CHECKPOINT = "Give the directory of a Hugging Face checkpoint"
@@ -29,16 +30,6 @@ def last_line(*flags: str) -> str:
     return done.stderr.rstrip().splitlines()[-1]
 
 
-def refused_flags(flags: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    from llmbackend.cli import main as cli
-
-    monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *flags])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 2
-    return capsys.readouterr().err.rstrip().splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     ("flags", "wrong", "remedy"),
     [
@@ -52,9 +43,9 @@ def refused_flags(flags: Sequence[str], capsys: pytest.CaptureFixture[str], monk
     ],
 )
 def test_wrong_flags_end_before_anything_is_loaded(
-    flags: list[str], wrong: str, remedy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str], wrong: str, remedy: str, command_line: CommandLine
 ) -> None:
-    line = refused_flags(flags, capsys, monkeypatch)
+    line = last_line_of(command_line.refusal_of_flags(*flags))
     assert wrong in line
     assert remedy in line
 

@@ -21,9 +21,8 @@ from typer.main import get_command
 
 from llmbackend.cli.flags.clients import LimitFlags
 from llmbackend.cli.flags.inert import TRITON
-from llmbackend.cli.main import main
 from llmbackend.cli.serve import app
-from llmbackend.server.settings import ServerSettings
+from tests.helpers.command_lines import CommandLine
 from tests.helpers.server_process import ROOT, ServerProcess, post, start_server, stop_server
 from tests.helpers.waiting import eventually
 
@@ -108,17 +107,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """What `llmbackend serve` says of a command line that it refuses, with exit code 2."""
-
-    def refuse(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 2
-        return capsys.readouterr().err
-
-    return refuse
+def refusal(command_line: CommandLine) -> Refusal:
+    return command_line.refusal_of_flags
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
@@ -199,20 +189,10 @@ def read_log(repository: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def test_a_value_behind_a_space_means_the_same(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[ServerSettings] = []
-
-    def note(settings: ServerSettings) -> int:
-        started.append(settings)
-        return 0
-
-    monkeypatch.setattr("llmbackend.server.serve.run_server", note)
-    for joined in (True, False):
-        monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *every_flag(repository, joined=joined)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 0
-    with_equals_sign, with_space = started
+def test_a_value_behind_a_space_means_the_same(repository: Path, command_line: CommandLine) -> None:
+    with_equals_sign, with_space = (
+        command_line.settings(*every_flag(repository, joined=joined)) for joined in (True, False)
+    )
     assert with_equals_sign == with_space
     assert with_space.options.server_id == "myserver"
 

@@ -22,6 +22,7 @@ from tests.helpers.mock_engine import (
     expect_oracle,
     make_core,
     make_request,
+    random_life,
     random_requests,
     run_to_end,
 )
@@ -229,20 +230,8 @@ def test_conservation_under_random_submits_aborts_and_steps() -> None:
     """Free + held blocks = all after every move; every request ends once, and survivors with the right tokens."""
     draw = np.random.default_rng(11)
     core = make_core(block_size=4, num_kv_blocks=30, max_num_seqs=6, max_num_batched_tokens=24)
-    pending = random_requests(seed=11, count=60)
-    requests = {request.request_id: request for request in pending}
-    outcomes, aborted = Outcomes(), set()
-    while pending or core.has_work:
-        move = draw.random()
-        if move < 0.25 and pending:
-            core.add(pending.pop())
-        elif move < 0.30:
-            name = str(draw.choice(list(requests)))
-            aborted.add(name)
-            core.abort(name)
-        elif core.has_work:
-            outcomes.add(core.step())
-        core.check()
+    requests = {request.request_id: request for request in random_requests(seed=11, count=60)}
+    outcomes, aborted = random_life(core, draw, [*requests.values()])
     for name, request in requests.items():
         if outcomes[name].finish_reason == "abort":
             assert name in aborted

@@ -14,13 +14,10 @@ import pytest
 import torch
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.cpu.native_runner import NativeRunner
 from llmbackend.engine.cpu.operations import Role
-from llmbackend.engine.cpu.step_profile import profile_runner
 from llmbackend.engine.kernels import library
 from llmbackend.engine.load_forecast import forecast
 from llmbackend.engine.messages import InferRequest
-from llmbackend.engine.model.module_runner import make_model_runner
 from tests.engine.test_determinism import SPECULATION
 from tests.helpers.latent_models import LATENT, latent_model
 from tests.helpers.lora_adapters import write_adapter
@@ -31,6 +28,7 @@ from tests.helpers.native_models import (
     generated,
     greedy,
     linear_names,
+    profiled_roles,
     stories,
     tokens_of,
 )
@@ -134,9 +132,5 @@ def test_an_adapter_of_what_is_multiplied_the_other_way_round_is_refused(
 
 
 def test_the_profile_has_a_row_for_latents(model: Path) -> None:
-    config = EngineConfig(model=str(model), transport="inline", num_threads=1, num_kv_blocks=32, max_num_seqs=2)
-    runner = make_model_runner(config)
-    assert isinstance(runner, NativeRunner)
-    for step in profile_runner(runner, max_tokens=32, max_rows=2).steps:
-        assert Role.LATENT in {each.role for each in step.roles}
-    runner.close()
+    for roles in profiled_roles(model):
+        assert Role.LATENT in roles

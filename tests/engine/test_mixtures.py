@@ -12,6 +12,7 @@ import transformers as tf
 from llmbackend.engine.kernels import library
 from tests.engine.test_decoder_program import MIXED, SIZES, greedy, runner, save
 from tests.engine.test_determinism import CONDITIONS, OUTPUT_TOKENS, requests, run
+from tests.helpers.native_models import KINDS
 
 pytestmark = [
     pytest.mark.slow,
@@ -86,14 +87,6 @@ def test_modules_multiply_packed_experts_too(tmp_path: Path) -> None:
     with torch.inference_mode():
         logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
     assert tokens == logits.argmax(-1).tolist()
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "int4": {"dtype": "bfloat16", "quantization": "int4"},
-}
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from tests.helpers.native_engines import (
     NAN_BFLOAT16,
     Array,
     best_is_fast,
-    bounded_swiglu,
+    check_margins,
     engine,
     from_bf16,
+    gated,
     in_tiles,
     numbers,
     out_of_tiles,
@@ -114,9 +115,7 @@ class Layer:
             assert not y[:count, self.n :].any(), "the padding is not zero"
             assert (y[count:] == NAN_BFLOAT16).all(), "wrote past the rows"
             return y[:count, : self.n]
-        bits = np.uint32 if self.y_type is Type.FLOAT32 else np.uint16
-        assert np.array_equal(y[:, self.n :].view(bits), before[:, self.n :].view(bits)), "wrote past the columns"
-        assert np.array_equal(y[count:].view(bits), before[count:].view(bits)), "wrote past the rows"
+        check_margins(y, before, count, self.n)
         return y[:count, : self.n]
 
     def expected(self, x: Array) -> Array:
@@ -128,14 +127,7 @@ class Layer:
             return np.asarray(self.old_y(len(x))[: len(x), : self.n] + first * self.factor)
         if self.two():
             first = first * self.factor
-        if self.epilogue is Epilogue.SILU_MUL:
-            return np.asarray(first / (1 + np.exp(-first)) * second)
-        if self.epilogue is Epilogue.SWIGLU_OAI:
-            return bounded_swiglu(first, second)
-        if self.epilogue is Epilogue.GELU_MUL:
-            tanh = np.tanh((2 / np.pi) ** 0.5 * (first + 0.044715 * first**3))
-            return np.asarray(0.5 * first * (1 + tanh) * second)
-        return first
+        return gated(first, second, self.epilogue)
 
 
 def assert_close(layer: Layer, y: Array, expected: Array) -> None:

@@ -17,7 +17,9 @@ from tests.helpers.native_engines import (
     Array,
     best_is_fast,
     check_bad_row,
+    check_rows_in_batches,
     check_sampled_rows,
+    check_variants_agree,
     engine,
     fused_vectors,
 )
@@ -99,23 +101,12 @@ def test_it_finishes(variant: str, epilogue: Epilogue, kind: Type) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_the_same_in_every_batch(variant: str, threads: int, kind: Type) -> None:
-    layer = Layer(engine(variant), 70, 512, Epilogue.SILU_MUL, kind)
-    x = layer.x(140, outliers=True)
-    whole = layer.run(x, threads)
-    for rows in (*range(1, 14), 24, 25, 33, 64, 97, 128):
-        assert np.array_equal(layer.run(x[:rows], threads), whole[:rows]), f"{rows} rows"
-    assert np.array_equal(np.concatenate([layer.run(x[row : row + 1]) for row in range(140)]), whole)
+    check_rows_in_batches(Layer(engine(variant), 70, 512, Epilogue.SILU_MUL, kind), threads)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_variants_with_fused_operations_agree_bit_by_bit(kind: Type) -> None:
-    results = {}
-    for variant in (name for name in VARIANTS if name != "generic"):
-        layer = Layer(engine(variant), 45, 512, Epilogue.SILU_MUL, kind)
-        results[variant] = np.concatenate([layer.run(layer.x(29)), layer.run(layer.x(29, outliers=True))])
-    first = next(iter(results.values()))
-    for variant, result in results.items():
-        assert np.array_equal(result, first), variant
+    check_variants_agree(VARIANTS, lambda kernels: Layer(kernels, 45, 512, Epilogue.SILU_MUL, kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,11 +16,13 @@ from tests.engine.test_native_linear_int8 import narrow_limits, quantised
 from tests.helpers.native_engines import (
     Array,
     best_is_fast,
-    bounded_swiglu,
     check_bad_row,
+    check_rows_in_batches,
     check_sampled_rows,
+    check_variants_agree,
     engine,
     fused_vectors,
+    gated,
     in_tiles,
     numbers,
     stored,
@@ -193,13 +195,7 @@ class Layer:
             return np.asarray(1 + first * 0.5)
         if self.two:
             first = first * 0.5
-        if self.epilogue is Epilogue.SILU_MUL:
-            return np.asarray(first / (1 + np.exp(-np.maximum(first, -80))) * second)
-        if self.epilogue is Epilogue.SWIGLU_OAI:
-            return bounded_swiglu(first, second)
-        if self.epilogue is Epilogue.GELU_MUL:
-            return np.asarray(0.5 * first * (1 + np.tanh((2 / np.pi) ** 0.5 * (first + 0.044715 * first**3))) * second)
-        return np.asarray(first)
+        return gated(first, second, self.epilogue)
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
@@ -265,24 +261,13 @@ def test_it_finishes(variant: str, epilogue: Epilogue, kind: Type) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("kind", FOUR_BITS)
 def test_a_row_is_the_same_in_every_batch(variant: str, threads: int, kind: Type) -> None:
-    layer = Layer(engine(variant), 70, 333, Epilogue.SILU_MUL, kind)
-    x = layer.x(140, outliers=True)
-    whole = layer.run(x, threads)
-    for rows in (*range(1, 14), 24, 25, 33, 64, 97, 128):
-        assert np.array_equal(layer.run(x[:rows], threads), whole[:rows]), f"{rows} rows"
-    assert np.array_equal(np.concatenate([layer.run(x[row : row + 1]) for row in range(140)]), whole)
+    check_rows_in_batches(Layer(engine(variant), 70, 333, Epilogue.SILU_MUL, kind), threads)
 
 
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("kind", FOUR_BITS)
 def test_variants_with_fused_operations_agree_bit_by_bit(epilogue: Epilogue, kind: Type) -> None:
-    results = {}
-    for variant in (name for name in VARIANTS if name != "generic"):
-        layer = Layer(engine(variant), 45, 333, epilogue, kind)
-        results[variant] = np.concatenate([layer.run(layer.x(29)), layer.run(layer.x(29, outliers=True))])
-    first = next(iter(results.values()))
-    for variant, result in results.items():
-        assert np.array_equal(result, first), variant
+    check_variants_agree(VARIANTS, lambda kernels: Layer(kernels, 45, 333, epilogue, kind))
 
 
 def test_tiles_of_bfloat16_give_the_same_bits_as_rows() -> None:

@@ -16,11 +16,12 @@ from tests.helpers.native_engines import (
     NAN_BFLOAT16,
     Array,
     best_is_fast,
-    bounded_swiglu,
     check_bad_row,
+    check_margins,
     check_sampled_rows,
     compiled,
     engine,
+    gated,
     in_tiles,
     numbers,
     out_of_tiles,
@@ -157,9 +158,7 @@ class Layer:
         runner.run(op_pointers([op]), 1, Step(num_tokens=tokens, num_sampled=sampled))
         if self.y_type is Type.BFLOAT16_TILES:
             return out_of_tiles(y)[:count, : self.n]
-        bits = np.uint32 if self.y_type is Type.FLOAT32 else np.uint16
-        assert np.array_equal(y[:, self.n :].view(bits), before[:, self.n :].view(bits)), "wrote past the columns"
-        assert np.array_equal(y[count:].view(bits), before[count:].view(bits)), "wrote past the rows"
+        check_margins(y, before, count, self.n)
         return y[:count, : self.n]
 
     def expected(self, x: Array) -> Array:
@@ -174,13 +173,7 @@ class Layer:
             return np.asarray(old + first * self.factor)
         if self.epilogue is not Epilogue.STORE:
             first = first * self.factor
-        if self.epilogue is Epilogue.SILU_MUL:
-            return np.asarray(first / (1 + np.exp(-np.maximum(first, -80))) * second)
-        if self.epilogue is Epilogue.SWIGLU_OAI:
-            return bounded_swiglu(first, second)
-        if self.epilogue is Epilogue.GELU_MUL:
-            return np.asarray(0.5 * first * (1 + np.tanh((2 / np.pi) ** 0.5 * (first + 0.044715 * first**3))) * second)
-        return np.asarray(first)
+        return gated(first, second, self.epilogue)
 
     def check(self, rows: int, threads: int = 1) -> None:
         x = self.x(rows)

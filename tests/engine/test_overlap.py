@@ -23,6 +23,7 @@ from tests.helpers.mock_engine import (
     expect_oracle,
     make_core,
     make_request,
+    random_life,
     random_requests,
     run_to_end,
 )
@@ -99,7 +100,7 @@ def test_a_random_life(seed: int) -> None:
         max_num_seqs=6,
         max_num_batched_tokens=24,
     )
-    pending = [
+    wanted = [
         msgspec.structs.replace(
             request,
             prompt_token_ids=(*range(int(draw.choice([0, 4, 9]))), *request.prompt_token_ids),
@@ -107,23 +108,10 @@ def test_a_random_life(seed: int) -> None:
         )
         for request in random_requests(seed=seed, count=50)
     ]
-    requests = {request.request_id: request for request in pending}
+    requests = {request.request_id: request for request in wanted}
     device_of(core).not_numbers = {"r7", "r8"}
     device_of(core).poisonous = {"r9"}
-    outcomes, aborted = Outcomes(), set()
-    while pending or core.has_work:
-        move = draw.random()
-        if move < 0.25 and pending:
-            core.add(pending.pop())
-        elif move < 0.30:
-            name = str(draw.choice(list(requests)))
-            aborted.add(name)
-            core.abort(name)
-        elif move < 0.33:
-            device_of(core).failures_left = 1
-        elif core.has_work:
-            outcomes.add(core.step())
-        core.check()
+    outcomes, aborted = random_life(core, draw, wanted, lambda: setattr(device_of(core), "failures_left", 1))
     assert device_of(core).num_rows == 0
     for name, request in requests.items():
         outcome, expected = outcomes[name], mock_generate(request).token_ids

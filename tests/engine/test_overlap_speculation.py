@@ -17,7 +17,7 @@ from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.messages import EngineStats, InferRequest
 from llmbackend.engine.step import LookupLengths, SampledTokens, look_up
 from tests.helpers.mock_devices import FailingDevice, PacedDevice, device_of, devices_closed, make_overlapping
-from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request, random_requests, run_counted
+from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request, random_life, random_requests, run_counted
 from tests.helpers.mock_oracle import mock_generate
 from tests.helpers.repeating_text import repeat_text
 
@@ -148,27 +148,16 @@ def test_a_random_life(seed: int) -> None:
         max_num_seqs=6,
         max_num_batched_tokens=24,
     )
-    pending = [
+    wanted = [
         msgspec.structs.replace(
             request, prompt_token_ids=(*range(int(draw.choice([0, 4, 9]))), *request.prompt_token_ids)
         )
         for request in random_requests(seed=seed, count=40)
     ]
-    requests = {request.request_id: request for request in pending}
+    requests = {request.request_id: request for request in wanted}
     device_of(core).not_numbers = {"r7", "r8"}
     device_of(core).poisonous = {"r9"}
-    outcomes = Outcomes()
-    while pending or core.has_work:
-        move = draw.random()
-        if move < 0.25 and pending:
-            core.add(pending.pop())
-        elif move < 0.30:
-            core.abort(str(draw.choice(list(requests))))
-        elif move < 0.33:
-            device_of(core).failures_left = 1
-        elif core.has_work:
-            outcomes.add(core.step())
-        core.check()
+    outcomes, _ = random_life(core, draw, wanted, lambda: setattr(device_of(core), "failures_left", 1))
     assert device_of(core).num_rows == 0
     for name, request in requests.items():
         outcome, expected = outcomes[name], mock_generate(request)

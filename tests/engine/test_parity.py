@@ -15,13 +15,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.model.module_runner import make_model_runner
 from tests.helpers.mock_engine import make_request, run_to_end
-from tests.helpers.tiny_models import (
-    FAMILIES,
-    engine_tokens,
-    expected_tokens,
-    prompts,
-    random_model,
-)
+from tests.helpers.tiny_models import FAMILIES, engine_tokens, expected_tokens, prompts, random_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

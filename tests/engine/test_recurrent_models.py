@@ -17,7 +17,6 @@ import transformers as tf
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.cpu.native_runner import NativeRunner
 from llmbackend.engine.cpu.operations import Role
-from llmbackend.engine.cpu.step_profile import profile_runner
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.kernels import library
 from llmbackend.engine.load_forecast import forecast
@@ -34,6 +33,7 @@ from tests.helpers.native_models import (
     generated,
     greedy,
     linear_names,
+    profiled_roles,
     stories,
     tokens_of,
 )
@@ -251,9 +251,5 @@ def test_layers_of_other_parts_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_profile_has_rows_for_recurrent_layers(model: Path) -> None:
-    config = EngineConfig(model=str(model), transport="inline", num_threads=1, num_kv_blocks=32, max_num_seqs=2)
-    runner = make_model_runner(config)
-    assert isinstance(runner, NativeRunner)
-    for step in profile_runner(runner, max_tokens=32, max_rows=2).steps:
-        assert {Role.MIXER, Role.CONVOLUTION, Role.MIXER_OUT} <= {each.role for each in step.roles}
-    runner.close()
+    for roles in profiled_roles(model):
+        assert {Role.MIXER, Role.CONVOLUTION, Role.MIXER_OUT} <= roles

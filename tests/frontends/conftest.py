@@ -1,4 +1,4 @@
-"""The host of most protocol tests, and both of Triton's clients to it; a module that needs another makes its own."""
+"""The host of most protocol tests, and clients to it. A module may set HOST_OPTIONS, or make its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
@@ -15,10 +16,16 @@ from tests.helpers.kserve_runner import Running
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"))
-    yield running
-    running.stop()
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """HOST_OPTIONS of the module: arguments of `Running`."""
+    with Running(tmp_path_factory.mktemp("host"), **getattr(request.module, "HOST_OPTIONS", {})) as running:
+        yield running
+
+
+@pytest.fixture
+def http(running: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://{running.http}", timeout=20) as client:
+        yield client
 
 
 @pytest.fixture(scope="module", params=["http", "grpc"])

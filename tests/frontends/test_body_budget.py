@@ -22,18 +22,10 @@ MIB = 1 << 20
 NO_ROOM = "the server has no memory for the rest of this request's body"
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    limits = FrontendLimits(inference=InferenceLimits(max_body_memory_bytes=1))
-    running = Running(tmp_path_factory.mktemp("host"), max_input_size_bytes=MIB, limits=limits)
-    yield running
-    running.stop()
-
-
-@pytest.fixture(scope="module")
-def client(running: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://{running.http}", timeout=20) as client:
-        yield client
+HOST_OPTIONS = {
+    "max_input_size_bytes": MIB,
+    "limits": FrontendLimits(inference=InferenceLimits(max_body_memory_bytes=1)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +77,7 @@ PATHS = ("/v2/models/identity/infer", "/v2/models/llm/generate", "/v2/repository
 
 @pytest.mark.parametrize("path", PATHS)
 def test_unfinished_bodies_of_a_client_are_refused_beyond_its_share(
-    running: Running, client: httpx.Client, path: str
+    running: Running, http: httpx.Client, path: str
 ) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(3):  # of 4 MiB, 2 are the client's
@@ -96,34 +88,34 @@ def test_unfinished_bodies_of_a_client_are_refused_beyond_its_share(
         assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 1\r\n" in answer.lower()
         assert NO_ROOM.encode() in answer
         assert running.gate.bodies.held_bytes <= 2 * MIB
-        assert client.post("/v2/models/llm/generate", json={"text_input": "n=1"}).status_code == 200
+        assert http.post("/v2/models/llm/generate", json={"text_input": "n=1"}).status_code == 200
 
 
-def test_a_packed_body_is_counted_by_what_it_unpacks_to(running: Running, client: httpx.Client) -> None:
+def test_a_packed_body_is_counted_by_what_it_unpacks_to(running: Running, http: httpx.Client) -> None:
     tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
     content = json.dumps({"inputs": [tensor]}).encode().ljust(900 << 10)
     url, headers = "/v2/models/identity/infer", {"content-encoding": "gzip"}
-    assert client.post(url, content=gzip.compress(content), headers=headers).status_code == 200
+    assert http.post(url, content=gzip.compress(content), headers=headers).status_code == 200
     with contextlib.ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(unfinished(running, PATHS[0], 700 << 10))
         eventually(lambda: running.gate.bodies.held_bytes == 2 * (700 << 10))
-        packed = client.post(url, content=gzip.compress(content), headers=headers)
+        packed = http.post(url, content=gzip.compress(content), headers=headers)
         assert packed.status_code == 503 and packed.json()["error"].startswith(NO_ROOM)
 
 
-def test_a_body_is_given_back_once_its_stream_runs(running: Running, client: httpx.Client) -> None:
+def test_a_body_is_given_back_once_its_stream_runs(running: Running, http: httpx.Client) -> None:
     body = json.dumps({"text_input": "n=40 sleep=50"}).encode().ljust(500 << 10)
-    with client.stream("POST", "/v2/models/llm/generate_stream", content=body) as response:
+    with http.stream("POST", "/v2/models/llm/generate_stream", content=body) as response:
         assert next(response.iter_lines()).startswith("data: ")
         assert running.gate.bodies.held_bytes == 0
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
-def test_openai_bodies_may_be_packed(client: httpx.Client, encoding: str, pack: Callable[[bytes], bytes]) -> None:
+def test_openai_bodies_may_be_packed(http: httpx.Client, encoding: str, pack: Callable[[bytes], bytes]) -> None:
     def post(content: bytes, encoding: str) -> httpx.Response:
         headers = {"content-encoding": encoding, "content-type": "application/json"}
-        return client.post("/v1/completions", content=content, headers=headers)
+        return http.post("/v1/completions", content=content, headers=headers)
 
     body = json.dumps({"model": "llm", "prompt": "n=2"}).encode()
     for sent in (post(body, "identity"), post(pack(body), encoding), post(pack(body), encoding.upper())):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 import tritonclient.grpc as grpc_client
 
 from tests.helpers.kserve_runner import Running
@@ -19,11 +17,7 @@ PROMPT = "ways to go on: "
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("models"), start=mock_llm_host)
-    yield running
-    running.stop()
+HOST_OPTIONS = {"start": mock_llm_host}
 
 
 def generate(running: Running, how: str = "generate", **body: Any) -> httpx.Response:

@@ -47,9 +47,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def started(root: Path, **options: Any) -> Iterator[Running]:
-    running = Running(root, start=mock_llm_host, **options)
-    yield running
-    running.stop()
+    with Running(root, start=mock_llm_host, **options) as running:
+        yield running
 
 
 def connect(running: Running) -> socket.socket:

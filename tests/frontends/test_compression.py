@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -26,29 +26,19 @@ BODY = json.dumps(
 ).encode()
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"), max_input_size_bytes=1 << 16)
-    yield running
-    running.stop()
+HOST_OPTIONS = {"max_input_size_bytes": 1 << 16}
 
 
-@pytest.fixture(scope="module")
-def client(running: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://{running.http}", timeout=20) as client:
-        yield client
-
-
-def infer(client: httpx.Client, body: bytes = BODY, **headers: str) -> httpx.Response:
+def infer(http: httpx.Client, body: bytes = BODY, **headers: str) -> httpx.Response:
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
-    return client.post("/v2/models/identity/infer", content=body, headers=sent)
+    return http.post("/v2/models/identity/infer", content=body, headers=sent)
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
-def test_a_compressed_request_is_unpacked(client: httpx.Client, encoding: str, pack: Callable[[bytes], bytes]) -> None:
-    response = infer(client, pack(BODY), content_encoding=encoding)
+def test_a_compressed_request_is_unpacked(http: httpx.Client, encoding: str, pack: Callable[[bytes], bytes]) -> None:
+    response = infer(http, pack(BODY), content_encoding=encoding)
     assert response.status_code == 200 and response.json()["outputs"][0]["data"] == [1.0] * 4 * ROWS
-    cut = infer(client, pack(BODY)[:-6], content_encoding=encoding)
+    cut = infer(http, pack(BODY)[:-6], content_encoding=encoding)
     assert cut.status_code == 400 and "incomplete" in cut.json()["error"]
 
 
@@ -70,27 +60,27 @@ def test_a_compressed_request_is_unpacked(client: httpx.Client, encoding: str, p
     ],
 )
 def test_the_response_has_the_encoding_with_the_highest_quality(
-    client: httpx.Client, accepted: str, chosen: str | None
+    http: httpx.Client, accepted: str, chosen: str | None
 ) -> None:
-    response = infer(client, accept_encoding=accepted)
+    response = infer(http, accept_encoding=accepted)
     assert response.headers.get("content-encoding") == chosen
     assert response.json()["outputs"][0]["data"] == [1.0] * 4 * ROWS
 
 
-def test_a_bomb_is_refused_at_the_size_limit(client: httpx.Client) -> None:
-    response = infer(client, gzip.compress(bytes(1 << 24)), content_encoding="gzip")
+def test_a_bomb_is_refused_at_the_size_limit(http: httpx.Client) -> None:
+    response = infer(http, gzip.compress(bytes(1 << 24)), content_encoding="gzip")
     assert response.status_code == 400 and "Decompressed data size exceeds the maximum" in response.json()["error"]
 
 
-def test_an_unknown_encoding_is_refused_with_those_that_are_known(client: httpx.Client) -> None:
-    response = infer(client, content_encoding="br")
+def test_an_unknown_encoding_is_refused_with_those_that_are_known(http: httpx.Client) -> None:
+    response = infer(http, content_encoding="br")
     assert (response.status_code, response.json()) == (501, {"error": "Unsupported compression type"})
     assert response.headers["accept-encoding"] == "gzip, deflate"
 
 
 @pytest.mark.parametrize("path", ["generate", "generate_stream"])
-def test_generate_takes_no_compressed_request(client: httpx.Client, path: str) -> None:
-    response = client.post(
+def test_generate_takes_no_compressed_request(http: httpx.Client, path: str) -> None:
+    response = http.post(
         f"/v2/models/llm/{path}", content=gzip.compress(b'{"text_input":"n=1"}'), headers={"content-encoding": "gzip"}
     )
     assert response.status_code == 400
@@ -155,8 +145,7 @@ def test_grpc_responses_are_not_compressed_by_default(running: Running) -> None:
 
 @pytest.mark.parametrize("level", ["low", "high"])
 def test_grpc_responses_are_compressed_at_the_level_that_was_asked_for(tmp_path: Path, level: CompressionLevel) -> None:
-    running = Running(tmp_path, protocols=ProtocolOptions(grpc_response_compression=level))
-    try:
+    with Running(tmp_path, protocols=ProtocolOptions(grpc_response_compression=level)) as running:
         on_the_wire, answer = answered_bytes(running)
         assert len(answer) > 64 << 10 and on_the_wire < 8 << 10
         request = pb.ModelInferRequest(model_name="identity", raw_input_contents=[bytes(16)])
@@ -164,5 +153,3 @@ def test_grpc_responses_are_compressed_at_the_level_that_was_asked_for(tmp_path:
         with grpc.insecure_channel(running.grpc) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             assert stub.ModelInfer(request).raw_output_contents[0] == bytes(16)
-    finally:
-        running.stop()

@@ -127,25 +127,21 @@ async def listening(tls: ssl.SSLContext | None = None, first_reserved: int = MAN
         await acceptor.wait_closed()
 
 
-def test_a_tls_handshake_is_a_connection_and_ends_in_time() -> None:
+async def test_a_tls_handshake_is_a_connection_and_ends_in_time() -> None:
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
-
-    async def run() -> None:
-        async with listening(context) as running:
-            silent = asyncio.create_task(running.read())
-            await eventually_async(lambda: running.places.count == 1)
-            assert await silent == b"" and running.places.count == 0
-            assert await running.read(b"GET / HTTP/1.1\r\n\r\n" * 100) == b"" and running.places.count == 0
-            reader, writer = await asyncio.open_connection("127.0.0.1", running.port, ssl=trusting)
-            assert await reader.read(5) == b"hello" and running.places.count == 1
-            writer.close()
-            await eventually_async(lambda: running.places.count == 0)
-
-    asyncio.run(run())
+    async with listening(context) as running:
+        silent = asyncio.create_task(running.read())
+        await eventually_async(lambda: running.places.count == 1)
+        assert await silent == b"" and running.places.count == 0
+        assert await running.read(b"GET / HTTP/1.1\r\n\r\n" * 100) == b"" and running.places.count == 0
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port, ssl=trusting)
+        assert await reader.read(5) == b"hello" and running.places.count == 1
+        writer.close()
+        await eventually_async(lambda: running.places.count == 0)
 
 
 def test_a_connection_whose_descriptor_is_reserved_is_refused_at_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -87,11 +87,7 @@ SEVERAL = COMPLETION | {"prompt": ["one two", "three"], "n": 2, "seed": 5, "temp
 _DRAWN = re.compile(rb'[0-9a-f]{32}|"(created|created_at|completed_at)":\d+')
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("models"), start=mock_llm_host, engine={"mock_step_ms": 2})
-    yield running
-    running.stop()
+HOST_OPTIONS = {"start": mock_llm_host, "engine": {"mock_step_ms": 2}}
 
 
 @pytest.fixture

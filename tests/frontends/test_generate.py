@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -21,15 +20,9 @@ NOT_ONE = (
 )
 
 
-@pytest.fixture(scope="module")
-def client(running: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://{running.http}", timeout=20) as client:
-        yield client
-
-
-def post(client: httpx.Client, model: str, body: Any, how: str = "generate") -> httpx.Response:
+def post(http: httpx.Client, model: str, body: Any, how: str = "generate") -> httpx.Response:
     content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-    return client.post(f"/v2/models/{model}/{how}", content=content)
+    return http.post(f"/v2/models/{model}/{how}", content=content)
 
 
 def token(index: int) -> str:
@@ -57,8 +50,8 @@ def token(index: int) -> str:
         ("llm", {"text_input": "n=3 err=1"}, NOT_ONE),
     ],
 )
-def test_generate(client: httpx.Client, model: str, body: Any, answer: str) -> None:
-    response = post(client, model, body)
+def test_generate(http: httpx.Client, model: str, body: Any, answer: str) -> None:
+    response = post(http, model, body)
     assert (response.status_code, response.text) == (200, answer)
     assert response.headers["content-type"] == JSON and response.headers["transfer-encoding"] == "chunked"
 
@@ -67,8 +60,8 @@ CODES = ["UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNSUPPORTED", "ALRE
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_an_error_first_is_a_400_for_every_code(client: httpx.Client, code: str) -> None:
-    response = post(client, "llm", {"text_input": f"n=1 err=0 code={code}"})
+def test_an_error_first_is_a_400_for_every_code(http: httpx.Client, code: str) -> None:
+    response = post(http, "llm", {"text_input": f"n=1 err=0 code={code}"})
     assert (response.status_code, response.text, response.headers["content-type"]) == (
         *(400, '{"error":"boom at 0"}'),
         JSON,
@@ -76,8 +69,8 @@ def test_an_error_first_is_a_400_for_every_code(client: httpx.Client, code: str)
 
 
 @pytest.mark.parametrize("how", ["generate", "generate_stream"])
-def test_a_refusal_first_is_a_503_that_says_when_to_try_again(client: httpx.Client, how: str) -> None:
-    response = post(client, "llm", {"text_input": "n=1 err=0 code=UNAVAILABLE"}, how)
+def test_a_refusal_first_is_a_503_that_says_when_to_try_again(http: httpx.Client, how: str) -> None:
+    response = post(http, "llm", {"text_input": "n=1 err=0 code=UNAVAILABLE"}, how)
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     assert '{"error":"boom at 0"}' in response.text
 
@@ -137,21 +130,21 @@ def test_a_refusal_first_is_a_503_that_says_when_to_try_again(client: httpx.Clie
         ('{"a":' * 101 + "1" + "}" * 101, 400, "JSON nesting depth exceeds maximum allowed limit (100)"),
     ],
 )
-def test_requests_that_are_wrong(client: httpx.Client, how: str, body: str, status: int, message: str) -> None:
-    response = post(client, "llm", body, how)
+def test_requests_that_are_wrong(http: httpx.Client, how: str, body: str, status: int, message: str) -> None:
+    response = post(http, "llm", body, how)
     assert (response.status_code, response.headers["content-type"]) == (status, JSON)
     assert response.json()["error"].startswith(message)
 
 
-def test_unknown_models_and_encodings(client: httpx.Client) -> None:
-    assert post(client, "nosuch", {"text_input": "x"}).status_code == 404
-    missing = post(client, "llm/versions/3", {"text_input": "x"}, "generate_stream")
+def test_unknown_models_and_encodings(http: httpx.Client) -> None:
+    assert post(http, "nosuch", {"text_input": "x"}).status_code == 404
+    missing = post(http, "llm/versions/3", {"text_input": "x"}, "generate_stream")
     assert missing.json() == {"error": "Request for unknown model: 'llm' version 3 is not found"}
-    packed = client.post("/v2/models/llm/generate", content=b"x", headers={"Content-Encoding": "gzip"})
+    packed = http.post("/v2/models/llm/generate", content=b"x", headers={"Content-Encoding": "gzip"})
     assert (packed.status_code, packed.json()["error"]) == (
         *(400, "Unsupported content-encoding, only 'identity' is supported."),
     )
-    nested = post(client, "identity", {"INPUT0": [[1, 2, 3, 4]]})
+    nested = post(http, "identity", {"INPUT0": [[1, 2, 3, 4]]})
     assert nested.json() == {"error": "The schema can not convert input 'INPUT0' to tensor with proper shape"}
 
 
@@ -170,8 +163,8 @@ def test_unknown_models_and_encodings(client: httpx.Client) -> None:
         ({"max_tokens": 99999999999}, {"params": {}, "id": "", "stream": None, "max_tokens": [1215752191]}),
     ],
 )
-def test_keys_become_tensors_parameters_and_the_id(client: httpx.Client, more: Any, expected: Any) -> None:
-    answer = post(client, "llm", {"text_input": "params"} | more).json()
+def test_keys_become_tensors_parameters_and_the_id(http: httpx.Client, more: Any, expected: Any) -> None:
+    answer = post(http, "llm", {"text_input": "params"} | more).json()
     assert json.loads(answer["text_output"]) == expected
     assert answer.get("id", "") == expected["id"]
 
@@ -192,27 +185,27 @@ def test_keys_become_tensors_parameters_and_the_id(client: httpx.Client, more: A
         ),
     ],
 )
-def test_generate_stream(client: httpx.Client, model: str, text: str, status: int, events: str) -> None:
-    response = post(client, model, {"text_input": text}, "generate_stream")
+def test_generate_stream(http: httpx.Client, model: str, text: str, status: int, events: str) -> None:
+    response = post(http, model, {"text_input": text}, "generate_stream")
     assert (response.status_code, response.headers["content-type"]) == (status, SSE)
     assert response.headers["transfer-encoding"] == "chunked"
     assert response.text == events
 
 
-def test_text_that_is_not_utf8_is_an_error_event(running: Running, client: httpx.Client) -> None:
+def test_text_that_is_not_utf8_is_an_error_event(running: Running, http: httpx.Client) -> None:
     raw = b"\x02\x00\x00\x00\xff\xfe"
     header = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1, 1]}]}
     header["inputs"][0]["parameters"] = {"binary_data_size": len(raw)}  # type: ignore[assignment]
     text = json.dumps(header).encode()
-    response = client.post(
+    response = http.post(
         "/v2/models/textid/infer", content=text + raw, headers={"Inference-Header-Content-Length": str(len(text))}
     )
     assert response.status_code == 500 and "'text_output' is not valid UTF-8" in response.json()["error"]
 
 
-def test_events_arrive_as_they_are_made(client: httpx.Client) -> None:
+def test_events_arrive_as_they_are_made(http: httpx.Client) -> None:
     body = {"text_input": "n=3 sleep=100"}
-    with client.stream("POST", "/v2/models/llm/generate_stream", json=body) as response:
+    with http.stream("POST", "/v2/models/llm/generate_stream", json=body) as response:
         chunks = [chunk for chunk in response.iter_raw() if chunk]
     assert len(chunks) == 3
 
@@ -247,21 +240,21 @@ def test_a_client_that_leaves_infer_cancels(running: Running) -> None:
     assert RECORD.cancelled["infer-gone"].wait(10)
 
 
-def test_a_request_that_ends_is_not_cancelled(running: Running, client: httpx.Client) -> None:
-    post(client, "llm", {"id": "whole", "text_input": "n=2"}, "generate_stream")
+def test_a_request_that_ends_is_not_cancelled(running: Running, http: httpx.Client) -> None:
+    post(http, "llm", {"id": "whole", "text_input": "n=2"}, "generate_stream")
     assert not RECORD.cancelled["whole"].is_set()
 
 
 @pytest.mark.parametrize("size", [1000, 1 << 20])
 def test_a_large_body_is_parsed_off_the_event_loop_and_answered_alike(
-    running: Running, client: httpx.Client, size: int
+    running: Running, http: httpx.Client, size: int
 ) -> None:
     word = "x" * size
-    assert post(client, "textid", {"text_input": word}).json()["n"] == size
+    assert post(http, "textid", {"text_input": word}).json()["n"] == size
     tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": [word]}
-    answer = client.post("/v2/models/textid/infer", json={"inputs": [tensor]}).json()
+    answer = http.post("/v2/models/textid/infer", json={"inputs": [tensor]}).json()
     assert {output["name"]: output["data"] for output in answer["outputs"]} == {"n": [size], "text_output": [word]}
-    wrong = post(client, "textid", json.dumps({"text_input": word})[:-1])
+    wrong = post(http, "textid", json.dumps({"text_input": word})[:-1])
     assert wrong.status_code == 500 and "Missing a comma or" in wrong.json()["error"]
     on_loop = running.call(running.gate.decode_in_thread(size, threading.current_thread)).name == "frontends"
     assert on_loop == (size == 1000)

@@ -18,7 +18,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from tests.helpers.server_process import ServerProcess, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import ServerProcess, running_server, write_mock_model
 from tests.helpers.waiting import eventually
 
 pytest.importorskip("opentelemetry.sdk")
@@ -71,11 +71,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
         sink = (f"opentelemetry,url={collector.url}", "opentelemetry,bsp_schedule_delay=20")
         settings = ("level=TIMESTAMPS", "rate=0", "mode=opentelemetry", *sink)
         flags = [flag for each in settings for flag in ("--trace-config", each)]
-        server = start_server("--model-repository", str(models), *flags)
-        try:
+        with running_server("--model-repository", str(models), *flags) as server:
             yield Traced(server, collector)
-        finally:
-            assert stop_server(server) == 0
 
 
 def test_a_generation_is_a_queue_a_prefill_in_chunks_and_a_decode(traced: Traced) -> None:

@@ -15,12 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.outputs import JSON, Outputs, layout_of
 from llmbackend.core.tensors import Tensor, to_wire
-from llmbackend.frontends.grpc.codec import (
-    outcome_message,
-    refusal_message,
-    response_parts,
-    stream_message,
-)
+from llmbackend.frontends.grpc.codec import outcome_message, refusal_message, response_parts, stream_message
 from llmbackend.frontends.grpc.server import yield_to_event_loop
 
 DATATYPES = ("BYTES", "INT32", "UINT32", "FP32", "BOOL", JSON)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -25,14 +24,11 @@ MULTI: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    protocols = ProtocolOptions(
+HOST_OPTIONS = {
+    "protocols": ProtocolOptions(
         http_forward=HeaderForward.of("(X-.*|traceparent|timeout|triton_)"), grpc_forward=HeaderForward.of("(X-.*)")
     )
-    running = Running(tmp_path_factory.mktemp("host"), protocols=protocols)
-    yield running
-    running.stop()
+}
 
 
 def parameters(running: Running, headers: dict[str, str], **fields: Any) -> Any:
@@ -97,11 +93,8 @@ def test_grpc_metadata_reaches_unary_and_streamed_requests(running: Running) -> 
 
 
 def test_nothing_is_forwarded_by_default(tmp_path_factory: pytest.TempPathFactory) -> None:
-    plain = Running(tmp_path_factory.mktemp("plain"))
-    try:
+    with Running(tmp_path_factory.mktemp("plain")) as plain:
         assert parameters(plain, {"X-My-Header": "v"}) == {}
-    finally:
-        plain.stop()
 
 
 def test_patterns_are_those_of_re2_and_broken_ones_are_refused() -> None:

@@ -28,11 +28,7 @@ ANSWER = (
 )
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"), max_input_size_bytes=LIMIT)
-    yield running
-    running.stop()
+HOST_OPTIONS = {"max_input_size_bytes": LIMIT}
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +68,7 @@ def start_host(root: Path) -> InferenceServer:
     return server
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"), start=start_host)
-    yield running
-    running.stop()
+HOST_OPTIONS = {"start": start_host}
 
 
 def x(module: Any, value: int) -> list[Any]:

@@ -129,39 +129,33 @@ def test_a_port_that_is_taken_leaves_nothing_open(taken: str) -> None:
         asyncio.run(run(ports))
 
 
-def test_ports_are_taken_before_they_are_opened() -> None:
-    async def run() -> None:
-        frontend = frontend_server(
-            InferenceServer(ServerOptions()),
-            http=FREE_PORT,
-            grpc=Endpoint("127.0.0.1", free_port()),
-            metrics=FREE_PORT,
+async def test_ports_are_taken_before_they_are_opened() -> None:
+    frontend = frontend_server(
+        InferenceServer(ServerOptions()),
+        http=FREE_PORT,
+        grpc=Endpoint("127.0.0.1", free_port()),
+        metrics=FREE_PORT,
+    )
+    frontend.bind()
+    address = ("127.0.0.1", frontend.http_port or 0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+    await frontend.start()
+    socket.create_connection(address).close()
+    for port in (frontend.http_port, frontend.grpc_port, frontend.metrics_port):
+        late = frontend_server(
+            InferenceServer(ServerOptions()), http=FREE_PORT, grpc=Endpoint("127.0.0.1", port or 0), metrics=NO_PORT
         )
-        frontend.bind()
-        address = ("127.0.0.1", frontend.http_port or 0)
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(address)
-        await frontend.start()
-        socket.create_connection(address).close()
-        for port in (frontend.http_port, frontend.grpc_port, frontend.metrics_port):
-            late = frontend_server(
-                InferenceServer(ServerOptions()), http=FREE_PORT, grpc=Endpoint("127.0.0.1", port or 0), metrics=NO_PORT
-            )
-            with pytest.raises(OSError, match=rf"Address already in use: 127\.0\.0\.1:{port}"):
-                late.bind()
-        await frontend.stop(1)
-
-    asyncio.run(run())
+        with pytest.raises(OSError, match=rf"Address already in use: 127\.0\.0\.1:{port}"):
+            late.bind()
+    await frontend.stop(1)
 
 
-def test_endpoints_can_be_left_out() -> None:
-    async def run() -> None:
-        frontend = frontend_server(InferenceServer(ServerOptions()), http=FREE_PORT, grpc=NO_PORT, metrics=NO_PORT)
-        await frontend.start()
-        assert frontend.http_port and frontend.grpc_port is None and frontend.metrics_port is None
-        await frontend.stop(1)
-
-    asyncio.run(run())
+async def test_endpoints_can_be_left_out() -> None:
+    frontend = frontend_server(InferenceServer(ServerOptions()), http=FREE_PORT, grpc=NO_PORT, metrics=NO_PORT)
+    await frontend.start()
+    assert frontend.http_port and frontend.grpc_port is None and frontend.metrics_port is None
+    await frontend.stop(1)
 
 
 def test_requests_that_are_no_http_do_not_stop_the_server(running: Running) -> None:

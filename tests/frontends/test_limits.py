@@ -42,9 +42,8 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         ),
         grpc=GrpcLimits(max_input_size_bytes=1 << 20, max_metadata_bytes=4096),
     )
-    running = Running(tmp_path_factory.mktemp("host"), max_input_size_bytes=1 << 20, limits=limits)
-    yield running
-    running.stop()
+    with Running(tmp_path_factory.mktemp("host"), max_input_size_bytes=1 << 20, limits=limits) as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)

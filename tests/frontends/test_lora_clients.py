@@ -52,12 +52,7 @@ def start(root: Path, **options: Any) -> InferenceServer:
     return server
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    protocols = ProtocolOptions(openai_lora_separator="_lora_")
-    running = Running(tmp_path_factory.mktemp("repository"), start=start, protocols=protocols)
-    yield running
-    running.stop()
+HOST_OPTIONS = {"start": start, "protocols": ProtocolOptions(openai_lora_separator="_lora_")}
 
 
 @pytest.fixture(scope="module")
@@ -122,19 +117,18 @@ def start_with_named_adapters(root: Path, **options: Any) -> InferenceServer:
 @pytest.mark.parametrize("separator", ["", "_lora_"])
 def test_an_adapter_of_lora_modules_is_a_model_by_its_name(tmp_path: Path, separator: str) -> None:
     protocols = ProtocolOptions(openai_lora_separator=separator)
-    running = Running(tmp_path, start=start_with_named_adapters, protocols=protocols)
-    try:
-        with openai.OpenAI(base_url=f"http://{running.http}/v1", api_key="x", max_retries=0) as client:
-            assert [model.id for model in client.models.list()] == ["stories", "one"]
-            assert client.models.retrieve("one").model_dump()["parent"] == "stories"
-            texts = [
-                client.completions.create(model=name, prompt=PROMPT, temperature=0, max_tokens=12).choices[0].text
-                for name in ("stories", "one")
-            ]
-            assert texts[1] == generate(running, temperature=0, max_tokens=12, lora_name="one").json()["text_output"]
-            assert texts[0] != texts[1]
-    finally:
-        running.stop()
+    with (
+        Running(tmp_path, start=start_with_named_adapters, protocols=protocols) as running,
+        openai.OpenAI(base_url=f"http://{running.http}/v1", api_key="x", max_retries=0) as client,
+    ):
+        assert [model.id for model in client.models.list()] == ["stories", "one"]
+        assert client.models.retrieve("one").model_dump()["parent"] == "stories"
+        texts = [
+            client.completions.create(model=name, prompt=PROMPT, temperature=0, max_tokens=12).choices[0].text
+            for name in ("stories", "one")
+        ]
+        assert texts[1] == generate(running, temperature=0, max_tokens=12, lora_name="one").json()["text_output"]
+        assert texts[0] != texts[1]
 
 
 def test_an_unknown_adapter_is_refused_by_name(running: Running, client: openai.OpenAI) -> None:

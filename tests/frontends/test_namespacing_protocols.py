@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,7 @@ def start_host(root: Path, **options: Any) -> InferenceServer:
     return server
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"), start=start_host)
-    yield running
-    running.stop()
+HOST_OPTIONS = {"start": start_host}
 
 
 def over_http(running: Running, model: str) -> Any:

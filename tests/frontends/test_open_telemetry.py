@@ -106,8 +106,7 @@ def test_a_clients_trace_goes_on_over_http_and_grpc_at_any_rate(collector: Colle
 
 
 def test_the_settings_endpoint_shows_the_mode_and_its_options(collector: Collector, tmp_path: Path) -> None:
-    running = Running(tmp_path, trace=settings(collector, rate=3))
-    try:
+    with Running(tmp_path, trace=settings(collector, rate=3)) as running:
         assert httpx.get(f"http://{running.http}/v2/trace/setting").json() == {
             "trace_level": ["TIMESTAMPS"],
             "trace_rate": "3",
@@ -119,8 +118,6 @@ def test_the_settings_endpoint_shows_the_mode_and_its_options(collector: Collect
             "bsp_schedule_delay": "5000",
             "bsp_max_export_batch_size": "512",
         }
-    finally:
-        running.stop()
 
 
 def test_a_backend_gets_the_context_of_its_models_span_and_children_nest(collector: Collector) -> None:

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.helpers.fake_llm_server import MODEL, FakeLlmServer
-from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.openai_live_server import openai_client
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +20,7 @@ def server() -> FakeLlmServer:
 
 @pytest.fixture(scope="module")
 def client(server: FakeLlmServer) -> Iterator[openai.OpenAI]:
-    with (
-        serve_openai(server) as base,
-        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with openai_client(server) as client:
         yield client
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
-from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.openai_live_server import openai_client
 from tests.helpers.waiting import eventually
 
 DOCS = Path(__file__).parents[2] / "docs" / "openai.md"
@@ -115,7 +115,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(repository: Path) -> Iterator[openai.OpenAI]:
     server = InferenceServer(ServerOptions(model_repositories=[repository]))
     server.start()
-    with serve_openai(server) as base, openai.OpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0) as client:
+    with openai_client(server) as client:
         yield client
     assert server.stop(timeout_s=20)
 

@@ -11,7 +11,7 @@ import pytest
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
-from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.openai_live_server import openai_client
 
 CODE = """
 import numpy as np
@@ -53,7 +53,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
         (repository / name / "1" / "model.py").write_text(CODE)
     server = InferenceServer(ServerOptions(model_repositories=[repository]))
     server.start()
-    with serve_openai(server) as base, openai.OpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0) as client:
+    with openai_client(server) as client:
         yield client
     assert server.stop(timeout_s=20)
 

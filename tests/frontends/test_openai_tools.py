@@ -13,7 +13,7 @@ import pytest
 from llmbackend.adapter import limits
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.generation import plan
-from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.openai_live_server import openai_client
 from tests.helpers.scripted_text import MODEL, SAY, host_of_scripts
 
 WEATHER: dict[str, Any] = {
@@ -40,10 +40,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
 
 @pytest.fixture(scope="module")
 def client(host: InferenceServer) -> Iterator[openai.OpenAI]:
-    with (
-        serve_openai(host) as base,
-        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with openai_client(host) as client:
         ask(client, "", tools=TOOLS, tool_choice="required", max_tokens=1)  # starts the engine's threads for grammars
         yield client
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from tests.frontends.responses_api.event_reader import EventReader
 from tests.helpers.fake_llm_server import MODEL as FAKE_MODEL
 from tests.helpers.fake_llm_server import FakeLlmServer
 from tests.helpers.mock_llm_host import MODEL, mock_llm_host
-from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.openai_live_server import openai_client, serve_openai
 
 TEMPLATE = "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}<think>"
 NOTE: dict[str, Any] = {
@@ -45,19 +44,10 @@ def children() -> set[int]:
     return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
 
 
-@contextlib.contextmanager
-def connected(server: Any) -> Iterator[openai.OpenAI]:
-    with (
-        serve_openai(server) as base,
-        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
-
-
 @pytest.fixture(scope="module")
 def _client_has_been_used() -> None:
     """Its libraries open a pipe once and for all."""
-    with connected(FakeLlmServer()) as client:
+    with openai_client(FakeLlmServer()) as client:
         messages: Any = [{"role": "user", "content": "hi"}]
         assert list(client.chat.completions.create(model=FAKE_MODEL, messages=messages, stream=True))
 
@@ -71,7 +61,7 @@ def host(_client_has_been_used: None, tmp_path: Path) -> Iterator[InferenceServe
 
 @pytest.fixture
 def client(host: InferenceServer) -> Iterator[openai.OpenAI]:
-    with connected(host) as client:
+    with openai_client(host) as client:
         yield client
 
 

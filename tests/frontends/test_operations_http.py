@@ -19,7 +19,7 @@ from llmbackend.frontends.context import FrontendContext
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.operations.router import ServerFacts, create_operations_router
 from tests.helpers.engine_events import EventsViewer
-from tests.helpers.server_process import ServerProcess, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import ServerProcess, running_server, write_mock_model
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -37,16 +37,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     root = tmp_path_factory.mktemp("operations")
     write_mock_model(root / "repository", "slow", mock_step_ms=40)
     (root / "keys").write_text(KEYS)
-    started = start_server(
+    with running_server(
         f"--model-repository={root / 'repository'}",
         f"--api-key-file={root / 'keys'}",
         "--http-restricted-api=trace:trace-key=sk-secret-of-a-header",
         "--cache-config=local,size=1048576",
         "--allow-fault-injection=true",
         "--id=operated",
-    )
-    yield started
-    assert stop_server(started) == 0
+    ) as started:
+        yield started
 
 
 def client_of(server: ServerProcess, key: str) -> httpx.Client:

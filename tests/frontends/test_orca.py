@@ -78,12 +78,9 @@ def test_infer_tells_it_too(running: Running, tmp_path: Path) -> None:
 
 
 def test_the_llm_backend_reports_what_the_header_needs(tmp_path: Path) -> None:
-    running = Running(tmp_path, start=mock_llm_host)
-    try:
+    with Running(tmp_path, start=mock_llm_host) as running:
         url = f"http://{running.http}/v2/models/{MODEL}/generate"
         body = {"text_input": "hi", "max_tokens": 3}
         header = httpx.post(url, json=body, headers={FORMAT: "json"}, timeout=20).headers[LOAD]
         named = json.loads(header.removeprefix("JSON "))["named_metrics"]
         assert named["max_token_capacity"] == BLOCKS * BLOCK_TOKENS and 0 <= named["kv_cache_utilization"] < 1
-    finally:
-        running.stop()

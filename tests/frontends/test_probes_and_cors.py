@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -26,22 +25,11 @@ KEY = {"authorization": "Bearer secret"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(
-        tmp_path_factory.mktemp("host"),
-        start=partial(mock_llm_host, engine={"mock_step_ms": 5}),
-        protocols=ProtocolOptions(cors=CorsOptions(origins=(PAGE,))),
-        access=AccessControl(AccessSettings(api_keys=("secret",))),
-    )
-    yield running
-    running.stop()
-
-
-@pytest.fixture(scope="module")
-def http(running: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://{running.http}", timeout=20) as client:
-        yield client
+HOST_OPTIONS = {
+    "start": partial(mock_llm_host, engine={"mock_step_ms": 5}),
+    "protocols": ProtocolOptions(cors=CorsOptions(origins=(PAGE,))),
+    "access": AccessControl(AccessSettings(api_keys=("secret",))),
+}
 
 
 @pytest.mark.parametrize(
@@ -122,9 +110,6 @@ def test_flags_take_vllms_json_or_one_value() -> None:
 
 def test_a_server_without_metrics_has_none_here(tmp_path_factory: pytest.TempPathFactory) -> None:
     protocols = ProtocolOptions(http_metrics=False)
-    running = Running(tmp_path_factory.mktemp("host"), start=mock_llm_host, protocols=protocols)
-    try:
+    with Running(tmp_path_factory.mktemp("host"), start=mock_llm_host, protocols=protocols) as running:
         assert httpx.get(f"http://{running.http}/metrics").status_code == 404
         assert httpx.get(f"http://{running.http}/health").status_code == 200
-    finally:
-        running.stop()

@@ -57,15 +57,11 @@ def test_probes_share_a_question_and_never_get_an_answer_older_than_their_own() 
     assert server.asked == 3
 
 
-def test_a_question_about_another_model_does_not_wait() -> None:
+async def test_a_question_about_another_model_does_not_wait() -> None:
     server = SlowServer()
-
-    async def probe() -> None:
-        probes = ReadinessProbes(cast(InferenceServer, server))
-        questions = [asyncio.ensure_future(probes.model_is_ready("m", version)) for version in range(3)]
-        for _ in questions:
-            await asyncio.to_thread(server.asking.acquire)
-        server.go.set()
-        assert await asyncio.gather(*questions) == [False] * 3
-
-    asyncio.run(probe())
+    probes = ReadinessProbes(cast(InferenceServer, server))
+    questions = [asyncio.ensure_future(probes.model_is_ready("m", version)) for version in range(3)]
+    for _ in questions:
+        await asyncio.to_thread(server.asking.acquire)
+    server.go.set()
+    assert await asyncio.gather(*questions) == [False] * 3

@@ -41,11 +41,7 @@ Event = tuple[str, str]
 """(id, data)"""
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("models"), start=mock_llm_host, engine={"mock_step_ms": 1})
-    yield running
-    running.stop()
+HOST_OPTIONS = {"start": mock_llm_host, "engine": {"mock_step_ms": 1}}
 
 
 @pytest.fixture(autouse=True)
@@ -58,15 +54,8 @@ def no_inference_is_left(running: Running) -> Iterator[None]:
 def hasty(tmp_path: Path) -> Iterator[Running]:
     """Streams end soon after their client has gone, and would go on for long."""
     streams = ResumableStreams(KeptAnswers(GRACE_S))
-    running = Running(tmp_path, start=mock_llm_host, streams=streams, engine={"mock_step_ms": 20})
-    yield running
-    running.stop()
-
-
-@pytest.fixture
-def client(running: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://{running.http}", timeout=20) as client:
-        yield client
+    with Running(tmp_path, start=mock_llm_host, streams=streams, engine={"mock_step_ms": 20}) as running:
+        yield running
 
 
 def events(response: httpx.Response) -> Iterator[Event]:
@@ -80,10 +69,10 @@ def events(response: httpx.Response) -> Iterator[Event]:
             id = ""
 
 
-def begin(client: httpx.Client, path: str, at_most: int | None = None, **sampling: Any) -> tuple[str, list[Event]]:
+def begin(http: httpx.Client, path: str, at_most: int | None = None, **sampling: Any) -> tuple[str, list[Event]]:
     """The stream's id, and its first events; the connection is closed behind them."""
     found: list[Event] = []
-    with client.stream("POST", path, json=body(path, **sampling), headers=ASK) as response:
+    with http.stream("POST", path, json=body(path, **sampling), headers=ASK) as response:
         assert response.status_code == 200
         if at_most != 0:
             for event in events(response):
@@ -93,9 +82,9 @@ def begin(client: httpx.Client, path: str, at_most: int | None = None, **samplin
         return response.headers["x-stream-id"], found
 
 
-def resume_stream(client: httpx.Client, path: str, last: str, at_most: int | None = None) -> list[Event]:
+def resume_stream(http: httpx.Client, path: str, last: str, at_most: int | None = None) -> list[Event]:
     found: list[Event] = []
-    with client.stream("POST", path, json=body(path), headers={"Last-Event-ID": last}) as response:
+    with http.stream("POST", path, json=body(path), headers={"Last-Event-ID": last}) as response:
         assert response.status_code == 200, response.read()
         for event in events(response):
             found.append(event)
@@ -111,36 +100,36 @@ def said(found: list[Event]) -> list[Any]:
 
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
-def test_a_client_that_is_cut_off_at_any_event_gets_every_event_once(client: httpx.Client, path: str) -> None:
-    _, whole = begin(client, path)
-    plain = client.post(path, json=body(path))
+def test_a_client_that_is_cut_off_at_any_event_gets_every_event_once(http: httpx.Client, path: str) -> None:
+    _, whole = begin(http, path)
+    plain = http.post(path, json=body(path))
     assert "x-stream-id" not in plain.headers and "id: " not in plain.text
     assert said([("", line[6:]) for line in plain.text.splitlines() if line.startswith("data: ")]) == said(whole)
     assert len(whole) >= TOKENS
     for cut in range(len(whole)):
-        stream, first = begin(client, path, cut)
+        stream, first = begin(http, path, cut)
         assert [id for id, _ in first] == [f"{stream}:{number}" for number in range(cut)]
         last = first[-1][0] if first else stream
-        rest = resume_stream(client, path, last)
+        rest = resume_stream(http, path, last)
         assert [id for id, _ in rest] == [f"{stream}:{number}" for number in range(cut, len(whole))]
         assert said(first + rest) == said(whole)
-        assert resume_stream(client, path, last) == rest
+        assert resume_stream(http, path, last) == rest
 
 
-def test_a_client_that_is_cut_off_at_every_event(client: httpx.Client) -> None:
-    _, whole = begin(client, COMPLETIONS)
-    stream, found = begin(client, COMPLETIONS, 1)
+def test_a_client_that_is_cut_off_at_every_event(http: httpx.Client) -> None:
+    _, whole = begin(http, COMPLETIONS)
+    stream, found = begin(http, COMPLETIONS, 1)
     while len(found) < len(whole):
-        found += resume_stream(client, COMPLETIONS, found[-1][0], 1)
+        found += resume_stream(http, COMPLETIONS, found[-1][0], 1)
     assert said(found) == said(whole)
-    assert resume_stream(client, COMPLETIONS, found[-1][0]) == []
+    assert resume_stream(http, COMPLETIONS, found[-1][0]) == []
     assert {id.partition(":")[0] for id, _ in found} == {stream}
 
 
-def test_several_readers_at_once(running: Running, client: httpx.Client) -> None:
-    stream, first = begin(client, COMPLETIONS, 1, max_tokens=60)
+def test_several_readers_at_once(running: Running, http: httpx.Client) -> None:
+    stream, first = begin(http, COMPLETIONS, 1, max_tokens=60)
     with httpx.Client(base_url=f"http://{running.http}", timeout=20) as other:
-        assert resume_stream(other, COMPLETIONS, stream) == first + resume_stream(client, COMPLETIONS, first[-1][0])
+        assert resume_stream(other, COMPLETIONS, stream) == first + resume_stream(http, COMPLETIONS, first[-1][0])
 
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
@@ -153,29 +142,29 @@ def test_several_readers_at_once(running: Running, client: httpx.Client) -> None
     ],
 )
 def test_headers_that_are_wrong(
-    client: httpx.Client, path: str, header: str, value: str, status: int, message: str
+    http: httpx.Client, path: str, header: str, value: str, status: int, message: str
 ) -> None:
-    response = client.post(path, json=body(path), headers={header: value})
+    response = http.post(path, json=body(path), headers={header: value})
     assert (response.status_code, message in response.text) == (status, True), response.text
 
 
-def test_a_stream_is_come_back_to_at_its_own_endpoint_behind_an_event_that_it_has(client: httpx.Client) -> None:
-    stream, whole = begin(client, COMPLETIONS)
+def test_a_stream_is_come_back_to_at_its_own_endpoint_behind_an_event_that_it_has(http: httpx.Client) -> None:
+    stream, whole = begin(http, COMPLETIONS)
     for path, last, status in ((GENERATE, stream, 404), (COMPLETIONS, f"{stream}:{len(whole)}", 400)):
-        response = client.post(path, json=body(path), headers={"Last-Event-ID": last})
+        response = http.post(path, json=body(path), headers={"Last-Event-ID": last})
         assert response.status_code == status
-    response = client.post(COMPLETIONS, json=body(COMPLETIONS) | {"stream": False}, headers=ASK)
+    response = http.post(COMPLETIONS, json=body(COMPLETIONS) | {"stream": False}, headers=ASK)
     assert response.status_code == 400 and "requires 'stream': true" in response.text
 
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
 def test_a_stream_without_a_client_is_cancelled_after_its_grace(hasty: Running, path: str) -> None:
-    with httpx.Client(base_url=f"http://{hasty.http}", timeout=20) as client:
-        stream, _ = begin(client, path, 1, max_tokens=200)
+    with httpx.Client(base_url=f"http://{hasty.http}", timeout=20) as http:
+        stream, _ = begin(http, path, 1, max_tokens=200)
         assert hasty.gate.open_inferences == 1
         eventually(lambda: not hasty.gate.open_inferences)
         hasty.wait_until_nothing_is_open()
-        response = client.post(path, json=body(path), headers={"Last-Event-ID": stream})
+        response = http.post(path, json=body(path), headers={"Last-Event-ID": stream})
         assert (response.status_code, "no longer available" in response.text) == (404, True)
     assert not hasty.streams.num_streams
 
@@ -183,54 +172,54 @@ def test_a_stream_without_a_client_is_cancelled_after_its_grace(hasty: Running, 
 def test_a_stream_is_its_keys_alone(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(KEYS)
     access = AccessControl(AccessSettings(api_key_file=tmp_path / "keys"))
-    running = Running(tmp_path, start=mock_llm_host, access=access)
-    try:
-        with httpx.Client(base_url=f"http://{running.http}", headers={"Authorization": "Bearer sk-one"}) as client:
-            stream, found = begin(client, COMPLETIONS)
-            assert resume_stream(client, COMPLETIONS, stream) == found
-            theirs = {"Last-Event-ID": stream, "Authorization": "Bearer sk-two"}
-            assert client.post(COMPLETIONS, json=body(COMPLETIONS), headers=theirs).status_code == 404
-    finally:
-        running.stop()
+    with (
+        Running(tmp_path, start=mock_llm_host, access=access) as running,
+        httpx.Client(base_url=f"http://{running.http}", headers={"Authorization": "Bearer sk-one"}) as http,
+    ):
+        stream, found = begin(http, COMPLETIONS)
+        assert resume_stream(http, COMPLETIONS, stream) == found
+        theirs = {"Last-Event-ID": stream, "Authorization": "Bearer sk-two"}
+        assert http.post(COMPLETIONS, json=body(COMPLETIONS), headers=theirs).status_code == 404
 
 
 def test_what_streams_and_retried_requests_hold_is_bounded_together(tmp_path: Path) -> None:
     kept = KeptAnswers(5, max_bytes=30_000)
     streams, idempotent = ResumableStreams(kept), IdempotentRequests(IdempotencyLimits(), kept)
-    running = Running(tmp_path, start=mock_llm_host, streams=streams, idempotent=idempotent, engine={"mock_step_ms": 5})
-    try:
-        with httpx.Client(base_url=f"http://{running.http}", timeout=20) as client:
-            for key in ("one", "two"):
-                asked = body(COMPLETIONS, max_tokens=80, stream=False)
-                assert client.post(COMPLETIONS, json=asked, headers={"Idempotency-Key": key}).status_code == 200
-            begin(client, COMPLETIONS, max_tokens=100)
-            assert kept.held_bytes > 15_000 and idempotent.num_answers() == 2
-            stream, _ = begin(client, COMPLETIONS, 1, max_tokens=200)  # what had ended makes room for it
-            eventually(lambda: kept.held_bytes > 28_200 and streams.num_streams == 1)
-            for headers in (ASK, {"Idempotency-Key": "three"}):
-                refused = client.post(COMPLETIONS, json=body(COMPLETIONS), headers=headers)
-                assert refused.status_code in (429, 503) and "other retained answers hold" in refused.text
-            eventually(lambda: not running.gate.open_inferences)
-            assert not idempotent.num_answers() and kept.held_bytes <= 30_000
-            gone = client.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})
-            assert (gone.status_code, "are no longer available" in gone.text) == (404, True)
-    finally:
-        running.stop()
+    with (
+        Running(
+            tmp_path, start=mock_llm_host, streams=streams, idempotent=idempotent, engine={"mock_step_ms": 5}
+        ) as running,
+        httpx.Client(base_url=f"http://{running.http}", timeout=20) as http,
+    ):
+        for key in ("one", "two"):
+            asked = body(COMPLETIONS, max_tokens=80, stream=False)
+            assert http.post(COMPLETIONS, json=asked, headers={"Idempotency-Key": key}).status_code == 200
+        begin(http, COMPLETIONS, max_tokens=100)
+        assert kept.held_bytes > 15_000 and idempotent.num_answers() == 2
+        stream, _ = begin(http, COMPLETIONS, 1, max_tokens=200)  # what had ended makes room for it
+        eventually(lambda: kept.held_bytes > 28_200 and streams.num_streams == 1)
+        for headers in (ASK, {"Idempotency-Key": "three"}):
+            refused = http.post(COMPLETIONS, json=body(COMPLETIONS), headers=headers)
+            assert refused.status_code in (429, 503) and "other retained answers hold" in refused.text
+        eventually(lambda: not running.gate.open_inferences)
+        assert not idempotent.num_answers() and kept.held_bytes <= 30_000
+        gone = http.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})
+        assert (gone.status_code, "are no longer available" in gone.text) == (404, True)
 
 
 def test_a_reader_that_is_too_far_behind_is_told_so(
-    running: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    running: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resumable_streams, "MAX_STREAM_BYTES", 1000)
-    stream, _ = begin(client, COMPLETIONS, 1)
+    stream, _ = begin(http, COMPLETIONS, 1)
     eventually(lambda: not running.gate.open_inferences)
-    response = client.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})
+    response = http.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})
     assert (response.status_code, "are no longer available" in response.text) == (404, True)
-    assert resume_stream(client, COMPLETIONS, f"{stream}:{TOKENS - 1}")[-1][1] == "[DONE]"
+    assert resume_stream(http, COMPLETIONS, f"{stream}:{TOKENS - 1}")[-1][1] == "[DONE]"
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("headers", [ASK, {"Last-Event-ID": "a" * 32}])
-def test_endpoints_that_can_not_refuse_it_by_name(client: httpx.Client, path: str, headers: dict[str, str]) -> None:
-    response = client.post(path, json={"model": MODEL, "input": "x", "stream": True}, headers=headers)
+def test_endpoints_that_can_not_refuse_it_by_name(http: httpx.Client, path: str, headers: dict[str, str]) -> None:
+    response = http.post(path, json={"model": MODEL, "input": "x", "stream": True}, headers=headers)
     assert (response.status_code, f"a stream of {path} cannot" in response.text) == (400, True), response.text

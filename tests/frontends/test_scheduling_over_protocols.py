@@ -53,9 +53,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     for name, config in CONFIGS.items():
         (root / "models" / name / "1").mkdir(parents=True)
         (root / "models" / name / "config.pbtxt").write_text(f'backend: "staged"\n{IO}\n{config}\n')
-    server = Running(root, start=start_host)
-    yield server
-    server.stop()
+    with Running(root, start=start_host) as server:
+        yield server
 
 
 def start_host(root: Path) -> InferenceServer:

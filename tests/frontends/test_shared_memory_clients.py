@@ -22,11 +22,7 @@ VALUES = np.arange(4, dtype=np.float32).reshape(1, 4)
 NUMBERS = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"), allow_client_shm=True)
-    yield running
-    running.stop()
+HOST_OPTIONS = {"allow_client_shm": True}
 
 
 @pytest.fixture(params=["http", "grpc"])
@@ -280,8 +276,7 @@ def test_parameters_that_grpc_clients_get_wrong(running: Running) -> None:
 
 
 def test_without_the_flag_registering_is_refused_by_its_name(tmp_path_factory: pytest.TempPathFactory) -> None:
-    running = Running(tmp_path_factory.mktemp("closed"))
-    try:
+    with Running(tmp_path_factory.mktemp("closed")) as running:
         with triton_http.InferenceServerClient(running.http) as http:
             assert failure(http.register_system_shared_memory, "r", "/r", 1) == (
                 "501",
@@ -290,5 +285,3 @@ def test_without_the_flag_registering_is_refused_by_its_name(tmp_path_factory: p
         with triton_grpc.InferenceServerClient(running.grpc) as grpc:
             status, text = failure(grpc.register_system_shared_memory, "r", "/r", 1)
             assert status == "StatusCode.UNIMPLEMENTED" and "--allow-client-shm=true" in text
-    finally:
-        running.stop()

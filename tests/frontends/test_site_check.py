@@ -96,9 +96,8 @@ class Endpoint:
 
 
 def served(root: Path, **options: Any) -> Iterator[Endpoint]:
-    running = Running(root, start=mock_llm_host, **options)
-    yield Endpoint(running)
-    running.stop()
+    with Running(root, start=mock_llm_host, **options) as running:
+        yield Endpoint(running)
 
 
 @pytest.fixture(scope="module")

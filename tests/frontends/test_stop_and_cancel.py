@@ -35,12 +35,6 @@ def nothing_is_left(running: Running) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def client(running: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://{running.http}", timeout=20) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def stub(running: Running) -> Iterator[Any]:
     with grpc.insecure_channel(running.grpc) as channel:
         yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -205,8 +199,8 @@ def test_a_half_close_ends_nothing(stub: Any) -> None:
 # --- stop by id -------------------------------------------------------------------------------------------------------
 
 
-def stop(client: httpx.Client, request_id: str, path: str = "/v2/models/llm/stop") -> tuple[int, Any]:
-    answer = client.post(path, json={"id": request_id})
+def stop(http: httpx.Client, request_id: str, path: str = "/v2/models/llm/stop") -> tuple[int, Any]:
+    answer = http.post(path, json={"id": request_id})
     return answer.status_code, answer.json()
 
 
@@ -219,19 +213,19 @@ def stop(client: httpx.Client, request_id: str, path: str = "/v2/models/llm/stop
         "/v2/models/llm/versions/1/stopInfer",
     ],
 )
-def test_a_stopped_stream_is_told(client: httpx.Client, path: str) -> None:
+def test_a_stopped_stream_is_told(http: httpx.Client, path: str) -> None:
     request_id = f"stop {path}"
-    with client.stream("POST", long_stream("")[0], json=long_stream(request_id)[1]) as answer:
+    with http.stream("POST", long_stream("")[0], json=long_stream(request_id)[1]) as answer:
         lines = answer.iter_lines()
         assert " tok0" in next(lines)
-        assert stop(client, request_id, path) == (200, {"id": request_id, "cancelled": 1})
+        assert stop(http, request_id, path) == (200, {"id": request_id, "cancelled": 1})
         last = [line for line in lines if line][-1]
     assert json.loads(last[6:]) == {"error": "Client requested to stop"}
     assert RECORD.cancels[request_id] == 1
-    assert stop(client, request_id, path) == (200, {"id": request_id, "cancelled": 0})
+    assert stop(http, request_id, path) == (200, {"id": request_id, "cancelled": 0})
 
 
-def test_stop_finds_requests_of_every_protocol(running: Running, client: httpx.Client, stub: Any) -> None:
+def test_stop_finds_requests_of_every_protocol(running: Running, http: httpx.Client, stub: Any) -> None:
     got: dict[str, Any] = {}
 
     def run(name: str, work: Any) -> threading.Thread:
@@ -248,14 +242,14 @@ def test_stop_finds_requests_of_every_protocol(running: Running, client: httpx.C
         run("stream", lambda: [message.error_message for message in stub.ModelStreamInfer(requests, timeout=20)]),
     ]
     eventually(lambda: running.gate.open_inferences == 2)
-    assert stop(client, "same") == (200, {"id": "same", "cancelled": 2})
+    assert stop(http, "same") == (200, {"id": "same", "cancelled": 2})
     for thread in threads:
         thread.join(20)
     assert got["generate"].status_code in (200, 400) and "error" in got["generate"].json()
     assert got["stream"][-1] == "Client requested to stop"
 
 
-def test_a_stopped_inference_is_told(running: Running, client: httpx.Client, stub: Any) -> None:
+def test_a_stopped_inference_is_told(running: Running, http: httpx.Client, stub: Any) -> None:
     path, body = slow_infer("stop-infer")
     answers: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: answers.append(httpx.post(f"http://{running.http}{path}", json=body)))
@@ -263,7 +257,7 @@ def test_a_stopped_inference_is_told(running: Running, client: httpx.Client, stu
     call = stub.ModelInfer.future(grpc_request("textid", "stop-unary", "slow", [1, 1]), timeout=20)
     for request_id in ("stop-infer", "stop-unary"):
         assert RECORD.began[request_id].wait(10)
-        assert stop(client, request_id, "/v2/models/textid/stop")[1]["cancelled"] == 1
+        assert stop(http, request_id, "/v2/models/textid/stop")[1]["cancelled"] == 1
     thread.join(20)
     assert (answers[0].status_code, answers[0].json()) == (400, {"error": "slow request ended"})
     assert call.exception(20).code() is grpc.StatusCode.CANCELLED
@@ -281,6 +275,6 @@ def test_a_stopped_inference_is_told(running: Running, client: httpx.Client, stu
         ("/v2/models/llm/stop", [], 500),
     ],
 )
-def test_stops_that_are_wrong(client: httpx.Client, path: str, body: Any, status: int) -> None:
-    answer = client.post(path, json=body)
+def test_stops_that_are_wrong(http: httpx.Client, path: str, body: Any, status: int) -> None:
+    answer = http.post(path, json=body)
     assert answer.status_code == status and answer.json()["error"]

@@ -275,8 +275,7 @@ def test_a_client_that_goes_away_closes_its_trace(traced: Running) -> None:
 
 
 def test_tracing_is_switched_on_while_the_server_runs(running: Running, tmp_path: Path) -> None:
-    untraced = Running(tmp_path, trace=TraceSettings(file=str(tmp_path / "trace.json")))
-    try:
+    with Running(tmp_path, trace=TraceSettings(file=str(tmp_path / "trace.json"))) as untraced:
         with httpx.Client(base_url=f"http://{untraced.http}", timeout=20) as client:
             client.post("/v2/models/identity/infer", json=INFER)
             post(client, MODEL, trace_level=["TIMESTAMPS", "TENSORS"], trace_rate="1", trace_count="1")
@@ -288,5 +287,3 @@ def test_tracing_is_switched_on_while_the_server_runs(running: Running, tmp_path
         tensor = {"name": "INPUT0", "data": "1,2,3,4", "shape": "1,4", "dtype": "FP32"}
         assert {"id": 1, "activity": "TENSOR_QUEUE_INPUT", "tensor": tensor} in found
         assert {"id": 1, "activity": "TENSOR_BACKEND_OUTPUT", "tensor": tensor | {"name": "OUTPUT0"}} in found
-    finally:
-        untraced.stop()

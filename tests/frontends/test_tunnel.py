@@ -77,66 +77,51 @@ async def opened(endpoint: HttpEndpoint, path: bytes = b"/tunnel") -> tuple[asyn
     return reader, writer
 
 
-def test_head_and_bytes_pass_in_both_directions(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path / "far.sock") as (tunnels, endpoint):
-            reader, writer = await opened(endpoint, b"/tunnel?a=b")
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"GET /tunnel?a=b HTTP/1.1\r\n") and b"x-a: b\r\n" in head
-            writer.write(LARGE)  # more than the buffers on the way hold: each side waits for the other
-            assert await reader.readexactly(len(LARGE)) == LARGE
-            writer.close()
-            await eventually_async(lambda: not tunnels.num_open, 10)
-
-    asyncio.run(check())
+async def test_head_and_bytes_pass_in_both_directions(tmp_path: Path) -> None:
+    async with serving(tmp_path / "far.sock") as (tunnels, endpoint):
+        reader, writer = await opened(endpoint, b"/tunnel?a=b")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"GET /tunnel?a=b HTTP/1.1\r\n") and b"x-a: b\r\n" in head
+        writer.write(LARGE)  # more than the buffers on the way hold: each side waits for the other
+        assert await reader.readexactly(len(LARGE)) == LARGE
+        writer.close()
+        await eventually_async(lambda: not tunnels.num_open, 10)
 
 
-def test_what_is_no_tunnel_is_answered_by_the_application(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path / "far.sock") as (tunnels, endpoint):
-            reader, writer = await opened(endpoint, b"/other")
-            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 204")
-            writer.close()
-            tunnels.refusal = "not from there"
-            reader, writer = await opened(endpoint)
-            answer = await reader.read()
-            assert answer.startswith(b"HTTP/1.1 403") and b"not from there" in answer and not tunnels.num_open
-            writer.close()
-
-    asyncio.run(check())
-
-
-def test_a_far_side_that_is_not_there_is_a_503(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path / "far.sock") as (tunnels, endpoint):
-            tunnels.path = tmp_path / "nobody.sock"
-            reader, writer = await opened(endpoint)
-            assert (await reader.read()).startswith(b"HTTP/1.1 503")
-            writer.close()
-
-    asyncio.run(check())
-
-
-def test_an_endpoint_that_stops_closes_its_tunnels(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path / "far.sock") as (_, endpoint):
-            reader, writer = await opened(endpoint)
-            await reader.readuntil(b"\r\n\r\n")
-        assert await reader.read() == b""
+async def test_what_is_no_tunnel_is_answered_by_the_application(tmp_path: Path) -> None:
+    async with serving(tmp_path / "far.sock") as (tunnels, endpoint):
+        reader, writer = await opened(endpoint, b"/other")
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 204")
+        writer.close()
+        tunnels.refusal = "not from there"
+        reader, writer = await opened(endpoint)
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 403") and b"not from there" in answer and not tunnels.num_open
         writer.close()
 
-    asyncio.run(check())
+
+async def test_a_far_side_that_is_not_there_is_a_503(tmp_path: Path) -> None:
+    async with serving(tmp_path / "far.sock") as (tunnels, endpoint):
+        tunnels.path = tmp_path / "nobody.sock"
+        reader, writer = await opened(endpoint)
+        assert (await reader.read()).startswith(b"HTTP/1.1 503")
+        writer.close()
 
 
-def test_more_websockets_than_an_address_may_have_are_refused_at_the_handshake(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with serving(tmp_path / "far.sock", HttpLimits(max_websockets_per_peer=2)) as (tunnels, endpoint):
-            served = [await opened(endpoint) for _ in range(2)]
-            for reader, _ in served:
-                await reader.readuntil(b"\r\n\r\n")
-            reader, writer = await opened(endpoint)
-            assert (await reader.read()).startswith(b"HTTP/1.1 429") and tunnels.num_open == 2
-            for _, one in (*served, (reader, writer)):
-                one.close()
+async def test_an_endpoint_that_stops_closes_its_tunnels(tmp_path: Path) -> None:
+    async with serving(tmp_path / "far.sock") as (_, endpoint):
+        reader, writer = await opened(endpoint)
+        await reader.readuntil(b"\r\n\r\n")
+    assert await reader.read() == b""
+    writer.close()
 
-    asyncio.run(check())
+
+async def test_more_websockets_than_an_address_may_have_are_refused_at_the_handshake(tmp_path: Path) -> None:
+    async with serving(tmp_path / "far.sock", HttpLimits(max_websockets_per_peer=2)) as (tunnels, endpoint):
+        served = [await opened(endpoint) for _ in range(2)]
+        for reader, _ in served:
+            await reader.readuntil(b"\r\n\r\n")
+        reader, writer = await opened(endpoint)
+        assert (await reader.read()).startswith(b"HTTP/1.1 429") and tunnels.num_open == 2
+        for _, one in (*served, (reader, writer)):
+            one.close()

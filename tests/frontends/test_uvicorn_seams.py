@@ -74,18 +74,15 @@ def test_every_method_that_is_overridden_is_listed_here(protocol: type) -> None:
     assert overridden <= PROTOCOL_METHODS.keys()
 
 
-def test_the_protocol_its_requests_and_their_flow_have_their_fields() -> None:
-    async def check() -> None:
-        protocol = HttpToolsProtocol(config(), ServerState(), {}, asyncio.get_running_loop())
-        assert [name for name in PROTOCOL_FIELDS if not hasattr(protocol, name)] == []
-        flow = FlowControl(asyncio.Transport())
-        assert hasattr(flow, "read_paused")
-        options: dict[str, Any] = dict.fromkeys(parameters(RequestResponseCycle.__init__))
-        options |= {"flow": flow, "logger": logging.getLogger(), "message_event": asyncio.Event()}
-        cycle = RequestResponseCycle(**options)
-        assert [name for name in CYCLE_FIELDS if not hasattr(cycle, name)] == []
-
-    asyncio.run(check())
+async def test_the_protocol_its_requests_and_their_flow_have_their_fields() -> None:
+    protocol = HttpToolsProtocol(config(), ServerState(), {}, asyncio.get_running_loop())
+    assert [name for name in PROTOCOL_FIELDS if not hasattr(protocol, name)] == []
+    flow = FlowControl(asyncio.Transport())
+    assert hasattr(flow, "read_paused")
+    options: dict[str, Any] = dict.fromkeys(parameters(RequestResponseCycle.__init__))
+    options |= {"flow": flow, "logger": logging.getLogger(), "message_event": asyncio.Event()}
+    cycle = RequestResponseCycle(**options)
+    assert [name for name in CYCLE_FIELDS if not hasattr(cycle, name)] == []
 
 
 def test_a_server_that_was_not_started_by_uvicorn_can_be_shut_down_by_it() -> None:

@@ -177,6 +177,10 @@ class Client:
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         self.events.put((response, flags))
 
+    def cancel(self) -> None:
+        assert self.handle is not None
+        self.handle.cancel()
+
     def next(self) -> tuple[InferenceResponse | None, ResponseFlag]:
         return self.events.get(timeout=WAIT_S)
 

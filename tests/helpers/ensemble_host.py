@@ -170,6 +170,12 @@ def part(
     return repository.model(name, backend, config, versions, io)
 
 
+def parts(repository: Repository, *names: str) -> None:
+    """Composing models that do what their names say."""
+    for name in names:
+        part(repository, name, name)
+
+
 def step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str], version: int = -1) -> str:
     maps = [("input_map", inputs), ("output_map", outputs)]
     text = " ".join(

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import uvloop
 
@@ -102,6 +102,12 @@ class Running:
         self._thread.join(10)
         self._loop.close()
         assert self.host.stop(10), "the host still held requests"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def wait_for_connections(self, count: int, timeout_s: float = 10) -> None:
         """Until that many HTTP requests have begun."""

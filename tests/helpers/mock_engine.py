@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +103,31 @@ def run_counted(core: EngineCore, requests: Iterable[InferRequest] = ()) -> tupl
 
 def run_to_end(core: EngineCore, requests: Iterable[InferRequest] = ()) -> Outcomes:
     return run_counted(core, requests)[0]
+
+
+def random_life(
+    core: EngineCore,
+    draw: np.random.Generator,
+    requests: Sequence[InferRequest],
+    fail_launch: Callable[[], None] | None = None,
+) -> tuple[Outcomes, set[str]]:
+    """Adds requests, ends some of them and makes launches fail, all at random, until none is left; the core is checked
+    after every move. Returns the outcomes, and the ids of requests that were told to end."""
+    pending, outcomes, aborted = [*requests], Outcomes(), set[str]()
+    names = [request.request_id for request in requests]
+    while pending or core.has_work:
+        move = draw.random()
+        if move < 0.25 and pending:
+            core.add(pending.pop())
+        elif move < 0.30:
+            aborted.add(name := str(draw.choice(names)))
+            core.abort(name)
+        elif move < 0.33 and fail_launch is not None:
+            fail_launch()
+        elif core.has_work:
+            outcomes.add(core.step())
+        core.check()
+    return outcomes, aborted
 
 
 def ends_with_eos() -> InferRequest:

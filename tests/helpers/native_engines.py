@@ -7,7 +7,7 @@ import functools
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from _pytest.mark.structures import ParameterSet
 
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import KernelLibrary, NativeKernels
-from llmbackend.engine.kernels.operations import Rows, Type
+from llmbackend.engine.kernels.operations import Epilogue, Rows, Type
 
 Array = npt.NDArray[Any]
 
@@ -122,10 +122,23 @@ def numbers(x: Array, kind: Type) -> Array:
     return x if kind is Type.FLOAT32 else from_bf16(x)
 
 
-def bounded_swiglu(gate: Array, up: Array) -> Array:
-    """Of gpt-oss."""
-    gate = np.minimum(gate, 7)
-    return np.asarray(gate / (1 + np.exp(-1.702 * np.maximum(gate, -40))) * (np.clip(up, -7, 7) + 1))
+def gated(gate: Array, up: Array, epilogue: Epilogue) -> Array:
+    """What an epilogue makes of two products; the gate itself for one that does not multiply."""
+    if epilogue is Epilogue.SILU_MUL:
+        return np.asarray(gate / (1 + np.exp(-np.maximum(gate, -80))) * up)
+    if epilogue is Epilogue.SWIGLU_OAI:
+        gate = np.minimum(gate, 7)
+        return np.asarray(gate / (1 + np.exp(-1.702 * np.maximum(gate, -40))) * (np.clip(up, -7, 7) + 1))
+    if epilogue is Epilogue.GELU_MUL:
+        return np.asarray(0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up)
+    return np.asarray(gate)
+
+
+def check_margins(y: Array, before: Array, rows: int, columns: int) -> None:
+    """What is around the results is as it was, NaN."""
+    bits = np.uint32 if y.dtype.itemsize == 4 else np.uint16
+    assert np.array_equal(y[:, columns:].view(bits), before[:, columns:].view(bits)), "wrote past the columns"
+    assert np.array_equal(y[rows:].view(bits), before[rows:].view(bits)), "wrote past the rows"
 
 
 # --- laws of every linear layer: layer.x(rows) makes rows of 70, layer.run computes their 40 outputs ------------------
@@ -140,6 +153,26 @@ def check_bad_row(layer: Any, bad: float) -> None:
     assert np.isnan(result[4]).all()
     others = np.arange(15) != 4
     assert np.array_equal(result[others], good[others])
+
+
+def check_rows_in_batches(layer: Any, threads: int) -> None:
+    """A row is the same in every batch."""
+    x = layer.x(140, outliers=True)
+    whole = layer.run(x, threads)
+    for rows in (*range(1, 14), 24, 25, 33, 64, 97, 128):
+        assert np.array_equal(layer.run(x[:rows], threads), whole[:rows]), f"{rows} rows"
+    assert np.array_equal(np.concatenate([layer.run(x[row : row + 1]) for row in range(140)]), whole)
+
+
+def check_variants_agree(variants: Sequence[str], make: Callable[[NativeKernels], Any]) -> None:
+    """The layers of all variants with fused operations give the same bits."""
+    results = {}
+    for variant in (name for name in variants if name != "generic"):
+        layer = make(engine(variant))
+        results[variant] = np.concatenate([layer.run(layer.x(29)), layer.run(layer.x(29, outliers=True))])
+    first = next(iter(results.values()))
+    for variant, result in results.items():
+        assert np.array_equal(result, first), variant
 
 
 def check_sampled_rows(layer: Any) -> None:

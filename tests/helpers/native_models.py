@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.cpu.native_runner import NativeRunner
+from llmbackend.engine.cpu.operations import Role
+from llmbackend.engine.cpu.step_profile import profile_runner
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.messages import InferRequest, SamplingParams, TokenLogprobs
 from llmbackend.engine.model.module_runner import make_model_runner
@@ -64,6 +67,16 @@ def linear_names(modules: Any, *without: str) -> list[str]:
     """Last names of the plain linear layers but the head."""
     names = (name for name, module in modules.named_modules() if type(module) is torch.nn.Linear)
     return sorted({name.rpartition(".")[2] for name in names} - {"lm_head", *without})
+
+
+def profiled_roles(model: Path) -> list[set[Role]]:
+    """The roles of the rows in the profile of each step."""
+    config = EngineConfig(model=str(model), transport="inline", num_threads=1, num_kv_blocks=32, max_num_seqs=2)
+    runner = make_model_runner(config)
+    assert isinstance(runner, NativeRunner)
+    steps = profile_runner(runner, max_tokens=32, max_rows=2).steps
+    runner.close()
+    return [{each.role for each in step.roles} for step in steps]
 
 
 def check_same_tokens(

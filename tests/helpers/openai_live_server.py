@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -43,6 +44,16 @@ def serve_openai(
         app = access.wrap_http(app, CollectorRegistry())
     with serve_application(app, store if takes_over else None) as url:
         yield url
+
+
+@contextlib.contextmanager
+def openai_client(server: Any, **options: Any) -> Iterator[openai.OpenAI]:
+    """The `openai` client of a server that runs meanwhile. options: of `serve_openai`"""
+    with (
+        serve_openai(server, **options) as base,
+        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 @contextlib.contextmanager

@@ -29,6 +29,10 @@ class Answers:
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         self._items.put((response, flags))
 
+    def cancel(self) -> None:
+        assert self.handle is not None
+        self.handle.cancel()
+
     @property
     def is_answered(self) -> bool:
         return not self._items.empty()

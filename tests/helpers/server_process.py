@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -90,6 +90,16 @@ def stop_server(server: ServerProcess) -> int:
             server.process.wait()
         assert server.process.stdout is not None
         server.process.stdout.close()
+
+
+@contextmanager
+def running_server(*arguments: str, **options: Any) -> Iterator[ServerProcess]:
+    """As `start_server`; ends with exit code 0."""
+    server = start_server(*arguments, **options)
+    try:
+        yield server
+    finally:
+        assert stop_server(server) == 0
 
 
 def kill_server(server: ServerProcess) -> None:

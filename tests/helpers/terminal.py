@@ -12,12 +12,12 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[=>]|\][^\x07]*\x07)")
 TIMEOUT_S = 30.0
+_LINES = 40
 
 
 class Terminal:
@@ -27,15 +27,12 @@ class Terminal:
         self,
         *arguments: str,
         columns: int = 100,
-        lines: int = 40,
         cwd: Path | None = None,
         program: str = "llmbackend.cli",
-        variables: Mapping[str, str] | None = None,
     ) -> None:
         self._own, end = pty.openpty()
-        fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        environment = os.environ | {"TERM": "xterm", "COLUMNS": str(columns), "LINES": str(lines)}
-        environment |= variables or {}
+        fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", _LINES, columns, 0, 0))
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": str(columns), "LINES": str(_LINES)}
         command = ["setsid", "--ctty", sys.executable, "-m", program, *arguments]
         self.process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment, cwd=cwd)
         os.close(end)
@@ -57,6 +54,11 @@ class Terminal:
 
     def send(self, keys: str) -> None:
         os.write(self._own, keys.encode())
+
+    def answer_prompt(self, keys: str) -> None:
+        """Once the chat asks."""
+        self.wait_for(">>> ")
+        self.send(keys)
 
     def press_until(self, key: str, text: str) -> None:
         """`key`, again each second until `text` stands behind what earlier calls waited for: Python's input() with

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.helpers.echo_model import NAME, write_echo_model
-from tests.helpers.server_process import ServerProcess, start_server, stop_server
+from tests.helpers.server_process import ServerProcess, running_server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
@@ -37,11 +37,8 @@ class Seen:
 def echo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("repository")
     write_echo_model(repository)
-    server = start_server("--model-repository", str(repository))
-    try:
+    with running_server("--model-repository", str(repository)) as server:
         yield server
-    finally:
-        assert stop_server(server) == 0
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from tests.helpers.server_process import ServerProcess, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import ServerProcess, running_server, write_mock_model
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -66,13 +66,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     write_mock_model(root / "repository", mock_step_ms=10, max_num_seqs=64)
     (root / "keys").write_text(KEYS)
     (root / "keys").chmod(0o600)
-    server = start_server(
+    with running_server(
         f"--model-repository={root / 'repository'}", f"--api-key-file={root / 'keys'}", "--allow-fault-injection=true"
-    )
-    try:
+    ) as server:
         yield server
-    finally:
-        assert stop_server(server) == 0
 
 
 @contextmanager

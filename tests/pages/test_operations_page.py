@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.server_process import ServerProcess, kill_server, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import ServerProcess, kill_server, running_server, start_server, write_mock_model
 from tests.helpers.waiting import eventually
 
 pytest.importorskip("nicegui")
@@ -55,12 +55,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[ServerProcess]:
-    started = start_server(
+    with running_server(
         *(f"--model-repository={root / 'repository'}", f"--backend-directory={root / 'backends'}"),
         *("--model-control-mode=explicit", "--load-model=slow", f"--api-key-file={root / 'keys'}"),
-    )
-    yield started
-    assert stop_server(started) == 0
+    ) as started:
+        yield started
 
 
 @contextmanager

@@ -18,33 +18,30 @@ pytest.importorskip("nicegui")
 pytestmark = pytest.mark.slow
 
 
-def test_it_ends_a_while_after_the_last_connection_and_starts_again() -> None:
-    async def check() -> None:
-        pages = PageProcess(idle_timeout_s=0.2)
-        assert pages.pid is None
-        first = await pages.connect(Silent)
-        second = await pages.connect(Silent)
-        pid = pages.pid
-        assert pid is not None
-        first.close()
-        pages.left()
-        await asyncio.sleep(0.4)
-        assert pages.pid == pid, "one connection is left"
-        second.close()
-        pages.left()
-        await eventually_async(lambda: pages.pid is None and not psutil.pid_exists(pid), 20)
-        third = await pages.connect(Silent)
-        assert pages.pid not in (None, pid)
-        third.close()
-        pages.left()
-        folder = pages.api_path.parent
-        assert folder.stat().st_mode & 0o777 == 0o700
-        await pages.stop()
-        assert pages.pid is None and not folder.exists()
-        with pytest.raises(PagesUnavailableError, match="stopping"):
-            await pages.connect(Silent)
-
-    asyncio.run(check())
+async def test_it_ends_a_while_after_the_last_connection_and_starts_again() -> None:
+    pages = PageProcess(idle_timeout_s=0.2)
+    assert pages.pid is None
+    first = await pages.connect(Silent)
+    second = await pages.connect(Silent)
+    pid = pages.pid
+    assert pid is not None
+    first.close()
+    pages.left()
+    await asyncio.sleep(0.4)
+    assert pages.pid == pid, "one connection is left"
+    second.close()
+    pages.left()
+    await eventually_async(lambda: pages.pid is None and not psutil.pid_exists(pid), 20)
+    third = await pages.connect(Silent)
+    assert pages.pid not in (None, pid)
+    third.close()
+    pages.left()
+    folder = pages.api_path.parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    await pages.stop()
+    assert pages.pid is None and not folder.exists()
+    with pytest.raises(PagesUnavailableError, match="stopping"):
+        await pages.connect(Silent)
 
 
 FULL = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.server_process import ServerProcess, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import ServerProcess, running_server, start_server, stop_server, write_mock_model
 from tests.helpers.waiting import eventually
 
 pytest.importorskip("nicegui")
@@ -131,11 +131,8 @@ def test_the_process_ends_when_its_server_is_killed(tmp_path: Path) -> None:
 
 def test_pages_can_be_switched_off(tmp_path: Path) -> None:
     write_mock_model(tmp_path)
-    server = start_server("--model-repository", str(tmp_path), "--allow-pages=false")
-    try:
+    with running_server("--model-repository", str(tmp_path), "--allow-pages=false") as server:
         response, _ = get(server, "/chat", HTML)
         assert response.status == 404
         answer = upgrade(server, "/_nicegui_ws/socket.io/", websocket_headers(server.http, f"http://{server.http}"))
         assert answer.startswith("HTTP/1.1 404 ")
-    finally:
-        assert stop_server(server) == 0

@@ -48,72 +48,59 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
     assert host.stop(10)
 
 
-def test_a_frontend_of_another_release_is_refused_with_both(
+async def test_a_frontend_of_another_release_is_refused_with_both(
     host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None
 ) -> None:
-    async def run() -> None:
-        async with served(host, tmp_path, keys=keys, release="1.2.3") as endpoint:
-            server = RemoteServer([endpoint.endpoint], keys=keys, release="1.2.4", name="web 1")
-            with pytest.raises(TritonError) as caught:
-                await server.start(2)
-            server.close()
-            for part in ("frontend 'web 1'", "1.2.4", "1.2.3"):
-                assert part in caught.value.message
-            assert caught.value.code is ErrorCode.UNAVAILABLE
-
-    asyncio.run(run())
-
-
-def test_without_a_host_the_start_says_where_none_is(tmp_path: Path) -> None:
-    async def run() -> None:
-        server = RemoteServer([f"ipc://{tmp_path}/nobody"])
-        with pytest.raises(TritonError, match=f"no host answers at ipc://{tmp_path}/nobody"):
-            await server.start(0.2)
-        assert not server.is_ready() and not server.is_live()
+    async with served(host, tmp_path, keys=keys, release="1.2.3") as endpoint:
+        server = RemoteServer([endpoint.endpoint], keys=keys, release="1.2.4", name="web 1")
+        with pytest.raises(TritonError) as caught:
+            await server.start(2)
         server.close()
+        for part in ("frontend 'web 1'", "1.2.4", "1.2.3"):
+            assert part in caught.value.message
+        assert caught.value.code is ErrorCode.UNAVAILABLE
 
-    asyncio.run(run())
+
+async def test_without_a_host_the_start_says_where_none_is(tmp_path: Path) -> None:
+    server = RemoteServer([f"ipc://{tmp_path}/nobody"])
+    with pytest.raises(TritonError, match=f"no host answers at ipc://{tmp_path}/nobody"):
+        await server.start(0.2)
+    assert not server.is_ready() and not server.is_live()
+    server.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_requests_of_a_frontend_that_is_killed_or_hangs_are_cancelled(
+async def test_requests_of_a_frontend_that_is_killed_or_hangs_are_cancelled(
     host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None, how: signal.Signals
 ) -> None:
     id = f"{how.name} {keys is None}"
     timeout_s = 2.0 if how is signal.SIGSTOP else 1000.0
-
-    async def run() -> None:
-        async with served(host, tmp_path, keys=keys, heartbeat_timeout_s=timeout_s) as endpoint:
-            command = [sys.executable, "-m", "tests.remote.frontend_process", endpoint.endpoint, id]
-            command += [] if keys is None else [key.decode() for key in (keys.curve_public_key, keys.curve_secret_key)]
-            with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as frontend:
-                assert frontend.stdout is not None
-                said = await asyncio.to_thread(frontend.stdout.readline)
-                assert said == b"open []\n", "a frontend needs neither torch nor adapter nor engine"
-                await eventually_async(RECORD.began[id].is_set)
-                frontend.send_signal(how)
-                await eventually_async(RECORD.cancelled[id].is_set)
-                frontend.kill()
-
-    asyncio.run(run())
+    async with served(host, tmp_path, keys=keys, heartbeat_timeout_s=timeout_s) as endpoint:
+        command = [sys.executable, "-m", "tests.remote.frontend_process", endpoint.endpoint, id]
+        command += [] if keys is None else [key.decode() for key in (keys.curve_public_key, keys.curve_secret_key)]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as frontend:
+            assert frontend.stdout is not None
+            said = await asyncio.to_thread(frontend.stdout.readline)
+            assert said == b"open []\n", "a frontend needs neither torch nor adapter nor engine"
+            await eventually_async(RECORD.began[id].is_set)
+            frontend.send_signal(how)
+            await eventually_async(RECORD.cancelled[id].is_set)
+            frontend.kill()
 
 
-def test_a_host_that_says_nothing_more_is_left(
+async def test_a_host_that_says_nothing_more_is_left(
     host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None
 ) -> None:
-    async def run() -> None:
-        async with (
-            served(host, tmp_path, keys=keys) as endpoint,
-            relayed(endpoint.endpoint, tmp_path) as relay,
-            attached(relay.endpoint, keys=keys, heartbeat_timeout_s=2.0) as server,
-        ):
-            relay.cut()
-            await eventually_async(lambda: not server.is_ready())
-
-    asyncio.run(run())
+    async with (
+        served(host, tmp_path, keys=keys) as endpoint,
+        relayed(endpoint.endpoint, tmp_path) as relay,
+        attached(relay.endpoint, keys=keys, heartbeat_timeout_s=2.0) as server,
+    ):
+        relay.cut()
+        await eventually_async(lambda: not server.is_ready())
 
 
-def test_a_request_ends_whose_frontend_is_behind_and_others_go_on(
+async def test_a_request_ends_whose_frontend_is_behind_and_others_go_on(
     host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None
 ) -> None:
     got: dict[str, list[InferenceResponse]] = {"flood": [], "one": []}
@@ -131,22 +118,19 @@ def test_a_request_ends_whose_frontend_is_behind_and_others_go_on(
         request = InferenceRequest("llm", id=id_of(name), inputs=(Tensor.text("text_input", text),))
         server.infer_async(request, callback)
 
-    async def run() -> None:
-        async with (
-            served(host, tmp_path, keys=keys, max_unread_bytes=1 << 20) as endpoint,
-            attached(endpoint.endpoint, keys=keys) as server,
-        ):
-            submit(server, "flood", "n=4000 kib=64")
-            submit(server, "one", "n=1 kib=4096")
-            RECORD.began[id_of("flood")].wait(20)
-            RECORD.cancelled[id_of("flood")].wait(20)  # the loop of the frontend does not run
-            await eventually_async(lambda: is_over == {"flood", "one"})
-        last = got["flood"][-1].error
-        assert last is not None and last.code is ErrorCode.CANCELLED and "1048576 bytes" in last.message
-        assert len(got["flood"]) < 4000
-        assert [response.error for response in got["one"]] == [None]
-
-    asyncio.run(run())
+    async with (
+        served(host, tmp_path, keys=keys, max_unread_bytes=1 << 20) as endpoint,
+        attached(endpoint.endpoint, keys=keys) as server,
+    ):
+        submit(server, "flood", "n=4000 kib=64")
+        submit(server, "one", "n=1 kib=4096")
+        RECORD.began[id_of("flood")].wait(20)
+        RECORD.cancelled[id_of("flood")].wait(20)  # the loop of the frontend does not run
+        await eventually_async(lambda: is_over == {"flood", "one"})
+    last = got["flood"][-1].error
+    assert last is not None and last.code is ErrorCode.CANCELLED and "1048576 bytes" in last.message
+    assert len(got["flood"]) < 4000
+    assert [response.error for response in got["one"]] == [None]
 
 
 def test_large_requests_beyond_the_limit_are_refused_before_they_are_decoded(
@@ -191,22 +175,19 @@ def test_large_requests_beyond_the_limit_are_refused_before_they_are_decoded(
     assert [response.error for response in got["first"] + got["small"]] + answers == [None] * (2 + len(answers))
 
 
-def test_a_link_over_a_network_is_encrypted_and_carries_the_same(host: InferenceServer) -> None:
-    async def run() -> None:
-        endpoint = HostEndpoint(host, "tcp://127.0.0.1:0", keys=KEYS)
-        endpoint.start()
-        try:
-            async with attached(endpoint.endpoint, keys=KEYS) as server:
-                request = InferenceRequest("identity", inputs=(INPUT,))
-                assert shown(await answers(server, request)) == shown(await answers(host, request))
-            other = RemoteServer([endpoint.endpoint], keys=OTHER_KEYS)
-            with pytest.raises(TritonError, match="key"):
-                await other.start(2)
-            other.close()
-        finally:
-            await asyncio.to_thread(endpoint.close)
-
-    asyncio.run(run())
+async def test_a_link_over_a_network_is_encrypted_and_carries_the_same(host: InferenceServer) -> None:
+    endpoint = HostEndpoint(host, "tcp://127.0.0.1:0", keys=KEYS)
+    endpoint.start()
+    try:
+        async with attached(endpoint.endpoint, keys=KEYS) as server:
+            request = InferenceRequest("identity", inputs=(INPUT,))
+            assert shown(await answers(server, request)) == shown(await answers(host, request))
+        other = RemoteServer([endpoint.endpoint], keys=OTHER_KEYS)
+        with pytest.raises(TritonError, match="key"):
+            await other.start(2)
+        other.close()
+    finally:
+        await asyncio.to_thread(endpoint.close)
 
 
 def test_a_client_that_knows_the_public_key_alone_is_refused(host: InferenceServer) -> None:
@@ -246,15 +227,12 @@ def test_a_link_over_a_network_without_a_key_is_refused(host: InferenceServer) -
         HostEndpoint(host, "tcp://127.0.0.1:0")
 
 
-def test_a_host_tells_of_others(host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None) -> None:
-    async def run() -> None:
-        (tmp_path / "second").mkdir()
-        async with (
-            served(host, tmp_path, keys=keys) as first,
-            served(host, tmp_path / "second", keys=keys) as second,
-            attached(first.endpoint, keys=keys) as server,
-        ):
-            first.set_peers([HostPeer("second", second.endpoint)])
-            await eventually_async(lambda: len(server._attached_hosts()) == 2)
-
-    asyncio.run(run())
+async def test_a_host_tells_of_others(host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None) -> None:
+    (tmp_path / "second").mkdir()
+    async with (
+        served(host, tmp_path, keys=keys) as first,
+        served(host, tmp_path / "second", keys=keys) as second,
+        attached(first.endpoint, keys=keys) as server,
+    ):
+        first.set_peers([HostPeer("second", second.endpoint)])
+        await eventually_async(lambda: len(server._attached_hosts()) == 2)

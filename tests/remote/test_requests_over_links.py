@@ -74,38 +74,29 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_answers_are_those_of_the_host_in_one_process(host: InferenceServer, tmp_path: Path, kind: str) -> None:
-    async def compare() -> None:
-        async with served(host, tmp_path) as endpoint, attached(endpoint.endpoint) as remote:
-            assert shown(await answers(remote, REQUESTS[kind])) == shown(await answers(host, REQUESTS[kind]))
-
-    asyncio.run(compare())
+async def test_answers_are_those_of_the_host_in_one_process(host: InferenceServer, tmp_path: Path, kind: str) -> None:
+    async with served(host, tmp_path) as endpoint, attached(endpoint.endpoint) as remote:
+        assert shown(await answers(remote, REQUESTS[kind])) == shown(await answers(host, REQUESTS[kind]))
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_refusals_are_those_of_the_host_in_one_process(host: InferenceServer, tmp_path: Path, kind: str) -> None:
+async def test_refusals_are_those_of_the_host_in_one_process(host: InferenceServer, tmp_path: Path, kind: str) -> None:
     async def refusal(server: Any) -> tuple[Any, ...]:
         with pytest.raises(TritonError) as caught:
             await answers(server, REFUSED[kind])
         return caught.value.code, caught.value.message, caught.value.param
 
-    async def compare() -> None:
-        async with served(host, tmp_path) as endpoint, attached(endpoint.endpoint) as remote:
-            assert await refusal(remote) == await refusal(host)
-
-    asyncio.run(compare())
+    async with served(host, tmp_path) as endpoint, attached(endpoint.endpoint) as remote:
+        assert await refusal(remote) == await refusal(host)
 
 
-def test_a_number_that_no_message_holds_is_refused(host: InferenceServer, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(host, tmp_path) as endpoint, attached(endpoint.endpoint) as remote:
-            with pytest.raises(TritonError, match="beyond 64 bits"):
-                await answers(remote, InferenceRequest("multi", parameters={"count": 2**70}))
-
-    asyncio.run(run())
+async def test_a_number_that_no_message_holds_is_refused(host: InferenceServer, tmp_path: Path) -> None:
+    async with served(host, tmp_path) as endpoint, attached(endpoint.endpoint) as remote:
+        with pytest.raises(TritonError, match="beyond 64 bits"):
+            await answers(remote, InferenceRequest("multi", parameters={"count": 2**70}))
 
 
-def test_models_are_described_as_by_the_host(host: InferenceServer, tmp_path: Path) -> None:
+async def test_models_are_described_as_by_the_host(host: InferenceServer, tmp_path: Path) -> None:
     def described(server: Any, name: str) -> list[Any]:
         found: list[Any] = [server.model_is_ready(name)]
         for ask in (server.model_metadata, server.model_description, server.model_parameters, server.is_decoupled):
@@ -116,36 +107,30 @@ def test_models_are_described_as_by_the_host(host: InferenceServer, tmp_path: Pa
                     found.append((error.code, error.message))
         return found
 
-    async def compare() -> None:
-        async with served(host, tmp_path) as endpoint, attached(endpoint.endpoint) as remote:
-            for name in ("multi", "llm", "spare", "nope"):
-                assert described(remote, name) == described(host, name)
-            assert remote.repository_index() == host.repository_index()
-            assert remote.server_metadata() == host.server_metadata()
-            assert (remote.is_live(), remote.is_ready(), remote.is_exiting) == (True, True, False)
-
-    asyncio.run(compare())
+    async with served(host, tmp_path) as endpoint, attached(endpoint.endpoint) as remote:
+        for name in ("multi", "llm", "spare", "nope"):
+            assert described(remote, name) == described(host, name)
+        assert remote.repository_index() == host.repository_index()
+        assert remote.server_metadata() == host.server_metadata()
+        assert (remote.is_live(), remote.is_ready(), remote.is_exiting) == (True, True, False)
 
 
-def test_an_announced_load_is_known_to_every_frontend(host: InferenceServer, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with (
-            served(host, tmp_path) as endpoint,
-            attached(endpoint.endpoint) as first,
-            attached(endpoint.endpoint) as second,
-        ):
-            await asyncio.to_thread(host.load_model, "spare")
-            assert await asyncio.to_thread(endpoint.announce, 30.0)
-            assert first.model_is_ready("spare") and second.model_is_ready("spare")
-            await asyncio.to_thread(host.unload_model, "spare")
-            assert await asyncio.to_thread(endpoint.announce, 30.0)
-            assert not first.model_is_ready("spare") and not second.model_is_ready("spare")
-
-    asyncio.run(run())
+async def test_an_announced_load_is_known_to_every_frontend(host: InferenceServer, tmp_path: Path) -> None:
+    async with (
+        served(host, tmp_path) as endpoint,
+        attached(endpoint.endpoint) as first,
+        attached(endpoint.endpoint) as second,
+    ):
+        await asyncio.to_thread(host.load_model, "spare")
+        assert await asyncio.to_thread(endpoint.announce, 30.0)
+        assert first.model_is_ready("spare") and second.model_is_ready("spare")
+        await asyncio.to_thread(host.unload_model, "spare")
+        assert await asyncio.to_thread(endpoint.announce, 30.0)
+        assert not first.model_is_ready("spare") and not second.model_is_ready("spare")
 
 
 @pytest.mark.parametrize("how", ["cancel", "close of the frontend"])
-def test_requests_are_cancelled(host: InferenceServer, tmp_path: Path, how: str) -> None:
+async def test_requests_are_cancelled(host: InferenceServer, tmp_path: Path, how: str) -> None:
     async def begin(remote: RemoteServer, gate: InferenceGate) -> Any:
         inference = await gate.send(
             InferenceRequest("llm", id=how, inputs=(Tensor.text("text_input", "n=9 sleep=9000"),))
@@ -153,15 +138,12 @@ def test_requests_are_cancelled(host: InferenceServer, tmp_path: Path, how: str)
         await eventually_async(RECORD.began[how].is_set)
         return inference
 
-    async def run() -> None:
-        async with served(host, tmp_path) as endpoint:
-            async with attached(endpoint.endpoint) as remote:
-                gate = InferenceGate(remote)
-                inference = await begin(remote, gate)
-                if how == "cancel":
-                    inference.close()
-                    await eventually_async(RECORD.cancelled[how].is_set)
-                gate.close()
-            await eventually_async(RECORD.cancelled[how].is_set)
-
-    asyncio.run(run())
+    async with served(host, tmp_path) as endpoint:
+        async with attached(endpoint.endpoint) as remote:
+            gate = InferenceGate(remote)
+            inference = await begin(remote, gate)
+            if how == "cancel":
+                inference.close()
+                await eventually_async(RECORD.cancelled[how].is_set)
+            gate.close()
+        await eventually_async(RECORD.cancelled[how].is_set)

@@ -32,14 +32,7 @@ from .requests import BlsRequests, PackResponse, Responder, bls_request, check_b
 from .stub.packets import Message
 from .stub.pb_request import PackedTenant
 from .stub_process import StubProcess
-from .wire_messages import (
-    execute_error,
-    not_healthy,
-    pack_error,
-    pack_response,
-    unpack_response,
-    unpack_tenant,
-)
+from .wire_messages import execute_error, not_healthy, pack_error, pack_response, unpack_response, unpack_tenant
 
 TIMEOUT_S = 5.0
 FRESH_S = 0.1

@@ -18,9 +18,7 @@ import numpy as np
 import torch
 
 from llmbackend.backends.array_backend import LLMBACKEND_API_VERSION as LLMBACKEND_API_VERSION
-from llmbackend.backends.array_backend import (
-    LLMBACKEND_ModelInstanceMemoryUsage as LLMBACKEND_ModelInstanceMemoryUsage,
-)
+from llmbackend.backends.array_backend import LLMBACKEND_ModelInstanceMemoryUsage as LLMBACKEND_ModelInstanceMemoryUsage
 from llmbackend.backends.array_backend import TRITONBACKEND_Initialize as TRITONBACKEND_Initialize
 from llmbackend.backends.array_backend import TRITONBACKEND_ModelFinalize as TRITONBACKEND_ModelFinalize
 from llmbackend.backends.array_backend import TRITONBACKEND_ModelInstanceExecute as TRITONBACKEND_ModelInstanceExecute

@@ -30,9 +30,7 @@ class AccessFlags:
 
     PANEL: ClassVar = "Keys, TLS, restrictions"
 
-    api_key: Annotated[
-        list[str] | None, typer.Option("--api-key", help="API key that clients may use; repeatable.")
-    ] = None
+    api_key: Annotated[list[str] | None, typer.Option(help="API key that clients may use; repeatable.")] = None
     api_key_file: Annotated[
         Path | None,
         typer.Option(help="File of name:key [role=operator] [rpm=N] [tpm=N] [concurrency=N] lines; reread on changes."),
@@ -42,15 +40,12 @@ class AccessFlags:
     api_key_max_concurrent_requests: Annotated[
         int, typer.Option(min=0, help="Concurrent inferences per key; 0 = a fair share.")
     ] = 0
-    share_caches_between_api_keys: Annotated[
-        Any, switch("--share-caches-between-api-keys", "Share cached prefixes and responses between keys.")
-    ] = False
-    http_restricted_api: Annotated[
-        list[str] | None, typer.Option("--http-restricted-api", help="<api>,<api>:<header>=<value>; repeatable.")
-    ] = None
+    share_caches_between_api_keys: Annotated[Any, switch("Share cached prefixes and responses between keys.")] = False
+    http_restricted_api: Annotated[list[str] | None, typer.Option(help="<api>,<api>:<header>=<value>; repeatable.")] = (
+        None
+    )
     grpc_restricted_protocol: Annotated[
-        list[str] | None,
-        typer.Option("--grpc-restricted-protocol", help="<protocol>,<protocol>:<key>=<value>; repeatable."),
+        list[str] | None, typer.Option(help="<protocol>,<protocol>:<key>=<value>; repeatable.")
     ] = None
     ssl_certfile: Annotated[Path | None, typer.Option(help="HTTP: certificate (PEM); turns TLS on.")] = None
     ssl_keyfile: Annotated[Path | None, typer.Option(help="HTTP: private key of the certificate (PEM).")] = None
@@ -59,8 +54,8 @@ class AccessFlags:
         int,
         typer.Option(min=0, max=2, help="HTTP: client certificates: 0 = not requested, 1 = optional, 2 = required."),
     ] = 0
-    grpc_use_ssl: Annotated[Any, switch("--grpc-use-ssl", "gRPC: TLS.")] = False
-    grpc_use_ssl_mutual: Annotated[Any, switch("--grpc-use-ssl-mutual", "gRPC: TLS with client certificates.")] = False
+    grpc_use_ssl: Annotated[Any, switch("gRPC: TLS.")] = False
+    grpc_use_ssl_mutual: Annotated[Any, switch("gRPC: TLS with client certificates.")] = False
     grpc_server_cert: Annotated[Path | None, typer.Option(help="gRPC: certificate (PEM).")] = None
     grpc_server_key: Annotated[Path | None, typer.Option(help="gRPC: private key of the certificate (PEM).")] = None
     grpc_root_cert: Annotated[Path | None, typer.Option(help="gRPC: CA of client certificates.")] = None
@@ -68,9 +63,7 @@ class AccessFlags:
     enable_log_requests: Annotated[
         bool, typer.Option("--enable-log-requests/--no-enable-log-requests", help="Same as --log-requests true.")
     ] = False
-    log_requests: Annotated[
-        Any, switch("--log-requests", "Log each request's method, path, status, key name and duration.")
-    ] = False
+    log_requests: Annotated[Any, switch("Log each request's method, path, status, key name and duration.")] = False
 
     def settings(self) -> AccessSettings:
         # Engines and models must not see the keys. As in vLLM, a flag takes precedence over VLLM_API_KEY.
@@ -149,10 +142,7 @@ class LimitFlags:
     ] = _HTTP.max_connections_per_peer
     trusted_proxies: Annotated[
         list[str] | None,
-        typer.Option(
-            "--trusted-proxies",
-            help="Addresses and networks that --http-max-connections-per-peer does not limit; repeatable.",
-        ),
+        typer.Option(help="Addresses and networks that --http-max-connections-per-peer does not limit; repeatable."),
     ] = None
     http_max_header_bytes: Annotated[
         int,

@@ -39,10 +39,10 @@ def _port(help_text: str) -> Any:
 class HttpFlags:
     PANEL: ClassVar = "HTTP"
 
-    allow_http: Annotated[Any, switch("--allow-http", "Serve HTTP: KServe v2, generate, OpenAI.")] = True
+    allow_http: Annotated[Any, switch("Serve HTTP: KServe v2, generate, OpenAI.")] = True
     http_address: Annotated[str, typer.Option(help="HTTP address.")] = "0.0.0.0"
     http_port: Annotated[int, _port("HTTP port")] = 8000
-    reuse_http_port: Annotated[Any, switch("--reuse-http-port", _REUSE)] = False
+    reuse_http_port: Annotated[Any, switch(_REUSE)] = False
     http_max_input_size: Annotated[int, typer.Option(min=1, help="Maximum request body, bytes.")] = 64 << 20
     openai_max_input_size: Annotated[int, typer.Option(min=1, help="Maximum request body for /v1, bytes.")] = 4 << 20
 
@@ -54,7 +54,7 @@ class HttpFlags:
 class GrpcFlags:
     PANEL: ClassVar = "gRPC"
 
-    allow_grpc: Annotated[Any, switch("--allow-grpc", "Serve gRPC.")] = True
+    allow_grpc: Annotated[Any, switch("Serve gRPC.")] = True
     grpc_address: Annotated[str, typer.Option(help="gRPC address.")] = "0.0.0.0"
     grpc_port: Annotated[int, _port("gRPC port")] = 8001
 
@@ -66,7 +66,7 @@ class GrpcFlags:
 class MetricsFlags:
     PANEL: ClassVar = "Metrics"
 
-    allow_metrics: Annotated[Any, switch("--allow-metrics", "Serve Prometheus metrics.")] = True
+    allow_metrics: Annotated[Any, switch("Serve Prometheus metrics.")] = True
     metrics_address: Annotated[str, typer.Option(help="Metrics address; default: the HTTP address.")] = ""
     metrics_port: Annotated[int, _port("Metrics port")] = 8002
 
@@ -82,7 +82,7 @@ class SharedMemoryFlags:
     PANEL: ClassVar = "Shared memory"
 
     allow_client_shm: Annotated[
-        Any, switch("--allow-client-shm", "Let clients register shared memory; default: if only loopback is served.")
+        Any, switch("Let clients register shared memory; default: if only loopback is served.")
     ] = None
 
     def allowed(self, *endpoints: Endpoint) -> bool:
@@ -105,10 +105,8 @@ class ProtocolFlags:
     grpc_infer_response_compression_level: Annotated[
         str, typer.Option(help="Compression of inference responses: none, low, medium or high.")
     ] = "none"
-    allow_fault_injection: Annotated[
-        Any, switch("--allow-fault-injection", "Let operators kill engines over HTTP (docs/operations.md).")
-    ] = False
-    reuse_grpc_port: Annotated[Any, switch("--reuse-grpc-port", "Let several servers listen on one gRPC port.")] = False
+    allow_fault_injection: Annotated[Any, switch("Let operators kill engines over HTTP (docs/operations.md).")] = False
+    reuse_grpc_port: Annotated[Any, switch("Let several servers listen on one gRPC port.")] = False
     lora_separator: Annotated[
         str, typer.Option(help="Separator of model and LoRA adapter in OpenAI requests, such as _lora_.")
     ] = ""
@@ -167,8 +165,8 @@ def _forward(protocol: str, pattern: str) -> HeaderForward:
         ) from None
 
 
-def _list(name: str, help_text: str) -> Any:
-    return typer.Option(f"--{name}", metavar="JSON", help=help_text)
+def _list(help_text: str) -> Any:
+    return typer.Option(metavar="JSON", help=help_text)
 
 
 @dataclass(frozen=True)
@@ -176,16 +174,14 @@ class CorsFlags:
     PANEL: ClassVar = "Cross-origin requests (CORS)"
 
     allowed_origins: Annotated[
-        str, _list("allowed-origins", """Pages that may use the server: '["https://a.example"]', or '["*"]' for all.""")
+        str, _list("""Pages that may use the server: '["https://a.example"]', or '["*"]' for all.""")
     ] = "[]"
     allowed_hosts: Annotated[
-        str, _list("allowed-hosts", """Host names of this server for browsers: '["a.example"]' (docs/security.md).""")
+        str, _list("""Host names of this server for browsers: '["a.example"]' (docs/security.md).""")
     ] = "[]"
-    allow_credentials: Annotated[bool, typer.Option("--allow-credentials", help="Let browsers send credentials.")] = (
-        False
-    )
-    allowed_methods: Annotated[str, _list("allowed-methods", "HTTP methods that pages may use.")] = '["*"]'
-    allowed_headers: Annotated[str, _list("allowed-headers", "Request headers that pages may send.")] = '["*"]'
+    allow_credentials: Annotated[bool, typer.Option(help="Let browsers send credentials.")] = False
+    allowed_methods: Annotated[str, _list("HTTP methods that pages may use.")] = '["*"]'
+    allowed_headers: Annotated[str, _list("Request headers that pages may send.")] = '["*"]'
 
     def options(self) -> CorsOptions:
         return CorsOptions(
@@ -216,12 +212,8 @@ def _strings(flag: str, text: str) -> tuple[str, ...]:
 class PageFlags:
     PANEL: ClassVar = "Web pages"
 
-    allow_pages: Annotated[
-        Any, switch("--allow-pages", "Serve the web pages (chat, engine, operations); default: if installed.")
-    ] = None
-    pages_host: Annotated[
-        list[str] | None, typer.Option("--pages-host", help="Like --allowed-hosts, for one name; repeatable.")
-    ] = None
+    allow_pages: Annotated[Any, switch("Serve the web pages (chat, engine, operations); default: if installed.")] = None
+    pages_host: Annotated[list[str] | None, typer.Option(help="Like --allowed-hosts, for one name; repeatable.")] = None
 
     def settings(self) -> PageSettings:
         is_installed = pages_are_installed()

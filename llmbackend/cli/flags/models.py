@@ -59,7 +59,7 @@ class ModelFlags:
         ),
     ] = None
     demo: Annotated[
-        bool, typer.Option("--demo", help="Serve the bundled model demo (default without a model or repository).")
+        bool, typer.Option(help="Serve the bundled model demo (default without a model or repository).")
     ] = False
     model_control_mode: Annotated[
         str, typer.Option(help="none, poll or explicit.", autocompletion=one_of("none", "poll", "explicit"))
@@ -68,26 +68,23 @@ class ModelFlags:
         15.0
     )
     load_model: Annotated[
-        list[str] | None,
-        typer.Option("--load-model", help="Model to load at start in explicit mode, or *; repeatable."),
+        list[str] | None, typer.Option(help="Model to load at start in explicit mode, or *; repeatable.")
     ] = None
     model_load_thread_count: Annotated[int, typer.Option(min=1, help="Models loaded concurrently.")] = 4
     model_load_retry_count: Annotated[int, typer.Option(min=0, help="Retries of a failed load.")] = 0
-    model_namespacing: Annotated[
-        Any, switch("--model-namespacing", "Allow the same model name in several repositories.")
-    ] = False
+    model_namespacing: Annotated[Any, switch("Allow the same model name in several repositories.")] = False
     model_config_name: Annotated[
         str | None, typer.Option(help="Use configs/<name>.pbtxt instead of config.pbtxt if a model has it.")
     ] = None
-    disable_auto_complete_config: Annotated[
-        bool, typer.Option("--disable-auto-complete-config", help="Do not let backends complete config.pbtxt.")
-    ] = False
+    disable_auto_complete_config: Annotated[bool, typer.Option(help="Do not let backends complete config.pbtxt.")] = (
+        False
+    )
     strict_model_config: Annotated[
         Any, typer.Option("--strict-model-config", parser=boolean, metavar="BOOL", help="Deprecated.", hidden=True)
     ] = None
     backend_directory: Annotated[Path | None, typer.Option(help="Directory with one subdirectory per backend.")] = None
     backend_config: Annotated[
-        list[str] | None, typer.Option("--backend-config", help="<backend>,<key>=<value> or <key>=<value>; repeatable.")
+        list[str] | None, typer.Option(help="<backend>,<key>=<value> or <key>=<value>; repeatable.")
     ] = None
     min_supported_compute_capability: Annotated[
         float, typer.Option(help="Passed to backends as min-compute-capability.")
@@ -160,8 +157,8 @@ class ServerFlags:
             help="Number of processes for client connections; 1 = the server process itself.",
         ),
     ] = 1
-    exit_on_error: Annotated[Any, switch("--exit-on-error", "Exit when a startup model fails.")] = True
-    strict_readiness: Annotated[Any, switch("--strict-readiness", "Ready only if all models are.")] = True
+    exit_on_error: Annotated[Any, switch("Exit when a startup model fails.")] = True
+    strict_readiness: Annotated[Any, switch("Ready only if all models are.")] = True
 
 
 @dataclass(frozen=True)
@@ -171,8 +168,7 @@ class SchedulingFlags:
     cache_config: Annotated[
         list[str] | None,
         typer.Option(
-            "--cache-config",
-            help="<cache>,<key>=<value>[,<key>=<value>…]: local,size=BYTES or redis,host=HOST,port=PORT; repeatable.",
+            help="<cache>,<key>=<value>[,<key>=<value>…]: local,size=BYTES or redis,host=HOST,port=PORT; repeatable."
         ),
     ] = None
     cache_directory: Annotated[
@@ -184,15 +180,11 @@ class SchedulingFlags:
     rate_limit: Annotated[
         str, typer.Option(help="off, or execution_count: instances wait for resources by priority.")
     ] = "off"
-    rate_limit_resource: Annotated[
-        list[str] | None,
-        typer.Option("--rate-limit-resource", help="<name>:<count>[:<device>]; repeatable."),
-    ] = None
+    rate_limit_resource: Annotated[list[str] | None, typer.Option(help="<name>:<count>[:<device>]; repeatable.")] = None
     host_policy: Annotated[
         list[str] | None,
         typer.Option(
-            "--host-policy",
-            help="<policy>,numa-node=<node> or <policy>,cpu-cores=<lower>-<upper>, for instances; repeatable.",
+            help="<policy>,numa-node=<node> or <policy>,cpu-cores=<lower>-<upper>, for instances; repeatable."
         ),
     ] = None
 

@@ -35,9 +35,9 @@ class LogFlags:
             autocompletion=one_of(*_LOG_LEVELS),
         ),
     ] = ""
-    log_info: Annotated[Any, switch("--log-info", "Log information.")] = True
-    log_warning: Annotated[Any, switch("--log-warning", "Log warnings.")] = True
-    log_error: Annotated[Any, switch("--log-error", "Log errors.")] = True
+    log_info: Annotated[Any, switch("Log information.")] = True
+    log_warning: Annotated[Any, switch("Log warnings.")] = True
+    log_error: Annotated[Any, switch("Log errors.")] = True
     log_format: Annotated[str, typer.Option(help="default or ISO8601.", autocompletion=one_of(*LOG_FORMATS))] = (
         "default"
     )
@@ -67,13 +67,12 @@ class MetricsConfigFlags:
     metrics_config: Annotated[
         list[str] | None,
         typer.Option(
-            "--metrics-config",
             help="counter_latencies=BOOL, histogram_latencies=BOOL, summary_latencies=BOOL or "
-            "summary_quantiles=Q:ERROR,Q:ERROR; repeatable.",
+            "summary_quantiles=Q:ERROR,Q:ERROR; repeatable."
         ),
     ] = None
     metrics_interval_ms: Annotated[int, typer.Option(min=1, help="Interval of machine metrics, ms.")] = 2000
-    allow_cpu_metrics: Annotated[Any, switch("--allow-cpu-metrics", "Metrics of the machine's CPU and memory.")] = True
+    allow_cpu_metrics: Annotated[Any, switch("Metrics of the machine's CPU and memory.")] = True
 
     def options(self) -> MetricsOptions:
         options = MetricsOptions(interval_ms=self.metrics_interval_ms, cpu_metrics=self.allow_cpu_metrics)
@@ -98,8 +97,8 @@ _BATCHING: Final = {"bsp_max_queue_size": 2048, "bsp_schedule_delay": 5000, "bsp
 """Each value can also come from the environment, as OTEL_BSP_…"""
 
 
-def _deprecated(name: str, instead: str) -> Any:
-    return typer.Option(name, help=f"Deprecated: use --trace-config {instead}.")
+def _deprecated(instead: str) -> Any:
+    return typer.Option(help=f"Deprecated: use --trace-config {instead}.")
 
 
 @dataclass(frozen=True)
@@ -108,16 +107,13 @@ class TraceFlags:
 
     trace_config: Annotated[
         list[str] | None,
-        typer.Option(
-            "--trace-config",
-            help="<setting>=<value> (level, rate, count, mode) or <mode>,<setting>=<value>; repeatable.",
-        ),
+        typer.Option(help="<setting>=<value> (level, rate, count, mode) or <mode>,<setting>=<value>; repeatable."),
     ] = None
-    trace_file: Annotated[str | None, _deprecated("--trace-file", "triton,file=")] = None
-    trace_level: Annotated[list[str] | None, _deprecated("--trace-level", "level=")] = None
-    trace_rate: Annotated[int | None, _deprecated("--trace-rate", "rate=")] = None
-    trace_count: Annotated[int | None, _deprecated("--trace-count", "count=")] = None
-    trace_log_frequency: Annotated[int | None, _deprecated("--trace-log-frequency", "triton,log-frequency=")] = None
+    trace_file: Annotated[str | None, _deprecated("triton,file=")] = None
+    trace_level: Annotated[list[str] | None, _deprecated("level=")] = None
+    trace_rate: Annotated[int | None, _deprecated("rate=")] = None
+    trace_count: Annotated[int | None, _deprecated("count=")] = None
+    trace_log_frequency: Annotated[int | None, _deprecated("triton,log-frequency=")] = None
     otlp_traces_endpoint: Annotated[
         str, typer.Option(help="URL to which each request's OpenTelemetry trace is sent; replaces --trace-config.")
     ] = ""

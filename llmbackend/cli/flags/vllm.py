@@ -42,33 +42,26 @@ class VllmServerFlags:
     ] = None
     uds: Annotated[Path | None, typer.Option(help="Path of a Unix socket on which to serve HTTP instead.")] = None
     root_path: Annotated[str, typer.Option(help="Path prefix under which a proxy serves this server; for /docs.")] = ""
-    disable_fastapi_docs: Annotated[
-        bool, typer.Option("--disable-fastapi-docs", help="Serve neither /openapi.json nor /docs.")
-    ] = False
+    disable_fastapi_docs: Annotated[bool, typer.Option(help="Serve neither /openapi.json nor /docs.")] = False
     enable_request_id_headers: Annotated[
-        bool,
-        typer.Option("--enable-request-id-headers", help="Add X-Request-Id to responses: the client's, or a new one."),
+        bool, typer.Option(help="Add X-Request-Id to responses: the client's, or a new one.")
     ] = False
-    enable_tokenizer_info_endpoint: Annotated[
-        bool, typer.Option("--enable-tokenizer-info-endpoint", help="Serve GET /tokenizer_info.")
-    ] = False
+    enable_tokenizer_info_endpoint: Annotated[bool, typer.Option(help="Serve GET /tokenizer_info.")] = False
     middleware: Annotated[
         list[str] | None,
         typer.Option(help="Import path of an ASGI middleware, a class or a coroutine function; repeatable."),
     ] = None
     return_tokens_as_token_ids: Annotated[
-        bool, typer.Option("--return-tokens-as-token-ids", help="Identify tokens in log probabilities as token_id:7.")
+        bool, typer.Option(help="Identify tokens in log probabilities as token_id:7.")
     ] = False
     enable_force_include_usage: Annotated[
-        bool,
-        typer.Option("--enable-force-include-usage", help="Every chunk of a /v1 stream has the usage so far."),
+        bool, typer.Option(help="Every chunk of a /v1 stream has the usage so far.")
     ] = False
     stream_interval: Annotated[
         int, typer.Option(min=1, help="Tokens of a choice per chunk of a stream, unless the request says otherwise.")
     ] = 1
     enable_per_request_metrics: Annotated[
-        bool,
-        typer.Option("--enable-per-request-metrics", help="Add timings (`metrics`) to /v1 responses with one choice."),
+        bool, typer.Option(help="Add timings (`metrics`) to /v1 responses with one choice.")
     ] = False
     sse_keep_alive_interval: Annotated[
         float, typer.Option(min=0, help="Seconds of silence after which a /v1 stream sends a comment; 0 = never.")
@@ -84,7 +77,7 @@ class VllmServerFlags:
     ] = None
     hf_token: Annotated[str, typer.Option(help="Token for the hub; default: HF_TOKEN.")] = ""
     offline: Annotated[
-        bool, typer.Option("--offline", help="Download nothing; fail if files are missing. Also HF_HUB_OFFLINE=1.")
+        bool, typer.Option(help="Download nothing; fail if files are missing. Also HF_HUB_OFFLINE=1.")
     ] = False
 
     def endpoints(

@@ -30,7 +30,6 @@ except ImportError as error:
     ) from None
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
 CLOSE_TIMEOUT_S = 5.0
@@ -47,7 +46,7 @@ _LIMITS: Final = SpanLimits(max_events=2 * MAX_REPORTS)
 
 
 class OpenTelemetrySink:
-    """A TraceSink. exporter: replaces the one that sends to `options.url`.
+    """A TraceSink.
 
     Spans: `InferRequest` > one per model > `compute`, all of kind server with attributes `triton.*`; the backend's own
     spans are siblings of `compute` and of kind internal. A client's `traceparent` is the parent of the first. The
@@ -56,10 +55,10 @@ class OpenTelemetrySink:
 
     takes_spans = True
 
-    def __init__(self, options: OpenTelemetryOptions, exporter: SpanExporter | None = None) -> None:
+    def __init__(self, options: OpenTelemetryOptions) -> None:
         resource = Resource.create({"service.name": SERVICE_NAME} | dict(options.resource))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False, span_limits=_LIMITS)
-        self._exporter = exporter or OTLPSpanExporter(endpoint=_with_scheme(options.url) or None)
+        self._exporter = OTLPSpanExporter(endpoint=_with_scheme(options.url) or None)
         self._provider.add_span_processor(
             BatchSpanProcessor(
                 self._exporter,

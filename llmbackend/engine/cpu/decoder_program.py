@@ -18,18 +18,7 @@ import numpy.typing as npt
 
 from ..kernels.expert_layout import GATES, ExpertMatrix, experts_op, gated_experts_op
 from ..kernels.library import PANEL, NativeKernels, op_pointers
-from ..kernels.operations import (
-    Activation,
-    EmbedOp,
-    Epilogue,
-    Kind,
-    LinearOp,
-    LoraOp,
-    NormOp,
-    Rows,
-    Step,
-    Type,
-)
+from ..kernels.operations import Activation, EmbedOp, Epilogue, Kind, LinearOp, LoraOp, NormOp, Rows, Step, Type
 from ..step import FlatStep, Int32Array
 from .attention_operations import attention_gate, attention_op, rotary_op
 from .buffers import Buffer

@@ -18,13 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ..attention import own_attention
-from ..attention.interface import (
-    PAGED_ATTENTION,
-    AttentionOptions,
-    LayerShape,
-    active_context,
-    noted_mask_windows,
-)
+from ..attention.interface import PAGED_ATTENTION, AttentionOptions, LayerShape, active_context, noted_mask_windows
 from ..attention.reference import grouped_attention
 from ..errors import ProgramUnsupportedError
 from .rotary import max_model_len

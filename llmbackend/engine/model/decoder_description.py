@@ -34,13 +34,7 @@ from .projections import (
     projection_of,
     qkv_of,
 )
-from .recognition import (
-    NORMS_BY_PLACE,
-    NORMS_OF_PARALLEL,
-    embedding_factor_of,
-    finish_of,
-    norm_of,
-)
+from .recognition import NORMS_BY_PLACE, NORMS_OF_PARALLEL, embedding_factor_of, finish_of, norm_of
 from .rotation import GATES, GateFunction, Heads, Rotation, Rotations, query_scale_of
 from .text_part import text_part
 

@@ -55,11 +55,11 @@ def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def parse_keys(text: str, defaults: Limits, separator: str = "\n") -> list[ApiKey]:
+def parse_keys(text: str, defaults: Limits) -> list[ApiKey]:
     """Parses lines `name:key [role=user|operator] [rpm=N] [tpm=N] [concurrency=N]`; blank lines and comments that begin
     with # are skipped. Raises ValueError, whose text names the line and contains no key."""
     keys: list[ApiKey] = []
-    for number, line in enumerate(text.split(separator), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue

@@ -24,10 +24,7 @@ from ..inference_gate import InferenceGate
 from .inferences import Arrival, Generation, check_fields
 from .models import ModelCatalog, Target
 from .request import GenerationRequest
-from .tensors import (
-    Delta,
-    PromptDetails,
-)
+from .tensors import Delta, PromptDetails
 
 
 class Writer(Protocol):

@@ -88,7 +88,6 @@ async def create_grpc_server(
     context: FrontendContext,
     *,
     address: str,
-    options: Sequence[tuple[str, Any]] = (),
     limits: GrpcLimits | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> tuple[grpc.aio.Server, int]:
@@ -96,7 +95,6 @@ async def create_grpc_server(
     metadata and readiness. Must be awaited on the event loop that will run the server.
 
     address: "host:port", port 0: any
-    options: gRPC channel arguments, after those of `limits`
     limits: instead of the context's
 
     Raises RuntimeError if the address cannot be bound.
@@ -107,7 +105,7 @@ async def create_grpc_server(
         ("grpc.so_reuseport", int(protocol.grpc_reuse_port)),
         *limits.channel_arguments(),
     ]
-    grpc_server = grpc.aio.server(interceptors=list(interceptors), options=[*arguments, *options])
+    grpc_server = grpc.aio.server(interceptors=list(interceptors), options=arguments)
     yield_to_event_loop()
     gate, timeout_s, credentials = context.gate, limits.write_timeout_s, context.access.grpc_credentials()
     servicer: InferenceRpcs

@@ -17,10 +17,7 @@ from ..generation.http_answers import Writer
 from ..generation.parsers import ContentDelta
 from ..generation.plan import AnswerPlan
 from ..generation.request import GenerationRequest, StreamForm
-from ..generation.tensors import (
-    Delta,
-    PromptDetails,
-)
+from ..generation.tensors import Delta, PromptDetails
 from ..http.errors import OpenAIError
 from .bodies import WholeAnswer, logprobs_renderer
 

@@ -9,26 +9,13 @@ import orjson
 from llmbackend.core.tensors import Tensor
 
 from ..conversation.tools import ToolUse
-from ..generation.request import (
-    GenerationRequest,
-    LogprobForm,
-    PromptForm,
-    ReasoningUse,
-    StoredParts,
-    StreamForm,
-)
+from ..generation.request import GenerationRequest, LogprobForm, PromptForm, ReasoningUse, StoredParts, StreamForm
 from ..generation.tensors import input_ids_tensor, messages_tensor, text_tensor
 from ..generation.validation import read
 from ..http.errors import JsonObject, OpenAIError, refuse, requires
 from ..protocol_options import RequestDefaults
 from .messages import for_template
-from .schema import (
-    MAX_CHOICES,
-    ChatCompletionRequest,
-    ChatPromptFields,
-    CompletionRequest,
-    check_template_variables,
-)
+from .schema import MAX_CHOICES, ChatCompletionRequest, ChatPromptFields, CompletionRequest, check_template_variables
 
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
 """The first one that is set is the limit."""

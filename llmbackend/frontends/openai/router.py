@@ -34,13 +34,7 @@ from ..http.request_body import release_body
 from ..http.request_scope import HANDED_OVER, HandedOver
 from ..http.routing import CatchAll, get, post
 from ..journals.journal import Recording
-from ..journals.resumable_streams import (
-    begin_recording,
-    is_resumable,
-    last_event_id,
-    open_stream,
-    resume_stream,
-)
+from ..journals.resumable_streams import begin_recording, is_resumable, last_event_id, open_stream, resume_stream
 from ..operations.probes import load_headers
 from .bodies import WholeAnswer, whole_response
 from .chunks import CollectingWriter, IntervalWriter, PromptFirst, chunk_writer

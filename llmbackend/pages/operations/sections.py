@@ -21,12 +21,12 @@ _UNLOADED: Final = "unloaded"
 """Triton's reason for a model that was unloaded on request."""
 
 
-def card(title: str, note: str = "") -> tuple[ui.element, ui.label]:
+def card(title: str) -> tuple[ui.element, ui.label]:
     """A section with a heading, and a label that is hidden while it is empty."""
     with ui.element("section").classes("ops-card").props(f'aria-label="{title}"') as made:
         with ui.element("h2").classes("ops-card__title"):
             ui.label(title)
-        said = ui.label(note).classes("ops-card__note")
+        said = ui.label().classes("ops-card__note")
         said.bind_visibility_from(said, "text", bool)
     return made, said
 

@@ -10,15 +10,7 @@ import pytest
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.tensors import Tensor
 from llmbackend.frontends.operations.probes import render
-from tests.helpers.compiled_backends import (
-    DECOUPLED,
-    NUMBER_IO,
-    TEXT_IO,
-    CompiledRepository,
-    Libraries,
-    ask,
-    text_of,
-)
+from tests.helpers.compiled_backends import DECOUPLED, NUMBER_IO, TEXT_IO, CompiledRepository, Libraries, ask, text_of
 from tests.helpers.core_host import send, serving
 from tests.helpers.waiting import eventually
 

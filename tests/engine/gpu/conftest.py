@@ -7,14 +7,25 @@ import functools
 import importlib.util
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
+from tests.helpers.gpu.tiny_models import FAMILIES, save
+
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the module's FAMILY."""
+    path = tmp_path_factory.mktemp(request.module.FAMILY)
+    save(FAMILIES[request.module.FAMILY], path)
+    return path
 
 
 @pytest.fixture(autouse=True)

@@ -22,16 +22,11 @@ from llmbackend.engine.model.module_runner import ModelRunner, make_model_runner
 from llmbackend.engine.step import RowTable, Runner, SampledTokens, StepPlan
 from tests.helpers.gpu.fake_device import FakeDevice
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner
-from tests.helpers.gpu.tiny_models import FAMILIES, save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    save(FAMILIES["llama"], path)
-    return path
+FAMILY = "llama"
 
 
 # ------------------------------------------------------------------------------------------------------------ the first

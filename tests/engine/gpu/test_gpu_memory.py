@@ -18,7 +18,6 @@ from llmbackend.engine.gpu.graphs import StepGraphs, ladder, mixed_ladder
 from llmbackend.engine.kv_groups import KVGroups
 from tests.helpers.gpu.fake_device import FakeDevice
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner
-from tests.helpers.gpu.tiny_models import FAMILIES, save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,11 +101,7 @@ class SharedDevice(FakeDevice):
         self._sizes.clear()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    save(FAMILIES["llama"], path)
-    return path
+FAMILY = "llama"
 
 
 def test_room_is_left_for_graphs_and_they_are_captured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

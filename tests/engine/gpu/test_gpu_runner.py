@@ -27,11 +27,7 @@ from tests.helpers.mock_engine import run_to_end
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen2")
-    save(FAMILIES["qwen2"], path)
-    return path
+FAMILY = "qwen2"
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from llmbackend.engine.model.module_runner import make_model_runner
 from llmbackend.engine.step import Runner
 from tests.helpers.gpu.fake_device import FakeDevice
 from tests.helpers.gpu.gpu_engines import SamplingOnDevice, config_for, gpu_runner
-from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
+from tests.helpers.gpu.tiny_models import SIZES, save
 from tests.helpers.mock_engine import Outcomes, run_counted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,11 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 EAGER = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=3, prompt_lookup_min=1, max_step_tokens=30)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen2")
-    save(FAMILIES["qwen2"], path)
-    return path
+FAMILY = "qwen2"
 
 
 WAYS: tuple[dict[str, Any], ...] = (

@@ -23,14 +23,8 @@ from llmbackend.engine.step import KVCopies
 from tests.helpers.gpu.fake_device import FakeDevice
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
 from tests.helpers.gpu.kernel_device import DEVICE
-from tests.helpers.gpu.tiny_models import FAMILIES, save
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen2")
-    save(FAMILIES["qwen2"], path)
-    return path
+FAMILY = "qwen2"
 
 
 def greedy(requests: list[InferRequest]) -> list[InferRequest]:

@@ -16,14 +16,7 @@ from llmbackend.engine.errors import UnshardableError
 from llmbackend.engine.gpu.parallel.collectives import Collectives
 from llmbackend.engine.model.projections import Mlp
 from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
-from tests.helpers.gpu.tiny_programs import (
-    all_logits,
-    load,
-    on_ranks,
-    part_of,
-    program_of_rank,
-    prompts,
-)
+from tests.helpers.gpu.tiny_programs import all_logits, load, on_ranks, part_of, program_of_rank, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -42,12 +42,9 @@ def config(tmp_path: Path) -> EngineConfig:
 
 def store(config: EngineConfig, packed: PackedModel) -> None:
     """As a first start does; read back before it is published, as its engine does."""
-    with cached(config) as place:
-        draft = place.draft()
+    with published(config) as draft:
         draft.write(packed, THREADS)
         assert same(draft.read(new_memory, THREADS), packed)
-        draft.publish()
-        draft.close()
 
 
 def read(config: EngineConfig) -> PackedModel | None:
@@ -62,6 +59,16 @@ def cached(config: EngineConfig) -> Iterator[CachedModel]:
         yield place
     finally:
         place.close()
+
+
+@contextmanager
+def published(config: EngineConfig) -> Iterator[Draft]:
+    """A draft, to be published at the end."""
+    with cached(config) as place:
+        draft = place.draft()
+        yield draft
+        draft.publish()
+        draft.close()
 
 
 def images(config: EngineConfig) -> list[Path]:
@@ -174,12 +181,9 @@ def test_a_file_system_without_huge_pages_gives_memory_of_ones_own(
     found = read(config)
     assert same(found, packed)
     assert found is not None and found.memories.resident.flags.writeable
-    with cached(config) as place:
-        draft = place.draft()
+    with published(config) as draft:
         assert draft.new_memory(len(packed.memories.resident)) is None
         draft.write(packed, THREADS)
-        draft.publish()
-        draft.close()
     assert same(read(config), packed)
 
 
@@ -292,12 +296,9 @@ HOSTILE = dict(_hostile())
 def test_a_hostile_description_is_refused(config: EngineConfig, what: str) -> None:
     """With the right checksums: whoever can write to the folder can make these, too."""
     packed = HOSTILE[what]
-    with cached(config) as place:
-        draft = place.draft()
+    with published(config) as draft:
         draft.write(packed, THREADS)
         assert draft.read(new_memory, THREADS) is None
-        draft.publish()
-        draft.close()
     assert read(config) is None
     assert images(config) == []
 
@@ -355,8 +356,7 @@ def test_a_child_that_is_killed_while_it_writes_is_followed_by_another(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = packed_model()
-    with cached(config) as place:
-        draft = place.draft()
+    with published(config) as draft:
         with monkeypatch.context() as patch:
             patch.setattr(cache, "write_image", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
             assert _status_of_child(lambda: draft.write(packed, 1)) == -signal.SIGKILL
@@ -364,8 +364,6 @@ def test_a_child_that_is_killed_while_it_writes_is_followed_by_another(
         assert _status_of_child(lambda: draft.write(packed, 1)) == 0
         assert same(draft.read(new_memory, THREADS), packed)
         assert _status_of_child(draft.publish) == 0
-        draft.publish()
-        draft.close()
     assert same(read(config), packed)
 
 

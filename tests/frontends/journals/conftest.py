@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.core.test_response_cache import RedisServer, redis_executable
+from tests.helpers.redis_server import started_redis
 
 
 @pytest.fixture(scope="module")
 def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    pytest.importorskip("redis")
-    executable = redis_executable()
-    if executable is None:
-        pytest.skip("no Redis server here")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    server = RedisServer(executable, Path(tmp_path_factory.mktemp("redis")), port)
-    server.start()
-    yield port
-    server.stop()
+    with started_redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server.port
 
 
 @pytest.fixture

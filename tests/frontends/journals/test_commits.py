@@ -32,18 +32,15 @@ class Failing(SqliteStorage):
 
 
 @pytest.mark.parametrize("error", [StoreError("no room"), ValueError("a bug")])
-def test_an_error_of_any_kind_reaches_those_who_wait_and_nobody_else(error: Exception) -> None:
-    async def run() -> None:
-        commits = Commits(Failing(error), Clock())
-        both = [commits.add([Put(document(id))]) for id in ("a", "b")]
-        for done in both:
-            with pytest.raises(StoreError, match=str(error)):
-                await commits.settled(done)
-        await commits.settled(commits.add([Put(document("c"))]))
-        assert await commits.read(lambda storage, now_s: storage.get("c", now_s)) is not None
-        await commits.close()
-
-    asyncio.run(run())
+async def test_an_error_of_any_kind_reaches_those_who_wait_and_nobody_else(error: Exception) -> None:
+    commits = Commits(Failing(error), Clock())
+    both = [commits.add([Put(document(id))]) for id in ("a", "b")]
+    for done in both:
+        with pytest.raises(StoreError, match=str(error)):
+            await commits.settled(done)
+    await commits.settled(commits.add([Put(document("c"))]))
+    assert await commits.read(lambda storage, now_s: storage.get("c", now_s)) is not None
+    await commits.close()
 
 
 def test_what_can_not_be_read_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -61,19 +58,15 @@ def test_what_can_not_be_read_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     assert [record.getMessage() for record in caplog.records] == ["no disk"] * 2
 
 
-def test_expiry_is_tried_again_behind_a_store_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_expiry_is_tried_again_behind_a_store_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "_EXPIRY_RETRY_S", 0.0)
-
-    async def run() -> None:
-        storage, clock = Failing(), Clock()
-        store = ResponseStore(storage, StoreOptions(ttl_s=TTL_S), clock)
-        await store.start()
-        await store.put(document("a"))
-        clock.now_s = NOW_S + TTL_S + 1
-        storage.errors = [StoreError("away")]
-        store._begin_expiry()
-        await eventually_async(lambda: not storage.errors, 10)
-        await eventually_async(lambda: not storage.held_bytes, 10)
-        await store.close()
-
-    asyncio.run(run())
+    storage, clock = Failing(), Clock()
+    store = ResponseStore(storage, StoreOptions(ttl_s=TTL_S), clock)
+    await store.start()
+    await store.put(document("a"))
+    clock.now_s = NOW_S + TTL_S + 1
+    storage.errors = [StoreError("away")]
+    store._begin_expiry()
+    await eventually_async(lambda: not storage.errors, 10)
+    await eventually_async(lambda: not storage.held_bytes, 10)
+    await store.close()

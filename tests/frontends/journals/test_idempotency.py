@@ -116,19 +116,16 @@ def test_a_request_goes_on_without_its_client_and_a_retry_joins_it(
 
 
 def test_a_request_that_nobody_comes_back_to_is_cancelled(tmp_path: Path) -> None:
-    running = Running(
+    with Running(
         tmp_path, start=mock_llm_host, idempotent=IdempotentRequests(IdempotencyLimits(), KeptAnswers(0.1)),
         engine={"mock_step_ms": 20},
-    )  # fmt: skip
-    try:
+    ) as running:  # fmt: skip
         with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
             asked = body(COMPLETIONS, 200, stream=True)
             with client.stream("POST", COMPLETIONS, json=asked, headers={"Idempotency-Key": "left"}) as response:
                 next(response.iter_lines())
         eventually(lambda: not running.gate.open_inferences)
         eventually(lambda: not running.idempotent.num_answers())
-    finally:
-        running.stop()
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, GENERATE])
@@ -180,32 +177,30 @@ def test_other_endpoints_pass_the_header_over(running: Running, client: httpx.Cl
 
 def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
     limits = IdempotencyLimits(ttl_s=0.5, max_answers=2, max_bytes=1200)
-    running = Running(tmp_path, start=mock_llm_host, idempotent=IdempotentRequests(limits, KeptAnswers(5)))
-    try:
-        with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
-            for number in range(4):
-                assert post(client, COMPLETIONS, f"bounded {number}").status_code == 200
-                assert running.idempotent.num_answers() <= 2
-            assert post(client, COMPLETIONS, "bounded 3").headers["idempotent-replayed"] == "true"
-            large = post(client, STREAM, "bounded bytes", body(STREAM, 30))
-            assert len(large.content) > limits.max_bytes
-            assert "idempotent-replayed" not in post(client, STREAM, "bounded bytes", body(STREAM, 30)).headers
-            eventually(lambda: not running.idempotent.num_answers())
-    finally:
-        running.stop()
+    with (
+        Running(tmp_path, start=mock_llm_host, idempotent=IdempotentRequests(limits, KeptAnswers(5))) as running,
+        httpx.Client(base_url=f"http://{running.http}", timeout=30) as client,
+    ):
+        for number in range(4):
+            assert post(client, COMPLETIONS, f"bounded {number}").status_code == 200
+            assert running.idempotent.num_answers() <= 2
+        assert post(client, COMPLETIONS, "bounded 3").headers["idempotent-replayed"] == "true"
+        large = post(client, STREAM, "bounded bytes", body(STREAM, 30))
+        assert len(large.content) > limits.max_bytes
+        assert "idempotent-replayed" not in post(client, STREAM, "bounded bytes", body(STREAM, 30)).headers
+        eventually(lambda: not running.idempotent.num_answers())
 
 
 def test_a_stream_too_large_to_be_kept_is_sent_once(tmp_path: Path) -> None:
     limits = IdempotencyLimits(max_answer_bytes=500)
-    running = Running(tmp_path, start=mock_llm_host, idempotent=IdempotentRequests(limits, KeptAnswers(5)),
-                      engine={"mock_step_ms": 2})  # fmt: skip
-    try:
-        with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
-            assert post(client, STREAM, "large", body(STREAM, 40)).content.count(b"data: ") >= 40
-            again = post(client, STREAM, "large", body(STREAM, 40))
-            assert again.status_code == 409 and "too large to retain" in again.text
-    finally:
-        running.stop()
+    idempotent = IdempotentRequests(limits, KeptAnswers(5))
+    with (
+        Running(tmp_path, start=mock_llm_host, idempotent=idempotent, engine={"mock_step_ms": 2}) as running,
+        httpx.Client(base_url=f"http://{running.http}", timeout=30) as client,
+    ):
+        assert post(client, STREAM, "large", body(STREAM, 40)).content.count(b"data: ") >= 40
+        again = post(client, STREAM, "large", body(STREAM, 40))
+        assert again.status_code == 409 and "too large to retain" in again.text
 
 
 def test_keys_of_tenants_are_their_own(tmp_path: Path) -> None:
@@ -213,8 +208,7 @@ def test_keys_of_tenants_are_their_own(tmp_path: Path) -> None:
     keys.write_text("one:sk-one\ntwo:sk-two\n")
     keys.chmod(0o600)
     access = AccessControl(AccessSettings(api_key_file=keys))
-    running = Running(tmp_path / "models", start=mock_llm_host, access=access)
-    try:
+    with Running(tmp_path / "models", start=mock_llm_host, access=access) as running:
         with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
             answers = [
                 post(client, COMPLETIONS, "same", Authorization=f"Bearer sk-{name}") for name in ("one", "two", "one")
@@ -222,8 +216,6 @@ def test_keys_of_tenants_are_their_own(tmp_path: Path) -> None:
         assert answers[0].content == answers[2].content != answers[1].content
         owners = [ApiKey(name, digest_of(f"sk-{name}"), NO_LIMITS).owner for name in ("one", "two")]
         assert [running.idempotent.num_answers(owner) for owner in owners] == [1, 1]
-    finally:
-        running.stop()
 
 
 def test_a_client_that_leaves_while_it_sends_its_body_leaves_the_key_free(
@@ -265,13 +257,12 @@ def test_what_is_kept_for_all_keys_together_is_bounded(tmp_path: Path) -> None:
     keys.write_text("one:sk-one\ntwo:sk-two\n")
     keys.chmod(0o600)
     access = AccessControl(AccessSettings(api_key_file=keys))
-    running = Running(tmp_path / "models", start=mock_llm_host, access=access, idempotent=idempotent)
-    try:
-        with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
-            one, two = ({"Authorization": f"Bearer sk-{name}"} for name in ("one", "two"))
-            large = post(client, STREAM, "large", body(STREAM, 30), **one)
-            assert len(large.content) > 1000
-            assert post(client, COMPLETIONS, "small", **two).status_code == 200
-            assert "idempotent-replayed" not in post(client, STREAM, "large", body(STREAM, 30), **one).headers
-    finally:
-        running.stop()
+    with (
+        Running(tmp_path / "models", start=mock_llm_host, access=access, idempotent=idempotent) as running,
+        httpx.Client(base_url=f"http://{running.http}", timeout=30) as client,
+    ):
+        one, two = ({"Authorization": f"Bearer sk-{name}"} for name in ("one", "two"))
+        large = post(client, STREAM, "large", body(STREAM, 30), **one)
+        assert len(large.content) > 1000
+        assert post(client, COMPLETIONS, "small", **two).status_code == 200
+        assert "idempotent-replayed" not in post(client, STREAM, "large", body(STREAM, 30), **one).headers

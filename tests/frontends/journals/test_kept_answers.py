@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ParamSpec
 
 import pytest
 
 from llmbackend.frontends.journals.journal import EventsGoneError, Journal
 from llmbackend.frontends.journals.kept_answers import KeptAnswer, KeptAnswers
-
-P = ParamSpec("P")
-
-
-def on_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return run
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -39,7 +27,6 @@ async def pieces_of(answer: KeptAnswer) -> list[bytes]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@on_a_loop
 async def test_all_kinds_together_stay_within_the_bound(seed: int) -> None:
     random, store, all_answers = Random(seed), KeptAnswers(60, max_bytes=2000), list[KeptAnswer]()
     for number in range(300):
@@ -62,7 +49,6 @@ async def test_all_kinds_together_stay_within_the_bound(seed: int) -> None:
     assert not store.held_bytes
 
 
-@on_a_loop
 async def test_what_has_ended_goes_before_what_is_read_or_grows() -> None:
     store = KeptAnswers(60, max_bytes=1000)
     oldest, read, growing = kept("oldest"), kept("read", Other), kept("growing")
@@ -82,7 +68,6 @@ async def test_what_has_ended_goes_before_what_is_read_or_grows() -> None:
     assert await pieces_of(read) == [bytes(300)], "who has it reads it to its end"
 
 
-@on_a_loop
 async def test_a_reader_that_keeps_up_gets_all_of_an_answer_that_does_not_fit() -> None:
     store, answer = KeptAnswers(60, max_bytes=50), kept("large")
     store.add(answer)
@@ -97,7 +82,6 @@ async def test_a_reader_that_keeps_up_gets_all_of_an_answer_that_does_not_fit() 
     assert await reading == sent and store.held_bytes <= 50
 
 
-@on_a_loop
 async def test_the_grace_begins_when_the_last_reader_leaves_and_a_time_to_live_at_the_end() -> None:
     store, stopped = KeptAnswers(0.05), list[str]()
     left, ended = kept("left"), kept("ended", retention_s=0.2)

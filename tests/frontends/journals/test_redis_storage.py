@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import pytest
 
-from llmbackend.frontends.journals.documents import Append, Capacity, Document, Put, StoreError
+from llmbackend.frontends.journals.documents import Append, Capacity, Put, StoreError
 from llmbackend.frontends.journals.redis_storage import RedisStorage, _client
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from llmbackend.frontends.journals.store_settings import StoreSettings
 
-from .test_response_store import NOW_S, Clock, document, events_of, opened
+from .test_response_store import NOW_S, Clock, Collecting, document, events_of, opened
 
 CAPACITY = Capacity(1 << 20, 100)
 _ENDED = """
@@ -31,42 +31,24 @@ os._exit(9)
 """
 
 
-class Collecting:
-    """A Producer."""
-
-    def __init__(self) -> None:
-        self.found: list[Document] = []
-
-    async def take_over(self, document: Document) -> None:
-        self.found.append(document)
-
-    async def suspend(self) -> None: ...
-
-
-def test_one_server_takes_over_what_an_ended_one_has_left(redis_url: str) -> None:
+async def test_one_server_takes_over_what_an_ended_one_has_left(redis_url: str) -> None:
     assert subprocess.run([sys.executable, "-c", _ENDED, redis_url], check=False).returncode == 9
-
-    async def run() -> None:
-        stores = [
-            ResponseStore(RedisStorage(redis_url, CAPACITY), StoreOptions(ttl_s=100.0), Clock()) for _ in range(2)
-        ]
-        for store in stores:
-            store.producer = Collecting()
-            await store.start()
-        first, second = (store.producer.found for store in stores)  # type: ignore[union-attr]
-        assert [one.continuation for one in first] == [b"how to go on"] and second == []
-        log, progress = await stores[0].resume(first[0])
-        assert progress == [b"p0", b"p1"] and log.journal.next_number == 2
-        log.append([b"2"], b"p2")
-        elsewhere = await stores[1].journal(await stores[1].get("", "response", "a"))
-        reader = asyncio.create_task(events_of(elsewhere))
-        await asyncio.sleep(0)
-        await log.finish(replace(first[0], body=b"[]"), [b"3"])
-        assert await reader == [(number, b"%d" % number) for number in range(4)]
-        for store in stores:
-            await store.close()
-
-    asyncio.run(run())
+    stores = [ResponseStore(RedisStorage(redis_url, CAPACITY), StoreOptions(ttl_s=100.0), Clock()) for _ in range(2)]
+    for store in stores:
+        store.producer = Collecting()
+        await store.start()
+    first, second = (store.producer.found for store in stores)  # type: ignore[union-attr]
+    assert [one.continuation for one in first] == [b"how to go on"] and second == []
+    log, progress = await stores[0].resume(first[0])
+    assert progress == [b"p0", b"p1"] and log.journal.next_number == 2
+    log.append([b"2"], b"p2")
+    elsewhere = await stores[1].journal(await stores[1].get("", "response", "a"))
+    reader = asyncio.create_task(events_of(elsewhere))
+    await asyncio.sleep(0)
+    await log.finish(replace(first[0], body=b"[]"), [b"3"])
+    assert await reader == [(number, b"%d" % number) for number in range(4)]
+    for store in stores:
+        await store.close()
 
 
 def test_what_is_held_is_counted(redis_url: str) -> None:
@@ -81,61 +63,51 @@ def test_what_is_held_is_counted(redis_url: str) -> None:
     storage.close()
 
 
-def test_a_redis_that_is_away(redis_url: str) -> None:
+async def test_a_redis_that_is_away(redis_url: str) -> None:
     with pytest.raises(StoreError, match=r"'127.0.0.1:1/0' failed"):
         StoreSettings(url="redis://user:secret@127.0.0.1:1/0").open()
-
-    async def run() -> None:
-        storage = RedisStorage(redis_url, CAPACITY)
-        async with opened(storage) as store:
-            await store.put(document("a"))
-            storage._redis.connection_pool.disconnect()
-            storage._redis = _client("redis://127.0.0.1:1/0")
-            with pytest.raises(StoreError):
-                await store.put(document("b"))
-
-    asyncio.run(run())
+    storage = RedisStorage(redis_url, CAPACITY)
+    async with opened(storage) as store:
+        await store.put(document("a"))
+        storage._redis.connection_pool.disconnect()
+        storage._redis = _client("redis://127.0.0.1:1/0")
+        with pytest.raises(StoreError):
+            await store.put(document("b"))
 
 
-def test_a_server_that_was_taken_for_ended_is_refused(redis_url: str) -> None:
+async def test_a_server_that_was_taken_for_ended_is_refused(redis_url: str) -> None:
     """It lost its lease while it stood still: what it writes afterwards does not count, and its readers go on with what
     the other server writes."""
-
-    async def run() -> None:
-        stores = [
-            ResponseStore(RedisStorage(redis_url, CAPACITY), StoreOptions(ttl_s=100.0), Clock()) for _ in range(2)
-        ]
-        for store in stores:
-            store.producer = Collecting()
-        first, second = stores
-        await first.start()
-        log = first.begin(document("a", is_live=True))
-        failures: list[Exception] = []
-        log.on_failure = failures.append
-        log.append([b"0"], b"p0")
-        await log.committed()
-        reader = asyncio.create_task(events_of(log.journal))
-        storage = first._commits._storage
-        assert isinstance(storage, RedisStorage)
-        storage._closing.set()  # it stands still
-        storage._redis.delete(f"llmbackend:responses:instance:{storage._instance}")
-        await second.start()
-        (taken,) = second.producer.found  # type: ignore[union-attr]
-        going_on, progress = await second.resume(taken)
-        assert progress == [b"p0"]
-        going_on.append([b"1"], b"p1")
-        await going_on.committed()
-        log.append([b"never"], b"never")
-        await log.committed()
-        await log.finish(replace(log.document, body=b'"never"'), [b"never"])
-        assert len(failures) == 1 and "another server continues 'a'" in str(failures[0])
-        await going_on.finish(replace(taken, body=b"[]"), [b"2"])
-        assert await reader == [(0, b"0"), (1, b"1"), (2, b"2")]
-        assert (await first.get("", "response", "a")).body == b"[]"
-        for store in stores:
-            await store.close()
-
-    asyncio.run(run())
+    stores = [ResponseStore(RedisStorage(redis_url, CAPACITY), StoreOptions(ttl_s=100.0), Clock()) for _ in range(2)]
+    for store in stores:
+        store.producer = Collecting()
+    first, second = stores
+    await first.start()
+    log = first.begin(document("a", is_live=True))
+    failures: list[Exception] = []
+    log.on_failure = failures.append
+    log.append([b"0"], b"p0")
+    await log.committed()
+    reader = asyncio.create_task(events_of(log.journal))
+    storage = first._commits._storage
+    assert isinstance(storage, RedisStorage)
+    storage._closing.set()  # it stands still
+    storage._redis.delete(f"llmbackend:responses:instance:{storage._instance}")
+    await second.start()
+    (taken,) = second.producer.found  # type: ignore[union-attr]
+    going_on, progress = await second.resume(taken)
+    assert progress == [b"p0"]
+    going_on.append([b"1"], b"p1")
+    await going_on.committed()
+    log.append([b"never"], b"never")
+    await log.committed()
+    await log.finish(replace(log.document, body=b'"never"'), [b"never"])
+    assert len(failures) == 1 and "another server continues 'a'" in str(failures[0])
+    await going_on.finish(replace(taken, body=b"[]"), [b"2"])
+    assert await reader == [(0, b"0"), (1, b"1"), (2, b"2")]
+    assert (await first.get("", "response", "a")).body == b"[]"
+    for store in stores:
+        await store.close()
 
 
 def test_requests_do_not_wait_long_for_a_server_that_hangs(redis_url: str) -> None:

@@ -28,6 +28,18 @@ NOW_S = 4e9
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
+class Collecting:
+    """A Producer."""
+
+    def __init__(self) -> None:
+        self.found: list[Document] = []
+
+    async def take_over(self, document: Document) -> None:
+        self.found.append(document)
+
+    async def suspend(self) -> None: ...
+
+
 class Clock:
     def __init__(self) -> None:
         self.now_s = NOW_S
@@ -86,156 +98,126 @@ async def is_stored(store: ResponseStore, id: str, owner: str = "") -> bool:
     return True
 
 
-def test_documents_are_for_their_owner_alone(make_storage: MakeStorage) -> None:
-    async def run() -> None:
-        async with opened(make_storage()) as store:
-            await store.put(document("a", owner="one"))
-            assert (await store.get("one", "response", "a")).body == b"{}"
-            for owner, kind in (("two", "response"), ("", "response"), ("one", "conversation")):
-                with pytest.raises(NotStoredError):
-                    await store.get(owner, kind, "a")  # type: ignore[arg-type]
-                with pytest.raises(NotStoredError):
-                    await store.delete(owner, kind, "a")  # type: ignore[arg-type]
-            await store.delete("one", "response", "a")
-            assert not await is_stored(store, "a", "one")
-
-    asyncio.run(run())
+async def test_documents_are_for_their_owner_alone(make_storage: MakeStorage) -> None:
+    async with opened(make_storage()) as store:
+        await store.put(document("a", owner="one"))
+        assert (await store.get("one", "response", "a")).body == b"{}"
+        for owner, kind in (("two", "response"), ("", "response"), ("one", "conversation")):
+            with pytest.raises(NotStoredError):
+                await store.get(owner, kind, "a")  # type: ignore[arg-type]
+            with pytest.raises(NotStoredError):
+                await store.delete(owner, kind, "a")  # type: ignore[arg-type]
+        await store.delete("one", "response", "a")
+        assert not await is_stored(store, "a", "one")
 
 
-def test_expiry_is_seen_at_once_and_frees_what_was_held() -> None:
-    async def run() -> None:
-        clock, storage = Clock(), SqliteStorage(None, Capacity(1 << 20, 100))
-        async with opened(storage, clock) as store:
-            await store.put(document("a"))
-            clock.now_s += TTL_S
-            assert not await is_stored(store, "a")
-            await store.put(replace(document("b"), expires_s=clock.now_s + 1))
-            assert storage.held_bytes == document("b").size_bytes
-
-    asyncio.run(run())
+async def test_expiry_is_seen_at_once_and_frees_what_was_held() -> None:
+    clock, storage = Clock(), SqliteStorage(None, Capacity(1 << 20, 100))
+    async with opened(storage, clock) as store:
+        await store.put(document("a"))
+        clock.now_s += TTL_S
+        assert not await is_stored(store, "a")
+        await store.put(replace(document("b"), expires_s=clock.now_s + 1))
+        assert storage.held_bytes == document("b").size_bytes
 
 
-def test_the_oldest_go_first_and_live_ones_stay(make_storage: MakeStorage) -> None:
-    async def run() -> None:
-        async with opened(make_storage(max_documents=2)) as store:
-            log = store.begin(document("live", is_live=True))
-            for name in "abc":
-                await store.put(document(name))
-            await store.put(document("x", owner="other"))
-            assert [await is_stored(store, id) for id in ("live", "a", "b", "c")] == [True, False, False, True]
-            assert await is_stored(store, "x", "other")
-            await log.finish(document("live"))
-
-    asyncio.run(run())
+async def test_the_oldest_go_first_and_live_ones_stay(make_storage: MakeStorage) -> None:
+    async with opened(make_storage(max_documents=2)) as store:
+        log = store.begin(document("live", is_live=True))
+        for name in "abc":
+            await store.put(document(name))
+        await store.put(document("x", owner="other"))
+        assert [await is_stored(store, id) for id in ("live", "a", "b", "c")] == [True, False, False, True]
+        assert await is_stored(store, "x", "other")
+        await log.finish(document("live"))
 
 
-def test_the_store_holds_no_more_than_its_bytes(make_storage: MakeStorage) -> None:
-    async def run() -> None:
-        async with opened(make_storage(max_bytes=1000)) as store:
-            for name in "abcd":
-                await store.put(document(name, body=b"x" * 300))
-            assert [await is_stored(store, id) for id in "abcd"] == [False, True, True, True]
-
-    asyncio.run(run())
+async def test_the_store_holds_no_more_than_its_bytes(make_storage: MakeStorage) -> None:
+    async with opened(make_storage(max_bytes=1000)) as store:
+        for name in "abcd":
+            await store.put(document(name, body=b"x" * 300))
+        assert [await is_stored(store, id) for id in "abcd"] == [False, True, True, True]
 
 
-def test_lineage(make_storage: MakeStorage) -> None:
-    async def run() -> None:
-        async with opened(make_storage()) as store:
-            await store.put(document("a"))
-            await store.put(document("b", parent="a"))
-            await store.put(document("c", parent="b"))
-            found = await store.lineage("", "response", "c", 1 << 20)
-            assert [one.id for one in found] == ["a", "b", "c"]
-            with pytest.raises(LineageTooLongError, match="at most 8 bytes"):
-                await store.lineage("", "response", "c", 8)
-            await store.delete("", "response", "a")
-            with pytest.raises(NotStoredError, match="a"):
-                await store.lineage("", "response", "c", 1 << 20)
-
-    asyncio.run(run())
+async def test_lineage(make_storage: MakeStorage) -> None:
+    async with opened(make_storage()) as store:
+        await store.put(document("a"))
+        await store.put(document("b", parent="a"))
+        await store.put(document("c", parent="b"))
+        found = await store.lineage("", "response", "c", 1 << 20)
+        assert [one.id for one in found] == ["a", "b", "c"]
+        with pytest.raises(LineageTooLongError, match="at most 8 bytes"):
+            await store.lineage("", "response", "c", 8)
+        await store.delete("", "response", "a")
+        with pytest.raises(NotStoredError, match="a"):
+            await store.lineage("", "response", "c", 1 << 20)
 
 
-def test_all_events_of_one_turn_are_one_transaction(make_storage: MakeStorage) -> None:
-    async def run() -> None:
-        async with opened(make_storage()) as store:
-            logs = [store.begin(document(f"r{index}", is_live=True)) for index in range(8)]
-            await asyncio.sleep(0.01)
-            before = store.num_transactions
+async def test_all_events_of_one_turn_are_one_transaction(make_storage: MakeStorage) -> None:
+    async with opened(make_storage()) as store:
+        logs = [store.begin(document(f"r{index}", is_live=True)) for index in range(8)]
+        await asyncio.sleep(0.01)
+        before = store.num_transactions
 
-            async def produce(index: int) -> None:
-                logs[index].append([b"event"], b"")
+        async def produce(index: int) -> None:
+            logs[index].append([b"event"], b"")
 
-            await asyncio.gather(*(produce(index) for index in range(8)))
-            await logs[0].finish(document("r0"))
-            assert store.num_transactions - before <= 2
-            for log in logs[1:]:
-                await log.finish(document(log.id))
-
-    asyncio.run(run())
+        await asyncio.gather(*(produce(index) for index in range(8)))
+        await logs[0].finish(document("r0"))
+        assert store.num_transactions - before <= 2
+        for log in logs[1:]:
+            await log.finish(document(log.id))
 
 
-def test_readers_from_any_place_get_each_event_once(make_storage: MakeStorage) -> None:
-    async def run() -> None:
-        async with opened(make_storage()) as store:
-            log = store.begin(document("a", is_live=True))
-            readers = [asyncio.create_task(events_of(log.journal, after)) for after in range(-1, 12)]
-            for first in range(0, 12, 3):
-                log.append([b"%d" % (first + index) for index in range(3)], b"")
-                await asyncio.sleep(0)
-            await log.finish(document("a", body=b"[1]"), [b"12"])
-            whole = [(number, b"%d" % number) for number in range(13)]
-            for after, reader in enumerate(readers, -1):
-                assert await reader == whole[after + 1 :]
-            stored = await store.get("", "response", "a")
-            assert stored.body == b"[1]" and not stored.is_live
-            for after in range(-1, 13):
-                assert await events_of(await store.journal(stored), after) == whole[after + 1 :]
-
-    asyncio.run(run())
+async def test_readers_from_any_place_get_each_event_once(make_storage: MakeStorage) -> None:
+    async with opened(make_storage()) as store:
+        log = store.begin(document("a", is_live=True))
+        readers = [asyncio.create_task(events_of(log.journal, after)) for after in range(-1, 12)]
+        for first in range(0, 12, 3):
+            log.append([b"%d" % (first + index) for index in range(3)], b"")
+            await asyncio.sleep(0)
+        await log.finish(document("a", body=b"[1]"), [b"12"])
+        whole = [(number, b"%d" % number) for number in range(13)]
+        for after, reader in enumerate(readers, -1):
+            assert await reader == whole[after + 1 :]
+        stored = await store.get("", "response", "a")
+        assert stored.body == b"[1]" and not stored.is_live
+        for after in range(-1, 13):
+            assert await events_of(await store.journal(stored), after) == whole[after + 1 :]
 
 
-def test_a_log_has_a_bound(make_storage: MakeStorage) -> None:
-    async def run() -> None:
-        async with opened(make_storage(), max_log_bytes=100) as store:
-            log = store.begin(document("a", is_live=True))
-            failures: list[Exception] = []
-            log.on_failure = failures.append
-            log.append([b"x" * 90], b"")
-            await asyncio.sleep(0.01)
-            assert not failures
-            log.append([b"x" * 90], b"")
-            await asyncio.sleep(0.01)
-            assert "more than 100 bytes" in str(failures[0])
-            await log.finish(document("a"))
-
-    asyncio.run(run())
+async def test_a_log_has_a_bound(make_storage: MakeStorage) -> None:
+    async with opened(make_storage(), max_log_bytes=100) as store:
+        log = store.begin(document("a", is_live=True))
+        failures: list[Exception] = []
+        log.on_failure = failures.append
+        log.append([b"x" * 90], b"")
+        await asyncio.sleep(0.01)
+        assert not failures
+        log.append([b"x" * 90], b"")
+        await asyncio.sleep(0.01)
+        assert "more than 100 bytes" in str(failures[0])
+        await log.finish(document("a"))
 
 
-def test_a_journal_that_is_nowhere_else_says_what_is_gone() -> None:
-    async def run() -> None:
-        journal = Journal(max_bytes=10)
-        journal.publish([b"x" * 5] * 4)
-        journal.end()
-        assert await events_of(journal, 1) == [(2, b"x" * 5), (3, b"x" * 5)]
-        with pytest.raises(EventsGoneError, match="before number 2"):
-            await events_of(journal, 0)
-
-    asyncio.run(run())
+async def test_a_journal_that_is_nowhere_else_says_what_is_gone() -> None:
+    journal = Journal(max_bytes=10)
+    journal.publish([b"x" * 5] * 4)
+    journal.end()
+    assert await events_of(journal, 1) == [(2, b"x" * 5), (3, b"x" * 5)]
+    with pytest.raises(EventsGoneError, match="before number 2"):
+        await events_of(journal, 0)
 
 
-def test_a_quiet_journal_says_so_to_its_readers() -> None:
-    async def run() -> None:
-        journal = Journal(max_bytes=10)
-        quiet = journal.follow(quiet_s=0.001)
-        assert (await anext(quiet)).parts == ()
-        journal.publish([b"a"])
-        assert (await anext(quiet)).parts == (b"a",)
-        journal.end(ValueError("lost"))
-        with pytest.raises(ValueError, match="lost"):
-            await anext(quiet)
-
-    asyncio.run(run())
+async def test_a_quiet_journal_says_so_to_its_readers() -> None:
+    journal = Journal(max_bytes=10)
+    quiet = journal.follow(quiet_s=0.001)
+    assert (await anext(quiet)).parts == ()
+    journal.publish([b"a"])
+    assert (await anext(quiet)).parts == (b"a",)
+    journal.end(ValueError("lost"))
+    with pytest.raises(ValueError, match="lost"):
+        await anext(quiet)
 
 
 async def listed(store: ResponseStore, owner: str, limit: int = 2, *, is_descending: bool = False) -> list[str]:
@@ -252,30 +234,26 @@ async def listed(store: ResponseStore, owner: str, limit: int = 2, *, is_descend
     return found
 
 
-def test_lists_are_in_order_of_creation_and_of_ids(make_storage: MakeStorage) -> None:
+async def test_lists_are_in_order_of_creation_and_of_ids(make_storage: MakeStorage) -> None:
     """Also where several were created at once, and whatever was put again or removed."""
-
-    async def run() -> None:
-        async with opened(make_storage()) as store:
-            times = {"c": 1.25, "a": 2.0, "b": 2.0, "e": 2.0, "d": 3.5}
-            for id, at_s in times.items():
-                made = replace(document(id, "o"), created_s=NOW_S + at_s, labels=b"own")
-                await store.put(made)
-                await store.put(replace(made, body=b"{1}"))
-            await store.put(document("unlisted", "o"))
-            await store.put(replace(document("filtered", "o"), labels=b"other"))
-            await store.put(replace(document("theirs", "p"), labels=b"own"))
-            await store.put(replace(document("of another kind", "o"), kind="conversation", labels=b"own"))
-            for limit in (1, 2, 3, 9):
-                assert await listed(store, "o", limit) == ["c", "a", "b", "e", "d"]
-                assert await listed(store, "o", limit, is_descending=True) == ["d", "e", "b", "a", "c"]
-            assert await listed(store, "p") == ["theirs"] and await listed(store, "nobody") == []
-            await store.delete("o", "response", "b")
-            assert await listed(store, "o") == ["c", "a", "e", "d"]
-            with pytest.raises(NotStoredError):
-                await store.page("o", "response", "b", 2, is_descending=False, matches=bool)
-
-    asyncio.run(run())
+    async with opened(make_storage()) as store:
+        times = {"c": 1.25, "a": 2.0, "b": 2.0, "e": 2.0, "d": 3.5}
+        for id, at_s in times.items():
+            made = replace(document(id, "o"), created_s=NOW_S + at_s, labels=b"own")
+            await store.put(made)
+            await store.put(replace(made, body=b"{1}"))
+        await store.put(document("unlisted", "o"))
+        await store.put(replace(document("filtered", "o"), labels=b"other"))
+        await store.put(replace(document("theirs", "p"), labels=b"own"))
+        await store.put(replace(document("of another kind", "o"), kind="conversation", labels=b"own"))
+        for limit in (1, 2, 3, 9):
+            assert await listed(store, "o", limit) == ["c", "a", "b", "e", "d"]
+            assert await listed(store, "o", limit, is_descending=True) == ["d", "e", "b", "a", "c"]
+        assert await listed(store, "p") == ["theirs"] and await listed(store, "nobody") == []
+        await store.delete("o", "response", "b")
+        assert await listed(store, "o") == ["c", "a", "e", "d"]
+        with pytest.raises(NotStoredError):
+            await store.page("o", "response", "b", 2, is_descending=False, matches=bool)
 
 
 def test_a_list_continues_behind_a_document_that_was_removed(make_storage: MakeStorage) -> None:

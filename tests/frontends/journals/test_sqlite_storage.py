@@ -21,7 +21,7 @@ from llmbackend.frontends.journals.response_store import ResponseStore, StoreOpt
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 from llmbackend.frontends.journals.store_settings import StoreSettings
 
-from .test_response_store import Clock, document, events_of, opened
+from .test_response_store import Clock, Collecting, document, events_of, opened
 
 CAPACITY = Capacity(1 << 20, 100)
 _WRITER = """
@@ -38,18 +38,6 @@ for number in range(100_000):
     storage.commit([Append("a", number, (b"%d" % number,), b"%d" % number)], 1.0)
     print(number, flush=True)
 """
-
-
-class Collecting:
-    """A Producer."""
-
-    def __init__(self) -> None:
-        self.found: list[Document] = []
-
-    async def take_over(self, document: Document) -> None:
-        self.found.append(document)
-
-    async def suspend(self) -> None: ...
 
 
 def test_what_was_committed_is_there_after_a_kill(tmp_path: Path) -> None:
@@ -125,21 +113,19 @@ def test_another_process_goes_on_with_a_log(tmp_path: Path) -> None:
         asyncio.run(run())
 
 
-def test_readers_far_behind_read_what_memory_no_longer_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_readers_far_behind_read_what_memory_no_longer_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("llmbackend.frontends.journals.response_store.HELD_EVENT_BYTES", 8)
     monkeypatch.setattr("llmbackend.frontends.journals.response_store._LOAD_BYTES", 16)
-
-    async def run() -> None:
-        async with opened(SqliteStorage(tmp_path / "store", CAPACITY)) as store:
-            log = store.begin(document("a", is_live=True))
-            for number in range(50):
-                log.append([b"%d" % number], b"p")
-            readers = [asyncio.create_task(events_of(log.journal, after)) for after in (-1, 20, 49)]
-            await log.finish(document("a"), [b"50"])
-            for after, reader in zip((-1, 20, 49), readers, strict=True):
-                assert await reader == [(number, b"%d" % number) for number in range(after + 1, 51)]
-
-    asyncio.run(run())
+    async with opened(SqliteStorage(tmp_path / "store", CAPACITY)) as store:
+        log = store.begin(document("a", is_live=True))
+        for number in range(50):
+            log.append([b"%d" % number], b"p")
+        readers = [asyncio.create_task(events_of(log.journal, after)) for after in (-1, 20, 49)]
+        await log.finish(document("a"), [b"50"])
+        for after, reader in zip((-1, 20, 49), readers, strict=True):
+            assert await reader == [(number, b"%d" % number) for number in range(after + 1, 51)]
 
 
 def test_held_bytes_are_what_is_in_the_file(tmp_path: Path) -> None:
@@ -187,26 +173,23 @@ def test_files_that_can_not_be_used_are_refused_by_name(tmp_path: Path, monkeypa
         SqliteStorage(tmp_path / "missing" / "store", CAPACITY)
 
 
-def test_a_failed_transaction_leaves_nothing(tmp_path: Path) -> None:
-    async def run() -> None:
-        storage = SqliteStorage(tmp_path / "store", CAPACITY)
-        async with opened(storage) as store:
-            log = store.begin(document("a", is_live=True))
-            failures: list[Exception] = []
-            log.on_failure = failures.append
-            log.append([b"0"], b"p")
-            while log.journal.next_number < 1:
-                await asyncio.sleep(0.001)
-            held = storage.held_bytes
-            storage._connection.execute("PRAGMA query_only = ON")
-            log.append([b"1"], b"p")
-            with pytest.raises(StoreError, match="readonly"):
-                await log.finish(document("a"))
-            assert storage.held_bytes == held
-            storage._connection.execute("PRAGMA query_only = OFF")
-            assert log.journal.next_number == 1 and failures
-
-    asyncio.run(run())
+async def test_a_failed_transaction_leaves_nothing(tmp_path: Path) -> None:
+    storage = SqliteStorage(tmp_path / "store", CAPACITY)
+    async with opened(storage) as store:
+        log = store.begin(document("a", is_live=True))
+        failures: list[Exception] = []
+        log.on_failure = failures.append
+        log.append([b"0"], b"p")
+        while log.journal.next_number < 1:
+            await asyncio.sleep(0.001)
+        held = storage.held_bytes
+        storage._connection.execute("PRAGMA query_only = ON")
+        log.append([b"1"], b"p")
+        with pytest.raises(StoreError, match="readonly"):
+            await log.finish(document("a"))
+        assert storage.held_bytes == held
+        storage._connection.execute("PRAGMA query_only = OFF")
+        assert log.journal.next_number == 1 and failures
 
 
 def test_settings() -> None:

@@ -57,6 +57,11 @@ ENGINE: dict[str, Any] = {
 }
 
 
+def generation(max_tokens: int) -> tuple[str, dict[str, Any]]:
+    sampling = json.dumps({"temperature": 1, "max_tokens": max_tokens, "ignore_eos": True})
+    return GENERATE, REQUESTS["generate"][1] | {"sampling_parameters": sampling}
+
+
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     hosts = Hosts(tmp_path_factory.mktemp("hosts"), **ENGINE)
@@ -138,11 +143,7 @@ def test_an_ended_stream_whose_last_events_were_lost_is_made_again(hosts: Hosts)
 
 
 def test_a_stream_moves_while_its_host_lives_and_ends_there(hosts: Hosts) -> None:
-    path, body = (
-        GENERATE,
-        REQUESTS["generate"][1]
-        | {"sampling_parameters": json.dumps({"temperature": 1, "max_tokens": 100, "ignore_eos": True})},
-    )
+    path, body = generation(100)
     with hosts.client("a") as first, hosts.client("c") as other:
         begun = read_events(first, path, body, ASK, 4)
         moved = read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]}, 5)
@@ -155,11 +156,7 @@ def test_a_stream_moves_while_its_host_lives_and_ends_there(hosts: Hosts) -> Non
 
 
 def test_a_host_that_was_cut_off_is_refused_and_ends_its_stream(hosts: Hosts) -> None:
-    path, body = (
-        GENERATE,
-        REQUESTS["generate"][1]
-        | {"sampling_parameters": json.dumps({"temperature": 1, "max_tokens": 200, "ignore_eos": True})},
-    )
+    path, body = generation(200)
     holder, another = holders_of_a(hosts)
     with hosts.client("a") as first, hosts.client(holder) as other:
         before = hosts.copies("b").num_held + hosts.copies("c").num_held
@@ -190,11 +187,7 @@ def test_a_record_that_lacks_events_of_the_client_is_not_continued(hosts: Hosts)
 
 
 def test_when_the_host_with_the_copies_ends_another_one_gets_them(hosts: Hosts) -> None:
-    path, body = (
-        GENERATE,
-        REQUESTS["generate"][1]
-        | {"sampling_parameters": json.dumps({"temperature": 1, "max_tokens": 150, "ignore_eos": True})},
-    )
+    path, body = generation(150)
     holder, another = holders_of_a(hosts)
     with hosts.client("a") as first, hosts.client(another) as other:
         before = hosts.copies(another).num_held
@@ -250,11 +243,7 @@ def test_streams_of_a_host_that_is_about_to_end_go_on_elsewhere(hosts: Hosts) ->
     async def leave() -> None:
         running.streams.leave()
 
-    path, body = (
-        GENERATE,
-        REQUESTS["generate"][1]
-        | {"sampling_parameters": json.dumps({"temperature": 1, "max_tokens": 100, "ignore_eos": True})},
-    )
+    path, body = generation(100)
     with hosts.client("a") as first, hosts.client("b") as other:
         begun = read_events(first, path, body, ASK, 5)
         running.call(leave())

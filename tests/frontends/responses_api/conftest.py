@@ -9,7 +9,7 @@ import pytest
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.journals.store_settings import IN_MEMORY
-from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.openai_live_server import openai_client
 from tests.helpers.scripted_text import MODEL, host_of_scripts
 
 
@@ -21,10 +21,7 @@ def scripted_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inferenc
 
 @pytest.fixture(scope="module")
 def client(scripted_host: InferenceServer) -> Iterator[openai.OpenAI]:
-    with (
-        serve_openai(scripted_host, store=IN_MEMORY.open()) as base,
-        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with openai_client(scripted_host, store=IN_MEMORY.open()) as client:
         client.responses.create(  # starts the engine's threads for grammars
             model=MODEL, input="SAY:{}", max_output_tokens=1, text={"format": {"type": "json_object"}}, store=False
         )

@@ -16,7 +16,7 @@ from llmbackend.frontends.journals.documents import Document
 from llmbackend.frontends.journals.response_store import LiveLog, ResponseStore
 from llmbackend.frontends.journals.store_settings import StoreSettings
 from llmbackend.frontends.limits import InferenceLimits
-from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.openai_live_server import openai_client
 from tests.helpers.scripted_text import MODEL, SAY, host_of_scripts
 from tests.helpers.waiting import eventually
 
@@ -48,10 +48,7 @@ def client(
 ) -> Iterator[Any]:
     path = tmp_path_factory.mktemp("store") / "store"
     store = StoreSettings(url="memory" if request.param == "memory" else f"sqlite:{path}").open()
-    with (
-        serve_openai(host, store=store, gate=gate) as base,
-        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with openai_client(host, store=store, gate=gate) as client:
         yield client
 
 

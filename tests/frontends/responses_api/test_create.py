@@ -28,7 +28,7 @@ from llmbackend.frontends.openai.responses_api.schema import ResponseObject
 from llmbackend.frontends.openapi import PlainJsonSchema
 from tests.helpers.fake_llm_server import MODEL as FAKE_MODEL
 from tests.helpers.fake_llm_server import FakeLlmServer
-from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.openai_live_server import openai_client, serve_openai
 from tests.helpers.scripted_text import MODEL, SAY
 
 from .event_reader import EventReader, events_of
@@ -238,10 +238,7 @@ def test_a_conversation_that_is_not_there(client: openai.OpenAI) -> None:
 
 @pytest.fixture(scope="module")
 def failing() -> Iterator[openai.OpenAI]:
-    with (
-        serve_openai(FakeLlmServer(), store=IN_MEMORY.open()) as base,
-        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with openai_client(FakeLlmServer(), store=IN_MEMORY.open()) as client:
         yield client
 
 
@@ -282,10 +279,7 @@ class FullStorage(SqliteStorage):
 
 def test_a_response_that_can_not_be_stored_fails(scripted_host: InferenceServer) -> None:
     store = ResponseStore(FullStorage(None, Capacity(1 << 20, 100)), StoreOptions(ttl_s=60))
-    with (
-        serve_openai(scripted_host, store=store) as base,
-        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with openai_client(scripted_host, store=store) as client:
         body = {"model": MODEL, "input": f"{SAY}Hi"}
         response = EventReader().read_all(events_of(ask(client, body | {"stream": True}).content))
         assert response["status"] == "failed" and "response store" in response["error"]["message"]

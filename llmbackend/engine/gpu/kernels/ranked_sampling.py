@@ -48,17 +48,7 @@ from .ranking import (
     search,
     search_tile,
 )
-from .sampling import (
-    NUM_LOGPROBS,
-    SEED,
-    WORDS,
-    draws,
-    limited,
-    over_peak,
-    slot_of,
-    uniform,
-    word,
-)
+from .sampling import NUM_LOGPROBS, SEED, WORDS, draws, limited, over_peak, slot_of, uniform, word
 
 
 @triton.jit(do_not_specialize=["num_samples"])

@@ -38,14 +38,7 @@ from ...load_progress import LoadProgress
 from ...messages import EngineStarted, EngineStats, StepResult
 from ..supervisor import Supervisor
 from ..transport import CLOSE_TIMEOUT_S, EngineForkServer, ProcessTransport
-from .served_order import (
-    KeptState,
-    ServedEngineNews,
-    ServedEngineOrder,
-    ServedProcessOrder,
-    with_paths,
-    write_record,
-)
+from .served_order import KeptState, ServedEngineNews, ServedEngineOrder, ServedProcessOrder, with_paths, write_record
 
 logger = logging.getLogger(__name__)
 

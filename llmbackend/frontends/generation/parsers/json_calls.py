@@ -179,10 +179,14 @@ def read_arguments(reader: Reader, sink: Sink, name: str, id: str | None) -> Rea
         else:
             cut_off(reader)
         return
+    emit_arguments(reader, sink, name, id, (yield from _read_whole_arguments(reader)))
+
+
+def _read_whole_arguments(reader: Reader) -> Reading[str]:
     pieces: list[str] = []
     if not (yield from read_value(reader, pieces.append)):
         raise NotACall
-    emit_arguments(reader, sink, name, id, arguments_of("".join(pieces)))
+    return arguments_of("".join(pieces))
 
 
 def arguments_of(value: str) -> str:
@@ -275,17 +279,10 @@ class JsonCallReader:
         if (yield from reader.one_of(("}",))):
             return False
         key = yield from read_string(reader)
-        yield from self._expect((":",))
+        yield from reader.expect((":",))
         yield from reader.skip_space()
         yield from self._read_value_of(key)
-        return (yield from self._expect((",", "}"))) == ","
-
-    def _expect(self, options: Collection[str]) -> Reading[str]:
-        yield from self._reader.skip_space()
-        found = yield from self._reader.one_of(options)
-        if found is None:
-            raise NotACall
-        return found
+        return (yield from reader.expect((",", "}"))) == ","
 
     def _read_value_of(self, key: str) -> Reading[None]:
         call = self._call
@@ -315,10 +312,7 @@ class JsonCallReader:
             yield from read_arguments(self._reader, self._sink, self._name, self._id)
             self._has_started = True
             return
-        pieces: list[str] = []
-        if not (yield from read_value(self._reader, pieces.append)):
-            raise NotACall
-        self._arguments = arguments_of("".join(pieces))
+        self._arguments = yield from _read_whole_arguments(self._reader)
 
     def _skip_value(self) -> Reading[None]:
         if not (yield from read_value(self._reader, lambda _: None)):

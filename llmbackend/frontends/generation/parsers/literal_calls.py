@@ -64,22 +64,15 @@ class LiteralCallReader:
         if (yield from reader.one_of((call.close,))):
             return ""
         key = yield from self._read_word()
-        yield from self._expect((call.assign,))
+        yield from reader.expect((call.assign,))
         return key
 
     def _read_next_key(self) -> Reading[str]:
         """Like `_read_key`, but after an argument."""
         self._reader.hold()
-        if (yield from self._expect((",", self._call.close))) != ",":
+        if (yield from self._reader.expect((",", self._call.close))) != ",":
             return ""
         return (yield from self._read_key())
-
-    def _expect(self, options: Collection[str]) -> Reading[str]:
-        yield from self._reader.skip_space()
-        found = yield from self._reader.one_of(options)
-        if found is None:
-            raise NotACall
-        return found
 
     # Values.
 
@@ -88,10 +81,7 @@ class LiteralCallReader:
         if depth > _MAX_DEPTH:
             raise NotACall
         reader.hold()
-        yield from reader.skip_space()
-        begin = yield from reader.one_of(("[", "(", "{", *self._call.quotes, ""))
-        if begin is None:
-            raise NotACall
+        begin = yield from reader.expect(("[", "(", "{", *self._call.quotes, ""))
         if begin in self._call.quotes:
             yield from self._read_string(begin)
         elif begin == "{":
@@ -109,7 +99,7 @@ class LiteralCallReader:
             yield from self._read_value(depth)
             separator = ", "
             self._reader.hold()
-            if (yield from self._expect((",", close))) == close:
+            if (yield from self._reader.expect((",", close))) == close:
                 break
         self._sink.arguments("]")
 
@@ -119,12 +109,12 @@ class LiteralCallReader:
         while not (yield from self._closes("}")):
             self._sink.arguments(separator)
             yield from self._read_mapping_key()
-            yield from self._expect((":",))
+            yield from self._reader.expect((":",))
             self._sink.arguments(": ")
             yield from self._read_value(depth)
             separator = ", "
             self._reader.hold()
-            if (yield from self._expect((",", "}"))) == "}":
+            if (yield from self._reader.expect((",", "}"))) == "}":
                 break
         self._sink.arguments("}")
 

@@ -102,12 +102,7 @@ class MarkedCallsReader:
         """Reads white space and a marker, which is held; other text is content. keeps_space: so is white space at the
         end"""
         reader = self._reader
-        reader.hold()
-        try:
-            yield from reader.skip_space()
-            marker = yield from reader.one_of(options)
-        except NotACall:
-            marker = None
+        marker = yield from reader.hold_marker(options)
         if marker is None:
             text = reader.release()
             self._sink.content(text if keeps_space or not reader.is_at_end else text.lstrip())
@@ -193,12 +188,7 @@ def read_reasoning(reader: Reader, sink: Sink, table: ReasoningFormat) -> Readin
 
 def _read_start(reader: Reader, sink: Sink, options: tuple[str, ...]) -> Reading[str | None]:
     """Reads a marker at the beginning of the reasoning: some models repeat the prompt's start marker."""
-    reader.hold()
-    try:
-        yield from reader.skip_space()
-        marker = yield from reader.one_of(options)
-    except NotACall:
-        marker = None
+    marker = yield from reader.hold_marker(options)
     if marker is None:
         sink.reasoning(reader.release())
     return marker

@@ -156,6 +156,23 @@ class Reader:
             if read in options:
                 found = read
 
+    def expect(self, options: Collection[str]) -> Reading[str]:
+        """`one_of` after white space. Raises NotACall if none matches."""
+        yield from self.skip_space()
+        found = yield from self.one_of(options)
+        if found is None:
+            raise NotACall
+        return found
+
+    def hold_marker(self, options: Collection[str]) -> Reading[str | None]:
+        """Reads white space and one of `options`, all held. None if none matches; what was read of it is held, too."""
+        self.hold()
+        try:
+            yield from self.skip_space()
+            return (yield from self.one_of(options))
+        except NotACall:
+            return None
+
     def until(self, markers: Markers, emit: Callable[[str], None]) -> Reading[str]:
         """Emits the visible text up to the first marker, which is read and held; returns "" at the output's end. Only a
         possible start of a marker is delayed. Nothing may be held before."""

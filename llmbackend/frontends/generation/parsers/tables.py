@@ -79,8 +79,6 @@ class LiteralCall:
     assign: str = "="
     quotes: tuple[str, ...] = ('"', "'")
     """Quotes of strings. Backslashes escape only within quotes of one character."""
-    has_bare_keys: bool = False
-    """Whether keys of mappings have no quotes."""
     only_known_names: bool = False
     """For calls without a marker: a call is content unless it names a function of the request."""
 

@@ -15,14 +15,7 @@ from pydantic import TypeAdapter
 
 from ...conversation.tools import INPUT, NamedTool
 from ...conversation.turns import Turn, Turns, called
-from ...generation.request import (
-    NO_PROMPT_FORM,
-    WITH_USAGE,
-    GenerationRequest,
-    LogprobForm,
-    PromptForm,
-    ReasoningUse,
-)
+from ...generation.request import NO_PROMPT_FORM, WITH_USAGE, GenerationRequest, LogprobForm, PromptForm, ReasoningUse
 from ...generation.sealed_reasoning import FIXED_KEY, SealingKey
 from ...generation.tensors import messages_tensor
 from ...generation.validation import read

@@ -21,12 +21,7 @@ from ...generation.sealed_reasoning import SealingKey
 from ...http.errors import JsonObject, OpenAIError
 from ...inference_gate import InferenceGate
 from ...journals.documents import Document
-from ...journals.response_store import (
-    LineageTooLongError,
-    NotStoredError,
-    ResponseStore,
-    current_owner,
-)
+from ...journals.response_store import LineageTooLongError, NotStoredError, ResponseStore, current_owner
 from .conversations import Conversations
 from .output_items import ID_PREFIX, item_id, response_of
 from .parsing import NO_HISTORY, History, ReadBody, ResponsesRequest, WantedHistory, effective_sampling, parse_responses

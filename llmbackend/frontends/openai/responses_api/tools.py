@@ -207,9 +207,9 @@ class OfferedTools:
         """The tools by the names that the model uses."""
         return {name: tool.named for name, tool in self._offered.items()}
 
-    def add_own(self, tools: Sequence[Any], param: str = "tools") -> None:
+    def add_own(self, tools: Sequence[Any]) -> None:
         """Adds the tools of the field `tools`. Raises OpenAIError for a duplicate or a deferred tool."""
-        for offered, is_deferred in _flat(tools, param):
+        for offered, is_deferred in _flat(tools, "tools"):
             if is_deferred:
                 reason = f"this server has no tool search; a client's own search is a tool '{TOOL_SEARCH}'"
                 path = offered.name_param.removesuffix("name") + "defer_loading"

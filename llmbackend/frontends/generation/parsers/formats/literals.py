@@ -39,7 +39,7 @@ def _python(
 
 def _gemma(name: str, begin: str, end: str, quote: str) -> ToolCallFormat:
     # Lists and objects that a grammar enforces are JSON, with JSON's quotes.
-    call = LiteralCall(begin="call:", open="{", close="}", assign=":", quotes=(quote, '"'), has_bare_keys=True)
+    call = LiteralCall(begin="call:", open="{", close="}", assign=":", quotes=(quote, '"'))
     return ToolCallFormat(
         name=name,
         body=MarkedCalls(begin=(begin,), calls=(call,), end=(end,)),
