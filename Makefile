@@ -34,6 +34,7 @@
 #              by its name, with structured output, drafts, faults and a restart
 # make bench   measures our engine and its peers and writes docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
 #              ARGS=--int4: GGUF files and int4 compared with llama.cpp and OpenVINO, docs/benchmarks_int4.md
+#              ARGS=--experts, ARGS=--lora: a mixture of experts, adapters; docs/benchmarks_experts.md, docs/benchmarks_lora.md
 # make bench-servers   our server, vLLM's and llama.cpp's under a third-party load generator, the beginning of docs/benchmarks.md
 #              (hours; resumable; ARGS="--minutes 30 --models smollm2" for less)
 
