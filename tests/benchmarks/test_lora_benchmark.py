@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from benchmarks.checkpoints import SHAPES
 from benchmarks.experts_report import write_experts_report
-from benchmarks.lora_report import Line, write_lora_report
-from benchmarks.loras import WITHOUT, LoraSuite
+from benchmarks.lora_report import WITHOUT, Line, write_lora_report
+from benchmarks.loras import LoraSuite
 from benchmarks.report import BANDWIDTH
 
 

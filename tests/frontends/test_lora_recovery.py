@@ -24,9 +24,9 @@ from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.protocol_options import ProtocolOptions
 from tests.frontends.test_lora_at_run_time import MODEL, change, error_of, load, text_of
 from tests.frontends.test_lora_clients import CHECKPOINT, PROMPT, write_adapter
-from tests.frontends.test_openai_tools_recovery import children, connected, engines
+from tests.frontends.test_openai_tools_recovery import children, engines
 from tests.helpers.fake_llm_server import FakeLlmServer
-from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.openai_live_server import openai_client, serve_openai
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ def serving(root: Path) -> Iterator[tuple[InferenceServer, str]]:
 @pytest.fixture(scope="module")
 def _client_has_been_used() -> None:
     """Its libraries open a pipe once and for all."""
-    with connected(FakeLlmServer()) as client:
+    with openai_client(FakeLlmServer()) as client:
         assert [model.id for model in client.models.list()]
 
 
