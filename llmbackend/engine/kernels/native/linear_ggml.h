@@ -54,12 +54,12 @@ constexpr int kMaxBlock = 4;
 constexpr int vectors_of(int) { return 1; }
 #endif
 
-// Whether many rows are worth unpacking a panel once. Only measured with AVX2, where a register's products take two
-// instructions and numbers of 6 bits take seven.
-constexpr bool unpacks(const Form& form) { return kByPairs && (form.low < 8 || !form.is_super()); }
+// Whether many rows are worth unpacking a panel once. Only measured with AVX2 alone, where a register's products take two
+// instructions and unpacking numbers of 6 bits takes seven.
+constexpr bool kUnpacks = int4::kInMemory;
 
-// Whether they are unpacked to 16 bits: products of larger ones take fewer instructions so.
-constexpr bool unpacks_shorts(const Form& form) { return unpacks(form) && is_offset(form.largest()) && !form.is_super(); }
+// Whether numbers are unpacked to 16 bits: products of larger ones take fewer instructions so.
+constexpr bool unpacks_shorts(const Form& form) { return kUnpacks && is_offset(form.largest()) && !form.is_super(); }
 
 // The quantised rows, and the sums of their integers, by which zeros and minima are multiplied.
 struct Rows : int8::QuantisedRows<int4::SignedOrder> {
@@ -564,7 +564,7 @@ struct Kernel {
     std::array<Multiply, kMaxBlock> by_rows;
     void (*add_all_wide)(const Rows&, int row, const uint8_t* panel, float* sums);
     size_t block_bytes;
-    void (*many_rows)(const Rows&, int row, int rows, const uint8_t* panel, float (*out)[kPanel]);  // may be null
+    void (*many_rows)(const Rows&, int row, int rows, const uint8_t* panel, float (*out)[kPanel]);  // null without tiles and kUnpacks
 
     template <Form kForm>
     static constexpr Kernel make() {
@@ -579,7 +579,7 @@ struct Kernel {
         return multiply_on_tiles<kForm>;
 #else
         if constexpr (unpacks_shorts(kForm)) return multiply_shorts<kForm>;
-        else if constexpr (unpacks(kForm)) return multiply_unpacked<kForm>;
+        else if constexpr (kUnpacks) return multiply_unpacked<kForm>;
         else return nullptr;
 #endif
     }
@@ -621,11 +621,9 @@ struct Product {
 
     // Rows first..last-1 times one panel.
     void run(int first, int last, int panel) const {
-        const auto multiply = [&](int row, int rows, bool second, float (*sums)[kPanel]) {
+        multiply_rows<kMaxBlock, kUnpacks>(op, first, last, panel, x.scale, [&](int row, int rows, bool second, float (*sums)[kPanel]) {
             multiply_block(row, rows, panel_of(second, panel), sums);
-        };
-        if (kernel.many_rows) multiply_rows<kMaxBlock, true>(op, first, last, panel, x.scale, multiply);
-        else multiply_rows<kMaxBlock, false>(op, first, last, panel, x.scale, multiply);
+        });
     }
 
     const uint8_t* panel_of(bool second, int panel) const {
