@@ -17,6 +17,8 @@ from typing import Literal
 from ..entries import OURS
 from ..environments import LLAMA_CPP_PYTHON, VLLM_VERSION, Environments
 
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+"""Of all models, whose own templates have no tools. Calls are in Hermes' format."""
 SERVED_NAME = "bench"
 STREAMS = 64
 CONTEXT_TOKENS = 2048
@@ -63,10 +65,11 @@ class Contender:
 
 
 def _common(model: Path, port: int) -> list[str]:
-    """Of ours and vLLM, which have the same flags. The models' templates show no format of tool calls."""
+    """Of ours and vLLM, which have the same flags."""
     flags = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED_NAME]
     flags += ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(STREAMS)]
-    return [str(model), *flags, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    flags += ["--chat-template", str(CHAT_TEMPLATE), "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    return [str(model), *flags]
 
 
 def _short_json(**config: str) -> list[str]:
@@ -87,6 +90,7 @@ def _vllm(environments: Environments, model: Path, port: int) -> list[str]:
 def _llama_server(environments: Environments, model: Path, port: int) -> list[str]:
     command = [str(environments.llama_cpp_binaries / "llama-server"), "--model", str(model), "--alias", SERVED_NAME]
     command += ["--host", "127.0.0.1", "--port", str(port), "--threads", str(os.cpu_count() or 1)]
+    command += ["--chat-template-file", str(CHAT_TEMPLATE)]
     return [*command, "--parallel", str(STREAMS), "--ctx-size", str(STREAMS * 1024), "--no-kv-unified"]
 
 

@@ -17,7 +17,7 @@ from benchmarks.environments import Environments
 from benchmarks.models import Models
 from benchmarks.servers import campaign
 from benchmarks.servers.campaign import Campaign, Server
-from benchmarks.servers.contenders import CONTENDERS, KINDS, MODELS
+from benchmarks.servers.contenders import CHAT_TEMPLATE, CONTENDERS, KINDS, MODELS
 from benchmarks.servers.loads import (
     AS_CALL,
     AS_JSON,
@@ -141,7 +141,7 @@ def test_every_server_has_a_command_for_each_of_its_weights(tmp_path: Path) -> N
     for contender in CONTENDERS:
         for kind in set(KINDS) & set(contender.files):
             words = contender.words(Environments(tmp_path), tmp_path / "model", 8000, kind)
-            assert {str(tmp_path / "model"), "8000"} <= set(words)
+            assert {str(tmp_path / "model"), str(CHAT_TEMPLATE), "8000"} <= set(words)
 
 
 def test_servers_have_the_weights_that_a_model_has() -> None:
