@@ -6,12 +6,16 @@ another name first.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from safetensors import safe_open
 
 from llmbackend.gguf.header import Header, read_header
 from tools.real_models import NAMES, make
@@ -107,7 +111,7 @@ def bytes_per_token(path: Path) -> int:
         left_out = EMBEDDINGS if "output.weight" in header.tensors else ""
         return sum(_read_bytes(name, header) for name in header.tensors if name != left_out)
     weights = [file for file in _files(path) if file.suffix == ".safetensors" or file.name == "openvino_model.bin"]
-    return sum(file.stat().st_size for file in weights)
+    return sum(file.stat().st_size for file in weights) - _bytes_of_other_experts(path)
 
 
 def _read_bytes(name: str, header: Header) -> int:
@@ -118,6 +122,20 @@ def _read_bytes(name: str, header: Header) -> int:
     architecture = fields["general.architecture"]
     chosen, count = (int(fields[f"{architecture}.expert_{part}"]) for part in ("used_count", "count"))
     return size_bytes * chosen // count
+
+
+def _bytes_of_other_experts(directory: Path) -> int:
+    """Of a checkpoint's experts in bfloat16 that a token does not have."""
+    config = json.loads((directory / "config.json").read_text())
+    count, chosen = (config.get(name, 0) for name in ("num_local_experts", "num_experts_per_tok"))
+    if not count:
+        return 0
+    numbers = 0
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "numpy") as tensors:
+            names = [name for name in tensors.keys() if ".experts." in name]  # noqa: SIM118
+            numbers += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+    return int(2 * numbers * (count - chosen) // count)
 
 
 def _files(path: Path) -> list[Path]:

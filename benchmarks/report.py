@@ -221,7 +221,9 @@ def bandwidth_gb_per_s(lines: list[Line], model: str) -> float | None:
 def bandwidth_share(figures: Line, gb_per_s: float | None) -> float | None:
     """Of one stream: bytes of the weights, as stored by the engine or else in its file, per time of a token."""
     kept_mb, read_mb = figures.get("weights_mb"), figures.get("read_mb")
-    if kept_mb and not (read_mb and kept_mb > 2 * read_mb):  # a token reads few of the experts
+    if kept_mb and read_mb and kept_mb > 2 * read_mb:  # a token reads few of the experts
+        read_mb *= kept_mb / figures["file_mb"]
+    elif kept_mb:
         read_mb = kept_mb
     return read_mb / figures["itl_mean_ms"] / gb_per_s if read_mb and gb_per_s else None
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from benchmarks.checkpoints import SHAPES
 from benchmarks.experts_report import write_experts_report
 from benchmarks.lora_report import WITHOUT, Line, write_lora_report
 from benchmarks.loras import LoraSuite
+from benchmarks.models import bytes_per_token
 from benchmarks.report import BANDWIDTH
 
 
@@ -61,3 +63,13 @@ def test_the_page_of_experts_compares_within_a_type_of_weights(tmp_path: Path) -
         page,
     )
     assert "| moe-3b-shape | bfloat16 checkpoint | **2.00** (vLLM) |" in page.read_text()
+
+
+def test_a_token_reads_the_experts_that_it_has(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    others = 2 * 6 * (3 * 32 * 16) * 2  # layers, experts, weights of one, bytes
+    assert bytes_per_token(tmp_path) == (tmp_path / "model.safetensors").stat().st_size - others
