@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "epilogue.h"
@@ -361,19 +362,13 @@ void multiply_panel(const Rows& x, int row, const uint8_t* panel, float (*out)[k
         Tile<kForm, kRows, kVectors>{x, row, column}.run(panel, 0, x.blocks, out);
 }
 
-// For multiples of kMaxBlock rows.
+// Adds to `out` the products of kMaxBlock rows and kManyVectors vectors of columns with blocks first..last-1, which were
+// unpacked.
+constexpr int kManyVectors = vectors_of(kMaxBlock);
 template <Form kForm>
-void multiply_unpacked(const Rows& x, int row, int rows, const uint8_t* panel, float (*out)[kPanel]) {
-    constexpr int kBlocks = kSuper / kForm.block, kVectors = vectors_of(kMaxBlock);
-    Unpacked unpacked;
-    std::memset(out, 0, rows * sizeof *out);
-    for (int first = 0; first < x.blocks; first += kBlocks) {
-        const int last = std::min(first + kBlocks, x.blocks);
-        unpacked.fill<kForm>(panel, first, last);
-        for (int r = 0; r < rows; r += kMaxBlock)
-            for (int column = 0; column < kPanel; column += kVectors * kLanes)
-                Tile<kForm, kMaxBlock, kVectors, true>{x, row + r, column, &unpacked}.run(panel, first, last, out + r);
-    }
+void add_unpacked(const Rows& x, int row, int column, const Unpacked& unpacked, const uint8_t* panel, int first, int last,
+                  float (*out)[kPanel]) {
+    Tile<kForm, kMaxBlock, kManyVectors, true>{x, row, column, &unpacked}.run(panel, first, last, out);
 }
 
 // Units of 128 k with their numbers minus kOffset as 16 bits: [quad][even or odd][column][2].
@@ -397,28 +392,28 @@ struct UnpackedShorts {
     }
 };
 
-// The products of kMaxBlock rows and kVectors vectors with blocks first..last-1, added to `out`.
-template <Form kForm, int kVectors>
-void add_shorts(const Rows& x, int row, int vector, const UnpackedShorts& unpacked, const uint8_t* panel, int first, int last,
-                float (*out)[kPanel]) {
+template <Form kForm>
+void add_unpacked(const Rows& x, int row, int column, const UnpackedShorts& unpacked, const uint8_t* panel, int first, int last,
+                  float (*out)[kPanel]) {
+    constexpr int kVectors = kManyVectors;
     for (int i = first; i < last; i++) {
         const int16_t* rows = x.shorts + row * x.stride + i * kUnit;
         const int32_t* sums = x.sums_of(row) + i;
         Ints whole[kMaxBlock][kVectors];
-        repeat<kMaxBlock * kVectors>([&](auto i) LLMB_INLINE {
-            whole[i / kVectors][i % kVectors] = Ints{} + sums[i / kVectors * x.per_row];
+        repeat<kMaxBlock * kVectors>([&](auto at) LLMB_INLINE {
+            whole[at / kVectors][at % kVectors] = Ints{} + sums[at / kVectors * x.per_row];
         });
         repeat<kUnit / 2>([&](auto pair) LLMB_INLINE {
-            const Ints* numbers = &unpacked.units[i - first][pair / 2][pair % 2][vector];
+            const Ints* numbers = &unpacked.units[i - first][pair / 2][pair % 2][column / kLanes];
             repeat<kMaxBlock>([&](auto r) LLMB_INLINE {
                 const Ints own = Ints{} + load_int(rows + r * x.stride + pair * 2);
                 repeat<kVectors>([&](auto v) LLMB_INLINE { whole[r][v] = pinned(pair_dot(whole[r][v], numbers[v], own)); });
             });
         });
         repeat<kVectors>([&](auto v) LLMB_INLINE {
-            const Floats scale = scales_of<kForm>(panel + i * kForm.bytes(), (vector + v) * kLanes);
+            const Floats scale = scales_of<kForm>(panel + i * kForm.bytes(), column + v * kLanes);
             repeat<kMaxBlock>([&](auto r) LLMB_INLINE {
-                float* sum = out[r] + (vector + v) * kLanes;
+                float* sum = out[r] + column + v * kLanes;
                 store(sum, fma(__builtin_convertvector(whole[r][v], Floats), scale, load(sum)));
             });
         });
@@ -427,16 +422,16 @@ void add_shorts(const Rows& x, int row, int vector, const UnpackedShorts& unpack
 
 // For multiples of kMaxBlock rows.
 template <Form kForm>
-void multiply_shorts(const Rows& x, int row, int rows, const uint8_t* panel, float (*out)[kPanel]) {
-    constexpr int kVectors = vectors_of(kMaxBlock);
-    UnpackedShorts unpacked;
+void multiply_unpacked(const Rows& x, int row, int rows, const uint8_t* panel, float (*out)[kPanel]) {
+    std::conditional_t<unpacks_shorts(kForm), UnpackedShorts, Unpacked> unpacked;
+    constexpr int kBlocks = unpacked.kUnits / kForm.units();
     std::memset(out, 0, rows * sizeof *out);
-    for (int first = 0; first < x.blocks; first += UnpackedShorts::kUnits) {
-        const int last = std::min(first + UnpackedShorts::kUnits, x.blocks);
-        unpacked.fill<kForm>(panel, first, last);
+    for (int first = 0; first < x.blocks; first += kBlocks) {
+        const int last = std::min(first + kBlocks, x.blocks);
+        unpacked.template fill<kForm>(panel, first, last);
         for (int r = 0; r < rows; r += kMaxBlock)
-            for (int vector = 0; vector < kPanelVectors; vector += kVectors)
-                add_shorts<kForm, kVectors>(x, row + r, vector, unpacked, panel, first, last, out + r);
+            for (int column = 0; column < kPanel; column += kManyVectors * kLanes)
+                add_unpacked<kForm>(x, row + r, column, unpacked, panel, first, last, out + r);
     }
 }
 
@@ -578,8 +573,7 @@ struct Kernel {
 #if defined(LLMB_HAS_TILES)
         return multiply_on_tiles<kForm>;
 #else
-        if constexpr (unpacks_shorts(kForm)) return multiply_shorts<kForm>;
-        else if constexpr (kUnpacks) return multiply_unpacked<kForm>;
+        if constexpr (kUnpacks) return multiply_unpacked<kForm>;
         else return nullptr;
 #endif
     }
