@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import perplexity
 from .checkpoints import CONTEXT_TOKENS
-from .entries import ENTRIES, FOUR_BITS, OURS, default_entries
+from .entries import ENTRIES, FOUR_BITS, default_entries
 from .environments import Environments
 from .experts_report import write_experts_report
 from .int4_report import write_int4_report
@@ -18,7 +19,7 @@ from .lora_report import write_lora_report
 from .loras import KINDS as LORA_KINDS
 from .loras import LoraSuite
 from .name_lists import names_of
-from .report import summary, write_report
+from .report import Line, summary, write_report
 from .servers.page import RESULTS, write_section
 from .starts import StartSuite
 from .suite import Results, Suite
@@ -38,6 +39,9 @@ class Campaign:
     entries: tuple[str, ...]
     results: str
     page: str
+    write_page: Callable[[list[Line], Path], None] | None = None
+    """None: the plain page, with its picture and the servers."""
+    rounds: int = 3
     has_perplexity: bool = False
     has_starts: bool = False
 
@@ -59,6 +63,7 @@ INT4 = Campaign(
     entries=default_entries(*FOUR_BITS),
     results="results_int4.jsonl",
     page="benchmarks_int4.md",
+    write_page=write_int4_report,
     has_perplexity=True,
     has_starts=True,
 )
@@ -66,13 +71,19 @@ EXPERTS = Campaign(
     about="a mixture of experts in every weight type",
     models=("moe-3b-shape",),
     workloads=("W3", "W8", "W9"),
-    entries=tuple(
-        name
-        for name in default_entries("bf16", "int8", "q4_0")
-        if ENTRIES[name].engine in (OURS, "vLLM", "llama.cpp") and "w8a8" not in name and "f16" not in name
+    entries=(
+        "llmbackend-bfloat16",
+        "vllm-bfloat16",
+        "vllm-float32",
+        "llmbackend-int8",
+        "llama.cpp-q8_0",
+        "llmbackend-q4_0",
+        "llama.cpp-q4_0",
+        "llama.cpp-q4_0-plain-attention",
     ),
     results="results_experts.jsonl",
     page="benchmarks_experts.md",
+    write_page=write_experts_report,
 )
 LORA = Campaign(
     about="LoRA adapters",
@@ -81,6 +92,8 @@ LORA = Campaign(
     entries=(),
     results="results_lora.jsonl",
     page="benchmarks_lora.md",
+    write_page=write_lora_report,
+    rounds=LoraSuite.rounds,
 )
 CAMPAIGNS = {"plain": PLAIN, "int4": INT4, "experts": EXPERTS, "lora": LORA}
 
@@ -95,7 +108,10 @@ def main() -> None:
     results = Results(arguments.results)
     if not arguments.report_only:
         _measure(arguments, environments, results)
-    _write_page(arguments.campaign, environments, results, arguments.page)
+    if arguments.campaign.write_page is None:
+        _write_plain_page(environments, results, arguments.page)
+    else:
+        arguments.campaign.write_page(results.lines, arguments.page)
 
 
 def _arguments() -> argparse.Namespace:
@@ -109,7 +125,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--models", type=names_of(CONTEXT_TOKENS))
     parser.add_argument("--workloads", type=names_of(DESCRIPTIONS))
     parser.add_argument("--entries", type=names_of(ENTRIES))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, help=f"default: {PLAIN.rounds}, of adapters {LORA.rounds}")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="for one workload, without loading")
     parser.add_argument("--no-starts", action="store_true")
     parser.add_argument("--no-perplexity", action="store_true")
@@ -118,7 +134,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--page", type=Path)
     parser.add_argument("--report-only", action="store_true")
     parser.add_argument("--list", action="store_true", help="show the entries")
-    return _with_defaults(parser.parse_args())
+    arguments = parser.parse_args()
+    if arguments.campaign is LORA and (arguments.models or arguments.workloads or arguments.entries):
+        parser.error(
+            "--lora takes no --models, --workloads and --entries; python -m benchmarks.loras has its own flags"
+        )
+    return _with_defaults(arguments)
 
 
 def _with_defaults(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -126,6 +147,7 @@ def _with_defaults(arguments: argparse.Namespace) -> argparse.Namespace:
     arguments.models = arguments.models or campaign.models
     arguments.workloads = arguments.workloads or campaign.workloads
     arguments.entries = arguments.entries or campaign.entries
+    arguments.rounds = arguments.rounds or campaign.rounds
     arguments.page = arguments.page or ROOT / "docs" / campaign.page
     arguments.results = arguments.results or arguments.scratch / campaign.results
     return arguments
@@ -133,7 +155,7 @@ def _with_defaults(arguments: argparse.Namespace) -> argparse.Namespace:
 
 def _measure(arguments: argparse.Namespace, environments: Environments, results: Results) -> None:
     if arguments.campaign is LORA:
-        _measure_adapters(results)
+        _measure_adapters(results, arguments.rounds)
         return
     Suite(
         environments=environments,
@@ -152,24 +174,13 @@ def _measure(arguments: argparse.Namespace, environments: Environments, results:
         StartSuite(environments, results, arguments.models, arguments.entries, arguments.rounds).run()
 
 
-def _measure_adapters(results: Results) -> None:
+def _measure_adapters(results: Results, rounds: int) -> None:
     """Each kind of weights that the results lack."""
-    suite = LoraSuite()
+    suite = LoraSuite(rounds=rounds)
     for kind in (kind for kind in LORA_KINDS if not results.has(weights=kind)):
         suite.run([kind], results.add)
     if not any("pause_p50_ms" in line for line in results.lines):
         suite.run_reads(["int8"], results.add)
-
-
-def _write_page(campaign: Campaign, environments: Environments, results: Results, page: Path) -> None:
-    if campaign is INT4:
-        write_int4_report(results.lines, page)
-    elif campaign is EXPERTS:
-        write_experts_report(results.lines, page)
-    elif campaign is LORA:
-        write_lora_report(results.lines, page)
-    else:
-        _write_plain_page(environments, results, page)
 
 
 def _write_plain_page(environments: Environments, results: Results, page: Path) -> None:

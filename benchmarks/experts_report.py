@@ -5,13 +5,12 @@ Used by `python -m benchmarks --experts`; independent of how anything was measur
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import llmbackend
 
 from .environments import LLAMA_CPP_PYTHON, VLLM_VERSION
-from .report import Line, machine, ratios, tables
+from .report import Line, last_day, machine, num_rounds, ratios, tables
 
 NOTES_PATH = Path(__file__).with_name("notes_experts.md")
 
@@ -22,12 +21,11 @@ def write_experts_report(lines: list[Line], path: Path) -> None:
 
 
 def _head(lines: list[Line]) -> str:
-    date = time.strftime("%Y-%m-%d", time.gmtime(max(line["time"] for line in lines if "time" in line)))
-    rounds = 1 + max(line["round"] for line in lines)
     versions = f"llmbackend {llmbackend.__version__}, vLLM {VLLM_VERSION} (CPU), {LLAMA_CPP_PYTHON}"
     return f"""# Benchmarks: a mixture of experts
 
 The shape of a Qwen3-MoE with 64 experts in each of 18 decoder layers, 8 of them for each token: 2.9 B parameters, of
 which a token uses 0.45 B; random weights. Engines alternate within one run: `make bench ARGS=--experts`. Medians of
-{rounds} rounds, {date}; greedy, end of sequence ignored, all requests at once. {machine()}. {versions}.
+{num_rounds(lines)} rounds, {last_day(lines)}; greedy, end of sequence ignored, all requests at once. {machine()}.
+{versions}.
 """

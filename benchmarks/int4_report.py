@@ -6,7 +6,6 @@ engine's figure is that of its fastest entry for the workload, including flags.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,9 +21,11 @@ from .report import (
     bandwidth_gb_per_s,
     bandwidth_share,
     best_by_engine,
+    last_day,
     machine,
     medians,
     models_of,
+    num_rounds,
     perplexity_table,
     ratios,
     speed,
@@ -50,13 +51,11 @@ def write_int4_report(lines: list[Line], path: Path) -> None:
 
 
 def _head(lines: list[Line]) -> str:
-    rounds = 1 + max((line["round"] for line in lines), default=0)
-    last_s = max((line["time"] for line in lines if "time" in line), default=time.time())
-    date = time.strftime("%Y-%m-%d", time.gmtime(last_s))
+    rounds, day = num_rounds(lines), last_day(lines)
     return f"""# Benchmarks: weights in 4 bits
 
 llmbackend, llama.cpp and OpenVINO on one machine, with the same files and requests, alternating within one run: `make
-bench ARGS=--int4` ([method](#method)). Medians of up to {rounds} rounds, {date}; greedy, end of sequence ignored.
+bench ARGS=--int4` ([method](#method)). Medians of up to {rounds} rounds, {day}; greedy, end of sequence ignored.
 Machine: {machine()}. llmbackend {llmbackend.__version__}, {LLAMA_CPP_PYTHON} (its llama.cpp compiled for this machine),
 {OPENVINO}.
 """

@@ -7,15 +7,12 @@ Invariant: a ratio is of consecutive measurements, and the median of all ratios 
 from __future__ import annotations
 
 import statistics
-import time
 from pathlib import Path
-from typing import Any
 
 import llmbackend
 
-from .report import machine
+from .report import Line, last_day, machine, num_rounds
 
-Line = dict[str, Any]
 WITHOUT = "without"
 NOTES_PATH = Path(__file__).with_name("notes_lora.md")
 
@@ -25,15 +22,13 @@ def write_lora_report(lines: list[Line], path: Path) -> None:
 
 
 def _head(lines: list[Line]) -> str:
-    date = time.strftime("%Y-%m-%d", time.gmtime(max(line["time"] for line in lines)))
-    rounds = 1 + max(line["round"] for line in lines)
-    shape, rank = lines[0]["model"].removesuffix("-shape"), lines[0]["rank"]
+    rounds, shape, rank = num_rounds(lines), lines[0]["model"].removesuffix("-shape"), lines[0]["rank"]
     return f"""# Benchmarks: LoRA adapters on a CPU
 
 `make bench ARGS=--lora`: the engine alone, random weights in the shape of {shape}, adapters of rank {rank} for all
 seven linear layers of each decoder layer. Rows decode with eight adapters, with one, and without, alternating in one
 engine; a ratio is of neighbouring measurements, the median of {rounds} rounds. llmbackend {llmbackend.__version__},
-{machine()}, {date}.
+{machine()}, {last_day(lines)}.
 """
 
 

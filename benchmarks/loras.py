@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
-from safetensors.torch import save_file
 
 from benchmarks.checkpoints import SHAPES
-from benchmarks.lora_report import WITHOUT, Line, lora_tables
+from benchmarks.lora_report import WITHOUT, lora_tables
 from benchmarks.perplexity import WEIGHT_TYPES
+from benchmarks.report import Line
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.make_runner import make_runner
@@ -49,6 +48,9 @@ STREAM_TOKENS = 4000
 
 def write_adapter(model: Any, folder: Path, rank: int, seed: int) -> None:
     """As PEFT does, for every linear layer; of a size that changes tokens."""
+    import torch
+    from safetensors.torch import save_file
+
     heads = model.hidden_size // model.num_attention_heads
     width, inner, kv = model.hidden_size, model.intermediate_size, model.num_key_value_heads * heads
     linears = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -145,8 +146,18 @@ def summary(lines: list[Line]) -> list[Line]:
     return found
 
 
+def num_rounds(lines: Iterable[Line]) -> int:
+    return 1 + max((line["round"] for line in lines), default=0)
+
+
+def last_day(lines: Iterable[Line]) -> str:
+    """Of the measurements; today without any."""
+    last_s = max((line["time"] for line in lines if "time" in line), default=time.time())
+    return time.strftime("%Y-%m-%d", time.gmtime(last_s))
+
+
 def _head(lines: list[Line]) -> str:
-    rounds = 1 + max((line["round"] for line in lines), default=0)
+    rounds = num_rounds(lines)
     count = f"{rounds} rounds" if rounds > 1 else "one round"
     return f"""# Benchmarks
 

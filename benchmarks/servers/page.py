@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..entries import OURS
+from ..report import num_rounds
 from .contenders import CONTENDERS, KINDS
 from .loads import LOADS
 
@@ -63,7 +64,7 @@ def _good(lines: Sequence[Line]) -> list[Line]:
 def _machine(lines: Sequence[Line], machine: str) -> list[str]:
     measured = _good(lines) or lines
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(line["time"])) for line in measured})
-    rounds = 1 + max(line["round"] for line in measured)
+    rounds = num_rounds(measured)
     count = f"medians of {rounds} rounds" if rounds > 1 else "one round, so no spread"
     versions = {f"{name} {line['version']}" for name, ones in _by_server(measured).items() for line in ones}
     parts = [f"### {machine}", "", f"{' and '.join(days)}; {count}. {', '.join(sorted(versions))}.", ""]

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from benchmarks.checkpoints import SHAPES
 from benchmarks.experts_report import write_experts_report
-from benchmarks.lora_report import WITHOUT, Line, write_lora_report
+from benchmarks.lora_report import WITHOUT, write_lora_report
 from benchmarks.loras import LoraSuite
 from benchmarks.models import bytes_per_token
-from benchmarks.report import BANDWIDTH
+from benchmarks.report import BANDWIDTH, Line
 
 
 def _line(case: str, round_number: int, rate: float, **more: float) -> Line:
