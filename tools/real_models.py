@@ -1,8 +1,8 @@
 """Real checkpoints, converted from known models (`llmbackend models`), for tests and measurements that need trained
 weights.
 
-    python -m tools.real_models FOLDER      FOLDER/smollm2: SmolLM2-135M-Instruct (Apache-2.0), bfloat16, 270 MB;
-                                            FOLDER/smollm2.gguf: the file from which it is converted, Q4_1, 93 MB
+    python -m tools.real_models FOLDER      of each known model NAME: FOLDER/NAME, in bfloat16 (smollm2 270 MB,
+                                            gemma3-270m 540 MB), and FOLDER/NAME.gguf, from which it is converted
 
 Part of `make real-models` and `make bench`. Independent of how they are used. Needs the package `gguf`. Invariant: an
 existing checkpoint is complete, because it is first written under another name.
@@ -37,7 +37,7 @@ def make(name: str, folder: Path) -> Path:
 
 
 def _dequantise(gguf: Path, target: Path) -> None:
-    """The numbers of the 4-bit file, rounded to bfloat16, as a checkpoint of transformers."""
+    """The numbers of the file, rounded to bfloat16, as a checkpoint of transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

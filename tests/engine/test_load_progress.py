@@ -114,6 +114,21 @@ def test_a_server_that_is_ready_says_what_computes_each_model(capfd: pytest.Capt
     assert expected in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("template", ["", "{{ messages }}"])
+def test_the_example_is_one_that_the_model_answers(template: str, capfd: pytest.CaptureFixture[str]) -> None:
+    row = SimpleNamespace(name="a", version="1", state="READY", reason="")
+    server: Any = SimpleNamespace(
+        repository_index=lambda ready_only=False: [row],
+        describe_instances=list,
+        model_parameters=lambda name: {"chat_template": template} if template else {},
+    )
+    announce(server, {"http": "http://0.0.0.0:8000"}, 1.0)
+    example = capfd.readouterr().out.partition("\nTry:\n")[2]
+    assert ("llmbackend chat --url http://localhost:8000 --model a" in example) == bool(template)
+    assert ("/v1/chat/completions -H" in example) == bool(template)
+    assert ("/v1/completions -H" in example and '"prompt": ' in example) == (not template)
+
+
 def test_nothing_is_drawn_where_standard_error_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     with load_bars():
         show(1, "demo", LoadProgress("packing weights", 3, 10))

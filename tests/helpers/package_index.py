@@ -20,32 +20,40 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from llmbackend.server.known_models import KnownModel
+from llmbackend.server.known_models import KnownModel, PackagePart
 
-MEMBER = "tiny_model/tiny.gguf"
 PROGRAM = "tests.helpers.package_index"
 
 
-def write_wheel(folder: Path, content: bytes) -> Path:
-    """Of the package tiny-model 1.0."""
-    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+def write_wheel(folder: Path, content: bytes, package: str = "tiny_model") -> Path:
+    """Version 1.0 of `package`."""
+    wheel = folder / f"{package}-1.0-py3-none-any.whl"
+    about = f"{package}-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(MEMBER, content)
-        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+        archive.writestr(f"{package}/tiny.gguf", content)
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
     return wheel
 
 
-def model_of(wheel: Path, content: bytes) -> KnownModel:
+def part_of(wheel: Path, content: bytes) -> PackagePart:
+    """content: the part that the wheel contains."""
+    package = wheel.name.partition("-")[0]
+    return PackagePart(
+        package=f"{package.replace('_', '-')}==1.0",
+        package_bytes=wheel.stat().st_size,
+        member=f"{package}/tiny.gguf",
+        size_bytes=len(content),
+    )
+
+
+def model_of(content: bytes, *parts: PackagePart) -> KnownModel:
     return KnownModel(
         name="tiny",
         title="a tiny model",
         licence="Apache-2.0",
-        package="tiny-model==1.0",
-        package_bytes=wheel.stat().st_size,
-        member=MEMBER,
-        size_bytes=len(content),
+        parts=parts,
         sha256=hashlib.sha256(content).hexdigest(),
     )
 
@@ -136,7 +144,9 @@ def index_environment(index_url: str, cache: Path, model: KnownModel) -> dict[st
 def main() -> None:
     from llmbackend.server import known_models, package_files
 
-    known_models.KNOWN_MODELS = (KnownModel(**json.loads(os.environ["KNOWN_MODEL"])),)
+    fields = json.loads(os.environ["KNOWN_MODEL"])
+    fields["parts"] = tuple(PackagePart(**part) for part in fields["parts"])
+    known_models.KNOWN_MODELS = (KnownModel(**fields),)
     if sys.argv[1:] == ["fetch"]:
         package_files.file_of(known_models.KNOWN_MODELS[0])
         return

@@ -1,4 +1,5 @@
-"""A known model served by its name, in the 4 bits of its file: what it says, by schemas too, with drafts, over faults.
+"""Known models served by their names, in the types of their files: with drafts and over faults; what smollm2 says in
+chats, by schemas too.
 
 Runs where test_real_models.py does. Answers in the docs are those that come.
 """
@@ -45,9 +46,21 @@ SCHEMA: dict[str, Any] = {
     "required": ["city", "country", "inhabitants", "sights"],
     "additionalProperties": False,
 }
+KEPT = {
+    "smollm2": "linear layers: 210 kept INT4_MIN",
+    "gemma3-270m": "linear layers: 81 kept Q5_0, 27 kept Q4_K, 10 kept Q8_0, 9 kept Q6_K",
+}
+CONTINUATIONS = {
+    "smollm2": ("Question: What is the capital of France?\nAnswer:", "Paris"),
+    "gemma3-270m": ("Q: What is the capital of France?\nA:", " The capital of France is Paris."),
+}
 REPEATING = "Repeat this list three times:\n" + "\n".join(f"{n}. The quick brown fox" for n in range(1, 8))
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4}'
 PAGE = ROOT / "docs" / "weights.md"
+
+
+chats = pytest.mark.parametrize("model", KNOWN_MODELS[:1], ids=lambda model: model.name, indirect=True, scope="module")
+"""For the only known model with a chat template."""
 
 
 @pytest.fixture(scope="module", params=KNOWN_MODELS, ids=lambda model: model.name)
@@ -93,12 +106,20 @@ def tokens(running: list[GrpcStream]) -> list[list[int]]:
     return [stream.token_ids for stream in found]
 
 
-def test_every_protocol_gives_the_same_answer(server: ServerProcess, model: KnownModel, log: Path) -> None:
+def test_weights_stay_in_the_types_of_the_file(server: ServerProcess, model: KnownModel, log: Path) -> None:
+    prompt, expected = CONTINUATIONS[model.name]
+    [answer] = streams(server, model, (prompt,))
+    assert expected in answer.finish().text
+    assert KEPT[model.name] in log.read_text()
+
+
+@chats
+def test_every_protocol_gives_the_same_answer(server: ServerProcess, model: KnownModel) -> None:
     found = answers(server, model.name)
     assert set(found.values()) == {"The capital of France is Paris."}, found
-    assert "linear layers: 210 kept INT4_MIN" in log.read_text()
 
 
+@chats
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_what_a_schema_asks_for_comes(server: ServerProcess, model: KnownModel, temperature: int) -> None:
     asked = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
@@ -130,16 +151,17 @@ def test_a_killed_engine_costs_no_token(server: ServerProcess, model: KnownModel
 
 def test_a_killed_server_starts_again_with_the_same_answers(model: KnownModel) -> None:
     with server_of(model) as server:
-        expected = chat(server, model.name, PROMPTS[0])
+        expected = tokens(streams(server, model, PROMPTS[:1]))
         begun = streams(server, model, PROMPTS)
         eventually(lambda: all(stream.token_ids for stream in begun))
         kill_server(server)
         for stream in begun:
             stream.finish()
     with server_of(model) as server:
-        assert chat(server, model.name, PROMPTS[0]) == expected
+        assert tokens(streams(server, model, PROMPTS[:1])) == expected
 
 
+@chats
 def test_answers_in_the_docs_are_real(server: ServerProcess, model: KnownModel) -> None:
     """Of its section: each block that asks, and behind it, or in its comments, what came."""
     section = PAGE.read_text().partition("\n## Models by name\n")[2].partition("\n## ")[0]

@@ -1,4 +1,4 @@
-"""A real GGUF file, served as it is: tokens of its weights in float32, tokens of its text, its chats.
+"""Real GGUF files, served as they are: tokens of their weights in float32; of smollm2 tokens of its text, its chats.
 
 Runs where test_real_models.py does.
 """
@@ -43,9 +43,12 @@ def directory(file: Path) -> Path:
     return Path(with_directories(EngineConfig(model=str(file))).model)
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("program", ["native", "modules"])
-def test_the_files_weights_give_transformers_tokens(file: Path, directory: Path, program: str) -> None:
+def test_the_files_weights_give_transformers_tokens(name: str, program: str) -> None:
     """Each token is the likeliest one after those before it: the same as greedy generation, in one pass."""
+    file = Path(FOLDER) / f"{name}.gguf"
+    directory = Path(with_directories(EngineConfig(model=str(file))).model)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     found, _ = tokens(directory, prompts, dtype="float32", enforce_eager=program == "modules")

@@ -75,7 +75,7 @@ class ModelTokenizer:
     max_token_chars = 1
     """Length of the longest token; bounds from below how many tokens a long text has."""
     chat_template = ""
-    """Its source; "" = none, or a built-in one."""
+    """Its source; "" = none."""
     config: Mapping[str, Any] = MappingProxyType({})
     """tokenizer_config.json, including `tokenizer_class`."""
     _template: ChatTemplate | None = None
@@ -105,7 +105,10 @@ class ModelTokenizer:
         if template:
             chosen = request_template(template, () if chosen is None else tuple(chosen.special_tokens.items()))
         if chosen is None:
-            raise invalid_argument("'messages' was given, but this model has no chat template; use 'text_input'")
+            raise invalid_argument(
+                "'messages' was given, but this model has no chat template: name one with --chat-template, or send "
+                "'text_input' (to /v1/completions 'prompt')"
+            )
         return chosen.render(messages, tools=tools, options=options)
 
     def token_text(self, token_id: int) -> str:
@@ -153,8 +156,8 @@ class ByteTokenizer(ModelTokenizer):
     def __init__(self, chat_template: str = "") -> None:
         from .chat_template import ChatTemplate
 
-        self.chat_template = chat_template
-        self._template = ChatTemplate(chat_template or self._TEMPLATE, {})
+        self.chat_template = chat_template or self._TEMPLATE
+        self._template = ChatTemplate(self.chat_template, {})
         self._texts, self._texts_with_special = TokenTexts(self._bytes), TokenTexts(self._with_special)
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:

@@ -27,7 +27,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 
 from ..http.errors import INVALID_REQUEST, body_for, error_body, is_anthropic, is_openai
-from ..http.request_scope import LABELS
+from ..http.request_scope import IS_COUNTED, LABELS
 from ..http.responses import JSON, TEXT, plain
 from ..shared_counts import SharedCounts
 from .api_keys import (
@@ -111,7 +111,7 @@ class HttpAccess:
             self._metrics.decided(account, "http", "forbidden")
             message = role_needed(account.name, account.role)
             return _error(request, 403, message, INVALID_REQUEST, "insufficient_permissions")
-        identity = RequestIdentity(account, "http", self._metrics)
+        identity = RequestIdentity(account, "http", self._metrics, is_counted=request.scope.get(IS_COUNTED, False))
         if category is not Category.INFERENCE or request.method in _READING or begins_no_inference(request.path):
             self._metrics.decided(account, "http", "accepted")
         else:

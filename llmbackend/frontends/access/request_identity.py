@@ -106,12 +106,15 @@ class RequestIdentity:
 
     __slots__ = ("_is_decided", "_metrics", "_taken", "account", "protocol")
 
-    def __init__(self, account: Account, protocol: Protocol, metrics: AccessMetrics) -> None:
+    def __init__(
+        self, account: Account, protocol: Protocol, metrics: AccessMetrics, *, is_counted: bool = False
+    ) -> None:
+        """is_counted: another process has counted that the request was accepted"""
         self.account = account
         self.protocol: Protocol = protocol
         self._metrics = metrics
         self._taken = 0
-        self._is_decided = False
+        self._is_decided = is_counted
 
     def take(self, prompts: int) -> Refusal | None:
         """Charges prompts in advance, all or none, so that `prompts` are charged in total."""

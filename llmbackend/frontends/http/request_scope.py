@@ -30,6 +30,10 @@ HANDED_OVER: Final = "llmbackend.handed_over"
 """Scope key, set in frontend processes only: the body of a request that the host must answer instead, else None."""
 
 
+IS_COUNTED: Final = "llmbackend.is_counted"
+"""Scope key, set in the host: whether a frontend process handed the request over, and has counted its acceptance."""
+
+
 class HandedOver(Response):
     """Sends nothing: the host answers the request, whose decompressed body was read here."""
 
