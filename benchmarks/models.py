@@ -25,8 +25,8 @@ from .checkpoints import SHAPES, write_tokenizer
 from .environments import Environments
 from .quantise_gguf import KINDS
 
-REAL_GGUF = "q4_1.gguf"
-"""The file that real checkpoints are made of."""
+REAL_GGUF = {"smollm2": "q4_1.gguf", "gemma3-270m": "q4_k_m.gguf"}
+"""The files that real checkpoints are made of."""
 RANDOM_GGUF = tuple(random_gguf.SHAPES)
 """Their files are written with random blocks, not from a checkpoint."""
 OPENVINO_INT4 = ("--sym", "--group-size", "128", "--group-size-fallback", "adjust")
@@ -46,7 +46,7 @@ class Models:
             self.folder.mkdir(parents=True, exist_ok=True)
             model = next(model for model in (*SHAPES, *NAMES, *RANDOM_GGUF) if name.startswith(model))
             form = name.removeprefix(model).removeprefix("-")
-            if model in NAMES and form in ("", REAL_GGUF):
+            if model in NAMES and form in ("", REAL_GGUF[model]):
                 real = make(model, Path(sys.prefix) / "real_models")
                 return real.with_suffix(".gguf") if form else real
             part = self.folder / f"part-{name}"

@@ -42,18 +42,19 @@ WEIGHT_TYPES: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
-FILES = ("f16", "q4_1", "q4_0", "q4_k_m")
+FILES = {"smollm2": ("f16", "q4_1", "q4_0", "q4_k_m"), "gemma3-270m": ("q4_k_m",)}
 """Kinds of GGUF files that are read by llama.cpp, too."""
 
 
 def windows(checkpoint: Path, num_tokens: int = NUM_TOKENS) -> list[tuple[int, ...]]:
-    """The text's first tokens, in parts that are read one by one."""
+    """The text's first tokens, in parts that are read one by one, each after the token that begins a text, if any."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     ids = tokenizer.encode(TEXT_PATH.read_text(), add_special_tokens=False).ids[:num_tokens]
     assert len(ids) == num_tokens, f"the text has {len(ids)} tokens"
-    return [tuple(ids[begin : begin + WINDOW_TOKENS]) for begin in range(0, num_tokens, WINDOW_TOKENS)]
+    bos = tokenizer.encode("").ids
+    return [(*bos, *ids[begin : begin + WINDOW_TOKENS]) for begin in range(0, num_tokens, WINDOW_TOKENS)]
 
 
 def perplexity(checkpoint: Path, texts: list[tuple[int, ...]], **engine_args: Any) -> float:
@@ -96,7 +97,7 @@ def run_files(environments: Environments, results: Results) -> None:
     environments.install("llama.cpp")
     models = Models(environments)
     for name in NAMES:
-        files = {kind: models.path(f"{name}-{kind}.gguf") for kind in FILES}
+        files = {kind: models.path(f"{name}-{kind}.gguf") for kind in FILES[name]}
         for entry, read in (("llmbackend", _by_ours), ("llama.cpp", functools.partial(_by_llama_cpp, environments))):
             if not results.has(model=name, workload=FILE_PERPLEXITY, entry=entry):
                 figures = read(models.path(name), list(files.values()))

@@ -92,16 +92,17 @@ _OOM_SCORE: Final = "1000"
 
 def main(descriptor: int) -> None:
     """Serves calls until the server closes the socket `descriptor`."""
-    os.nice(_NICENESS)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
     with contextlib.suppress(EOFError, OSError), socket.socket(fileno=descriptor) as server:
+        call = receive(server)  # imports what it needs: ten seconds at a low priority on a busy machine
+        os.nice(_NICENESS)
         while True:
-            _answer(server)
+            _answer(server, *call)
+            call = receive(server)
 
 
-def _answer(server: socket.socket) -> None:
-    function, arguments = receive(server)
+def _answer(server: socket.socket, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     result: Any
     try:
         succeeded, result = True, function(*arguments)

@@ -35,11 +35,6 @@ class HttpInput:
     headers: Headers = JSON_HEADERS
     method: str = "POST"
 
-    def __repr__(self) -> str:
-        """Short, because Hypothesis fails on long ones before it says what was wrong."""
-        shown = ", ".join(f"{name}={value!r:.300}" for name, value in vars(self).items())
-        return f"HttpInput({shown}) with {len(self.body)} bytes"
-
 
 @dataclass(frozen=True)
 class HttpAnswer:
