@@ -15,7 +15,7 @@ import resource
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,9 +128,10 @@ def measure(
     """The load generator's figures. Raises RuntimeError, OSError, KeyError and ValueError."""
     if load.chat_fields:
         check_ticket(load, url, timeout_s)
+    requests = requests_of(load, count, round_number)
     with tempfile.TemporaryDirectory() as directory:
         dataset = Path(directory) / "requests.jsonl"
-        dataset.write_text("".join(json.dumps(one) + "\n" for one in requests_of(load, count, round_number)))
+        dataset.write_text("".join(json.dumps(one) + "\n" for one in requests))
         command = [str(environments.folder("vllm") / "bin" / "vllm"), "bench", "serve", *flags(load, count, url)]
         command += ["--tokenizer", str(tokenizer), "--dataset-name", "custom", "--dataset-path", str(dataset)]
         command += ["--result-dir", directory, "--result-filename", "result"]
@@ -139,7 +140,9 @@ def measure(
         if error := run_process(command, environ, environments.logs / "load.log", timeout_s):
             raise RuntimeError(error)
         found = json.loads((Path(directory) / "result").read_text())
-    return figures(found, load, count) | {"generator_cpu_s": round(_children_cpu_s() - before_s, 1)}
+    return figures(found, load, [one["output_tokens"] for one in requests]) | {
+        "generator_cpu_s": round(_children_cpu_s() - before_s, 1)
+    }
 
 
 def flags(load: Load, count: int, url: str) -> list[str]:
@@ -177,24 +180,31 @@ def check_ticket(load: Load, url: str, timeout_s: float) -> None:
         raise RuntimeError(f"the answer is not as the request wants it: {json.dumps(message)[:300]}")
 
 
-def figures(found: Mapping[str, Any], load: Load, count: int) -> dict[str, Any]:
+def figures(found: Mapping[str, Any], load: Load, asked_tokens: Sequence[int]) -> dict[str, Any]:
     """Of the requests that completed. The first event of a chat has only the role, so its second one is the first with
-    a part of the answer. Raises RuntimeError if none completed."""
+    a part of the answer. asked_tokens: of each request; but for chats, which may end earlier, answers have as many. The
+    load generator counts those of llama.cpp's server by tokenising the text, which random weights make long. Raises
+    RuntimeError if none completed."""
     if not found["completed"]:
         raise RuntimeError(f"no request completed: {(found['errors'][0].splitlines() or [''])[-1][:300]}")
     details = zip(found["ttfts"], found["itls"], found["output_lens"], strict=True)
     streams = [(ttft_s, itls_s) for ttft_s, itls_s, num_tokens in details if num_tokens]
     if load.chat_fields:
         streams = [(ttft_s + sum(itls_s[:1]), itls_s[1:]) for ttft_s, itls_s in streams]
+    output_tokens = found["total_output_tokens"]
+    if not load.chat_fields:
+        output_tokens = sum(
+            asked for asked, num_tokens in zip(asked_tokens, found["output_lens"], strict=True) if num_tokens
+        )
     times_s = {"ttft": [ttft_s for ttft_s, _ in streams], "itl": [itl_s for _, itls_s in streams for itl_s in itls_s]}
     return {
         **{f"{name}_p{p}_ms": _percentile_ms(times, p) for name, times in times_s.items() for p in (50, 99)},
-        "output_tokens_per_s": round(found["output_throughput"], 2),
+        "output_tokens_per_s": round(output_tokens / found["duration"], 2),
         "wall_s": round(found["duration"], 2),
         "prompt_tokens": found["total_input_tokens"],
-        "output_tokens": found["total_output_tokens"],
-        "requests": count,
-        "errors": count - found["completed"],
+        "output_tokens": output_tokens,
+        "requests": len(asked_tokens),
+        "errors": len(asked_tokens) - found["completed"],
     }
 
 

@@ -77,14 +77,22 @@ def test_chats_end_with_their_grammar_and_completions_at_their_length() -> None:
 
 
 def test_the_event_with_the_role_of_a_chat_is_not_its_first_token() -> None:
-    of_text, of_chat = (figures(DETAILS, load, 3) for load in (LOADS[0], JSON_LOAD))
+    of_text, of_chat = (figures(DETAILS, load, [10, 20, 40]) for load in (LOADS[0], JSON_LOAD))
     assert (of_text["ttft_p50_ms"], of_text["itl_p50_ms"], of_text["errors"]) == (2000, 400, 1)
     assert (of_chat["ttft_p50_ms"], of_chat["itl_p50_ms"], of_chat["errors"]) == (2500, 200, 1)
 
 
+def test_answers_have_as_many_tokens_as_asked_for() -> None:
+    """Whatever the load generator takes their text for; but chats end by themselves."""
+    of_text, of_chat = (figures(DETAILS | {"duration": 2.0}, load, [10, 20, 40]) for load in (LOADS[0], JSON_LOAD))
+    answered = [asked for asked, found in zip([10, 20, 40], DETAILS["output_lens"], strict=True) if found]
+    assert of_text["output_tokens"] == sum(answered) and of_text["output_tokens_per_s"] == sum(answered) / 2
+    assert of_chat["output_tokens"] == DETAILS["total_output_tokens"]
+
+
 def test_a_load_without_answers_is_a_failure() -> None:
     with pytest.raises(RuntimeError, match="Bad Request"):
-        figures(DETAILS | {"completed": 0, "errors": ["Bad Request"]}, LOADS[0], 3)
+        figures(DETAILS | {"completed": 0, "errors": ["Bad Request"]}, LOADS[0], [1] * 3)
 
 
 @contextlib.contextmanager
