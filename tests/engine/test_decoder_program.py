@@ -15,6 +15,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.linear import swap_linears
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.kernels import library
+from llmbackend.engine.kernels.operations import Type
 from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.model import loader
 from llmbackend.engine.model.module_runner import make_model_runner
@@ -204,6 +205,16 @@ def test_int4_programs_compute_what_modules_with_rounded_weights_do(family: str,
     int4 = greedy(tmp_path / "own", prompt, 1, dtype="float32", quantization="int4")[1][0]
     exact = greedy(tmp_path / "rounded", prompt, 1, dtype="float32")[1][0]
     assert int4 == pytest.approx(exact, abs=0.25)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "expected"), [(4, Type.INT4_MIN), (2, Type.INT8), (1, Type.INT8)])
+def test_values_that_queries_share_have_8_bits(num_kv_heads: int, expected: Type, tmp_path: Path) -> None:
+    config = tf.LlamaConfig(**SIZES | {"num_attention_heads": 4, "num_key_value_heads": num_kv_heads})
+    save(config, tmp_path)
+    made = loader.load_model(EngineConfig(model=str(tmp_path), transport="inline", quantization="int4"))
+    attention: Any = made.model.model.layers[0].self_attn
+    assert attention.v_proj.packed.type is expected
+    assert attention.q_proj.packed.type is attention.k_proj.packed.type is Type.INT4_MIN
 
 
 def in_four_bits(weight: torch.Tensor) -> torch.Tensor:

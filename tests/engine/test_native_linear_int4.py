@@ -42,18 +42,70 @@ def rounded(weight: Array, kind: Type = MIN) -> tuple[Array, Array, Array]:
     padded = np.full((n, wide), np.nan, np.float32)
     padded[:, :k] = weight
     groups = padded.reshape(n, -1, GROUP)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # groups that are padding alone
-        smallest, largest = np.nanmin(groups, 2), np.nanmax(groups, 2)
+    if kind is MIN:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # groups that are padding alone
+            found, scales, mins = best_grids(groups)
+        return found.reshape(n, -1), scales, mins
     groups = np.nan_to_num(groups)
     farthest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], 2)[:, :, 0]
-    scales = ((largest - smallest) / np.float32(15) if kind is MIN else farthest / np.float32(-8)).astype(np.float16)
-    scales, mins = np.nan_to_num(scales), np.nan_to_num(smallest.astype(np.float16)) * (kind is MIN)
+    scales = (farthest / np.float32(-8)).astype(np.float16)
     exact = scales.astype(np.float32)[:, :, None]
-    factor = np.divide(np.float32(1), exact, out=np.zeros_like(exact), where=exact != 0)
-    steps = (groups - mins.astype(np.float32)[:, :, None]) * factor
-    found = np.clip(np.rint(steps) + (0 if kind is MIN else 8), 0, 15).astype(np.uint8)
-    return found.reshape(n, -1), scales, mins
+    steps = groups * np.divide(np.float32(1), exact, out=np.zeros_like(exact), where=exact != 0)
+    found = np.clip(np.rint(steps) + 8, 0, 15).astype(np.uint8)
+    return found.reshape(n, -1), scales, np.zeros_like(scales)
+
+
+def best_grids(groups: Array) -> tuple[Array, Array, Array]:
+    """Of float32 [n, groups, 32], NaN in padding: the scheme of pack_int4.h."""
+    f32 = np.float32
+    smallest, largest = (np.nan_to_num(each(groups, 2, keepdims=True)) for each in (np.nanmin, np.nanmax))
+    is_there = ~np.isnan(groups)
+    w = np.nan_to_num(groups)
+    count = np.maximum(is_there.sum(2, keepdims=True), 1).astype(f32)
+    importance = (np.abs(w) + np.sqrt(lane_sum(w * w) / count)) * is_there
+
+    def numbers_of(scale: Array, begin: Array) -> Array:
+        factor = np.divide(f32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+        return np.asarray(np.rint(np.minimum(np.maximum(f32(0), (w - begin) * factor), f32(15))))
+
+    def error_of(scale: Array, begin: Array, found: Array) -> Array:
+        difference = scale * found + begin - w
+        return lane_sum(importance * difference * difference)
+
+    def in_float16(*values: Array) -> list[Array]:
+        return [value.astype(np.float16).astype(f32) for value in values]
+
+    best_scale, best_begin = in_float16((largest - smallest) / f32(15), smallest)
+    best = numbers_of(best_scale, best_begin)
+    least = error_of(best_scale, best_begin, best)
+    middle, half = f32(0.5) * smallest + f32(0.5) * largest, f32(0.5) * largest - f32(0.5) * smallest
+    for width in map(f32, (1, 0.9, 0.8, 0.7)):
+        scale, begin = half * width * f32(f32(2) / f32(15)), middle - half * width
+        found = numbers_of(scale, begin)
+        weighted = importance * found
+        one, q, qq = lane_sum(importance), lane_sum(weighted), lane_sum(weighted * found)
+        x, qx = lane_sum(importance * w), lane_sum(weighted * w)
+        determinant = one * qq - q * q
+        fits = determinant > 0
+        scale = np.where(fits, (one * qx - q * x) / determinant, scale)
+        begin = np.where(fits, (x - scale * q) / one, begin)
+        scale, begin = in_float16(scale, begin)
+        found = numbers_of(scale, begin)
+        error = error_of(scale, begin, found)
+        better = error < least
+        least, best = np.where(better, error, least), np.where(better, found, best)
+        best_scale, best_begin = np.where(better, scale, best_scale), np.where(better, begin, best_begin)
+    return best.astype(np.uint8), best_scale[:, :, 0].astype(np.float16), best_begin[:, :, 0].astype(np.float16)
+
+
+def lane_sum(values: Array) -> Array:
+    """[n, groups, 1] of float32 [n, groups, 32], in the kernels' order."""
+    rows = values.reshape(*values.shape[:2], 4, 8)
+    lanes = rows[:, :, 0] + rows[:, :, 1] + rows[:, :, 2] + rows[:, :, 3]
+    a = [lanes[:, :, i] for i in range(8)]
+    total = ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]))
+    return np.expand_dims(total, 2)
 
 
 @pytest.mark.parametrize("kind", FOUR_BITS)
@@ -209,16 +261,45 @@ def test_weights_are_rounded_per_group_and_packed_in_panels(
     weight[n // 2] = 0
     weight[-1] *= 1e-6  # subnormal scales
     raw = stored(weight, weight_type)
+    check_packed(variant, raw, weight_type, kind, *rounded(numbers(raw, weight_type), kind))
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+def test_groups_that_are_grids_are_stored_exactly(variant: str) -> None:
+    random = np.random.default_rng(2)
+    found = random.integers(0, 16, (40, 128), np.uint8)
+    found[:, ::GROUP], found[:, 1::GROUP] = 0, 15
+    scales = np.exp2(random.integers(-12, -4, (40, 4))).astype(np.float16)
+    mins = (random.integers(-15, 1, (40, 4)) * scales).astype(np.float16)
+    weight = found * np.repeat(scales.astype(np.float32), GROUP, 1) + np.repeat(mins.astype(np.float32), GROUP, 1)
+    check_packed(variant, weight, Type.FLOAT32, MIN, found, scales, mins)
+
+
+def check_packed(
+    variant: str, raw: Array, weight_type: Type, kind: Type, found: Array, scales: Array, mins: Array
+) -> None:
+    """That the kernels pack the matrix into these numbers, scales and minima."""
+    n, k = raw.shape
     kernels = engine(variant, 2)
     panels = kernels.library.memory(packed_bytes(n, k, kind))
-    scales, mins = (kernels.library.memory(scale_bytes(n, k, kind)).view(np.float16) for _ in range(2))
+    packed = [kernels.library.memory(scale_bytes(n, k, kind)).view(np.float16) for _ in range(2)]
     kernels.pack(
-        raw.ctypes.data, weight_type, (n, k), k, panels.ctypes.data, kind, scales.ctypes.data, mins.ctypes.data
-    )  # fmt: skip
-    found, *expected = rounded(numbers(raw, weight_type), kind)
-    for got, values in zip((scales, mins), expected, strict=True):
+        raw.ctypes.data, weight_type, (n, k), k, panels.ctypes.data, kind, packed[0].ctypes.data, packed[1].ctypes.data
+    )
+    for got, values in zip(packed, (scales, mins), strict=True):
         assert np.array_equal(got, grouped(values, n).view(np.float16).reshape(-1))
     assert np.array_equal(panels.reshape(-1), panels_of(found, n).reshape(-1))
+
+
+def test_errors_are_smaller_than_those_of_grids_over_the_whole_range() -> None:
+    weight = np.random.default_rng(5).standard_t(5, (64, 256)).astype(np.float32)
+    found, scales, mins = rounded(weight)
+    values = found * np.repeat(scales.astype(np.float32), GROUP, 1) + np.repeat(mins.astype(np.float32), GROUP, 1)
+    groups = weight.reshape(64, -1, GROUP)
+    smallest, step = groups.min(2, keepdims=True), np.ptp(groups, 2, keepdims=True) / 15
+    whole_range = (np.rint((groups - smallest) / step) * step + smallest).reshape(weight.shape)
+    error, plain_error = (float(np.square(each - weight).sum()) for each in (values, whole_range))
+    assert error < 0.95 * plain_error
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))

@@ -45,6 +45,8 @@ PROMPTS = (
     "Once upon a time there was a small dragon who",
 )
 NUM_TOKENS = 40
+PERPLEXITY_LIMITS = {"smollm2": (1.01, 1.02), "gemma3-270m": (1.02, 1.15)}
+"""With int8 and int4 weights, relative to bfloat16."""
 
 
 @pytest.fixture(params=NAMES)
@@ -101,12 +103,13 @@ def test_every_weight_type_answers_as_transformers(checkpoint: Path, weights: st
 
 def test_rounding_costs_little_perplexity(checkpoint: Path) -> None:
     """The weights of smollm2 came in 4 bits with minima, so int4 costs it no more than int8."""
+    int8_limit, int4_limit = PERPLEXITY_LIMITS[checkpoint.name]
     texts = windows(checkpoint)
     bfloat16, *rounded = (
         perplexity(checkpoint, texts, dtype="bfloat16", quantization=kind) for kind in (None, "int8", "int4")
     )
-    assert max(rounded) < bfloat16 * 1.02
-    assert rounded[0] < bfloat16 * 1.01
+    assert rounded[0] < bfloat16 * int8_limit
+    assert rounded[1] < bfloat16 * int4_limit
 
 
 @pytest.fixture(scope="module", params=TYPES)

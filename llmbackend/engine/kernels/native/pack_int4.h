@@ -2,8 +2,10 @@
 //
 // Used by pack.h and linear_int4.h. Invariant: numbers and scales are the same on every instruction set.
 //
-// The 16 steps of a group range from its smallest element to its largest (kInt4Min), or from the element with the
-// largest magnitude, which becomes -8, through zero (kInt4). The other elements are rounded to the nearest step.
+// kInt4: the 16 steps of a group range from the element with the largest magnitude, which becomes -8, through zero.
+// kInt4Min: of some grids of 16 steps, the one with the smallest sum of squared errors, each weighted by the element's
+// magnitude: from the smallest element to the largest, and least squares' fits to the numbers of narrower ones. A group
+// that is such a grid is stored exactly. Elements are rounded to the nearest step.
 #pragma once
 
 #include <algorithm>
@@ -33,6 +35,94 @@ struct Group {
     uint16_t min = 0;
 };
 
+// scale and min are float16 numbers.
+struct Grid {
+    float scale, min;
+};
+
+// Sums over a group in eight lanes, in the same order on every instruction set.
+struct LaneSum {
+    static constexpr int kSums = 8;
+    float lanes[kSums] = {};
+    void add(int i, float value) { lanes[i % kSums] += value; }
+    float total() const {
+        return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+    }
+};
+
+// Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
+inline float nearest(float x) { return x + 12582912.0f - 12582912.0f; }
+
+struct GroupFit {
+    int count;
+    float weights[kGroup] = {};
+    float importance[kGroup] = {};  // 0 beyond count
+
+    template <class W>
+    GroupFit(const W* source, int count) : count(count) {
+        LaneSum squares;
+        for (int i = 0; i < count; i++) weights[i] = to_float(source[i]);
+        for (int i = 0; i < kGroup; i++) squares.add(i, weights[i] * weights[i]);
+        const float typical = std::sqrt(squares.total() / static_cast<float>(std::max(count, 1)));
+        for (int i = 0; i < count; i++) importance[i] = std::fabs(weights[i]) + typical;
+    }
+
+    void round(const Grid& grid, float* numbers) const {
+        const float factor = grid.scale == 0 ? 0.0f : 1.0f / grid.scale;
+        for (int i = 0; i < kGroup; i++)
+            numbers[i] = nearest(std::min(std::max(0.0f, (weights[i] - grid.min) * factor), 15.0f));
+    }
+
+    float error(const Grid& grid, const float* numbers) const {
+        LaneSum sum;
+        for (int i = 0; i < kGroup; i++) {
+            const float difference = grid.scale * numbers[i] + grid.min - weights[i];
+            sum.add(i, importance[i] * difference * difference);
+        }
+        return sum.total();
+    }
+
+    // Least squares for given numbers. Returns `grid` if they are all the same.
+    Grid fit(const Grid& grid, const float* numbers) const {
+        LaneSum one, q, qq, x, qx;
+        for (int i = 0; i < kGroup; i++) {
+            const float weighted = importance[i] * numbers[i];
+            one.add(i, importance[i]);
+            q.add(i, weighted);
+            qq.add(i, weighted * numbers[i]);
+            x.add(i, importance[i] * weights[i]);
+            qx.add(i, weighted * weights[i]);
+        }
+        const float determinant = one.total() * qq.total() - q.total() * q.total();
+        if (!(determinant > 0)) return grid;
+        const float scale = (one.total() * qx.total() - q.total() * x.total()) / determinant;
+        return {scale, (x.total() - scale * q.total()) / one.total()};
+    }
+};
+
+inline Grid in_float16(const Grid& grid) { return {to_float(to_float16(grid.scale)), to_float(to_float16(grid.min))}; }
+
+inline Grid best_grid(const GroupFit& group, float smallest, float largest, float* numbers) {
+    constexpr float kWidths[] = {1.0f, 0.9f, 0.8f, 0.7f};
+    const float middle = 0.5f * smallest + 0.5f * largest, half = 0.5f * largest - 0.5f * smallest;
+    Grid best = in_float16({(largest - smallest) / 15.0f, smallest});
+    group.round(best, numbers);
+    float least = group.error(best, numbers);
+    for (const float width : kWidths) {
+        float tried[kGroup];
+        const Grid narrow{half * width * (2.0f / 15.0f), middle - half * width};
+        group.round(narrow, tried);
+        const Grid fitted = in_float16(group.fit(narrow, tried));
+        group.round(fitted, tried);
+        const float error = group.error(fitted, tried);
+        if (!(error < least)) continue;
+        least = error;
+        best = fitted;
+        std::copy_n(tried, kGroup, numbers);
+    }
+    return best;
+}
+
 template <class W>
 Group round_group(const W* weights, int count, bool has_min) {
     float smallest = 0, largest = 0, farthest = 0;
@@ -43,13 +133,19 @@ Group round_group(const W* weights, int count, bool has_min) {
         if (std::fabs(w) > std::fabs(farthest)) farthest = w;
     }
     Group group;
-    group.scale = to_float16(has_min ? (largest - smallest) / 15.0f : farthest / -kZero);
-    if (has_min) group.min = to_float16(smallest);
+    if (has_min) {
+        float numbers[kGroup];
+        const Grid grid = best_grid(GroupFit(weights, count), smallest, largest, numbers);
+        group.scale = to_float16(grid.scale);
+        group.min = to_float16(grid.min);
+        for (int i = 0; i < kGroup; i++) group.numbers[i] = static_cast<uint8_t>(numbers[i]);
+        return group;
+    }
+    group.scale = to_float16(farthest / -kZero);
     const float scale = to_float(group.scale), factor = scale == 0 ? 0.0f : 1.0f / scale;
-    const float begin = to_float(group.min);
     for (int i = 0; i < kGroup; i++) {
-        const float steps = ((i < count ? to_float(weights[i]) : 0.0f) - begin) * factor;
-        group.numbers[i] = static_cast<uint8_t>(std::clamp(std::nearbyint(steps) + (has_min ? 0 : kZero), 0.0f, 15.0f));
+        const float steps = (i < count ? to_float(weights[i]) : 0.0f) * factor;
+        group.numbers[i] = static_cast<uint8_t>(std::clamp(std::nearbyint(steps) + kZero, 0.0f, 15.0f));
     }
     return group;
 }
