@@ -5,12 +5,23 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.gpu.attention_launches import launch_exact, launch_plain, launch_products, launch_wide
+from tests.helpers.gpu.attention_launches import (
+    decode_8_bits,
+    decode_16_bits,
+    launch_exact,
+    launch_plain,
+    launch_products,
+    launch_wide,
+)
 from tests.helpers.gpu.compile_kernels import Compiled, Launch, compile_together
 
 pytestmark = pytest.mark.timeout(600)  # the first test compiles for all
 
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+"""Of one program; a multiprocessor has as much, and 1 KiB, which each of its programs takes."""
+REGISTERS = 1 << 16
+"""Of a multiprocessor; a warp gets a multiple of 256."""
+DECODE = (*((decode_16_bits, capability) for capability in (80, 86, 90)), (decode_8_bits, 89), (decode_8_bits, 90))
 ATTENTION = {"prefill_kernel", "decode_kernel", "combine_kernel"}
 
 AllCompiled = dict[tuple[Launch, int], list[Compiled]]
@@ -19,7 +30,7 @@ AllCompiled = dict[tuple[Launch, int], list[Compiled]]
 @pytest.fixture(scope="module")
 def compiled() -> AllCompiled:
     both = ((launch, capability) for launch in (launch_plain, launch_wide, launch_products) for capability in (80, 90))
-    return compile_together(*both, (launch_exact, 90))
+    return compile_together(*both, *DECODE, (launch_exact, 90))
 
 
 def _by_name(kernels: list[Compiled]) -> dict[str, Compiled]:
@@ -38,7 +49,20 @@ def test_attention_fits_ampere_and_hopper(compiled: AllCompiled) -> None:
         assert prefill.products[0][0] == {80: 2, 90: 3}[capability]
         for kernel in kernels:
             assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
-            assert kernel.stack_bytes <= (64 if kernel is prefill else 0), kernel
+            assert kernel.stack_bytes <= (64 if kernel is prefill else 16), kernel
+
+
+@pytest.mark.parametrize(("launch", "capability"), DECODE)
+def test_all_programs_of_decode_run_at_a_time(compiled: AllCompiled, launch: Launch, capability: int) -> None:
+    """At the largest number of sequences, whose list takes registers. Otherwise the last programs start when the
+    others end, with the same share of the work each."""
+    decode = [kernel for kernel in compiled[launch, capability] if kernel.name == "decode_kernel"]
+    assert len(decode) == 3
+    for kernel in decode:
+        by_registers = REGISTERS // (-(-kernel.registers * 32 // 256) * 256 * kernel.num_warps)
+        by_shared_memory = (SHARED_BYTES[capability] + 1024) // (kernel.shared_bytes + 1024)
+        assert kernel.programs == min(kernel.programs, by_registers, by_shared_memory) > 0, kernel
+        assert kernel.stack_bytes <= (32 if launch is decode_16_bits else 80), kernel
 
 
 def test_heads_of_256_fit_hopper(compiled: AllCompiled) -> None:

@@ -41,8 +41,8 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two tiles of 16 keys, so that short sequences have several."""
     choose = paged_attention.choose_tiles
 
-    def choose_small(head_dim: int, dtype: torch.dtype, exact_chunks: bool) -> Tiles:
-        return replace(choose(head_dim, dtype, exact_chunks), keys=16, rows=16 if exact_chunks else 64)
+    def choose_small(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, exact_chunks: bool) -> Tiles:
+        return replace(choose(head_dim, dtype, cache_dtype, exact_chunks), keys=16, rows=16 if exact_chunks else 64)
 
     monkeypatch.setattr(paged_attention, "choose_tiles", choose_small)
     monkeypatch.setattr(paged_attention, "SPLIT", 32)

@@ -9,6 +9,7 @@ that imported triton for the interpreter, so tests call `compile_in_process`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -42,6 +43,8 @@ class Compiled:
     """Of its matrix products: generation of the tensor core instruction, warps down, warps across."""
     num_barriers: int
     """That its source asks for; the compiler adds others, for shared memory."""
+    programs: int
+    """Of its first launch."""
 
 
 Launch = Callable[[int], None]
@@ -72,16 +75,16 @@ def compile_together(*launches: tuple[Launch, int]) -> dict[tuple[Launch, int], 
 
 @contextmanager
 def recorded_launches(capability: int) -> Iterator[list[Any]]:
-    """Compiled kernels of the launches inside, each kernel once."""
+    """Compiled kernels of the launches inside, each kernel once, and the grid of its first launch."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    kernels: dict[int, Any] = {}
+    kernels: dict[int, tuple[Any, tuple[int, ...]]] = {}
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        kernels[id(kernel)] = kernel
+        kernels.setdefault(id(kernel), (kernel, grid))
         return kernel
 
     launches: list[Any] = []
@@ -91,11 +94,12 @@ def recorded_launches(capability: int) -> Iterator[list[Any]]:
     launches.extend(kernels.values())
 
 
-def describe(kernel: Any) -> Compiled:
+def describe(kernel: Any, grid: tuple[int, ...]) -> Compiled:
     registers, stack = _resources(kernel.asm["cubin"])
     products = sorted({(int(a), int(b), int(c)) for a, b, c in _WARPS.findall(kernel.asm["ttgir"])})
     meta, barriers = kernel.metadata, len(_BARRIERS.findall(kernel.asm["ttgir"]))
-    return Compiled(meta.name, registers, stack, meta.shared, meta.num_warps, tuple(products), barriers)
+    programs = math.prod(grid)
+    return Compiled(meta.name, registers, stack, meta.shared, meta.num_warps, tuple(products), barriers, programs)
 
 
 def _target_alone(capability: int) -> Any:
@@ -125,7 +129,7 @@ def _main(launches: list[tuple[str, str, int]]) -> None:
     for module, function, capability in launches:
         with recorded_launches(capability) as kernels:
             getattr(import_module(module), function)(capability)
-        compiled.append([asdict(describe(kernel)) for kernel in kernels])
+        compiled.append([asdict(describe(*launched)) for launched in kernels])
     json.dump(compiled, sys.stdout)
 
 

@@ -125,7 +125,16 @@ def has_group_products() -> bool:
     data-centre Blackwell): tall tiles are faster there, because operands take no registers."""
     if knobs.runtime.interpret:
         return True
-    return 90 <= int(driver.active.get_current_target().arch) < 110
+    return 90 <= _capability() < 110
+
+
+def has_little_shared_memory() -> bool:
+    """Whether a multiprocessor has 100 KiB of shared memory (8.6, 8.9, 12.x) instead of 164 KiB and more."""
+    return not knobs.runtime.interpret and (_capability() in (86, 89) or _capability() >= 120)
+
+
+def _capability() -> int:
+    return int(driver.active.get_current_target().arch)
 
 
 def choose_scaled_tile(num_rows: int) -> Tile:

@@ -6,21 +6,19 @@ captured in a graph. attention.py describes the algorithm and its guarantees.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 
 from ..ops.ops import AttendSpec, LayerCache, StepLayout
 from . import attention
-from .matmul import dot_dtype, has_group_products
+from .matmul import dot_dtype, has_group_products, has_little_shared_memory
 
 SPLIT = 256
 """Keys per split. Not tunable, because results depend on it in their rounding: 256 keys of 128 dimensions are 128 KiB
 of memory traffic, enough to hide the start of a program, and 8192 keys of one head are 32 programs."""
 
-_DECODE_PROGRAMS = 3
-"""Decode programs per multiprocessor that run concurrently, as limited by shared memory."""
 _PREFILL_PROGRAMS = 4
 """Prefill programs per multiprocessor; one runs at a time, and the device starts the next one on any free
 multiprocessor."""
@@ -33,7 +31,7 @@ _LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Launch parameters for one head_dim and dtype."""
+    """Launch parameters for one head_dim, dtype and cache dtype."""
 
     keys: int
     """Keys per tile, the same for decode and prefill."""
@@ -44,11 +42,26 @@ class Tiles:
     """Pipeline stages of prefill."""
     decode_warps: int
     decode_stages: int
+    decode_programs: int = 2
+    """Decode programs per multiprocessor that run concurrently. If fewer fit than are launched, the last ones start
+    when the first ones have ended, and have the device to themselves."""
+    decode_registers: int | None = None
+    """Limit per thread of decode, so that its programs fit."""
 
 
-def choose_tiles(head_dim: int, dtype: torch.dtype, exact_chunks: bool) -> Tiles:
-    """Chosen by the padded head_dim: shared memory holds `stages` tiles of keys and values, registers the sums."""
+def choose_tiles(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype, exact_chunks: bool) -> Tiles:
+    """cache_dtype changes no result, only how many programs run."""
     padded = _padded(head_dim)
+    tiles = _choose_tiles(padded, dtype, exact_chunks)
+    if has_little_shared_memory():
+        return replace(tiles, decode_programs=2 if padded * cache_dtype.itemsize <= 256 else 1)
+    if padded > 128 or cache_dtype.itemsize != 2:  # the limit would cost 40 to 170 bytes of local memory per thread
+        return tiles
+    return replace(tiles, decode_programs=3, decode_registers=168)
+
+
+def _choose_tiles(padded: int, dtype: torch.dtype, exact_chunks: bool) -> Tiles:
+    """Chosen by the padded head_dim: shared memory holds `stages` tiles of keys and values, registers the sums."""
     if dtype == torch.float32:  # no tensor cores; meant for verification, not for speed
         return Tiles(keys=16, rows=16, warps=4, stages=2, decode_warps=4, decode_stages=2)
     tall = has_group_products()
@@ -114,7 +127,7 @@ class PagedAttention:
             raise ValueError(
                 f"{num_sequences} sequences, {spec.num_heads} heads of {spec.head_dim}: more than promised"
             )
-        tiles = choose_tiles(spec.head_dim, qkv.dtype, self._exact_chunks)
+        tiles = choose_tiles(spec.head_dim, qkv.dtype, cache.keys.dtype, self._exact_chunks)
         sinks = self._workspace if spec.sinks is None else spec.sinks  # any float32 tensor: it is not read
         sequences = layout.rows, layout.query_start, layout.seq_lens
         tensors = qkv, cache.keys, cache.values, block_table, *sequences, sinks
@@ -130,10 +143,11 @@ class PagedAttention:
         capacity = places - self._max_num_seqs
         head_tiles = spec.num_kv_heads * triton.cdiv(spec.num_heads // spec.num_kv_heads, 16)
         max_splits = _max_splits(layout.max_seq_len, spec.window)
-        programs = min(num_sequences * head_tiles * max_splits, _DECODE_PROGRAMS * self._num_multiprocessors)
+        programs = min(num_sequences * head_tiles * max_splits, tiles.decode_programs * self._num_multiprocessors)
         attention.decode_kernel[(programs,)](
             *tensors, self._workspace, out, *strides, num_sequences, capacity, places, *_factors(spec),
             HEADS=spec.num_heads, **common, num_warps=tiles.decode_warps, num_stages=tiles.decode_stages,
+            maxnreg=tiles.decode_registers,
         )  # fmt: skip
         if max_splits > 1:
             self._combine(layout, spec, out, capacity, places)
