@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.accelerator import packages, parts, report  # noqa: E402
 from benchmarks.accelerator.comparison import comparison  # noqa: E402
+from benchmarks.accelerator.device_memory import DeviceMemory, used_bytes  # noqa: E402
 from benchmarks.accelerator.running import Results, Runner, forks_work, read_lines  # noqa: E402
 
 IMPORTED = ("torch", "transformers.models.auto.modeling_auto", "llmbackend.engine.model.module_runner")
@@ -46,27 +47,34 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="llmbackend-gpu-") as scratch:
         _use_packages(given.packages, Path(scratch) / "packages", given.device)
         forks = not given.fresh_processes and _preloaded() and forks_work(given.device)
+        memory = DeviceMemory(used_bytes)
         for part in given.part:
-            lines = _run_part(part, given, Path(scratch), start_s, forks)
+            lines, goes_on = _run_part(part, given, Path(scratch), start_s, forks, memory)
             failed |= any(line.get("failure") for line in lines)
+            if not goes_on:
+                break
             start_s = time.monotonic()
     sys.exit(failed)
 
 
-def _run_part(part: int, given: argparse.Namespace, scratch: Path, start_s: float, forks: bool) -> list[dict[str, Any]]:
-    """Its lines."""
+def _run_part(
+    part: int, given: argparse.Namespace, scratch: Path, start_s: float, forks: bool, memory: DeviceMemory
+) -> tuple[list[dict[str, Any]], bool]:
+    """Its lines, and whether later sections are worth their time: no gate failed."""
     results, on_gpu = Results(given.out.resolve(), part), given.device.startswith("cuda")
     results.lines_file.unlink(missing_ok=True)
     budget_s = given.budget_s or (parts.PART_LIMIT_S if on_gpu else parts.TRIAL_LIMIT_S)
-    runner = Runner(given.device, scratch, results, start_s + budget_s, forks)
+    runner = Runner(given.device, scratch, results, start_s + budget_s, forks, memory)
+    goes_on = True
     for planned in parts.sections(part, on_gpu):
         if not given.sections or planned.program in given.sections.split(","):
             failed = runner.run(planned)
             _write(runner, given.before)
             if failed and planned.is_gate:
+                goes_on = False
                 break
     print(report.page(results.lines()))
-    return results.lines()
+    return results.lines(), goes_on
 
 
 def _write(runner: Runner, before: Path | None) -> None:

@@ -29,16 +29,23 @@ _TILES: tuple[dict[str, int], ...] = (
 _PREFILL_TILES: tuple[dict[str, int], ...] = (
     {"warps": 4}, {"stages": 2}, {"stages": 4}, {"rows": 64, "warps": 4}, {"rows": 64}, {"keys": 128}, {"keys": 32},
 )  # fmt: skip
-_PROGRAMS = (1, 2, 4, 6, 8)
-"""For each multiprocessor."""
+_UNLIMITED: Any = {"decode_registers": None}
+_DECODE_PROGRAMS: tuple[dict[str, Any], ...] = (
+    {"decode_programs": 1} | _UNLIMITED, {"decode_programs": 2} | _UNLIMITED, {"decode_programs": 3} | _UNLIMITED,
+    {"decode_programs": 3, "decode_registers": 168}, {"decode_programs": 4, "decode_registers": 128},
+    {"decode_programs": 3, "keys": 32} | _UNLIMITED,
+)  # fmt: skip
+"""For each multiprocessor. Without a limit of registers two fit on an H100 where there are many sequences, and with 32
+keys three."""
+_PREFILL_PROGRAMS = (1, 2, 4, 6, 8)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """changed: fields of Tiles; programs: for each multiprocessor, 0 = as the engine has it."""
+    """changed: fields of Tiles; programs: of prefill, for each multiprocessor, 0 = as the engine has it."""
 
     case: Case
-    changed: Mapping[str, int] = field(default_factory=dict)
+    changed: Mapping[str, Any] = field(default_factory=dict)
     programs: int = 0
 
     @property
@@ -56,20 +63,24 @@ def trials(section: Section) -> Iterator[Trial]:
 
     if not section.on_gpu:
         yield Trial(decode(2, 40, 64))
-        yield Trial(decode(2, 40, 64), {"decode_stages": 3}, programs=1)
+        yield Trial(decode(2, 40, 64), {"decode_stages": 3, "decode_programs": 1})
+        yield Trial(decode(2, 40, 64), programs=1)
         return
     main = decode(64, 2048, 4096)
-    others = [decode(1, 2048, 4096), decode(256, 512, 4096), decode(1, 2048, 131072), decode(64, 2048, 131072)]
+    many = decode(256, 304, 4096)  # as the last steps of engine_runs with 256 x 256
+    others = [decode(1, 2048, 4096), many, decode(1, 2048, 131072), decode(64, 2048, 131072)]
+    float8 = replace(many, float8=True, name=f"{many.name}, float8")
     one_long = Case(*heads, ((32768, 1), *((300, 1),) * 63), name="decode 1 x 32768 beside 63 x 300")
     prefill = Case(*heads, ((2048, 2048),), max_seq_len=4096, name="prefill 1 x 2048")
-    for case in (main, *others, one_long, prefill):
+    for case in (main, *others, float8, one_long, prefill):
         yield Trial(case)
     for changed in _TILES:
         yield Trial(main, changed)
     for changed in _PREFILL_TILES:
         yield Trial(prefill, changed)
-    for case in (main, others[0], one_long, prefill):
-        yield from (Trial(case, programs=programs) for programs in _PROGRAMS)
+    for case in (main, many, float8, one_long):
+        yield from (Trial(case, changed) for changed in _DECODE_PROGRAMS)
+    yield from (Trial(prefill, programs=programs) for programs in _PREFILL_PROGRAMS)
     yield Trial(main)
 
 
@@ -92,7 +103,7 @@ def _line(trial: Trial, device: Any) -> dict[str, Any]:
             call_s = seconds_in_graph([step.launch] * LAUNCHES, device)
     except Exception as failure:  # too much shared memory, say
         return {**named, "refused": f"{type(failure).__name__}: {failure}"[:200]}
-    return {**named, "call_s": call_s, "kv_bytes": step.num_kv_bytes(), "flops": _flops(trial.case)}
+    return {**named, "call_s": call_s, "kv_bytes": step.num_kv_bytes(), "flops": flops_of(trial.case)}
 
 
 class _Once:
@@ -116,12 +127,12 @@ def _with_parameters(trial: Trial) -> Iterator[None]:
     def changed(*arguments: Any) -> Any:
         return replace(choose(*arguments), **trial.changed)
 
-    programs = {"_DECODE_PROGRAMS": trial.programs, "_PREFILL_PROGRAMS": trial.programs} if trial.programs else {}
+    programs = {"_PREFILL_PROGRAMS": trial.programs} if trial.programs else {}
     with mock.patch.dict(vars(paged_attention), {"choose_tiles": changed, **programs}):
         yield
 
 
-def _flops(case: Case) -> float:
+def flops_of(case: Case) -> float:
     """A multiply-add counts as two; of a query's keys those that it sees."""
     seen = sum(count * (length - count) + count * (count + 1) / 2 for length, count in case.parts)
     return 4.0 * seen * case.num_heads * case.head_dim

@@ -65,13 +65,13 @@ def measure(section: Section) -> None:
             for _ in in_parallel(_Once(section.device), list(layers), True):
                 pass
         for name in layers:
-            layer = _Layer(name, max(TIMED_TOKENS if section.on_gpu else FEW), section.device)
+            layer = Layer(name, max(TIMED_TOKENS if section.on_gpu else FEW), section.device)
             for count in TIMED_TOKENS if section.on_gpu else FEW:
                 section.add(measure="experts time", case=name, rows=count, **_timed(layer, count))
     section.fail(wrong)
 
 
-class _Layer:
+class Layer:
     """Random experts on a device, and scratch memory for a step."""
 
     def __init__(self, name: str, max_tokens: int, device: str) -> None:
@@ -146,11 +146,11 @@ class _Checks:
     def __call__(self, item: tuple[str, bool]) -> list[dict[str, Any]]:
         name, exact = item
         counts = FEW if self._device == "cpu" else CHECKED_TOKENS
-        layer, how = _Layer(name, max(counts), self._device), ", exact" if exact else ""
+        layer, how = Layer(name, max(counts), self._device), ", exact" if exact else ""
         return [{"case": f"{name}, {count} tokens{how}", **_checked(layer, count, exact)} for count in counts]
 
 
-def _checked(layer: _Layer, count: int, exact: bool) -> dict[str, Any]:
+def _checked(layer: Layer, count: int, exact: bool) -> dict[str, Any]:
     import torch
 
     from llmbackend.engine.gpu.ops.triton_ops import TritonOps
@@ -177,7 +177,7 @@ def _checked(layer: _Layer, count: int, exact: bool) -> dict[str, Any]:
     return {"error": error, "wrong": wrong}
 
 
-def _expected(layer: _Layer, rows: Any, logits: Any) -> Any:
+def _expected(layer: Layer, rows: Any, logits: Any) -> Any:
     """float32 [tokens, width], an expert at a time."""
     import torch
 
@@ -205,14 +205,14 @@ class _Once:
     def __call__(self, name: str) -> None:
         from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 
-        layer = _Layer(name, max(TIMED_TOKENS), self._device)
+        layer = Layer(name, max(TIMED_TOKENS), self._device)
         for count in TIMED_TOKENS:
             rows, logits = layer.tokens(count)
             with contextlib.suppress(Exception):  # the line of its time says so
                 layer.mix(TritonOps(), rows, logits, rows.clone())
 
 
-def _timed(layer: _Layer, count: int) -> dict[str, Any]:
+def _timed(layer: Layer, count: int) -> dict[str, Any]:
     from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 
     ops, expert_bytes = TritonOps(), layer.expert_bytes

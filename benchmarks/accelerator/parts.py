@@ -1,4 +1,4 @@
-"""The four parts of the accelerator benchmark: their sections, in order, with time limits.
+"""The five parts of the accelerator benchmark: their sections, in order, with time limits.
 
 Used by benchmarks/gpu.py. Independent of how sections are run. Invariants: the limits of a part's sections sum up to at
 most PART_LIMIT_S, so that a hanging section takes no time from others; the most useful ones come first.
@@ -27,7 +27,7 @@ class Planned:
     options: Mapping[str, Any] = field(default_factory=dict)
     measures: tuple[str, ...] = ()
     is_gate: bool = False
-    """Where it fails, the part's later sections are skipped."""
+    """Where it fails, all later sections are skipped, those of later parts too."""
 
     @property
     def name(self) -> str:
@@ -49,48 +49,44 @@ _FIRST = Planned("first_requests", 55, SMALL)
 _EXPERT_TIMES = Planned("experts", 30, measures=("times",))
 
 
-def _decode(shape: str, limit_s: float, label: str = "", **options: Any) -> Planned:
-    return Planned("engine_runs", limit_s, shape, label, {**FEW_GRAPHS, **options}, ("decode", "prefill"))
+def _decode(shape: str, limit_s: float, label: str = "", is_gate: bool = False, **options: Any) -> Planned:
+    return Planned("engine_runs", limit_s, shape, label, {**FEW_GRAPHS, **options}, ("decode", "prefill"), is_gate)
 
 
 PARTS: Final[Mapping[int, tuple[Planned, ...]]] = {
     1: (
         _CEILINGS,
         *_SMOKE,
-        _decode(LARGE, 80),
+        _decode(LARGE, 80, is_gate=True),
+        Planned("kernel_table", 110, LARGE),
+        Planned("engine_runs", 45, LARGE, "workloads", {}, ("workload",)),
+        Planned("product_times", 50, LARGE),
+        _decode(LARGE, 75, "fp8", quantization="fp8"),
+        Planned("libraries", 60, LARGE),
+    ),
+    2: (
+        _CEILINGS,
         _ATTENTION,
         Planned("product_parity", 50),
         Planned("experts", 35, measures=("parity",)),
         Planned("sampling_steps", 40, SMALL),
         Planned("kernel_tests", 85),
+        _EQUALITY,
+        Planned("attention_sweep", 80, LARGE),
         Planned("sanitizer", 50),
     ),
-    2: (
+    3: (
         _CEILINGS,
-        Planned("kernel_table", 110, LARGE),
-        Planned("engine_runs", 90, LARGE),
-        Planned("product_times", 50, LARGE),
+        Planned("faults", 85, SMALL),
+        Planned("server_streams", 60, LARGE),
+        Planned("speculation", 45, SMALL),
         _decode(INT4, 75),
         _EXPERT_TIMES,
         _decode(EXPERTS, 50),
-        Planned("attention_sweep", 65, LARGE),
-        Planned("engine_runs", 40, LARGE, "context 131072", {**FEW_GRAPHS, **LONG_CONTEXT}, ("decode",)),
-        Planned("transformers_runs", 40, LARGE),
-    ),
-    3: (
-        _EQUALITY,
-        _FIRST,
-        Planned("faults", 85, SMALL),
-        Planned("speculation", 45, SMALL),
-        Planned("windows", 40, WINDOW),
         Planned("adapters", 50, LARGE),
-        Planned("engine_runs", 45, LARGE, "", {}, ("workload",)),
-        Planned("server_streams", 60, LARGE),
+        Planned("windows", 40, WINDOW),
+        _FIRST,
         Planned("block_copies", 15, LARGE),
-        _decode(SMALL, 25),
-        _decode(SMALL, 25, "graphs off", enforce_eager=True),
-        _decode(SMALL, 25, "overlap off", async_scheduling=False),
-        _decode(SMALL, 25, "batch invariant", batch_invariant=True),
     ),
     4: (
         _CEILINGS,
@@ -103,8 +99,18 @@ PARTS: Final[Mapping[int, tuple[Planned, ...]]] = {
         _EXPERT_TIMES,
         Planned("server_streams", 55, LARGE),
     ),
+    5: (
+        _CEILINGS,
+        Planned("engine_runs", 40, LARGE, "context 131072", {**FEW_GRAPHS, **LONG_CONTEXT}, ("decode",)),
+        Planned("transformers_runs", 40, LARGE),
+        _decode(SMALL, 25),
+        _decode(SMALL, 25, "graphs off", enforce_eager=True),
+        _decode(SMALL, 25, "overlap off", async_scheduling=False),
+        _decode(SMALL, 25, "batch invariant", batch_invariant=True),
+    ),
 }
-"""4 measures again what 1 to 3 did: after a change, beside the results from before it."""
+"""1: does an engine start, and where does its time go? 2: is everything right? 3: faults, servers and other models. 4
+measures again what 1 to 3 did: after a change, beside the results from before it. 5: what can wait."""
 
 TRIAL_LIMIT_S = 1800.0
 """Of all sections together where there is no GPU: a busy machine is slow, and nothing is measured."""

@@ -22,7 +22,7 @@ def page(lines: list[Line]) -> str:
     sections = [_head(ceilings), _failures(lines), _checks(lines)]
     if ceilings:
         sections += [_decode(lines, ceilings), _prefill(lines, ceilings), _products(lines, ceilings)]
-        sections += [_experts(lines, ceilings), _sweep(lines, ceilings)]
+        sections += [_experts(lines, ceilings), _sweep(lines, ceilings), _libraries(lines, ceilings)]
     sections += [
         _kernels(lines),
         _sampling(lines),
@@ -151,6 +151,15 @@ def _sweep(lines: list[Line], ceilings: Line) -> str:
         rows.append((line["case"], line["configuration"], *figures))
     columns = ("step", "parameters", "µs", "of the bandwidth", "of the matmul peak")
     return _section("Attention with other parameters", columns, rows)
+
+
+def _libraries(lines: list[Line], ceilings: Line) -> str:
+    rows = []
+    for line in _of(lines, "library"):
+        took = "" if "refused" in line else f"{line['call_s'] * 1e6:,.1f}"
+        rows.append((line["case"], line["way"], took, _of_peak(line, ceilings), line.get("refused", "")[:60]))
+    columns = ("step", "by", "µs", "of the matmul peak", "refused")
+    return _section("The engine's kernels and torch's", columns, rows)
 
 
 def _kernels(lines: list[Line]) -> str:

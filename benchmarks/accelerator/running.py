@@ -1,9 +1,10 @@
 """Runs sections one after the other, each in its own process with a time limit, and keeps their output.
 
 Used by benchmarks/gpu.py. Independent of what sections measure. Invariants: a section that fails, hangs or is cut does
-not affect the others, and the results say so; a section's processes are all ended with it; the processes are forked
-from this one, which has imported torch and transformers and never touches a GPU, unless GPUs do not work in forked
-processes; then each is started anew.
+not affect the others, and the results say so; a section's processes are all ended with it, and their device memory is
+free before the next one starts, or the results say how much is not; the processes are forked from this one, which has
+imported torch and transformers and never touches a GPU, unless GPUs do not work in forked processes; then each is
+started anew.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import tarfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from .device_memory import DeviceMemory
 from .parts import Planned
 from .section import Section, WrongResultError
 
@@ -78,6 +80,7 @@ class Runner:
     end_s: float
     """By time.monotonic()."""
     forks: bool
+    memory: DeviceMemory
 
     @property
     def logs(self) -> Path:
@@ -92,6 +95,9 @@ class Runner:
             wrong = self._run(planned, limit_s)
         named = {"section": planned.program, "shape": planned.shape, "label": planned.label}
         self.results.add(**named, measure="section", seconds=time.monotonic() - start_s, failure=wrong)
+        waited = self.memory.wait()
+        left = "" if waited.is_idle else f"{waited.left_bytes >> 20} MiB of device memory were not free after it"
+        self.results.add(**named, measure="memory after", **asdict(waited), failure=left)
         if wrong:
             print(f"  {wrong}", flush=True)
         return bool(wrong)

@@ -21,7 +21,8 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 """Of one program; a multiprocessor has as much, and 1 KiB, which each of its programs takes."""
 REGISTERS = 1 << 16
 """Of a multiprocessor; a warp gets a multiple of 256."""
-DECODE = (*((decode_16_bits, capability) for capability in (80, 86, 90)), (decode_8_bits, 89), (decode_8_bits, 90))
+ADA = (decode_8_bits, 89)
+DECODE = (*((decode_16_bits, capability) for capability in (80, 86, 90)), ADA, (decode_8_bits, 90))
 ATTENTION = {"prefill_kernel", "decode_kernel", "combine_kernel"}
 
 AllCompiled = dict[tuple[Launch, int], list[Compiled]]
@@ -30,7 +31,9 @@ AllCompiled = dict[tuple[Launch, int], list[Compiled]]
 @pytest.fixture(scope="module")
 def compiled() -> AllCompiled:
     both = ((launch, capability) for launch in (launch_plain, launch_wide, launch_products) for capability in (80, 90))
-    return compile_together(*both, *DECODE, (launch_exact, 90))
+    others = (launch for launch in DECODE if launch != ADA)
+    # Triton 3.6 converts float8 in the whole process as it did for the first device, which Ada's assembler refuses.
+    return compile_together(*both, *others, (launch_exact, 90)) | compile_together(ADA)
 
 
 def _by_name(kernels: list[Compiled]) -> dict[str, Compiled]:

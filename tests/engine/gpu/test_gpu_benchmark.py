@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -11,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks import gpu
 from benchmarks.accelerator import kernel_tests, parts
 from benchmarks.accelerator.comparison import comparison
+from benchmarks.accelerator.device_memory import DeviceMemory, used_bytes
 from benchmarks.accelerator.packages import MISSING, unpack
 from benchmarks.accelerator.parts import PART_LIMIT_S, PARTS
+from benchmarks.accelerator.running import Runner
 from tests.helpers.gpu.bare_machine import BareMachine, make_bare_machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -33,7 +37,7 @@ def results(machine: BareMachine, tmp_path_factory: pytest.TempPathFactory) -> P
     out, before = (tmp_path_factory.mktemp(name) for name in ("out", "before"))
     line = {"section": "faults", "shape": "none", "label": "", "measure": "fault", "extra_s": 1.0}
     (before / "part3.jsonl").write_text(json.dumps(line) + '\n{"cut')
-    command = [str(machine.python), "benchmarks/gpu.py", "--part", "1", "2", "3", "--device", "cpu"]
+    command = [str(machine.python), "benchmarks/gpu.py", "--part", "1", "2", "3", "5", "--device", "cpu"]
     command += ["--out", str(out), "--packages", str(machine.packages), "--before", str(before)]
     result = subprocess.run(command, cwd=ROOT, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -48,7 +52,7 @@ def test_the_machine_is_bare(machine: BareMachine) -> None:
     assert found.strip() == "['torch', 'transformers']"
 
 
-@pytest.mark.parametrize("part", [1, 2, 3])
+@pytest.mark.parametrize("part", [1, 2, 3, 5])
 def test_every_section_of_a_part_runs_there(results: Path, part: int) -> None:
     files = {file.name for file in results.iterdir() if file.name.startswith(f"part{part}")}
     assert files == {f"part{part}{end}" for end in (".jsonl", ".md", "-logs.tar.gz")}
@@ -63,7 +67,7 @@ def test_every_section_of_a_part_runs_there(results: Path, part: int) -> None:
     assert "- only before: faults none fault" in page
 
 
-def test_the_last_part_has_sections_of_the_others() -> None:
+def test_part_4_has_sections_of_the_others() -> None:
     programs = {part: {planned.program for planned in sections} for part, sections in PARTS.items()}
     assert programs[4] < programs[1] | programs[2] | programs[3]
 
@@ -81,11 +85,19 @@ def test_the_tests_of_kernels_that_run_on_a_gpu_are_there() -> None:
 
 
 SECTIONS = """
-import json, os, sys, time
+import json, os, subprocess, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from benchmarks.accelerator import running
+from benchmarks.accelerator.device_memory import DeviceMemory
 from benchmarks.accelerator.parts import Planned
+
+out = Path(sys.argv[1])
+held = out / "held"
+ENGINE = "import sys, time; sys.stdin.read(); time.sleep(0.5); open(sys.argv[1], 'w').write('7')"
+
+def used():
+    return int(held.read_text())
 
 def hangs(section):
     section.add(measure="figure", value=1.0)
@@ -98,14 +110,19 @@ def breaks(section):
 def wrong(section):
     section.fail(["two is three"])
 
+def leaves(section):
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE, held], stdin=subprocess.PIPE, start_new_session=True)
+    held.write_text(str(80 << 30))
+
 def sound(section):
-    section.add(measure="figure", value=2.0)
+    section.add(measure="figure", value=used())
 
 running.import_module = lambda name: SimpleNamespace(measure=globals()[name.rpartition(".")[2]])
-out = Path(sys.argv[1])
-runner = running.Runner("cpu", out / "scratch", running.Results(out, 1), time.monotonic() + 1e6, True)
+held.write_text("5")
+memory = DeviceMemory(used)
+runner = running.Runner("cpu", out / "scratch", running.Results(out, 1), time.monotonic() + 1e6, True, memory)
 runner.scratch.mkdir()
-for program, limit_s in (("hangs", 10), ("breaks", 600), ("wrong", 600), ("sound", 600)):
+for program, limit_s in (("hangs", 10), ("breaks", 600), ("wrong", 600), ("leaves", 600), ("sound", 600)):
     runner.run(Planned(program, limit_s))
 """
 
@@ -118,9 +135,51 @@ def test_a_section_that_hangs_or_fails_is_said_and_the_others_go_on(tmp_path: Pa
         "hangs": "cut after 10 s; what it had measured is kept",
         "breaks": "RuntimeError: no such kernel",
         "wrong": "1 wrong, the first: two is three",
+        "leaves": "",
         "sound": "",
     }
     assert [line["section"] for line in lines if line["measure"] == "figure"] == ["hangs", "sound"]
+    # The engine of an ended section returns its memory before the next section starts.
+    assert [line["value"] for line in lines if line["section"] == "sound" and "value" in line] == [7]
+    after = [line for line in lines if line["measure"] == "memory after"]
+    assert [line["left_bytes"] for line in after] == [0, 0, 0, 2, 2]
+    assert not any(line["failure"] for line in after)
+
+
+def test_memory_that_stays_is_said_with_its_size() -> None:
+    used = iter([100 << 20, 9 << 30, 8 << 30])
+    memory = DeviceMemory(lambda: next(used))
+    assert memory.wait(limit_s=0.0).left_bytes == (9 << 30) - (100 << 20)
+    assert not memory.wait(limit_s=0.0).is_idle
+
+
+@pytest.mark.parametrize(("answer", "expected"), [("echo 512; echo 3", 515 << 20), ("echo '[N/A]'", 0), ("exit 9", 0)])
+def test_the_memory_of_all_gpus_is_added_up(
+    answer: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{answer}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert used_bytes() == expected
+
+
+def test_no_part_starts_after_a_failed_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def run(self: Runner, planned: parts.Planned) -> bool:
+        ran.append(planned.name)
+        return planned.program == "smoke"
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(gpu, "_preloaded", lambda: False)
+    command = ["gpu.py", "--part", "1", "2", "--device", "cuda", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert ran == ["ceilings", "smoke-qwen2.5-0.5b"]
 
 
 def test_wheels_are_unpacked_as_pip_would(tmp_path: Path) -> None:
