@@ -1,4 +1,4 @@
-"""All checks and measurements that need a GPU, in four parts of less than ten minutes: `python benchmarks/gpu.py`.
+"""All checks and measurements that need a GPU, in five parts of less than ten minutes: `python benchmarks/gpu.py`.
 
     python benchmarks/gpu.py --download .gpu-packages          with a network: what the machine lacks
     python benchmarks/gpu.py --part 1 --packages .gpu-packages --out results        on a machine with one GPU
@@ -10,8 +10,9 @@ benchmarks/accelerator/. Invariants: each part is useful alone; a section has a 
 or hangs does not affect the others; results are on disk line by line, the page and the packed logs after every section,
 so that an interrupted run keeps its results; a part produces three files; the exit code is 1 if anything failed.
 
-Parts: 1 is everything right? 2 where does the time of an 8B model go? 3 do graphs, overlap and faults change a token,
-and what does each optimisation and the server cost? 4 the same again after a change, compared with --before.
+Parts: 1 does it start, and where does the time of an 8B model go? 2 is everything right? 3 faults, servers and other
+models. 4 the same again after a change, compared with --before. 5 what can wait. Where an engine does not work at all,
+the sections behind, and the parts behind, are left out.
 """
 
 from __future__ import annotations

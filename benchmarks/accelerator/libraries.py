@@ -25,12 +25,14 @@ MAX_ERROR = 0.03
 EXPERT_TOKENS, FEW_TOKENS = (256, 2048, 8192), (32,)
 OWN = "own"
 
+Call = Callable[[], Any]
+
 
 def measure(section: Section) -> None:
     wrong = []
     for line in (*_attention(section), *_experts(section)):
         section.add(measure="library", **line)
-        wrong += [f"{line['case']}, {line['way']}: {line['error']:.3f}"] if line.get("error", 0.0) > MAX_ERROR else []
+        wrong += [f"{line['case']}, {line['kind']}: {line['error']:.3f}"] if line.get("error", 0.0) > MAX_ERROR else []
     section.fail(wrong)
 
 
@@ -45,7 +47,7 @@ def _attention(section: Section) -> Iterator[dict[str, Any]]:
         case = Case(shape.head_dim, shape.num_heads, shape.num_kv_heads, own, max_seq_len=8192, name=f"prefill {name}")
         step = Step(case, torch.device(section.device))
         given = _Prepared(step)
-        ways = {
+        ways: dict[str, Call] = {
             OWN: partial(_own, step),
             "varlen_attn": partial(_varlen, step, given),
             "varlen_attn, FA3, paged": partial(_paged_varlen, step, given),
@@ -55,13 +57,13 @@ def _attention(section: Section) -> Iterator[dict[str, Any]]:
         yield from _lines(case.name, ways, flops_of(case), section.device)
 
 
-def _lines(case: str, ways: Mapping[str, Callable[[], Any]], flops: float, device: str) -> Iterator[dict[str, Any]]:
+def _lines(case: str, ways: Mapping[str, Call], flops: float, device: str) -> Iterator[dict[str, Any]]:
     """ways: each computes the same, after it has prepared itself in its first call."""
     import torch
 
     expected = None
     for way, call in ways.items():
-        line = {"case": case, "way": way}
+        line = {"case": case, "kind": way}
         try:
             found = call().float().clone()
             expected = found if expected is None else expected
@@ -111,9 +113,11 @@ def _varlen(step: Step, given: _Prepared) -> Any:
     """By the FlashAttention that torch contains, which has no paging: keys lie one behind the other."""
     from torch.nn.attention.varlen import varlen_attn
 
-    sizes = given.query_ends, given.key_ends, given.max_count, given.max_length
-    how = {"scale": step.spec.scaling, "window_size": (-1, 0), "enable_gqa": True}
-    return varlen_attn(given.queries, given.keys, given.values, *sizes, **how).flatten(1)
+    found: Any = varlen_attn(
+        given.queries, given.keys, given.values, given.query_ends, given.key_ends, given.max_count, given.max_length,
+        scale=step.spec.scaling, window_size=(-1, 0), enable_gqa=True,
+    )  # fmt: skip
+    return found.flatten(1)
 
 
 def _paged_varlen(step: Step, given: _Prepared) -> Any:
@@ -124,11 +128,12 @@ def _paged_varlen(step: Step, given: _Prepared) -> Any:
     keys, values = (memory.transpose(1, 2) for memory in (step.cache.keys, step.cache.values))
     activate_flash_attention_impl("FA3")
     try:
-        return varlen_attn(
+        found: Any = varlen_attn(
             given.queries, keys, values, given.query_ends, None, given.max_count, given.max_length,
             scale=step.spec.scaling, window_size=(-1, 0), enable_gqa=True, seqused_k=given.lengths,
             block_table=given.table,
-        ).flatten(1)  # fmt: skip
+        )  # fmt: skip
+        return found.flatten(1)
     finally:
         restore_flash_attention_impl()
 
@@ -141,10 +146,10 @@ def _dense(step: Step, given: _Prepared, backend: str) -> Any:
     length, count = step.case.parts[0]
     if length != count:
         raise ValueError("the mask of dense attention begins with the first key")
-    tensors = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (given.queries, given.keys, given.values))
+    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (given.queries, given.keys, given.values))
     with sdpa_kernel(getattr(SDPBackend, backend)):
         found = torch.nn.functional.scaled_dot_product_attention(
-            *tensors, is_causal=True, scale=step.spec.scaling, enable_gqa=True
+            q, k, v, is_causal=True, scale=step.spec.scaling, enable_gqa=True
         )
     return found.transpose(1, 2).reshape(step.out.shape)
 
@@ -156,7 +161,7 @@ def _experts(section: Section) -> Iterator[dict[str, Any]]:
         layer = Layer(name, count, section.device)
         rows, logits = layer.tokens(count)
         out, sizes = rows.clone(), {**LAYERS, **TINY_LAYERS}[name]
-        ways = {
+        ways: dict[str, Call] = {
             OWN: partial(_mixed, layer, rows, logits, out),
             "grouped_mm, products alone": _GroupedProducts(layer, rows, logits),
         }
@@ -177,7 +182,10 @@ class _GroupedProducts:
     def __init__(self, layer: Layer, rows: Any, logits: Any) -> None:
         import torch
 
-        self._layer, chosen = layer, layer.chosen(logits)
+        from llmbackend.engine.gpu.weights.experts import DenseExperts
+
+        chosen, weights = layer.chosen(logits), (layer.spec.gate_up.weight, layer.spec.down.weight)
+        self._weights = [weight for weight in weights if isinstance(weight, DenseExperts)]
         order = chosen.flatten().argsort(stable=True)
         self._tokens = order // chosen.shape[1]
         self._rows, self._shape = rows[self._tokens], rows.shape

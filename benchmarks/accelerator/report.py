@@ -157,7 +157,7 @@ def _libraries(lines: list[Line], ceilings: Line) -> str:
     rows = []
     for line in _of(lines, "library"):
         took = "" if "refused" in line else f"{line['call_s'] * 1e6:,.1f}"
-        rows.append((line["case"], line["way"], took, _of_peak(line, ceilings), line.get("refused", "")[:60]))
+        rows.append((line["case"], line["kind"], took, _of_peak(line, ceilings), line.get("refused", "")[:60]))
     columns = ("step", "by", "µs", "of the matmul peak", "refused")
     return _section("The engine's kernels and torch's", columns, rows)
 
