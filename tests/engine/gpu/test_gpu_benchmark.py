@@ -67,6 +67,12 @@ def test_every_section_of_a_part_runs_there(results: Path, part: int) -> None:
     assert "- only before: faults none fault" in page
 
 
+def test_torchs_grouped_products_are_compared_with_the_engines(results: Path) -> None:
+    lines = [json.loads(line) for line in (results / "part1.jsonl").read_text().splitlines()]
+    found = {line["kind"]: line for line in lines if line["measure"] == "library" and "experts" in line["case"]}
+    assert {"call_s", "error"} <= found["own"].keys() & found["grouped_mm, products alone"].keys()
+
+
 def test_part_4_has_sections_of_the_others() -> None:
     programs = {part: {planned.program for planned in sections} for part, sections in PARTS.items()}
     assert programs[4] < programs[1] | programs[2] | programs[3]
