@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -25,7 +25,6 @@ def test_byte_level_pieces_are_the_whole_for_any_tokens(token_ids: list[int], sk
 
 
 @given(st.text(max_size=30))
-@settings(max_examples=60)
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
 def test_no_piece_shows_half_a_character(tokenizer: Tokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids

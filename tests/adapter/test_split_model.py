@@ -1,4 +1,5 @@
-"""The bundled model in two stages behind the `llm` backend: a stage that is killed under streams costs no token."""
+"""The bundled model in two stages behind the `llm` backend: streams have the same tokens again, also where a stage is
+killed under them."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from tests.helpers.waiting import eventually
 DEMO = Path(__file__).parents[2] / "model_repository" / "demo" / "1"
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 60}}, "required": ["name"]}
 REQUESTS: tuple[dict[str, Any], ...] = (
-    {"max_tokens": 80, "temperature": 0.0, "ignore_eos": True},
-    {"max_tokens": 80, "temperature": 0.8, "seed": 3, "ignore_eos": True},
-    {"max_tokens": 80, "temperature": 1.0, "seed": 4, "structured_outputs": {"json": SCHEMA}},
+    {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True},
+    {"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True},
+    {"max_tokens": 40, "temperature": 1.0, "seed": 4, "structured_outputs": {"json": SCHEMA}},
 )
 
 
@@ -48,7 +49,8 @@ def texts(host: LlmHost, kill_in: set[int] | None = None) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_stage_that_is_killed_under_streams_costs_no_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_stage_that_is_killed_under_streams_costs_no_token(is_killed: bool, tmp_path: Path) -> None:
     before = set(descendants(os.getpid()))
     arguments: dict[str, Any] = {
         "model": str(DEMO),
@@ -59,5 +61,6 @@ def test_a_stage_that_is_killed_under_streams_costs_no_token(tmp_path: Path) -> 
     }
     with llm_host(tmp_path, **arguments) as host:
         expected = texts(host)
-        assert texts(host, kill_in=before) == expected
-        assert host.metric("llmbackend:engine_restarts_total", cause="exit") == 1
+        assert all(expected)
+        assert texts(host, kill_in=before if is_killed else None) == expected
+        assert (host.metric("llmbackend:engine_restarts_total", cause="exit") or 0) == is_killed

@@ -252,29 +252,44 @@ async def refuses_models(request, call_next):
 """
 
 
-def test_middleware_sees_requests_and_whole_responses(tmp_path: Path) -> None:
-    (tmp_path / "house_rules.py").write_text(MIDDLEWARE)
+@pytest.fixture(scope="module")
+def mock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Flags that do not disturb each other."""
+    folder = tmp_path_factory.mktemp("middleware")
+    (folder / "house_rules.py").write_text(MIDDLEWARE)
     with running_server(
         *("mock", "--middleware", "house_rules.CountsEvents", "--middleware", "house_rules.refuses_models"),
-        variables={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        *("--enable-per-request-metrics", "--tool-call-parser", "hermes"),
+        *("--chat-template", "{{ tools }}{{ messages[0].content }}"),
+        variables={"PYTHONPATH": f"{ROOT}:{folder}"},
     ) as server:
-        assert ask(server, "GET", "/v1/models")[:2] == (403, b'{"refused":true}')
-        body = {"prompt": "a", "max_tokens": 4, "stream": True}
-        _, content, headers = ask(server, "POST", "/v1/completions", body)
-        assert headers["x-before"] == "0" and content.endswith(b"data: [DONE]\n\n")
-        assert complete(server, max_tokens=4)["usage"]["completion_tokens"] == 4
-        status, _, headers = ask(server, "GET", "/health")
-        assert (status, headers["x-before"]) == (200, str(content.count(b"data: ")))
+        yield server
+
+
+def test_middleware_sees_requests_and_whole_responses(mock: ServerProcess) -> None:
+    def events() -> int:
+        """So many were sent before."""
+        status, _, headers = ask(mock, "GET", "/health")
+        assert status == 200
+        return int(headers["x-before"])
+
+    before = events()
+    assert ask(mock, "GET", "/v1/models")[:2] == (403, b'{"refused":true}')
+    body = {"prompt": "a", "max_tokens": 4, "stream": True}
+    _, content, headers = ask(mock, "POST", "/v1/completions", body)
+    assert headers["x-before"] == str(before) and content.endswith(b"data: [DONE]\n\n")
+    assert complete(mock, max_tokens=4)["usage"]["completion_tokens"] == 4
+    assert events() == before + content.count(b"data: ") > before
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_answers_have_their_times(timed: ServerProcess, path: str) -> None:
+def test_answers_have_their_times(mock: ServerProcess, path: str) -> None:
     prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
     body = {**prompt, "max_tokens": 5, "ignore_eos": True}
-    whole = json.loads(ask(timed, "POST", path, body)[1])
+    whole = json.loads(ask(mock, "POST", path, body)[1])
     found = [whole["metrics"]]
     for options in ({}, {"stream_options": {"include_usage": True}}):
-        _, content, _ = ask(timed, "POST", path, {**body, **options, "stream": True})
+        _, content, _ = ask(mock, "POST", path, {**body, **options, "stream": True})
         events = [json.loads(line[6:]) for line in content.splitlines() if line.startswith(b"data: {")]
         assert [event for event in events if "metrics" in event] == events[-1:]
         found.append(events[-1]["metrics"])
@@ -283,23 +298,14 @@ def test_answers_have_their_times(timed: ServerProcess, path: str) -> None:
         assert 0 < metrics["generation_time_ms"] == pytest.approx(4 * metrics["mean_itl_ms"])
         total_ms = metrics["time_to_first_token_ms"] + metrics["generation_time_ms"]
         assert metrics["tokens_per_second"] == pytest.approx(5e3 / total_ms)
-    assert "metrics" not in json.loads(ask(timed, "POST", path, {**body, "n": 2})[1])
-    assert "metrics" not in json.loads(ask(timed, "POST", path, {**body, "include_metrics": False})[1])
+    assert "metrics" not in json.loads(ask(mock, "POST", path, {**body, "n": 2})[1])
+    assert "metrics" not in json.loads(ask(mock, "POST", path, {**body, "include_metrics": False})[1])
 
 
-@pytest.fixture(scope="module")
-def timed() -> Iterator[ServerProcess]:
-    with running_server(
-        "mock", "--enable-per-request-metrics", "--chat-template", "{{ messages[0].content }}"
-    ) as server:
-        yield server
-
-
-def test_the_parser_of_calls_is_the_one_that_the_flag_names() -> None:
-    with running_server("mock", "--tool-call-parser", "hermes", "--chat-template", "{{ tools }}") as server:
-        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-        body = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "required"}
-        status, content, _ = ask(server, "POST", "/v1/chat/completions", body)
-        assert status == 200, content
-        [choice] = json.loads(content)["choices"]
-        assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
+def test_the_parser_of_calls_is_the_one_that_the_flag_names(mock: ServerProcess) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "required"}
+    status, content, _ = ask(mock, "POST", "/v1/chat/completions", body)
+    assert status == 200, content
+    [choice] = json.loads(content)["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"

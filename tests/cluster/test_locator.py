@@ -153,7 +153,7 @@ def test_a_host_says_where_it_is_and_hears_of_others(path: Path, agent: Scripted
 
 def test_an_agent_that_reads_nothing_delays_no_caller(agent: ScriptedAgent, locator: AgentLocator) -> None:
     """More is asked for than the socket's buffers hold."""
-    num_engines = 300
+    num_engines = 60
 
     def ask() -> None:
         for index in range(num_engines):

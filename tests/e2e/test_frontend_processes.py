@@ -103,8 +103,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     (repository / "sums" / "backend.py").write_text(SUMS)
     flags = ("--model-control-mode=explicit", "--load-model=*", "--allow-client-shm=true", "--frontend-processes=2")
     traces = ("--trace-config", f"triton,file={repository / 'traces.json'}")
-    with running_server("--model-repository", str(repository), *traces, *flags) as running:
-        yield running
+    server = start_server("--model-repository", str(repository), *traces, *flags)
+    yield server
+    if server.process.poll() is None:
+        assert stop_server(server) == 0
+    else:  # the last test has killed it
+        kill_server(server)
 
 
 @pytest.fixture(scope="module")
@@ -557,59 +561,31 @@ def can_bind(port: int) -> bool:
     return False
 
 
-def test_a_server_that_stops_lets_streams_run_to_their_end(
+def test_a_server_that_stops_takes_nothing_new_and_lets_streams_run_to_their_end(
     make_server: Callable[..., ServerProcess], tmp_path: Path, streams: Callable[..., Stream]
 ) -> None:
+    """gRPC refuses connections, as a server of one process does, and Triton."""
     write_mock_model(tmp_path, "slow", mock_step_ms=20)
     server = make_server("--model-repository", str(tmp_path), "--frontend-processes=2")
-    events = [stream.events() for stream in on_both(lambda: streams(server, completion("slow", stream=True)))]
+    calls = [LiveStream(server, "grpc", "slow", f"the {number}th", 300) for number in range(4)]
+    for call in calls:
+        call.wait_until_begun()
+    body = completion("slow", 300, stream=True)
+    events = [stream.events() for stream in on_both(lambda: streams(server, body))]
     began = [next(one) for one in events]
     server.process.send_signal(signal.SIGTERM)
+    eventually(lambda: is_refused(server.grpc))
     eventually(lambda: post(server, "/v1/completions", completion("slow", 1))[0] == 503, 20)
+    assert server.process.poll() is None
+    late = LiveStream(server, "grpc", "slow", "late", 5)
+    assert late.finish() == "" and "Connection refused" in (late.error or late.broken)
     texts = {
         "".join(choice["text"] for _, data in (first, *rest) for choice in data["choices"])
         for first, rest in zip(began, events, strict=True)
     }
-    assert len(texts) == 1 and len(texts.pop()) >= TOKENS // 2
-    assert server.process.wait(timeout=60) == 0
-
-
-def test_the_death_of_the_server_ends_its_frontends(make_server: Callable[..., ServerProcess]) -> None:
-    server = make_server("--model=mock", "--frontend-processes=2")
-    frontends = frontends_of(server)
-    assert len(frontends) == 2
-    server.process.kill()
-    eventually(lambda: not any(map(command_of, frontends)) and not listens_at(server.http), 30)
-
-
-def listens_at(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=5):
-            return True
-    except OSError:
-        return False
-
-
-def test_while_the_server_stops_grpc_refuses_connections_and_running_calls_end(tmp_path: Path) -> None:
-    """As a server of one process does, and Triton."""
-    write_mock_model(tmp_path, "slow", mock_step_ms=20)
-    with ExitStack() as stack:
-        server = start_server("--model-repository", str(tmp_path), "--frontend-processes=2")
-        stack.callback(kill_server, server)
-        running = [LiveStream(server, "grpc", "slow", f"the {number}th", 300) for number in range(4)]
-        for one in running:
-            one.wait_until_begun()
-        server.process.send_signal(signal.SIGTERM)
-        eventually(lambda: is_refused(server.grpc))
-        assert (
-            server.process.poll() is None
-            and post(server, "/v1/completions", {"model": "slow", "prompt": "x"})[0] == 503
-        )
-        late = LiveStream(server, "grpc", "slow", "late", 5)
-        assert late.finish() == "" and "Connection refused" in (late.error or late.broken)
-        assert all(one.finish() for one in running) and not any(one.error or one.broken for one in running)
-        assert server.process.wait(timeout=WAIT_S) == 0
+    assert len(texts) == 1 and len(texts.pop()) >= 150
+    assert all(call.finish() for call in calls) and not any(call.error or call.broken for call in calls)
+    assert server.process.wait(timeout=WAIT_S) == 0
 
 
 def is_refused(address: str) -> bool:
@@ -619,3 +595,20 @@ def is_refused(address: str) -> bool:
     except ConnectionRefusedError:
         return True
     return False
+
+
+def test_the_death_of_the_server_ends_its_frontends(two: ServerProcess) -> None:
+    """The last test of this server."""
+    eventually(lambda: len(frontends_of(two)) == 2, 30)
+    frontends = frontends_of(two)
+    two.process.kill()
+    eventually(lambda: not any(map(command_of, frontends)) and not listens_at(two.http), 30)
+
+
+def listens_at(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=5):
+            return True
+    except OSError:
+        return False

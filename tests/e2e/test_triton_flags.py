@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import socket
@@ -78,6 +79,7 @@ TAKEN_ALONE = ("model-store", "strict-model-config", "response-cache-byte-size")
 """Another flag says the same; Triton, too, refuses --cache-config together with --response-cache-byte-size."""
 
 
+@functools.cache
 def options() -> dict[str, Any]:
     """The options of `llmbackend serve` by name, without dashes."""
     command: Any = get_command(app)

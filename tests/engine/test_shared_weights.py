@@ -122,9 +122,13 @@ def _expect_shared_weights(server_pid: int, engine_pids: tuple[int, ...], size_b
         assert engine["Pss"] < 0.4 * engine["Rss"]
 
 
-def test_without_a_cache_packed_weights_stay_in_memory(make_supervisor: MakeSupervisor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dies_while_it_packs", [False, True])
+def test_without_a_cache_packed_weights_stay_in_memory(
+    dies_while_it_packs: bool, make_supervisor: MakeSupervisor, tmp_path: Path
+) -> None:
     supervisor = make_supervisor(weight_cache_size=0.0)
-    _kill_while_it_packs(supervisor)
+    if dies_while_it_packs:
+        _kill_while_it_packs(supervisor)
     info = load(supervisor)
     assert any("the weight cache is off" in path for path in info.paths)
     tokens = tokens_of(supervisor)

@@ -24,7 +24,7 @@ from llmbackend.frontends.kserve import generate, infer_codec
 from llmbackend.frontends.kserve.infer_codec import json_from_tensor, tensor_from_json
 from llmbackend.frontends.kserve.request_parameters import RequestOptions, options_from_proto
 
-ANY_SPEED = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MODEL = ModelMetadata(
     "m",
     ("1",),

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbackend.frontends.generation.request import GenerationRequest
@@ -50,13 +50,11 @@ def parse(parser: Callable[[dict[str, Any]], GenerationRequest], body: dict[str,
 
 
 @pytest.mark.parametrize(("parser", "other"), [(parse_chat, "prompt"), (parse_completion, "messages")])
-@settings(derandomize=True, max_examples=80, deadline=None, database=None)
 @given(fields=st.dictionaries(FIELDS, JSON, max_size=4))
 def test_arbitrary_fields(parser: Any, other: str, fields: dict[str, Any]) -> None:
     parse(parser, {name: value for name, value in GOOD.items() if name != other} | fields)
 
 
-@settings(derandomize=True, max_examples=120, deadline=None, database=None)
 @given(messages=st.lists(MESSAGE, min_size=1, max_size=2))
 def test_arbitrary_messages(messages: list[Any]) -> None:
     parse(parse_chat, {"model": "m", "messages": messages})

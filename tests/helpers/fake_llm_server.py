@@ -173,6 +173,8 @@ def _pieces(said: str, sampling: dict[str, Any], handle: FakeHandle) -> Iterator
         if stop in text:
             text, reason = text[: text.index(stop)], "stop"
     for char in text:
+        if handle.cancelled.is_set():
+            raise cancelled("Request was cancelled")
         yield [char], char, ""
     yield [], "", reason
 

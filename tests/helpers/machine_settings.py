@@ -1,8 +1,8 @@
 """How many sequences a state machine tries, and of which length.
 
 Used by the stateful tests of this directory. The suite runs the same few sequences every time (profile `suite` of
-tests/conftest.py, derandomised), `make test-all` twice as many (`nightly`; `shrink` makes a failure of those short). To
-search, 100 times as many and new ones each time:
+tests/conftest.py, derandomised), `make test-all` four times as many (`nightly`; `shrink` makes a failure of those
+short). To search, 200 times as many and new ones each time:
 
     python -m pytest tests/properties --hypothesis-profile=search --timeout=0
 

@@ -23,6 +23,11 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 RECURRENT: dict[str, Any] = {
+    "qwen3_5": tf.Qwen3_5TextConfig(
+        **SIZES, num_hidden_layers=4, head_dim=64, linear_key_head_dim=32, linear_value_head_dim=48,
+        linear_num_key_heads=2, linear_num_value_heads=4,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    ),
     "lfm2": tf.Lfm2Config(
         **SIZES, num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"], conv_bias=True,
         block_auto_adjust_ff_dim=False,
@@ -30,11 +35,6 @@ RECURRENT: dict[str, Any] = {
     "lfm3": tf.Lfm3Config(
         **SIZES, num_hidden_layers=5, head_dim=64, conv_bias=True, sliding_window=24,
         layer_types=["conv", "full_attention", "conv", "sliding_attention", "conv"],
-    ),
-    "qwen3_5": tf.Qwen3_5TextConfig(
-        **SIZES, num_hidden_layers=4, head_dim=64, linear_key_head_dim=32, linear_value_head_dim=48,
-        linear_num_key_heads=2, linear_num_value_heads=4,
-        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     ),
     "olmo_hybrid": tf.OlmoHybridConfig(
         **SIZES, num_hidden_layers=4, head_dim=64, linear_key_head_dim=32, linear_value_head_dim=48,
@@ -46,6 +46,10 @@ RECURRENT: dict[str, Any] = {
         shared_intermediate_size=96, mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=24, mamba_d_head=32,
         residual_multiplier=0.7, embedding_multiplier=3.0, logits_scaling=2.0, attention_multiplier=0.1,
     ),
+    "lfm2_moe": tf.Lfm2MoeConfig(
+        **SIZES, num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"], num_dense_layers=1,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, routed_scaling_factor=1.5,
+    ),
     "bamba": tf.BambaConfig(
         **SIZES, num_hidden_layers=4, attn_layer_indices=[2], mamba_n_heads=8, mamba_d_state=32, mamba_d_head=32,
     ),
@@ -54,10 +58,6 @@ RECURRENT: dict[str, Any] = {
         layer_types=["linear_attention", "full_attention"] * 2, num_local_experts=4, num_experts_per_tok=2,
         shared_intermediate_size=96, mamba_n_heads=8, mamba_d_state=32, mamba_d_head=32, residual_multiplier=0.7,
         embedding_multiplier=3.0, attention_multiplier=0.1,
-    ),
-    "lfm2_moe": tf.Lfm2MoeConfig(
-        **SIZES, num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"], num_dense_layers=1,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, routed_scaling_factor=1.5,
     ),
     "qwen3_next": tf.Qwen3NextConfig(
         **SIZES | {"initializer_range": 0.06}, num_hidden_layers=4, head_dim=64, linear_key_head_dim=32,
@@ -71,15 +71,15 @@ RECURRENT: dict[str, Any] = {
         attention_out_multiplier=0.9, ssm_in_multiplier=1.2, ssm_out_multiplier=0.7, mlp_multipliers=[0.8, 1.4],
         ssm_multipliers=[0.7, 1.3, 0.8, 1.1, 0.9], attention_bias=True, mamba_proj_bias=True, projectors_bias=True,
     ),
-    "falcon_h1 with norms": tf.FalconH1Config(
-        **SIZES, num_hidden_layers=2, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_state=24, mamba_n_groups=2,
-        mamba_rms_norm=True, mamba_norm_before_gate=False, time_step_limit=(0.0, float("inf")),
-    ),
     "nemotron_h": tf.NemotronHConfig(
         **SIZES, layers_block_type=["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "mlp"],
         head_dim=64, mamba_num_heads=6, mamba_head_dim=32, ssm_state_size=24, n_groups=2, n_routed_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=64, moe_shared_expert_intermediate_size=96,
         routed_scaling_factor=1.5,
+    ),
+    "falcon_h1 with norms": tf.FalconH1Config(
+        **SIZES, num_hidden_layers=2, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_state=24, mamba_n_groups=2,
+        mamba_rms_norm=True, mamba_norm_before_gate=False, time_step_limit=(0.0, float("inf")),
     ),
     "mamba2": tf.Mamba2Config(
         **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")},
@@ -93,7 +93,8 @@ RECURRENT: dict[str, Any] = {
         layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     ),
 }  # fmt: skip
-"""By family."""
+"""By family. Every fifth has another kind of recurrent layer (delta rule, convolutions, Mamba), since most tests are
+daily for these alone (tests/helpers/tiers.py)."""
 EXPERTS = tf.Qwen3MoeConfig(
     **SIZES, num_hidden_layers=3, head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64
 )

@@ -9,25 +9,31 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 TIMEOUT_S = 20.0
 POLL_S = 0.005
+MAX_POLL_S = 0.03
+"""After a while, since what is asked may cost a server more than the wait."""
 
 
 def eventually(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, _complaint(condition, timeout_s)
-        time.sleep(POLL_S)
+    for pause_s in _pauses_s(condition, timeout_s):
+        time.sleep(pause_s)
 
 
 async def eventually_async(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
     """The same on an event loop, which goes on meanwhile."""
-    deadline_s = time.monotonic() + timeout_s
+    for pause_s in _pauses_s(condition, timeout_s):
+        await asyncio.sleep(pause_s)
+
+
+def _pauses_s(condition: Callable[[], object], timeout_s: float) -> Iterator[float]:
+    deadline_s, pause_s = time.monotonic() + timeout_s, POLL_S
     while not condition():
         assert time.monotonic() < deadline_s, _complaint(condition, timeout_s)
-        await asyncio.sleep(POLL_S)
+        yield pause_s
+        pause_s = min(pause_s * 1.1, MAX_POLL_S)
 
 
 def _complaint(condition: Callable[[], object], timeout_s: float) -> str:

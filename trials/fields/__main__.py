@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 
 from .page import PAGE, page
-from .run import DONE, IGNORED, LABEL, REFUSED, Outcome, field_server, outcomes
+from .run import DONE, IGNORED, LABEL, REFUSED, Outcome, field_names, field_server, outcomes
 
 
 def _tell(outcome: Outcome) -> None:
@@ -18,7 +18,7 @@ def _tell(outcome: Outcome) -> None:
 
 def main() -> int:
     with field_server() as server:
-        found = outcomes(server, _tell)
+        found = outcomes(server, field_names(), _tell)
     count = Counter(outcome.kind for outcome in found)
     if not count[IGNORED]:
         PAGE.write_text(page(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,20 @@ def field_server() -> Iterator[FieldServer]:
                 stop_server(server)
 
 
-def outcomes(server: FieldServer, tell: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
-    """All fields, one after the other."""
+def field_names() -> list[str]:
+    """Of all APIs."""
+    return sorted({field for api in APIS for field in api.rows})
+
+
+def outcomes(
+    server: FieldServer, fields: Collection[str], tell: Callable[[Outcome], None] = lambda outcome: None
+) -> list[Outcome]:
+    """One field after the other, in each API that has it."""
     found = []
     for api in APIS:
         asked = api.make(server.client)
-        for field, row in sorted(api.rows.items()):
-            found.append(_outcome(server, asked, field, row))
+        for field in sorted(api.rows.keys() & set(fields)):
+            found.append(_outcome(server, asked, field, api.rows[field]))
             tell(found[-1])
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbackend.frontends.http.errors import OpenAIError
@@ -47,13 +47,11 @@ def parse(body: dict[str, Any]) -> None:
         orjson.dumps(request.echo)
 
 
-@settings(derandomize=True, max_examples=150, deadline=None, database=None)
 @given(fields=st.dictionaries(FIELDS, JSON, max_size=4))
 def test_arbitrary_fields(fields: dict[str, Any]) -> None:
     parse(fields)
 
 
-@settings(derandomize=True, max_examples=150, deadline=None, database=None)
 @given(items=st.lists(ITEM | MESSAGE, min_size=1, max_size=3))
 def test_arbitrary_items(items: list[Any]) -> None:
     parse({"input": items})

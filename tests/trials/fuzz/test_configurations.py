@@ -1,4 +1,4 @@
-"""A few hundred strange configurations of each kind: read, or refused with a TritonError."""
+"""Strange configurations of each kind: read, or refused with a TritonError."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trials.fuzz.inputs import as_json
 def test_strange_configurations(kind: str, tmp_path: Path) -> None:
     reader = ConfigReader(tmp_path)
 
-    @settings(max_examples=100, suppress_health_check=list(HealthCheck))
+    @settings(suppress_health_check=list(HealthCheck))
     @given(CONFIG_INPUTS[kind])
     def run(read: ConfigInput) -> None:
         with contextlib.suppress(TritonError):
