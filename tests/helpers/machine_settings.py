@@ -1,8 +1,8 @@
-"""How many sequences a state machine tries, and of which length.
+"""How many sequences a state machine tries, and of which length; how many random texts the tests of parsers try.
 
-Used by the stateful tests of this directory. The suite runs the same few sequences every time (profile `suite` of
-tests/conftest.py, derandomised), `make test-all` four times as many (`nightly`; `shrink` makes a failure of those
-short). To search, 200 times as many and new ones each time:
+Used by the stateful tests of tests/properties, and by tests with random texts or cuts. The suite tries the same few
+every time (profile `suite` of tests/conftest.py, derandomised), `make test-all` four times as many (`nightly`; `shrink`
+makes a failing sequence short). To search, 200 times as many and new sequences each time:
 
     python -m pytest tests/properties --hypothesis-profile=search --timeout=0
 
@@ -17,10 +17,15 @@ from hypothesis import HealthCheck, settings
 
 def machine_settings(examples: int, steps: int) -> settings:
     """`examples` sequences of at most `steps` rules each night; a profile's max_examples is a share of it, in %."""
-    profile = settings.default
-    assert profile is not None
     return settings(
-        max_examples=max(examples * profile.max_examples // 100, 1),
+        max_examples=tries(examples),
         stateful_step_count=steps,
         suppress_health_check=list(HealthCheck),
     )
+
+
+def tries(each_night: int) -> int:
+    """So many that the same profiles try."""
+    profile = settings.default
+    assert profile is not None
+    return max(each_night * profile.max_examples // 100, 1)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -85,6 +85,8 @@ NIGHTLY_TESTS: Final = (
     # Daily: every third field.
     "trials/test_fields.py::test_no_field_is_ignored[every field]",
     "trials/test_fields.py::test_the_page_of_fields_is_the_one_that_was_seen[every field]",
+    # Daily: with the cache of all tests.
+    "engine/test_offline_and_bench.py::test_the_bench_runs_the_packed_weights_that_a_server_would[True]",
     # Daily: a start without a death.
     "engine/test_shared_weights.py::test_without_a_cache_packed_weights_stay_in_memory[True]",
     # Daily: checks in cli/test_check.py, and a start in the environment of these.
@@ -210,7 +212,6 @@ ONE_OF_FIVE: Final = (
     "engine/test_window_blocks.py::test_no_query_misses_a_key_and_memory_is_bounded",
     "frontends/parsers/test_call_grammars.py::test_what_the_compiled_grammar_lets_through_is_a_valid_call",
     "frontends/parsers/test_samples.py::test_hostile_text_is_bounded_and_comes_out",
-    "frontends/responses_api/test_event_writer.py::test_a_stream_tells_the_whole_response_however_it_is_cut",
     "frontends/test_limits.py::test_json_of_any_depth_is_an_answer",
     "frontends/test_openai_call_grammars.py::test_the_input_of_a_custom_tool_follows_its_grammar",
     "frontends/test_openai_call_grammars.py::test_what_the_grammar_lets_through_is_read",
@@ -227,6 +228,9 @@ ONE_OF_FIVE: Final = (
 )
 """Of their parameters every fifth is daily: of a product of lists, neighbours in these differ in the first value, and
 most lists have another number of values than five."""
+_ISOLATED: Final = "isolated"
+"""Of all tests of compiled backends in processes of their own (core/c_api/conftest.py) every fifth is daily, too; all
+of them in the host's process."""
 
 
 @functools.cache
@@ -243,18 +247,24 @@ def nightly(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     numbers: Counter[str] = Counter()
     for item in items:
         function, _, parameters = item.name.partition("[")
-        name = f"{_place(item.path)}::{function}"
-        if _is_nightly(item, name, parameters):
+        name, given = f"{_place(item.path)}::{function}", _given(item)
+        if _is_nightly(item, name, parameters, given):
             yield item
-        elif name in ONE_OF_FIVE:
-            if numbers[name] % 5:
+            continue
+        row = _ISOLATED if given.get("backends") == _ISOLATED else name if name in ONE_OF_FIVE else ""
+        if row:
+            if numbers[row] % 5:
                 yield item
-            numbers[name] += 1
+            numbers[row] += 1
 
 
-def _is_nightly(item: pytest.Item, name: str, parameters: str) -> bool:
+def _given(item: pytest.Item) -> Mapping[str, Any]:
+    """Its parameters."""
     callspec = getattr(item, "callspec", None)
-    given = callspec.params if callspec is not None else {}
+    return callspec.params if callspec is not None else {}
+
+
+def _is_nightly(item: pytest.Item, name: str, parameters: str, given: Mapping[str, Any]) -> bool:
     if not {given.get("variant"), given.get("tiles")}.isdisjoint(_NIGHTLY_VARIANTS) or is_nightly_file(item.path):
         return True
     return any(parameters.startswith(beginning) for beginning in _nightly_parameters().get(name, ()))

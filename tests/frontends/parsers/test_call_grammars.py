@@ -18,6 +18,7 @@ from tests.frontends.parsers.laws import distinct_formats
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
 from tests.frontends.parsers.turns import SCHEMAS, random_calls
 from tests.helpers import byte_grammars
+from tests.helpers.machine_settings import tries
 
 NUM_TURNS = 40
 NUM_WALKS = 12
@@ -32,7 +33,7 @@ def test_enforced_calls_are_read(name: str) -> None:
     grammar = TOOL_CALL_FORMATS[name].grammar
     assert grammar
     random = Random(name)
-    for _ in range(NUM_TURNS):
+    for _ in range(tries(NUM_TURNS)):
         calls = random_calls(random)
         sample = Sample(text=written(calls, grammar), tools=name, special=SPECIAL.get(name, ()), schemas=SCHEMAS)
         found = seen(parse(sample, cut(tokens(sample), random, 8)))

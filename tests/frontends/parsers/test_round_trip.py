@@ -20,6 +20,7 @@ from llmbackend.frontends.generation.parsers import REASONING_FORMATS, detect
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
 from tests.frontends.parsers.turns import SCHEMAS, TYPES, random_calls
 from tests.helpers.chat_templates import AXOLOTL, LLAMA_CPP, TRL, chat_template
+from tests.helpers.machine_settings import tries
 
 NUM_TURNS = 40
 """Per template."""
@@ -157,7 +158,7 @@ def test_a_rendered_turn_parses_back(case: Case) -> None:
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
     tools, reasoning = detect(source)
     random = Random(case.template)
-    for _ in range(NUM_TURNS):
+    for _ in range(tries(NUM_TURNS)):
         turn = random_turn(case, random)
         text, prompt = rendered(template, case, turn)
         sample = Sample(

@@ -8,6 +8,7 @@ from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL
 from tests.frontends.parsers.laws import Cuts, distinct_formats
 from tests.frontends.parsers.sample import Sample, Seen, parse, seen, tokens
 from tests.frontends.parsers.samples import SAMPLES
+from tests.helpers.machine_settings import tries
 
 NUM_CUTS = 240
 """For each format, over its samples and changed ones."""
@@ -21,7 +22,7 @@ def test_a_sample(sample: Sample) -> None:
 @pytest.mark.parametrize("name", distinct_formats())
 def test_the_laws_hold_for_any_cut_of_any_text(name: str) -> None:
     cuts = Cuts(name)
-    for _ in range(NUM_CUTS):
+    for _ in range(tries(NUM_CUTS)):
         cuts.check_next()
 
 
