@@ -44,11 +44,17 @@ struct Grid {
 struct LaneSum {
     static constexpr int kSums = 8;
     float lanes[kSums] = {};
-    void add(int i, float value) { lanes[i % kSums] += value; }
     float total() const {
         return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
     }
 };
+
+// Calls work(i, lane of i) for a group's elements, in loops that compilers turn into vectors.
+template <class Work>
+LLMB_INLINE inline void each_in_lanes(Work&& work) {
+    for (int begin = 0; begin < kGroup; begin += LaneSum::kSums)
+        for (int lane = 0; lane < LaneSum::kSums; lane++) work(begin + lane, lane);
+}
 
 // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
 inline float nearest(float x) { return x + 12582912.0f - 12582912.0f; }
@@ -62,7 +68,7 @@ struct GroupFit {
     GroupFit(const W* source, int count) : count(count) {
         LaneSum squares;
         for (int i = 0; i < count; i++) weights[i] = to_float(source[i]);
-        for (int i = 0; i < kGroup; i++) squares.add(i, weights[i] * weights[i]);
+        each_in_lanes([&](int i, int lane) LLMB_INLINE { squares.lanes[lane] += weights[i] * weights[i]; });
         const float typical = std::sqrt(squares.total() / static_cast<float>(std::max(count, 1)));
         for (int i = 0; i < count; i++) importance[i] = std::fabs(weights[i]) + typical;
     }
@@ -75,24 +81,24 @@ struct GroupFit {
 
     float error(const Grid& grid, const float* numbers) const {
         LaneSum sum;
-        for (int i = 0; i < kGroup; i++) {
+        each_in_lanes([&](int i, int lane) LLMB_INLINE {
             const float difference = grid.scale * numbers[i] + grid.min - weights[i];
-            sum.add(i, importance[i] * difference * difference);
-        }
+            sum.lanes[lane] += importance[i] * difference * difference;
+        });
         return sum.total();
     }
 
     // Least squares for given numbers. Returns `grid` if they are all the same.
     Grid fit(const Grid& grid, const float* numbers) const {
         LaneSum one, q, qq, x, qx;
-        for (int i = 0; i < kGroup; i++) {
+        each_in_lanes([&](int i, int lane) LLMB_INLINE {
             const float weighted = importance[i] * numbers[i];
-            one.add(i, importance[i]);
-            q.add(i, weighted);
-            qq.add(i, weighted * numbers[i]);
-            x.add(i, importance[i] * weights[i]);
-            qx.add(i, weighted * weights[i]);
-        }
+            one.lanes[lane] += importance[i];
+            q.lanes[lane] += weighted;
+            qq.lanes[lane] += weighted * numbers[i];
+            x.lanes[lane] += importance[i] * weights[i];
+            qx.lanes[lane] += weighted * weights[i];
+        });
         const float determinant = one.total() * qq.total() - q.total() * q.total();
         if (!(determinant > 0)) return grid;
         const float scale = (one.total() * qx.total() - q.total() * x.total()) / determinant;
