@@ -1,6 +1,6 @@
 # make serve   installs, then serves the bundled demo model on loopback (HTTP 8000, gRPC 8001, metrics 8002);
 #              MODEL=smollm2: another model: a name from `llmbackend models`, a hub id, a folder or a file
-# make test    linters, types, import contracts, the test suite without nightly tests, smoke test (10 to 20 minutes on 2 cores)
+# make test    linters, types, import contracts, the test suite without nightly tests, smoke test (8 minutes on 2 cores)
 # make check   linters, types, import contracts and the fast tests; run it after every change
 # make unit    only the test suite of `make test` (ARGS=tests/core for a part of it); make unit-all: with nightly tests
 # make smoke   starts a real server on free ports and tests every protocol with real clients
