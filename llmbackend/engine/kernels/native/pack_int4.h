@@ -60,12 +60,11 @@ LLMB_INLINE inline void each_in_lanes(Work&& work) {
 inline float nearest(float x) { return x + 12582912.0f - 12582912.0f; }
 
 struct GroupFit {
-    int count;
     float weights[kGroup] = {};
     float importance[kGroup] = {};  // 0 beyond count
 
     template <class W>
-    GroupFit(const W* source, int count) : count(count) {
+    GroupFit(const W* source, int count) {
         LaneSum squares;
         for (int i = 0; i < count; i++) weights[i] = to_float(source[i]);
         each_in_lanes([&](int i, int lane) LLMB_INLINE { squares.lanes[lane] += weights[i] * weights[i]; });
