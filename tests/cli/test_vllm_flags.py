@@ -227,7 +227,9 @@ def test_a_server_answers_as_its_flags_say() -> None:
         assert answer["system_fingerprint"] == "mine"
         [*_, last] = answer["choices"][0]["logprobs"]["content"]
         assert last["token"].startswith("token_id:")
-        _, events, _ = ask(connection, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 7, "stream": True})
+        _, events, _ = ask(
+            connection, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 7, "ignore_eos": True, "stream": True}
+        )
         chunks = [json.loads(line[6:]) for line in events.splitlines() if line.startswith(b"data: {")]
         assert chunks[-1]["usage"]["completion_tokens"] == 7
         assert len([chunk for chunk in chunks if chunk["choices"] and chunk["choices"][0]["text"]]) <= 3
