@@ -76,6 +76,11 @@ inline void tile_load(const void* memory, ptrdiff_t stride_bytes) {
 }
 
 template <int kTile>
+inline void tile_load_past_l1(const void* memory, ptrdiff_t stride_bytes) {
+    tile_load<kTile>(memory, stride_bytes);
+}
+
+template <int kTile>
 inline void tile_store(void* memory, ptrdiff_t stride_bytes) {
     for_tile_rows<kTile>([&](int r, int bytes) {
         std::memcpy(static_cast<char*>(memory) + r * stride_bytes, emulated_tiles[kTile].row[r], bytes);
@@ -149,6 +154,12 @@ inline void tile_zero() {
 template <int kTile>
 inline void tile_load(const void* memory, ptrdiff_t stride_bytes) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(memory), "r"(stride_bytes), "i"(kTile) : "memory");
+}
+
+// Leaves the L1 cache to data that are used again sooner.
+template <int kTile>
+inline void tile_load_past_l1(const void* memory, ptrdiff_t stride_bytes) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(memory), "r"(stride_bytes), "i"(kTile) : "memory");
 }
 
 template <int kTile>

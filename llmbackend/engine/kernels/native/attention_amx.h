@@ -190,11 +190,13 @@ class TileKernel {
         if (block.subs.end <= block.subs.begin) return;
         const int begin = block.subs.begin * kSubBlock, end = block.subs.end * kSubBlock;
         const TaskRows& rows = block.rows;
-        for (int r = 0; r < rows.count; r++) {
-            float* row = scores(block) + r * kChunk;
-            const float best = finish_scores(rows, r, row, begin, end, chunk.start, softcap_);
-            soften_row(rows.state, r, row, TileRow<bf16>(weights(block), r, kChunk), begin, end, best);
-        }
+        const auto row = [&](int r) { return scores(block) + r * kChunk; };
+        float best[amx::kTileRows];
+        int32_t growing[amx::kTileRows + 1];
+        for (int r = 0; r < rows.count; r++) best[r] = finish_scores(rows, r, row(r), begin, end, chunk.start, softcap_);
+        raise_maxima(rows.state, rows.count, best, growing);
+        for (int r = 0; r < rows.count; r++)
+            soften_row(rows.state, r, row(r), TileRow<bf16>(weights(block), r, kChunk), begin, end);
     }
 
     void weigh(const Chunk<bf16>& chunk, const Block& block) {

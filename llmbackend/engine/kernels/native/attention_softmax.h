@@ -113,15 +113,28 @@ inline void store_weights(W* to, Floats first, Floats second) {
     store(to + kLanes, second);
 }
 
-// Scores of positions begin..end-1, whole sub-blocks, become weights relative to the row's maximum so far; its state is
-// scaled when that grows. weights: a pointer or TileRow.
-template <class Weights>
-inline void soften_row(const SoftmaxState& state, int r, const float* scores, Weights weights, int begin, int end,
-                       float best) {
-    if (best > state.maxima[r]) {
-        scale_row(state, r, exp_of(state.maxima[r] - best));
-        state.maxima[r] = best;
+// The state is scaled relative to the maximum, if that grows to `best`.
+inline void raise_maximum(const SoftmaxState& state, int r, float best) {
+    if (!(best > state.maxima[r])) return;
+    scale_row(state, r, exp_of(state.maxima[r] - best));
+    state.maxima[r] = best;
+}
+
+// The same for adjacent rows: first all comparisons, then those that grow, because a branch right after each row's
+// maximum would often be mispredicted. `growing` has space for count + 1.
+inline void raise_maxima(const SoftmaxState& state, int count, const float* best, int32_t* growing) {
+    int size = 0;
+    for (int r = 0; r < count; r++) {
+        growing[size] = r;
+        size += best[r] > state.maxima[r];
     }
+    for (int i = 0; i < size; i++) raise_maximum(state, growing[i], best[growing[i]]);
+}
+
+// Scores of positions begin..end-1, whole sub-blocks, become weights relative to the row's maximum. weights: a pointer
+// or TileRow.
+template <class Weights>
+inline void soften_row(const SoftmaxState& state, int r, const float* scores, Weights weights, int begin, int end) {
     const Floats maximum = splat(state.maxima[r]);
     Floats sums = load(state.sums + r * kLanes);
     for (int i = begin; i < end; i += 2 * kLanes) {

@@ -223,11 +223,12 @@ void visit_chunk(const HeadShape& shape, const Chunk<T>& chunk, const RowBlock<T
     for (int r = 0; r < R; r++) {
         float* row = scores + r * kChunk;
         const float best = finish_scores(rows, r, row, begin, stop, chunk.start, shape.softcap);
+        raise_maximum(rows.state, r, best);
         if constexpr (kIsFixed<T>) {
-            soften_row(rows.state, r, row, row, begin, stop, best);
+            soften_row(rows.state, r, row, row, begin, stop);
             units[r] = round_weights(row, block.value_units, begin, stop, weights + r * kChunk);
         } else {
-            soften_row(rows.state, r, row, weights + r * kChunk, begin, stop, best);
+            soften_row(rows.state, r, row, weights + r * kChunk, begin, stop);
         }
     }
     const int end = std::min(stop, rows.last[R - 1] + 1 - chunk.start);

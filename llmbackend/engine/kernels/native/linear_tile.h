@@ -97,30 +97,34 @@ class Product {
         return {{at(op_.weight, panel), at(op_.weight, std::min(panel + 1, plan_.panels - 1))}};
     }
 
+    // One panel after the other, each in parts of k. ahead: the weights of the next unit.
     void multiply_unit(int first_row, int rows, int unit, int k, int k_end, char* sums, Weights ahead) {
-        const int panels = plan_.panels_of(unit), row_tiles = divide_up(rows, amx::kTileRows);
-        const int first_tile = first_row / amx::kTileRows;
-        for (int end = 0; k < k_end; k = end) {
-            end = std::min(k + plan_.part_tiles, k_end);
-            const Weights own = weights(unit, k), next = end < k_end ? weights(unit, end) : ahead;
-            multiply_part(first_tile, row_tiles, panels, k, end - k, own, next, sums);
-        }
+        const int panels = plan_.panels_of(unit);
+        for (int panel = 0; panel < panels; panel++)
+            for (int begin = k, end = 0; begin < k_end; begin = end) {
+                end = std::min(begin + plan_.part_tiles, k_end);
+                const char* next = end < k_end         ? weights(unit, end).panel[panel]
+                                   : panel + 1 < panels ? weights(unit, k).panel[panel + 1]
+                                                        : ahead.panel[0];
+                const char* w = weights(unit, begin).panel[panel];
+                multiply_part(first_row, rows, begin, end - begin, w, next, sums + panel * kBlockBytes, panels * kBlockBytes);
+            }
     }
 
-    // All rows of a chunk times a part of a unit's panels.
-    void multiply_part(int first_tile, int row_tiles, int panels, int k, int steps, Weights w, Weights next, char* sums) {
+    // All rows of a chunk times a part of a panel. sums: of the first block; next: the weights that follow.
+    void multiply_part(int first_row, int rows, int k, int steps, const char* w, const char* next, char* sums,
+                       size_t sums_stride_bytes) {
         constexpr int kLineBytes = 64, kLines = kPanelTileBytes / kLineBytes;
+        const int first_tile = first_row / amx::kTileRows, row_tiles = divide_up(rows, amx::kTileRows);
         const int blocks = divide_up(row_tiles, 2), ahead_bytes = divide_up(kLines, blocks) * kLineBytes;
-        for (int block = 0; block < blocks; block++) {
+        for (int block = 0; block < blocks; block++, sums += sums_stride_bytes) {
             const int tile = first_tile + 2 * block;
-            const char* rows = x_.data + tile * x_.stride_bytes + k * kTileSizeBytes;
+            const RowsInTiles x{x_.data + tile * x_.stride_bytes + k * kTileSizeBytes, x_.stride_bytes};
             const bool two = 2 * block + 1 < row_tiles;
             const auto multiply = two ? multiply_block<Type, true, RowsInTiles, Beside> : multiply_block<Type, false, RowsInTiles, Beside>;
-            for (int panel = 0; panel < panels; panel++, sums += kBlockBytes) {
-                multiply({rows, x_.stride_bytes}, w.panel[panel], steps, sums, k > 0,
-                         {next.panel[panel] + static_cast<size_t>(block) * steps * ahead_bytes, ahead_bytes}, beside_);
-                if constexpr (std::is_same_v<Type, Int8>) add_wide(tile, two, w.panel[panel], k, sums);
-            }
+            multiply(x, w, steps, sums, k > 0, {next + static_cast<size_t>(block) * steps * ahead_bytes, ahead_bytes}, beside_,
+                     k > 0 ? SumsAhead(sums + sums_stride_bytes, steps) : SumsAhead());
+            if constexpr (std::is_same_v<Type, Int8>) add_wide(tile, two, w, k, sums);
         }
         if constexpr (std::is_same_v<Type, Int8>) beside_.wide[0].all(), beside_.wide[1].all();
     }

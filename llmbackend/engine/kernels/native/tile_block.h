@@ -46,18 +46,43 @@ struct RowsInTiles {  // in the order of tile_rows.h
     static constexpr size_t kStepBytes = kTileSizeBytes;  // between consecutive tiles of k
     const char* at;
     size_t next;
+
+    // Each tile of rows is used once while a part of the weights stays in the L1 cache.
+    template <int kTile>
+    static void load(const char* at, ptrdiff_t stride_bytes) {
+        tile_load_past_l1<kTile>(at, stride_bytes);
+    }
 };
 struct WholeRows {  // row-major
     ptrdiff_t stride_bytes;
     static constexpr size_t kStepBytes = amx::kTileBytes;
     const char* at;
     size_t next = amx::kTileRows * stride_bytes;
+
+    template <int kTile>
+    static void load(const char* at, ptrdiff_t stride_bytes) {
+        tile_load<kTile>(at, stride_bytes);
+    }
+};
+
+// A block's sums that will be resumed next, prefetched into the L1 cache during `steps` steps.
+struct SumsAhead {
+    const char* at = nullptr;
+    int step_bytes = 0;
+
+    SumsAhead() = default;
+    SumsAhead(const char* sums, int steps) : at(sums), step_bytes(divide_up(static_cast<int>(kBlockBytes), 64 * steps) * 64) {}
+    LLMB_INLINE void fetch_step() {
+        for (int byte = 0; byte < step_bytes; byte += 64) __builtin_prefetch(at + byte);
+        at += step_bytes;
+    }
 };
 
 // sums (+)= one or two tiles of rows times one panel, over `steps` tiles of k. Tiles 0 to 3 are the sums, 4 and 5 the
 // rows, 6 and 7 the weights. `beside` is called once per step, so its work runs while the tile unit multiplies.
 template <class Type, bool kTwo, class X, class Beside>
-void multiply_block(X x, const char* w, int steps, char* sums, bool resume, panels::Ahead ahead, Beside& beside) {
+void multiply_block(X x, const char* w, int steps, char* sums, bool resume, panels::Ahead ahead, Beside& beside,
+                    SumsAhead sums_ahead = {}) {
     constexpr ptrdiff_t kPanelStride = 2 * amx::kTileBytes;
     char* const sums2 = sums + kTileSumsBytes;
     if (resume) {
@@ -68,17 +93,18 @@ void multiply_block(X x, const char* w, int steps, char* sums, bool resume, pane
         if constexpr (kTwo) tile_zero<2>(), tile_zero<3>();
     }
     for (int step = 0; step < steps; step++, x.at += X::kStepBytes, w += kPanelTileBytes) {
-        tile_load<4>(x.at, x.stride_bytes);
+        X::template load<4>(x.at, x.stride_bytes);
         tile_load<6>(w, kPanelStride);
         Type::template dot<0, 4, 6>();
         tile_load<7>(w + amx::kTileBytes, kPanelStride);
         ahead.fetch_step();
         Type::template dot<1, 4, 7>();
         if constexpr (kTwo) {
-            tile_load<5>(x.at + x.next, x.stride_bytes);
+            X::template load<5>(x.at + x.next, x.stride_bytes);
             Type::template dot<2, 5, 6>();
             Type::template dot<3, 5, 7>();
         }
+        sums_ahead.fetch_step();
         beside.step();
     }
     tile_store<0>(sums, kSumsRowBytes), tile_store<1>(sums + amx::kTileBytes, kSumsRowBytes);

@@ -40,13 +40,13 @@ class Finisher {
         first_row_ = first_row, rows_ = rows, sums_ = sums;
         panel_ = unit * plan_.unit_panels;
         num_panels_ = plan_.panels_of(unit);
-        slot_ = 0;
+        slot_ = 0, due_ = 0;
         begin_panel();
     }
 
     // Finishes some rows during a step of products.
     LLMB_INLINE void step() {
-        for (int i = 0; i < rows_per_step_ && in_tile_ > 0; i++) row();
+        for (due_ += rows_per_step_; due_ >= kOneRow && in_tile_ > 0; due_ -= kOneRow) row();
     }
 
     void all() {
@@ -128,6 +128,7 @@ class Finisher {
         else return columns.result(Sums{sums});
     }
 
+    static constexpr int kOneRow = Plan::kRowFraction;
     static constexpr int kFetchRows = 8;  // prefetch distance for y
 
     const LinearOp& op_;
@@ -138,6 +139,7 @@ class Finisher {
     int first_row_ = 0, rows_ = 0;       // of the chunk
     int slot_ = 0, row_ = 0, in_tile_ = 0;  // the next panel and row, and the remaining rows of its tile
     int tile_row_ = 0;
+    int due_ = 0;  // rows to finish, in fractions
     bool whole_panel_ = true;
     char* sums_ = nullptr;
     char* at_ = nullptr;  // of the next row

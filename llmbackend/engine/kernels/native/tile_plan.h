@@ -20,7 +20,7 @@ constexpr size_t kWholeBytes = 1 << 20;     // of a chunk, at most, that is mult
                                             // in the L2 cache for all panels. Larger ones go slab by slab of k:
 constexpr int kSlabTiles = 16;              // tiles of k, ...
 constexpr int kSlabPanels = 14;             // ... for so many panels, whose sums are kept
-constexpr int kPartBytes = 32 << 10;        // of a unit's panels at a time: they stay in the L1 cache for all rows of a chunk
+constexpr int kPartBytes = 32 << 10;        // of a panel at a time: they stay in the L1 cache for all rows of a chunk
 constexpr int kPieceBytes = 512 << 10;      // of weights, that a thread takes at a time: memory streams best in one direction
 
 // The size of the fewest parts of at most `most`, of nearly equal size.
@@ -45,7 +45,7 @@ struct Plan {
         slab_tiles = whole ? k_tiles : even_part(k_tiles, kSlabTiles);
         unit_panels = gated || !whole ? 1 : 2;
         const int factors = gated ? 2 : unit_panels;
-        part_tiles = even_part(slab_tiles, kPartBytes / static_cast<int>(factors * kPanelTileBytes));
+        part_tiles = even_part(slab_tiles, kPartBytes / static_cast<int>(kPanelTileBytes));
         units = divide_up(panels, unit_panels);
         const int some_for_each_thread = std::max(1, units * chunks / (2 * num_threads));
         group_units = whole ? 1 : even_part(units, std::min(kSlabPanels / factors, some_for_each_thread));
@@ -74,10 +74,11 @@ struct Plan {
         return std::clamp(std::min(kPieceBytes / unit_bytes, tasks() / (4 * num_threads)), 1, 8);
     }
 
-    // How many rows of a unit become y during each step of the next unit's products.
+    // How many rows of a unit become y during each step of the next unit's products, in fractions of a row.
+    static constexpr int kRowFraction = 1 << 10;
     int rows_per_step() const {
         const int passes = gated ? 1 : unit_panels, factors = gated ? 2 : unit_panels;
-        return divide_up(passes * kBlockRows, factors * slab_tiles);
+        return divide_up(passes * kBlockRows * kRowFraction, factors * slab_tiles);
     }
 };
 
