@@ -21,7 +21,7 @@ constexpr int kPiecePanels = 16;   // maximum per piece of work
 constexpr int kFewRows = 4;        // up to this many rows, memory is the bottleneck
 constexpr int kPieceBytes = 512 << 10;  // approximate size of the weights, unless that leaves too few pieces
 
-// Weights that will be needed next, prefetched into the L2 cache in small steps while others are multiplied.
+// Data that will be needed next, prefetched in small steps while others are multiplied: weights into the L2 cache.
 struct Ahead {
     const char* at;
     int step_bytes;
@@ -32,8 +32,10 @@ struct Ahead {
         for (int byte = 0; byte < kMost; byte += kEvery) __builtin_prefetch(at + byte, 0, 2);
         at += step_bytes;
     }
-    void fetch_step() {
-        for (int byte = 0; byte < step_bytes; byte += 64) __builtin_prefetch(at + byte, 0, 2);
+    // kLocality: as of __builtin_prefetch; 3 = into the L1 cache.
+    template <int kLocality = 2>
+    LLMB_INLINE void fetch_step() {
+        for (int byte = 0; byte < step_bytes; byte += 64) __builtin_prefetch(at + byte, 0, kLocality);
         at += step_bytes;
     }
 };

@@ -117,13 +117,14 @@ class Product {
         constexpr int kLineBytes = 64, kLines = kPanelTileBytes / kLineBytes;
         const int first_tile = first_row / amx::kTileRows, row_tiles = divide_up(rows, amx::kTileRows);
         const int blocks = divide_up(row_tiles, 2), ahead_bytes = divide_up(kLines, blocks) * kLineBytes;
+        const int sums_ahead_bytes = k > 0 ? divide_up(kBlockBytes / kLineBytes, steps) * kLineBytes : 0;
         for (int block = 0; block < blocks; block++, sums += sums_stride_bytes) {
             const int tile = first_tile + 2 * block;
             const RowsInTiles x{x_.data + tile * x_.stride_bytes + k * kTileSizeBytes, x_.stride_bytes};
             const bool two = 2 * block + 1 < row_tiles;
             const auto multiply = two ? multiply_block<Type, true, RowsInTiles, Beside> : multiply_block<Type, false, RowsInTiles, Beside>;
             multiply(x, w, steps, sums, k > 0, {next + static_cast<size_t>(block) * steps * ahead_bytes, ahead_bytes}, beside_,
-                     k > 0 ? SumsAhead(sums + sums_stride_bytes, steps) : SumsAhead());
+                     {sums + sums_stride_bytes, sums_ahead_bytes});
             if constexpr (std::is_same_v<Type, Int8>) add_wide(tile, two, w, k, sums);
         }
         if constexpr (std::is_same_v<Type, Int8>) beside_.wide[0].all(), beside_.wide[1].all();

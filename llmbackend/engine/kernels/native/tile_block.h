@@ -65,24 +65,11 @@ struct WholeRows {  // row-major
     }
 };
 
-// A block's sums that will be resumed next, prefetched into the L1 cache during `steps` steps.
-struct SumsAhead {
-    const char* at = nullptr;
-    int step_bytes = 0;
-
-    SumsAhead() = default;
-    SumsAhead(const char* sums, int steps) : at(sums), step_bytes(divide_up(static_cast<int>(kBlockBytes), 64 * steps) * 64) {}
-    LLMB_INLINE void fetch_step() {
-        for (int byte = 0; byte < step_bytes; byte += 64) __builtin_prefetch(at + byte);
-        at += step_bytes;
-    }
-};
-
 // sums (+)= one or two tiles of rows times one panel, over `steps` tiles of k. Tiles 0 to 3 are the sums, 4 and 5 the
-// rows, 6 and 7 the weights. `beside` is called once per step, so its work runs while the tile unit multiplies.
+// rows, 6 and 7 the weights. sums_ahead: those that will be resumed next, for the L1 cache. `beside` is called once per step, so its work runs while the tile unit multiplies.
 template <class Type, bool kTwo, class X, class Beside>
 void multiply_block(X x, const char* w, int steps, char* sums, bool resume, panels::Ahead ahead, Beside& beside,
-                    SumsAhead sums_ahead = {}) {
+                    panels::Ahead sums_ahead = {}) {
     constexpr ptrdiff_t kPanelStride = 2 * amx::kTileBytes;
     char* const sums2 = sums + kTileSumsBytes;
     if (resume) {
@@ -104,7 +91,7 @@ void multiply_block(X x, const char* w, int steps, char* sums, bool resume, pane
             Type::template dot<2, 5, 6>();
             Type::template dot<3, 5, 7>();
         }
-        sums_ahead.fetch_step();
+        sums_ahead.fetch_step<3>();
         beside.step();
     }
     tile_store<0>(sums, kSumsRowBytes), tile_store<1>(sums + amx::kTileBytes, kSumsRowBytes);

@@ -1,4 +1,4 @@
-// Quantised rows times one panel of weights in groups of 16 or 32 k on the CPU's tile unit: the integer sums of a group
+// Quantised rows times one panel of weights in groups of 32 k on the CPU's tile unit: the integer sums of a group
 // leave the tiles, and a vector step follows.
 //
 // Used by linear_int4.h and linear_ggml.h. Invariant: sums of a group are exact, and groups ascend, so an element

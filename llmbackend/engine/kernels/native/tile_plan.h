@@ -77,8 +77,7 @@ struct Plan {
     // How many rows of a unit become y during each step of the next unit's products, in fractions of a row.
     static constexpr int kRowFraction = 1 << 10;
     int rows_per_step() const {
-        const int passes = gated ? 1 : unit_panels, factors = gated ? 2 : unit_panels;
-        return divide_up(passes * kBlockRows * kRowFraction, factors * slab_tiles);
+        return divide_up(kBlockRows * kRowFraction, (gated ? 2 : 1) * slab_tiles);
     }
 };
 
