@@ -1,8 +1,8 @@
 """Servers whose CPU time is measured under streams: those of source trees with the mock model, and bare ones.
 
-Used by host_cpu_per_token.py, first_token.py. Independent of loads and figures. Invariants: all addresses
-are free ports of the loopback; `stop` ends what was started; CPU time is that of the server's process with all its
-threads, and of its frontend processes, in nanoseconds where the system counts them.
+Used by host_cpu_per_token.py, first_token.py, server_share.py. Independent of loads and figures. Invariants: all
+addresses are free ports of the loopback; `stop` ends what was started; CPU time is that of the server's process with
+all its threads, and of its frontend processes, in nanoseconds where the system counts them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,12 @@ def start_tree(tree: Path, repository: Path, frontend_processes: int = 1) -> Ser
     if frontend_processes > 1:  # trees before this flag are measured, too
         command += ["--frontend-processes", str(frontend_processes)]
     return _start(command, tree, {"http", "grpc"})
+
+
+def start_serve(tree: Path, model: str, options: Sequence[str] = ()) -> Server:
+    """A server of that source tree with one checkpoint. Raises RuntimeError if it ends before it listens."""
+    command = [sys.executable, "-m", "llmbackend.cli", "serve", model, "--host", "127.0.0.1", "--port", "0", *options]
+    return _start(command, tree, {"http"})
 
 
 def start_bare(kind: str, *arguments: str) -> Server:

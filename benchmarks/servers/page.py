@@ -1,7 +1,8 @@
 """The part of docs/benchmarks.md that compares servers, and the data of its picture.
 
-Used by the command line; independent of how anything was measured. Invariants: every figure is a median of the rounds
-on one machine, whichever server wins; a load that no round of a server completed is listed with its reason.
+Used by the command line; independent of how anything was measured. Invariants: the overview comes before its details;
+every figure is a median of the rounds on one machine, whichever server wins; a load that no round of a server completed
+is listed with its reason.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from ..entries import OURS
@@ -49,25 +51,65 @@ def section(lines: Sequence[Line]) -> str:
     if not _good(lines):
         return ""
     machines = list(dict.fromkeys(line["machine"] for line in sorted(lines, key=lambda line: -line["time"])))
-    picture = f"![Output tokens per second]({PICTURE})"
-    parts = ["## Servers", "", NOTES_PATH.read_text().strip(), "", picture, ""]
-    parts += [f"The picture shows {_of_picture(lines)}.", ""]
+    parts = ["## Servers", "", *_overview(lines)]
     for machine in machines:
-        parts += _machine([line for line in lines if line["machine"] == machine], machine)
-    return "\n".join(parts) + "\n"
+        parts += _machine([line for line in lines if line["machine"] == machine], machine, _most_measured(lines))
+    return "\n".join([*parts, NOTES_PATH.read_text().strip()]) + "\n\n"
+
+
+def _overview(lines: Sequence[Line]) -> list[str]:
+    machine = _most_measured(lines)
+    return [
+        "Output tokens per second of llmbackend; in bold, its ratio to the fastest other server under the same load",
+        f"(below 1 llmbackend is slower). {machine}. Other processors, latencies,",
+        "memory and the [method](#how-servers-are-measured) are below.",
+        "",
+        *_ratios([line for line in lines if line["machine"] == machine]),
+        f"![Output tokens per second]({PICTURE})",
+        "",
+    ]
+
+
+def _ratios(lines: Sequence[Line]) -> list[str]:
+    """A row for a model and its weights, a column for a load that two servers completed."""
+    groups: dict[tuple[str, str], dict[str, list[Line]]] = {}
+    for line in _good(lines):
+        groups.setdefault((line["model"], line["weights"]), {}).setdefault(line["load"], []).append(line)
+    rows = {key: {load: _beside_best(found) for load, found in of_row.items()} for key, of_row in groups.items()}
+    loads = [load.name for load in LOADS if any(cells.get(load.name) for cells in rows.values())]
+    shown = [[*key, *(cells.get(load, "") for load in loads)] for key, cells in rows.items() if any(cells.values())]
+    head = ["model", "weights", *loads]
+    return [_cells(head), "|---|---|" + "--:|" * len(loads), *map(_cells, shown), ""] if shown else []
+
+
+def _beside_best(lines: Sequence[Line]) -> str:
+    """Empty without a figure of ours and one of another server."""
+    speeds = {name: _median_speed(found) for name, found in _by_server(lines).items()}
+    ours = speeds.pop(OURS, None)
+    if ours is None or not speeds:
+        return ""
+    best = max(speeds, key=speeds.__getitem__)
+    return f"{ours:,.0f}, **{ours / speeds[best]:.2f} ×** {best}"
+
+
+def _cells(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(texts)} |"
 
 
 def _good(lines: Sequence[Line]) -> list[Line]:
     return [line for line in lines if "error" not in line]
 
 
-def _machine(lines: Sequence[Line], machine: str) -> list[str]:
+def _machine(lines: Sequence[Line], machine: str, overview: str) -> list[str]:
+    """overview: the machine whose ratios stand above all."""
     measured = _good(lines) or lines
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(line["time"])) for line in measured})
     rounds = num_rounds(measured)
     count = f"medians of {rounds} rounds" if rounds > 1 else "one round, so no spread"
     versions = {f"{name} {line['version']}" for name, ones in _by_server(measured).items() for line in ones}
     parts = [f"### {machine}", "", f"{' and '.join(days)}; {count}. {', '.join(sorted(versions))}.", ""]
+    if machine != overview:
+        parts += _ratios(lines)
     for model in dict.fromkeys(line["model"] for line in lines):
         for kind in KINDS:
             parts += _table([line for line in lines if (line["model"], line["weights"]) == (model, kind)], model, kind)
@@ -77,7 +119,7 @@ def _machine(lines: Sequence[Line], machine: str) -> list[str]:
 def _table(lines: Sequence[Line], model: str, kind: str) -> list[str]:
     if not lines:
         return []
-    head = f"| load | server | {' | '.join(title for title, _, _ in COLUMNS)} | ready s | ours is | spread |"
+    head = _cells(["load", "server", *(title for title, _, _ in COLUMNS), "ready s", "ours is", "spread"])
     rows, reasons = [], []
     for load in LOADS:
         by_server = _by_server([line for line in lines if line["load"] == load.name])
@@ -85,7 +127,7 @@ def _table(lines: Sequence[Line], model: str, kind: str) -> list[str]:
             if good := _good(found):
                 rows.append(_row(load.name, name, good, _good(by_server.get(OURS, []))))
             else:
-                reasons.append(f"- {load.name}, {name}: {found[-1]['error']}")
+                reasons.append(f"- {load.name}, {name}: {shorten(found[-1]['error'], 140, placeholder=' …')}")
     table = [head, "|---|---|" + "--:|" * (len(COLUMNS) + 3), *rows, ""] if rows else []
     listed = ["Not measured:", "", *reasons, ""] if reasons else []
     return [f"#### {model}, {kind}", "", *table, *listed]
@@ -102,7 +144,7 @@ def _row(load: str, name: str, found: Sequence[Line], ours: Sequence[Line]) -> s
     ratio = "" if name == OURS or not ours else f"{_median_speed(ours) / _median_speed(found):.2f} ×"
     spread = f"{len(speeds)}, {100 * (max(speeds) / min(speeds) - 1):.0f} %" if len(speeds) > 1 else "1"
     shown = f"**{name}**" if name == OURS else name
-    return "| " + " | ".join([load, shown, *cells, f"{median(found, 'ready_s'):.1f}", ratio, spread]) + " |"
+    return _cells([load, shown, *cells, f"{median(found, 'ready_s'):.1f}", ratio, spread])
 
 
 def median(lines: Sequence[Line], key: str) -> float:
@@ -113,7 +155,7 @@ def _median_speed(lines: Sequence[Line]) -> float:
     return median(lines, "output_tokens_per_s")
 
 
-def _of_picture(lines: Sequence[Line]) -> str:
+def _most_measured(lines: Sequence[Line]) -> str:
     """The machine with the most results."""
     counts = Counter(line["machine"] for line in _good(lines))
     return max(counts, key=counts.__getitem__, default="")
@@ -122,7 +164,7 @@ def _of_picture(lines: Sequence[Line]) -> str:
 def summary(lines: Sequence[Line]) -> list[Line]:
     """Data of the picture: output tokens per second on one machine."""
     groups: dict[tuple[str, ...], list[float]] = {}
-    machine = _of_picture(lines)
+    machine = _most_measured(lines)
     for line in _good(lines):
         if line["machine"] == machine:
             key = (line["model"], line["weights"], line["load"], line["server"])

@@ -6,12 +6,12 @@ decided here; every value comes from the code that loads.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .config import EngineConfig
+from .cpu_threads import engine_threads
 from .kv_groups import KVGroups
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def forecast(config: EngineConfig) -> LoadForecast:
         path="accelerator" if not is_cpu else "native program" if is_native else "transformers modules",
         why_not_faster=model.why_modules,
         device=config.device,
-        threads=(config.num_threads or len(os.sched_getaffinity(0))) if is_cpu else 0,
+        threads=engine_threads(config) if is_cpu else 0,
         architecture=model.architecture,
         model_type=model.model_type,
         dtype=model.dtype,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from llmbackend.testing.faults import Faults, with_faults
 
 from .config import EngineConfig
+from .cpu_threads import engine_threads
 from .load_progress import note, part, report
 from .messages import ModelPrepared
 from .model import lean_imports
@@ -111,7 +112,7 @@ class SharedParts:
         from .kernels import library
         from .weight_cache.cache import CachedModel
 
-        memory, num_threads = library.load(), self._num_threads
+        memory, num_threads = library.load(), engine_threads(self._config)
         assert memory is not None
         with part("read packed weights"):
             packed = None if self._draft is None else self._draft.read(memory.memory, num_threads)
@@ -142,10 +143,6 @@ class SharedParts:
             self._packed, self._why_whole = None, reason
             _import_torch(self._config)
 
-    @property
-    def _num_threads(self) -> int:
-        return self._config.num_threads or len(os.sched_getaffinity(0))
-
     def _run(self, packed: PackedModel) -> Runner:
         from .cpu.native_runner import NativeRunner
 
@@ -172,7 +169,7 @@ class SharedParts:
                 return self._with_faults(made)
             report("writing packed weights")
             with part("write packed weights"):
-                draft.write(made, self._num_threads)
+                draft.write(made, engine_threads(self._config))
         return ModelPrepared()
 
     @contextlib.contextmanager

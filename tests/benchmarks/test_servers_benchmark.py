@@ -235,7 +235,7 @@ def test_machines_have_their_own_tables_and_the_picture_shows_one(tmp_path: Path
     assert "| 8 streams | **llmbackend** | 50.0 |" in newest
     assert oldest.startswith("\n1970-01-01; one round, so no spread. llmbackend 1, vLLM 1.\n")
     assert "| 8 streams | **llmbackend** | 30.0 |" in oldest
-    assert "The picture shows A, 2 cores." in text
+    assert "A, 2 cores. Other processors" in text and "| m | 8 bits | 30, **0.75 ×** vLLM |\n" in text
     assert [row["speed"] for row in summary(lines)] == [30.0, 40.0]
 
 

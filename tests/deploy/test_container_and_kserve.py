@@ -22,7 +22,7 @@ from llmbackend.engine.kernels.library import VARIANTS
 from tests.helpers.server_process import ROOT, ServerProcess, post, running_server
 
 DEPLOY = ROOT / "deploy"
-IN_CONTAINER = {"/mnt/models": str(DEMO_MODEL), "{{.Name}}": "qwen", "$(CPUS)": "2"}
+IN_CONTAINER = {"/mnt/models": str(DEMO_MODEL), "{{.Name}}": "qwen"}
 """What KServe and Kubernetes put in place of these words."""
 
 

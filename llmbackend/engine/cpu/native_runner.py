@@ -7,11 +7,11 @@ the same bits in any process, whether just packed or read from a file.
 
 from __future__ import annotations
 
-import os
 import time
 
 from ..adapter_loads import refuse_adapter
 from ..config import EngineConfig, SpeculativeConfig
+from ..cpu_threads import engine_threads
 from ..errors import ProgramUnsupportedError
 from ..kernels.library import NativeKernels, load
 from ..load_progress import note
@@ -140,7 +140,7 @@ def _kernels(config: EngineConfig, variant: str) -> NativeKernels:
     library = load(variant)
     if library is None:
         raise OSError(f"the model was packed for the native kernels '{variant}', which cannot be used here")
-    return NativeKernels(library, config.num_threads or len(os.sched_getaffinity(0)))
+    return NativeKernels(library, engine_threads(config))
 
 
 class _Forward:

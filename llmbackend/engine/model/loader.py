@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from ..attention.interface import AttentionOptions, LayerShape
 from ..config import EngineConfig
 from ..cpu.linear import StoredMatrices, pack_linears, swap_linears
 from ..cpu.native_runner import why_modules
+from ..cpu_threads import engine_threads
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..gpu.device import check_gpu
 from ..gpu.weights.dense import check_device, join_neighbours, quantize_linears
@@ -259,7 +259,7 @@ def _native_kernels(config: EngineConfig, device: torch.device, dtype: torch.dty
     choice = library_choice(config, dtype) if device.type == "cpu" else None
     if choice is None:
         return None
-    return NativeKernels(choice.library, config.num_threads or len(os.sched_getaffinity(0)))
+    return NativeKernels(choice.library, engine_threads(config))
 
 
 def library_choice(config: EngineConfig, dtype: torch.dtype) -> Choice | None:

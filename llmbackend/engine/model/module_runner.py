@@ -27,6 +27,7 @@ from ..config import EngineConfig
 from ..cpu.native_memory import check_kv_dtype, num_kv_blocks
 from ..cpu.native_runner import NativeRunner, why_modules
 from ..cpu.packed_decoder import PackedModel, PackingPlace
+from ..cpu_threads import engine_threads
 from ..errors import ProgramUnsupportedError
 from ..gpu.device import CpuDevice, CudaDevice, Device, noticing_loss, use_gpu
 from ..gpu.triton_needs import naming_what_triton_needs
@@ -198,8 +199,7 @@ def run_modules_on(device: Device, config: EngineConfig, loaded: LoadedModel, re
 def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> PackedModel | Runner:
     """A checkpoint on CPU: packed for native runners, in `place`, or its runner if it must run as modules. Raises as
     `make_model_runner` does."""
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), engine_threads(config)))
     loaded = load_model(config, new_memory=None if place is None else place.new_memory)
     try:
         packed = pack_model(config, loaded, place)

@@ -30,6 +30,7 @@ import llmbackend
 from ..config import EngineConfig
 from ..cpu.packed_decoder import Memories, PackedDecoder, PackedModel
 from ..cpu.packed_parts import Bytes
+from ..cpu_threads import usable_cpus
 from ..errors import CheckpointError
 from ..kernels import library
 from ..model.checkpoint_files import MAX_HEADER_BYTES, are_gguf, weight_files
@@ -198,7 +199,7 @@ class Draft:
             return None
         try:
             self._folder.reserve(self._file, image_bytes(len(resident), size_bytes, 0))
-            self._tables = write_tables(self._file, len(resident), tables, size_bytes, _num_threads())
+            self._tables = write_tables(self._file, len(resident), tables, size_bytes, usable_cpus())
         except OSError as error:
             self._give_up(error)
         return self._tables
@@ -299,10 +300,6 @@ class Draft:
                 os.close(self._file)
             self._folder.close()
             self._folder = None
-
-
-def _num_threads() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _read(image: ImageFile, new_memory: NewMemory, num_threads: int) -> PackedModel:

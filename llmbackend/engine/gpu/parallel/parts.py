@@ -13,7 +13,6 @@ import contextlib
 import copy
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from transformers import GenerationConfig
 
 from ...attention.interface import AttentionOptions
 from ...config import EngineConfig
+from ...cpu_threads import usable_cpus
 from ...errors import CheckpointError, ProgramUnsupportedError
 from ...model import lean_imports
 from ...model.checkpoint_files import bad_checkpoint, read_headers
@@ -110,7 +110,7 @@ def _set_threads(config: EngineConfig, is_alone: bool) -> None:
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     elif not is_alone:
-        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // config.num_ranks, 1))
+        torch.set_num_threads(max(usable_cpus() // config.num_ranks, 1))
 
 
 def _open(config: EngineConfig, device: torch.device) -> LoadedModel:

@@ -1,12 +1,13 @@
 // A small team of threads that runs one function together, with barriers inside it.
 //
 // Runs a whole engine step as one parallel region. Invariants: a team's threads live as long as the team; a waiting
-// thread spins for tens of microseconds and then sleeps, so it does not keep a core from other processes; how work is
-// shared affects which thread computes a result, never the result.
+// thread yields its core to other threads, and sleeps after some milliseconds; how work is shared affects which thread
+// computes a result, never the result.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -24,17 +25,25 @@ inline void pause_briefly() {
 #endif
 }
 
-// Returns once `word` no longer equals `old`. Spins first; then yields the core repeatedly, because waking a sleeping
-// thread takes longer than most operations, especially in a virtual machine; then sleeps.
+// Returns once `word` no longer equals `old`. Spins first, because waking a sleeping thread takes longer than most
+// operations, especially in a virtual machine; then yields its core repeatedly; then sleeps. The time of yields is that
+// of what interrupts another thread of the team: other threads of a server work for milliseconds after a step. If this
+// thread slept meanwhile, the scheduler would move the interrupted one to its core, and leave both there for long after
+// the other core is free again.
 inline void wait_while(const std::atomic<uint32_t>& word, uint32_t old) {
-    constexpr int kSpins = 400;    // tens of microseconds
-    constexpr int kYields = 2000;  // about a millisecond on an otherwise idle core
-    for (int i = 0; i < kSpins + kYields; i++) {
+    using Clock = std::chrono::steady_clock;
+    constexpr int kSpins = 400;  // tens of microseconds
+    constexpr int kYieldsPerLook = 16;
+    constexpr std::chrono::milliseconds kYieldTime{10};
+    for (int i = 0; i < kSpins; i++) {
         if (word.load(std::memory_order_acquire) != old) return;
-        if (i < kSpins)
-            pause_briefly();
-        else
+        pause_briefly();
+    }
+    for (const auto until = Clock::now() + kYieldTime; Clock::now() < until;) {
+        for (int i = 0; i < kYieldsPerLook; i++) {
+            if (word.load(std::memory_order_acquire) != old) return;
             std::this_thread::yield();
+        }
     }
     word.wait(old, std::memory_order_acquire);
 }
