@@ -25,6 +25,11 @@ BEGIN, END = "<!-- servers -->", "<!-- end of servers -->"
 PICTURE = "benchmarks_servers.svg"
 NOTES_PATH = Path(__file__).with_name("notes.md")
 RESULTS = Path(__file__).with_name("results.jsonl")
+OVERVIEW = (
+    "Output tokens per second of llmbackend; in bold, its ratio to the fastest other server under the same load (below",
+    "1 llmbackend is slower). Latencies, memory, spread and the [method](#how-servers-are-measured) are below.",
+    "",
+)
 COLUMNS = (
     ("output tok/s", "output_tokens_per_s", 1),
     ("TTFT p50", "ttft_p50_ms", 0),
@@ -51,23 +56,14 @@ def section(lines: Sequence[Line]) -> str:
     if not _good(lines):
         return ""
     machines = list(dict.fromkeys(line["machine"] for line in sorted(lines, key=lambda line: -line["time"])))
-    parts = ["## Servers", "", *_overview(lines)]
-    for machine in machines:
-        parts += _machine([line for line in lines if line["machine"] == machine], machine, _most_measured(lines))
+    of_machine = {machine: [line for line in lines if line["machine"] == machine] for machine in machines}
+    parts = ["## Servers", "", *OVERVIEW]
+    for machine, found in of_machine.items():
+        parts += [f"**{machine}**", "", *_ratios(found)]
+    parts += [f"![Output tokens per second]({PICTURE})", "", f"The picture shows {_of_picture(lines)}.", ""]
+    for machine, found in of_machine.items():
+        parts += _machine(found, machine)
     return "\n".join([*parts, NOTES_PATH.read_text().strip()]) + "\n\n"
-
-
-def _overview(lines: Sequence[Line]) -> list[str]:
-    machine = _most_measured(lines)
-    return [
-        "Output tokens per second of llmbackend; in bold, its ratio to the fastest other server under the same load",
-        f"(below 1 llmbackend is slower). {machine}. Other processors, latencies,",
-        "memory and the [method](#how-servers-are-measured) are below.",
-        "",
-        *_ratios([line for line in lines if line["machine"] == machine]),
-        f"![Output tokens per second]({PICTURE})",
-        "",
-    ]
 
 
 def _ratios(lines: Sequence[Line]) -> list[str]:
@@ -100,16 +96,13 @@ def _good(lines: Sequence[Line]) -> list[Line]:
     return [line for line in lines if "error" not in line]
 
 
-def _machine(lines: Sequence[Line], machine: str, overview: str) -> list[str]:
-    """overview: the machine whose ratios stand above all."""
+def _machine(lines: Sequence[Line], machine: str) -> list[str]:
     measured = _good(lines) or lines
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(line["time"])) for line in measured})
     rounds = num_rounds(measured)
     count = f"medians of {rounds} rounds" if rounds > 1 else "one round, so no spread"
     versions = {f"{name} {line['version']}" for name, ones in _by_server(measured).items() for line in ones}
     parts = [f"### {machine}", "", f"{' and '.join(days)}; {count}. {', '.join(sorted(versions))}.", ""]
-    if machine != overview:
-        parts += _ratios(lines)
     for model in dict.fromkeys(line["model"] for line in lines):
         for kind in KINDS:
             parts += _table([line for line in lines if (line["model"], line["weights"]) == (model, kind)], model, kind)
@@ -155,7 +148,7 @@ def _median_speed(lines: Sequence[Line]) -> float:
     return median(lines, "output_tokens_per_s")
 
 
-def _most_measured(lines: Sequence[Line]) -> str:
+def _of_picture(lines: Sequence[Line]) -> str:
     """The machine with the most results."""
     counts = Counter(line["machine"] for line in _good(lines))
     return max(counts, key=counts.__getitem__, default="")
@@ -164,7 +157,7 @@ def _most_measured(lines: Sequence[Line]) -> str:
 def summary(lines: Sequence[Line]) -> list[Line]:
     """Data of the picture: output tokens per second on one machine."""
     groups: dict[tuple[str, ...], list[float]] = {}
-    machine = _most_measured(lines)
+    machine = _of_picture(lines)
     for line in _good(lines):
         if line["machine"] == machine:
             key = (line["model"], line["weights"], line["load"], line["server"])

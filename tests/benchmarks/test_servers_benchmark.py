@@ -219,6 +219,10 @@ def test_a_loss_stands_in_the_table_and_the_rest_of_the_page_stays(tmp_path: Pat
         write_section(LINES, page)
     text = page.read_text()
     assert text.startswith(f"# Title\n\n{BEGIN}\n## Servers") and text.endswith(f"{END}\n\nBelow.\n")
+    overview = (
+        "**A, 2 cores**\n\n| model | weights | 8 streams |\n|---|---|--:|\n| m | 8 bits | 30, **0.75 ×** vLLM |\n"
+    )
+    assert overview in text
     assert "| 8 streams | vLLM | 40.0 | 1 | 2 | 3.0 | 4.0 | 0 | 5 | 6.0 | 0.75 × | 1 |" in text
     assert "- 1 stream, llmbackend: gone\n" in text
     assert [row["speed"] for row in summary(LINES)] == [30.0, 40.0]
@@ -235,7 +239,7 @@ def test_machines_have_their_own_tables_and_the_picture_shows_one(tmp_path: Path
     assert "| 8 streams | **llmbackend** | 50.0 |" in newest
     assert oldest.startswith("\n1970-01-01; one round, so no spread. llmbackend 1, vLLM 1.\n")
     assert "| 8 streams | **llmbackend** | 30.0 |" in oldest
-    assert "A, 2 cores. Other processors" in text and "| m | 8 bits | 30, **0.75 ×** vLLM |\n" in text
+    assert "The picture shows A, 2 cores." in text
     assert [row["speed"] for row in summary(lines)] == [30.0, 40.0]
 
 

@@ -65,7 +65,8 @@ MODULES: dict[str, Any] = {
 def save(config: Any, path: Path) -> Any:
     """A random model with weights spread wide enough that greedy output does not repeat one token."""
     torch.manual_seed(5)
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # Eager, because other implementations leave out the logits' soft cap.
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:

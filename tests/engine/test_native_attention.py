@@ -168,6 +168,7 @@ def test_contexts_of_several_partitions(variant: str, kv_type: Type) -> None:
         np.testing.assert_allclose(got, wanted, atol=tolerance(variant, shape))
 
 
+@pytest.mark.timeout(600)  # compiles the emulation
 def test_emulated_tiles_are_like_real_ones() -> None:
     """Bit by bit, so that what tests of the emulation show holds for the CPU's own tiles."""
     if "amx" not in VARIANTS or COMPILER is None:
