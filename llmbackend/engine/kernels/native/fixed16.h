@@ -125,7 +125,7 @@ inline Ints dot_pairs(Ints a, Ints b, Ints sum) {
 #elif defined(__AVXVNNI__)
     return (Ints)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
 #else
-    return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);  // as documented, for tests on any CPU
+    return (Ints)((Bits)sum + (Bits)_mm256_madd_epi16((__m256i)a, (__m256i)b));  // as documented, for tests on any CPU
 #endif
 }
 

@@ -26,6 +26,7 @@ constexpr int kLanes = 4;
 
 using Floats = float __attribute__((vector_size(kLanes * 4)));
 using Ints = int32_t __attribute__((vector_size(kLanes * 4)));
+using Bits = uint32_t __attribute__((vector_size(kLanes * 4)));  // for sums that may overflow
 
 // The upper half of a float32.
 struct bf16 {
@@ -222,7 +223,7 @@ inline Floats exp(Floats x) {
     const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_GT_OQ);
     return (Floats)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)whole);
 #else
-    const Floats scaled = p * (Floats)(((Ints)shifted - (Ints)magic + 127) << 23);
+    const Floats scaled = p * (Floats)(((Bits)shifted - (Bits)magic + 127) << 23);
     return x > low ? scaled : Floats{};
 #endif
 }
