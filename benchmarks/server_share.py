@@ -1,4 +1,4 @@
-"""What a server reaches of its engine alone: the same requests through `llmbackend bench` and streaming clients.
+"""The speed of a server relative to its engine alone: the same requests by streaming clients and `llmbackend bench`.
 
     python -m benchmarks.server_share --model CHECKPOINT --rounds 5 -- --quantization int8
     python -m benchmarks.server_share --model CHECKPOINT --trees /tmp/before .
@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.request import urlopen
 
+from .drivers import llmbackend_bench
 from .stream_clients import http_request, http_stream
-from .stream_servers import CpuTime, Server, start_serve
-from .workloads import Request, workload, write_workload
+from .stream_servers import Server, start_serve
+from .workloads import Request, workload
+
+NAME = "model"
+WARM_UP_TOKENS = 4
+"""Of each stream's answer."""
 
 
 @dataclass(frozen=True)
@@ -37,40 +37,30 @@ class Round:
     host_cpu_s: float
 
 
-def measure(tree: Path, model: str, options: Sequence[str], requests: Sequence[Request], streams: int) -> Round:
+def measure(tree: Path, model: str, options: Sequence[str], workload_name: str, streams: int) -> Round:
     options = [*options, "--max-num-seqs", str(streams)]
-    alone_s = _alone_s(tree, model, options, list(requests))
-    server = start_serve(tree, model, options)
+    alone_s = llmbackend_bench.run(model, workload_name, options, tree)["wall_s"]
+    requests = workload(workload_name)
+    server = start_serve(tree, model, NAME, options)
     try:
-        name = json.load(urlopen(f"http://{server.http}/v1/models"))["data"][0]["id"]
-        asyncio.run(_clients(server, name, requests[:streams], streams, most_tokens=4))
+        asyncio.run(
+            _clients(server, [replace(one, output_tokens=WARM_UP_TOKENS) for one in requests[:streams]], streams)
+        )
         before, start_s = server.cpu(), time.perf_counter()
-        asyncio.run(_clients(server, name, requests, streams))
-        spent: CpuTime = server.cpu() - before
-        return Round(alone_s, time.perf_counter() - start_s, spent.total_s)
+        asyncio.run(_clients(server, requests, streams))
+        return Round(alone_s, time.perf_counter() - start_s, (server.cpu() - before).total_s)
     finally:
         server.stop()
 
 
-def _alone_s(tree: Path, model: str, options: Sequence[str], requests: list[Request]) -> float:
-    with tempfile.TemporaryDirectory() as directory:
-        items, result = Path(directory) / "items.json", Path(directory) / "result.json"
-        write_workload(requests, items)
-        command = [sys.executable, "-m", "llmbackend.cli", "bench", "--model", model, "--workload", str(items)]
-        subprocess.run([*command, "--json", str(result), *options], cwd=tree, check=True, stdout=subprocess.DEVNULL)
-        return float(json.loads(result.read_text())["wall_s"])
-
-
-async def _clients(
-    server: Server, name: str, requests: Sequence[Request], streams: int, most_tokens: int = 1 << 20
-) -> None:
+async def _clients(server: Server, requests: Sequence[Request], streams: int) -> None:
     """So many clients, each with its next request when one ends. Raises RuntimeError if a stream is short."""
     waiting = iter(requests)
 
     async def client() -> None:
         for request in waiting:
-            num_tokens = min(request.output_tokens, most_tokens)
-            body = http_request("completions", name, num_tokens, prompt=request.prompt, ignore_eos=True, temperature=0)
+            num_tokens = request.output_tokens
+            body = http_request("completions", NAME, num_tokens, prompt=request.prompt, ignore_eos=True, temperature=0)
             if (await http_stream(server.http, body)).events < 0.5 * num_tokens:
                 raise RuntimeError(f"a stream of {num_tokens} tokens was short")
 
@@ -86,11 +76,10 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    requests = workload(arguments.workload)
     rounds: dict[Path, list[Round]] = {tree: [] for tree in arguments.trees}
     for _ in range(arguments.rounds):
         for tree, found in rounds.items():
-            found.append(measure(tree, arguments.model, arguments.options, requests, arguments.streams))
+            found.append(measure(tree, arguments.model, arguments.options, arguments.workload, arguments.streams))
             last = found[-1]
             print(
                 f"{tree}: alone {last.alone_s:.2f} s, served {last.served_s:.2f} s, host {last.host_cpu_s:.2f} s",

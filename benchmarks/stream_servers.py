@@ -102,10 +102,11 @@ def start_tree(tree: Path, repository: Path, frontend_processes: int = 1) -> Ser
     return _start(command, tree, {"http", "grpc"})
 
 
-def start_serve(tree: Path, model: str, options: Sequence[str] = ()) -> Server:
-    """A server of that source tree with one checkpoint. Raises RuntimeError if it ends before it listens."""
-    command = [sys.executable, "-m", "llmbackend.cli", "serve", model, "--host", "127.0.0.1", "--port", "0", *options]
-    return _start(command, tree, {"http"})
+def start_serve(tree: Path, model: str, name: str, options: Sequence[str]) -> Server:
+    """A server of that source tree with one checkpoint, served as `name`. Raises RuntimeError if it ends before it
+    listens."""
+    command = [sys.executable, "-m", "llmbackend.cli", "serve", model, "--served-model-name", name]
+    return _start([*command, "--host", "127.0.0.1", "--port", "0", *options], tree, {"http"})
 
 
 def start_bare(kind: str, *arguments: str) -> Server:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ from benchmarks.recording import append_result, machine_busy_s
 from benchmarks.workloads import workload, write_workload
 
 
-def run(model: str, name: str, options: list[str]) -> dict[str, Any]:
-    """One workload's figures."""
+def run(model: str, name: str, options: Sequence[str], tree: Path | None = None) -> dict[str, Any]:
+    """One workload's figures. tree: the source tree; None: the current directory, or what is installed."""
     with tempfile.TemporaryDirectory() as directory:
         requests, result = Path(directory) / f"{name}.json", Path(directory) / "result.json"
         write_workload(workload(name), requests)
         command = [sys.executable, "-m", "llmbackend.cli", "bench", "--model", model, "--workload", str(requests)]
         start_s, busy_s = time.perf_counter(), machine_busy_s()
         command += ["--json", str(result), *options]
-        process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tree)
         if process.returncode:
             sys.exit(process.stderr)
         elapsed_s, busy_s = time.perf_counter() - start_s, machine_busy_s() - busy_s

@@ -228,8 +228,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                                   has its own device; on one machine, consecutive ones starting at `device`
     transport                     "process" = a separate process, "inline" = a thread of the host
     engine_python                 interpreter of the engine's process; "" = the host's
-    num_threads                   CPU threads; 0 = as many as there are usable CPUs, but one less if there are eight or
-                                  more (cpu_threads.py)
+    num_threads                   CPU threads; 0 = one per usable CPU, one fewer with eight or more (cpu_threads.py)
     cluster_resources             resources that a rank needs in a cluster, by Ray's names, in place of those that
                                   num_threads and device imply: {"CPU": 4, "accelerator_type:H100": 0.001}; ignored
                                   outside a cluster (and by the engine itself)

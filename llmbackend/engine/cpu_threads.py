@@ -1,9 +1,8 @@
-"""How many threads an engine has on CPU, if its config does not say.
+"""The number of CPU threads of an engine.
 
-Used wherever an engine, its loader or its weight cache starts threads; independent of what they compute. Invariants: a
-limit of CPU time counts like a smaller machine, since the kernel stops all threads of a cgroup that has used its time,
-in the middle of an operation that others wait for; where there are many CPUs, one is the host's, because each thread
-of an engine waits for the slowest one.
+Used wherever an engine, its loader or its weight cache starts threads; independent of what they compute. Invariants:
+there are no more threads than a cgroup's CPU limit allows, because the kernel pauses all threads of a cgroup that has
+used up its quota; with many CPUs, one is left to the host, because a preempted thread delays all others of its engine.
 """
 
 from __future__ import annotations
@@ -21,19 +20,24 @@ _OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 
 
 def engine_threads(config: EngineConfig) -> int:
-    """`num_threads`; if 0, all usable CPUs, but one less if there are eight or more."""
+    """`num_threads`; if 0, one per usable CPU, one fewer with eight or more CPUs."""
+    if config.num_threads:
+        return config.num_threads
     cpus = usable_cpus()
-    return config.num_threads or (cpus - 1 if cpus >= _FEWEST_WITH_ONE_FOR_THE_HOST else cpus)
+    return cpus - 1 if cpus >= _FEWEST_WITH_ONE_FOR_THE_HOST else cpus
 
 
 def usable_cpus() -> int:
-    """CPUs of this process's affinity, or as many as its cgroups allow time for, if that is less. At least 1."""
+    """The CPUs of this process's affinity mask; if lower, its cgroup's CPU limit, rounded down. At least 1."""
     return max(1, int(min([len(os.sched_getaffinity(0)), *cgroup_limits_cpus()])))
 
 
 def cgroup_limits_cpus(own_cgroups: Path = _OWN_CGROUPS, mount: Path = _CGROUPS) -> Iterator[float]:
-    """The limits of this process's cgroups and of those above them, of both versions. In a container the own one may be
-    the mount itself, whatever its path is."""
+    """The CPU limits (quota / period) of this process's cgroups and their ancestors, in cgroup v1 and v2.
+
+    In a container, the path in /proc/self/cgroup may not exist below the mount: the mount is then the container's own
+    cgroup, and is read too.
+    """
     try:
         lines = own_cgroups.read_text().splitlines()
     except OSError:  # no cgroups

@@ -39,7 +39,7 @@ _NATIVE: Final = Path(library.__file__).parent / "native"
 _COMPILED: Final = Path(__file__).parents[2] / ".cache" / "kernels"
 _FLAGS: Final = (
     "-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread", "-shared", "-fPIC",
-    "-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error",  # installed libraries assume none
+    "-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error",  # installed: -fno-wrapv
 )  # fmt: skip
 
 

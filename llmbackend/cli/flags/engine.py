@@ -71,7 +71,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "device": (_COMPUTE, "cpu, cuda, cuda:N, or auto: a GPU if there is one."),
     "tensor_parallel_size": (_COMPUTE, "Number of tensor-parallel ranks."),
     "pipeline_parallel_size": (_COMPUTE, "Number of pipeline stages."),
-    "num_threads": (_COMPUTE, "Threads on CPU; 0 = all usable CPUs, one less of 8 or more."),
+    "num_threads": (_COMPUTE, "CPU threads; 0 = one per usable CPU, one fewer with 8 or more."),
     "cluster_resources": (_COMPUTE, 'Ray resources of an engine: {"CPU": 4, "node:10.0.0.2": 0.01}.'),
     "speculative_config": (_COMPUTE, 'N-gram speculation: {"method": "ngram", "num_speculative_tokens": 4}.'),
     "structured_outputs_config": (_COMPUTE, 'Structured output: {"disable_any_whitespace": true}.'),

@@ -199,6 +199,7 @@ def run_modules_on(device: Device, config: EngineConfig, loaded: LoadedModel, re
 def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> PackedModel | Runner:
     """A checkpoint on CPU: packed for native runners, in `place`, or its runner if it must run as modules. Raises as
     `make_model_runner` does."""
+    # By default no more than torch's own number, which follows OMP_NUM_THREADS.
     torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), engine_threads(config)))
     loaded = load_model(config, new_memory=None if place is None else place.new_memory)
     try:

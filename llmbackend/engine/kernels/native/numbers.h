@@ -26,7 +26,7 @@ constexpr int kLanes = 4;
 
 using Floats = float __attribute__((vector_size(kLanes * 4)));
 using Ints = int32_t __attribute__((vector_size(kLanes * 4)));
-using Bits = uint32_t __attribute__((vector_size(kLanes * 4)));  // for sums that may overflow
+using Bits = uint32_t __attribute__((vector_size(kLanes * 4)));  // for sums that wrap around on overflow
 
 // The upper half of a float32.
 struct bf16 {

@@ -1,8 +1,8 @@
 // A small team of threads that runs one function together, with barriers inside it.
 //
 // Runs a whole engine step as one parallel region. Invariants: a team's threads live as long as the team; a waiting
-// thread yields its core to other threads, and sleeps after some milliseconds; how work is shared affects which thread
-// computes a result, never the result.
+// thread yields its core to other threads, and sleeps after 10 ms; how work is shared affects which thread computes a
+// result, never the result.
 #pragma once
 
 #include <algorithm>
@@ -26,10 +26,11 @@ inline void pause_briefly() {
 }
 
 // Returns once `word` no longer equals `old`. Spins first, because waking a sleeping thread takes longer than most
-// operations, especially in a virtual machine; then yields its core repeatedly; then sleeps. The time of yields is that
-// of what interrupts another thread of the team: other threads of a server work for milliseconds after a step. If this
-// thread slept meanwhile, the scheduler would move the interrupted one to its core, and leave both there for long after
-// the other core is free again.
+// operations, especially in a virtual machine; then yields its core repeatedly; then sleeps.
+//
+// It yields for longer than the host usually preempts another thread of the team: a few milliseconds after each step. If
+// this thread slept meanwhile, the scheduler would migrate the preempted thread to this core, and both would stay on it
+// long after the other core is idle.
 inline void wait_while(const std::atomic<uint32_t>& word, uint32_t old) {
     using Clock = std::chrono::steady_clock;
     constexpr int kSpins = 400;  // tens of microseconds
