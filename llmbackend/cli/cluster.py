@@ -47,7 +47,7 @@ class ClusterFlags:
         None
     )
     cluster_run_folder: Annotated[
-        Path | None, typer.Option(help="Folder of Ray's files; a short path. Default: a folder of this user.")
+        Path | None, typer.Option(help="Folder for Ray's files; its path must be short. Default: one per user.")
     ] = None
 
     def settings(self) -> ClusterSettings | None:

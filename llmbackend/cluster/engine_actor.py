@@ -2,7 +2,7 @@
 
 Created by Ray on a node with enough free resources, and again on another node if that one is lost. Independent of
 tokens, which hosts and the engine exchange directly. Invariants: `watch` waits for news, so agents need not poll; an
-engine that no host has held for ORPHAN_S ends together with its actor.
+actor that no host has held for ORPHAN_S ends, together with its engine.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import os
 import socket
+import threading
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import ray
@@ -67,6 +68,14 @@ class EngineActor:
             self._meeting = meeting_at(address, self._folder / f"{self._spec.key}.meeting", is_running)
             self._ranks = RankGroup(self._spec, self._meeting)
         self._keeper = EngineKeeper(self._prepare, self._folder, self._spec.key, self._heard)
+        # Its host may have left before the actor was there; Ray restarts actors also if no host needs them any more.
+        unwatched = threading.Timer(ORPHAN_S, self._end_unwatched, (ray.get_runtime_context().current_actor,))
+        unwatched.daemon = True
+        unwatched.start()
+
+    def _end_unwatched(self, this_actor: Any) -> None:
+        if self._loop is None:
+            ray.kill(this_actor)
 
     async def watch(self, host: str, version: int, node: str) -> bytes:
         """Returns the EngineLocation in msgpack: immediately if its version is not `version`, else at its next change

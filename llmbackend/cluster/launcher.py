@@ -148,10 +148,13 @@ class _Launcher:
         try:
             log.info("looking for the cluster's Ray node on this machine (%s)", self._cluster.address)
             await in_thread(self._node.ensure)
-        except ClusterError as error:
+        except (ClusterError, OSError) as error:
             return str(error)
         log.info("Ray's node is running; the cluster's head is %s%s", self._node.address, self._how_to_join())
-        news = await asyncio.wait_for(self._agent.start(), AGENT_START_S)
+        try:
+            news = await asyncio.wait_for(self._agent.start(), AGENT_START_S)
+        except TimeoutError:
+            return f"the agent of this machine has not joined within {AGENT_START_S:.0f} s"
         if not news:
             return "the agent of this machine exited before it had joined"
         if refusal := msgspec.json.decode(news, type=AgentNews).error:
@@ -210,7 +213,7 @@ class _Launcher:
             log.error("Ray's node of this machine has exited; restarting it. Engines and streams continue")
             try:
                 await in_thread(self._node.ensure)
-            except ClusterError as error:
+            except (ClusterError, OSError) as error:
                 log.error("%s", error)
 
     async def _stop(self) -> int:

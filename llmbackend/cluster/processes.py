@@ -49,7 +49,7 @@ class Child:
         """Returns the first line that the first process writes to the descriptor READY_DESCRIPTOR, or b"" if it ends
         before that; it is then not restarted."""
         self._keeping = asyncio.create_task(self._keep())
-        return await self._first
+        return await asyncio.shield(self._first)
 
     @property
     def exit_code(self) -> int:
@@ -76,29 +76,44 @@ class Child:
         loop, num_failures = asyncio.get_running_loop(), 0
         while not self._is_stopping:
             began_s = loop.time()
-            process = await self._run_once()
+            try:
+                process = await self._run_once()
+                ended = f"(process {process.pid}) exited with code {process.returncode}"
+            except (OSError, RuntimeError) as error:  # memory, process ids, threads or descriptors are used up
+                self._kill()
+                ended = f"could not be started: {error}"
+            if not self._first.done():
+                log.error("%s %s", self.name, ended)
+                self._first.set_result(b"")
             if self._is_stopping or not self._first.result():
                 return
             num_failures = 0 if loop.time() - began_s >= _LASTED_S else num_failures + 1
             pause_s = restart_pause_s(num_failures - 1)
-            log.error(
-                "%s (process %d) exited with code %d; restarting it in %.1f s",
-                *(self.name, process.pid, process.returncode, pause_s),
-            )
+            log.error("%s %s; restarting it in %.1f s", self.name, ended, pause_s)
             await asyncio.sleep(pause_s)
 
+    def _kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
     async def _run_once(self) -> subprocess.Popen[bytes]:
-        """Returns a process that has ended."""
+        """Returns a process that has ended. Raises OSError and RuntimeError."""
         reader, writer = os.pipe()
         # In a session of its own: only the launcher gets the terminal's Ctrl+C, and it then stops this process.
-        process = subprocess.Popen(
-            self._command,
-            stdin=PIPE,
-            env={**self._environment, READY_DESCRIPTOR: str(writer)},
-            pass_fds=(writer,),
-            start_new_session=True,
-        )
-        os.close(writer)
+        try:
+            process = subprocess.Popen(
+                self._command,
+                stdin=PIPE,
+                env={**self._environment, READY_DESCRIPTOR: str(writer)},
+                pass_fds=(writer,),
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
         self._process = process
         assert process.stdin is not None
         with process.stdin as commands, contextlib.suppress(BrokenPipeError):
@@ -109,8 +124,6 @@ class Child:
                 self._first.set_result(said)
             await in_thread(process.wait)
         await in_thread(process.wait)
-        if not self._first.done():
-            self._first.set_result(b"")
         return process
 
 
@@ -160,20 +173,26 @@ class EngineKeeper:
         self._thread.start()
 
     def end(self) -> None:
-        """Ends the engine for good. Blocks until it has ended."""
+        """Ends the engine for good. Blocks until it has ended. `prepare` may still run then; no engine follows it."""
         self._is_ending.set()
-        if self._pid:
-            _signal(self._pid, signal.SIGTERM)
+        if self._thread.ident is None:
+            return
+        self._end_process(signal.SIGTERM)
         self._thread.join(_END_TIMEOUT_S)
-        if self._thread.is_alive():
-            _signal(self._pid, signal.SIGKILL)
+        if self._end_process(signal.SIGKILL):
             self._thread.join()
+
+    def _end_process(self, number: int) -> bool:
+        """Whether there is a process. Without the check, kill(0) would end the caller's process group."""
+        if pid := self._pid:
+            _signal(pid, number)
+        return bool(pid)
 
     def _keep(self) -> None:
         num_failures = 0
         while not self._is_ending.wait(restart_pause_s(num_failures)):
             began_s = time.monotonic()
-            if not self._adopt() and (launch := self._prepare()) is not None:
+            if not self._adopt() and (launch := self._prepare()) is not None and not self._is_ending.is_set():
                 self._launch(launch)
             num_failures = 0 if time.monotonic() - began_s >= _LASTED_S else num_failures + 1
 
@@ -200,6 +219,8 @@ class EngineKeeper:
         with launcher.stdin as commands, launcher.stdout as news:
             self._pid = int(news.readline())
             launcher.wait()
+            if self._is_ending.is_set():  # `end` may have found no process
+                self._end_process(signal.SIGTERM)
             order = msgspec.structs.replace(launch.order, record_file=str(self._record_file))
             commands.write(msgspec.json.encode(order) + b"\n")
             commands.flush()

@@ -143,28 +143,40 @@ class _Keeper:
         pause_s = _FIRST_PAUSE_S
         while not self._is_stopping:
             began_s = loop.time()
-            code = await self._run_once()
+            try:
+                code = await self._run_once()
+                ended = f"(process {self._pid}) exited with code {code}"
+            except (OSError, RuntimeError) as error:  # memory, process ids, threads or descriptors are used up
+                self._kill()
+                code, ended = 1, f"could not be started: {error}"
             if self._is_stopping:
                 return
             if not self.first_serves.done():
-                text = f"{self._settings.name} exited with code {code} before it served"
+                text = f"{self._settings.name} {ended} before it served"
                 self.first_serves.set_exception(FrontendsFailedError(text))
                 return
             if loop.time() - began_s >= _LASTED_S:
                 pause_s = _FIRST_PAUSE_S
             log.log(
                 logging.ERROR if code else logging.INFO,
-                "%s (process %s) exited with code %s, its connections are closed; restarting it",
-                *(self._settings.name, self._pid, code),
+                "%s %s, its connections are closed; restarting it",
+                *(self._settings.name, ended),
             )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    def _kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = self._control = None
+
     async def _run_once(self) -> int:
-        """Runs a process; returns its exit code."""
+        """Runs a process; returns its exit code. Raises OSError and RuntimeError."""
         ours, theirs = socket.socketpair()
         ours.setblocking(True)
-        with theirs:
+        with theirs, contextlib.ExitStack() as on_error:
+            on_error.callback(ours.close)
             # Not the event loop's method, whose fork would make gRPC's handlers stop its threads. In a session of its
             # own: only the server gets the terminal's Ctrl+C, and it then stops this process.
             process = subprocess.Popen(
@@ -175,6 +187,7 @@ class _Keeper:
                 env={**os.environ, METRICS_VARIABLE: str(self._settings.host.metrics)},
                 start_new_session=True,
             )
+            on_error.pop_all()
         self.process, self._pid = process, process.pid
         with contextlib.suppress(OSError):  # it has ended
             send_settings(ours, self._settings)

@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from llmbackend.cluster.processes import EngineKeeper, end_engines
+from llmbackend.cluster import processes
+from llmbackend.cluster.processes import EngineKeeper, Launch, end_engines
 from llmbackend.engine.process.served.served_order import EngineRecord, ServedEngineNews, read_record, write_record
 from llmbackend.links.secrets import ClusterSecrets
 from tests.cluster.keeper_process import NAME, launch
@@ -81,3 +83,29 @@ def test_the_record_of_a_command_that_has_ended_is_none(tmp_path: Path) -> None:
     assert read_record(file) is None, "its process id is another process's by now"
     file.write_text("{")
     assert read_record(file) is None
+
+
+def test_an_engine_that_is_ended_while_its_files_are_copied_is_never_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_END_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(processes, "_signal", lambda *call: pytest.fail(f"signals {call}"))
+    copies, is_copied = threading.Event(), threading.Event()
+
+    def prepare() -> Launch:
+        copies.set()
+        assert is_copied.wait(60)
+        return launch(str(tmp_path / "secrets"))
+
+    heard: list[ServedEngineNews] = []
+    keeper = EngineKeeper(prepare, tmp_path, NAME, heard.append)
+    keeper.start()
+    assert copies.wait(60)
+    keeper.end()
+    is_copied.set()
+    eventually(lambda: not [one for one in threading.enumerate() if one.name == "engine-keeper"])
+    assert not heard
+
+
+def test_a_keeper_that_was_never_started_can_be_ended(tmp_path: Path) -> None:
+    EngineKeeper(lambda: None, tmp_path, NAME, lambda news: None).end()

@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from llmbackend.frontends.limits import FrontendLimits
 from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS
 from llmbackend.frontends.shared_counts import SharedCounts
 from llmbackend.remote.host_endpoint import HostEndpoint
-from llmbackend.server.frontend_processes import FrontendProcesses
+from llmbackend.server.frontend_processes import FrontendProcesses, FrontendsFailedError
 from llmbackend.server.frontend_settings import FrontendSettings, HostFolder
 from llmbackend.server.ports import ClaimedPorts, Endpoint
 from tests.helpers.mock_llm_host import MODEL, mock_llm_host
@@ -39,6 +41,20 @@ def settings_of(folder: HostFolder, port: int) -> FrontendSettings:
         http_max_input_size_bytes=1 << 20,
         openai_max_input_size_bytes=1 << 20,
     )
+
+
+async def test_a_frontend_that_cannot_be_started_fails_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_process(*_: Any, **__: Any) -> None:
+        raise BlockingIOError("no process id is free")
+
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    processes = FrontendProcesses([settings_of(HostFolder(tmp_path), 0)])
+    processes.start()
+    with pytest.raises(FrontendsFailedError, match="could not be started: no process id is free"):
+        await processes.serve()
+    await processes.stop(0)
 
 
 def test_a_frontend_that_hangs_is_killed_and_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
