@@ -116,8 +116,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
         return await _stop_while_loading(server, loading, settings.exit_timeout_s)
     if not await _has_loaded(loading, settings.flag_model):
         return 1
-    await store.start()
-    if not await _listens(frontends, server, settings.exit_timeout_s):
+    if not await _listens(frontends, server, store, settings.exit_timeout_s):
         return 1
     _announce(server, frontends, settings, ready_descriptor)
     await stop.wait()
@@ -142,12 +141,13 @@ async def _has_loaded(loading: asyncio.Future[None], flag_model: str) -> bool:
     return True
 
 
-async def _listens(frontends: Frontends, server: InferenceServer, timeout_s: float) -> bool:
-    """Starts the frontends; stops the server if that fails."""
+async def _listens(frontends: Frontends, server: InferenceServer, store: ResponseStore, timeout_s: float) -> bool:
+    """Starts the store and the frontends; stops the server if that fails."""
     try:
+        await store.start()
         await frontends.start()
-    except (OSError, RuntimeError) as error:
-        log.error("cannot listen: %s", error)
+    except (OSError, RuntimeError, StoreError) as error:
+        log.error("cannot serve: %s" if isinstance(error, StoreError) else "cannot listen: %s", error)
         try:
             await in_thread(server.stop, timeout_s)
         except RuntimeError:  # no thread can be started

@@ -58,7 +58,7 @@ class Document:
     is_live: bool = False
     """Whether it is still in progress. A live document is not evicted."""
     continuation: bytes = b""
-    """What another process needs, besides the progress in the log, to continue a live document; b"": none can."""
+    """What another process needs, besides the progress in the log, to continue a live document; b"": no process can."""
     labels: bytes = b""
     """JSON: what lists of its owner's documents can be filtered by; b"" for a document that is not in any list."""
 
@@ -175,6 +175,8 @@ class Commits:
         self._threads = ThreadPoolExecutor(1, "response-store") if storage.is_persistent else None
         self._waiting: list[Write] = []
         self._waiting_done: asyncio.Future[None] | None = None
+        self._committing: asyncio.Future[None] | None = None
+        """The future of the writes that are being committed."""
         self._flushing: asyncio.Task[None] | None = None
         self.num_transactions = 0
         self.on_refused: Callable[[str], None] = lambda id: None
@@ -194,10 +196,9 @@ class Commits:
 
     async def read(self, ask: Callable[[Storage, float], T]) -> T:
         """`ask(storage, now_s)`, after all writes that were added before. Raises StoreError."""
-        if self._waiting_done is not None and not self._waiting:
-            await asyncio.wait((self._waiting_done,))
-        while self._flushing is not None:
-            await asyncio.wait((self._flushing,))
+        # Not for all writes to end, since more may always follow. The storage's only thread keeps the order.
+        if (last := self._waiting_done or self._committing) is not None:
+            await asyncio.wait((last,))
         try:
             return await self._run(partial(ask, self._storage, self._clock_s()))
         except StoreError as error:
@@ -234,7 +235,7 @@ class Commits:
         try:
             while self._waiting:
                 writes, done = self._waiting, self._waiting_done
-                self._waiting, self._waiting_done = [], None
+                self._waiting, self._waiting_done, self._committing = [], None, done
                 self.num_transactions += 1
                 error: StoreError | None = StoreError("the response store was closed")
                 try:
@@ -243,7 +244,7 @@ class Commits:
                     if done is not None and not done.done():
                         done.set_result(None) if error is None else done.set_exception(error)
         finally:
-            self._flushing = None
+            self._flushing = self._committing = None
 
     async def _commit(self, writes: Sequence[Write]) -> StoreError | None:
         """Returns the error, if any."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,6 +58,11 @@ class _Answer(KeptAnswer):
     work: asyncio.Task[None] | None = None
     num_body_bytes: int = 0
     """Size of the request's body."""
+    has_first_client: bool = True
+    unsent_bytes: int = 0
+    """Published, but not yet sent to the first client."""
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the first client has been sent more, or has left."""
 
     @property
     def has_ended(self) -> bool:
@@ -107,7 +112,7 @@ class IdempotentRequests:
                 text = f"the key '{key}' of the header 'Idempotency-Key' was used with another request"
                 await refusing(422, text)(scope, receive, send)
             else:
-                await self._give(answer, scope, receive, send, (REPLAYED,))
+                await self._give(answer, scope, receive, send, is_first=False)
             return
         if text := self._make_room(owner):
             await refusing(429, text)(scope, receive, send)
@@ -117,7 +122,7 @@ class IdempotentRequests:
         answer.stop = answer.cancel
         self._kept.add(answer)
         answer.work = asyncio.get_running_loop().create_task(self._work(answer, app, scope, receive))
-        await self._give(answer, scope, receive, send)
+        await self._give(answer, scope, receive, send, is_first=True)
 
     async def close(self) -> None:
         answers = list(self._kept.all(_Answer))
@@ -141,6 +146,8 @@ class IdempotentRequests:
                 answer.head.set_result(message)
                 return
             if piece := message.get("body", b""):
+                await self._wait_for_first_client(answer)
+                answer.unsent_bytes += len(piece)
                 self._kept.publish(answer, [piece])
             if not message.get("more_body", False):
                 self._complete(answer)
@@ -156,6 +163,12 @@ class IdempotentRequests:
                 self._kept.end(answer, _IncompleteError())
                 self._kept.forget(answer)
 
+    async def _wait_for_first_client(self, answer: _Answer) -> None:
+        """Holds the application up as a client does without a key: what it has not been sent is not dropped."""
+        while answer.has_first_client and answer.unsent_bytes > self._limits.max_answer_bytes // 2:
+            answer.progress.clear()
+            await answer.progress.wait()
+
     def _complete(self, answer: _Answer) -> None:
         self._kept.end(answer)
         message = answer.head.result()
@@ -167,28 +180,20 @@ class IdempotentRequests:
 
     # --- its readers --------------------------------------------------------------------------------------------------
 
-    async def _give(
-        self,
-        answer: _Answer,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        more_headers: Sequence[tuple[bytes, bytes]] = (),
-    ) -> None:
-        """Sends the answer from its beginning, as it arrives."""
+    async def _give(self, answer: _Answer, scope: Scope, receive: Receive, send: Send, *, is_first: bool) -> None:
+        """Sends the answer from its beginning, as it arrives. is_first: to the client of the first request"""
         with answer.journal.reading(), suppress(ClientDisconnect, OSError):
             # The body must have been read before its client is watched, unless it is not needed.
-            await asyncio.wait((answer.fingerprint, answer.head), return_when=asyncio.FIRST_COMPLETED)
-            await unless_disconnected(Request(scope, receive), self._send(answer, scope, receive, send, more_headers))
+            try:
+                await asyncio.wait((answer.fingerprint, answer.head), return_when=asyncio.FIRST_COMPLETED)
+                sending = self._send(answer, scope, receive, send, is_first)
+                await unless_disconnected(Request(scope, receive), sending)
+            finally:
+                if is_first:
+                    answer.has_first_client = False
+                    answer.progress.set()
 
-    async def _send(
-        self,
-        answer: _Answer,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        more_headers: Sequence[tuple[bytes, bytes]],
-    ) -> None:
+    async def _send(self, answer: _Answer, scope: Scope, receive: Receive, send: Send, is_first: bool) -> None:
         head = await asyncio.shield(answer.head)
         if head is None:
             await refusing(503, STOPPING)(scope, receive, send)
@@ -197,12 +202,15 @@ class IdempotentRequests:
             text = "the answer to the first request with this 'Idempotency-Key' was too large to retain"
             await refusing(409, text)(scope, receive, send)
             return
-        await send({**head, "headers": [*head["headers"], *more_headers]})
+        await send({**head, "headers": head["headers"] if is_first else [*head["headers"], REPLAYED]})
         reading = answer.journal.follow()
         try:
             async for pieces in reading:
                 body = b"".join(pieces.parts)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+                if is_first:
+                    answer.unsent_bytes -= len(body)
+                    answer.progress.set()
         except (EventsGoneError, _IncompleteError):
             return  # the connection closes within the body, so the client sees that it is incomplete
         finally:

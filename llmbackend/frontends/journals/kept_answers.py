@@ -1,8 +1,8 @@
 """Answers retained in memory so that clients can resume them: resumable streams, and answers to retried requests.
 
 Invariants: a running answer without readers is forgotten, and therefore stopped, after the grace period. All answers
-together are bounded: dropped first are ended ones without readers, oldest first, then the oldest pieces of the one that
-grows, then those of other running ones.
+together are bounded. Beyond the bound, ended answers without readers are dropped first (oldest first), then the oldest
+pieces of the growing answer, then those of other running answers.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import socket
 import threading
 import uuid
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from .documents import Append, Capacity, Delete, Document, Entry, Put, StoreError, Write
@@ -33,10 +34,28 @@ _REMOVAL_BATCH: Final = 64
 _PREFIX: Final = "llmbackend:responses:"
 _VERSION: Final = 1
 """Version of the keys and values, stored under the key `version`. Data from before versioning counts as version 1."""
+_SETS_OF_OWNERS: Final = ("owned", "listed", "finished-of")
 _FIELDS: Final = (
     *("owner", "kind", "id", "body", "created_s", "expires_s", "items", "parent", "is_live", "continuation"),
     "labels",
 )
+
+
+@dataclass(slots=True)
+class _Stored:
+    """Sizes of a document before a write of a transaction, whose commands Redis executes at its end."""
+
+    owner: str
+    document_bytes: int = 0
+    log_bytes: int = 0
+    """Of its events and its progress."""
+    progress_bytes: int = 0
+    expires_s: float | None = None
+    """None: unknown."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.document_bytes + self.log_bytes
 
 
 class RedisStorage:
@@ -66,7 +85,7 @@ class RedisStorage:
             for owner in {write.document.owner for write in writes if isinstance(write, Put)}:
                 excess = self._redis.zcard(_key("owned", owner)) - self._capacity.max_documents_per_owner
                 if excess > 0:
-                    self._remove(self._redis.zrange(_key("finished-of", owner), 0, excess - 1))
+                    self._remove(self._redis.zrange(_key("finished-of", owner), 0, excess - 1), owner)
             if int(self._redis.get(_key("bytes")) or 0) > self._capacity.max_bytes:
                 self._evict()
         return refused
@@ -170,15 +189,15 @@ class RedisStorage:
                         raise
         return ()
 
-    def _add(self, pipe: Pipeline, writes: Sequence[Write], held: dict[str, tuple[str, int]]) -> None:
+    def _add(self, pipe: Pipeline, writes: Sequence[Write], held: dict[str, _Stored]) -> None:
         for write in writes:
             match write:
                 case Put(document):
-                    self._put(pipe, document, held)
+                    self._put(pipe, document, held.setdefault(document.id, _Stored(document.owner)))
                 case Append() if write.id in held:
-                    self._append(pipe, write, held)
+                    self._append(pipe, write, held[write.id])
                 case Delete(id) if id in held:
-                    self._delete(pipe, id, *held.pop(id))
+                    self._delete(pipe, id, held.pop(id))
 
     def _written_by_others(self, ids: set[str]) -> set[str]:
         """Those of the documents that another server writes."""
@@ -187,31 +206,30 @@ class RedisStorage:
         own = (None, self._instance.encode())
         return {id for id, writer in zip(ordered, writers, strict=True) if writer not in own}
 
-    def _sizes(self, ids: set[str]) -> dict[str, tuple[str, int]]:
-        """(owner, bytes with the log) of those that exist."""
+    def _sizes(self, ids: Collection[str]) -> dict[str, _Stored]:
+        """Those that exist."""
         ordered = sorted(ids)
         with self._redis.pipeline(transaction=False) as pipe:
             for id in ordered:
-                pipe.hmget(_key("doc", id), "owner", "size_bytes", "log_bytes")
+                pipe.hmget(_key("doc", id), "owner", "size_bytes", "log_bytes", "progress_bytes")
             rows = pipe.execute()
         return {
-            id: (owner.decode(), int(size) + int(log_bytes or 0))
-            for id, (owner, size, log_bytes) in zip(ordered, rows, strict=True)
+            id: _Stored(owner.decode(), *(int(size or 0) for size in sizes))
+            for id, (owner, *sizes) in zip(ordered, rows, strict=True)
             if owner is not None
         }
 
-    def _put(self, pipe: Pipeline, document: Document, held: dict[str, tuple[str, int]]) -> None:
+    def _put(self, pipe: Pipeline, document: Document, stored: _Stored) -> None:
         id, key = document.id, _key("doc", document.id)
         fields = {name: getattr(document, name) for name in _FIELDS} | {"is_live": int(document.is_live)}
-        before = 0
-        if id in held:
-            before, progress_bytes = (int(one or 0) for one in self._redis.hmget(key, "size_bytes", "progress_bytes"))
-            if progress_bytes and not document.is_live:
-                pipe.hincrby(key, "log_bytes", -progress_bytes)
-                pipe.hdel(key, "progress_bytes")
-                pipe.decrby(_key("bytes"), progress_bytes)
+        if stored.progress_bytes and not document.is_live:
+            pipe.hincrby(key, "log_bytes", -stored.progress_bytes)
+            pipe.hdel(key, "progress_bytes")
+            pipe.decrby(_key("bytes"), stored.progress_bytes)
+            stored.log_bytes, stored.progress_bytes = stored.log_bytes - stored.progress_bytes, 0
         pipe.hset(key, mapping={**fields, "size_bytes": document.size_bytes})
-        pipe.incrby(_key("bytes"), document.size_bytes - before)
+        pipe.incrby(_key("bytes"), document.size_bytes - stored.document_bytes)
+        stored.document_bytes, stored.expires_s = document.size_bytes, document.expires_s
         pipe.zadd(_key("expiry"), {id: document.expires_s})
         pipe.zadd(_key("owned", document.owner), {id: document.created_s})
         if document.labels:
@@ -225,9 +243,8 @@ class RedisStorage:
             pipe.zadd(_key("finished-of", document.owner), {id: document.created_s})
         for name in ("doc", "events", "progress"):
             pipe.expireat(_key(name, id), int(document.expires_s) + _EXPIRY_MARGIN_S)
-        held.setdefault(id, (document.owner, document.size_bytes))
 
-    def _append(self, pipe: Pipeline, step: Append, held: dict[str, tuple[str, int]]) -> None:
+    def _append(self, pipe: Pipeline, step: Append, stored: _Stored) -> None:
         if step.events:
             pipe.rpush(_key("events", step.id), *step.events)
         if step.progress:
@@ -235,31 +252,50 @@ class RedisStorage:
             pipe.hincrby(_key("doc", step.id), "progress_bytes", len(step.progress))
         pipe.hincrby(_key("doc", step.id), "log_bytes", step.size_bytes)
         pipe.incrby(_key("bytes"), step.size_bytes)
+        stored.log_bytes += step.size_bytes
+        stored.progress_bytes += len(step.progress)
         if not step.first:  # lists are created by their first push
-            expires_s = self._redis.zscore(_key("expiry"), step.id)
+            expires_s = stored.expires_s or self._redis.zscore(_key("expiry"), step.id)
             for name in ("events", "progress"):
                 if expires_s is not None:
                     pipe.expireat(_key(name, step.id), int(expires_s) + _EXPIRY_MARGIN_S)
 
-    def _delete(self, pipe: Pipeline, id: str, owner: str, size_bytes: int) -> None:
+    def _delete(self, pipe: Pipeline, id: str, stored: _Stored) -> None:
         pipe.delete(*(_key(name, id) for name in ("doc", "events", "progress")))
         pipe.hdel(_key("live"), id)
-        for name in (("expiry",), ("finished",), ("owned", owner), ("listed", owner), ("finished-of", owner)):
+        for name in (("expiry",), ("finished",), *((name, stored.owner) for name in _SETS_OF_OWNERS)):
             pipe.zrem(_key(*name), id)
-        pipe.decrby(_key("bytes"), size_bytes)
+        pipe.decrby(_key("bytes"), stored.size_bytes)
 
-    def _remove(self, ids: Sequence[bytes]) -> None:
+    def _remove(self, ids: Sequence[bytes], owner: str = "") -> None:
+        """owner: of all of them, if known"""
         if not ids:
             return
         names = {id.decode() for id in ids}
-        held = self._sizes(names)
+        stored = self._sizes(names)
+        expired = names - stored.keys()
+        """Redis has removed their keys, since no server ran when they expired."""
         with self._redis.pipeline(transaction=True) as pipe:
-            for id, (owner, size_bytes) in held.items():
-                self._delete(pipe, id, owner, size_bytes)
-            for gone in names - held.keys():  # its keys expired by themselves
-                pipe.zrem(_key("expiry"), gone)
-                pipe.zrem(_key("finished"), gone)
+            for id, one in stored.items():
+                self._delete(pipe, id, one)
+            for id in expired:
+                self._delete(pipe, id, _Stored(owner))
             pipe.execute()
+        if expired:
+            self._recount()
+
+    def _recount(self) -> None:
+        """Sets the number of bytes to that of the existing documents; not if other servers write all the time."""
+        import redis
+
+        for _ in range(_ATTEMPTS):
+            with self._redis.pipeline(transaction=True) as pipe, suppress(redis.WatchError):
+                pipe.watch(_key("bytes"))
+                stored = self._sizes([id.decode() for id in self._redis.zrange(_key("expiry"), 0, -1)])
+                pipe.multi()
+                pipe.set(_key("bytes"), sum(one.size_bytes for one in stored.values()))
+                pipe.execute()
+                return
 
     def _evict(self) -> None:
         while int(self._redis.get(_key("bytes")) or 0) > self._capacity.max_bytes:

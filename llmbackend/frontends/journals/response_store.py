@@ -96,10 +96,16 @@ class ResponseStore:
         return self._commits.num_transactions
 
     async def start(self) -> None:
-        """The producer takes over the live documents of servers that have ended. Raises StoreError."""
-        await self._take_over()
-        await self._expire()
-        if (interval_s := self._takeover_interval_s) is not None:
+        """The producer takes over the live documents of servers that have ended. Raises StoreError if the store is this
+        server's alone; otherwise it is tried again."""
+        interval_s = self._takeover_interval_s
+        try:
+            await self._take_over()
+        except StoreError:  # logged by Commits
+            if interval_s is None:
+                raise
+        await self._expire_or_try_again()
+        if interval_s is not None:
             self._taking_over = asyncio.get_running_loop().create_task(self._keep_taking_over(interval_s))
 
     async def _take_over(self) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import pytest
 
 from llmbackend.frontends.journals import response_store
-from llmbackend.frontends.journals.documents import Capacity, Commits, Put, Storage, StoreError, Write
+from llmbackend.frontends.journals.documents import Capacity, Commits, Document, Put, Storage, StoreError, Write
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 from tests.helpers.waiting import eventually_async
 
-from .test_response_store import NOW_S, TTL_S, Clock, document
+from .test_response_store import NOW_S, TTL_S, Clock, Collecting, document
 
 CAPACITY = Capacity(1 << 20, 100)
 
@@ -41,6 +43,47 @@ async def test_an_error_of_any_kind_reaches_those_who_wait_and_nobody_else(error
     await commits.settled(commits.add([Put(document("c"))]))
     assert await commits.read(lambda storage, now_s: storage.get("c", now_s)) is not None
     await commits.close()
+
+
+async def test_a_read_waits_only_for_the_writes_before_it(tmp_path: Path) -> None:
+    loop, is_read = asyncio.get_running_loop(), threading.Event()
+
+    class Busy(SqliteStorage):
+        """During each commit, the next write arrives."""
+
+        def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
+            if not is_read.is_set():
+                asyncio.run_coroutine_threadsafe(one_more(), loop).result(60)
+            return super().commit(writes, now_s)
+
+    async def one_more() -> None:
+        commits.add([Put(document("later"))])
+
+    commits = Commits(Busy(tmp_path / "store", CAPACITY), Clock())
+    commits.add([Put(document("a"))])
+    async with asyncio.timeout(60):
+        assert await commits.read(lambda storage, now_s: storage.get("a", now_s)) is not None
+    is_read.set()
+    await commits.close()
+
+
+async def test_a_shared_store_that_fails_at_the_start_is_tried_again() -> None:
+    class Away(Failing):
+        takeover_interval_s: float | None = 0.01
+
+        def live(self) -> list[Document]:
+            if self.errors:
+                raise self.errors.pop(0)
+            return super().live()
+
+    storage = Away()
+    storage.commit([Put(document("a", is_live=True))], NOW_S)
+    storage.errors = [StoreError("away"), StoreError("away")]
+    store = ResponseStore(storage, StoreOptions(ttl_s=TTL_S), Clock())
+    store.producer = producer = Collecting()
+    await store.start()
+    await eventually_async(lambda: bool(producer.found), 10)
+    await store.close()
 
 
 def test_what_can_not_be_read_is_logged(caplog: pytest.LogCaptureFixture) -> None:

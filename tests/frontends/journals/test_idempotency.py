@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -12,11 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.api_keys import ApiKey, digest_of
 from llmbackend.frontends.access.rate_limit import NO_LIMITS
 from llmbackend.frontends.access.settings import AccessSettings
+from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence
 from llmbackend.frontends.journals.idempotency import IdempotentRequests
 from llmbackend.frontends.journals.kept_answers import KeptAnswers
 from llmbackend.frontends.journals.store_settings import IdempotencyLimits
@@ -201,6 +204,32 @@ def test_a_stream_too_large_to_be_kept_is_sent_once(tmp_path: Path) -> None:
         assert post(client, STREAM, "large", body(STREAM, 40)).content.count(b"data: ") >= 40
         again = post(client, STREAM, "large", body(STREAM, 40))
         assert again.status_code == 409 and "too large to retain" in again.text
+
+
+async def test_an_answer_in_many_pieces_reaches_its_client_whatever_may_be_kept() -> None:
+    pieces = [b"%02d" % number * 50 for number in range(30)]
+    sent: list[Message] = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        assert not (await receive())["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for piece in (*pieces, b""):
+            await send({"type": "http.response.body", "body": piece, "more_body": bool(piece)})
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        await asyncio.sleep(0)
+
+    headers = [(b"idempotency-key", b"one")]
+    scope = {"type": "http", "method": "POST", "path": f"/v2/models/{MODEL}/infer", "headers": headers}
+    idempotent = IdempotentRequests(IdempotencyLimits(max_answer_bytes=1000), KeptAnswers(5))
+    await idempotent.serve(application, scope | {PRESENCE: ClientPresence()}, receive, send)
+    assert sent[0]["status"] == 200
+    assert b"".join(message["body"] for message in sent[1:]) == b"".join(pieces)
+    await idempotent.close()
 
 
 def test_keys_of_tenants_are_their_own(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmbackend.frontends.journals.documents import Append, Capacity, Put, StoreError
+from llmbackend.frontends.journals.documents import Append, Capacity, Delete, Put, StoreError
 from llmbackend.frontends.journals.redis_storage import RedisStorage, _client
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from llmbackend.frontends.journals.store_settings import StoreSettings
@@ -60,6 +60,34 @@ def test_what_is_held_is_counted(redis_url: str) -> None:
     assert storage.num_events("gone") == 0 and storage.progress("a") == []
     storage.commit([], NOW_S + 1000)
     assert int(storage._redis.get("llmbackend:responses:bytes")) == 0
+    storage.close()
+
+
+def held_bytes(storage: RedisStorage) -> int:
+    return int(storage._redis.get("llmbackend:responses:bytes") or 0)
+
+
+def test_writes_of_one_transaction_are_counted(redis_url: str) -> None:
+    storage = RedisStorage(redis_url, CAPACITY)
+    live, step = Put(document("a", is_live=True)), Append("a", 0, (b"x" * 10,), b"y" * 100)
+    storage.commit([live, step, Append("a", 1, (b"x",), b""), Put(document("a"))], NOW_S)
+    assert held_bytes(storage) == document("a").size_bytes + 11
+    storage.commit([Append("a", 2, (b"x" * 10,), b""), Delete("a")], NOW_S)
+    assert held_bytes(storage) == 0
+    storage.commit([live, step, Delete("a")], NOW_S)
+    assert held_bytes(storage) == 0
+    storage.close()
+
+
+def test_what_redis_has_removed_is_not_counted(redis_url: str) -> None:
+    """No server ran when it expired."""
+    storage = RedisStorage(redis_url, Capacity(1 << 20, 2))
+    storage.commit([Put(document(id)) for id in ("a", "b")], NOW_S)
+    storage._redis.delete("llmbackend:responses:doc:a")
+    storage.commit([Put(document("c"))], NOW_S)
+    assert held_bytes(storage) == 2 * document("b").size_bytes
+    storage.commit([], NOW_S + 1000)
+    assert held_bytes(storage) == 0
     storage.close()
 
 

@@ -349,7 +349,7 @@ def test_other_paths_and_methods_stay_what_they_were(connect: Connect) -> None:
     client = connect()
     with httpx.Client(base_url=str(client.base_url), headers=client.auth_headers) as http:
         batch = http.post("chat/completions/batch", json={})
-        assert batch.status_code == 404 and "send a request for each conversation" in batch.text
+        assert batch.status_code == 404 and "send one request per conversation" in batch.text
         rendered = http.post("chat/completions/render", json={"model": MODEL, "messages": HI})
         assert "token_ids" in rendered.text or "prompt" in rendered.text
         assert http.put("chat/completions", json={}).headers["allow"] == "GET, POST"

@@ -45,7 +45,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, chat(temperature=1, stream_options={"include_usage": True}, logprobs=True)),
     "choices": (CHAT, chat(temperature=1, n=3, max_tokens=12)),
     "schema": (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}})),
-    "tool": (CHAT, chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}})),
+    "tool": (CHAT, chat(request_id="mine", tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}})),
     "prompts": (COMPLETIONS, {"model": MODEL, "prompt": ["one", "two", "three"], "stream": True, "max_tokens": 8,
                               "temperature": 1, "echo": True, "seed": 5, "stream_options": {"include_usage": True}}),
 }  # fmt: skip
