@@ -13,8 +13,9 @@ import asyncio
 import logging
 import re
 from asyncio import StreamReader, StreamWriter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -25,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tritonclient.grpc import service_pb2 as pb
 
 from .errors import RETRY_AFTER_S
-from .grpc.messages import UNPARSABLE
+from .grpc.messages import LENGTH, MAX_FIELDS, UNPARSABLE, fields
 from .grpc.resumable import RESUMABLE, RESUME_FROM
 from .http.errors import refusing
 from .http.request_scope import HANDED_OVER, IS_COUNTED, PRESENCE, SENT_NAMES, ClientPresence, headers_as_sent
@@ -38,10 +39,9 @@ _PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messa
 _MODEL_PREFIX: Final = "/v2/models/"
 _MODEL_WORDS: Final = frozenset({"infer", "generate", "generate_stream"})
 _KNOWN_RPCS: Final = frozenset(
-    {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady")}
-    | {f"/inference.GRPCInferenceService/{name}" for name in ("ServerMetadata", "ModelMetadata")}
-    | {"/grpc.health.v1.Health/Check"}
-)
+    f"/inference.GRPCInferenceService/{name}"
+    for name in ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata")
+) | {"/grpc.health.v1.Health/Check"}
 _KNOWN_PATHS: Final = frozenset({"/v2", "/v2/health/live", "/v2/health/ready", "/health", "/health/ready", "/ping"})
 _KNOWN_MODEL: Final = re.compile(r"/v2/models/(?!stats$)[^/]+(/versions/[^/]+)?(/ready)?|/v1/models(/.+)?")
 _KEPT: Final = frozenset({b"x-resumable-stream", b"last-event-id", b"idempotency-key"})
@@ -160,7 +160,7 @@ class HostApplication:
         return bool(self._websocket_path) and target.startswith(self._websocket_path)
 
     def websocket_refusal(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """None: the host itself checks them."""
+        """Refuses none: the host checks them itself."""
         return ""
 
     async def connect(self, make_protocol: Callable[[], P]) -> P:
@@ -243,7 +243,10 @@ _OPTIONS: Final = (
     ("grpc.default_authority", "localhost"),
 )
 _OF_THE_CHANNEL: Final = frozenset({"user-agent", "content-type", "te"})
-_KEPT_PARAMETERS: Final = (RESUMABLE, RESUME_FROM)
+_KEPT_PARAMETERS: Final = frozenset({RESUMABLE.encode(), RESUME_FROM.encode()})
+_PARAMETERS: Final = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["parameters"].number
+_KEY: Final = 1
+"""Of a map's entries, in the protobuf wire format."""
 """Parameters in the first request of a ModelStreamInfer whose responses the host retains."""
 _COMMON_NAME_PART: Final = b"resum"
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -345,7 +348,7 @@ class _KeptStreams(grpc.aio.ServerInterceptor):
             incoming = aiter(requests)
             first = await anext(incoming, None)
             together = _chained(first, incoming)
-            if first is not None and _is_kept(first):
+            if first is not None and is_kept_stream(first):
                 await self._forward(MODEL_STREAM_INFER, together, context)
             else:
                 parsed = (handler.request_deserializer(request) async for request in together)
@@ -354,14 +357,24 @@ class _KeptStreams(grpc.aio.ServerInterceptor):
         return handler._replace(stream_stream=stream, request_deserializer=None)
 
 
-def _is_kept(request: bytes) -> bool:
+def is_kept_stream(request: bytes) -> bool:
+    """Whether the first message of a ModelStreamInfer has one of _KEPT_PARAMETERS. Takes time proportional to the
+    number of its fields; those beyond MAX_FIELDS are not read, since such a request is refused."""
     if _COMMON_NAME_PART not in request:
         return False
     try:
-        parameters = pb.ModelInferRequest.FromString(request).parameters
+        return any(bytes(name) in _KEPT_PARAMETERS for name in _parameter_names(memoryview(request)))
     except DecodeError:
         return False
-    return any(name in parameters for name in _KEPT_PARAMETERS)
+
+
+def _parameter_names(request: memoryview) -> Iterator[memoryview]:
+    """Raises DecodeError."""
+    for parameter in islice(fields(request), MAX_FIELDS):
+        if (parameter.number, parameter.kind) == (_PARAMETERS, LENGTH):
+            for part in islice(fields(request[parameter.value : parameter.end]), 2):
+                if (part.number, part.kind) == (_KEY, LENGTH):
+                    yield request[parameter.value + part.value : parameter.value + part.end]
 
 
 async def _chained(first: bytes | None, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

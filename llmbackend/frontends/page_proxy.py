@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Final, TypeVar
@@ -216,7 +217,7 @@ class PageProxy:
         return target.startswith(WEBSOCKET_PATH.encode())
 
     def websocket_refusal(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """ "" if it is not refused. A browser always sends the Origin of a websocket."""
+        """Why the request is refused; "": it is not. Browsers always send an Origin when they open a websocket."""
         pairs = list(headers)
         if not any(name == b"origin" for name, _ in pairs):
             return "the request has no Origin, expected that of the pages"
@@ -234,14 +235,15 @@ class PageProxy:
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         if message := self._site_refusal(scope["headers"]):
             return await PlainTextResponse(message, 403)(scope, receive, send)
-        response = ForwardedResponse(send, dropped=_DROPPED)
+        forwarded = partial(ForwardedResponse, send, has_body=scope["method"] != "HEAD", dropped=_DROPPED)
+        response = forwarded()
         try:
             try:
                 await self._exchange(scope, response)
             except ConnectionError:  # the process was about to exit
                 if response.has_begun:
                     raise
-                response = ForwardedResponse(send, dropped=_DROPPED)
+                response = forwarded()
                 await self._exchange(scope, response)
         except (PagesUnavailableError, OSError, TimeoutError, httptools.HttpParserError) as error:
             if response.has_begun:

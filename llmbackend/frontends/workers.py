@@ -1,8 +1,8 @@
 """Threads and worker processes for work that grows with a request's size.
 
-Independent of what the work is. Invariants: health probes, which use the event loop's default executor, never wait for
-this work; at most WORKERS processes run, each with one call; a call fails only if a fresh process exits during it;
-processes end after IDLE_S without work, with `close`, and with their pool.
+Independent of what the work is. Invariants: this work never occupies the event loop's default executor; at most WORKERS
+processes run, each with one call; a call fails only if a fresh process exits during it; processes end after IDLE_S
+without work, with `close`, and with their pool.
 """
 
 from __future__ import annotations

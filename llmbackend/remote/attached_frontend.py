@@ -43,8 +43,8 @@ from .wire import (
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES: Final = 64 << 20
-"""Limit on bytes sent to a frontend and not yet read. A large response is not counted if its request has no
-other."""
+"""Limit on bytes sent to a frontend and not yet read. A large response is not counted if
+everything sent before for its request has been read."""
 _NONE = ResponseFlag.NONE
 _FINAL: Final = int(ResponseFlag.FINAL)
 _NO_LAYOUT: Final = -1

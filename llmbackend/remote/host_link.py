@@ -279,7 +279,7 @@ class OpenRequest:
         """Deliveries that wait until a response is decoded."""
         self._deltas: list[bytes] = list(request.resume.deltas) if request.resume is not None else []
         self._has_no_delta = request.resume is not None and request.resume.replays
-        """Whether a response came without a delta, or the host repeats responses after an unknown number."""
+        """Whether a response came without a delta, or it is unknown how many responses the host will repeat."""
 
     def cancel(self) -> None:
         """Thread-safe and idempotent."""

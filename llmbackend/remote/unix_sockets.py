@@ -313,7 +313,7 @@ class UnixHostSocket:
             return
         except OSError as error:
             log.error("a frontend cannot be connected: %s", error)
-            self._poll.unregister(self._listener)  # until the next check_peer, because its connection stays ready
+            self._poll.unregister(self._listener)  # until the next check_peer: `poll` would return at once
             return
         connection, sender = MessageSocket(accepted), next(self._numbers).to_bytes(8)
         self._poll.register(connection, select.POLLIN)

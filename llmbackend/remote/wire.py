@@ -44,7 +44,7 @@ def unpacked(wire: WireTensor, frames: Sequence[Frame]) -> Tensor | RawTensor:
 
 
 PROTOCOL: Final = 1
-"""Changes only with Hello and Refused, which ends of different releases exchange."""
+"""Changes only when Hello or Refused changes, since these two are also exchanged between different releases."""
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from starlette.responses import PlainTextResponse
+from tritonclient.grpc import service_pb2 as pb
 
-from llmbackend.frontends.host_forwarding import HOST_IS_GONE, HostApplication
+from llmbackend.frontends.host_forwarding import HOST_IS_GONE, HostApplication, is_kept_stream
 from llmbackend.frontends.http.endpoint import HttpEndpoint
 from llmbackend.frontends.http.protocol import GuardedProtocol
 from llmbackend.frontends.limits import HttpLimits
@@ -55,6 +56,16 @@ def test_a_host_that_ends_within_a_response_ends_the_connection_without_an_error
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
         f"{HOST_IS_GONE}: the process that answers has exited"
     ]
+
+
+@pytest.mark.parametrize(("parameter", "is_kept"), [("resumable", True), ("resume_from", True), ("resumes", False)])
+def test_the_first_message_of_a_stream_says_whether_the_host_retains_it(parameter: str, is_kept: bool) -> None:
+    request = pb.ModelInferRequest(model_name="resumable")
+    request.parameters["text"].string_param = "resume_from"
+    request.inputs.add(name="resume").contents.bytes_contents.extend([b"resumable"] * 10)
+    assert not is_kept_stream(request.SerializeToString())
+    request.parameters[parameter].string_param = "x"
+    assert is_kept_stream(request.SerializeToString()) == is_kept
 
 
 def test_a_host_that_is_not_there_is_a_503(tmp_path: Path) -> None:

@@ -124,6 +124,12 @@ def test_an_unknown_model_has_no_settings(client: httpx.Client) -> None:
     assert client.delete(SERVER).status_code == 405
 
 
+def test_a_name_may_have_a_slash(client: httpx.Client) -> None:
+    for path in ("models/a%2Fb/trace/setting", "repository/models/a%2Fb/load", "repository/models/a%2Fb/unload"):
+        refused = client.post(f"/v2/{path}", json={})
+        assert refused.status_code == 400 and "a/b" in refused.text, refused.text
+
+
 def test_settings_over_grpc(stub: Any) -> None:
     def setting(model: str = "", **values: list[str]) -> dict[str, list[str]]:
         request = pb.TraceSettingRequest(model_name=model)

@@ -44,11 +44,11 @@ def page_processes(server: ServerProcess) -> list[psutil.Process]:
     return found
 
 
-def get(server: ServerProcess, path: str, headers: dict[str, str]) -> tuple[HTTPResponse, str]:
+def get(server: ServerProcess, path: str, headers: dict[str, str], method: str = "GET") -> tuple[HTTPResponse, str]:
     with closing(HTTPConnection(server.http, timeout=60)) as connection:
-        connection.request("GET", path, headers=headers)
+        connection.request(method, path, headers=headers)
         response = connection.getresponse()
-        return response, response.read().decode()
+        return response, response.read().decode(errors="replace")
 
 
 def upgrade(server: ServerProcess, path: str, headers: dict[str, str]) -> str:
@@ -90,6 +90,12 @@ def test_a_page_comes_with_a_policy_that_lets_only_its_own_scripts_run(server: S
     assert response.headers["referrer-policy"] == "no-referrer"
     other, _ = get(server, "/chat", HTML)
     assert nonce not in other.headers["content-security-policy"]
+
+
+def test_head_gives_the_headers_of_get(server: ServerProcess) -> None:
+    response, text = get(server, "/favicon.ico", {}, "HEAD")
+    assert (response.status, text) == (200, "")
+    assert response.headers["content-length"] == get(server, "/favicon.ico", {})[0].headers["content-length"]
 
 
 def test_a_websocket_of_the_pages_is_handed_on_and_one_of_another_site_refused(server: ServerProcess) -> None:

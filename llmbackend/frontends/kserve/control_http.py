@@ -43,7 +43,7 @@ from ..operations.settings import (
     updated_trace_settings,
 )
 from . import http_types
-from .http_types import model_of, model_paths
+from .http_types import model_name_of, model_of, model_paths
 
 
 class HealthEndpoints(Endpoints):
@@ -107,12 +107,15 @@ class DescriptionEndpoints(Endpoints):
     @get("/v2/models/stats")
     async def statistics(self, request: Request) -> http_types.Statistics:
         """Statistics of every model"""
-        return statistics_to_json(self._server.model_statistics())
+        return await asyncio.to_thread(self._statistics)
 
     @get(*model_paths("/stats"))
     async def model_statistics(self, request: Request) -> http_types.Statistics:
         """Statistics of one model"""
-        return statistics_to_json(self._server.model_statistics(*model_of(request)))
+        return await asyncio.to_thread(self._statistics, *model_of(request))
+
+    def _statistics(self, name: str = "", version: int = -1) -> http_types.Statistics:
+        return statistics_to_json(self._server.model_statistics(name, version))
 
     @get(*model_paths("/config"), answer=http_types.ModelConfig)
     async def model_config(self, request: Request) -> dict[str, Any]:
@@ -208,8 +211,7 @@ class RepositoryEndpoints(Endpoints):
     def _name(self, request: Request) -> str:
         if "repository" in request.path_params:
             raise unsupported("'repository_name' specification is not supported")
-        name: str = request.path_params["name"]
-        return name
+        return model_name_of(request)
 
 
 def _parameters(body: bytes) -> Document:
@@ -251,7 +253,7 @@ class SettingsEndpoints(Endpoints):
         return await self._traced(request, partial(trace_changes_from_json, body))
 
     async def _traced(self, request: Request, changes: Callable[[], TraceChanges] | None = None) -> dict[str, Any]:
-        name = request.path_params.get("name", "")
+        name = model_name_of(request) if "name" in request.path_params else ""
         settings = await asyncio.to_thread(updated_trace_settings, self._server, name, changes)
         shown = shown_trace_settings(settings)
         return {key: values if key == "trace_level" else values[0] for key, values in shown.items()}

@@ -118,8 +118,8 @@ def create_metrics_app(registry: CollectorRegistry) -> ASGIApp:
 def load_headers(server: Host, request: Request, model: str) -> dict[str, str]:
     """The load header, if `request` has `endpoint-load-metrics-format: text|json` and the model reports its load.
 
-    Source: Triton's orca_http.cc. Unlike Triton, by design: the load is that of the request's model, where Triton takes
-    the model that it reads last.
+    Source: Triton's orca_http.cc. Deliberate difference: the load is that of the request's model; Triton reports
+    whichever model it reads last.
     """
     style = header(request, FORMAT_HEADER)
     text = _load(server, model, style.lower()) if style else ""
