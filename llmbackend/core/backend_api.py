@@ -405,7 +405,7 @@ class Request(Protocol):
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once when the request is cancelled, on the cancelling thread, or immediately if it has
         already been cancelled. The callback must only enqueue. It stays registered after the release, until the request
-        completes. Not in Triton's API, where a backend can only poll."""
+        completes; a release with RESCHEDULE drops it. Not in Triton's API, where a backend can only poll."""
 
     def new_response(self) -> Response: ...
     def response_factory(self) -> ResponseFactory:

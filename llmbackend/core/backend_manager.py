@@ -227,7 +227,7 @@ def check_extension_version(backend: str, module: object) -> None:
     needed = getattr(module, "LLMBACKEND_API_VERSION", None)
     if needed is None:
         if named := [name for name in vars(module) if name.startswith("LLMBACKEND_")]:
-            log.warning("backend '%s' has %s, but no LLMBACKEND_API_VERSION: taken for (1, 0)", backend, named[0])
+            log.warning("backend '%s' has %s, but no LLMBACKEND_API_VERSION: assuming (1, 0)", backend, named[0])
         return
     try:
         major, minor = map(int, needed)
@@ -376,6 +376,5 @@ def _why_not_served(backend: str) -> str:
     formats, instead = NOT_SERVED[backend]
     return (
         f" This server has no backend for {formats}: {instead} (its backends are {', '.join(installed_backends())}), "
-        f"or put the compiled libtriton_{backend}.so into the folder {backend} of --backend-directory, which is loaded "
-        "as it is."
+        f"or put a compiled libtriton_{backend}.so into <backend-directory>/{backend}; it is loaded unmodified."
     )

@@ -34,18 +34,13 @@ ENTRY_OVERHEAD_BYTES = 256
 """Memory of an entry besides its bytes: its key, the objects and the slot in the dictionary."""
 
 
-class ResponseCache(Protocol):
-    """A cache of responses. Thread-safe."""
+class CacheStore(Protocol):
+    """Where responses are kept. Thread-safe.
 
-    is_remote: bool
-    """Whether it is another process, which servers may share and whose answers take time."""
+    is_shared: whether other servers may use it; then loads of a model share entries, too
+    """
 
-    def run_lookup(self, task: Callable[[], None], skip: Callable[[], None]) -> None:
-        """Calls `task`, which does a lookup: immediately, or on a thread of the cache if the lookup involves a network.
-        If `task` has waited too long for a thread, calls `skip` instead."""
-
-    def run_insert(self, task: Callable[[], None]) -> None:
-        """Calls `task`, an insertion, at once or on a thread of the cache. Drops it if too many are waiting."""
+    is_shared: bool
 
     def lookup(self, key: bytes) -> bytes | None:
         """The entry; None if there is none, or if it cannot be read (which is logged)."""
@@ -56,10 +51,27 @@ class ResponseCache(Protocol):
     def close(self) -> None: ...
 
 
+class ResponseCache(CacheStore, Protocol):
+    """A store, and the threads on which it is used.
+
+    takes_time: whether it is used on threads of its own, because its calls may take long
+    """
+
+    takes_time: bool
+
+    def run_lookup(self, task: Callable[[], None], skip: Callable[[], None]) -> None:
+        """Calls `task`, which does a lookup, at once or on a thread of the cache. If `task` has waited too long for a
+        thread, calls `skip` instead."""
+
+    def run_insert(self, task: Callable[[], None]) -> None:
+        """Calls `task`, an insertion, at once or on a thread of the cache. Drops it if too many are waiting."""
+
+
 class LocalCache:
     """The response cache in memory: bounded in bytes, evicts the least recently used entries."""
 
-    is_remote = False
+    is_shared = False
+    takes_time = False
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -167,8 +179,51 @@ class LocalCacheMetrics:
             yield metric
 
 
-KEY_PREFIX = b"llmbackend:response:"
 MAX_WAITING_INSERTS = 256
+COMPILED_CACHE_THREADS = 4
+COMPILED_CACHE_WAIT_TIMEOUT_S = 0.1
+
+
+class ThreadedCache:
+    """A response cache whose store may take long to answer, for example over a network, so that threads use it.
+
+    A lookup that waits longer than `wait_timeout_s` for a thread is skipped: if the store hangs, a request is delayed
+    by at most one other lookup rather than by all earlier ones. At most MAX_WAITING_INSERTS insertions wait.
+    """
+
+    takes_time = True
+
+    def __init__(
+        self, store: CacheStore, threads: int, wait_timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._wait_timeout_s = wait_timeout_s
+        self._clock = clock
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="response-cache")
+        self._insert_slots = threading.BoundedSemaphore(MAX_WAITING_INSERTS)
+        self.is_shared = store.is_shared
+        self.lookup = store.lookup
+        self.insert = store.insert
+
+    def run_lookup(self, task: Callable[[], None], skip: Callable[[], None]) -> None:
+        self._threads.submit(self._run_in_time, task, skip, self._clock() + self._wait_timeout_s)
+
+    def _run_in_time(self, task: Callable[[], None], skip: Callable[[], None], deadline_s: float) -> None:
+        (task if self._clock() <= deadline_s else skip)()
+
+    def run_insert(self, task: Callable[[], None]) -> None:
+        if not self._insert_slots.acquire(blocking=False):
+            log.warning("response cache: %d insertions are waiting; dropping one more", MAX_WAITING_INSERTS)
+            return
+        future = self._threads.submit(task)
+        future.add_done_callback(lambda _: self._insert_slots.release())
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._store.close()
+
+
+KEY_PREFIX = b"llmbackend:response:"
 _TLS_OPTIONS = {"cert": "ssl_certfile", "key": "ssl_keyfile", "cacert": "ssl_ca_certs", "cacert_dir": "ssl_ca_path"}
 _NUMBERS = {"port": 0, "db": 0, "connect_timeout": 1000, "socket_timeout": 1000, "pool_size": 1, "wait_timeout": 100}
 """Settings that are numbers, and their defaults. Timeouts in ms, 0 = none."""
@@ -176,29 +231,21 @@ _SETTINGS = frozenset({"host", "user", "password", *_NUMBERS, *_TLS_OPTIONS})
 
 
 class RedisCache:
-    """The response cache in Redis, with one thread per connection.
+    """The response cache in Redis.
 
-    A lookup that waits longer than wait_timeout for a connection is skipped: if Redis hangs, a request is delayed by at
-    most one other lookup rather than by all earlier ones. At most MAX_WAITING_INSERTS insertions wait. Deliberate
-    difference from Triton: connect_timeout and socket_timeout default to 1 second. The lifetime and memory of entries
-    are configured in Redis (`maxmemory`, `maxmemory-policy allkeys-lru`).
+    Deliberate difference from Triton: connect_timeout and socket_timeout default to 1 second. The lifetime and memory
+    of entries are configured in Redis (`maxmemory`, `maxmemory-policy allkeys-lru`).
     """
 
-    is_remote = True
+    is_shared = True
 
-    def __init__(
-        self, client: Redis, threads: int, wait_timeout_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, client: Redis) -> None:
         self._client = client
-        self._wait_timeout_s = wait_timeout_s
-        self._clock = clock
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="redis-cache")
-        self._insert_slots = threading.BoundedSemaphore(MAX_WAITING_INSERTS)
 
     @classmethod
-    def create(cls, settings: Mapping[str, str]) -> RedisCache:
-        """Connects. Raises TritonError: INVALID_ARG for invalid settings, UNSUPPORTED without the `redis` package,
-        INTERNAL if Redis does not answer."""
+    def create(cls, settings: Mapping[str, str]) -> ThreadedCache:
+        """Connects; each connection has a thread. Raises TritonError: INVALID_ARG for invalid settings, UNSUPPORTED
+        without the `redis` package, INTERNAL if Redis does not answer."""
         if "host" not in settings or "port" not in settings:
             raise invalid_argument(
                 "Failed to initialize RedisCache, didn't specify address. Must at a minimum specify 'host' and 'port' "
@@ -214,20 +261,7 @@ class RedisCache:
         except Exception as error:
             client.connection_pool.disconnect()
             raise internal(f"Failed to initialize RedisCache: {error}") from None
-        return cls(client, max(numbers["pool_size"], 1), numbers["wait_timeout"] / 1000 or math.inf)
-
-    def run_lookup(self, task: Callable[[], None], skip: Callable[[], None]) -> None:
-        self._threads.submit(self._run_in_time, task, skip, self._clock() + self._wait_timeout_s)
-
-    def _run_in_time(self, task: Callable[[], None], skip: Callable[[], None], deadline_s: float) -> None:
-        (task if self._clock() <= deadline_s else skip)()
-
-    def run_insert(self, task: Callable[[], None]) -> None:
-        if not self._insert_slots.acquire(blocking=False):
-            log.warning("RedisCache: %d insertions are waiting; dropping one more", MAX_WAITING_INSERTS)
-            return
-        future = self._threads.submit(task)
-        future.add_done_callback(lambda _: self._insert_slots.release())
+        return ThreadedCache(cls(client), max(numbers["pool_size"], 1), numbers["wait_timeout"] / 1000 or math.inf)
 
     def lookup(self, key: bytes) -> bytes | None:
         try:
@@ -246,7 +280,6 @@ class RedisCache:
             raise TritonError(f"key '{key.hex()}' already exists", ErrorCode.ALREADY_EXISTS)
 
     def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
         self._client.connection_pool.disconnect()
 
 
@@ -308,9 +341,9 @@ class CacheKeys:
     """The keys of one model version. load_id: identifies the load; empty if loads share entries.
 
     Deliberately stricter than Triton's key, a 64-bit hash of model name, version, and the inputs' names and bytes: this
-    one has 128 bits and also covers the tenant's cache name, datatypes, shapes and requested outputs. In a local cache
-    it covers the load too, so that a reloaded model never gets older responses. As in Triton, request parameters are
-    not part of the key.
+    one has 128 bits and also covers the tenant's cache name, datatypes, shapes and requested outputs. In a cache that
+    is not shared it covers the load too, so that a reloaded model never gets older responses. As in Triton, request
+    parameters are not part of the key.
     """
 
     def __init__(self, model: str, version: int, load_id: bytes) -> None:
@@ -361,7 +394,8 @@ def create_cache(
     library = directory / name / f"libtritoncache_{name}.so" if directory is not None else None
     if library is not None and Path(name).name == name and library.is_file():
         assert metric_family is not None
-        return CompiledCache(library, settings, metric_family)
+        cache = CompiledCache(library, settings, metric_family)
+        return ThreadedCache(cache, COMPILED_CACHE_THREADS, COMPILED_CACHE_WAIT_TIMEOUT_S)
     if name == "local":
         return LocalCache.create(settings)
     if name == "redis":

@@ -14,7 +14,8 @@ class DaemonThreadPool:
 
     A job that hangs delays no other as long as another thread can be started. If none can (a process limit), jobs wait
     for the existing threads, so that a server that has answered one probe keeps answering. Every job accepted by `run`
-    is executed, even after `close`. Not an executor, for whose threads the interpreter waits at exit even if they hang.
+    is executed, even after `close`. Not a ThreadPoolExecutor: at exit the interpreter waits for its threads, even if
+    they hang.
     """
 
     def __init__(self, name: str) -> None:

@@ -45,12 +45,17 @@ class HostGpus:
 
     @classmethod
     def find(cls, settings: Mapping[str, Mapping[str, str]]) -> HostGpus:
-        """settings: ServerOptions.backend_config. Raises TritonError INVALID_ARG for an invalid compute capability."""
-        minimum = settings.get("", {}).get("min-compute-capability", str(MIN_COMPUTE_CAPABILITY))
+        """settings: ServerOptions.backend_config. Raises TritonError INVALID_ARG for an invalid compute capability, or
+        if the environment variable STAND_IN is invalid."""
+        text = settings.get("", {}).get("min-compute-capability", str(MIN_COMPUTE_CAPABILITY))
         try:
-            return cls(supported_gpus(float(minimum)), float(minimum))
+            minimum = float(text)
+        except ValueError:
+            raise invalid_argument(f"backend config 'min-compute-capability' is '{text}', expected a number") from None
+        try:
+            return cls(supported_gpus(minimum), minimum)
         except ValueError as error:
-            raise invalid_argument(f"the GPUs of this host cannot be listed: {error}") from None
+            raise invalid_argument(str(error)) from None
 
 
 def supported_gpus(min_compute_capability: float = MIN_COMPUTE_CAPABILITY) -> tuple[int, ...]:

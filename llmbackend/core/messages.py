@@ -57,7 +57,7 @@ class Tenant:
     cache_name: str = ""
 
     def may_end(self, request_of: Tenant) -> bool:
-        """Whether this tenant may stop requests of `other`."""
+        """Whether this tenant may stop a request of the tenant `request_of`."""
         return self.is_operator or self.key_name == request_of.key_name
 
 

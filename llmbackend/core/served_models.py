@@ -97,8 +97,8 @@ class ServedModels:
             return False
 
     def readinesses(self) -> list[VersionReadiness]:
-        """The readiness of all known versions except those unloaded or being unloaded. A hanging backend delays this by
-        at most half a second, so that a scrape still gets the other metrics."""
+        """The readiness of all known versions except those unloaded or being unloaded. Each version whose backend hangs
+        delays this by at most half a second, so that a scrape still gets the other metrics."""
         found = []
         for key in self._versions.names():
             name, namespace = self._names.plain(key), self._names.namespace(key)

@@ -11,11 +11,15 @@ import tarfile
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
+from llmbackend.backends.python.stub_supervisor import StubSupervisor
 from llmbackend.core.backend_api import ErrorCode, TritonError
+from llmbackend.core.metrics.model_metrics import FailureReason
 from llmbackend.core.tensors import Tensor
+from tests.helpers.core_host import version_of
 from tests.helpers.processes import is_alive
 from tests.helpers.python_host import Answers, Host, write_model
 from tests.helpers.python_text_models import DECOUPLED, HEAD, answering, body, config, said, text
@@ -142,6 +146,43 @@ def test_request_that_waits_for_a_new_process_is_served_by_it(host: Host, tmp_pa
     errors = [answer.one().error for answer in answers]
     assert [error is None for error in errors] == [False, True, False, True]
     assert host.counts("m") == (2, 4, 2, 2)
+
+
+def hanging_restart(host: Host, flag: Path) -> StubSupervisor[Any]:
+    """A model whose process has died; while `flag` exists, its `initialize` does not return."""
+    rest = (
+        f"    def initialize(self, args):\n        while os.path.exists({str(flag)!r}):\n            time.sleep(0.01)\n"
+    )
+    code = body("if text_of(requests[0]) == 'exit':\n    os._exit(1)\nreturn [response('ok') for r in requests]", rest)
+    host.load("m", config(), code)
+    flag.touch()
+    assert host.infer("m", text("exit")).one().error is not None
+    (instance,) = version_of(host.server, "m").instances
+    supervisor: StubSupervisor[Any] = instance.state.supervisor
+    return supervisor
+
+
+def test_request_that_waits_for_a_process_that_hangs_can_be_cancelled(host: Host, tmp_path: Path) -> None:
+    hanging_restart(host, tmp_path / "flag")
+    waiting = host.infer("m", text("x"))
+    eventually(lambda: not version_of(host.server, "m").leaked_resources()["requests in its queue"])
+    waiting.cancel()
+    error = waiting.one().error
+    assert error is not None and error.code is ErrorCode.CANCELLED
+    assert version_of(host.server, "m").statistics.failures[FailureReason.CANCELED] == 1
+    host.server.unload_model("m")
+    eventually(lambda: host.server.check() == [])
+
+
+def test_requests_do_not_wait_for_ever_for_a_process_that_hangs(host: Host, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    hanging_restart(host, flag)._patience_s = 0.0
+    for _ in range(2):
+        error = host.infer("m", text("x")).one().error
+        assert error is not None and error.code is ErrorCode.UNAVAILABLE
+        assert str(error) == "Stub process 'm_0_0' is not healthy. It is being started."
+    flag.unlink()
+    eventually(lambda: host.infer("m", text("x")).one().error is None)
 
 
 def test_process_that_can_not_be_started_again_refuses_with_the_cause_and_recovers(host: Host, tmp_path: Path) -> None:

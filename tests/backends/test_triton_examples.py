@@ -181,7 +181,7 @@ def test_a_configuration_may_leave_out_the_backend_of_a_torchscript_file(tmp_pat
         (
             "model.plan",
             'platform: "tensorrt_plan"',
-            "put the compiled libtriton_tensorrt.so into the folder tensorrt of",
+            "put a compiled libtriton_tensorrt.so into <backend-directory>/tensorrt; it is loaded unmodified",
         ),
         ("model.dali", 'backend: "dali"', "DALI pipelines: write .* of the backend python .*libtriton_dali.so"),
         ("model.bin", 'name: "inception.nosuch"', "unable to find backend library for backend 'nosuch'"),

@@ -6,6 +6,7 @@ import prometheus_client
 import pytest
 
 from llmbackend.core.errors import ErrorCode, TritonError
+from llmbackend.core.metrics.model_metrics import MAX_RESPONSE_INDICES, Statistics
 from llmbackend.frontends.operations.probes import render
 from tests.helpers.core_host import ECHO_BACKEND, Repository, send, serving
 from tests.helpers.waiting import eventually
@@ -105,6 +106,20 @@ def test_statistics_of_models_that_are_not_ready(repository: Repository) -> None
             assert (caught.value.code, caught.value.message) == (ErrorCode.INVALID_ARG, message)
         (zero,) = server.model_statistics("a", 1)
         assert zero.inference_stats.HasField("cache_hit") and not zero.batch_stats and zero.last_inference == 0
+
+
+def test_the_rows_of_responses_are_bounded() -> None:
+    statistics = Statistics()
+    for index in range(MAX_RESPONSE_INDICES + 10):
+        statistics.record_response(index, 1, 2, 4, "success")
+    rows = statistics.snapshot("m", 1).response_stats
+    assert len(rows) == MAX_RESPONSE_INDICES
+    first, last = rows["0"], rows[str(MAX_RESPONSE_INDICES - 1)]
+    assert [(row.success.count, row.success.ns, row.compute_output.ns) for row in (first, last)] == [
+        (1, 3, 2),
+        (11, 33, 22),
+    ]
+    assert last.fail.count == 0 and last.HasField("fail")
 
 
 def test_server_metadata(repository: Repository) -> None:

@@ -217,17 +217,20 @@ def test_what_belongs_to_the_request_reaches_every_step(repository: Repository) 
         assert response.parameters == {"sequence_id": "talk", "sequence_start": True, "sequence_end": False}
 
 
-def test_a_step_may_change_the_sequence_for_those_after_it(repository: Repository) -> None:
-    part(repository, "starts", "tell", sequence="42")
+@pytest.mark.parametrize(("told", "correlation_id"), [(42, 42), (-2, 2**64 - 2)])
+def test_a_step_may_change_the_sequence_for_those_after_it(
+    repository: Repository, told: int, correlation_id: int
+) -> None:
+    part(repository, "starts", "tell", sequence=str(told))
     part(repository, "tell", "tell")
     chain(repository, "e", "starts", "tell")
     with serving(repository, "e") as server:
         (response,) = send(server, "e", x(3), correlation_id=7, flags=RequestFlag.SEQUENCE_END).responses()
         assert [(kept["correlation_id"], kept["flags"]) for kept in STAGE.kept] == [
             (7, RequestFlag.SEQUENCE_END),
-            (42, RequestFlag.SEQUENCE_START),
+            (correlation_id, RequestFlag.SEQUENCE_START),
         ]
-        assert response.parameters == {"sequence_id": 42, "sequence_start": True, "sequence_end": False}
+        assert response.parameters == {"sequence_id": told, "sequence_start": True, "sequence_end": False}
 
 
 def test_tensors_pass_between_models_that_batch_and_models_that_do_not(repository: Repository) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from llmbackend.core.backend_api import InstanceGroupKind
 from llmbackend.core.config.model_config import parse_text, set_instance_groups
-from llmbackend.core.gpus import DriverGpu, driver_gpus, supported_gpus, visible_gpus
+from llmbackend.core.errors import TritonError
+from llmbackend.core.gpus import DriverGpu, HostGpus, driver_gpus, supported_gpus, visible_gpus
 from llmbackend.core.inference_server import InferenceServer
 from tests.helpers.core_backends import INSTANCE_BACKEND, load_error
 from tests.helpers.core_host import Repository, send, serving, version_of
@@ -164,3 +165,8 @@ def test_a_stand_in_for_the_hosts_gpus_is_read_or_refused(monkeypatch: pytest.Mo
         supported_gpus()
     monkeypatch.delenv("LLMBACKEND_GPUS")
     assert set(supported_gpus(99.0)) == set()
+
+
+def test_an_invalid_compute_capability_is_refused_by_name() -> None:
+    with pytest.raises(TritonError, match="backend config 'min-compute-capability' is 'x', expected a number"):
+        HostGpus.find({"": {"min-compute-capability": "x"}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,24 @@ def test_a_cancelled_request_is_not_executed_again(counting: Repository, strateg
         other.new_response().send(ResponseFlag.FINAL)
         other.release()
         again.responses()
+
+
+def test_a_reschedule_drops_the_callbacks_for_a_cancellation(counting: Repository) -> None:
+    counting.model("m", "keep", sequences(ITERATIVE, 0, DECOUPLED))
+    called: list[int] = []
+    with serving_sequences(counting) as server:
+        client = count_down(server, 1, "a", batched=False)
+        for turn in range(3):
+            request = kept("a")
+            request.on_cancel(partial(called.append, turn))
+            if turn < 2:
+                request.release(ReleaseFlag.RESCHEDULE)
+                del request
+        client.cancel()
+        assert called == [2]
+        request.new_response().send(ResponseFlag.FINAL)
+        request.release()
+        client.responses()
 
 
 def test_a_response_may_come_before_the_reschedule(counting: Repository) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -317,6 +318,32 @@ def test_alarms_ring_in_order_of_their_times(timer: Timer) -> None:
     assert done.wait(20) and rung == ["c", "a", "b"] and len(timer) == 0
     timer.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "timer"]
+
+
+def test_a_timer_that_several_threads_start_has_one_thread(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    barrier = threading.Barrier(4)
+
+    class SlowThread(threading.Thread):
+        """The others have their turn before it exists."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            time.sleep(0.05)
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    def start() -> None:
+        barrier.wait()
+        timer.start()
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    monkeypatch.setattr("llmbackend.waiting.timer.threading.Thread", SlowThread)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    timer.stop()
+    assert len(started) == 1 and not started[0].is_alive()
 
 
 def test_an_alarm_that_fails_does_not_end_the_timer(timer: Timer, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbackend.core.caching import ENTRY_OVERHEAD_BYTES, CacheKeys, LocalCache, RedisCache, create_cache, pack, unpack
+from llmbackend.core.caching import (
+    ENTRY_OVERHEAD_BYTES,
+    CacheKeys,
+    LocalCache,
+    RedisCache,
+    ThreadedCache,
+    create_cache,
+    pack,
+    unpack,
+)
 from llmbackend.core.config.model_config import parse_text
 from llmbackend.core.config.model_config_rules import validate_response_cache
 from llmbackend.core.errors import ErrorCode, TritonError, internal
@@ -452,9 +461,9 @@ def test_redis_that_is_not_there_stops_the_server_at_start(cached: Repository) -
 
 
 class SlowCache:
-    """A remote cache that answers when the test lets it."""
+    """A cache on threads of its own that answers when the test lets it."""
 
-    is_remote = True
+    is_shared = takes_time = True
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -561,7 +570,7 @@ def test_redis_that_hangs_delays_a_request_by_one_lookup_and_not_by_all_before(
     cached: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, clock = HangingRedis(), Clock()
-    cache = RedisCache(client, 1, wait_timeout_s=0.1, clock=clock)
+    cache = ThreadedCache(RedisCache(client), 1, wait_timeout_s=0.1, clock=clock)
     monkeypatch.setattr("llmbackend.core.caching.create_cache", lambda *_: cache)
     with serving(cached, "m") as server:
         clients = [send(server, "m", x(1), id="a")]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+
 import numpy as np
 import pytest
 
 from llmbackend.core.errors import ErrorCode, TritonError
+from llmbackend.core.metrics.model_metrics import Statistics
+from llmbackend.core.scheduling.request_queue import RequestQueue
 from llmbackend.core.tensors import Tensor
 from llmbackend.frontends.operations.probes import render
+from llmbackend.waiting.queue_policy import QueuePolicies
+from llmbackend.waiting.timer import Timer
 from tests.helpers.core_host import ECHO_BACKEND, STAGE, Repository, send, serving, version_of, x
 from tests.helpers.waiting import eventually
 
@@ -31,6 +39,18 @@ def TRITONBACKEND_ModelInstanceExecute(instance, requests):
 """
 QUEUE_POLICY = "max_batch_size: 1\ndynamic_batching { default_queue_policy { POLICY } }"
 BATCHING = "max_batch_size: 8\ndynamic_batching { %s }"
+
+
+def test_a_queue_keeps_no_thread_that_was_dismissed_and_has_ended() -> None:
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+    queue = RequestQueue(QueuePolicies(), Statistics(), Timer())
+    queue.dismiss(thread)
+    left = weakref.ref(thread)
+    del thread
+    gc.collect()
+    assert left() is None
 
 
 @pytest.fixture

@@ -337,6 +337,21 @@ def test_an_ensembles_steps_are_children_of_its_trace(repository: Repository, pa
     assert "COMPUTE_START" in names(found, 2) and "COMPUTE_START" in names(found, 3)
 
 
+def test_an_ensemble_goes_on_when_its_trace_is_full(
+    repository: Repository, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmbackend.core.tracing.trace.MAX_REPORTS", 2)
+    part(repository, "add", "add")
+    chain(repository, "e", "add", "add")
+    with serving(repository, "e", trace=TraceSettings(level=TIMES, rate=1, file=str(path))) as server:
+        trace = server.tracing.sample("e", no_headers)
+        assert trace is not None
+        (response,) = send(server, "e", x(3), trace=trace).responses()
+        assert response.outputs[0].data.tolist() == [5]
+        trace.close()
+    assert [item["model_name"] for item in items(path) if "model_name" in item] == ["e", "add"]
+
+
 def test_a_request_that_is_refused_leaves_no_trace_open(repository: Repository, path: Path) -> None:
     repository.backend("echo", ECHO_BACKEND)
     repository.model("m", "echo")
@@ -397,10 +412,18 @@ def test_a_long_streams_trace_is_bounded_and_has_its_end(manager: TraceManager, 
     assert len(found) < MAX_REPORTS + 10 and found[-1] == "REQUEST_END"
 
 
+def test_the_requests_of_a_trace_are_bounded(manager: TraceManager) -> None:
+    trace = one(manager)
+    children = [trace.child() for _ in range(MAX_REPORTS + 100)]
+    assert children.count(None) == 101 and None not in children[: MAX_REPORTS - 1]
+    trace.close()
+
+
 def test_a_child_that_comes_too_late_is_not_traced(manager: TraceManager, path: Path) -> None:
     trace = one(manager)
     trace.mark("HTTP_RECV_START")
     child = trace.child()
+    assert child is not None
     trace.close()
     child.begin("m", 1, "", 1)
     child.end()

@@ -227,3 +227,9 @@ def test_nesting_depth(text: str, deep: bool) -> None:
 
 def test_options_default_to_nothing() -> None:
     assert options_from_proto({}) == RequestOptions()
+
+
+def test_a_sequence_id_has_no_sign() -> None:
+    """NVIDIA's C++ client sends ids from 2**63 on as negative numbers."""
+    sent = {"sequence_id": pb.InferParameter(int64_param=-2)}
+    assert options_from_proto(sent).correlation_id == 2**64 - 2

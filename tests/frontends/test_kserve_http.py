@@ -7,12 +7,16 @@ import gzip
 import json
 import socket
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
 
 from tests.helpers.kserve_runner import Running
 
@@ -139,6 +143,24 @@ def test_statistics_are_numbers_in_tritons_order(client: httpx.Client) -> None:
     assert client.get("/v2/models/stats").status_code == 200
     unknown = client.get("/v2/models/nosuch/stats")
     assert (unknown.status_code, error_of(unknown)) == (400, "requested model 'nosuch' is not available")
+
+
+def test_statistics_are_collected_beside_the_event_loop(
+    running: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect, threads = running.host.model_statistics, list[str]()
+
+    def noting(*model: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return collect(*model)
+
+    monkeypatch.setattr(running.host, "model_statistics", noting)
+    for path in ("/v2/models/stats", "/v2/models/identity/stats"):
+        assert client.get(path).status_code == 200
+    with grpc.insecure_channel(running.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        assert stub.ModelStatistics(pb.ModelStatisticsRequest(name="identity")).model_stats
+    assert len(threads) == 3 and "frontends" not in threads
 
 
 def test_repository_index(client: httpx.Client) -> None:

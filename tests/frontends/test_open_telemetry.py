@@ -127,6 +127,7 @@ def test_a_backend_gets_the_context_of_its_models_span_and_children_nest(collect
     assert trace is not None
     trace.begin("outer", 1, "", trace.trace.root_span.start_time - 1)
     child = trace.child()
+    assert child is not None
     child.begin("inner", 2, "", 0)
     child.end()
     trace.end()

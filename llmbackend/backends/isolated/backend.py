@@ -7,7 +7,6 @@ each restart, gets another process with its own Backend and Model. Independent o
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from llmbackend.backends.python import backend as python
 from llmbackend.backends.python.stub_process import StubDeadError, StubProcess
 from llmbackend.backends.python.stub_services import MetricUsers, ModelMetrics
-from llmbackend.backends.python.stub_supervisor import StubSupervisor
+from llmbackend.backends.python.stub_supervisor import Spare, StubSupervisor
 from llmbackend.backends.python.wire_messages import not_healthy, unpack_error
 from llmbackend.core.backend_api import (
     Backend,
@@ -34,6 +33,8 @@ from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
 from .process_services import ProcessServices, log_level
 
 FINALIZE_TIMEOUT_S = 30.0
+RESTART_TIMEOUT_S = 30.0
+"""How long after a process's end requests wait for the next process."""
 _log = logging.getLogger(__name__)
 
 
@@ -92,19 +93,14 @@ class ModelState:
         self.model = model
         self._fork_server = fork_server
         self._metrics = ModelMetrics(model.backend, model.backend.state)
-        self._lock = threading.Lock()
-        self._spare: ProcessServices | None = None
+        self.spare: Spare[ProcessServices] = Spare()
+        """The process that ran ModelInitialize."""
 
     def initialize(self) -> None:
         """Runs the library's ModelInitialize. Raises the library's error."""
-        self._spare = self.launch(self.model.name)
-        self.load(self._spare, completes=self.model.auto_complete_config)
-
-    def take_spare(self) -> ProcessServices | None:
-        """The process that ran ModelInitialize; None if it has been taken."""
-        with self._lock:
-            spare, self._spare = self._spare, None
-            return spare
+        services = self.launch(self.model.name)
+        self.spare.put(services)
+        self.load(services, completes=self.model.auto_complete_config)
 
     def launch(self, name: str, policy: HostPolicy = NO_POLICY) -> ProcessServices:
         return _launch(self._fork_server, self.model, self._metrics, name, policy)
@@ -123,7 +119,7 @@ class ModelState:
         services.has_model = True
 
     def close(self) -> None:
-        if (spare := self.take_spare()) is not None:
+        if (spare := self.spare.take()) is not None:
             finalize(spare)
         self._metrics.close()
 
@@ -135,22 +131,24 @@ class InstanceState:
         self._instance = instance
         self._model_state = model_state
         launch = partial(model_state.launch, instance.name, instance.host_policy)
-        self.supervisor: StubSupervisor[ProcessServices] = StubSupervisor(instance.name, launch, self._prepare)
+        self.supervisor = StubSupervisor(instance.name, launch, self._prepare, RESTART_TIMEOUT_S)
 
     def initialize(self) -> None:
         """Raises the error of the library's ModelInstanceInitialize."""
-        is_bound = self._instance.host_policy != NO_POLICY  # the spare process is not bound
-        self.supervisor.start(None if is_bound else self._model_state.take_spare())
+        self.supervisor.start(self._model_state.spare.take(self._instance.host_policy))
 
     def execute(self, requests: Sequence[Request]) -> None:
-        """Raises TritonError (the library's, or UNAVAILABLE while no process can take the requests); the host then
-        keeps the requests. If the process dies, its requests have been answered."""
-        services = self.supervisor.get()
+        """If it raises (the library's error, or that no process can take the requests), the host keeps the requests. If
+        the process dies, they have been answered."""
+        services = self.supervisor.get(requests)
         numbers, packed, parts = services.open(requests)
         try:
             error, _ = services.process.call("execute", (log_level(), packed), parts)[0]
         except StubDeadError:
             return
+        except Exception:  # the requests have not reached the process
+            services.give_back(numbers)
+            raise
         if (failure := unpack_error(error)) is not None:
             services.give_back(numbers)
             raise failure

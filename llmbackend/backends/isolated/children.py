@@ -41,7 +41,7 @@ class Children:
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         if self._is_over.is_set():
             return
-        _log.error("process %d ended, which the instance had started", pid)
+        _log.error("process %d, which the instance had started, has ended", pid)
         for path in _mapped_files():
             Path(path).unlink(missing_ok=True)
         _end_like(end)

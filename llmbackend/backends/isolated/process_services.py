@@ -8,14 +8,12 @@ Invariants: a request is released once and gets one FINAL, from the library or, 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from llmbackend.backends.python.stub.packets import Message
 from llmbackend.backends.python.stub_services import ChildServices, ModelMetrics
 from llmbackend.backends.python.wire_messages import (
     not_healthy,
@@ -41,7 +39,6 @@ from llmbackend.core.backend_api import (
     Tensor,
     TritonError,
     internal,
-    unavailable,
 )
 
 log = logging.getLogger(__name__)
@@ -105,7 +102,7 @@ class OpenRequest:
 
 
 class ProcessServices(ChildServices):
-    """`handle` and `abandon` are called on the thread of the process's messages, the rest on the instance's thread.
+    """The host's services for a process of an isolated library.
 
     model: None for the process that only reports the backend's attributes
     instance: set before the first Execute
@@ -115,7 +112,7 @@ class ProcessServices(ChildServices):
         super().__init__(model, library_log, _pack_response)
         self.instance: ModelInstance
         self._open: dict[int, OpenRequest] = {}
-        self._questions: dict[str, Callable[..., Any]] = {
+        self._questions = {
             "reschedule": self._reschedule,
             "metric_family": metrics.open_family,
             "metric_open": metrics.open,
@@ -123,7 +120,15 @@ class ProcessServices(ChildServices):
             "metric_change": metrics.change,
             "check_state": self._check_state,
         }
-        self._slow_questions = ("set_config", "is_decoupled", "is_model_ready", "load_model", "unload_model")
+        self._slow_questions = {}
+        if model is not None:
+            self._slow_questions = {
+                "set_config": partial(_set_config, model),
+                "is_decoupled": model.is_decoupled,
+                "is_model_ready": model.is_model_ready,
+                "load_model": model.load_model,
+                "unload_model": model.unload_model,
+            }
 
     def open(self, requests: Sequence[Request]) -> tuple[list[int], list[Any], list[Any]]:
         """The ids of the requests in the process, and the packed requests with the parts of their tensors."""
@@ -167,32 +172,6 @@ class ProcessServices(ChildServices):
             return self._open.pop(number, None)
 
     # --- messages of the process --------------------------------------------------------------------------------------
-
-    def handle(self, message: Message) -> None:
-        """Raises for a malformed message."""
-        (verb, *arguments), parts = message
-        if verb in self._questions:
-            self._reply(self._questions[verb], *arguments)
-        elif verb in self._slow_questions:
-            arguments = [getattr(self, f"_{verb}", None) or getattr(self._known_model, verb), *arguments]
-            threading.Thread(target=self._reply, args=arguments, name="isolated-control", daemon=True).start()
-        elif verb in ("response", "infer", "state"):
-            self._attempt(getattr(self, f"_on_{verb}"), *arguments, parts)
-        else:
-            self._attempt(getattr(self, f"_on_{verb}"), *arguments)
-
-    @property
-    def _known_model(self) -> Model:
-        if self._called_model is None:
-            raise unavailable("the host's models cannot be used in TRITONBACKEND_Initialize")
-        return self._called_model
-
-    def _attempt(self, function: Callable[..., None], *arguments: Any) -> None:
-        """For messages without an answer: the library has already been told that the call succeeded."""
-        try:
-            function(*arguments)
-        except TritonError as error:
-            log.error("a call of the library in process '%s' failed: %s", self.process.name, error.status)
 
     def _on_response(self, number: int, packed: Any, flags: int, parts: Sequence[Any]) -> None:
         self._get(number).send(packed, flags, parts)
@@ -242,11 +221,11 @@ class ProcessServices(ChildServices):
         )
         self._bls.start(number, request)
 
-    def _set_config(self, serialized: bytes) -> bytes:
-        """The model's configuration after the library has completed it."""
-        model = self._known_model
-        model.set_config(ModelConfig.FromString(serialized))
-        return bytes(model.config.SerializeToString())
+
+def _set_config(model: Model, serialized: bytes) -> bytes:
+    """The model's configuration after the library has completed it."""
+    model.set_config(ModelConfig.FromString(serialized))
+    return bytes(model.config.SerializeToString())
 
 
 def _pack_response(response: InferenceResponse, parts: list[Any]) -> tuple[Any, ...]:

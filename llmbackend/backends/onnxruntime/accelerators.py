@@ -20,7 +20,7 @@ _ABSENT = (
     f'the installed onnxruntime has no {_OPENVINO}; backend: "openvino" with default_model_filename: "model.onnx" '
     "runs the file with OpenVINO"
 )
-_UNKNOWN = "the backend follows only openvino of the CPU"
+_UNKNOWN = "the backend supports only openvino on the CPU"
 
 
 def has_openvino() -> bool:

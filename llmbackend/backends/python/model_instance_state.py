@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from llmbackend.core.backend_api import ModelInstance, ReleaseFlag, Request, TritonError
-from llmbackend.fork_server.host_policy import NO_POLICY
 
 from .model_state import ModelState, config_text
 from .requests import Responder, state_outputs
@@ -64,12 +63,11 @@ class ModelInstanceState:
             state_outputs(config),
         )
         launch = partial(model_state.launch, instance.name, instance.host_policy)
-        self.supervisor = StubSupervisor(instance.name, launch, self._prepare)
+        self.supervisor = StubSupervisor(instance.name, launch, self._prepare, model_state.stub_timeout_s)
 
     def initialize(self) -> None:
         """Raises TritonError INTERNAL with the model's exception."""
-        is_bound = self._instance.host_policy != NO_POLICY  # the spare process is not bound
-        self.supervisor.start(None if is_bound else self._model_state.take_spare())
+        self.supervisor.start(self._model_state.spare.take(self._instance.host_policy))
 
     def finalize(self) -> None:
         """The model's own finalize may wait for requests in flight; afterwards its process ends."""
@@ -78,7 +76,7 @@ class ModelInstanceState:
     def process_requests(self, requests: Sequence[Request]) -> None:
         """While no process can take the requests, raises TritonError, so that the host keeps them."""
         exec_start_ns = time.monotonic_ns()
-        stub = self.supervisor.get()
+        stub = self.supervisor.get(requests)
         numbers = [stub.open(request) for request in requests]
         outcome = self._run(stub, requests, numbers)
         # Before the responses: a client that has its response finds it in the statistics.

@@ -27,6 +27,7 @@ from llmbackend.fork_server.process_resources import OwnedFolder
 from .stub.packets import Message
 from .stub_process import StubDeadError, StubProcess, StubRaisedError, output_log
 from .stub_services import MetricUsers, ModelMetrics, StubServices
+from .stub_supervisor import Spare
 from .wire_messages import not_healthy
 
 STUB_PACKAGE = ("triton_python_backend_stub", str(Path(__file__).parent / "stub"))
@@ -152,26 +153,21 @@ class ModelState:
         parameters = model.config.parameters
         setting = parameters[PARAMETER].string_value if PARAMETER in parameters else ""
         self._fork_server = shared.environments.fork_server(setting, model.directory)
-        self._lock = threading.Lock()
-        self._spare: StubServices | None = None
+        self.spare: Spare[StubServices] = Spare()
+        """The process that ran auto_complete_config."""
 
     def auto_complete(self) -> None:
         """Calls the model's static `auto_complete_config`. Raises TritonError INTERNAL with its exception or if it
         returns no ModelConfig, INVALID_ARG for a field or value that ModelConfig does not have."""
-        self._spare = self.launch(self.model.name)
-        self.load(self._spare)
-        completed, _ = self.call(self._spare, "auto_complete", config_text(self.model.config))
+        stub = self.launch(self.model.name)
+        self.spare.put(stub)
+        self.load(stub)
+        completed, _ = self.call(stub, "auto_complete", config_text(self.model.config))
         if completed is not None:
             try:
                 self.model.set_config(json_format.ParseDict(completed, ModelConfig()))
             except json_format.ParseError as error:
                 raise invalid_argument(f"model configuration is not valid: {error}") from error
-
-    def take_spare(self) -> StubServices | None:
-        """A process that has loaded the model; None if there is none."""
-        with self._lock:
-            spare, self._spare = self._spare, None
-            return spare
 
     def launch(self, name: str, policy: HostPolicy = NO_POLICY) -> StubServices:
         """A process that has not loaded the model yet, bound as specified by `policy`. Raises TritonError if that
@@ -201,7 +197,7 @@ class ModelState:
             raise internal(f"Stub process '{stub.process.name}' did not start within {timeout_s:g} s") from None
 
     def close(self) -> None:
-        if (spare := self.take_spare()) is not None:
+        if (spare := self.spare.take()) is not None:
             spare.process.close(0.0)
         self._metrics.close()
 

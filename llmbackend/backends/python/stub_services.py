@@ -36,6 +36,8 @@ from .wire_messages import execute_error, not_healthy, pack_error, pack_response
 
 TIMEOUT_S = 5.0
 FRESH_S = 0.1
+WITH_PARTS = ("response", "infer", "state")
+"""Messages that carry tensors."""
 
 log = logging.getLogger(__name__)
 model_log = logging.getLogger("llmbackend.backends.python.model")
@@ -144,8 +146,11 @@ class StubReadiness:
 
 
 class ChildServices(ABC):
-    """The host's services for any instance process: readiness, calls of models, log, answers.
-    model: None for a process that makes no calls of models."""
+    """The host's services for any instance process: readiness, calls of models, log, answers. `handle` and `abandon`
+    are called on the thread of the process's messages, the rest on the instance's thread.
+
+    model: None for a process that makes no calls of models
+    """
 
     def __init__(self, model: Model | None, output: logging.Logger, pack: PackResponse = pack_response) -> None:
         self.process: StubProcess
@@ -159,6 +164,9 @@ class ChildServices(ABC):
         self._readiness: StubReadiness
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+        self._questions: dict[str, Callable[..., Any]]
+        self._slow_questions: dict[str, Callable[..., Any]]
+        """Calls that are answered; the slow ones on a thread each."""
 
     def connect(self, process: StubProcess) -> None:
         """To be called before the first call of the process, which sends nothing until then."""
@@ -180,6 +188,21 @@ class ChildServices(ABC):
 
     @abstractmethod
     def _fail_all(self, error: TritonError) -> None: ...
+
+    def handle(self, message: Message) -> None:
+        """Raises for a malformed message."""
+        (verb, *arguments), parts = message
+        if verb in self._questions:
+            self._reply(self._questions[verb], *arguments)
+        elif verb in self._slow_questions:
+            arguments = [self._slow_questions[verb], *arguments]
+            threading.Thread(target=self._reply, args=arguments, name="stub-control", daemon=True).start()
+        else:
+            on_message = getattr(self, f"_on_{verb}")
+            try:
+                on_message(*arguments, parts) if verb in WITH_PARTS else on_message(*arguments)
+            except TritonError as error:  # the process has already been told that its call succeeded
+                log.error("a call of process '%s' failed: %s", self.process.name, error.status)
 
     def _on_cancel_infer(self, number: int) -> None:
         self._bls.cancel(number)
@@ -204,7 +227,7 @@ class ChildServices(ABC):
 
 
 class StubServices(ChildServices):
-    """`handle` and `abandon` are called on the thread of the stub's messages, the rest on the instance's thread."""
+    """The host's services for a stub of the python backend."""
 
     def __init__(self, model: Model, metrics: ModelMetrics) -> None:
         super().__init__(model, model_log)
@@ -212,12 +235,12 @@ class StubServices(ChildServices):
         self._metrics = metrics
         self._states = state_outputs(model.config)
         self._responders: dict[int, Responder] = {}
-        self._questions: dict[str, Callable[..., Any]] = {
+        self._questions = {
             "metric_family": metrics.open_family,
             "metric_open": metrics.open,
             "metric_value": metrics.value,
         }
-        self._slow_questions: dict[str, Callable[..., Any]] = {
+        self._slow_questions = {
             "load_model": model.load_model,
             "unload_model": model.unload_model,
             "is_model_ready": model.is_model_ready,
@@ -244,22 +267,7 @@ class StubServices(ChildServices):
         for responder in responders:
             responder.fail(error)
 
-    def handle(self, message: Message) -> None:
-        """Raises for a malformed message."""
-        (verb, *arguments), parts = message
-        if verb == "response":
-            self._on_response(*arguments, parts=parts)
-        elif verb == "infer":
-            self._on_infer(*arguments, parts=parts)
-        elif verb in self._questions:
-            self._reply(self._questions[verb], *arguments)
-        elif verb in self._slow_questions:
-            arguments = [self._slow_questions[verb], *arguments]
-            threading.Thread(target=self._reply, args=arguments, name="python-control", daemon=True).start()
-        else:
-            getattr(self, f"_on_{verb}")(*arguments)
-
-    def _on_response(self, number: int, packed: Any, is_last: bool, *, parts: Sequence[Any]) -> None:
+    def _on_response(self, number: int, packed: Any, is_last: bool, parts: Sequence[Any]) -> None:
         responder = self.take(number) if is_last else self._responders.get(number)
         if responder is not None:
             outputs, parameters, error = unpack_response(packed, parts)
@@ -277,7 +285,7 @@ class StubServices(ChildServices):
         if (responder := self.take(number)) is not None:
             responder.abandon()
 
-    def _on_infer(self, number: int, is_stream: bool, fields: dict[str, Any], *, parts: Sequence[Any]) -> None:
+    def _on_infer(self, number: int, is_stream: bool, fields: dict[str, Any], parts: Sequence[Any]) -> None:
         parent = self._responders.get(fields["parent"])  # the request whose trace the model passed on
         trace = None if parent is None else parent.trace
         request = bls_request(fields, parts, trace, self._tenant_of(fields["tenants"]))
@@ -291,7 +299,5 @@ class StubServices(ChildServices):
             return common_tenant(frozenset(responder.tenant for responder in self._responders.values()))
 
     def _on_metric(self, number: int, action: str, value: float) -> None:
-        try:
-            self._metrics.change(number, action, value)
-        except TritonError as error:  # where possible, the stub has already refused it
-            log.error("a metric of model '%s' cannot be changed: %s", self._model.name, error)
+        """The stub has refused what it can."""
+        self._metrics.change(number, action, value)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from llmbackend.core.backend_api import TritonError, unavailable
+from llmbackend.core.backend_api import Request, TritonError, cancelled, unavailable
 from llmbackend.fork_server.client import restart_pause_s
+from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
 
 from .stub_process import StubDeadError, StubProcess, StubRaisedError
 from .wire_messages import not_healthy
@@ -41,13 +42,36 @@ class SupervisedStub(Protocol):
 Stub = TypeVar("Stub", bound=SupervisedStub)
 
 
+class Spare(Generic[Stub]):
+    """The process that loaded the model before there were instances, until an instance takes it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stub: Stub | None = None
+
+    def put(self, stub: Stub) -> None:
+        self._stub = stub
+
+    def take(self, policy: HostPolicy = NO_POLICY) -> Stub | None:
+        """None if there is none, or if it is not bound as specified by `policy`."""
+        if policy != NO_POLICY:
+            return None
+        with self._lock:
+            stub, self._stub = self._stub, None
+            return stub
+
+
 class StubSupervisor(Generic[Stub]):
     """Keeps a stub process alive. A stub that dies after it has served is restarted immediately, others after an
     increasing pause. `start` and `close` are called by the instance's owner, the rest from any thread."""
 
-    def __init__(self, name: str, launch: Callable[[], Stub], prepare: Callable[[Stub], None]) -> None:
-        """prepare: makes a launched stub ready to execute; raises TritonError if that fails."""
+    def __init__(
+        self, name: str, launch: Callable[[], Stub], prepare: Callable[[Stub], None], patience_s: float
+    ) -> None:
+        """prepare: makes a launched stub ready to execute; raises TritonError if that fails
+        patience_s: how long after a stub's death requests wait for its successor"""
         self._name = name
+        self._patience_s = patience_s
         self._launch = launch
         self._prepare = prepare
         self._changed = threading.Condition()
@@ -68,16 +92,27 @@ class StubSupervisor(Generic[Stub]):
             self._is_closed = True
             raise
 
-    def get(self) -> Stub:
-        """The stub; waits while it is being started. Raises TritonError UNAVAILABLE while it cannot be started."""
+    def get(self, requests: Sequence[Request] = ()) -> Stub:
+        """The stub for `requests`; waits while it is being started. Raises TritonError CANCELLED if meanwhile all of
+        them are cancelled, UNAVAILABLE if the stub cannot be started or this takes longer than `patience_s`."""
         if self._is_ready and self._has_served and self._stub is not None:
             return self._stub  # it may die at any time, even while the lock is held
+        for request in requests:
+            request.on_cancel(self._wake)
         with self._changed:
-            self._changed.wait_for(lambda: self._is_ready or self._failure or self._is_closed)
-            if not self._is_ready or self._stub is None:
-                raise self._not_available()
-            self._has_served = True
-            return self._stub
+            wait_s = max(self._down_since_s + self._patience_s - time.monotonic(), 0.0)
+            self._changed.wait_for(
+                lambda: self._is_ready or self._failure or self._is_closed or _are_cancelled(requests), wait_s
+            )
+            if self._is_ready and self._stub is not None:
+                self._has_served = True
+                return self._stub
+            raise cancelled("Request cancelled") if _are_cancelled(requests) else self._not_available()
+
+    def _wake(self) -> None:
+        """Called on the cancelling thread."""
+        with self._changed:
+            self._changed.notify_all()
 
     def check_ready(self) -> None:
         """Raises TritonError UNAVAILABLE if requests would be refused or wait for long, or if the model reports (after
@@ -110,9 +145,10 @@ class StubSupervisor(Generic[Stub]):
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             was_ready, self._is_ready, self._is_closed = self._is_ready, False, True
-            if not was_ready and self._stub is not None:
-                self._stub.process.kill()
+            starting = None if was_ready else self._stub
             self._changed.notify_all()
+        if starting is not None:
+            starting.process.kill()
         if self._restarter is not None:
             self._restarter.join()
         if self._stub is None:
@@ -139,8 +175,9 @@ class StubSupervisor(Generic[Stub]):
         stub.process.on_end = partial(self._on_end, stub)
         with self._changed:
             self._stub = stub
-            if self._is_closed:
-                stub.process.kill()
+            is_closed = self._is_closed
+        if is_closed:
+            stub.process.kill()
         try:
             self._prepare(stub)
         except BaseException:
@@ -195,4 +232,9 @@ class StubSupervisor(Generic[Stub]):
                 return
 
     def _not_available(self) -> TritonError:
-        return unavailable(f"Stub process '{self._name}' is not healthy. {self._failure}".rstrip())
+        reason = self._failure or ("" if self._is_closed else "It is being started.")
+        return unavailable(f"Stub process '{self._name}' is not healthy. {reason}".rstrip())
+
+
+def _are_cancelled(requests: Sequence[Request]) -> bool:
+    return bool(requests) and all(request.is_cancelled for request in requests)

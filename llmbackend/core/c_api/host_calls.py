@@ -1,4 +1,5 @@
-"""The host functions behind Triton's C API. native/*.cpp calls them by name while holding the GIL.
+"""The host functions behind Triton's C API. native/*.cpp calls them, and methods of the host's objects, by name while
+holding the GIL.
 
 Used by native/. Knows nothing of C objects: models, instances, requests and factories here are the host's own.
 Invariant: a function fails by raising, and the C function returns the exception as a TRITONSERVER_Error. Source:
@@ -101,14 +102,6 @@ def release_request(request: Request, flags: int, has_responses: bool) -> Respon
     return factory
 
 
-def new_factory(request: Request) -> ResponseFactory:
-    return request.response_factory()
-
-
-def close_factory(factory: ResponseFactory) -> None:
-    factory.close()
-
-
 def send_flags(factory: ResponseFactory, flags: int) -> None:
     factory.send_flags(_RESPONSE_FLAGS[flags & 1])
 
@@ -153,17 +146,9 @@ def set_model_config(model: Model, text: str) -> None:
     model.set_config(parse_json(text))
 
 
-def report_memory_usage(what: str, subject: Model | ModelInstance, usage: Sequence[tuple[int, int, int]]) -> None:
+def report_memory_usage(subject: Model | ModelInstance, usage: Sequence[tuple[int, int, int]]) -> None:
     """usage: (TRITONSERVER_MemoryType number, device, bytes)"""
     subject.state.memory_usage = tuple(usage)
-
-
-def report_statistics(instance: ModelInstance, request: Request, success: bool, *times_ns: int) -> None:
-    instance.report_statistics(request, success, *times_ns)
-
-
-def report_batch_statistics(instance: ModelInstance, batch_size: int, *times_ns: int) -> None:
-    instance.report_batch_statistics(batch_size, *times_ns)
 
 
 def report_response_statistics(
@@ -175,25 +160,8 @@ def report_response_statistics(
 # --- inferences on other models ---------------------------------------------------------------------------------------
 
 
-def check_model(model: Model, name: str, version: int) -> None:
-    model.is_decoupled(name, version)
-
-
-def transaction_flags(model: Model, name: str, version: int) -> int:
-    """TRITONSERVER_TXN_ONE_TO_ONE or TRITONSERVER_TXN_DECOUPLED."""
-    return 2 if model.is_decoupled(name, version) else 1
-
-
-def is_model_ready(model: Model, name: str, version: int) -> bool:
-    return model.is_model_ready(name, version)
-
-
 def load_model(model: Model, name: str, parameters: Mapping[str, str | bytes]) -> None:
     model.load_model(name, parameters or None)
-
-
-def unload_model(model: Model, name: str, unload_dependents: bool) -> None:
-    model.unload_model(name, unload_dependents)
 
 
 def infer_async(
@@ -241,10 +209,6 @@ def unpacked_response(response: InferenceResponse) -> tuple[Any, ...]:
     )
 
 
-def cancel(handle: InferenceHandle) -> None:
-    handle.cancel()
-
-
 # --- models of repository agents --------------------------------------------------------------------------------------
 
 
@@ -254,10 +218,6 @@ def agent_location(model: AgentModel) -> str:
 
 def acquire_agent_location(model: AgentModel) -> str:
     return str(model.acquire_location())
-
-
-def release_agent_location(model: AgentModel) -> None:
-    model.release_location()
 
 
 def update_agent_location(model: AgentModel, location: str) -> None:

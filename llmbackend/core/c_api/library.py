@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import os
 import queue
 import re
@@ -38,10 +39,11 @@ from ..backend_api import (
     Tenant,
     common_tenant,
 )
-from ..errors import internal, not_found, unsupported
+from ..errors import ErrorCode, internal, not_found, unsupported
 from ..tensors import wire_view
 from . import host_calls
 
+_log = logging.getLogger(__name__)
 _KINDS: Final = (InstanceGroupKind.AUTO, InstanceGroupKind.CPU, InstanceGroupKind.GPU, InstanceGroupKind.MODEL)
 """In the order of TRITONSERVER_InstanceGroupKind."""
 _POLICIES: Final = (ExecutionPolicy.BLOCKING, ExecutionPolicy.DEVICE_BLOCKING)
@@ -229,12 +231,13 @@ class CompiledStrategy:
 
 
 class CompiledCache:
-    """A response cache in a shared library, `libtritoncache_<name>.so`: a ResponseCache (core/caching.py).
+    """A response cache in a shared library, `libtritoncache_<name>.so`: a CacheStore (core/caching.py).
 
     Source: TRITONCACHE_* of Triton's tritoncache.h.
     """
 
-    is_remote = False
+    is_shared = False
+    """A library does not tell. So no load of a model gets responses of an earlier load."""
 
     def __init__(self, file: Path, settings: Mapping[str, str], metric_family: Callable[..., MetricFamily]) -> None:
         """Raises TritonError NOT_FOUND if one of a cache's four functions is missing, and the error of its
@@ -254,16 +257,14 @@ class CompiledCache:
             host_calls.family_makers.remove(metric_family)
         raise_error(error)
 
-    def run_lookup(self, task: Callable[[], None], skip: Callable[[], None]) -> None:
-        task()
-
-    def run_insert(self, task: Callable[[], None]) -> None:
-        task()
-
     def lookup(self, key: bytes) -> bytes | None:
         """Triton's caches return NOT_FOUND for a missing entry."""
         error, entry = self._api.cache_lookup(self._lookup, self._cache, key.hex())
-        return None if error is not None else bytes(entry)
+        if error is None:
+            return bytes(entry)
+        if (failure := host_calls.error_from(error)).code is not ErrorCode.NOT_FOUND:
+            _log.error("Failed to retrieve key: %s. %s", key.hex(), failure.status)
+        return None
 
     def insert(self, key: bytes, entry: bytes) -> None:
         raise_error(self._api.cache_insert(self._insert, self._cache, key.hex(), entry))
@@ -323,10 +324,21 @@ class Deliveries:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            delivery, response, flags = item
-            value = None if response is None else host_calls.unpacked_response(response)
-            self._deliver(delivery, value, int(flags))
-            del item, delivery, response, value  # otherwise they would live until the next item arrives
+            self._pass_on(*item)
+            del item  # otherwise it would live until the next item arrives
+
+    def _pass_on(self, delivery: object, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        if response is None:
+            self._deliver(delivery, None, int(flags))
+            return
+        try:
+            self._deliver(delivery, host_calls.unpacked_response(response), int(flags))
+        except Exception as error:  # raised before the backend's callback is called
+            model = response.model_name
+            failure = internal(f"the response of model '{model}' cannot be passed to a compiled backend: {error}")
+            _log.error("%s", failure.message)
+            substitute = InferenceResponse(model, response.model_version, response.request_id, error=failure)
+            self._deliver(delivery, host_calls.unpacked_response(substitute), int(flags))
 
 
 def raise_error(error: host_calls.ErrorPair | None) -> None:

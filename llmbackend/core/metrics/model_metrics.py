@@ -10,20 +10,20 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import operator
 import random
 import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.grpc.service_pb2 import (
     InferBatchStatistics,
-    InferResponseStatistics,
     InferStatistics,
     ModelStatistics,
     StatisticDuration,
@@ -43,6 +43,8 @@ DEFAULT_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
 WINDOW_S = 60.0
 SLICES = 5
 SAMPLES_PER_SLICE = 2000
+MAX_RESPONSE_INDICES = 1024
+"""Rows of the statistics by response; the last one counts all further responses of longer streams."""
 _TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_]*")
 
 
@@ -241,6 +243,10 @@ class ResponseTimes:
     cancel: Duration = field(default_factory=Duration)
 
 
+_RESPONSE_DURATIONS = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
+_durations_of = operator.attrgetter(*_RESPONSE_DURATIONS)
+
+
 class Statistics:
     """Counters of one model version. Thread-safe.
 
@@ -316,6 +322,7 @@ class Statistics:
 
     def record_response(self, index: int, start_ns: int, output_start_ns: int, end_ns: int, outcome: str) -> None:
         """outcome: the counter's name: success, fail, empty_response or cancel."""
+        index = min(index, MAX_RESPONSE_INDICES - 1)
         with self._lock:
             times = self._responses.get(index)
             if times is None:
@@ -337,7 +344,7 @@ class Statistics:
 
     def snapshot(self, name: str, version: int) -> ModelStatistics:
         """All counters as the protocol's message. As in Triton, durations are present even if zero."""
-        with self._lock:
+        with self._lock:  # every token takes it: long tables are copied, and written afterwards
             message = ModelStatistics(
                 name=name,
                 version=str(version),
@@ -352,13 +359,15 @@ class Statistics:
             self.compute.write(totals)
             self.cache_hit.write(totals.cache_hit)
             self.cache_miss.write(totals.cache_miss)
-            for batch_size, times in sorted(self._batches.items()):
-                times.write(message.batch_stats.add(batch_size=batch_size))
-            for index, response in sorted(self._responses.items()):
-                _write_response(response, message.response_stats[str(index)])
+            batches = [(batch_size, replace(times)) for batch_size, times in self._batches.items()]
+            responses = [
+                (index, [(each.count, each.ns) for each in _durations_of(times)])
+                for index, times in self._responses.items()
+            ]
+        for batch_size, times in sorted(batches):
+            times.write(message.batch_stats.add(batch_size=batch_size))
+        for index, numbers in sorted(responses):
+            row = message.response_stats[str(index)]
+            for duration, (count, ns) in zip(_RESPONSE_DURATIONS, numbers, strict=True):
+                Duration(count, ns).write(getattr(row, duration))
         return message
-
-
-def _write_response(times: ResponseTimes, message: InferResponseStatistics) -> None:
-    for name in ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel"):
-        getattr(times, name).write(getattr(message, name))

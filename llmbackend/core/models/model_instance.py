@@ -251,8 +251,9 @@ class LoadedInstance:
         try:
             self._functions.call(EXECUTE, self, requests)
         except TritonError as error:
+            is_cancelled = error.code is ErrorCode.CANCELLED
             for request in requests:
-                request.fail(error, FailureReason.BACKEND)
+                request.fail(error, FailureReason.CANCELED if is_cancelled else FailureReason.BACKEND)
 
     def report_statistics(
         self,

@@ -143,11 +143,12 @@ class QueuedRequest:
         self._inputs = {**self._own_inputs, **tensors}
 
     def reset_for_reschedule(self) -> None:
-        """Resets the request, without sequence flags, and counts what has been reported so far."""
+        """Resets the request, without sequence flags and callbacks, and counts what has been reported so far."""
         self.flags = RequestFlag(0)
         self.turn = None
         self.states = None
         self._inputs = self._own_inputs
+        self.channel.clear_on_cancel()
         self.channel.count_now()
 
     def fail(self, error: TritonError, reason: FailureReason) -> None:

@@ -306,6 +306,12 @@ class ResponseChannel:
                 return
         callback()
 
+    def clear_on_cancel(self) -> None:
+        """Drops the callbacks of `on_cancel`, when the backend gives the request back. A cancellation that has come or
+        comes before the next `on_cancel` reaches that one's callback."""
+        with self._lock:
+            self._on_cancel.clear()
+
     def set_dequeue(self, callback: Callable[[], None] | None) -> None:
         """Sets the scheduler's cancellation callback while the request is queued; None once it has left the queue."""
         with self._lock:

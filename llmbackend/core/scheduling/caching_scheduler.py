@@ -48,7 +48,7 @@ class CachingScheduler(DelegatingScheduler):
     def __init__(self, inner: Scheduler, cache: ResponseCache, model: ChannelOwner) -> None:
         super().__init__(inner)
         self._cache = cache
-        self._keys = CacheKeys(model.name, model.version, load_id=b"" if cache.is_remote else os.urandom(16))
+        self._keys = CacheKeys(model.name, model.version, load_id=b"" if cache.is_shared else os.urandom(16))
         self._lock = threading.Lock()
         self._waiting = 0
         self._statistics = model.statistics
@@ -64,7 +64,7 @@ class CachingScheduler(DelegatingScheduler):
             super().enqueue(request)
             return
         look_up, skip = partial(self._look_up, request), partial(super().enqueue, request)
-        if self._cache.is_remote:
+        if self._cache.takes_time:
             self._count_waiting(1)
             look_up, skip = partial(self._run_later, look_up, request), partial(self._run_later, skip, request)
         self._cache.run_lookup(look_up, skip)

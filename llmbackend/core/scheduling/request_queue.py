@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from functools import partial
+from weakref import WeakSet
 
 from llmbackend.waiting.level_queue import LevelQueue
 from llmbackend.waiting.queue_policy import QueuePolicies
@@ -72,7 +73,7 @@ class RequestQueue:
         self._queue = PriorityQueue(policies)
         self._alarm_ns: int | None = None
         self._stopped = False
-        self._dismissed: set[threading.Thread] = set()
+        self._dismissed: WeakSet[threading.Thread] = WeakSet()  # a thread that has ended never asks
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -261,7 +261,10 @@ class TraceManager:
     def settings(self, model_name: str = _SERVER) -> TraceSettings:
         """The current settings, with the remaining `count`."""
         with self._lock:
-            return self._current(model_name if model_name in self._samplers else _SERVER)
+            sampler = self._samplers.get(model_name) or self._samplers.get(_SERVER)
+            if sampler is None:
+                return self._defaults
+            return sampler.settings.with_changes({"count": sampler.remaining})
 
     def update(self, model_name: str, changes: TraceChanges) -> None:
         """Changes the settings of one model, or of the server ("").
@@ -279,12 +282,6 @@ class TraceManager:
             self._own[model_name] = own[model_name]
             for name, settings in updated.items():
                 self._replace(name, settings)
-
-    def _current(self, name: str) -> TraceSettings:
-        sampler = self._samplers.get(name)
-        if sampler is None:
-            return self._defaults
-        return sampler.settings.with_changes({"count": sampler.remaining})
 
     def _with_remaining(self, name: str) -> dict[TraceField, Any]:
         """The fields set for `name`, with the remaining count."""

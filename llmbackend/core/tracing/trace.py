@@ -130,7 +130,7 @@ class TraceSpan:
 log = logging.getLogger(__name__)
 
 MAX_REPORTS: Final = 4096
-"""Entries of one model in one trace; further responses of a longer stream are not recorded."""
+"""Models' parts of one trace, and entries of each: further requests to models and responses are not recorded."""
 MAX_SPANS: Final = 1024
 """Limit for one backend in one trace."""
 
@@ -172,12 +172,12 @@ class Trace:
         self._on_complete = on_complete
         self._lock = threading.Lock()
         self._open = 1
-        self._reports: list[RequestTrace] = []
         self.root_span: Any = None
         """For use by the sink."""
         self.traceparent = ""
         """W3C's name of the root span (mode opentelemetry), or ""."""
-        self.root = self.add(parent=None)
+        self.root = RequestTrace(self, new_id(), None)
+        self._reports = [self.root]
         sink.begin(self)
 
     @property
@@ -186,11 +186,14 @@ class Trace:
         with self._lock:
             return list(self._reports)
 
-    def add(self, parent: RequestTrace | None) -> RequestTrace:
-        report = RequestTrace(self, self._new_id(), parent)
+    def child_of(self, parent: RequestTrace) -> RequestTrace | None:
+        """None if there are MAX_REPORTS reports."""
         with self._lock:
+            if len(self._reports) >= MAX_REPORTS:
+                return None
+            report = RequestTrace(self, self._new_id(), parent)
             self._reports.append(report)
-        return report
+            return report
 
     def enter(self) -> bool:
         """Adds a model. Returns False if the trace is already complete."""
@@ -246,9 +249,9 @@ class RequestTrace:
         """0 = the client's request."""
         return 0 if self.parent is None else self.parent.id
 
-    def child(self) -> RequestTrace:
-        """The trace of a request made on behalf of this one."""
-        return self.trace.add(parent=self)
+    def child(self) -> RequestTrace | None:
+        """The trace of a request made on behalf of this one; None = it is not traced, because the trace is full."""
+        return self.trace.child_of(self)
 
     # --- backends -----------------------------------------------------------------------------------------------------
 

@@ -176,7 +176,8 @@ class InferenceServicer(InferenceRpcs):
     @rpc
     async def ModelStatistics(self, request: Any, context: Context) -> Any:
         version = model_version(request.version)
-        return pb.ModelStatisticsResponse(model_stats=self._server.model_statistics(request.name, version))
+        rows = await asyncio.to_thread(self._server.model_statistics, request.name, version)
+        return pb.ModelStatisticsResponse(model_stats=rows)
 
     @rpc
     async def RepositoryIndex(self, request: Any, context: Context) -> Any:

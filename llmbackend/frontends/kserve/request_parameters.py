@@ -24,6 +24,7 @@ from ..http.json_reader import as_bool, as_string, as_unsigned, parsing
 EMPTY_FINAL: Final = "triton_enable_empty_final_response"
 _RESERVED_PREFIX: Final = "triton_"
 _NO_FLAGS: Final = RequestFlag(0)
+_UINT64: Final = (1 << 64) - 1
 _EMPTY_FINAL_ALONE: Final = frozenset({EMPTY_FINAL})
 _JSON_KEYS: Final = frozenset(
     {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output"}
@@ -130,14 +131,15 @@ def _options(
     values: dict[str, ParameterValue], binary_data_output: bool = False, empty_final_response: bool = False
 ) -> RequestOptions:
     """values: known keys with values of their types, and the model's parameters"""
-    correlation_id = values.pop("sequence_id", 0)
+    sequence_id = values.pop("sequence_id", 0)
     flags = _NO_FLAGS
     if values.pop("sequence_start", False):
         flags |= RequestFlag.SEQUENCE_START
     if values.pop("sequence_end", False):
         flags |= RequestFlag.SEQUENCE_END
     return RequestOptions(
-        correlation_id=correlation_id if isinstance(correlation_id, str) else int(correlation_id),
+        # gRPC's int64_param holds ids from 2**63 on as negative numbers
+        correlation_id=sequence_id if isinstance(sequence_id, str) else int(sequence_id) & _UINT64,
         flags=flags,
         priority=int(values.pop("priority", 0)),
         timeout_us=int(values.pop("timeout", 0)),

@@ -55,6 +55,14 @@ def test_tensors_come_back_as_they_were(backends: CompiledRepository) -> None:
             assert output.data.tolist() == tensor.data.tolist()
 
 
+def test_a_correlation_id_below_zero_fails_no_request(backends: CompiledRepository) -> None:
+    """A C id has no sign, and an id that can not be read would fail the batch of its request."""
+    backends.model("m", "identity", io=NUMBER_IO)
+    with serving(backends, "m") as server:
+        (response,) = send(server, "m", Tensor.of("INPUT0", np.array([7], np.int32)), correlation_id=-2).responses()
+        assert response.error is None and response.outputs[0].data.tolist() == [7]
+
+
 def test_statistics_are_those_that_the_backend_reports(backends: CompiledRepository) -> None:
     backends.model("m", "identity", io=NUMBER_IO)
     with serving(backends, "m") as server:

@@ -28,6 +28,22 @@ sequence_batching { control_input [
 """
 
 
+# Its responses have what a C string or number can not hold, as the input says.
+ODD_BACKEND = """
+from llmbackend.core.backend_api import ResponseFlag, Tensor, internal
+
+ERRORS = {"nul": "a\\0b", "surrogate": "a\\udc80b"}
+
+def TRITONBACKEND_ModelInstanceExecute(instance, requests):
+    for request in requests:
+        word = request.inputs["INPUT0"].data.item().decode()
+        response = request.new_response()
+        response.add_output(Tensor.text("OUTPUT0", word))
+        if word == "number":
+            response.set_parameter("large", 1 << 64)
+        response.send(ResponseFlag.FINAL, internal(ERRORS[word]) if word in ERRORS else None)
+        request.release()
+"""
 REFUSED_AT_ONCE = "request other"
 """The errors of ServerInferAsync itself; where the instance has its own process, they come as responses."""
 
@@ -71,6 +87,20 @@ def test_an_inference_in_flight_can_be_cancelled(server: InferenceServer) -> Non
         "Cancel=OK",
         "last=error Cancelled: stopped.",
     ]
+
+
+def test_a_response_that_c_can_not_hold_costs_no_other(
+    backends: CompiledRepository, caplog: pytest.LogCaptureFixture
+) -> None:
+    backends.backend("odd", ODD_BACKEND)
+    for name, backend in (("m", "bls"), ("odd", "odd")):
+        backends.model(name, backend, io=TEXT_IO)
+    with serving(backends, "m", "odd") as server:
+        said = [text_of(ask(server, f"infer odd {word}")).strip() for word in ("nul", "surrogate", "number", "well")]
+    cut_short, replaced, refused, well = said
+    assert (cut_short, replaced, well) == ("odd=error Internal: a.", "odd=error Internal: a?b.", "odd=well by odd1.")
+    reason = "the response of model 'odd' cannot be passed to a compiled backend: "
+    assert refused.startswith(f"odd=error Internal: {reason}") and reason in caplog.text
 
 
 def test_inferences_of_many_requests_at_once(server: InferenceServer) -> None:

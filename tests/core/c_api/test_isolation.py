@@ -66,6 +66,25 @@ def test_a_cancellation_reaches_the_process(isolated: CompiledRepository) -> Non
         assert response.error is not None and response.error.message == "cancelled while it was held"
 
 
+def test_requests_that_can_not_be_sent_to_the_process_fail_and_are_forgotten(
+    isolated: CompiledRepository, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError("no descriptors")
+
+    isolated.model("m", "faulty", io=TEXT_IO)
+    with serving(isolated, "m") as server:
+        assert text_of(ask(server, "echo"))
+        with monkeypatch.context() as patched:
+            patched.setattr("llmbackend.backends.python.stub_process.encode", fail)
+            error = ask(server, "echo").error()
+        assert error.code is ErrorCode.INTERNAL and "no descriptors" in error.message
+        server.kill_instance("m", -1, "m_0")
+        eventually(lambda: "restarting it" in caplog.text)
+        assert text_of(ask(server, "echo"))
+    assert "could not be ended" not in caplog.text
+
+
 def test_an_unknown_isolation_is_refused(isolated: CompiledRepository) -> None:
     isolated.model("m", "faulty", io=TEXT_IO)
     settings = {"faulty": {"isolation": "thread"}}

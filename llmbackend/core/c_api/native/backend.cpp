@@ -15,7 +15,7 @@ TRITONSERVER_Message* message_copy(const Ref& value) {
   return message;
 }
 
-Error* memory_usage(const char* what, PyObject* host, TRITONSERVER_BufferAttributes** usage, uint32_t count) {
+Error* memory_usage(PyObject* host, TRITONSERVER_BufferAttributes** usage, uint32_t count) {
   Locked lock;
   Ref list(PyList_New(0));
   for (uint32_t i = 0; i < count; ++i) {
@@ -24,7 +24,7 @@ Error* memory_usage(const char* what, PyObject* host, TRITONSERVER_BufferAttribu
                            static_cast<Py_ssize_t>(entry.byte_size)));
     if (!list || !item || PyList_Append(list.get(), item.get())) return take_exception();
   }
-  return host_call("report_memory_usage", Py_BuildValue("(sOO)", what, host, list.get()));
+  return host_call("report_memory_usage", Py_BuildValue("(OO)", host, list.get()));
 }
 
 Error* check_config_version(uint32_t version) {
@@ -185,7 +185,7 @@ EXPORTED Error* TRITONBACKEND_ModelBackend(TRITONBACKEND_Model* model, TRITONBAC
 
 EXPORTED Error* TRITONBACKEND_ModelReportMemoryUsage(TRITONBACKEND_Model* model, TRITONSERVER_BufferAttributes** usage,
                                                      uint32_t count) {
-  return memory_usage("model", model->host, usage, count);
+  return memory_usage(model->host, usage, count);
 }
 
 // --- instance ---------------------------------------------------------------------------------------------------------
@@ -226,8 +226,7 @@ EXPORTED Error* TRITONBACKEND_ModelInstanceProfileName(TRITONBACKEND_ModelInstan
                                                        const char** name) {
   *name = nullptr;
   if (index >= instance->profiles.size())
-    return invalid("out of bounds index " + std::to_string(index) + ": instance is configured with " +
-                   std::to_string(instance->profiles.size()) + " profiles");
+    return out_of_bounds(index, "instance is configured with", instance->profiles.size(), "profiles");
   *name = instance->profiles[index].c_str();
   return nullptr;
 }
@@ -241,8 +240,7 @@ EXPORTED Error* TRITONBACKEND_ModelInstanceSecondaryDeviceCount(TRITONBACKEND_Mo
 EXPORTED Error* TRITONBACKEND_ModelInstanceSecondaryDeviceProperties(TRITONBACKEND_ModelInstance* instance,
                                                                      uint32_t index, const char** kind, int64_t* id) {
   if (index >= instance->secondary_devices.size())
-    return invalid("out of bounds index " + std::to_string(index) + ": instance is configured with " +
-                   std::to_string(instance->secondary_devices.size()) + " secondary devices");
+    return out_of_bounds(index, "instance is configured with", instance->secondary_devices.size(), "secondary devices");
   *kind = instance->secondary_devices[index].first.c_str();
   *id = instance->secondary_devices[index].second;
   return nullptr;
@@ -255,7 +253,7 @@ EXPORTED Error* TRITONBACKEND_ModelInstanceModel(TRITONBACKEND_ModelInstance* in
 
 EXPORTED Error* TRITONBACKEND_ModelInstanceReportMemoryUsage(TRITONBACKEND_ModelInstance* instance,
                                                              TRITONSERVER_BufferAttributes** usage, uint32_t count) {
-  return memory_usage("instance", instance->host, usage, count);
+  return memory_usage(instance->host, usage, count);
 }
 
 // --- statistics -------------------------------------------------------------------------------------------------------
@@ -268,10 +266,10 @@ EXPORTED Error* TRITONBACKEND_ModelInstanceReportStatistics(TRITONBACKEND_ModelI
                                                             uint64_t compute_end_ns, uint64_t exec_end_ns) {
   auto source = request->host;  // the request may be gone when a deferred call runs
   return with_lock(When::AFTER_EXECUTE, [=] {
-    return host_call("report_statistics",
-                     Py_BuildValue("(OOOKKKK)", instance->host, source->request.get(), success ? Py_True : Py_False,
-                                   Nanoseconds{exec_start_ns}, Nanoseconds{compute_start_ns},
-                                   Nanoseconds{compute_end_ns}, Nanoseconds{exec_end_ns}));
+    return call_method(instance->host, "report_statistics",
+                       Py_BuildValue("(OOKKKK)", source->request.get(), success ? Py_True : Py_False,
+                                     Nanoseconds{exec_start_ns}, Nanoseconds{compute_start_ns},
+                                     Nanoseconds{compute_end_ns}, Nanoseconds{exec_end_ns}));
   });
 }
 
@@ -280,10 +278,10 @@ EXPORTED Error* TRITONBACKEND_ModelInstanceReportBatchStatistics(TRITONBACKEND_M
                                                                  uint64_t compute_start_ns, uint64_t compute_end_ns,
                                                                  uint64_t exec_end_ns) {
   return with_lock(When::AFTER_EXECUTE, [=] {
-    return host_call("report_batch_statistics",
-                     Py_BuildValue("(OKKKKK)", instance->host, Nanoseconds{batch_size}, Nanoseconds{exec_start_ns},
-                                   Nanoseconds{compute_start_ns}, Nanoseconds{compute_end_ns},
-                                   Nanoseconds{exec_end_ns}));
+    return call_method(instance->host, "report_batch_statistics",
+                       Py_BuildValue("(KKKKK)", Nanoseconds{batch_size}, Nanoseconds{exec_start_ns},
+                                     Nanoseconds{compute_start_ns}, Nanoseconds{compute_end_ns},
+                                     Nanoseconds{exec_end_ns}));
   });
 }
 

@@ -44,7 +44,7 @@ std::unique_ptr<TRITONBACKEND_Request> read_request(PyObject* item) {
   request->timeout_us = timeout_us;
   if (!read_text(id, &request->id) || !read_parameters(parameters, &request->parameters)) return nullptr;
   if (PyLong_Check(correlation)) {
-    request->correlation_id = PyLong_AsUnsignedLongLong(correlation);
+    request->correlation_id = PyLong_AsUnsignedLongLongMask(correlation);
   } else {
     request->has_text_correlation = true;
     if (!read_text(correlation, &request->correlation_text)) return nullptr;

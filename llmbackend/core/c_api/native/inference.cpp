@@ -1,9 +1,9 @@
 // A backend's inferences on other models (BLS): TRITONSERVER_InferenceRequest, _ResponseAllocator,
 // _InferenceResponse, and the functions of TRITONSERVER_Server that backends call.
 //
-// Invariants: input data is copied when the inference starts; responses are delivered in order by a thread of the host's
-// (host_calls.py), without the GIL; the request is returned to its owner after the last response, and can be cancelled
-// until then.
+// Invariants: input data is copied when the inference starts; a thread of the model (library.py) delivers the responses
+// in order and calls the backend without the GIL; a request is returned to its owner after its last response, and can
+// be cancelled until then.
 
 #include <algorithm>
 
@@ -62,8 +62,8 @@ void delete_delivery(PyObject* capsule) {
 EXPORTED Error* TRITONSERVER_InferenceRequestNew(TRITONSERVER_InferenceRequest** request, TRITONSERVER_Server* server,
                                                  const char* model_name, int64_t model_version) {
   Locked lock;
-  if (Error* error = host_call("check_model", Py_BuildValue("(OsL)", server->model, model_name,
-                                                            static_cast<long long>(model_version))))
+  if (Error* error = call_method(server->model, "is_decoupled",  // fails for an unknown model
+                                 Py_BuildValue("(sL)", model_name, static_cast<long long>(model_version))))
     return error;
   *request = new TRITONSERVER_InferenceRequest;
   (*request)->model_name = model_name;
@@ -135,7 +135,7 @@ EXPORTED Error* TRITONSERVER_InferenceRequestCancel(TRITONSERVER_InferenceReques
   Locked lock;
   request->is_cancelled = true;
   if (!request->handle) return nullptr;
-  return host_call("cancel", Py_BuildValue("(O)", request->handle.get()));
+  return call_method(request->handle.get(), "cancel", PyTuple_New(0));
 }
 
 EXPORTED Error* TRITONSERVER_InferenceRequestIsCancelled(TRITONSERVER_InferenceRequest* request, bool* is_cancelled) {
@@ -185,7 +185,7 @@ EXPORTED Error* TRITONSERVER_InferenceRequestAppendInputDataWithHostPolicy(TRITO
                                                                            const void*, size_t,
                                                                            TRITONSERVER_MemoryType, int64_t,
                                                                            const char*) {
-  return nullptr;  // the data without a policy, which must be there, too, is used on every instance
+  return nullptr;  // every instance uses the data without a host policy, which a caller must add as well
 }
 
 EXPORTED Error* TRITONSERVER_InferenceRequestAppendInputDataWithBufferAttributes(
@@ -262,7 +262,7 @@ EXPORTED Error* TRITONSERVER_ResponseAllocatorNew(TRITONSERVER_ResponseAllocator
 }
 
 EXPORTED Error* TRITONSERVER_ResponseAllocatorSetQueryFunction(TRITONSERVER_ResponseAllocator*, QueryFn) {
-  return nullptr;  // asked for the kind of memory: here all of it is the CPU's
+  return nullptr;  // the function is asked which kind of memory to use: here it is always CPU memory
 }
 
 EXPORTED Error* TRITONSERVER_ResponseAllocatorSetBufferAttributesFunction(TRITONSERVER_ResponseAllocator* allocator,
@@ -282,7 +282,7 @@ EXPORTED Error* TRITONSERVER_ServerInferAsync(TRITONSERVER_Server* server, TRITO
                                               TRITONSERVER_InferenceTrace* trace) {
   if (!request->complete)
     return invalid("the request has no response callback: TRITONSERVER_InferenceRequestSetResponseCallback");
-  std::unique_ptr<TRITONSERVER_InferenceTrace> owned_trace(trace);  // also where the inference is refused
+  std::unique_ptr<TRITONSERVER_InferenceTrace> owned_trace(trace);  // deleted even if the inference is refused
   for (auto& input : request->inputs) {
     input.bytes.clear();
     for (auto [base, byte_size] : input.parts) input.bytes.append(base, byte_size);
@@ -330,7 +330,7 @@ Error* place(InferenceOutput* output, const char* data, Delivery& to) {
     error = to.functions.attributes(to.allocator, output->name.c_str(), &attributes, to.allocator_userp, output->userp);
     if (error) return error;
   }
-  if (type == MEMORY_GPU) return new_error(ERROR_UNSUPPORTED, "the response allocator gave GPU memory");
+  if (type == MEMORY_GPU) return new_error(ERROR_UNSUPPORTED, "the response allocator returned GPU memory");
   if (output->byte_size) memcpy(output->base, data, output->byte_size);
   return nullptr;
 }
@@ -364,16 +364,17 @@ PyObject* deliver(PyObject*, PyObject* arguments) {
   std::vector<Py_buffer> views;
   if (value != Py_None) {
     response = std::make_unique<TRITONSERVER_InferenceResponse>();
-    const char* model = nullptr;
+    PyObject *model = nullptr, *message = nullptr;
     long long version = 0;
-    int code = 0;
-    const char* message = nullptr;
-    bool ok = PyArg_ParseTuple(value, "sLOOOO", &model, &version, &id, &outputs, &parameters, &failure) &&
-              read_text(id, &response->id) && read_parameters(parameters, &response->parameters);
-    if (ok) response->model_name = model, response->model_version = version;
+    bool ok = PyArg_ParseTuple(value, "OLOOOO", &model, &version, &id, &outputs, &parameters, &failure) &&
+              read_text(model, &response->model_name) && read_text(id, &response->id) &&
+              read_parameters(parameters, &response->parameters);
+    response->model_version = version;
     if (ok && failure != Py_None) {
-      ok = PyArg_ParseTuple(failure, "is", &code, &message);
-      if (ok) response->error.reset(new_error(static_cast<TRITONSERVER_Error_Code>(code), message));
+      int code = 0;
+      std::string reason;
+      ok = PyArg_ParseTuple(failure, "iO", &code, &message) && read_text(message, &reason);
+      if (ok) response->error.reset(new_error(static_cast<TRITONSERVER_Error_Code>(code), std::move(reason)));
     }
     for (Py_ssize_t i = 0; ok && i < PyTuple_Size(outputs); ++i)
       ok = read_output(PyTuple_GetItem(outputs, i), response.get(), &views);
@@ -438,8 +439,7 @@ EXPORTED Error* TRITONSERVER_InferenceResponseParameter(TRITONSERVER_InferenceRe
                                                         const char** name, TRITONSERVER_ParameterType* type,
                                                         const void** value) {
   if (index >= response->parameters.size())
-    return invalid("out of bounds index " + std::to_string(index) + ": response has " +
-                   std::to_string(response->parameters.size()) + " parameters");
+    return out_of_bounds(index, "response has", response->parameters.size(), "parameters");
   const auto& parameter = response->parameters[index];
   *name = parameter.name.c_str();
   *type = parameter.type;
@@ -458,8 +458,7 @@ EXPORTED Error* TRITONSERVER_InferenceResponseOutput(TRITONSERVER_InferenceRespo
                                                      size_t* byte_size, TRITONSERVER_MemoryType* type,
                                                      int64_t* type_id, void** userp) {
   if (index >= response->outputs.size())
-    return invalid("out of bounds index " + std::to_string(index) + ": response has " +
-                   std::to_string(response->outputs.size()) + " outputs");
+    return out_of_bounds(index, "response has", response->outputs.size(), "outputs");
   const auto& output = response->outputs[index];
   *name = output.name.c_str();
   *datatype = output.datatype;

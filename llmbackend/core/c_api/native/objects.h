@@ -29,6 +29,10 @@ struct TRITONSERVER_Error {
 Error* new_error(TRITONSERVER_Error_Code code, std::string message);
 Error* invalid(std::string message);
 
+// "out of bounds index 3: request has 2 inputs", after `tag`. owner: "request has"; what: "inputs"
+Error* out_of_bounds(uint32_t index, const std::string& owner, size_t count, const char* what,
+                     const std::string& tag = "");
+
 struct TRITONSERVER_Message {
   std::string json;
 };
@@ -115,8 +119,11 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
-// Calls `host.<name>(*arguments)` (host_calls.py) while holding the GIL. Takes over `arguments` (a tuple; null = an
-// exception is set). An exception becomes an error.
+// Calls `object.<name>(*arguments)` while holding the GIL. Takes over `arguments` (a tuple; null = an exception is
+// set). An exception becomes an error.
+Error* call_method(PyObject* object, const char* name, PyObject* arguments, Ref* result = nullptr);
+
+// `call_method` for a function of host_calls.py.
 Error* host_call(const char* name, PyObject* arguments, Ref* result = nullptr);
 
 // The pending exception as an error; clears it.
@@ -130,8 +137,9 @@ bool read_parameters(PyObject* dict, Parameters* parameters);  // false = an exc
 bool read_text(PyObject* value, std::string* out);
 bool read_dims(PyObject* value, std::vector<int64_t>* dims);
 
-// Runs `call` with the GIL: now or, if clients cannot see the effect, after the Execute in which this thread is has
-// returned, so that the GIL is taken once for all such calls. A deferred call's error is logged.
+// Runs `call` with the GIL: at once or, for AFTER_EXECUTE on a thread that is in Execute, when Execute has returned,
+// so that the GIL is taken once for all such calls. AFTER_EXECUTE is for calls whose effect no client waits for. The
+// error of a deferred call is logged.
 enum class When { NOW, AFTER_EXECUTE };
 Error* with_lock(When when, std::function<Error*()> call);
 

@@ -70,15 +70,19 @@ Error* take_exception() {
   return new_error(static_cast<TRITONSERVER_Error_Code>(code), message);
 }
 
-Error* host_call(const char* name, PyObject* arguments, Ref* result) {
+Error* call_method(PyObject* object, const char* name, PyObject* arguments, Ref* result) {
   Ref own(arguments);
   if (!own) return take_exception();
-  Ref function(PyObject_GetAttrString(host_functions, name));
-  if (!function) return take_exception();
-  Ref value(PyObject_CallObject(function.get(), own.get()));
+  Ref method(PyObject_GetAttrString(object, name));
+  if (!method) return take_exception();
+  Ref value(PyObject_CallObject(method.get(), own.get()));
   if (!value) return take_exception();
   if (result) *result = std::move(value);
   return nullptr;
+}
+
+Error* host_call(const char* name, PyObject* arguments, Ref* result) {
+  return call_method(host_functions, name, arguments, result);
 }
 
 void log_error(Error* error) {

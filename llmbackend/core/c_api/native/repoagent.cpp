@@ -112,7 +112,7 @@ EXPORTED Error* TRITONREPOAGENT_ModelRepositoryLocationAcquire(Agent*, AgentMode
 
 EXPORTED Error* TRITONREPOAGENT_ModelRepositoryLocationRelease(Agent*, AgentModel* model, const char*) {
   Locked lock;
-  return host_call("release_agent_location", Py_BuildValue("(O)", model->host));
+  return call_method(model->host, "release_location", PyTuple_New(0));
 }
 
 EXPORTED Error* TRITONREPOAGENT_ModelRepositoryUpdate(Agent*, AgentModel* model, TRITONREPOAGENT_ArtifactType type,

@@ -15,11 +15,6 @@ void set(T* out, T value) {
 // Published backends continue to use a response that they have sent as an error and set to null.
 Error* no_response() { return invalid("the response is null: it was sent before"); }
 
-Error* out_of_bounds(const std::string& tag, const char* what, uint32_t index, size_t count) {
-  return invalid(tag + "out of bounds index " + std::to_string(index) + ": request has " + std::to_string(count) + " " +
-                 what);
-}
-
 // The prefix of Triton's errors about a single request.
 std::string tag(const TRITONBACKEND_Request* request) {
   return "[request id: " + (request->id.empty() ? "<id_unknown>" : request->id) + "] ";
@@ -59,7 +54,7 @@ PyObject* send_arguments(TRITONBACKEND_Response* response, uint32_t flags, Error
 Source::~Source() {
   if (!request && !factory) return;
   Locked lock;
-  if (factory) delete host_call("close_factory", Py_BuildValue("(O)", factory.get()));
+  if (factory) delete call_method(factory.get(), "close", PyTuple_New(0));
   request = Ref();
   factory = Ref();
 }
@@ -109,7 +104,8 @@ EXPORTED Error* TRITONBACKEND_RequestParameterCount(TRITONBACKEND_Request* reque
 
 EXPORTED Error* TRITONBACKEND_RequestParameter(TRITONBACKEND_Request* request, uint32_t index, const char** key,
                                                TRITONSERVER_ParameterType* type, const void** value) {
-  if (index >= request->parameters.size()) return out_of_bounds("", "parameters", index, request->parameters.size());
+  if (index >= request->parameters.size())
+    return out_of_bounds(index, "request has", request->parameters.size(), "parameters");
   const auto& parameter = request->parameters[index];
   *key = parameter.name.c_str();
   *type = parameter.type;
@@ -125,7 +121,8 @@ EXPORTED Error* TRITONBACKEND_RequestInputCount(TRITONBACKEND_Request* request, 
 EXPORTED Error* TRITONBACKEND_RequestInputByIndex(TRITONBACKEND_Request* request, uint32_t index,
                                                   TRITONBACKEND_Input** input) {
   *input = nullptr;
-  if (index >= request->inputs.size()) return out_of_bounds(tag(request), "inputs", index, request->inputs.size());
+  if (index >= request->inputs.size())
+    return out_of_bounds(index, "request has", request->inputs.size(), "inputs", tag(request));
   *input = &request->inputs[index];
   return nullptr;
 }
@@ -158,7 +155,7 @@ EXPORTED Error* TRITONBACKEND_RequestOutputCount(TRITONBACKEND_Request* request,
 EXPORTED Error* TRITONBACKEND_RequestOutputName(TRITONBACKEND_Request* request, uint32_t index, const char** name) {
   *name = nullptr;
   if (index >= request->outputs.size())
-    return out_of_bounds(tag(request), "requested outputs", index, request->outputs.size());
+    return out_of_bounds(index, "request has", request->outputs.size(), "requested outputs", tag(request));
   *name = request->outputs[index].c_str();
   return nullptr;
 }
@@ -220,8 +217,7 @@ EXPORTED Error* TRITONBACKEND_InputBufferAttributes(TRITONBACKEND_Input* input, 
                                                     TRITONSERVER_BufferAttributes** attributes) {
   *buffer = nullptr;
   *attributes = nullptr;
-  if (index > 0)
-    return invalid("out of bounds index " + std::to_string(index) + ": input '" + input->name + "' has 1 buffer");
+  if (index > 0) return out_of_bounds(index, "input '" + input->name + "' has", 1, "buffer");
   *buffer = input->data;
   *attributes = &input->attributes;
   return nullptr;
@@ -317,7 +313,7 @@ EXPORTED Error* TRITONBACKEND_ResponseFactoryNew(TRITONBACKEND_ResponseFactory**
   Locked lock;
   auto source = SourcePtr::make();
   source->model = request->host->model;
-  if (Error* error = host_call("new_factory", Py_BuildValue("(O)", request->host->request.get()), &source->factory))
+  if (Error* error = call_method(request->host->request.get(), "response_factory", PyTuple_New(0), &source->factory))
     return error;
   *factory = new TRITONBACKEND_ResponseFactory{std::move(source)};
   return nullptr;
@@ -413,8 +409,7 @@ EXPORTED Error* TRITONBACKEND_InferenceResponseOutput(TRITONBACKEND_Response* re
                                                       const char** name, TRITONSERVER_DataType* datatype,
                                                       const int64_t** shape, uint64_t* dims) {
   if (index >= response->outputs.size())
-    return invalid("out of bounds index " + std::to_string(index) + ": response has " +
-                   std::to_string(response->outputs.size()) + " outputs");
+    return out_of_bounds(index, "response has", response->outputs.size(), "outputs");
   return describe(*response->outputs[index], name, datatype, shape, dims);
 }
 

@@ -4,19 +4,11 @@
 
 namespace {
 
-using Version = long long;
-
-Error* answer(bool* out, const char* name, PyObject* arguments) {
+// Asks a method of the model in whose name the server is used: method(model, version).
+Error* ask(bool* answer, TRITONSERVER_Server* server, const char* method, const char* model, long long version) {
   Ref value;
-  if (Error* error = host_call(name, arguments, &value)) return error;
-  *out = value.get() == Py_True;
-  return nullptr;
-}
-
-Error* number_of(uint32_t* out, const char* name, PyObject* arguments) {
-  Ref value;
-  if (Error* error = host_call(name, arguments, &value)) return error;
-  *out = static_cast<uint32_t>(PyLong_AsUnsignedLong(value.get()));
+  if (Error* error = call_method(server->model, method, Py_BuildValue("(sL)", model, version), &value)) return error;
+  *answer = PyObject_IsTrue(value.get()) == 1;
   return nullptr;
 }
 
@@ -30,14 +22,17 @@ EXPORTED Error* TRITONSERVER_ServerIsLive(TRITONSERVER_Server*, bool* live) {
 EXPORTED Error* TRITONSERVER_ServerModelIsReady(TRITONSERVER_Server* server, const char* name, int64_t version,
                                                 bool* ready) {
   Locked lock;
-  return answer(ready, "is_model_ready", Py_BuildValue("(OsL)", server->model, name, Version{version}));
+  return ask(ready, server, "is_model_ready", name, version);
 }
 
 EXPORTED Error* TRITONSERVER_ServerModelTransactionProperties(TRITONSERVER_Server* server, const char* name,
                                                               int64_t version, uint32_t* flags, void** detail) {
   if (detail) *detail = nullptr;
   Locked lock;
-  return number_of(flags, "transaction_flags", Py_BuildValue("(OsL)", server->model, name, Version{version}));
+  bool is_decoupled = false;
+  if (Error* error = ask(&is_decoupled, server, "is_decoupled", name, version)) return error;
+  *flags = is_decoupled ? TXN_DECOUPLED : TXN_ONE_TO_ONE;
+  return nullptr;
 }
 
 EXPORTED Error* TRITONSERVER_ServerLoadModelWithParameters(TRITONSERVER_Server* server, const char* name,
@@ -56,12 +51,12 @@ EXPORTED Error* TRITONSERVER_ServerLoadModel(TRITONSERVER_Server* server, const 
 
 EXPORTED Error* TRITONSERVER_ServerUnloadModel(TRITONSERVER_Server* server, const char* name) {
   Locked lock;
-  return host_call("unload_model", Py_BuildValue("(OsO)", server->model, name, Py_False));
+  return call_method(server->model, "unload_model", Py_BuildValue("(sO)", name, Py_False));
 }
 
 EXPORTED Error* TRITONSERVER_ServerUnloadModelAndDependents(TRITONSERVER_Server* server, const char* name) {
   Locked lock;
-  return host_call("unload_model", Py_BuildValue("(OsO)", server->model, name, Py_True));
+  return call_method(server->model, "unload_model", Py_BuildValue("(sO)", name, Py_True));
 }
 
 // --- traces -------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,11 @@ Error* new_error(TRITONSERVER_Error_Code code, std::string message) {
 
 Error* invalid(std::string message) { return new_error(ERROR_INVALID_ARG, std::move(message)); }
 
+Error* out_of_bounds(uint32_t index, const std::string& owner, size_t count, const char* what, const std::string& tag) {
+  return invalid(tag + "out of bounds index " + std::to_string(index) + ": " + owner + " " + std::to_string(count) +
+                 " " + what);
+}
+
 const char* datatype_name(TRITONSERVER_DataType datatype) { return name_of(DATATYPES, datatype); }
 
 TRITONSERVER_DataType datatype_of(const char* name) {

@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from ...backend_api import ParameterValue, RequestFlag
 from ...errors import internal, invalid_argument, request_tag
@@ -32,6 +33,8 @@ from .graph import (
 
 log = logging.getLogger(__name__)
 
+_IDS: Final = 1 << 64
+"""The number of numeric sequence ids."""
 NewValues = tuple[Iterable[str], Origin]
 """Names of tensors with a new value, and its origin."""
 
@@ -258,6 +261,8 @@ def sequence_of(parameters: Mapping[str, ParameterValue], sent: SequenceTag) -> 
         raise invalid_argument(
             "expected parameter 'sequence_id' to be TRITONSERVER_PARAMETER_INT or TRITONSERVER_PARAMETER_STRING"
         )
+    if isinstance(correlation_id, int):
+        correlation_id %= _IDS
     flags = RequestFlag(0)
     for name, flag in (("sequence_start", RequestFlag.SEQUENCE_START), ("sequence_end", RequestFlag.SEQUENCE_END)):
         value = given.get(name, False)
@@ -265,3 +270,10 @@ def sequence_of(parameters: Mapping[str, ParameterValue], sent: SequenceTag) -> 
             raise invalid_argument(f"expect parameter '{name}' to be TRITONSERVER_PARAMETER_BOOL")
         flags |= flag if value else RequestFlag(0)
     return correlation_id, flags
+
+
+def as_parameter(correlation_id: int | str) -> int | str:
+    """The id as a response parameter. These have 64 bits with a sign, so that ids from 2**63 on become negative."""
+    if isinstance(correlation_id, str) or correlation_id < _IDS // 2:
+        return correlation_id
+    return correlation_id - _IDS

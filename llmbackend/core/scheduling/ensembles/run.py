@@ -25,7 +25,7 @@ from ...model_to_model import ModelHandle, ModelHost
 from ...requests.queued_request import QueuedRequest
 from ...tensors import Tensor
 from ..scheduler import BatchSource
-from .flow import EnsembleFlow, NewValues
+from .flow import EnsembleFlow, NewValues, as_parameter
 from .graph import EnsembleGraph, ModelKey, ModelShapes, Origin, SequenceTag, StepLauncher, StepLimit, StepRequest
 
 log = logging.getLogger(__name__)
@@ -282,7 +282,7 @@ class EnsembleRun:
             response.add_output(tensor)
         if sequence is not None:
             correlation_id, sequence_flags = sequence
-            response.set_parameter("sequence_id", correlation_id)
+            response.set_parameter("sequence_id", as_parameter(correlation_id))
             response.set_parameter("sequence_start", RequestFlag.SEQUENCE_START in sequence_flags)
             response.set_parameter("sequence_end", RequestFlag.SEQUENCE_END in sequence_flags)
         response.send(flags)

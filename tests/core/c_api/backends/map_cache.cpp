@@ -21,12 +21,14 @@ IMPORTED Error* TRITONSERVER_BufferAttributesSetByteSize(TRITONSERVER_BufferAttr
 struct TRITONCACHE_Cache {
   std::mutex mutex;
   std::map<std::string, std::vector<std::string>> entries;
+  bool is_away = false;  // every lookup fails
 };
 
 EXPORTED Error* TRITONCACHE_CacheInitialize(TRITONCACHE_Cache** cache, const char* config) {
   if (std::string(config).find("\"size\"") == std::string::npos)
     return TRITONSERVER_ErrorNew(ERROR_INVALID_ARG, "a setting 'size' is expected");
   *cache = new TRITONCACHE_Cache;
+  (*cache)->is_away = std::string(config).find("\"away\"") != std::string::npos;
   return nullptr;
 }
 
@@ -59,6 +61,7 @@ EXPORTED Error* TRITONCACHE_CacheInsert(TRITONCACHE_Cache* cache, const char* ke
 EXPORTED Error* TRITONCACHE_CacheLookup(TRITONCACHE_Cache* cache, const char* key, TRITONCACHE_CacheEntry* entry,
                                         TRITONCACHE_Allocator* allocator) {
   std::lock_guard lock(cache->mutex);
+  if (cache->is_away) return TRITONSERVER_ErrorNew(ERROR_UNAVAILABLE, "the cache is away");
   auto found = cache->entries.find(key);
   if (found == cache->entries.end()) return TRITONSERVER_ErrorNew(ERROR_NOT_FOUND, key);
   TRITONSERVER_BufferAttributes* attributes;
