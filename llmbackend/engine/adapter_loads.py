@@ -215,15 +215,14 @@ class AdapterLoads:
         held = {request.lora_name for request in self._held.values()}
         for name in [name for name in self._unwanted - held if not self._is_used(name)]:
             self._unwanted.discard(name)
-            self._failures.pop(name, None)
             future = self._loading.pop(name, None)
             if future is not None or name in self._wanted:
                 if future is not None:
                     future.cancel()
                 self._wanted.pop(name, None)
                 self._give_up(name, "it was unloaded before it was read")
-                self._failures.pop(name, None)
             else:
                 self._known.pop(name, None)
+            self._failures.pop(name, None)
             if self._adapters is not None:
                 self._forget_matrices(name)

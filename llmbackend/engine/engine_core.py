@@ -138,8 +138,11 @@ class EngineCore:
             raise ValueError(f"request_id '{request_id}' is already running in this engine, expected a unique id")
         if self.adapters.holds(request):
             return
-        if error := self.adapters.refusal(request) or refusal(request, self.info):
+        if error := self.adapters.refusal(request):
             self._ended.append(StepOutput(request_id, finish_reason="error", error=error))
+            return
+        if error := refusal(request, self.info):
+            self._ended.append(StepOutput(request_id, finish_reason="error", error=error, is_bad_input=True))
             return
         sequence = Sequence(request, self._arrivals, self.info)
         self._arrivals += 1
@@ -286,7 +289,7 @@ class EngineCore:
     def _plan(self, in_flight: bool) -> StepPlan | None:
         schedule = self._scheduler.schedule(in_flight)
         for sequence, error in schedule.refused:
-            self._ended.append(self._fail(sequence, error))
+            self._ended.append(self._refuse(sequence, error))
         if schedule.plan is not None and self._tracer.is_active:
             self._tracer.planned(schedule.plan)
         return schedule.plan
@@ -327,7 +330,7 @@ class EngineCore:
             is_sound = ~np.isin(rows, list(errors))
             outputs = [self._fail(self._rows[row], errors[row]) for row in rows[~is_sound].tolist()]
             rows, num_tokens = rows[is_sound], num_tokens[is_sound]
-        self._scheduler.mark_computed(rows, num_tokens)
+        self._kv_cache.register(rows, num_tokens)
         if sampled.prompt_logprobs:
             outputs += self._emit_prompt_logprobs(rows, sampled.prompt_logprobs)
         live = set(rows.tolist()) if refusals else ()
@@ -385,11 +388,13 @@ class EngineCore:
         return any(sequence.request.lora_name == name for sequence in self._live.values())
 
     def _fail(self, sequence: Sequence, error: str) -> StepOutput:
-        self._scheduler.invalidate(sequence)
+        """Ends a request with a row: what it computed or found in the prefix cache is no longer shared."""
+        self._kv_cache.invalidate(sequence.row)
         self._end(sequence)
         return StepOutput(sequence.request.request_id, finish_reason="error", error=error)
 
     def _refuse(self, sequence: Sequence, error: str) -> StepOutput:
+        """Ends a request that cannot run because of its own fields."""
         self._end(sequence)  # no `invalidate`: its computed blocks are valid
         return StepOutput(sequence.request.request_id, finish_reason="error", error=error, is_bad_input=True)
 

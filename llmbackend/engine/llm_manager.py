@@ -41,7 +41,7 @@ from .messages import (
 )
 from .process.served.locating import remote_engines
 from .process.supervisor import EngineSource, ForkedEngines, Supervisor
-from .reports import EngineHistory, EngineReport, EngineState, Watch
+from .reports import NOT_WATCHED, EngineHistory, EngineReport, EngineState, Watch
 
 
 class Operation(IntEnum):
@@ -94,7 +94,6 @@ logger = logging.getLogger(__name__)
 
 RUNNERS = "llmbackend.engine.make_runner"
 """By name, so the host does not import the code that computes."""
-NOT_WATCHED = Watch()
 STALL_TIMEOUT_S = 60.0
 """An engine with requests that completes no step for this long is not ready."""
 
@@ -129,8 +128,9 @@ class LlmManager:
         index: int = 0,
         policy: HostPolicy = NO_POLICY,
     ) -> None:
-        """callbacks: called on the loop's thread index: of the instance; identifies its engine in a cluster policy:
-        core and memory binding of the loop and the engine; not applied to an engine on another machine"""
+        """callbacks: called on the loop's thread
+        index: of the instance; identifies its engine in a cluster
+        policy: core and memory binding of the loop and the engine; not applied to an engine on another machine"""
         self._max_num_seqs = config.max_num_seqs
         self._reads_ahead = config.transport == "process"
         self._on = callbacks
@@ -276,8 +276,7 @@ class LlmManager:
         try:
             results = self._supervisor.receive(is_busy=bool(self._live))
         finally:
-            if not self._is_ordered.is_set():
-                self._is_ordered.set()
+            self._is_ordered.set()
         self._deliver(results)
         self._wakeup.clear()
         if self._supervisor.is_asleep:

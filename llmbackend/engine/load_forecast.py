@@ -26,11 +26,11 @@ class LoadForecast(msgspec.Struct, frozen=True, kw_only=True):
     device            "cpu", "cuda:0" …
     threads           on CPU
     weight_bytes      in memory, as packed; without embedding_bytes, of which a step reads only a few rows
-    kv_bytes_per_token  None = unknown until the weights are loaded, like the next three
-    state_bytes       recurrent state of one sequence; 0 = no recurrent layers
-    num_kv_blocks     blocks in the whole KV memory; on an accelerator unknown until loaded
-    kv_bytes          the whole KV memory; pages are committed when first used
-    full_length_requests  how many requests of max_model_len tokens fit at once
+    kv_bytes_per_token  None = unknown until the weights are loaded; then the next four are unknown too
+    state_bytes       recurrent state of one sequence; 0 = no recurrent layers, or unknown
+    num_kv_blocks     blocks in the whole KV memory; None = unknown until loaded, as on an accelerator
+    kv_bytes          the whole KV memory, whose pages are committed when first used; None as for num_kv_blocks
+    full_length_requests  how many requests of max_model_len tokens fit at once; None as for num_kv_blocks
     kernels           the CPU kernels that this machine would choose, and what was measured
     weight_cache      where the packed weights are, or why they would be packed again
     """

@@ -38,6 +38,9 @@ class Watch(msgspec.Struct, frozen=True, array_like=True):
     blocks: bool = False
 
 
+NOT_WATCHED: Final = Watch()
+
+
 class StepReport(msgspec.Struct, frozen=True, array_like=True):
     """One step. Its rows are in columns, in batch order, which is several times as fast as a tuple per row.
 
@@ -77,8 +80,6 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
     @property
     def num_accepted_drafts(self) -> list[int]:
         """Per row. A row gets its accepted drafts and one further token."""
-        if max(self.num_output_tokens, default=0) <= 1:
-            return [0] * len(self.num_output_tokens)
         return [max(count - 1, 0) for count in self.num_output_tokens]
 
     @property

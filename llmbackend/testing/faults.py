@@ -42,6 +42,8 @@ class Link(Protocol):
 
     def recv(self, flags: int = 0) -> bytes: ...
     def send(self, data: bytes, flags: int = 0) -> object: ...
+    def poll(self, timeout: int) -> int:
+        """Waits at most `timeout` ms for a message; 0 = none has come."""
 
 
 class Faults:
@@ -186,3 +188,6 @@ class FaultyLink:
 
     def send(self, data: bytes, flags: int = 0) -> object:
         return self._link.send(b"\xc1 no message" if self._faults.take("malformed") else data, flags)
+
+    def poll(self, timeout: int) -> int:
+        return self._link.poll(timeout)

@@ -13,7 +13,7 @@ import pytest
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.make_runner import make_runner
-from llmbackend.engine.messages import AdapterLoad, InferRequest
+from llmbackend.engine.messages import AdapterLoad, InferRequest, StepOutput
 from llmbackend.testing.mock_model import MockRunner
 from tests.helpers.mock_engine import (
     FaultyRunner,
@@ -162,6 +162,24 @@ def test_an_impossible_request_is_refused_by_name(request_: InferRequest, messag
     assert outcomes["r"].finish_reason == "error"
     assert message in outcomes["r"].error
     expect_oracle(outcomes["good"], good)
+
+
+def test_a_request_that_its_own_fields_end_is_its_clients_error() -> None:
+    core = make_core(FaultyRunner, max_model_len=64, block_size=4, num_kv_blocks=8)
+    outputs: dict[str, StepOutput] = {}
+    requests = {
+        "too long": make_request("too long", range(64)),
+        "refused by the runner": make_request("refused by the runner", logit_bias={9999: 1.0}),
+        "outgrows the memory": make_request("outgrows the memory", range(8), max_tokens=50, ignore_eos=True),
+        "fails": make_request("fails", (FaultyRunner.POISON, 1)),
+    }
+    for request in requests.values():
+        core.add(request)
+        while core.has_work:
+            outputs |= {output.request_id: output for output in core.step().outputs if output.finish_reason}
+            core.check()
+    assert {output.finish_reason for output in outputs.values()} == {"error"}
+    assert [outputs[name].is_bad_input for name in requests] == [True, True, True, False]
 
 
 def test_a_request_that_outgrows_the_pool_keeps_its_tokens_and_ends_with_an_error() -> None:

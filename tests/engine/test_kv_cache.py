@@ -126,7 +126,7 @@ def test_cached_blocks_are_reused_only_when_no_others_are_left_the_end_of_a_text
     assert table.block_table[1, 0] not in blocks
     kv_cache.reserve(int32(2), int32(8))
     assert set(table.block_table[2, :2].tolist()) == {blocks[2], blocks[1]}
-    assert kv_cache.find(np.arange(12, dtype=np.int32), ()).blocks == blocks[:1]
+    assert kv_cache.find(np.arange(12, dtype=np.int32), ()).blocks.tolist() == blocks[:1]
     kv_cache.check()
 
 
@@ -168,7 +168,7 @@ def test_conservation_over_random_texts(seed: int) -> None:
         else:
             tokens, salt = (draw.integers(0, 2, draw.integers(1, 8))).tolist(), (str(draw.choice(["", "a"])),)
             prefix = kv_cache.find(np.array(tokens, np.int32), salt)
-            for index, block in enumerate(prefix.blocks):
+            for index, block in enumerate(prefix.blocks.tolist()):
                 assert text_of[block] == (salt, tuple(tokens[: 2 * index + 2]))
             if kv_cache.blocks_to_begin(prefix, len(tokens), 512) > kv_cache.num_free_blocks:
                 continue
@@ -182,3 +182,33 @@ def test_conservation_over_random_texts(seed: int) -> None:
         kv_cache.release(row)
     assert kv_cache.num_free_blocks == 14
     kv_cache.check()
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 6])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_repeated_lookup_gives_what_a_new_one_gives(seed: int, num_host_blocks: int) -> None:
+    """Whatever has been registered, reused, moved or forgotten since the last one."""
+    draw = np.random.default_rng(seed)
+    table = RowTable(5, 32, 2)
+    kv_cache = KVCacheManager(14, table, num_host_blocks=num_host_blocks)
+    texts = [draw.integers(0, 2, length).astype(np.int32) for length in (1, 5, 6, 7, 7, 7)]
+    last = [kv_cache.find(text, ("",)) for text in texts]
+    lives: set[int] = set()
+    num_repeated = 0
+    for _ in range(800):
+        row = int(draw.integers(5))
+        if row in lives:
+            if draw.random() < 0.3:
+                kv_cache.invalidate(row)
+            kv_cache.release(row)
+            lives.remove(row)
+        elif kv_cache.num_free_blocks > 8:
+            compute(kv_cache, table, row, draw.integers(0, 2, draw.integers(1, 15)).tolist(), ("",))
+            lives.add(row)
+        for index, text in enumerate(texts):
+            found, again = kv_cache.find(text, ("",)), kv_cache.find(text, ("",), "", last[index])
+            assert again.blocks.tolist() == found.blocks.tolist()
+            assert (again.parent, again.missing) == (found.parent, found.missing)
+            num_repeated += again is last[index]
+            last[index] = again
+    assert 2000 < num_repeated < 4800

@@ -13,6 +13,7 @@ import zmq
 
 from llmbackend.engine.config import EngineConfig, KVEventsConfig
 from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.memory.kv_events import END_OF_REPLAY, _Publisher
 from llmbackend.engine.memory.prefix_cache import prefix_hashes
 from llmbackend.engine.messages import InferRequest
 from tests.helpers.mock_engine import Outcomes, make_core, make_request
@@ -138,6 +139,28 @@ def test_what_was_missed_is_sent_again_and_the_first_event_clears_all() -> None:
         kept = replayed(replay_endpoint)
         assert len(kept) == 3 and kept[0][0] > 0
         assert replayed(replay_endpoint, kept[1][0]) == kept[1:]
+
+
+def test_a_slow_client_gets_every_batch_of_a_replay_and_its_end() -> None:
+    """More than the sockets' buffers and a queue of ZeroMQ's default length hold."""
+    count, payload, replay_endpoint = 3000, bytes(10_000), free_endpoint()
+    config = KVEventsConfig(endpoint=free_endpoint(), replay_endpoint=replay_endpoint, buffer_steps=count)
+    with zmq.Context() as context, connected(zmq.DEALER, replay_endpoint) as asking:
+        asking.rcvhwm = 1  # for connections from now on
+        asking.disconnect(replay_endpoint)
+        publisher = _Publisher(context, config)
+        try:
+            for _ in range(count):
+                publisher._publish(payload)
+            asking.connect(replay_endpoint)
+            asking.send_multipart((b"", bytes(8)))
+            assert publisher._replays is not None
+            publisher._replay(publisher._replays, publisher._replays.recv_multipart())
+            numbers = [asking.recv_multipart()[1] for _ in range(count + 1)]
+        finally:
+            context.destroy(linger=0)
+        assert [int.from_bytes(number, "big") for number in numbers[:-1]] == [*range(count)]
+        assert numbers[-1] == END_OF_REPLAY
 
 
 def test_salts_are_told_as_extra_keys_of_the_first_block() -> None:

@@ -444,6 +444,30 @@ def test_an_engine_that_keeps_dying_is_given_up_and_still_tried(owner: Owner, tm
     owner.manager.check_ready()
 
 
+def test_engines_that_die_before_a_step_are_given_up_whatever_else_they_say(owner: Owner) -> None:
+    """Each one tells of its prefix cache before it is killed."""
+    given_up, lost = [], owner.engine_lost
+
+    def engine_lost(request_ids: Sequence[str], error: EngineDeadError) -> None:
+        given_up.append(owner.manager.is_given_up)
+        lost(request_ids, error)
+
+    owner.engine_lost = engine_lost  # type: ignore[method-assign]
+    owner.start(transport="process", max_engine_failures=2)
+    owner.manager.follow_prefixes(True)
+    for number in (1, 2):
+        eventually(lambda number=number: len(owner.stats) == number)  # type: ignore[misc]
+        kill_engine(owner)
+        owner.wait_for(lambda number=number: len(owner.deaths) == number)  # type: ignore[misc]
+    assert given_up == [False, True]
+    owner.submit(request := make_request("r"))
+    owner.wait_for_end("r")
+    expect_oracle(owner.outcomes["r"], request)
+    kill_engine(owner)
+    owner.wait_for(lambda: len(owner.deaths) == 3)
+    assert not given_up[2], "a step was finished"
+
+
 def test_shutdown_while_the_engine_is_down(owner: Owner, tmp_path: Path) -> None:
     owner.start(transport="process", fault_directory=str(tmp_path))
     (tmp_path / "poison").write_text("2")

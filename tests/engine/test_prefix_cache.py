@@ -33,6 +33,7 @@ from tests.helpers.mock_engine import (
     run_to_end,
 )
 from tests.helpers.mock_oracle import mock_generate
+from tests.helpers.scheduler_harness import counted_lookups
 
 BLOCK = 4
 COMMON = tuple(range(10, 30))
@@ -213,6 +214,19 @@ def test_a_step_looks_up_few_requests_that_wait_for_a_block() -> None:
     core.add(make_request("other", (1, 2, 3), max_tokens=2, ignore_eos=True))
     assert {output.request_id for output in core.step().outputs} == {"r0"}
     assert len(core.step().outputs) == 3 + MAX_OVERTAKEN
+
+
+def test_requests_that_wait_for_a_block_are_looked_up_again_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The long prompt computes a token in a step, because it leaves half of the budget to shorter ones."""
+    core = small_core(max_num_batched_tokens=2, long_prefill_token_threshold=8)
+    lookups = counted_lookups(core._kv_cache, monkeypatch)
+    core.add(make_request("long", COMMON))
+    for request in begins_alike(3, COMMON[:BLOCK]):
+        core.add(request)
+    for num_lookups in (4, 4, 4, 4, 5):
+        assert not core.step().outputs
+        assert len(lookups) == num_lookups
+    run_to_end(core)
 
 
 def test_a_request_that_needs_no_block_under_way_does_not_wait() -> None:
@@ -459,19 +473,19 @@ def test_the_index_forgets_what_comes_after_a_forgotten_block() -> None:
     first = cache.register((), b"aa", 0)
     second = cache.register(first, b"bb", 1)
     cache.forget(0)
-    assert cache.find((), b"aabb", 2).blocks == []
+    assert cache.find((), b"aabb", 2).blocks.tolist() == []
     assert cache.register(first, b"cc", 2) == first, "nothing is registered after it"
     assert 2 not in cache
     renewed = cache.register((), b"aa", 3)
     assert renewed not in (first, second)
-    assert cache.find((), b"aabb", 2).blocks == [3]
+    assert cache.find((), b"aabb", 2).blocks.tolist() == [3]
     cache.check()
 
 
 def test_the_index_keeps_the_first_of_two_equal_blocks() -> None:
     cache = PrefixCache(8)
     assert cache.register((), b"aa", 0) == cache.register((), b"aa", 1)
-    assert cache.find((), b"aa", 2).blocks == [0]
+    assert cache.find((), b"aa", 2).blocks.tolist() == [0]
     assert 1 not in cache
 
 

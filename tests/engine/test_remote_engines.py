@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import signal
 import socket
@@ -19,9 +20,17 @@ import zmq
 
 import llmbackend
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.messages import EngineStarted, InferRequest
-from llmbackend.engine.process.served.locating import EngineAddress, stop_loads, use_locator
+from llmbackend.engine.errors import EngineDeadError
+from llmbackend.engine.messages import EngineStarted, EngineStats, InferRequest, StepResult
+from llmbackend.engine.process.served.locating import EngineAddress, remote_engines, stop_loads, use_locator
+from llmbackend.engine.process.served.remote import RemoteTransport
+from llmbackend.engine.process.served.remote_messages import STARTED, WELCOME, Head, Welcome, boot_id
+from llmbackend.engine.process.served.served_engine import Keeper, KeptTransport, listen
+from llmbackend.engine.process.served.served_order import ServedEngineNews, ServedEngineOrder
 from llmbackend.links.secrets import ClusterSecrets
+from llmbackend.links.sockets import new_socket
+from llmbackend.testing.mock_model import MockRunner
+from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers.manager_owner import Owner
 from tests.helpers.mock_engine import Outcome, expect_oracle, make_request, random_requests
 from tests.helpers.processes import is_alive
@@ -295,6 +304,45 @@ def test_an_engine_that_hangs_is_replaced_by_its_keeper(
     assert owner.deaths and engine.read_news().incarnation == engine.news.incarnation + 1
 
 
+def test_a_keeper_counts_processes_that_finished_no_step_whatever_they_tell_it(
+    secrets: ClusterSecrets,
+    secrets_folder: Path,
+    make_owner: MakeOwner,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = EngineConfig(model="mock", step_timeout_s=4.0, **MOCK)
+    order, receive = ServedEngineOrder(config=config, secrets_folder=str(secrets_folder)), KeptTransport.receive
+    news: queue.SimpleQueue[ServedEngineNews] = queue.SimpleQueue()
+    told_by: set[int | None] = set()
+
+    def receive_noting(transport: KeptTransport, timeout_s: float | None = None) -> list[StepResult]:
+        if results := receive(transport, timeout_s):
+            told_by.add(transport.pid)
+        return results
+
+    monkeypatch.setattr(KeptTransport, "receive", receive_noting)
+    with listen(order) as listener:
+        keeper = Keeper(order, listener, news.put)
+        thread = threading.Thread(target=keeper.run)
+        thread.start()
+        try:
+            for _ in range(2):
+                pid = news.get(timeout=WAIT_S).pid
+                eventually(lambda pid=pid: pid in told_by, WAIT_S)  # type: ignore[misc]
+                os.kill(pid, signal.SIGKILL)
+            endpoint = f"tcp://127.0.0.1:{news.get(timeout=WAIT_S).port}"
+            assert "failure 2 in a row, the next start is in 0.5 s" in caplog.text
+            use_locator(FixedLocator(EngineAddress(endpoint, 1)), secrets)
+            owner = make_owner(step_timeout_s=4.0)
+            owner.submit(request := make_request("r"))
+            expect_all(owner, [request])
+            eventually(lambda: keeper._supervisor._num_failures == 0, WAIT_S)
+        finally:
+            keeper.stop()
+            thread.join()
+
+
 HOST = """
 import sys
 from pathlib import Path
@@ -364,6 +412,32 @@ def test_an_engine_with_a_long_configuration_starts(serve: ServeEngine) -> None:
     assert serve(config).news.pid
 
 
+def test_a_keeper_whose_fork_server_does_not_get_ready_can_be_stopped(
+    secrets_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hanging_runners.py").write_text(
+        f"import time\nfrom pathlib import Path\nPath({str(tmp_path)!r}, 'imported').touch()\ntime.sleep(3600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    order = ServedEngineOrder(
+        config=EngineConfig(model="mock"), secrets_folder=str(secrets_folder), runners="hanging_runners"
+    )
+    keeper = subprocess.Popen(
+        [sys.executable, "-m", "llmbackend.engine.process.served.served_engine"], stdin=subprocess.PIPE
+    )
+    assert keeper.stdin is not None
+    with keeper.stdin:
+        keeper.stdin.write(msgspec.json.encode(order) + b"\n")
+        keeper.stdin.flush()
+        try:
+            eventually((tmp_path / "imported").exists, WAIT_S)
+            keeper.terminate()
+            assert keeper.wait(WAIT_S) == 0
+        finally:
+            keeper.kill()
+            keeper.wait()
+
+
 def test_an_engine_ends_with_its_keeper(serve: ServeEngine) -> None:
     engine = serve()
     engine.process.kill()
@@ -388,7 +462,100 @@ def test_an_engine_ends_with_its_parent_or_when_no_host_is_left(
     assert not is_alive(engine.news.pid)
 
 
+# --- what one link says -----------------------------------------------------------------------------------------------
+
+
+class ScriptedEngine:
+    """Says to one host what the test says."""
+
+    def __init__(self, secrets: ClusterSecrets) -> None:
+        self._context = zmq.Context()
+        self._router = new_socket(self._context, zmq.ROUTER, secrets, WAIT_S)
+        port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self.address = EngineAddress(f"tcp://127.0.0.1:{port}", 1)
+
+    def welcome(self) -> None:
+        self._host, _ = self._router.recv_multipart()
+        self.say(WELCOME, msgspec.msgpack.encode(Welcome(incarnation=1, monotonic_ns=0, boot_id=boot_id())))
+        info = MockRunner(EngineConfig(model="mock")).info
+        self.say(STARTED, msgspec.msgpack.encode(EngineStarted(info=info)))
+
+    def say(self, head: bytes, body: bytes) -> None:
+        self._router.send_multipart((self._host, head, body))
+
+    def say_step(self, number: int) -> None:
+        self.say(Head(True, 0, 0, 0).pack(), msgspec.msgpack.encode(StepResult(number, (), EngineStats())))
+
+    def end(self) -> None:
+        """Once all is sent."""
+        self._router.close(round(WAIT_S * 1e3))
+        self._context.term()
+
+
+@pytest.fixture
+def scripted(secrets: ClusterSecrets) -> Iterator[tuple[ScriptedEngine, RemoteTransport]]:
+    engine, wakeup = ScriptedEngine(secrets), Wakeup()
+    use_locator(FixedLocator(engine.address), secrets, heartbeat_timeout_s=WAIT_S)
+    engines = remote_engines()
+    assert engines is not None
+    config = EngineConfig(model="mock")
+    transport = RemoteTransport(engines, engine.address, config, wakeup.fileno(), lambda progress: None)
+    transport.launch()
+    engine.welcome()
+    while transport.receive_started(WAIT_S) is None:
+        pass
+    yield engine, transport
+    transport.close(force=True)
+    engine.end()
+    wakeup.close()
+    use_locator(None)
+
+
+def test_results_before_the_end_of_a_connection_are_received(
+    scripted: tuple[ScriptedEngine, RemoteTransport],
+) -> None:
+    engine, transport = scripted
+    engine.say_step(1)
+    engine.say_step(2)
+    engine.end()
+    assert transport._monitor.socket.poll(round(WAIT_S * 1e3)), "the end is known, and the results are there"
+    assert [result.step_id for result in transport.receive(WAIT_S)] == [1, 2]
+    with pytest.raises(EngineDeadError, match="the connection to it has ended"):
+        transport.receive(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "reason"),
+    [
+        (Head(True, 0, 0, 0).pack(), b"\xc1", "sent a message that cannot be read"),
+        (b"no head", b"", "sent a message that cannot be read"),
+        (STARTED, msgspec.msgpack.encode(EngineStarted(error="enough")), "was lost: enough"),
+    ],
+)
+def test_nothing_after_a_message_that_ends_a_link_is_received(
+    scripted: tuple[ScriptedEngine, RemoteTransport], head: bytes, body: bytes, reason: str
+) -> None:
+    engine, transport = scripted
+    engine.say_step(1)
+    engine.say(head, body)
+    engine.say_step(2)
+    received = []
+    for _ in range(3):
+        with pytest.raises(EngineDeadError, match=reason):
+            while True:
+                received += [result.step_id for result in transport.receive(WAIT_S)]
+    assert received == [1]
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_of_a_cluster_is_not_unloaded_by_one_of_its_hosts(secrets: ClusterSecrets) -> None:
+    use_locator(locator := FixedLocator(None), secrets)
+    expect_refusal(
+        "^engine argument 'idle_unload_s' is 60, expected 0 in a cluster", idle_unload_s=60.0, load_timeout_s=1.0
+    )
+    assert not locator.num_asked
 
 
 def expect_refusal(pattern: str, **arguments: Any) -> None:

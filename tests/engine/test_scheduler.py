@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.helpers.mock_engine import make_request
-from tests.helpers.scheduler_harness import Harness
+from tests.helpers.scheduler_harness import Harness, counted_lookups
 
 
 def test_one_budget_is_filled_in_order_of_arrival() -> None:
@@ -71,6 +72,18 @@ def test_a_prompt_is_not_begun_until_all_of_it_would_fit() -> None:
     harness.scheduler.remove(harness.sequences["a"])
     assert [harness.step()[0] for _ in range(5)] == [{"long": 8}] * 4 + [{"long": 4}]
     assert harness.scheduler.num_preemptions == 0
+
+
+def test_a_head_that_waits_for_blocks_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(budget=64, blocks=10, block_size=4)
+    lookups = counted_lookups(harness.kv_cache, monkeypatch)
+    harness.add("a", 24)
+    harness.add("big", 20)
+    for _ in range(8):
+        assert "big" not in harness.step()[0]
+    assert len(lookups) == 2, "one for each request"
+    harness.scheduler.remove(harness.sequences["a"])
+    assert harness.step()[0] == {"big": 20}
 
 
 def test_the_last_running_request_is_preempted_and_goes_to_the_head_of_the_queue() -> None:

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.messages import EngineInput
+from llmbackend.engine.process import engine_process
 from llmbackend.engine.process import transport as transport_module
 from llmbackend.engine.process.engine_link import Transport
 from llmbackend.engine.process.supervisor import ForkServers
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport, make_transport
 from llmbackend.testing.mock_model import MockRunner
 from llmbackend.waiting.wakeup import Wakeup
-from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request, random_requests
+from tests.helpers.mock_engine import Outcomes, expect_oracle, make_core, make_request, random_requests
 from tests.helpers.processes import is_alive
 from tests.helpers.waiting import eventually
 
@@ -172,6 +178,81 @@ def test_a_running_engine_has_no_files_that_a_crash_could_leave(process: Process
     request = make_request("r")
     process.send(EngineInput((request,)))
     expect_oracle(collect(process, 1)["r"], request)
+
+
+def test_an_engine_whose_socket_was_removed_from_tmp_after_it_connected_is_used(
+    wakeup: Wakeup, fork_server: EngineForkServer
+) -> None:
+    transport = ProcessTransport(fork_server, wakeup.fileno())
+    transport.launch()
+    assert transport._socket.poll(60_000)
+    shutil.rmtree(transport._directory)
+    while transport.receive_started(None) is None:
+        pass
+    request = make_request("r")
+    transport.send(EngineInput((request,)))
+    expect_oracle(collect(transport, 1)["r"], request)
+    transport.close()
+
+
+def test_a_process_id_that_is_not_known_yet_is_not_waited_for(
+    process: ProcessTransport, fork_server: EngineForkServer, wakeup: Wakeup
+) -> None:
+    assert process.pid == pid_of(process) and fork_server._server is not None
+    server_pid = fork_server._server.process.pid
+    os.kill(server_pid, signal.SIGSTOP)
+    transport = ProcessTransport(fork_server, wakeup.fileno())
+    transport.launch()
+    assert transport.pid is None
+    os.kill(server_pid, signal.SIGCONT)
+    while transport.receive_started(None) is None:
+        pass
+    assert transport.pid == pid_of(transport)
+    transport.close()
+
+
+class ScriptedLink:
+    """A host that sends a message while the engine has nothing to do; the last one is the shutdown."""
+
+    def __init__(self, *messages: EngineInput) -> None:
+        self.messages = deque(map(msgspec.msgpack.encode, messages))
+
+    def recv(self, flags: int = 0) -> bytes:
+        if flags:
+            raise zmq.Again
+        return self.messages.popleft()
+
+    def send(self, data: bytes, flags: int = 0) -> None:
+        """Nobody reads it."""
+
+    def poll(self, timeout: int) -> int:
+        return len(self.messages) - 1
+
+
+def test_the_self_check_of_an_engine_delays_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core()
+    requests = [EngineInput((make_request(f"r{i}", max_tokens=2),)) for i in range(3)]
+    link, num_left = ScriptedLink(*requests, EngineInput(shutdown=True)), []
+    monkeypatch.setattr(core, "check_idle", lambda: num_left.append(len(link.messages) - 1))
+    engine_process.run(core, link, "")
+    assert num_left == [0]
+
+
+def test_an_idle_engine_tells_of_what_its_self_check_found(
+    wakeup: Wakeup, make_fork_server: MakeForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = make_transport(make_fork_server(transport="inline"), wakeup.fileno())
+    start(transport)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a block is lost")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(EngineCore, "check", fail)
+        transport.send(EngineInput((make_request("r", max_tokens=1),)))
+        while not any(result.stats.num_invariant_breaches for result in transport.receive()):
+            pass
+    transport.close()
 
 
 # --- unexpected ends --------------------------------------------------------------------------------------------------

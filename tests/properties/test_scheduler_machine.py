@@ -119,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """What it computed is nonsense from here on, and none of it may be found."""
         if sequence in self.running:
             held = self.table.block_table[sequence.row, : self._held(sequence)].tolist()
-            self.scheduler.invalidate(sequence)
+            self.kv_cache.invalidate(sequence.row)
             self._remove(sequence)
             holders = {block for one in self.running for block in self._blocks(one)}
             for block in set(held) - holders:
@@ -314,7 +314,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampled = plan.rows[plan.sample_rows]
             self.table.token_ids[sampled, self.table.num_tokens[sampled]] = 90
             self.table.num_tokens[sampled] += 1
-            self.scheduler.mark_computed(plan.rows, self.table.num_computed_tokens[plan.rows])
+            self.kv_cache.register(plan.rows, self.table.num_computed_tokens[plan.rows])
             for one in [one for one in self.running if self._num_tokens(one) >= MAX_MODEL_LEN]:
                 self._remove(one)
 

@@ -22,6 +22,7 @@ filled one.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -37,6 +38,7 @@ NEVER = np.iinfo(np.int32).max
 """A count of registered blocks that no row reaches: the row's blocks are not shared."""
 NOT_SHARED: Final = 0
 """Parent of a row whose blocks are not shared; no block has this identity."""
+NO_PREFIX: Final = Prefix(np.zeros(0, np.int32), np.zeros(0, np.int64), NOT_SHARED, None)
 ONE_GROUP: Final = KVGroups()
 
 
@@ -163,40 +165,48 @@ class KVCacheManager:
             self.states.plan(rows[are_shared], num_tokens[are_shared], self.block_size)
 
     def set_journal(self, journal: BlockJournal | None) -> None:
-        """Sets who is told which blocks requests can find; None = nobody. Without prefix caching there are none."""
+        """Sets the journal of the blocks that requests can find; None = none. Without prefix caching it stays empty."""
         self._prefixes.set_journal(journal if self._is_enabled else None)
 
     # --- shared prefixes ----------------------------------------------------------------------------------------------
 
-    def find(self, token_ids: Int32Array, salt: Salt, group: str = "") -> Prefix:
+    def find(self, token_ids: Int32Array, salt: Salt, group: str = "", last: Prefix | None = None) -> Prefix:
         """The cached prefix of these tokens, for a row without blocks. Excludes the last token, whose logits are
-        needed. Blocks from num_blocks on are in host memory. group: without prefix caching, only rows of one group
-        share."""
+        needed. Blocks from num_blocks on are in host memory. `usable` gives the part that a row can start with.
+
+        group: without prefix caching, only rows of one group share. last: the result of an earlier call with the same
+        tokens, salt and group; returned at little cost if it still holds.
+        """
         if not self._is_enabled:
             if not group:
-                return Prefix([], NOT_SHARED, None)
+                return NO_PREFIX
             salt = (*salt, group)
+        if last is not None and self._prefixes.is_current(last):
+            return last
         num_full = (len(token_ids) - 1) // self.block_size
         data = token_ids[: num_full * self.block_size].tobytes()
-        prefix = self._prefixes.find(salt, data, self._bytes_per_block)
+        return self._prefixes.find(salt, data, self._bytes_per_block)
+
+    def usable(self, prefix: Prefix) -> Prefix:
+        """The part of a found prefix with which a row can start now."""
         if self.states is None and self._parts is None:
             return prefix
         ends = np.arange(1, len(prefix.blocks) + 1, dtype=np.int32)
         if self._parts is not None:
-            ends = self._usable(prefix, self._parts)
+            ends = self._ends_within_parts(prefix, self._parts)
         if self.states is not None:
-            return self._up_to_a_state(prefix, salt, self.states, ends)
+            return self._up_to_a_state(prefix, self.states, ends)
         return self._prefixes.shortened(prefix, int(ends[-1]) if len(ends) else 0)
 
     def take(self, row: int, prefix: Prefix) -> int:
-        """Gives a found prefix to a row without blocks; returns its length in tokens."""
+        """Gives a usable prefix to a row without blocks; returns its length in tokens."""
         count = len(prefix.blocks)
         first = self._first_seen(count * self.block_size)
         begin = 0 if self._groups.num_full else first
         self._num_known[row] = NEVER if prefix.parent == NOT_SHARED else count
         self._parent[row] = prefix.parent
-        self._use_later(prefix.blocks[:begin])
-        blocks = np.array(prefix.blocks[begin:], np.int32)
+        self._use_later(prefix.blocks[:begin].tolist())
+        blocks = prefix.blocks[begin:].copy()
         on_device = blocks < self.num_blocks
         for block in blocks.tolist():
             self._cached.pop(block, None)
@@ -332,14 +342,14 @@ class KVCacheManager:
             self._prefixes.move(known, block)
             self._discard(known)
 
-    def _up_to_a_state(self, prefix: Prefix, salt: Salt, states: StateSlots, ends: Int32Array) -> Prefix:
+    def _up_to_a_state(self, prefix: Prefix, states: StateSlots, ends: Int32Array) -> Prefix:
         """The longest part of a prefix after which a recurrent state is cached, at one of `ends`. Its `missing` remains
         that of the whole prefix, because a row that computes it will save a state."""
-        identities = self._prefixes.identities(prefix.blocks)
+        identities = prefix.identities.tolist()
         count = next((end for end in reversed(ends.tolist()) if states.keeps(identities[end - 1])), 0)
-        return Prefix(prefix.blocks[:count], identities[count - 1] if count else salt, prefix.missing)
+        return replace(self._prefixes.shortened(prefix, count), missing=prefix.missing)
 
-    def _usable(self, prefix: Prefix, parts: WindowParts) -> Int32Array:
+    def _ends_within_parts(self, prefix: Prefix, parts: WindowParts) -> Int32Array:
         """How many of a prefix's blocks a row could start with, such that no later query attends to a lost part."""
         places = np.arange(len(prefix.blocks), dtype=np.int32)
         lost_before = np.maximum.accumulate(np.where(parts.present(prefix.blocks), -1, places))
@@ -447,8 +457,8 @@ class KVCacheManager:
         return self._free[self._num_free : self._num_free + count][::-1].copy()
 
     def _reuse(self) -> None:
-        """Frees the least recently used cached entry: a block with its part (its contents move to host memory, if there
-        is any), or only a part."""
+        """Frees the least recently used cached entry: a part alone, or a block and its part. If there are host blocks,
+        the contents of the block move there."""
         entry = next(iter(self._cached))
         if entry < 0:
             self._discard_part(~entry)
@@ -461,6 +471,6 @@ class KVCacheManager:
         self._discard(entry)
 
 
-def _num_used(blocks: list[int], holders: Int32Array) -> int:
+def _num_used(blocks: Int32Array, holders: Int32Array) -> int:
     """How many of these blocks are held by rows. Blocks from len(holders) on are in host memory."""
-    return int(np.count_nonzero(holders[[block for block in blocks if block < len(holders)]]))
+    return int(np.count_nonzero(holders[blocks[blocks < len(holders)]]))

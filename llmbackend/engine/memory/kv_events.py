@@ -119,7 +119,7 @@ class KVEvents:
             self._events.append(BlockRemoved([_number(block_hash)], MEDIUM))
 
     def send(self) -> None:
-        """Publishes the events since the last call, unless the initial one is the only one."""
+        """Publishes the events since the last call. The initial AllBlocksCleared waits for the next event."""
         if self._events and not isinstance(self._events[-1], AllBlocksCleared):
             self._queue.send(_encode(EventBatch(time.time(), self._events, self._rank)))
             self._events = []
@@ -150,6 +150,7 @@ class _Publisher:
         self._replays: zmq.Socket[bytes] | None = None
         if config.own_replay_endpoint is not None:
             self._replays = context.socket(zmq.ROUTER)
+            self._replays.set_hwm(0)  # a full queue would drop batches; `_sent` limits what a request can queue
             _bind(self._replays, config.own_replay_endpoint)
             self._poller.register(self._replays, zmq.POLLIN)
 

@@ -2,8 +2,8 @@
 
 Used by the manager of KV blocks: a row has one slot in addition to its blocks. The states themselves are the runner's.
 A prefix is named by the identity of its last block (prefix_cache.py), which is never reused. Invariants: each slot is
-free, a row's, reserved for a prefix by the planned step, or caches a prefix; the least recently used of the last kind
-is evicted first. A slot from which a row has yet to start is not evicted.
+free, a row's, reserved for a state that the planned step saves, or holds the state after a cached prefix. Of the last
+kind the least recently used is evicted first, but none from which a row has yet to start.
 """
 
 from __future__ import annotations
@@ -44,10 +44,6 @@ class StateSlots:
         """Whether one more row can get a slot."""
         return bool(self._free) or len(self._kept) > len(set(self._begins.values()))
 
-    @property
-    def num_kept(self) -> int:
-        return len(self._kept)
-
     def keeps(self, identity: int) -> bool:
         """Whether the state after the block with this identity is cached."""
         return identity in self._kept
@@ -75,8 +71,8 @@ class StateSlots:
         self._table.state_slots[row] = self._table.state_sources[row] = NO_SLOT
 
     def plan(self, rows: Int32Array, num_tokens: Int32Array, block_size: int) -> None:
-        """Plans which states the next step must save; it computes `num_tokens[i]` tokens of each row, whose blocks will
-        be found. Drops what an earlier plan was to save but did not."""
+        """Plans which states the next step saves. It computes `num_tokens[i]` tokens of each of these rows, which are
+        those with shared blocks. Frees slots reserved by an earlier plan whose step did not complete."""
         self._forget_planned()
         begin = self._table.num_computed_tokens[rows]
         end, prompt_end = begin + num_tokens, (self._table.num_prompt_tokens[rows] - 1) // block_size * block_size

@@ -32,7 +32,7 @@ class WindowParts:
         """Whether the block has its part."""
         return bool(self._parts[block, 0] != _LOST)
 
-    def present(self, blocks: list[int]) -> BoolArray:
+    def present(self, blocks: Int32Array) -> BoolArray:
         """Which of these blocks have their parts."""
         present: BoolArray = self._parts[blocks, 0] != _LOST
         return present

@@ -34,7 +34,7 @@ class EngineOrder(msgspec.Struct, frozen=True):
 
 
 class Transport(ABC):
-    """A wait ends early when the descriptor of the wake-up passed to the transport's maker becomes readable."""
+    """Each wait also ends when the wake-up's descriptor, `wake_fd` of the constructors, becomes readable."""
 
     num_requests_of_others = 0
     """Requests of other hosts in the engine, by its last report."""

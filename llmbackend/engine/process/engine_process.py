@@ -3,9 +3,9 @@
 Used by the engine's process, which its fork server makes with `prepare`, and by the inline thread. Of the host it knows
 only the sockets. Invariants: it first sends EngineStarted messages, the last of which says how loading ended, then one
 StepResult per step if a model was loaded; it blocks on the socket while there is nothing to compute, and polls it
-between the steps of a busy engine; whenever work ends, it checks that no row or block is lost. An engine's process
-never outlives its host, even without its fork server: the lifeline is a socket pair whose other end only the host
-holds, so end of file on it means that the host has ended.
+between the steps of a busy engine; when work has ended and no message follows within QUIET_MS, it checks that no row or
+block is lost. An engine's process never outlives its host, even without its fork server: the lifeline is a socket pair
+whose other end only the host holds, so end of file on it means that the host has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import zmq
@@ -42,6 +42,9 @@ _decode_input = msgspec.msgpack.Decoder(EngineInput).decode
 _decode_order = msgspec.json.Decoder(EngineOrder).decode
 
 LINGER_MS = 1000
+QUIET_MS: Final = 100
+"""How long an engine waits for a message before it checks itself. The check takes time in proportion to the number of
+blocks, so it must not delay the next request."""
 
 
 class EngineParts(Protocol):
@@ -61,7 +64,7 @@ class EngineParts(Protocol):
 def load(
     config: EngineConfig,
     make_runner: Callable[[], Runner | ModelPrepared],
-    link: Link,
+    send: Callable[[bytes], object],
     before: Start | None = None,
 ) -> EngineCore | None:
     """Loads the model and reports it. Returns None if it cannot be loaded, after reporting why in one line, or if it
@@ -71,7 +74,7 @@ def load(
     """
 
     def tell(progress: LoadProgress) -> None:
-        link.send(_encode(EngineStarted(progress=progress)))
+        send(_encode(EngineStarted(progress=progress)))
 
     try:
         with reporting_to(tell), collecting() as start:
@@ -82,15 +85,15 @@ def load(
         if not isinstance(error, ValueError | OSError | RuntimeError | ImportError):
             logger.exception("unexpected error while loading the model")
             text = f"{type(error).__name__}: {error}"
-        link.send(_encode(EngineStarted(error=text or type(error).__name__, is_shortage=is_shortage(error))))
+        send(_encode(EngineStarted(error=text or type(error).__name__, is_shortage=is_shortage(error))))
         return None
     if before is not None:
         start.begin(before)
     if core is None:
-        link.send(_encode(EngineStarted(prepared=ModelPrepared(start.notes, start.parts))))
+        send(_encode(EngineStarted(prepared=ModelPrepared(start.notes, start.parts))))
         return None
     info = msgspec.structs.replace(core.info, paths=start.notes, parts=start.parts)
-    link.send(_encode(EngineStarted(info=info)))
+    send(_encode(EngineStarted(info=info)))
     return core
 
 
@@ -101,7 +104,7 @@ def run(core: EngineCore, link: Link, fault_directory: str) -> None:
     try:
         while _take_inputs(core, link):
             link.send(_encode(core.step()))
-            if not core.has_work and (breach := core.check_idle()):
+            if not core.has_work and not link.poll(QUIET_MS) and (breach := core.check_idle()):
                 link.send(_encode(breach))
     finally:
         core.close()
@@ -161,7 +164,7 @@ class EngineProgram:
             link.set_hwm(0)
             link.linger = LINGER_MS
             link.connect(engine.endpoint)
-            core = load(self._config, make_runner, link, self._before)
+            core = load(self._config, make_runner, link.send, self._before)
             if core is not None:
                 gc.collect()
                 gc.freeze()  # objects from loading are permanent; the collector need not scan them again

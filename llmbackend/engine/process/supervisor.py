@@ -59,6 +59,9 @@ class Supervisor:
         self._transport: Transport | None = None
         self._info: ModelInfo | None = None
         self._num_failures = 0
+        """Engines lost since a step was finished."""
+        self._num_unreached = 0
+        """Attempts to connect to a remote engine since one was reached."""
         self._num_shortages = 0
         self._num_preparations = 0
         self._prepared = ModelPrepared()
@@ -67,7 +70,7 @@ class Supervisor:
         self._launch_at_s = 0.0
         self._load_began_s = 0.0
         self._is_load_due = False
-        """Whether a load has begun that has no engine yet."""
+        """Whether a load has begun and its engine is still to be launched."""
         self._progress_at_s = time.monotonic()
         self._used_at_s = time.monotonic()
         self._cause = ""
@@ -101,7 +104,11 @@ class Supervisor:
     @property
     def is_given_up(self) -> bool:
         """Whether it failed too often in a row for requests to wait for it."""
-        return self._num_failures >= self._config.max_engine_failures and self._info is None
+        return self._num_in_a_row >= self._config.max_engine_failures and self._info is None
+
+    @property
+    def _num_in_a_row(self) -> int:
+        return self._num_failures + self._num_unreached
 
     def receive(self, is_busy: bool) -> list[StepResult]:
         """Blocks until there are results, a wake-up, or a change of the engine's state.
@@ -137,7 +144,7 @@ class Supervisor:
         if self._is_asleep:
             return
         if self.is_given_up:
-            raise RuntimeError(f"the engine failed {self._num_failures} times in a row, the last time: {self._cause}")
+            raise RuntimeError(f"the engine failed {self._num_in_a_row} times in a row, the last time: {self._cause}")
         stalled_s = time.monotonic() - self._progress_at_s
         if stalled_s <= stall_timeout_s:
             return
@@ -159,7 +166,7 @@ class Supervisor:
     def sleep_if_unused(self) -> bool:
         """Stops an engine that had no request for `idle_unload_s`. Called while it has none."""
         idle_s = self._config.idle_unload_s
-        if not idle_s or self._transport is None or self._info is None or self.num_requests_of_others:
+        if not idle_s or self._transport is None or self._info is None:
             return False
         if time.monotonic() < self._used_at_s + idle_s:
             return False
@@ -175,8 +182,8 @@ class Supervisor:
         self._progress_at_s = self._launch_at_s = time.monotonic()
 
     def reset_failures(self) -> None:
-        """The engine is not to blame for the failures so far. Works once between two finished steps, because an engine
-        that fails with every request is broken."""
+        """Forgets the failures so far, because a request was to blame for them. Works once until a step is finished,
+        because an engine that fails with every request is broken."""
         if self._can_reset_failures:
             self._can_reset_failures = False
             self._num_failures = 0
@@ -224,7 +231,7 @@ class Supervisor:
             self._relaunch(transport, started)
         elif started is not None:
             self._info = self._with_whole_start(started)
-            self._num_preparations = 0
+            self._num_preparations = self._num_unreached = 0
             self._used_at_s = time.monotonic()
         self.idle()
 
@@ -265,15 +272,19 @@ class Supervisor:
             due_s = self._used_at_s + self._config.idle_unload_s
         results = transport.receive(None if due_s is None else max(due_s - time.monotonic(), 0.0))
         if results:
-            self._progress_at_s = self._used_at_s = time.monotonic()
-            self._num_failures = self._num_shortages = 0
-            self._can_reset_failures = True
+            self._progress_at_s = time.monotonic()
+            if is_busy:
+                self._used_at_s = self._progress_at_s
+            if any(result.stats.last_step_s > 0 for result in results):  # 0 = nothing was computed
+                self._num_failures = self._num_shortages = 0
+                self._can_reset_failures = True
         elif is_busy and time.monotonic() >= self._progress_at_s + limit_s:
             raise EngineDeadError(f"the engine finished no step within {limit_s:g} s", "hang")
         return results
 
     def _reap(self, error: EngineDeadError) -> None:
         """Reaps the engine and decides when the next one starts: at once, unless this one finished no step."""
+        was_loaded = self._info is not None
         if self._transport is not None:
             self._transport.close(force=True)
         self._transport = self._info = None
@@ -286,10 +297,12 @@ class Supervisor:
             pause_s = min(restart_pause_s(self._num_shortages), MAX_SHORTAGE_PAUSE_S)
             count = f"the machine lacks resources, {self._num_shortages} times in a row"
         else:
-            self._num_failures += 1
+            is_unreached = error.kind == "disconnect" and not was_loaded
+            self._num_unreached += is_unreached
+            self._num_failures += not is_unreached
             most_s = MAX_DISCONNECT_PAUSE_S if error.kind == "disconnect" else math.inf
-            pause_s = min(restart_pause_s(self._num_failures - 1), most_s)
-            count = f"failure {self._num_failures} in a row"
+            pause_s = min(restart_pause_s(self._num_in_a_row - 1), most_s)
+            count = f"failure {self._num_in_a_row} in a row"
         self._launch_at_s = time.monotonic() + pause_s
         output = f"; its last output:\n{error.details}" if error.details else ""
         logger.error("%s; %s, the next start is in %.1f s%s", error, count, pause_s, output)

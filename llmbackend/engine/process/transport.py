@@ -209,7 +209,7 @@ class InlineTransport(PairTransport):
             link.connect(self._ENDPOINT)
             try:
                 runners = importlib.import_module(self._fork_server.runners)
-                core = load(self._config, partial(runners.make_runner, self._config), link)
+                core = load(self._config, partial(runners.make_runner, self._config), link.send)
                 if core is not None:
                     run(core, link, self._config.fault_directory)
             except Exception as error:
@@ -245,18 +245,23 @@ class ProcessTransport(PairTransport):
         super().__init__(fork_server, wake_fd, progress)
         self._policy = policy
         self._process: ForkedProcess | None = None
+        self._is_forked = False
+        """Whether the fork server has said which process it is, or why there is none."""
         self._ended_for_memory = num_ended_for_memory()
         self._directory = ""
         self._output: OutputReader | None = None
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid or None if self._process is not None else None
+        """None also until the fork server, which may still be importing, has forked the process."""
+        is_known = self._is_forked or self._loaded
+        return self._process.pid or None if self._process is not None and is_known else None
 
     def receive_started(self, timeout_s: float | None) -> ModelInfo | ModelPrepared | None:
         started = super().receive_started(timeout_s)
         if started is not None:
-            shutil.rmtree(self._directory)  # connected: a killed host leaves no file from now on
+            # Connected: a killed host leaves no file from now on. Something else may have removed old files of /tmp.
+            shutil.rmtree(self._directory, ignore_errors=True)
         if isinstance(started, ModelInfo) and started.needs_torch:
             self._fork_server.is_whole = True
         return started
@@ -293,6 +298,7 @@ class ProcessTransport(PairTransport):
             return
         descriptor = process.fileno()
         process.take_status()
+        self._is_forked = True
         if process.has_lost_server or process.returncode is not None:
             self._poller.unregister(descriptor)
             self._fork_server.replace()

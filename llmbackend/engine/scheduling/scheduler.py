@@ -112,16 +112,6 @@ class Scheduler:
             self._kv_cache.release(sequence.row)
             self._rows.release(sequence)
 
-    def mark_computed(self, rows: Int32Array, num_tokens: Int32Array) -> None:
-        """A step of these rows was committed without errors: the prefix cache may share the blocks of their first
-        `num_tokens[i]` tokens."""
-        self._kv_cache.register(rows, num_tokens)
-
-    def invalidate(self, sequence: Sequence) -> None:
-        """The sequence failed: the blocks that it computed or found in the prefix cache are no longer shared."""
-        if sequence.row >= 0:
-            self._kv_cache.invalidate(sequence.row)
-
     def schedule(self, in_flight: bool = False) -> Schedule:
         """Plans one step and reserves its blocks. in_flight: whether launched steps have not been read yet."""
         self._refused, self.preempted = [], []
@@ -250,7 +240,8 @@ class Scheduler:
             token_ids = self._rows.token_ids(head)
             if self._rows.wanted_prompt_logprobs(head) is not None:
                 token_ids = token_ids[:1]  # a cached prefix has no logits
-            prefix = self._kv_cache.find(token_ids, request.prefix_salt, request.prefix_group)
+            head.found = self._kv_cache.find(token_ids, request.prefix_salt, request.prefix_group, head.found)
+            prefix = self._kv_cache.usable(head.found)
             needed = self._kv_cache.blocks_to_begin(prefix, num_tokens, max_chunk)
             if needed + unreserved > self._kv_cache.num_free_blocks:
                 self.wait_reason = "kv_blocks"
@@ -308,6 +299,7 @@ class Scheduler:
     def _take_prefix(self, head: Sequence, num_tokens: int, prefix: Prefix) -> int:
         """Starts the sequence after its cached prefix; returns the length of the prefix."""
         num_hit = self._kv_cache.take(head.row, prefix)
+        head.found = None
         self._table.num_computed_tokens[head.row] = num_hit
         if head.num_cached_tokens < 0:
             head.num_cached_tokens = min(num_hit, len(head.request.prompt_token_ids))

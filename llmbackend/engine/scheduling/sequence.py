@@ -10,6 +10,7 @@ import numpy as np
 
 from ..grammars.row_constraint import RowConstraint
 from ..grammars.row_constraint import refusal as constraint_refusal
+from ..memory.prefix_cache import Prefix
 from ..messages import InferRequest, ModelInfo, OutputEnd, stop_token_ids
 from ..step import Int32Array, PromptLogprobs, RowTable, Runner
 
@@ -21,6 +22,7 @@ class Sequence:
     constraint         which tokens it may get; None = all
     row                -1 until it is admitted, then its row until it ends
     token_ids          its tokens as int32 [n], from its first time at the head of the queue until it has a row
+    found              what the prefix cache had for it when it was last at the head of the queue; None once it runs
     num_cached_tokens  prefix-cache hit at its first admission; -1 before
     max_total_tokens   tokens, prompt included, at which it ends
     end                its end conditions; counts include the prompt
@@ -29,6 +31,7 @@ class Sequence:
     __slots__ = (
         "constraint",
         "end",
+        "found",
         "key",
         "max_total_tokens",
         "num_cached_tokens",
@@ -42,6 +45,7 @@ class Sequence:
         self.request = request
         self.row = -1
         self.token_ids: Int32Array | None = None
+        self.found: Prefix | None = None
         self.constraint: RowConstraint | None = None
         self.num_cached_tokens = -1
         self.key = (request.priority, arrival)
@@ -124,7 +128,7 @@ class Rows:
 
     def wanted_prompt_logprobs(self, sequence: Sequence) -> PromptLogprobs | None:
         """The logprobs of its prompt that are still missing; None = none are, or none were requested."""
-        if sequence.row >= 0 and self._holder[sequence.row] is sequence:
+        if sequence.row >= 0:
             return self.table.prompt_logprobs.get(sequence.row)
         request = sequence.request
         count, first = request.sampling.prompt_logprobs, request.num_prompt_logprobs + 1

@@ -102,8 +102,8 @@ class StepPacer:
         self._steps_since_measured = 0
 
     def budget(self, tokens: int, num_decodes: int, num_prompts: int = 1) -> StepBudget:
-        """The prefill budget of a step with `tokens` left after `num_decodes` decodes. num_prompts: requests with a row
-        that wait for their first token."""
+        """The prefill budget of a step with `tokens` left after `num_decodes` decodes. num_prompts: prompts being
+        computed, and waiting requests for which a row is free."""
         if not num_decodes:
             return StepBudget(tokens)
         if self._is_measurement_due(num_decodes):

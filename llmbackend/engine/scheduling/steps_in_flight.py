@@ -4,8 +4,8 @@ An OverlappingRunner gets the next step before the tokens of the last one are kn
 step is in flight, and launching computes it. Independent of why rows were chosen, what ends a request, and blocks.
 Invariants: the rows of a launched step advance at once, as if all their drafts were accepted, with PENDING_TOKEN in
 place of the sampled tokens. A step's results are applied once, in launch order, and only to rows that still belong to
-the requests for which it was launched. A row with fewer tokens than assumed moves back, together with what later steps
-compute of it.
+the requests for which it was launched. If drafts of a row were rejected, its token counts are reduced, also those that
+later steps in flight have recorded.
 """
 
 from __future__ import annotations

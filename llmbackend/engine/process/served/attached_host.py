@@ -11,9 +11,7 @@ from collections.abc import Container, Mapping
 import msgspec
 
 from ...messages import AdapterLoad, AdapterResult, InferRequest, RequestEvent, StepOutput
-from ...reports import BlockMap, EngineReport, StepReport, Watch
-
-NOT_WATCHING = Watch()
+from ...reports import NOT_WATCHED, BlockMap, EngineReport, StepReport
 
 
 class AttachedHost:
@@ -24,7 +22,7 @@ class AttachedHost:
         whose names all hosts share."""
         self.routing_id = routing_id
         self.host_id = host_id
-        self.watch = NOT_WATCHING
+        self.watch = NOT_WATCHED
         self.follows_prefixes = False
         self.requests: dict[str, str] = {}
         """Live requests: the host's id → the engine's."""

@@ -40,9 +40,9 @@ from ...messages import (
     StepOutput,
     StepResult,
 )
-from ...reports import Watch
+from ...reports import NOT_WATCHED, Watch
 from ...step import Runner
-from ..engine_process import EngineProgram, end_at_once, end_with_host, load
+from ..engine_process import QUIET_MS, EngineProgram, end_at_once, end_with_host, load
 from .attached_host import AttachedHost, owner_of
 from .remote_messages import STARTED, WELCOME, Head, Hello, Welcome, boot_id, refusal
 from .served_order import KeptState, ServedProcessOrder
@@ -93,7 +93,9 @@ class HostLinks:
         self._num_requests = 0
         self._stats, self._step_id = EngineStats(), 0
         self._state_interval_s = min(STATE_INTERVAL_S, config.step_timeout_s / 4)
-        self._is_report_due = False
+        self._is_report_due = self._is_check_due = False
+        self._has_stepped = False
+        """Whether a step has computed something."""
         self._report_at_s = self._state_at_s = self._warning_at_s = 0.0
         self._has_ended = False
         self._keeper: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
@@ -112,9 +114,9 @@ class HostLinks:
         """Whether the model cannot be loaded."""
         return bool(self._said.error)
 
-    # --- while the model loads: the link that `load` needs ------------------------------------------------------------
+    # --- while the model loads ----------------------------------------------------------------------------------------
 
-    def send(self, data: bytes, flags: int = 0) -> None:
+    def send(self, data: bytes) -> None:
         """Sends the load's message to all hosts, now and later, and to the keeper, unless the load has failed: the
         keeper would end this process, which still has to tell hosts why."""
         self._take_messages()
@@ -124,16 +126,12 @@ class HostLinks:
         for host in tuple(self._hosts.values()):
             self._tell(host, STARTED, data)
 
-    def recv(self, flags: int = 0) -> bytes:
-        """A loading engine receives no messages."""
-        raise zmq.Again
-
     def answer_until_left(self, timeout_s: float) -> None:
         """After the load's last message: answers hosts until all have disconnected or time is up."""
         self._answer(timeout_s, lambda: not self._hosts)
 
     def answer_for(self, duration_s: float) -> None:
-        """After a failed load: tells connecting hosts why, for that long, and then the keeper."""
+        """After a failed load: tells hosts that connect within `duration_s` why it failed, and then the keeper."""
         self._answer(duration_s, lambda: self._has_ended)
         self._keeper.send(_encode(self._said))
 
@@ -155,10 +153,7 @@ class HostLinks:
         try:
             while self._take_inputs(core):
                 self._deliver(core.step())
-                if not core.has_work:
-                    self._is_report_due = True
-                    if (breach := core.check_idle()) is not None:
-                        self._stats = breach.stats
+                self._is_check_due = not core.has_work
         finally:
             core.close()
 
@@ -176,8 +171,16 @@ class HostLinks:
             self._run_periodic_work(time.monotonic(), is_idle=not core.has_work)
             if core.has_work:
                 break
-            self._poller.poll(math.ceil(self._state_interval_s * 1e3))
+            state_ms = math.ceil(self._state_interval_s * 1e3)
+            is_quiet = not self._poller.poll(min(QUIET_MS, state_ms) if self._is_check_due else state_ms)
+            if is_quiet and self._is_check_due:
+                self._check_core(core)
         return not self._has_ended
+
+    def _check_core(self, core: EngineCore) -> None:
+        self._is_check_due = False
+        if (breach := core.check_idle()) is not None:
+            self._stats, self._is_report_due = breach.stats, True
 
     def _run_periodic_work(self, now_s: float, is_idle: bool) -> None:
         """Sends due reports, reads the keeper's messages."""
@@ -191,10 +194,12 @@ class HostLinks:
             self._state_at_s = now_s
             if is_idle and self._hosts:
                 self._report_to_all(now_s)  # the only way to notice that a host is gone
-            self._keeper.send(_encode(KeptState(num_hosts=len(self._hosts))))
+            self._keeper.send(_encode(KeptState(num_hosts=len(self._hosts), has_stepped=self._has_stepped)))
 
     def _deliver(self, result: StepResult) -> None:
         self._stats, self._step_id, self._is_report_due = result.stats, result.step_id, True
+        if result.stats.last_step_s and not self._has_stepped:
+            self._has_stepped, self._state_at_s = True, 0.0  # tells the keeper now
         if result.blocks is not None:
             self._tell_of_blocks(StepResult(result.step_id, (), result.stats, blocks=result.blocks))
         news: defaultdict[AttachedHost, _HostUpdate] = defaultdict(_HostUpdate)
@@ -346,7 +351,7 @@ class HostLinks:
                 self._core.adapters.drop(name)
             if host.follows_prefixes and not any(one.follows_prefixes for one in self._hosts.values()):
                 self._core.prefixes.publish(False)
-            if host.watch != Watch():
+            if host.watch != NOT_WATCHED:
                 self._watch_for_all(self._core)
 
     def _tell(self, host: AttachedHost, head: bytes, body: bytes) -> None:
@@ -387,7 +392,7 @@ class ServedEngineProgram(EngineProgram):
         end_with_host(lifeline_fd)
         logging.basicConfig(level=logging.INFO, format="engine %(process)d %(levelname)s %(message)s")
         links = HostLinks(engine.config, engine, ClusterSecrets.load(engine.secrets_folder), listen_fd)
-        core = load(self._config, make_runner, links, self._before)
+        core = load(self._config, make_runner, links.send, self._before)
         if core is not None:
             gc.collect()
             gc.freeze()

@@ -100,14 +100,14 @@ class RemoteTransport(Transport):
         self._wait(timeout_s)
         results: list[StepResult] = []
         try:
-            while self._messages and self._loss is None:
+            while self._messages:
                 head, body = self._messages.popleft()
                 if head == STARTED:
-                    self._loss = self._lost(_decode_started(body).error or "it restarts")
+                    self._end_with(self._lost(_decode_started(body).error or "it restarts"))
                 else:
                     results.append(self._read_result(head, body))
         except (msgspec.DecodeError, struct.error) as error:
-            self._loss = self._unreadable(error)
+            self._end_with(self._unreadable(error))
         if results:
             results[-1] = msgspec.structs.replace(results[-1], stats=self._counters.stats(results[-1].stats))
         elif self._loss is not None:
@@ -134,7 +134,7 @@ class RemoteTransport(Transport):
                 elif head == STARTED:
                     started.append(_decode_started(body))
         except msgspec.DecodeError as error:
-            self._loss = self._unreadable(error)
+            self._end_with(self._unreadable(error))
         if not started and self._loss is not None:
             raise self._loss
         return started
@@ -165,7 +165,9 @@ class RemoteTransport(Transport):
 
     def _wait(self, timeout_s: float | None) -> None:
         """Waits for a message, an event of the connection, a wake-up, or `timeout_s`; receives everything available."""
-        if self._messages or self._loss is not None:
+        if self._loss is not None:
+            return
+        if self._messages:
             timeout_s = 0.0
         ready = dict(self._poller.poll(None if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1e3)))
         if self._monitor.socket in ready:
@@ -192,6 +194,11 @@ class RemoteTransport(Transport):
         elif event.kind == zmq.EVENT_CLOSED and not self._is_connected:
             self._loss = self._lost("it cannot be reached")
 
+    def _end_with(self, loss: EngineDeadError) -> None:
+        """A message ended the link: what follows it is not read."""
+        self._loss = loss
+        self._messages.clear()
+
     def _lost(self, how: str) -> EngineDeadError:
         return EngineDeadError(f"the engine at {self._address} was lost: {how}", "disconnect")
 
@@ -211,6 +218,9 @@ class RemoteEngineSource:
         engines.users.enter(index, config, wake)
 
     def make_transport(self, wake_fd: int, progress: Callable[[LoadProgress], None]) -> Transport | None:
+        if idle_s := self._config.idle_unload_s:
+            reason = f"engine argument 'idle_unload_s' is {idle_s:g}, expected 0 in a cluster: its hosts share engines"
+            raise EngineDeadError(reason, "load")
         address = self._engines.locator.locate(self._index, self._config)
         if address is None:
             return None

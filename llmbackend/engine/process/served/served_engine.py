@@ -2,9 +2,9 @@
 
 A cluster (or test) starts this command where the engine should run. It owns the listening socket and a fork server;
 each process of the engine inherits the socket, so hosts find the next one at the same address, with packed weights
-already in memory. Invariants: it starts the next process at once if one dies, is silent, or gives no sign of life
-between two steps for step_timeout_s; it ends with its standard input or, if it outlives its parent, when no host was
-attached for orphan_timeout_s; its engine ends with it.
+already in memory. Invariants: if a process dies, is silent, or gives no sign of life between two steps for
+step_timeout_s, it starts the next one, at once unless several in a row finished no step; it ends with its standard
+input or, if it outlives its parent, when no host was attached for orphan_timeout_s; its engine ends with it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class KeptTransport(ProcessTransport):
         states = self._receive(timeout_s, _decode_state)
         if states:
             self.num_hosts = states[-1].num_hosts
-        return [StepResult(0, (), EngineStats()) for _ in states]
+        # A result whose step took time is what the supervisor expects of an engine that works.
+        return [StepResult(0, (), EngineStats(last_step_s=float(state.has_stepped))) for state in states]
 
     def _receive_started(self, timeout_s: float | None) -> list[EngineStarted]:
         """Without KeptStates, which may follow immediately: they decode to empty EngineStarted messages."""

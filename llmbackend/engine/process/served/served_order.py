@@ -91,9 +91,14 @@ class ServedProcessOrder(EngineOrder, frozen=True, kw_only=True):
 
 
 class KeptState(msgspec.Struct, frozen=True):
-    """Engine → keeper, about once a second, between two steps. num_hosts: attached hosts."""
+    """Engine → keeper, about once a second, between two steps, and after the first step.
+
+    num_hosts    attached hosts
+    has_stepped  whether this process has finished a step
+    """
 
     num_hosts: int
+    has_stepped: bool = False
 
 
 class ServedEngineNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
