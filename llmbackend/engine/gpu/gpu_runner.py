@@ -124,10 +124,10 @@ class GpuRunner:
 
     def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
         parts, padded = self._parts, self._parts.graphs.size_for(plan, self._parts.messages.adapts(plan))
-        sampling = parts.sampling.begin(plan, table)
-        message = parts.messages.write(plan, table, padded)
-        prompts = prompt_pieces(plan, table, parts.device, parts.program.max_samples)
         with noticing_loss(parts.device.synchronize):
+            sampling = parts.sampling.begin(plan, table)
+            message = parts.messages.write(plan, table, padded)
+            prompts = prompt_pieces(plan, table, parts.device, parts.program.max_samples)
             try:
                 launched = self._enqueue(step_id, message, padded, plan.num_samples, sampling, prompts)
             except BaseException:

@@ -240,6 +240,8 @@ def _triton_ops(config: EngineConfig, loaded: LoadedModel, decoder: Decoder) -> 
     from .kernels.paged_attention import PagedAttention
     from .ops.triton_ops import TritonOps
 
+    if loaded.device.type == "cuda" and torch.cuda.get_device_capability(loaded.device) < (8, 0):
+        raise ProgramUnsupportedError("the kernels need a GPU of compute capability 8.0 or more")
     if config.block_size < 16 or config.block_size & (config.block_size - 1):
         raise ValueError(f"engine argument 'block_size' is {config.block_size}, expected a power of two from 16")
     head_dims = [loaded.layer_shapes[layer.module].key_dim for layer in decoder.layers]

@@ -170,6 +170,26 @@ def test_an_engine_without_its_device_ends(model: Path, way: str, loss: str) -> 
     core.close()
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_device_lost_without_a_step_in_flight_ends_the_engine(
+    model: Path, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first use of the device is then that of the sampler, which pins memory."""
+    error, device = LOSSES[loss][0], FailingDevice(*LOSSES[loss])
+
+    def begin(*_: Any) -> None:
+        device.is_lost = True
+        raise error
+
+    config, sampling = config_for(model), GreedyOnDevice()
+    core = EngineCore(config, gpu_runner(config, device, sampling=sampling))
+    monkeypatch.setattr(sampling, "begin", begin)
+    core.add(request("a"))
+    with pytest.raises(DeviceLostError, match="this process lost the device: "):
+        core.step()
+    core.close()
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("passing", PASSING)
 def test_an_error_that_leaves_the_device_is_one_steps(model: Path, way: str, passing: str) -> None:

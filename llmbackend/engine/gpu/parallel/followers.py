@@ -105,19 +105,19 @@ class Followers:
             self.send(Stop())
 
     def reap(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Waits for followers that were told to stop or are no longer needed; kills them after timeout_s."""
+        """Waits for followers that were told to stop or are no longer needed; after timeout_s kills those that this
+        process forked, and leaves the others."""
         self._closing.set()
         deadline_s = time.monotonic() + timeout_s
         for follower in self._followers:
-            # The link reads end of file once the process is gone.
-            with contextlib.suppress(EOFError, OSError):
-                while follower.link.poll(max(deadline_s - time.monotonic(), 0.0)):
-                    follower.link.recv_bytes()
-                if follower.pid is not None:
-                    os.kill(follower.pid, signal.SIGKILL)
+            is_gone = _ends(follower.link, deadline_s)
             if follower.pid is not None:
-                with contextlib.suppress(ChildProcessError):
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    if not is_gone:
+                        os.kill(follower.pid, signal.SIGKILL)
                     os.waitpid(follower.pid, 0)
+            else:
+                _shut_down(follower.link)
         if self._watcher is not None:
             self._watcher.join()
         for follower in self._followers:
@@ -138,6 +138,23 @@ class Followers:
                 if self._closing.wait(GRACE_S):
                     return
             self.abandon(reason)
+
+
+def _ends(link: Connection, deadline_s: float) -> bool:
+    """Whether the process at the other side ends in time. The link reads end of file once it is gone."""
+    with contextlib.suppress(OSError):
+        try:
+            while link.poll(max(deadline_s - time.monotonic(), 0.0)):
+                link.recv_bytes()
+        except EOFError:
+            return True
+    return False
+
+
+def _shut_down(link: Connection) -> None:
+    """Wakes a thread that waits for the link. Closing it would not."""
+    with socket.socket(fileno=os.dup(link.fileno())) as end, contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
 
 
 def fork_followers(size: int, run: Callable[[int, Connection], None], not_theirs: Sequence[int]) -> Followers:

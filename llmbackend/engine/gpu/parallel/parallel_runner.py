@@ -222,8 +222,8 @@ CPU_KV_BYTES = 1 << 30
 
 
 def start_rank_0(config: EngineConfig, others: Followers | RankMeeting) -> ParallelRunner:
-    """others: forked followers, or where to meet them. Raises ValueError or OSError with a message for the user; the
-    followers have ended then."""
+    """others: forked followers, or where to meet them. Raises ValueError or OSError with a message for the user; forked
+    followers have ended then, others end when this process does."""
     start_s = time.monotonic()
     with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as meanwhile:
         ranks = Ranks(RankPlace.of(config, 0))
@@ -241,7 +241,8 @@ def start_rank_0(config: EngineConfig, others: Followers | RankMeeting) -> Paral
         followers.send(Join(address, port))
         followers.watch()
         ranks.join(part.device, address, port, config.load_timeout_s, meeting)
-        on_failure.callback(collectives.leave)
+        if part.device.type == "cpu":  # NCCL would wait for the other ranks, which wait for this one
+            on_failure.callback(collectives.leave)
         runner = start_part(config, part, ranks, start_s)
         on_failure.pop_all()
     return ParallelRunner(runner, followers, config.max_num_seqs)
