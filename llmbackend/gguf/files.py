@@ -101,7 +101,8 @@ def read_parts(files: Sequence[Path]) -> Header:
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """Identifies the version of a file. Raises OSError."""
+    """Identifies the version of a file. A replaced file has another stamp even if size and modification time were
+    preserved, because inode and change time differ. Raises OSError."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 

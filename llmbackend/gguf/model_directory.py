@@ -22,7 +22,7 @@ import llmbackend
 
 from .errors import GgufError
 from .fields import Fields
-from .files import files_in, is_gguf, model_name, parts_of, read_parts, stamp
+from .files import SUFFIX, files_in, is_gguf, model_name, parts_of, read_parts, stamp
 from .header import Header
 from .model_config import model_config
 from .tokenizer_files import MARKER, chat_template, tokenizer_config, tokenizer_json
@@ -99,7 +99,7 @@ def _make(paths: Sequence[Path], directory: Path, check_template: CheckTemplate)
         for name, content in contents.items():
             (unfinished / name).write_text(content, encoding="utf-8")
         for path in paths:
-            (unfinished / path.name).symlink_to(path)
+            (unfinished / (path.name.removesuffix(SUFFIX) + SUFFIX)).symlink_to(path)
         unfinished.rename(directory)
     except OSError:
         if not (directory / _CONFIG).is_file():  # otherwise another process was faster

@@ -30,9 +30,11 @@ _SENTENCEPIECE: Final = {"bos": 1, "eos": 2, "unk": 0}
 """Defaults if the file does not say."""
 _ENDS: Final = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
-    "<EOT>", "<end_of_utterance>",
+    "<EOT>", "<end_of_utterance>", "<|return|>", "<|call|>",
 })  # fmt: skip
 """Tokens that end a response even if the file does not say so."""
+_HARMONY: Final = frozenset({"<|return|>", "<|call|>"})
+"""A vocabulary with both (gpt-oss) has responses of several messages, and `<|end|>` ends a message."""
 
 _PARSED: Final = ("<|tool_call", "<|/tool_call")
 """Prefixes of tokens that tool-call parsers look for in a response; the conversion marks all tokens <|…|> as
@@ -53,7 +55,8 @@ class Vocabulary:
     def ends(self) -> list[int]:
         """Ids that end a response, eos first."""
         named = [self.special[name] for name in ("eos", "eot", "eom") if name in self.special]
-        return list(dict.fromkeys([*named, *(i for i, token in enumerate(self.tokens) if token in _ENDS)]))
+        known = _ENDS - {"<|end|>"} if _HARMONY.issubset(self.tokens) else _ENDS
+        return list(dict.fromkeys([*named, *(i for i, token in enumerate(self.tokens) if token in known)]))
 
     def added(self) -> Iterator[tuple[int, str, bool]]:
         """Tokens that are matched in text before it is split into words; and whether they are omitted from a

@@ -17,7 +17,7 @@ import transformers as tf
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.kernels import library
-from llmbackend.engine.messages import AdapterLoad, AdapterResult, InferRequest, SamplingParams
+from llmbackend.engine.messages import AdapterLoad, AdapterResult, InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.model.module_runner import make_model_runner
 from tests.helpers.lora_adapters import write_adapter
 
@@ -304,11 +304,13 @@ def test_an_adapter_that_cannot_be_read_again_ends_its_requests(tmp_path: Path) 
     sampling = SamplingParams(max_tokens=2, temperature=0.0)
     for name in ("doll", "sheep", "", "cow"):
         core.add(InferRequest(request_id=name, prompt_token_ids=(1,), sampling=sampling, lora_name=name))
-    errors: dict[str, str] = {}
+    ends: dict[str, StepOutput] = {}
     while core.has_work:
-        errors |= {output.request_id: output.error or "" for output in core.step().outputs if output.finish_reason}
+        ends |= {output.request_id: output for output in core.step().outputs if output.finish_reason}
+    errors = {name: output.error for name, output in ends.items()}
     assert errors["doll"] == errors[""] == ""
     assert errors["sheep"].startswith("LoRA 'sheep' cannot be read from")
     assert errors["cow"].startswith("'lora_name' is 'cow', expected one of: ")
+    assert [ends[name].is_bad_input for name in ("sheep", "cow")] == [False, True]
     core.check()
     core.close()

@@ -206,8 +206,8 @@ def _broken(decoder: PackedDecoder) -> list[PackedDecoder]:
         return msgspec.structs.replace(part, **fields)
 
     layer = decoder.layers[0]
-    attention, mlp, head = layer.attending, layer.mlp, decoder.head
-    assert attention.cos_sin is not None and attention.q_norm is not None and mlp is not None
+    attention, mlp, head = layer.attention, layer.mlp, decoder.head
+    assert attention is not None and attention.cos_sin is not None and attention.q_norm is not None and mlp is not None
 
     def with_attention(**fields: Any) -> PackedDecoder:
         first = changed(layer, attention=changed(attention, **fields))

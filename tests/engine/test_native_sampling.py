@@ -157,6 +157,18 @@ def test_draws_follow_the_distribution(engine: NativeKernels, limit: dict[str, A
     assert chi_square < 35  # 11 degrees of freedom or fewer: by chance once in 4000, and the seeds are fixed
 
 
+@pytest.mark.parametrize("temperature", [1e20, 3e38, 1e39, float("inf")])
+def test_at_the_highest_temperatures_all_tokens_are_equally_likely(engine: NativeKernels, temperature: float) -> None:
+    vocab, count = 12, 3000
+    logits = torch.linspace(-9, 9, vocab).expand(count, -1)
+    parameters = [{"temperature": temperature, "seed": seed} for seed in range(count)]
+    tokens = Rows(parameters, vocab, engine).sample(logits).token_ids
+    assert tokens.tolist() == Rows(parameters, vocab, None).sample(logits).token_ids.tolist()
+    expected = count / vocab
+    chi_square = float(((np.bincount(tokens, minlength=vocab) - expected) ** 2 / expected).sum())
+    assert chi_square < 35  # 11 degrees of freedom: by chance once in 4000, and the seeds are fixed
+
+
 def test_a_sample_does_not_depend_on_neighbours_or_threads(engine: NativeKernels) -> None:
     rng, vocab = np.random.default_rng(5), 5000
     parameters = [random_parameters(rng, vocab, largest_top_p=0.99999, most_logprobs=900) for _ in range(40)]

@@ -46,5 +46,5 @@ def test_a_model_that_may_read_less_is_refused(name: str, tmp_path: Path) -> Non
     family, most = LESS[name]
     found = tried(family, tmp_path)
     assert found.how == "refused"
-    assert f"all of max_model_len {MAX_MODEL_LEN} positions" in found.why
+    assert f"of up to {most} tokens, and max_model_len is {MAX_MODEL_LEN}: " in found.why
     assert f"--max-model-len {most})" in found.why

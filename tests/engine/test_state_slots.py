@@ -27,7 +27,7 @@ def begin(kv_cache: KVCacheManager, table: RowTable, row: int, tokens: list[int]
     """A row with this prompt; how many of its tokens are not computed."""
     table.token_ids[row, : len(tokens)] = tokens
     table.num_tokens[row] = table.num_prompt_tokens[row] = len(tokens)
-    prefix = kv_cache.find(table.token_ids[row, : len(tokens)], ("",))
+    prefix = kv_cache.usable(kv_cache.find(table.token_ids[row, : len(tokens)], ("",)))
     table.num_computed_tokens[row] = kv_cache.take(row, prefix)
     return int(table.num_computed_tokens[row])
 

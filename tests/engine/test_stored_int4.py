@@ -213,7 +213,9 @@ def test_an_order_that_is_none_is_refused_before_a_kernel_sees_it(tmp_path: Path
     packed = pack_model(config, load_model(config))
     packed.decoder.check(packed.memories)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(packed.decoder), type=PackedDecoder) == packed.decoder
-    qkv = packed.decoder.layers[0].attending.qkv[0].weight
+    attention = packed.decoder.layers[0].attention
+    assert attention is not None
+    qkv = attention.qkv[0].weight
     assert qkv.order_offset_bytes is not None
     order = packed.memories.resident[qkv.order_offset_bytes :][: 4 * qkv.k].view(np.int32)
     order[5] = qkv.k
@@ -225,8 +227,9 @@ def test_an_order_that_is_none_is_refused_before_a_kernel_sees_it(tmp_path: Path
 
 def _check_with(packed: PackedModel, qkv: MatrixAt) -> None:
     first, *others = packed.decoder.layers
-    projection = PackedProjection(qkv, first.attending.qkv[0].bias)
-    first = msgspec.structs.replace(first, attention=msgspec.structs.replace(first.attending, qkv=(projection,)))
+    assert first.attention is not None
+    projection = PackedProjection(qkv, first.attention.qkv[0].bias)
+    first = msgspec.structs.replace(first, attention=msgspec.structs.replace(first.attention, qkv=(projection,)))
     with pytest.raises(ValueError, match="the description of a packed model is broken"):
         msgspec.structs.replace(packed.decoder, layers=(first, *others)).check(packed.memories)
 

@@ -49,7 +49,7 @@ def test_a_text_that_failed_is_not_found_by_the_blocks_that_were_free_already() 
     kv_cache.register(int32(0), int32(18))
     kv_cache.invalidate(0)
     kv_cache.release(0)
-    assert kv_cache.find(table.token_ids[1], ()).blocks == []
+    assert kv_cache.find(table.token_ids[1], ()).blocks.tolist() == []
     assert (kv_cache.num_free_blocks, kv_cache.num_cached_blocks) == (8, 0)
     kv_cache.check()
 
@@ -98,7 +98,7 @@ class Simulation:
             if row not in self.computed and self.draw.random() < 0.5:
                 self.table.token_ids[row] = np.arange(LENGTH) + 100 * self.draw.integers(2)
                 self.table.token_ids[row, self.draw.integers(LENGTH) :] += 1000 * self.draw.integers(2)
-                prefix = self.kv_cache.find(self.table.token_ids[row], ())
+                prefix = self.kv_cache.usable(self.kv_cache.find(self.table.token_ids[row], ()))
                 if self.kv_cache.blocks_to_begin(prefix, LENGTH, MOST_CHUNK) <= self.kv_cache.num_free_blocks:
                     self.computed[row] = self.kv_cache.take(row, prefix)
                     self.num_hits += len(prefix.blocks) > 0

@@ -15,7 +15,8 @@ import pytest
 from llmbackend.gguf import model_directory as module
 from llmbackend.gguf.errors import GgufError
 from llmbackend.gguf.families import FAMILIES
-from llmbackend.gguf.model_directory import gguf_files, is_made_of_gguf, model_directory
+from llmbackend.gguf.files import files_in
+from llmbackend.gguf.model_directory import gguf_files, is_made_of_gguf, model_directory, source_of
 from tests.helpers.gguf_files import llama_fields, write_fields
 
 Tensors = dict[str, Any]
@@ -69,6 +70,16 @@ def test_the_directory_has_what_a_checkpoint_has(tmp_path: Path) -> None:
     assert generation == {"eos_token_id": [1], "temperature": 0.6, "top_k": 20}
     assert json.loads((directory / "tokenizer_config.json").read_text())["eos_token"] == "b"
     assert gguf_files(directory) == []
+
+
+@pytest.mark.parametrize("name", ["sha256-0123abcd", "Model.GGUF", "m.gguf"])
+def test_a_file_of_any_name_is_found_in_its_directory(name: str, tmp_path: Path) -> None:
+    """ollama's blobs have no suffix."""
+    file = write_fields(tmp_path / name, llama_fields(), tensors())
+    directory = model_directory(gguf_files(file), tmp_path / "made")
+    (found,) = files_in(directory)
+    assert found.resolve() == file.resolve()
+    assert source_of(str(directory)) == str(file)
 
 
 def test_hyperparameters_have_transformers_names(tmp_path: Path) -> None:

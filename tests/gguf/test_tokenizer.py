@@ -249,6 +249,27 @@ def test_ends_are_those_of_the_file_and_those_that_are_known_by_name(tmp_path: P
     assert tokenizer_config(vocabulary, "t.gguf")["eos_token"] == vocabulary.tokens[9]
 
 
+@pytest.mark.parametrize(
+    ("more", "named", "expected"),
+    [
+        (["<|end|>", "<|call|>"], {}, ["<|end|>", "<|call|>"]),
+        (["<|end|>", "<|return|>", "<|call|>"], {}, ["<|return|>", "<|call|>"]),
+        (["<|return|>", "<|end|>", "<|call|>"], {"eos": "<|end|>"}, ["<|end|>", "<|return|>", "<|call|>"]),
+        (["<|return|>", "<|end|>", "<|call|>"], {"eos": "<|call|>"}, ["<|call|>", "<|return|>"]),
+    ],
+)
+def test_the_end_of_a_message_is_no_end_of_an_answer_of_several(
+    more: list[str], named: dict[str, str], expected: list[str], tmp_path: Path
+) -> None:
+    """As in gpt-oss."""
+    fields = bpe_fields("gpt-4o")
+    tokens = fields["tokenizer.ggml.tokens"] = [*fields["tokenizer.ggml.tokens"], *more]
+    fields["tokenizer.ggml.token_type"] = [*fields["tokenizer.ggml.token_type"], *[3] * len(more)]
+    fields |= {f"tokenizer.ggml.{name}_token_id": tokens.index(token) for name, token in named.items()}
+    _, vocabulary = tokenizer_json(header(tmp_path, fields).fields)
+    assert [tokens[index] for index in vocabulary.ends if tokens[index] != SPECIAL] == expected
+
+
 def test_tokens_of_tool_calls_stay_in_an_answer(tmp_path: Path) -> None:
     fields = bpe_fields("gpt-2")
     fields["tokenizer.ggml.tokens"] += ["<|tool_call|>", "<|tool|>"]

@@ -16,7 +16,8 @@ from llmbackend.engine.cpu.packed_decoder import (
     PackedMlp,
     PackedModel,
 )
-from llmbackend.engine.cpu.packed_parts import ALIGN_BYTES, ArrayAt, Bytes, MatrixAt, PackedNorm, PackedProjection
+from llmbackend.engine.cpu.packed_parts import ArrayAt, Bytes, MatrixAt, PackedNorm, PackedProjection
+from llmbackend.engine.kernels.library import aligned
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, POSITIONS = 64, 2, 1, 32, 96, 20_000, 1024
 
@@ -40,7 +41,7 @@ class _Places:
 
     def _take(self, memory: str, size_bytes: int) -> int:
         offset = self.ends[memory]
-        self.ends[memory] += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.ends[memory] += aligned(size_bytes)
         return offset
 
 

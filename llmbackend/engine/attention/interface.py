@@ -54,7 +54,7 @@ class AttentionOptions:
 
 
 class UnmadeMask:
-    """In place of the mask that is not made, for modules that cut it."""
+    """Stands for the mask that is not created, for modules that slice it."""
 
     def __getitem__(self, _part: object) -> UnmadeMask:
         return self

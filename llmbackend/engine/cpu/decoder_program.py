@@ -114,8 +114,7 @@ class DecoderProgram:
     def profile(
         self, step: FlatStep, slots: Int32Array, block_tables: Int32Array, states: StepStates | None = None
     ) -> Float64Array:
-        """As `forward`, but returns the seconds of each of `operations`, without the last two if nothing is sampled.
-        Raises OSError if the library cannot time them."""
+        """As `forward`, but returns the seconds of each of `operations`, without the last two if nothing is sampled."""
         calls = self._calls(step, slots, block_tables, states, self._parts)
         seconds = [self._kernels.profile(*call) for call in calls]
         self._finished(self._logits.floats(len(step.sampled_tokens), self._vocab_size))

@@ -18,13 +18,12 @@ import numpy.typing as npt
 from ..adapter_files import AdapterArrays, AdapterFiles, Float32Array, LoraArrays
 from ..adapter_loads import adapter_number, first_adapters
 from ..config import EngineConfig
-from ..kernels.library import PANEL, KernelLibrary
+from ..kernels.library import PANEL, KernelLibrary, aligned
 from ..kernels.operations import LORA_BLOCK, LORA_RANKS, LoraMatrices, LoraStep, Type
 from ..step import FlatStep, Int32Array
 from .packed_decoder import PackedDecoder
 from .packed_parts import TYPE_OF, PackedPart
 
-_ALIGN_BYTES: Final = 64
 _CHAINS: Final = 4
 """k is padded to a multiple of this."""
 
@@ -141,7 +140,7 @@ def pack_adapter(
     for pair in packed:
         for matrix in pair:
             offsets.append(size_bytes)
-            size_bytes += -(-matrix.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            size_bytes += aligned(matrix.nbytes)
     memory = library.memory(size_bytes)
     base, places = int(memory.ctypes.data), iter(offsets)
     matrices = (LoraMatrices * len(parts))()

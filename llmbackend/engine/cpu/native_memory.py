@@ -78,7 +78,7 @@ HEAD_MULTIPLE: Final = 32
 DEFAULT_KV_BYTES: Final = 1 << 30
 _MAX_EMPTY_BLOCKS: Final = 1 << 18
 """For models without attention, whose blocks occupy memory only in their tables."""
-_ITEM_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.FIXED16: 2}
+TYPE_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.FIXED16: 2}
 
 
 def can_hold(key_dim: int, value_dim: int, block_size: int) -> bool:
@@ -133,7 +133,7 @@ class NativeKVMemory:
         """Kernel block ids per block."""
         types = [shape.type(library, model_type) for shape in shapes]
         sizes = [
-            shape.num_kv_heads * shape.head_dim * block_size * _ITEM_BYTES[kind]
+            shape.num_kv_heads * shape.head_dim * block_size * TYPE_BYTES[kind]
             for shape, kind in zip(shapes, types, strict=True)
         ]
         """For each layer: bytes of a block's keys, and of its values."""

@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 
 from ..kernels.expert_layout import MAX_EXPERTS, steps_of
+from ..kernels.library import ALIGN_BYTES
 from ..kv_groups import LayerGroups, layer_groups
 from .native_memory import LayerKV
 from .packed_latent import PackedLatent, check_latent
 from .packed_parts import (
-    ALIGN_BYTES,
     ITEM_BYTES,
     TYPE_OF,
     ArrayAt,
@@ -185,12 +185,6 @@ class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
             return (*qkv, up, *out, (mlp.down,))
         shared_gate = () if self.experts is None or self.experts.shared_gate is None else ((self.experts.shared_gate,),)
         return (*qkv, *out, *mixer, up, (mlp.down,), *shared_gate)
-
-    @property
-    def attending(self) -> PackedAttention:
-        """The attention of a layer that is not recurrent."""
-        assert self.attention is not None, "a recurrent layer has no attention"
-        return self.attention
 
 
 class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):

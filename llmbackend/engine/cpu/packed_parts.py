@@ -26,7 +26,6 @@ Dtype = Literal[
 
 TYPE_OF: Final[dict[Dtype, Type]] = {name: Type[name.upper()] for name in get_args(Dtype)}
 ITEM_BYTES: Final[dict[Dtype, int]] = {"float32": 4, "bfloat16": 2, "int8": 1}
-ALIGN_BYTES: Final = 64
 
 
 class ArrayAt(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ from ..kernels.operations import AttentionOp, EmbedOp, ExpertsOp, HeadsOp, Linea
 from ..messages import ModelInfo
 from ..step import FlatStep, Int32Array, RowTable, StepPlan, flatten
 from .decoder_program import DecoderProgram, Float64Array
+from .native_memory import TYPE_BYTES
 from .native_runner import NativeRunner
 from .operations import Role
 from .recurrent_operations import StepStates
@@ -27,7 +28,6 @@ PROMPT_TOKENS: Final = 1024
 CONTEXT_TOKENS: Final = 1024
 """Context of each row in a decode step."""
 _MIN_ROUNDS, _MAX_ROUNDS, _ENOUGH_S = 3, 50, 3.0
-_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.FIXED16: 2}
 
 
 class Counts(NamedTuple):
@@ -85,8 +85,7 @@ class Batch(NamedTuple):
 
 
 def profile_runner(runner: NativeRunner, max_tokens: int, max_rows: int) -> EngineProfile:
-    """A prefill in steps of max_tokens, and decode steps of one row and of max_rows. Raises OSError if the library
-    cannot time operations."""
+    """A prefill in steps of max_tokens, and decode steps of one row and of max_rows."""
     info, program, kernels = runner.info, runner.program, runner.kernels
     weights = next(Type(op.weight_type) for _, op in program.operations if isinstance(op, LinearOp))
     steps = [_profile_prompt(program, info, max_tokens)]
@@ -162,12 +161,13 @@ def count(op: ctypes.Structure, step: FlatStep) -> Counts:
         size_bytes = op.num_heads * packed_bytes(linear.n, linear.k, Type(linear.weight_type))
         return Counts(2 * len(step.token_ids) * op.num_heads * linear.n * linear.k, size_bytes)
     if isinstance(op, EmbedOp):
-        return Counts(weight_bytes=len(step.token_ids) * op.width * _BYTES[Type(op.weight_type)])
+        return Counts(weight_bytes=len(step.token_ids) * op.width * TYPE_BYTES[Type(op.weight_type)])
     if isinstance(op, AttentionOp):
         window = op.window or int(step.seq_lens.max())
         seen_by_queries = int(np.minimum(step.positions + 1, window).sum(dtype=np.int64))
         seen_by_rows = int(np.minimum(step.seq_lens, step.query_lens + (window - 1)).sum(dtype=np.int64))
-        of_position = op.num_kv_heads * (op.head_dim + (op.value_dim if op.values else 0)) * _BYTES[Type(op.kv_type)]
+        numbers = op.num_kv_heads * (op.head_dim + (op.value_dim if op.values else 0))
+        of_position = numbers * TYPE_BYTES[Type(op.kv_type)]
         of_pair = 2 * op.num_heads * (op.head_dim + op.value_dim)
         return Counts(of_pair * seen_by_queries, kv_bytes=seen_by_rows * of_position)
     return Counts()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from .library import packed_bytes, scale_bytes, sums_bytes
+from .library import aligned, packed_bytes, scale_bytes, sums_bytes
 from .operations import Activation, Epilogue, ExpertsOp, HeadsOp, Kind, LinearOp, Rows, Type
 
 MAX_EXPERTS: Final = 1024
@@ -18,7 +18,6 @@ GATES: Final = {
     "silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL, "swigluoai": Epilogue.SWIGLU_OAI,
 }  # fmt: skip
 """By activation of the gate."""
-_ALIGN_BYTES: Final = 64
 
 
 class ExpertMatrix(NamedTuple):
@@ -45,16 +44,12 @@ class Steps(NamedTuple):
 
 
 def steps_of(n: int, k: int, kind: Type) -> Steps:
-    return Steps(packed_bytes(n, k, kind), *(_aligned(size(n, k, kind)) for size in (scale_bytes, sums_bytes)))
+    return Steps(packed_bytes(n, k, kind), *(aligned(size(n, k, kind)) for size in (scale_bytes, sums_bytes)))
 
 
 def steps_of_rows(rows: int, k: int, kind: Type) -> Steps:
     """Strides between matrices that are `rows` rows, whole panels, of one matrix apart."""
     return Steps(*(size(rows, k, kind) for size in (packed_bytes, scale_bytes, sums_bytes)))
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 class Pairs(NamedTuple):

@@ -62,8 +62,15 @@ BLOCKS: Final = {
     Type.IQ4_XS: Blocks(256, 136, 4416),
     Type.MXFP4: Blocks(32, 17, 576),
 }
+ALIGN_BYTES: Final = 64
+"""Packed arrays begin at multiples of this, the size of a cache line."""
 _PEAK_STEPS, _PEAK_REPEATS = 20_000, 50
 """Each repeat takes a tenth of a millisecond."""
+
+
+def aligned(size_bytes: int) -> int:
+    """Rounded up to a multiple of ALIGN_BYTES."""
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def packed_bytes(n: int, k: int, packed_type: Type) -> int:
@@ -100,8 +107,6 @@ class KernelLibrary:
         self.functions.llmb_sizes(sizes)
         if not is_ours or list(sizes) != [ctypes.sizeof(structure) for structure in STRUCTURES]:
             raise OSError(f"{path.name} was built from different sources: reinstall this package")
-        # Missing in libraries built before fixed point existed.
-        self._keeps_fixed_point = bool(getattr(self.functions, "llmb_keeps_fixed_point", int)())
 
     def activation_type(self, model_type: Type) -> Type:
         """How the inputs of linear layers are stored in a model of this type, float32 or bfloat16."""
@@ -109,17 +114,15 @@ class KernelLibrary:
 
     def kv_type(self, model_type: Type) -> Type:
         """How keys and values are stored for a model of this type, float32 or bfloat16."""
-        return Type.FIXED16 if model_type is Type.BFLOAT16 and self._keeps_fixed_point else model_type
+        return Type.FIXED16 if model_type is Type.BFLOAT16 and self.functions.llmb_keeps_fixed_point() else model_type
 
     def peak_rate(self, weights: Type) -> float:
         """Multiplications and additions per second of one thread that only multiplies registers, as for weights of this
         type: the best of many short, undisturbed runs."""
-        multiply_registers = self.functions.llmb_peak
-        multiply_registers.restype, multiply_registers.argtypes = c_int64, [c_int32, c_int64]
 
         def rate() -> float:
             begin = time.perf_counter()
-            return float(multiply_registers(weights, _PEAK_STEPS)) / (time.perf_counter() - begin)
+            return float(self.functions.llmb_peak(weights, _PEAK_STEPS)) / (time.perf_counter() - begin)
 
         return max(rate() for _ in range(_PEAK_REPEATS))
 
@@ -157,14 +160,9 @@ class NativeKernels:
             raise MemoryError("scratch memory for a step could not be allocated")
 
     def profile(self, ops: Any, num_ops: int, step: Step) -> npt.NDArray[np.float64]:
-        """As `run`; returns the seconds that each operation took. Raises MemoryError, or OSError if the library is too
-        old to time operations."""
-        profile = getattr(self.library.functions, "llmb_profile", None)
-        if profile is None:
-            raise OSError(f"the native kernels '{self.library.variant}' cannot time operations: reinstall this package")
-        profile.restype, profile.argtypes = c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_void_p]
+        """As `run`; returns the seconds that each operation took. Raises MemoryError."""
         seconds = np.zeros(num_ops, np.float64)
-        if profile(self.pointer, ops, num_ops, ctypes.byref(step), seconds.ctypes.data):
+        if self.library.functions.llmb_profile(self.pointer, ops, num_ops, ctypes.byref(step), seconds.ctypes.data):
             raise MemoryError("scratch memory for a step could not be allocated")
         return seconds
 
@@ -244,11 +242,14 @@ def _declare(functions: Any) -> bool:
         "llmb_engine_new": (c_void_p, [c_int32]),
         "llmb_engine_delete": (None, [c_void_p]),
         "llmb_run": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p]),
+        "llmb_profile": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
         "llmb_pack": (None, [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int64, c_void_p, c_int32, c_void_p,
                              c_void_p]),
         "llmb_pack_blocks": (None, [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_void_p]),
         "llmb_unpack_blocks": (None, [c_void_p, c_int32, c_int64, c_void_p]),
         "llmb_activation_type": (c_int32, []),
+        "llmb_keeps_fixed_point": (c_int32, []),
+        "llmb_peak": (c_int64, [c_int32, c_int64]),
         "llmb_memory_new": (c_void_p, [c_size_t]),
         "llmb_memory_delete": (None, [c_void_p, c_size_t]),
     }  # fmt: skip

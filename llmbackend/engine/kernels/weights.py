@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .library import BLOCKS, GROUP, PANEL, NativeKernels, packed_bytes, scale_bytes, sums_bytes
+from .library import BLOCKS, GROUP, PANEL, NativeKernels, aligned, packed_bytes, scale_bytes, sums_bytes
 from .operations import Type
 
 TYPE_OF = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
-_ALIGN_BYTES = 64
 _ZERO: Final = 8
 """The zero point of INT4."""
 NEIGHBOURS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -161,8 +160,8 @@ class WeightStore:
         first. Raises MemoryError."""
         self._kernels = kernels
         panels = sum(packed_bytes(*shape) for shape in shapes)
-        scales = sum(_aligned(scale_bytes(*shape)) for shape in shapes)
-        self._end = panels + scales + sum(_aligned(sums_bytes(*shape)) for shape in shapes)
+        scales = sum(aligned(scale_bytes(*shape)) for shape in shapes)
+        self._end = panels + scales + sum(aligned(sums_bytes(*shape)) for shape in shapes)
         memory = None if new_memory is None else new_memory(self._end + extra_bytes)
         self.memory = kernels.library.memory(self._end + extra_bytes) if memory is None else memory
         self._next = int(self.memory.ctypes.data)
@@ -221,19 +220,15 @@ class WeightStore:
         scale, sums = self._next_scale if num_scale else 0, self._next_sums if num_sums else 0
         packed = PackedWeight(self._next, n, k, packed_type, scale, sums, memory=self.memory)
         self._next += packed.size_bytes
-        self._next_scale += _aligned(num_scale)
-        self._next_sums += _aligned(num_sums)
+        self._next_scale += aligned(num_scale)
+        self._next_sums += aligned(num_sums)
         return packed
 
     def add(self, array: npt.NDArray[np.uint8]) -> int:
         """Appends a small array and returns its offset in bytes. Raises MemoryError if there is no room."""
-        begin = _aligned(self._end)
+        begin = aligned(self._end)
         if begin + len(array) > len(self.memory):
             raise MemoryError(f"{len(array)} bytes do not fit into the memory of packed weights")
         self._end = begin + len(array)
         self.memory[begin : self._end] = array
         return begin
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -89,14 +89,20 @@ def check_directory(directory: Path) -> dict[str, TensorHeader]:
     contradict the tensors' shapes.
     """
     try:
-        config = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
+        config = config_fields((directory / "config.json").read_bytes())
     except OSError as error:
         raise CheckpointError(f"its config.json cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise CheckpointError(f"its config.json is not a JSON object: {error}") from None
     tensors = read_headers(weight_files(directory, str(config.get("transformers_weights") or "")))
     check_numbers(config, tensors)
     return tensors
+
+
+def config_fields(config_json: bytes) -> dict[str, Any]:
+    """The fields of a config.json. Raises CheckpointError."""
+    try:
+        return msgspec.json.decode(config_json, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise CheckpointError(f"its config.json is not a JSON object: {error}") from None
 
 
 def weight_files(directory: Path, stated: str = "") -> list[Path]:
@@ -128,11 +134,7 @@ def weight_files(directory: Path, stated: str = "") -> list[Path]:
 def has_four_bits(directory: Path) -> bool:
     """Whether a directory's config.json and tensors say that linear layers are stored in 4 bits. Raises CheckpointError
     or OSError."""
-    try:
-        config = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise CheckpointError(f"its config.json is not a JSON object: {error}") from None
-    stated = config.get("quantization_config")
+    stated = config_fields((directory / "config.json").read_bytes()).get("quantization_config")
     name = PACKED_NUMBERS.get(str(stated.get("quant_method"))) if isinstance(stated, dict) else None
     if name is None:
         return False

@@ -108,8 +108,8 @@ def check_config(config: Any) -> None:
 
 
 def checked_length(config: Any, wanted: int | None) -> int:
-    """The limit in force, in tokens. wanted: the engine argument max_model_len. Raises ValueError where the model
-    allows less, or attends to less."""
+    """The effective limit in tokens. wanted: the engine argument max_model_len. Raises ValueError if the model allows
+    less, or if its attention is plain only in shorter sequences."""
     length = max_model_len(wanted, config.get_text_config(decoder=True))
     if reason := why_not_all(config, length):
         raise unsupported(architecture_name(config), reason)

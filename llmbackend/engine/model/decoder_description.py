@@ -267,7 +267,7 @@ def _attention(index: int, module: Any, options: AttentionOptions, rotations: Ro
 
 
 def gates_of(module: Any) -> tuple[dict[str, int], Projection | None]:
-    """The layer that gives attention's gates, if there is one; before it, its name with its number of outputs."""
+    """The projection that yields attention's gates, or None; before it, its number of outputs by its name, or {}."""
     name = next((name for name in GATES if getattr(module, name, None) is not None), None)
     gate = None if name is None else projection_of(getattr(module, name))
     return {} if name is None or gate is None else {name: gate.weight.n}, gate

@@ -118,7 +118,7 @@ class _Family:
     """Reads the MLP of a layer."""
     attention_of: Callable[[Any, AttentionOptions, Rotations | None], Attention]
     out_norms: tuple[str, str] = ("", "")
-    """Behind them, where a layer has some."""
+    """After attention or the recurrent module, and after the MLP; "" = none. A layer may lack them."""
 
     def read(self, layer: Any, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None) -> Layer:
         attends = getattr(layer, "self_attn", None) is not None
@@ -225,8 +225,8 @@ _FAMILIES: Final = (
 )  # fmt: skip
 
 
-def _normed_behind(layer: Any, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None) -> Layer:
-    """OLMo Hybrid: a layer with attention has its norms behind its blocks."""
+def _normed_after(layer: Any, options: Mapping[nn.Module, AttentionOptions], tables: Rotations | None) -> Layer:
+    """OLMo Hybrid: a layer with attention applies its norms after its blocks."""
     if not hasattr(layer, "self_attn"):
         return _DELTA_NET.read(layer, options, tables)
     expect_children(layer, {"self_attn", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"})
@@ -308,7 +308,7 @@ def _layer_reader(base: Any) -> LayerReader:
     if all({"self_attn", "mamba"} <= parts for parts in of_layers):
         return _falcon_h1
     if {"linear_attn", "post_feedforward_layernorm"} <= names:
-        return _normed_behind
+        return _normed_after
     for family in _FAMILIES:
         wanted = {family.mixer, *family.norms, *filter(None, family.out_norms)}
         if wanted <= names and not names.isdisjoint(family.mlps):

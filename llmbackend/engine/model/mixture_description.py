@@ -106,7 +106,7 @@ def _correction_of(module: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _factor_of_sum(module: Any, shared: Any) -> float:
-    """By which a block multiplies what its experts give, tried out."""
+    """The factor by which a block multiplies the output of its experts, found by probing."""
     if not any(hasattr(module, name) for name in _FACTORS):
         return 1.0
     weight = router_linear(router_of(module)).weight

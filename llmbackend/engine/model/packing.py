@@ -34,7 +34,6 @@ from ..cpu.packed_decoder import (
 )
 from ..cpu.packed_latent import PackedLatent
 from ..cpu.packed_parts import (
-    ALIGN_BYTES,
     TYPE_OF,
     ArrayAt,
     Bytes,
@@ -48,6 +47,7 @@ from ..cpu.packed_recurrent import PackedScan, PackedShortConv
 from ..cpu.recurrent_operations import StepStates
 from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import Norm
+from ..kernels.library import ALIGN_BYTES, aligned
 from ..kernels.operations import Type
 from ..kernels.weights import PackedWeight, WeightStore
 from ..load_progress import part
@@ -156,7 +156,7 @@ class _Packer:
         place = ArrayAt("mapped", self._mapped_bytes, tuple(tensor.shape), _float_dtype(tensor.dtype))
         self._tables.append(tensor)
         self._places[tensor.data_ptr()] = place
-        self._mapped_bytes += -(-place.size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self._mapped_bytes += aligned(place.size_bytes)
         return place
 
     def mapped(self, place: PackingPlace | None) -> Bytes:

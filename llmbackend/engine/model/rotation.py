@@ -43,7 +43,7 @@ _GATE_FUNCTIONS: Final[Mapping[GateFunction, Callable[[torch.Tensor], torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """From what an attention module computes queries and keys."""
+    """What an attention module computes queries and keys from."""
 
     outputs: Mapping[str, int]
     """Numbers of outputs of its projections, by name: query, key and value in this order, then the projection after
@@ -54,7 +54,7 @@ class Heads:
     k_norm: Norm | None
     norm_whole: bool
     gates: Mapping[str, int] = field(default_factory=dict)
-    """Likewise of the layer that gives gates of heads' results, if there is one."""
+    """Likewise for the projection that yields the gates of heads' outputs, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)

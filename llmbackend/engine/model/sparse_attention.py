@@ -1,8 +1,8 @@
-"""Attention to some of the positions, where these are all: an indexer chooses as many as there are, or they are in one
-chunk.
+"""Models whose queries read only some of the positions (an indexer chooses at most a given number, or a query reads its
+own chunk), in sequences so short that these are all positions.
 
-For: the loader. Does not know: families by name, how positions are scored. Invariant: a model whose queries would read
-fewer positions than its sequences may have is refused.
+Used by the loader. Independent of families by name and of how indexers score positions. Invariant: a model is refused
+if its sequences may be longer than that.
 """
 
 from __future__ import annotations
@@ -38,34 +38,35 @@ def _positions_of(config: Any, kind: str) -> int | None:
 
 
 def most_positions(config: Any) -> int | None:
-    """That each query reads; None: all."""
+    """The longest sequence in tokens whose queries all read every position, unscaled; None = any."""
     text = config.get_text_config(decoder=True)
     kinds = _STATED.keys() & set(getattr(text, "layer_types", None) or ())
     limits = [_positions_of(config, kind) for kind in kinds]
-    if getattr(text, "attn_temperature_tuning", False):  # Llama 4's queries grow from the last of these on
+    if getattr(text, "attn_temperature_tuning", False):  # Llama 4 scales queries from position floor_scale - 1 on
         limits.append(int(text.floor_scale) - 1)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def why_not_all(config: Any, max_model_len: int) -> str:
-    """Why plain attention is not what the model computes; "" where it is."""
+    """Why plain attention would differ from what the model computes; "" = it would not."""
     most = most_positions(config)
     if most is None or max_model_len <= most:
         return ""
     return (
-        f"not all queries read all of max_model_len {max_model_len} positions, and only up to {most} is its attention "
-        f"plain: set the engine argument 'max_model_len' to {most} at most (--max-model-len {most})"
+        f"its attention is plain attention to all positions only in sequences of up to {most} tokens, and "
+        f"max_model_len is {max_model_len}: set the engine argument 'max_model_len' to at most {most} "
+        f"(--max-model-len {most})"
     )
 
 
 def read_all_positions(model: Any) -> None:
-    """Removes what chooses positions from a model for which why_not_all is ""."""
+    """Removes what chooses positions, or scales queries, from a model for which why_not_all returns ""."""
     if most_positions(model.config) is None:
         return
     for module in list(model.modules()):
         if hasattr(module, "indexer"):
             _remove_indexer(module)
-        if hasattr(module, "attn_temperature_tuning"):  # of a flattened batch it would number the tokens
+        if hasattr(module, "attn_temperature_tuning"):  # it counts the tokens of a flattened batch as positions
             module.attn_temperature_tuning = False
 
 
@@ -73,13 +74,14 @@ def _remove_indexer(module: Any) -> None:
     indexer = module.indexer
     if isinstance(indexer, nn.Module):
         del module.indexer
-    # Without one, a layer takes another layer's choice, where it does not choose blocks.
+    # A layer without an indexer reuses an earlier layer's choice; where blocks are chosen, it attends to all positions.
     module.indexer = None if hasattr(module.config, "index_topk_blocks") else _all_positions
     module.forward = functools.partial(_with_mask, module.forward)
 
 
 def _all_positions(hidden_states: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor | None:
-    """Indices [batch, tokens, tokens], of which transformers' own attention makes a mask."""
+    """In place of an indexer: all indices [batch, tokens, tokens], from which transformers' own attention makes a mask;
+    None in a step of the engine."""
     if is_active():
         return None
     batch, num_tokens, _ = hidden_states.shape
@@ -87,5 +89,5 @@ def _all_positions(hidden_states: torch.Tensor, *_args: Any, **_options: Any) ->
 
 
 def _with_mask(forward: Callable[..., Any], *args: Any, attention_mask: Any = None, **options: Any) -> Any:
-    """These modules cut what the indexer gets out of the mask."""
+    """These modules slice the mask for their indexer, so there must be something to slice."""
     return forward(*args, attention_mask=UnmadeMask() if attention_mask is None else attention_mask, **options)

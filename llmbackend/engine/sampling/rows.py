@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..grammars.row_constraint import is_constrained
-from ..messages import InferRequest, TokenLogprobs
+from ..messages import InferRequest, TokenLogprobs, stop_token_ids
 from ..step import BROKEN_LOGITS, NO_TOKEN, Int32Array, SampledTokens
 
 Int64Array = npt.NDArray[np.int64]
@@ -28,6 +28,8 @@ Float32Array = npt.NDArray[np.float32]
 
 _GREEDY_TEMPERATURE = 1e-5
 """Lower temperatures mean greedy, as in vLLM."""
+_MAX_TEMPERATURE = 1e30
+"""Higher temperatures mean this one, at which all tokens are equally likely: float32 cannot represent all of them."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -69,7 +71,7 @@ class SamplingRows:
             raise ValueError(f"'logprobs' is {sampling.logprobs}, expected 0 to {self.vocab_size}")
         self.remove(row)
         is_greedy = sampling.temperature < _GREEDY_TEMPERATURE
-        self.temperature[row] = 0.0 if is_greedy else sampling.temperature
+        self.temperature[row] = 0.0 if is_greedy else min(sampling.temperature, _MAX_TEMPERATURE)
         self.top_k[row] = max(sampling.top_k, 0) if sampling.top_k < self.vocab_size else 0
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         self.seed[row] = sampling.seed & 0xFFFFFFFFFFFFFFFF
@@ -125,7 +127,7 @@ def row_edits(request: InferRequest, vocab_size: int, eos_token_ids: Sequence[in
     for token_id in (token_id for word in sampling.bad_words for token_id in word):
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"'bad_words' names token {token_id}, expected one from 0 to {vocab_size - 1}")
-    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    stops = stop_token_ids(sampling, eos_token_ids)
     repetition = sampling.repetition_penalty != 1.0
     edits = RowEdits(
         bias_ids=np.array(list(sampling.logit_bias), np.int64),

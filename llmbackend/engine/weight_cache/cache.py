@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 import llmbackend
+from llmbackend.gguf.files import stamp
 
 from ..config import EngineConfig
 from ..cpu.packed_decoder import Memories, PackedDecoder, PackedModel
@@ -33,7 +34,7 @@ from ..cpu.packed_parts import Bytes
 from ..cpu_threads import usable_cpus
 from ..errors import CheckpointError
 from ..kernels import library
-from ..model.checkpoint_files import MAX_HEADER_BYTES, are_gguf, weight_files
+from ..model.checkpoint_files import MAX_HEADER_BYTES, are_gguf, config_fields, weight_files
 from .cache_folder import CacheFolder, FolderRefusedError, directory_of, limit_bytes_of
 from .image_file import (
     FORMAT,
@@ -53,7 +54,8 @@ _IN_MEMORY: Final = "weights"
 NewMemory = Callable[[int], Bytes]
 """Allocates this many bytes, as `KernelLibrary.memory` does: on huge pages, aligned, zeroed."""
 _SHARES: Final = {None: 0.95, "int8": 0.45, "int4": 0.25}
-"""By quantisation: resident memory relative to the checkpoint's size in 16 bits; rather an underestimate."""
+"""By quantisation: resident memory relative to the checkpoint's size in 16 bits; rather an underestimate. The
+loader refuses others."""
 _decode = msgspec.msgpack.Decoder(PackedDecoder).decode
 
 
@@ -88,7 +90,7 @@ class CachedModel:
         self._folder = CacheFolder(directory, limit_bytes)
         self.key, self._name = key.digest, key.file_name
         if config.dtype == "auto":
-            self._resident_bytes = int(key.checkpoint_bytes * _SHARES[config.quantization])
+            self._resident_bytes = int(key.checkpoint_bytes * _SHARES.get(config.quantization, 0))
 
     def read(self, new_memory: NewMemory, num_threads: int) -> PackedModel | None:
         """The packed model, if an intact image of it exists; its reader threads have ended. Raises MemoryError."""
@@ -349,14 +351,14 @@ def key_of(config: EngineConfig) -> ImageKey:
         raise NoKeyError("load_format is 'dummy'")
     directory = _directory(config.model)
     configs = {name: _contents(directory / name) for name in _CONFIGS}
-    stated = _fields(configs["config.json"])
+    stated = config_fields(configs["config.json"])
     if config.trust_remote_code and "auto_map" in stated:
         raise NoKeyError("the checkpoint brings its own code")
     weights = weight_files(directory, str(stated.get("transformers_weights") or ""))
     depends_on = (
         FORMAT,
         configs,
-        [(path.name, _stamp(path), "" if are_gguf(weights) else _header_digest(path)) for path in weights],
+        [(path.name, stamp(path), "" if are_gguf(weights) else _header_digest(path)) for path in weights],
         [getattr(config, name) for name in _ARGUMENTS],
         _this_program(),
         _this_machine(),
@@ -378,7 +380,7 @@ def _directory(model: str) -> Path:
             "the model is not a folder: a hub id may refer to another revision at any time, unless HF_HUB_OFFLINE=1"
         )
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+    hub = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
     repository = hub / f"models--{model.replace('/', '--')}"
     try:
         return repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
@@ -393,20 +395,6 @@ def is_offline() -> bool:
 
 def _contents(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
-
-
-def _fields(config_json: bytes) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(config_json, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise CheckpointError(f"its config.json is not a JSON object: {error}") from None
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    """Identifies a version of a file. A replaced file has a different stamp even if size and modification time were
-    preserved, because inode and change time differ."""
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def _header_digest(path: Path) -> str:

@@ -32,21 +32,28 @@ class FolderRefusedError(Exception):
 
 
 def directory_of(config: EngineConfig) -> Path:
-    """Raises FolderRefusedError if the user has no home."""
+    """Raises FolderRefusedError if it is in a home directory that is unknown."""
     named = config.weight_cache_dir
-    return Path(named).expanduser() if named else cache_directory("weights", DIRECTORY)
+    return _expanded(named) if named else cache_directory("weights", DIRECTORY)
 
 
 def cache_directory(name: str, variable: str) -> Path:
     """A cache directory of this program: the value of the environment variable, else `name` in the user's cache. Raises
-    FolderRefusedError if the user has no home."""
+    FolderRefusedError if it is in a home directory that is unknown."""
     if named := os.environ.get(variable, ""):
-        return Path(named).expanduser()
+        return _expanded(named)
     base = os.environ.get("XDG_CACHE_HOME", "")
     path = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "llmbackend", name)
     if not path.is_absolute():
         raise FolderRefusedError("this user has no home directory")
     return path
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise FolderRefusedError(f"the home directory of '{path}' is unknown") from None
 
 
 def usable_directory(config: EngineConfig) -> Path | None:

@@ -261,10 +261,6 @@ class ImageFile:
         if self._header.key != key:
             raise ImageDamagedError(f"it is the image of another model ({self._header.key})")
 
-    @property
-    def size_bytes(self) -> int:
-        return self._header.description.end
-
     def read(self, new_memory: Callable[[int], Bytes], num_threads: int) -> tuple[bytes, Bytes, Bytes]:
         """The description and both memories, with verified checksums. The resident memory is mapped if the system keeps
         the file on huge pages, else copied to `new_memory(size_bytes)`; the other is mapped. Reader threads have ended.

@@ -22,7 +22,7 @@ from llmbackend.engine.cpu.packed_decoder import Memories, PackedModel
 from llmbackend.engine.cpu.packed_parts import ArrayAt
 from llmbackend.engine.weight_cache import cache, cache_folder, image_file
 from llmbackend.engine.weight_cache.cache import CachedModel, Draft
-from llmbackend.engine.weight_cache.cache_folder import CacheFolder
+from llmbackend.engine.weight_cache.cache_folder import CacheFolder, FolderRefusedError
 from llmbackend.engine.weight_cache.image_file import (
     CHUNK_BYTES,
     PAGE_BYTES,
@@ -280,11 +280,11 @@ def _hostile() -> Iterator[tuple[str, PackedModel]]:
         embedding = ArrayAt("mapped", offset, shape)
         yield f"an embedding {name}", PackedModel(replace(decoder, embedding=embedding), packed.memories)
     layer = decoder.layers[0]
-    assert layer.mlp is not None
+    assert layer.mlp is not None and layer.attention is not None
     far = replace(layer.mlp.down.weight, offset_bytes=2**40)
     mlp = replace(layer.mlp, down=replace(layer.mlp.down, weight=far))
     yield "a matrix outside", PackedModel(replace(decoder, layers=(replace(layer, mlp=mlp),)), packed.memories)
-    heads = replace(layer, attention=replace(layer.attending, num_kv_heads=7))
+    heads = replace(layer, attention=replace(layer.attention, num_kv_heads=7))
     yield "heads that do not fit", PackedModel(replace(decoder, layers=(heads,)), packed.memories)
     yield "no layers", PackedModel(replace(decoder, layers=()), packed.memories)
 
@@ -327,7 +327,7 @@ import os, signal, sys
 from llmbackend.engine.weight_cache import image_file
 from tests.helpers.packed_models import config_of, packed_model
 from llmbackend.engine.weight_cache.cache import CachedModel, Draft
-from llmbackend.engine.weight_cache.cache_folder import CacheFolder
+from llmbackend.engine.weight_cache.cache_folder import CacheFolder, FolderRefusedError
 from pathlib import Path
 from typing import Any
 write, count = image_file._write_all, 0
@@ -566,6 +566,23 @@ def test_the_folder_is_that_of_the_argument_the_variable_or_the_home(
     monkeypatch.setenv(cache_folder.DIRECTORY, str(tmp_path / "variable"))
     assert cache_folder.usable_directory(unnamed) == tmp_path / "variable"
     assert cache_folder.usable_directory(config) == tmp_path / "cache"
+
+
+def test_a_folder_in_a_home_that_is_unknown_is_refused(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = msgspec.structs.replace(config, weight_cache_dir="~no-such-user/weights")
+    monkeypatch.setenv(cache_folder.DIRECTORY, "~no-such-user/variable")
+    for each, place in ((named, "weights"), (msgspec.structs.replace(config, weight_cache_dir=""), "variable")):
+        with pytest.raises(FolderRefusedError, match=f"the home directory of '~no-such-user/{place}' is unknown"):
+            cache_folder.directory_of(each)
+        assert cache_folder.usable_directory(each) is None
+        with cached(each) as model:
+            assert "is unknown" in model.why_not
+
+
+def test_a_quantisation_that_only_accelerators_have_is_left_to_the_loader(config: EngineConfig) -> None:
+    with cached(msgspec.structs.replace(config, quantization="fp8")) as place:
+        assert place.key
+        assert place.read(new_memory, THREADS) is None
 
 
 def test_memory_of_an_image_without_a_file_is_given_back(tmp_path: Path) -> None:

@@ -147,6 +147,9 @@ def test_a_hub_id_has_the_key_of_its_snapshot_where_no_newer_one_is_looked_for(
     assert key_of(config).digest != first.digest
     with pytest.raises(NoKeyError, match="no snapshot"):
         key_of(EngineConfig(model="other/model"))
+    monkeypatch.setenv("HF_HUB_CACHE", "~no-such-user/hub")
+    with pytest.raises(NoKeyError, match="no snapshot in ~no-such-user/hub"):
+        key_of(config)
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,6 @@ struct TaskRows {
 
 inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
-inline Ints iota() {
-    Ints v;
-    for (int i = 0; i < kLanes; i++) v[i] = i;
-    return v;
-}
-
 // tanh(x), absolute error below 2e-7.
 inline Floats tanh(Floats x) {
     const Floats ten = splat(10.0f);
@@ -78,7 +72,7 @@ inline float mask_row(float* scores, int begin, int end, int start, int first, i
         Floats x = load(scores + i);
         if (softcap != 0.0f) x = tanh(x / softcap) * softcap;
         if (masked) {
-            const Ints position = iota() + (start + i);
+            const Ints position = lane_numbers() + (start + i);
             x = position >= first ? x : splat(-INFINITY);
             x = position <= last ? x : splat(-INFINITY);
         }
@@ -91,7 +85,7 @@ inline float mask_row(float* scores, int begin, int end, int start, int first, i
 // Adds slope times the distance from the row's own position, `last`, to scores of positions start + begin..end-1.
 inline void add_distances(float* scores, int begin, int end, int start, int last, float slope) {
     for (int i = begin; i < end; i += kLanes)
-        store(scores + i, fma(to_floats(iota() + (start + i - last)), splat(slope), load(scores + i)));
+        store(scores + i, fma(to_floats(lane_numbers() + (start + i - last)), splat(slope), load(scores + i)));
 }
 
 // Sums of products of row r become scores; returns the largest.

@@ -17,12 +17,6 @@ namespace llmb::int8 {
 
 constexpr int kQuadBytes = kPanel * 4;  // of a panel
 
-inline Ints load_ints(const void* p) {
-    Ints x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
-}
-
 // The parameters of one weight's columns in one panel, zero beyond n.
 struct Columns {
     alignas(64) float scale[kPanel] = {};

@@ -55,7 +55,7 @@ LLMB_INLINE inline Ints look_up(const uint8_t* table, Ints bytes) {
     alignas(sizeof(Ints)) uint8_t each[sizeof(Ints)];
     std::memcpy(each, &bytes, sizeof each);
     for (uint8_t& byte : each) byte = table[byte];
-    return int8::load_ints(each);
+    return load_ints(each);
 #endif
 }
 

@@ -39,7 +39,6 @@ using int4::keep_in_memory;
 using int8::kNearBytes;
 using int8::kStreamRows;
 using int8::load_int;
-using int8::load_ints;
 using int8::Wide;
 using panels::repeat;
 
@@ -67,7 +66,7 @@ struct Rows : int8::QuantisedRows<int4::SignedOrder> {
     // Initial values of a row's products, or factors of the minima: [rows][per_row].
     //   without minima  -zero * sum of a group; in super-blocks as `begin_of` says
     //   with minima     the sum of a block as float32; in super-blocks the sums of two groups, as int16
-    // Blocks' sums have what wide elements have beyond 127; in super-blocks these have terms of their own.
+    // The sum of a block includes what wide elements have beyond 127; in super-blocks, terms of their own add that.
     int32_t* sums;
     int per_row;
     int blocks;

@@ -30,7 +30,6 @@
 namespace llmb::int4 {
 
 using int8::load_int;
-using int8::load_ints;
 using int8::padded_k;
 using int8::Wide;
 

@@ -75,6 +75,19 @@ inline Floats load(const bf16* p) {
 #endif
 }
 
+inline Ints load_ints(const void* p) {
+    Ints v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// 0 to kLanes - 1.
+inline Ints lane_numbers() {
+    Ints v;
+    for (int i = 0; i < kLanes; i++) v[i] = i;
+    return v;
+}
+
 // Rounds like to_bf16; the CPU's own conversion flushes subnormal numbers to zero.
 inline void store(bf16* p, Floats v) {
 #if defined(__AVX512BF16__)

@@ -3,9 +3,10 @@
 // Used by pack.h and linear_int4.h. Invariant: numbers and scales are the same on every instruction set.
 //
 // kInt4: the 16 steps of a group range from the element with the largest magnitude, which becomes -8, through zero.
-// kInt4Min: of some grids of 16 steps, the one with the smallest sum of squared errors, each weighted by the element's
-// magnitude: from the smallest element to the largest, and least squares' fits to the numbers of narrower ones. A group
-// that is such a grid is stored exactly. Elements are rounded to the nearest step.
+// kInt4Min: the best of several grids of 16 steps: the one from the smallest element to the largest, and least-squares
+// fits that begin with grids of 1 to 0.7 times its width. The best one has the smallest sum of squared errors, each
+// weighted by the element's magnitude plus the root mean square of the group. A group that is such a grid is stored
+// exactly. Elements are rounded to the nearest step.
 #pragma once
 
 #include <algorithm>

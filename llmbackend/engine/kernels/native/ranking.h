@@ -15,18 +15,6 @@
 
 namespace llmb {
 
-inline Ints load_ints(const int32_t* p) {
-    Ints v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-
-inline Ints lane_numbers() {
-    Ints v;
-    for (int i = 0; i < kLanes; i++) v[i] = i;
-    return v;
-}
-
 // A vector beyond the last candidate may be read and written.
 struct Candidates {
     float* logits;

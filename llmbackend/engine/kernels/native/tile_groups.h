@@ -27,7 +27,7 @@ struct SignedByUnsigned {
     }
 };
 
-inline Ints load(const int32_t* p) { return int8::load_ints(p); }
+inline Ints load(const int32_t* p) { return load_ints(p); }
 inline void store(int32_t* p, Ints x) { std::memcpy(p, &x, sizeof x); }
 using llmb::load;
 using llmb::store;
