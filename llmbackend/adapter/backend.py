@@ -27,8 +27,7 @@ from llmbackend.core.backend_api import (
 from llmbackend.gguf.model_directory import source_of
 
 from .device_placement import DevicePlacement
-from .engine_args import with_parameters
-from .llmapi_config import read_model_yaml, with_triton_config
+from .llmapi_config import complete_policy, read_model_yaml
 from .metrics import SeriesUsers
 from .model_instance_state import ModelInstanceState
 from .model_state import ModelState
@@ -51,14 +50,19 @@ def TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttri
 
 
 def TRITONBACKEND_ModelInitialize(model: Model) -> None:
-    model_yaml = read_model_yaml(model.version_directory) if is_llmapi(model.config) else None
+    config = model.config
+    model_yaml = read_model_yaml(model.version_directory) if is_llmapi(config) else None
     if model.auto_complete_config:
-        config = model.config if model_yaml is None else with_triton_config(model.config, model_yaml)
+        if model_yaml is not None:
+            complete_policy(config, model_yaml)
         model.set_config(schema_for(config).complete(config))
-    state = ModelState(model, schema_for(model.config), model_yaml)
+        config = model.config
+    state = ModelState(model, schema_for(config), model_yaml)
     model.state = state
     if model.auto_complete_config and (parameters := state.public_parameters()):
-        model.set_config(with_parameters(model.config, parameters))
+        for name, value in parameters.items():
+            config.parameters[name].string_value = value
+        model.set_config(config)
 
 
 def TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None:

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
-from tritonclient.grpc import model_config_pb2
 
-from llmbackend.core.backend_api import SERVED_MODEL_NAME, Model, ModelConfig, invalid_argument, shown
+from llmbackend.core.backend_api import SERVED_MODEL_NAME, Model, invalid_argument, shown
 from llmbackend.core.gpus import supported_gpus
 from llmbackend.engine.config import GPU_DEFAULTS, EngineConfig
 from llmbackend.engine.errors import CheckpointError
@@ -66,6 +65,7 @@ _TRITON_PARAMETERS: dict[str, str] = {
 }
 REPORT_METRICS = "REPORT_CUSTOM_METRICS"
 DISABLE_LOG_STATS = "disable_log_stats"
+"""Has an effect in a model.json and in config.pbtxt only, and is in NO_EFFECT for all other sources."""
 ENGINE_CONFIG_PATH = "engine_config_path"
 ENGINE_PYTHON = "LLMBACKEND_ENGINE_PYTHON"
 """Environment variable with the default of the engine argument engine_python."""
@@ -82,9 +82,10 @@ TEXT_PARAMETERS = ("chat_template", "tool_call_parser", "reasoning_parser")
 """Engine arguments that a loaded model publishes as config.pbtxt parameters, for frontends that parse its output; for
 the chat template, its text."""
 _OTHER_PARAMETERS = frozenset(
-    {SERVED_MODEL_NAME, ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, LORA_MODELS, SAMPLING_DEFAULTS, REPORT_METRICS}
+    {SERVED_MODEL_NAME, ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, LORA_MODELS, SAMPLING_DEFAULTS}
+    | {REPORT_METRICS, DISABLE_LOG_STATS}
 )
-"""Read in other modules."""
+"""Parameters that are not engine arguments."""
 _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("ModelDeployConfig",), "maxSeqLen", "max_model_len"),
     (("ModelDeployConfig", "ModelConfig"), "modelWeightPath", "model"),
@@ -194,15 +195,6 @@ def read_given_arguments(values: Mapping[str, Any], directory: Path) -> dict[str
     return arguments
 
 
-def with_parameters(config: ModelConfig, parameters: Mapping[str, str]) -> ModelConfig:
-    """A copy of `config` with these parameters."""
-    copy = model_config_pb2.ModelConfig()
-    copy.CopyFrom(config)
-    for name, value in parameters.items():
-        copy.parameters[name].string_value = value
-    return copy
-
-
 # --- a checkpoint's files ---------------------------------------------------------------------------------------------
 
 
@@ -266,7 +258,8 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
 
 
 def _convert_model_json(model_json: Mapping[str, Any], version_directory: Path) -> dict[str, Any]:
-    arguments = _convert(model_json, f"'model.json' in '{version_directory}'", version_directory)
+    values = {name: value for name, value in model_json.items() if name != DISABLE_LOG_STATS}
+    arguments = _convert(values, f"'model.json' in '{version_directory}'", version_directory)
     if LORA_MODULES in arguments:
         return arguments
     if arguments.get("enable_lora"):

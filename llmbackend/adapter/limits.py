@@ -30,6 +30,8 @@ MAX_PARAMETERS = 256
 MAX_MESSAGES_BYTES = 4 << 20
 """Default limit for the JSON in the input `messages`."""
 MAX_SAMPLING_JSON_BYTES = 256 << 10
+MAX_CACHE_SALT_CHARS = 1024
+"""Host and engine remember the salts of many requests."""
 _SHOWN_KEYS = 20
 _SHOWN_KEY_CHARS = 24
 

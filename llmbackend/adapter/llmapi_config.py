@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tritonclient.grpc import model_config_pb2
-
 from llmbackend.core.backend_api import ModelConfig, invalid_argument, shown
 from llmbackend.core.gpus import supported_gpus
 
@@ -95,15 +93,11 @@ def llmapi_arguments(model_yaml: ModelYaml, version_directory: Path) -> dict[str
     return arguments
 
 
-def with_triton_config(config: ModelConfig, model_yaml: ModelYaml) -> ModelConfig:
-    """A copy of `config`, completed with model.yaml's section for Triton; config.pbtxt takes precedence."""
+def complete_policy(config: ModelConfig, model_yaml: ModelYaml) -> None:
+    """Completes `config` with model.yaml's section for Triton; config.pbtxt takes precedence."""
     section = model_yaml.get(_TRITON_CONFIG)
-    section = section if isinstance(section, dict) else {}
-    copy = model_config_pb2.ModelConfig()
-    copy.CopyFrom(config)
-    if not copy.HasField("model_transaction_policy"):
-        copy.model_transaction_policy.decoupled = bool(section.get("decoupled"))
-    return copy
+    if not config.HasField("model_transaction_policy"):
+        config.model_transaction_policy.decoupled = isinstance(section, dict) and bool(section.get("decoupled"))
 
 
 def _adapters(folders: Any, version_directory: Path) -> dict[str, str]:

@@ -80,10 +80,14 @@ class ModelState:
         self.name = model.name
         self.schema = schema
         self.arguments = read_model_arguments(model, model_yaml)
-        check_checkpoint(self.arguments.engine)
-        self._sampling_defaults = _sampling_defaults(model.name, schema, self.arguments.engine)
+        engine = self.arguments.engine
+        check_checkpoint(engine)
+        self._sampling_defaults = _sampling_defaults(model.name, schema, engine)
+        reads_text = schema.needs_tokenizer and not engine.skip_tokenizer_init
+        self._tokenizer = TokenizerLoader(engine) if reads_text else None
         self._policies = QueuePolicies.of(model.config.dynamic_batching)
         client_name = next(iter(served_names(model.config)), model.name)
+        # Last of what can fail: `close`, which removes the series, is not called for a model that was not created.
         self.metrics = LlmMetrics(model.backend, model.name, model.version, self.arguments.reports_metrics, client_name)
         self.prefixes = PrefixRouting(self.arguments.engine.enable_prefix_caching)
         self.tasks = TaskMap(self._policies, self.arguments.max_queue_size, self.prefixes.placement)
@@ -102,9 +106,6 @@ class ModelState:
         self._engine_indices = itertools.count()
         self.converter: RequestConverter | None = None
         """None until the first engine has reported its limits. With several engines, the strictest limits apply."""
-        engine = self.arguments.engine
-        reads_text = schema.needs_tokenizer and not engine.skip_tokenizer_init
-        self._tokenizer = TokenizerLoader(engine) if reads_text else None
         configured = engine.lora_modules if engine.enable_lora else None
         self.loras = LoraRegistry(configured, self._timer, self.wake_engines, self.metrics.set_adapter)
 
@@ -179,20 +180,23 @@ class ModelState:
             if engine in self._engines:
                 self._engines.remove(engine)
                 self.prefixes.follow(self._engines)
-            others = tuple(self._engines)
+            is_last = not self._engines
         unloaded = unavailable(f"model '{self.name}' was unloaded before the request was finished")
-        if not others:
+        if is_last:
             self._conversions.drain(unloaded)
         engine.manager.shutdown()
         self.loras.engine_ended(engine.index)
         self.prefixes.ended(engine)
         self._placement.leave(engine.config)
-        if others:
-            self.tasks.hand_over(engine.assignment, others[0].assignment)
+        with self._lock:  # other engines may have been stopped during the shutdown, or may be stopped now
+            is_last = not self._engines
+            if not is_last:
+                self.tasks.hand_over(engine.assignment, self._engines[0].assignment)
+        if is_last:
+            self.fail_all(unloaded)
+        else:
             self.metrics.engine_removed(engine.index, self.tasks.num_waiting)
             self.wake_engines()
-            return
-        self.fail_all(unloaded)
 
     def close(self) -> None:
         """To be called after the last engine has ended."""

@@ -70,8 +70,8 @@ class QueuePolicies:
         )
 
     def priority(self, requested: int) -> int:
-        """The priority of a request: 0 and values above `levels` become the default level. Else backends interpret
-        it."""
+        """The priority of a request. With levels, 0 and values above `levels` become the default level; without, it is
+        the requested one, for the backend to interpret."""
         if not self.levels:
             return requested
         return requested if 0 < requested <= self.levels else self.default_level

@@ -77,19 +77,21 @@ class Timer:
         self._stopped = False
 
     def start(self) -> None:
-        if self._thread is None:
-            self._stopped = False
-            self._thread = threading.Thread(target=self._run, name="timer", daemon=True)
-            self._thread.start()
+        with self._changed:
+            if self._thread is None:
+                self._stopped = False
+                self._thread = threading.Thread(target=self._run, name="timer", daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread. Alarms that have not begun never run."""
-        if self._thread is not None:
+        with self._changed:
+            thread, self._stopped = self._thread, True
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join()
             with self._changed:
-                self._stopped = True
-                self._changed.notify()
-            self._thread.join()
-            self._thread = None
+                self._thread = None
 
     def __len__(self) -> int:
         with self._changed:

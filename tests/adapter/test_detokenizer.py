@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from llmbackend.adapter.text.tokenizer import REPLACEMENT, ByteTokenizer, Detokenizer, HuggingFaceTokenizer
+from llmbackend.adapter.text.tokenizer import (
+    REPLACEMENT,
+    ByteTokenizer,
+    Detokenizer,
+    HuggingFaceTokenizer,
+    WindowDetokenizer,
+)
 from tests.helpers.tokenizers_for_tests import TEXTS, byte_fallback_tokenizer, byte_level_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()
@@ -72,6 +80,26 @@ def test_a_run_of_broken_bytes_is_not_held_back_for_ever() -> None:
     shown = [detokenizer.push(broken) for _ in range(12)]
     assert any(shown)
     assert "".join(shown) + detokenizer.flush() == REPLACEMENT * 12
+
+
+@pytest.mark.parametrize("before", ["hello", ""])
+def test_tokens_without_text_are_not_decoded_again_and_again(before: str) -> None:
+    nothing, broken, longest = BYTE_FALLBACK.get_vocab_size() + 7, BYTE_FALLBACK.token_to_id("<0xFF>"), 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(token_ids))
+        return str(BYTE_FALLBACK.decode(list(token_ids), skip_special_tokens=False))
+
+    assert broken is not None and decode([nothing]) == ""
+    word, other = (BYTE_FALLBACK.encode(text, add_special_tokens=False).ids for text in (before or "x", "world hello"))
+    token_ids = [*(word if before else [broken] * 4), *[nothing] * 500, *other, *[nothing] * 500, *other]
+    shown = "".join(pieces(WindowDetokenizer(decode), token_ids))
+    assert shown == decode([token_id for token_id in token_ids if token_id != nothing])
+    assert shown.startswith(before or REPLACEMENT) and shown.count("world hello") == 2
+    longest = 0
+    pieces(WindowDetokenizer(decode), token_ids)
+    assert longest < 100
 
 
 def test_an_unfinished_character_is_shown_at_the_end() -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.adapter.engine_args import ModelArguments, read_model_arguments
+from llmbackend.adapter.engine_args import ModelArguments, read_given_arguments, read_model_arguments
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from llmbackend.engine.config import StructuredOutputsConfig
 
@@ -184,6 +184,12 @@ def test_parameters_of_triton_and_mindie_are_known(model: Path, caplog: pytest.L
     )
     assert arguments.max_queue_size == 7
     assert "'ENABLE_VLLM_HEALTH_CHECK' has no effect" in caplog.text
+    caplog.clear()
+    assert not read(model, disable_log_stats="true").reports_metrics
+    model_json(model, model="mock", disable_log_stats=True)
+    assert not read(model).reports_metrics and not caplog.text
+    assert "disable_log_stats" not in read_given_arguments({"model": "mock", "disable_log_stats": True}, model)
+    assert "no effect here: disable_log_stats" in caplog.text
     assert "unknown engine argument 'tool_parser'" in refusal(model, tool_parser="x")
     assert "'model_instance_number' is '2', expected 1" in refusal(model, model_instance_number="2")
     assert "'max_queue_size' is '-1'" in refusal(model, max_queue_size="-1")

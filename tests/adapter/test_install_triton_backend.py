@@ -5,11 +5,15 @@ That it works inside NVIDIA's server is shown against a real one, in tests/real_
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -138,3 +142,39 @@ def test_a_library_that_this_environment_lacks_is_asked_of_the_engines(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
         run_in(OTHER_PYTHON, download, "no-such/model")
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_the_stub_reads_its_own_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """The adapter, which has no use for it, would report that it has no effect."""
+    stub = ModuleType("triton_python_backend_utils")
+    exec(PB_UTILS, stub.__dict__)
+    name = "llmbackend.adapter.inside_triton"
+    assert not any(module.startswith(f"{name}.triton") for module in sys.modules)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", stub)
+    model_module = importlib.import_module(f"{name}.triton_python_model")
+    monkeypatch.setattr(model_module, "_check_numpy", lambda: None)
+    monkeypatch.setattr(model_module, "attach_log_handler", logging.NullHandler)
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        model_module.entry_points, "TRITONBACKEND_ModelInitialize", lambda model: seen.append(model.config)
+    )
+    monkeypatch.setattr(model_module.entry_points, "TRITONBACKEND_ModelInstanceInitialize", lambda instance: None)
+    config = {
+        "backend": "llm",
+        "parameters": {"ENABLE_VLLM_HEALTH_CHECK": {"string_value": value}, "model": {"string_value": "mock"}},
+    }
+    arguments = {
+        "model_name": "m",
+        "model_version": "1",
+        "model_repository": str(tmp_path),
+        "model_config": json.dumps(config),
+    }
+    instance = {"model_instance_name": "m_0", "model_instance_kind": "CPU", "model_instance_device_id": "0"}
+    one = model_module.TritonPythonModel()
+    one.initialize(arguments | instance)
+    one.finalize()
+    for module in ("triton_python_model", "host", "metrics"):
+        del sys.modules[f"{name}.{module}"]
+    assert one._unloads_when_unhealthy == (value == "true")
+    assert list(seen[0].parameters) == ["model"]

@@ -316,6 +316,19 @@ def test_what_a_request_tells_of_its_prompt(host: LlmHost) -> None:
     assert json.loads(again.all("prompt_logprobs")[0])[len(prompt) :] == json.loads(whole.all("logprobs")[0])
 
 
+def test_a_stream_of_tokens_has_the_logprobs_of_a_prompt_in_several_chunks(tmp_path: Path) -> None:
+    prompt = "what came before, in chunks of eight tokens"
+    asked: dict[str, Any] = {"prompt_logprobs": 2, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    outputs = ("output_ids", "prompt_logprobs")
+    with llm_host(tmp_path, max_num_batched_tokens=8) as host:
+        flags = {"text_input": prompt, "return_output_ids": True}
+        whole = host.infer(sampling=asked, outputs=outputs, **flags)
+        stream = host.infer(sampling=asked, outputs=outputs, stream=True, **flags)
+    assert stream.all("prompt_logprobs") == whole.all("prompt_logprobs")
+    assert len(json.loads(stream.all("prompt_logprobs")[0])) == len(prompt)
+    assert stream.all("output_ids") == whole.all("output_ids") and len(stream.responses) == 5
+
+
 def test_max_tokens_0(host: LlmHost) -> None:
     for stream in (False, True):
         call = host.infer(text_input="all there is", stream=stream, sampling={"max_tokens": 0}, **FLAGS)

@@ -116,6 +116,40 @@ def test_each_request_ends_once_whenever_it_is_cancelled(tmp_path: Path) -> None
         assert_nothing_left(host)
 
 
+def test_requests_of_an_engine_go_to_one_that_still_runs_when_it_has_ended(tmp_path: Path) -> None:
+    """Another engine is stopped meanwhile, and then one of its requests is cancelled."""
+    group = "instance_group [ { kind: KIND_CPU, count: 3 } ]"
+    with llm_host(tmp_path, group, max_num_seqs=1, mock_step_ms=SLOW_STEP_MS) as host:
+        [model] = host.server._versions.ready_models()
+        state = model.state
+        first, second, third = state._engines
+        calls = [start_long(host, stream=True) for _ in range(3)]
+        assert all(call.first.wait(10) for call in calls)
+        [of_first] = [
+            call for call, owner in zip(calls, _engines_of_requests(state), strict=True) if owner is first.assignment
+        ]
+        shutdown = first.manager.shutdown
+
+        def shutdown_with_others() -> None:
+            shutdown()
+            state.stop_engine(second)
+            of_first.handle.cancel()
+
+        first.manager.shutdown = shutdown_with_others
+        state.stop_engine(first)
+        assert_cancelled(of_first)
+        for call in calls:
+            call.handle.cancel()
+            assert_cancelled(call)
+        assert state.assignments() == [third.assignment]
+        assert_nothing_left(host)
+
+
+def _engines_of_requests(state: Any) -> list[Any]:
+    """The engine of each request, in the order in which they came."""
+    return [state.tasks._engine_of[request_id] for request_id in state.tasks._tasks]
+
+
 def test_a_full_queue_refuses_with_unavailable(tmp_path: Path) -> None:
     parameters = 'parameters { key: "max_queue_size" value { string_value: "2" } }'
     with llm_host(tmp_path, parameters, max_num_seqs=1, mock_step_ms=SLOW_STEP_MS) as host:
@@ -188,6 +222,17 @@ def test_a_model_that_cannot_load_says_why(tmp_path: Path, engine: dict[str, Any
         server.load_model(MODEL)
     assert expected in caught.value.message
     assert not server.model_is_ready(MODEL)
+    assert server.stop(10)
+
+
+def test_a_model_whose_tokenizer_cannot_be_read_leaves_no_series(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{")
+    write_model(tmp_path / "models", tokenizer=str(tmp_path / "tokenizer"))
+    server = explicit_server(tmp_path / "models")
+    with pytest.raises(TritonError, match=r"'tokenizer_config.json' is not JSON"):
+        server.load_model(MODEL)
+    assert LlmHost(server).metric("vllm:num_requests_waiting") is None
     assert server.stop(10)
 
 

@@ -14,7 +14,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.adapter.device_placement import DevicePlacement
 from llmbackend.adapter.engine_args import ModelArguments, read_model_arguments
-from llmbackend.adapter.llmapi_config import read_model_yaml, with_triton_config
+from llmbackend.adapter.llmapi_config import complete_policy, read_model_yaml
 from llmbackend.adapter.schemas import schema_for
 from llmbackend.core.backend_api import InstanceGroupKind, TritonError
 
@@ -36,7 +36,7 @@ def arguments(directory: Path, pbtxt: str = PYTHON, **keys: Any) -> ModelArgumen
 def triton_config(directory: Path, pbtxt: str = PYTHON, **section: Any) -> ModelConfig:
     write(directory, triton_config=section)
     config: ModelConfig = text_format.Parse(pbtxt, ModelConfig())
-    config = with_triton_config(config, read_model_yaml(directory / "1"))
+    complete_policy(config, read_model_yaml(directory / "1"))
     return schema_for(config).complete(config)
 
 

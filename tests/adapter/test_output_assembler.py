@@ -116,10 +116,17 @@ def text_tokens(one: OutputAssembler, steps: list[StepOutput]) -> list[TextToken
     return found
 
 
-def with_text_tokens(stop: tuple[str, ...] = (), min_tokens: int = 0) -> OutputAssembler:
+def with_text_tokens(
+    stop: tuple[str, ...] = (), min_tokens: int = 0, include: bool = False, skip_special: bool = True
+) -> OutputAssembler:
     tokenizer = ByteTokenizer()
-    detokenizer = tokenizer.detokenizer([], skip_special_tokens=True)
-    return OutputAssembler(detokenizer, stop, min_tokens=min_tokens, special_text=tokenizer.special_text)
+    return OutputAssembler(
+        tokenizer.detokenizer([], skip_special_tokens=skip_special),
+        stop,
+        include_stop_str_in_output=include,
+        min_tokens=min_tokens,
+        special_text=tokenizer.special_text,
+    )
 
 
 @given(
@@ -161,7 +168,30 @@ def test_text_tokens_hold_what_a_stop_string_may_cut() -> None:
     ]
 
 
-def test_text_tokens_have_the_token_that_ended_the_generation() -> None:
-    stopped = text_tokens(with_text_tokens(), outputs([*b"a", EOS], [1], "stop", EOS))
-    assert stopped == [(97, "a", False), (EOS, "<eos>", True)]
+def test_the_token_that_ended_the_generation_has_text_only_if_that_is_included() -> None:
+    for skip_special in (True, False):
+        stopped = text_tokens(with_text_tokens(skip_special=skip_special), outputs([*b"a", EOS], [1], "stop", EOS))
+        assert stopped == [(97, "a", False), (EOS, "", True)]
+        one = with_text_tokens(include=True, skip_special=skip_special)
+        assert text_tokens(one, outputs([*b"a", EOS], [1], "stop", EOS))[-1] == (EOS, "<eos>", True)
     assert text_tokens(with_text_tokens(), outputs(list(b"a!"), [], "stop", ord("!")))[-1] == (ord("!"), "", False)
+
+
+def test_a_stop_string_does_not_continue_after_a_special_token_that_is_shown() -> None:
+    steps = outputs([258, *b">b"], [1, 2], "length", None)
+    assert text_tokens(with_text_tokens((">>", "d>>b"), skip_special=False), steps) == [
+        (258, "<pad>", True),
+        *((62, "", False), (98, ">b", False)),
+    ]
+    whole = run(with_text_tokens((">>", "d>>b"), skip_special=False), steps, True)
+    assert (whole.text, whole.finish_reason) == (["<pad>>b"], "length")
+
+
+def test_a_stop_string_within_a_special_token_cuts_its_text() -> None:
+    for include, shown in ((False, "<"), (True, "<pa")):
+        one = with_text_tokens(("pa",), include=include, skip_special=False)
+        assert text_tokens(one, outputs([97, 258, 98], [1, 2], "length", None)) == [
+            (97, "a", False),
+            (258, shown, True),
+        ]
+        assert one.finish_reason == "stop"

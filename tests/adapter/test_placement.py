@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -218,3 +218,32 @@ def test_of_many_engines_the_one_with_the_prefix_is_found() -> None:
     model.rooms[33] = 0
     model.queue("b", LONG)
     assert (model.take(7), model.take(12)) == ([], ["b"])
+
+
+class _Interrupted(list[int]):
+    """Hashes, during whose last look-up another thread has its turn."""
+
+    def __init__(self, hashes: Sequence[int], num_lookups: int, others: Callable[[], None]) -> None:
+        super().__init__(hashes)
+        self._num_lookups = num_lookups
+        self._others = others
+
+    def __getitem__(self, index: Any) -> Any:
+        self._num_lookups -= 1
+        if not self._num_lookups:
+            self._others()
+        return super().__getitem__(index)
+
+
+def test_a_prefix_that_is_forgotten_while_it_is_looked_up_is_nowhere() -> None:
+    turns = range(1, 30)
+    for turn in turns:
+        model = Model(*[5] * 40)
+        model.has(33, LONG)
+        hashes = _Interrupted(LONG, turn, lambda model=model: model.index.forget(1 << 33))  # type: ignore[misc]
+        num_blocks, holders = model.index.longest((1 << 40) - 1, hashes)
+        assert holders and (holders == 1 << 33 if num_blocks else holders == (1 << 40) - 1)
+        model.has(33, LONG)
+        hashes = _Interrupted(LONG, turn, lambda model=model: model.index.forget(1 << 33))  # type: ignore[misc]
+        model.queue("a", hashes)
+        assert set(model.take(7)) <= {"a"}

@@ -110,6 +110,13 @@ def test_a_request_is_checked_as_a_generation_where_its_parameters_are_asked_for
         assert told in refusal(describe(host, **{**asked, **inputs}))
 
 
+def test_parameters_that_are_not_text_are_refused(host: LlmHost) -> None:
+    schema = {"type": "object", "description": "\ud800"}
+    sampling = {"structured_outputs": {"json": schema}}
+    call = describe(host, text_input="abc", return_sampling_parameters=True, sampling=sampling)
+    assert "'structured_outputs' holds half of a surrogate pair" in refusal(call)
+
+
 def test_no_engine_sees_the_request(host: LlmHost) -> None:
     before = host.metric("vllm:prompt_tokens_total")
     describe(host, text_input="abc", return_num_input_tokens=True)

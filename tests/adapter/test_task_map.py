@@ -10,6 +10,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from llmbackend.adapter.schemas.schema import TaskTimes
 from llmbackend.adapter.tasks.placement import Placement, PlacementState, PrefixIndex
 from llmbackend.adapter.tasks.task_map import EngineAssignment, TaskMap
 from llmbackend.core.backend_api import cancelled
@@ -28,6 +29,7 @@ class Task:
     isolated_deaths: list[str] = field(default_factory=list)
     lost_ns: int = 0
     placement: PlacementState | None = None
+    times: TaskTimes = field(default_factory=lambda: TaskTimes(1))
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +107,24 @@ def test_an_expired_queue_time_ends_only_queued_requests() -> None:
     assert not tasks.expired_in_queue("a")
     assert tasks.expired_in_queue("b")
     assert not tasks.expired_in_queue("unknown")
+
+
+POLICY = "dynamic_batching { default_queue_policy { timeout_action: %s } }"
+
+
+@pytest.mark.parametrize("action", ["REJECT", "DELAY"])
+def test_a_request_that_an_engine_had_is_not_too_late(action: str) -> None:
+    tasks, engine, other = make_map(POLICY % action), assignment(), assignment(2)
+    queue(tasks, *"ab")
+    for task in tasks.take(engine, 2, [engine], 1):
+        task.times.taken_ns = 1
+    tokens(tasks, engine, *"ab")
+    die(tasks, engine, *"ab")
+    assert not tasks.expired_in_queue("a")
+    assert take(tasks, other) == ["a", "b"]
+    tasks.hand_over(other, engine)
+    assert not tasks.expired_in_queue("a")
+    assert take(tasks, engine) == ["a", "b"]
 
 
 @pytest.mark.parametrize(("pbtxt", "size"), [("", 2), ("default_queue_policy { max_queue_size: 2 }", 100)])

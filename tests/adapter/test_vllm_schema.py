@@ -141,6 +141,12 @@ def test_the_sampling_parameters_are_bounded_before_they_are_parsed() -> None:
     long = json.dumps({"seed": 1, "stop": ["x"] * 100_000, "top_k": 1})
     with pytest.raises(TritonError, match="parameter 'stop' has 500000 bytes of JSON, expected at most 262144"):
         read(text_input="a", sampling_parameters=long)
+    for value in ("[" * 262_144, "é" * 262_144):
+        with pytest.raises(
+            TritonError, match="parameter 'guided_json' has 262144 characters, expected at most 262144"
+        ) as caught:
+            read({"guided_json": value, "cache_salt": "x", "seed": 1}, text_input="a")
+        assert caught.value.param == "guided_json"
     with pytest.raises(TritonError, match="the request has 257 parameters, expected at most 256"):
         read(dict.fromkeys(map(str, range(257))), text_input="a")
 

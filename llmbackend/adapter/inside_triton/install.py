@@ -1,7 +1,7 @@
 """Installs the adapter into a Triton's backend directory, as a Python-based backend.
 
-Used by `llmbackend install-triton-backend`. Independent of how the backend works. Invariant: the new folder replaces
-the old one atomically; a running Triton keeps what it has loaded.
+Used by `llmbackend install-triton-backend`. Independent of how the backend works. Invariant: a new installation is
+complete before two renames put it in the place of the old one; a running Triton keeps what it has loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import llmbackend
 PACKAGES = ("jinja2", "MarkupSafe", "ml_dtypes", "msgspec", "protobuf", "pyzmq", "tokenizers")
 MODEL_CONFIG_SOURCE = ("tritonclient", "tritonclient/grpc/model_config_pb2.py")
 """Only this file of the package is needed: its __init__ would import gRPC."""
-MODULES = ("__init__.py",)
 ROOMS = ("adapter", "core", "engine", "fork_server", "gguf", "links", "waiting")
 _NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "native")
 
@@ -91,8 +90,7 @@ def _write(target: Path, engine_python: str) -> None:
 def _copy_code(target: Path) -> None:
     source = Path(llmbackend.__file__).parent
     target.mkdir(parents=True)
-    for module in MODULES:
-        shutil.copy(source / module, target)
+    shutil.copy(source / "__init__.py", target)
     for room in ROOMS:
         shutil.copytree(source / room, target / room, ignore=_NOT_COPIED)
 

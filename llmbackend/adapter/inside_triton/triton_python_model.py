@@ -57,12 +57,14 @@ class TritonPythonModel:
         _check_numpy()
         self._log_handler = attach_log_handler()
         self._poller = BackgroundPoller()
-        backend_name = json.loads(arguments["model_config"]).get("backend", "llm")
-        backend = TritonBackend(backend_name, self._poller)
-        model = TritonModel(backend, arguments)
+        config = json.loads(arguments["model_config"])
+        # Read here, so removed: the adapter would report that it has no effect.
+        health_check = config.get("parameters", {}).pop(HEALTH_CHECK, {})
+        self._unloads_when_unhealthy = health_check.get("string_value", "").lower() == "true"
+        backend = TritonBackend(config.get("backend", "llm"), self._poller)
+        model = TritonModel(backend, {**arguments, "model_config": json.dumps(config)})
         self._model = cast(Model, model)
         self._instance = cast(ModelInstance, TritonInstance(model, arguments))
-        self._unloads_when_unhealthy = _flag(self._model, HEALTH_CHECK)
         try:
             self._poller.start()
             entry_points.TRITONBACKEND_Initialize(cast(Backend, backend))
@@ -125,11 +127,6 @@ class TritonPythonModel:
                 logger.exception("the model could not be unloaded")
             return False
         return True
-
-
-def _flag(model: Model, name: str) -> bool:
-    parameters = model.config.parameters
-    return name in parameters and parameters[name].string_value.lower() == "true"
 
 
 def _check_numpy() -> None:

@@ -26,7 +26,7 @@ MAX_DESCRIBED_CHARS: Final = 4 << 20
 conversion thread one to two seconds."""
 
 
-def _described(bounds: PromptBounds) -> PromptBounds:
+def _beyond_context(bounds: PromptBounds) -> PromptBounds:
     """The bounds of a prompt that is only described, or truncated to fit."""
     return replace(
         bounds,
@@ -51,8 +51,7 @@ class PromptBuilder:
         why = f"this model's maximum context length is {most} tokens"
         forms = limits.max_messages_bytes, limits.trusts_request_templates
         self._in_context = PromptBounds(most, most * tokenizer.max_token_chars, most, why, *forms)
-        self._before_cut = _described(self._in_context)
-        self._described = _described(self._in_context)
+        self._beyond_context = _beyond_context(self._in_context)
         self._fim = fim_encoder(tokenizer, limits.vocab_size)
 
     def make(self, inputs: LlmInputs) -> Prompt:
@@ -62,14 +61,16 @@ class PromptBuilder:
         if suffix:
             prompt = self._fim_prompt(inputs, suffix, adds, keep)
         else:
-            prompt = self._prompt(inputs, adds, keep, self._in_context if keep is None else self._before_cut)
+            prompt = self._prompt(inputs, adds, keep, self._in_context if keep is None else self._beyond_context)
+            if inputs.input_ids is None and not prompt.text:  # the tokenizer may have added special tokens
+                prompt = Prompt("", ())
         self._check_length(len(prompt.token_ids))
         return prompt
 
     def describe(self, inputs: LlmInputs) -> Prompt:
         """The prompt, which may be empty or longer than the context. Raises TritonError INVALID_ARG."""
         adds, keep = self._params(inputs.sampling)
-        return self._prompt(inputs, adds, keep, self._described)
+        return self._prompt(inputs, adds, keep, self._beyond_context)
 
     def _params(self, values: Mapping[str, Any]) -> tuple[bool | None, slice | None]:
         """add_special_tokens, and how many prompt tokens are kept; None = all."""
@@ -124,8 +125,6 @@ class PromptBuilder:
 
     def _encode(self, text: str, add_special_tokens: bool, keep: slice | None, bounds: PromptBounds) -> tuple[int, ...]:
         _check_chars(len(text), bounds)
-        if not text and bounds is not self._described:  # the tokenizer might add a special token
-            return ()
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, below=bounds.below_tokens)
             return tuple(ids if keep is None else ids[keep])

@@ -57,7 +57,9 @@ def replay(prior: StepOutput, assembler: OutputAssembler) -> None:
 
 def _check_reproducible(params: GenerationParams, is_seeded: bool) -> None:
     if params.best_of > 1:
-        raise _output_refused(f"is of one choice, expected 'n' and 'best_of' of 1, got {params.n} and {params.best_of}")
+        raise _output_refused(
+            f"has the tokens of one choice, expected 'n' and 'best_of' to be 1, got {params.n} and {params.best_of}"
+        )
     if params.sampling.temperature > 0 and not is_seeded:
         raise invalid_argument(
             f"sampling parameter 'seed' is missing, expected the one that the tokens of '{INPUT}' were drawn with "
@@ -171,8 +173,8 @@ class ResumeState:
         )
 
     def seeds_of(self, count: int) -> tuple[int | None, ...]:
-        """The `count` seeds of the request; None if not drawn yet. Raises TritonError INVALID_ARG for others'
-        deltas."""
+        """The `count` seeds of the request; None if not drawn yet. Raises TritonError INVALID_ARG for deltas of
+        another request."""
         if self.seeds and len(self.seeds) != count:
             raise _refused(f"they belong to a request with {len(self.seeds)} seeds, this one has {count}")
         return self.seeds or (None,) * count

@@ -1,5 +1,5 @@
 """Outputs that describe a prompt and its sampling parameters (vLLM's names), for requests that generate nothing. No
-single interpreter operation grows with the prompt."""
+single call, except copies of memory, holds the GIL for a time proportional to the prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from llmbackend.core.backend_api import Tensor
+from llmbackend.core.backend_api import Tensor, invalid_argument
 
 from ..text.tokenizer import ModelTokenizer, no_tokenizer
 from .sampling import GenerationParams
@@ -68,4 +68,10 @@ def sampling_json(params: GenerationParams, sent: Mapping[str, Any]) -> bytes:
     for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
         values[name] = values[name] or None
     values["structured_outputs"] = sent.get("structured_outputs")
-    return msgspec.json.encode(values)
+    try:
+        return msgspec.json.encode(values)
+    except UnicodeEncodeError:  # the others have been checked
+        raise invalid_argument(
+            "sampling parameter 'structured_outputs' holds half of a surrogate pair, expected text",
+            param="structured_outputs",
+        ) from None

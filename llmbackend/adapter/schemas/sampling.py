@@ -26,11 +26,11 @@ from llmbackend.engine.messages import SamplingParams
 
 from ..limits import (
     MAX_ALLOWED_TOKEN_IDS,
+    MAX_CACHE_SALT_CHARS,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_PARAMETERS,
-    MAX_SAMPLING_JSON_BYTES,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
     check_at_most,
@@ -78,14 +78,6 @@ class GenerationParams:
     """The LoRA adapter; "" = none."""
     n: int = 1
     """How many choices the client gets."""
-    add_special_tokens: bool | None = None
-    """Whether the tokenizer adds special tokens to the prompt; None = to texts but not to conversations."""
-    truncate_prompt_tokens: int | None = None
-    """How many tokens of the prompt are kept; -1 = as many as leave space for max_tokens."""
-    truncation_side: str = "left"
-    """The end of the prompt that is cut off: "left" or "right"."""
-    suffix: str = ""
-    """The text that follows the generated one; "" = none."""
     spaces_between_special_tokens: bool = True
     bad_words: tuple[str, ...] = ()
     """Texts that must not be generated."""
@@ -153,32 +145,39 @@ def _named(name: str) -> str:
 
 def _from_json_text(name: str, value: Any) -> Any:
     """Request parameters can only be scalars, so lists and objects are passed as JSON text."""
-    if isinstance(value, str):
-        check_at_most(_named(name), len(value), MAX_SAMPLING_JSON_BYTES, "characters of JSON")
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def _stop(name: str, value: Any) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
     if isinstance(strings, list):
         check_at_most(_named(name), len(strings), MAX_STOPS, "strings")
-    if not isinstance(strings, list) or not all(isinstance(item, str) and item for item in strings):
+    if not isinstance(strings, list) or not all(item and _is_text(item) for item in strings):
         raise _refuse(name, value, "a non-empty string or a list of them")
     check_stops(_named(name), strings, "strings", "characters")
     return tuple(dict.fromkeys(strings))
 
 
-def _text(name: str, value: Any) -> str:
+def _is_text(value: Any) -> bool:
     try:
-        if isinstance(value, str) and value.encode():  # JSON strings may contain half of a surrogate pair
-            return value
-    except UnicodeEncodeError:
-        pass
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:  # half of a surrogate pair, which a JSON string may contain
+        return False
+
+
+def _text(name: str, value: Any) -> str:
+    if value and _is_text(value):
+        return str(value)
     raise _refuse(name, value, "a non-empty string")
+
+
+def _cache_salt(name: str, value: Any) -> str:
+    salt = _text(name, value)
+    check_at_most(_named(name), len(salt), MAX_CACHE_SALT_CHARS, "characters")
+    return salt
 
 
 def _suffix(name: str, value: Any) -> str:
@@ -203,7 +202,7 @@ def _token_ids(name: str, value: Any, most: int = MAX_STOP_TOKEN_IDS) -> tuple[i
 
 def _bad_words(name: str, value: Any) -> tuple[str, ...]:
     words = _from_json_text(name, value)
-    if not isinstance(words, list) or not all(isinstance(word, str) and word.strip() for word in words):
+    if not isinstance(words, list) or not all(_is_text(word) and word.strip() for word in words):
         raise _refuse(name, value, "a list of strings that are not empty")
     check_stops(_named(name), words, "words", "characters")
     return tuple(dict.fromkeys(words))
@@ -261,7 +260,7 @@ _PARSERS: dict[str, Parser] = {
     "logprob_token_ids": partial(_token_ids, most=MAX_LOGPROB_TOKEN_IDS),
     "include_stop_str_in_output": _boolean,
     "skip_special_tokens": _boolean,
-    "cache_salt": _text,
+    "cache_salt": _cache_salt,
     "lora_name": _text,
     "add_special_tokens": _boolean,
     "truncate_prompt_tokens": _truncation,
@@ -275,11 +274,13 @@ _PARSERS: dict[str, Parser] = {
 }
 _READ_TOGETHER = frozenset((*constraints.FIELDS, *REASONING_FIELDS))
 """Parameters read by structured_outputs/."""
+_OF_PROMPT = ("add_special_tokens", "suffix", "truncate_prompt_tokens", "truncation_side")
+"""Parameters read by requests/prompts.py."""
+_READ_ELSEWHERE = _READ_TOGETHER.union(_OF_PROMPT, IGNORED_REQUEST_PARAMETERS)
 ACCEPTED = tuple(sorted((*_PARSERS, *_READ_TOGETHER)))
 _OUTSIDE_SAMPLING = (
     "stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "lora_name", "n", "best_of",
-    "add_special_tokens", "truncate_prompt_tokens", "truncation_side", "suffix", "spaces_between_special_tokens",
-    "bad_words", "priority",
+    "spaces_between_special_tokens", "bad_words", "priority",
 )  # fmt: skip
 """Parameters that are not fields of SamplingParams."""
 
@@ -321,9 +322,7 @@ def parse_sampling_parameters(
     """
     check_at_most("the request", len(values), MAX_PARAMETERS, "sampling parameters")
     fields = {
-        name: parse_sampling_parameter(name, value)
-        for name, value in values.items()
-        if name not in IGNORED_REQUEST_PARAMETERS and name not in _READ_TOGETHER
+        name: parse_sampling_parameter(name, value) for name, value in values.items() if name not in _READ_ELSEWHERE
     }
     constraint, reasoning = constraints.read(values), read_reasoning(values)
     max_tokens = _max_tokens(fields, defaults, remaining_tokens)

@@ -93,7 +93,7 @@ class LlmInputs:
     max_tokens_must_fit: bool = False
     """Whether a max_tokens beyond the context is refused rather than reduced."""
     bias: TokenBias = NO_BIAS
-    """Added to logits, on top of `sampling`."""
+    """Biases and banned words, in addition to those in `sampling`."""
     batch_index: int = 0
     """The prompt's index in its request."""
     num_sequences: int = 1

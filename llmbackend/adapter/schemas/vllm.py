@@ -145,6 +145,7 @@ USAGE = "usage"
 """Number of prompt tokens, output tokens, and prompt tokens found in the prefix cache."""
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
 """A request parameter that only the OpenAI frontend can set: vLLM's OpenAI server refuses what vllm_backend reduces."""
+_SIZE_LIMIT = f"{MAX_SAMPLING_JSON_BYTES} for all sampling parameters together"
 _SCANNED_BYTES, _SCANNED_KEYS = 4 << 20, 1024
 """Longer JSON texts are not searched for their largest parameter."""
 VLLM_BACKEND = "vllm"
@@ -255,7 +256,12 @@ def _read_sampling(request: Request) -> Mapping[str, Any]:
     tensor = request.inputs.get("sampling_parameters")
     if tensor is None:
         check_at_most("the request", len(request.parameters), MAX_PARAMETERS, "parameters")
-        return {name: value for name, value in request.parameters.items() if not name.startswith("triton_")}
+        given = {name: value for name, value in request.parameters.items() if not name.startswith("triton_")}
+        sizes = {name: len(value) for name, value in given.items() if isinstance(value, str)}
+        if sum(sizes.values()) > MAX_SAMPLING_JSON_BYTES:
+            name = max(sizes, key=sizes.__getitem__)
+            raise _too_large(name, f"{sizes[name]} characters")
+        return given
     if (size := num_bytes(tensor)) > MAX_SAMPLING_JSON_BYTES:
         raise _too_long(single(tensor), size)
     values = tensor.value if isinstance(tensor, JsonTensor) else _parsed(text_of(tensor))
@@ -273,15 +279,16 @@ def _parsed(text: str) -> Any:
 
 def _too_long(text: bytes, size: int) -> TritonError:
     """An error that names the largest parameter, unless finding it would take long."""
-    limit = f"{MAX_SAMPLING_JSON_BYTES} for all sampling parameters together"
     if size <= _SCANNED_BYTES and text.count(b":") <= _SCANNED_KEYS:
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             values = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             name, value = max(values.items(), key=lambda item: len(memoryview(item[1])), default=("", msgspec.Raw(b"")))
-            size_of_one = len(memoryview(value))
-            message = f"sampling parameter {shown(name)} has {size_of_one} bytes of JSON, expected at most {limit}"
-            return invalid_argument(message, param=name)
-    return invalid_argument(f"input 'sampling_parameters' has {size} bytes, expected at most {limit}")
+            return _too_large(name, f"{len(memoryview(value))} bytes of JSON")
+    return invalid_argument(f"input 'sampling_parameters' has {size} bytes, expected at most {_SIZE_LIMIT}")
+
+
+def _too_large(name: str, size: str) -> TritonError:
+    return invalid_argument(f"sampling parameter {shown(name)} has {size}, expected at most {_SIZE_LIMIT}", param=name)
 
 
 def _prior_output_ids(request: Request) -> npt.NDArray[Any] | None:

@@ -86,7 +86,10 @@ class GrammarCompiler:
             if key in self._grammars:
                 self._grammars.move_to_end(key)
                 return self._grammars[key]
-        grammar = self._compiled(constraint)
+        try:
+            grammar = self._compiled(constraint)
+        except RecursionError:
+            constraint.place.wrong("it is nested too deeply")
         self._keep(key, grammar)
         return grammar
 
@@ -149,8 +152,8 @@ def _translated(constraint: Constraint, special_tokens: Mapping[str, int], not_c
     schema_options = SchemaOptions(
         constraint.disable_additional_properties, is_strict=constraint.is_strict, not_compiled=not_compiled
     )
-    rules = Rules(special_tokens, json_options)
     value, place = constraint.value, constraint.place
+    rules = Rules(special_tokens, json_options, place)
     left_out: list[str] = []
     match constraint.kind:
         case "json":
@@ -173,8 +176,7 @@ def _choice(value: list[str], place: RequestPath) -> str:
     place.check_at_most(len(value), MAX_CHOICES, "choices")
     place.check_at_most(sum(map(len, value)), MAX_CHOICE_CHARS, "characters of choices in all")
     for index, item in enumerate(value):
-        if any("\ud800" <= character < "\ue000" for character in item):
-            (place / index).refuse(item, "text without halves of surrogate pairs")
+        (place / index).check_encodable(item)
     return " | ".join(literal(item) for item in dict.fromkeys(value))
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument, shown
-from llmbackend.engine.grammars.grammar_compiler import ENGINE_LIMITS
+from llmbackend.engine.grammars.grammar_compiler import ENGINE_LIMITS, MAX_GRAMMAR_BYTES
 
 MAX_DEPTH = 64
 """Nesting depth of schemas, tags, and groups in a regular expression."""
@@ -37,6 +37,10 @@ MAX_REGEX_LENGTH = 100_000
 MAX_MULTIPLE_OF = 10_000
 """Numerator and denominator of multipleOf: the compiler creates a state for each remainder."""
 MAX_GRAMMAR_CHARS = 65536
+MAX_STACK_KB = 4200
+"""Half of what a thread has. The compiler calls itself for what is nested, also through references, without a limit."""
+SCHEMA_KB, DEFINITION_KB, GROUP_KB = 7, 4, 2
+"""Stack for a schema, and for a definition and a group in a grammar (measured: up to 6.7, 3.3 and 1.9)."""
 MAX_TAGS = 512
 CHECK_LIMITS = dataclasses.replace(ENGINE_LIMITS, initial_lexer_fuel=500_000, max_grammar_size=100_000)
 """Limits of the compiler. None exceeds the engine's, so that everything accepted here compiles there."""
@@ -91,6 +95,57 @@ class RequestPath:
         if count > limit:
             self.wrong(f"{count} {unit}, expected at most {limit}")
 
+    def check_size(self, num_chars: int) -> None:
+        """Refuses a grammar that the engine would refuse."""
+        self.check_at_most(num_chars, MAX_GRAMMAR_BYTES, "characters of the grammar that it makes")
+
+    def check_encodable(self, text: str) -> None:
+        """Refuses half of a surrogate pair, which a JSON string may contain."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.refuse(text, "text without halves of surrogate pairs")
+
+
+def check_stack(
+    place: RequestPath, each_kb: Mapping[str, int], uses: Mapping[str, Iterable[str]], limit_kb: int = MAX_STACK_KB
+) -> None:
+    """Refuses definitions that may overflow the compiler's stack, whatever the order in which it follows them.
+
+    each_kb: by definition: the stack that it needs by itself
+    uses: by definition: those that it uses
+    """
+    used = {name: {one for one in uses[name] if one in each_kb} for name in each_kb}
+    below_kb = _acyclic_kb(each_kb, used)
+    others = {name: used[name] - below_kb.keys() for name in each_kb if name not in below_kb}
+    above_kb = _acyclic_kb(each_kb, _inverted(others))
+    recursive_kb = sum(each_kb[name] for name in others if name not in above_kb)
+    most_kb = max(below_kb.values(), default=0) + recursive_kb + max(above_kb.values(), default=0)
+    place.check_at_most(most_kb, limit_kb, "KB of the compiler's stack for nested definitions")
+
+
+def _acyclic_kb(each_kb: Mapping[str, int], used: Mapping[str, set[str]]) -> dict[str, int]:
+    """The stack for each definition that reaches no recursive one, with those that it reaches."""
+    users = _inverted(used)
+    num_missing = {name: len(names) for name, names in used.items()}
+    ready = [name for name, count in num_missing.items() if not count]
+    found_kb: dict[str, int] = {}
+    for name in ready:  # which grows
+        found_kb[name] = each_kb[name] + max((found_kb[one] for one in used[name]), default=0)
+        for user in users[name]:
+            num_missing[user] -= 1
+            if not num_missing[user]:
+                ready.append(user)
+    return found_kb
+
+
+def _inverted(used: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    users: dict[str, set[str]] = {name: set() for name in used}
+    for name, names in used.items():
+        for one in names:
+            users[one].add(name)
+    return users
+
 
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _FLAGS = ("disable_any_whitespace", "disable_additional_properties", "strict")
@@ -136,7 +191,7 @@ def read(parameters: Mapping[str, Any]) -> Constraint | None:
     constraint = _read_field(given[0], parameters[given[0]]) if given else None
     if pattern is None or constraint is None:
         if pattern is not None:
-            RequestPath("guided_whitespace_pattern").refuse(pattern, "it to come with a constraint")
+            RequestPath("guided_whitespace_pattern").refuse(pattern, "it only together with a constraint")
         return constraint
     return replace(constraint, whitespace_pattern=_text(pattern, RequestPath("guided_whitespace_pattern")))
 
@@ -195,10 +250,7 @@ def _text(value: object, place: RequestPath) -> str:
     if not isinstance(value, str) or not value:
         place.refuse(value, "a non-empty string")
     place.check_at_most(len(value), MAX_GRAMMAR_CHARS, "characters")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        place.refuse(value, "text without halves of surrogate pairs")
+    place.check_encodable(value)
     return value
 
 

@@ -11,7 +11,7 @@ impossible to follow is refused.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -126,6 +126,8 @@ class _Writer:
         self._held: dict[str, frozenset[str]] = {}
         self._constants: dict[str, str | None] = {}
         self._lengths: dict[str, int] = {}
+        self._used: dict[Node, str] = {}
+        self._beginnings = _beginnings(around.forbidden)
         self._followers: _Followers | None = None
 
     def write(self) -> str:
@@ -173,6 +175,11 @@ class _Writer:
 
     def _use(self, node: Node) -> str:
         """A terminal's name, for use in a rule."""
+        if node not in self._used:
+            self._used[node] = self._added_terminal(node)
+        return self._used[node]
+
+    def _added_terminal(self, node: Node) -> str:
         self._check_length(node)
         body = self._text(node)
         if self._followers is None:
@@ -182,7 +189,8 @@ class _Writer:
             self._check_constant(text, followers)
             return self._named(body)
         self._check_longest_match(node, followers)
-        return self._limited(body, tuple(_bad_endings(self.around.forbidden, followers)))
+        bad_endings = [one for one, next_ones in self._beginnings.items() if not followers.isdisjoint(next_ones)]
+        return self._limited(body, bad_endings)
 
     def _check_longest_match(self, node: Node, followers: frozenset[str]) -> None:
         """A terminal's match is the longest one, so it would extend into the following text if it may contain that
@@ -190,22 +198,26 @@ class _Writer:
         end, escaped = self.around.end, self.around.spelling.escapes.keys()
         if END in followers and end and end[0] in self.held(node) and self._rules.special_marker(end) is None:
             self._place.wrong(
-                f"it is recursive, and its text can end with {_shown(node)}, which may hold {end[0]!r}, and {end!r} is "
-                "what ends it here: expected a grammar whose last part cannot hold what begins the end"
+                f"the grammar is recursive, and {_shown(node)}, which may come last, may contain {end[0]!r}, with "
+                f"which the end {end!r} begins: expected a grammar whose last part cannot contain this character"
             )
         if self.held(node) & escaped and followers & escaped:
             self._place.wrong(
-                f"it is recursive, and {_shown(node)} may hold characters that JSON escapes, as may what follows it: "
-                "expected a grammar in which one of them cannot, or one without recursion"
+                f"the grammar is recursive, and both {_shown(node)} and the text after it may contain characters that "
+                "JSON escapes: expected a grammar in which only one of the two may, or one without recursion"
             )
 
     def _check_constant(self, text: str, followers: frozenset[str]) -> None:
         for forbidden in self.around.forbidden:
             if forbidden in text:
-                self._place.wrong(f"its text {text[:40]!r} holds {forbidden!r}, which would end it")
-        ending = next((one for one in _bad_endings(self.around.forbidden, followers) if text.endswith(one)), None)
-        if ending is not None:
-            self._place.wrong(f"its text {text[:40]!r} ends with {ending!r}, which the next text may make an end")
+                self._place.wrong(f"its text {text[:40]!r} contains {forbidden!r}, which would end it")
+        longest = max(map(len, self.around.forbidden), default=0)
+        for ending in (text[-length:] for length in range(1, min(len(text), longest) + 1)):
+            if not followers.isdisjoint(self._beginnings.get(ending, ())):
+                self._place.wrong(
+                    f"its text {text[:40]!r} ends with {ending!r}, and the text after it may complete that to one that "
+                    "would end it"
+                )
 
     def _named(self, body: str) -> str:
         """The name of a terminal."""
@@ -213,7 +225,7 @@ class _Writer:
             self._terminals[body] = self._rules.terminal(body)
         return self._terminals[body]
 
-    def _limited(self, body: str, bad_endings: tuple[str, ...]) -> str:
+    def _limited(self, body: str, bad_endings: Sequence[str]) -> str:
         """A terminal for texts that neither contain an end nor finish with one of `bad_endings`."""
         if not self.around.forbidden:
             return self._named(body)
@@ -348,12 +360,13 @@ class _Followers:
                 self._visit(part, behind | again)
 
 
-def _bad_endings(forbidden: tuple[str, ...], followers: frozenset[str]) -> Iterator[str]:
-    """Prefixes of forbidden texts that the following text may complete."""
-    for text in forbidden:
+def _beginnings(texts: Iterable[str]) -> dict[str, set[str]]:
+    """The beginnings of the texts, each with the characters that come next in one of them."""
+    found: dict[str, set[str]] = {}
+    for text in texts:
         for length in range(1, len(text)):
-            if text[length] in followers:
-                yield text[:length]
+            found.setdefault(text[:length], set()).add(text[length])
+    return found
 
 
 def _reached(name: str, uses: Mapping[str, Iterable[str]]) -> dict[str, None]:

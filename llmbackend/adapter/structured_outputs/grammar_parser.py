@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, NoReturn
 
-from .constraint import MAX_DEPTH, MAX_GRAMMAR_CHARS, RequestPath
+from .constraint import DEFINITION_KB, GROUP_KB, MAX_DEPTH, MAX_GRAMMAR_CHARS, RequestPath, check_stack
 
 _MAX_DEFINITIONS: Final = 512
 _MAX_NODES: Final = 4096
+_MAX_REPEATS: Final = 2
+"""Of one part, such as `"a"+?`: each nests it deeper."""
 _LARK_TOKENS = re.compile(
     r"""(?P<space>[ \t\r\n]+|//[^\n]*|\#[^\n]*)
       | (?P<head>[?!]{0,2}[A-Za-z_]\w*)(?=[ \t]*:)
@@ -26,7 +28,7 @@ _LARK_TOKENS = re.compile(
       | (?P<regex>/(?:[^/\\\n]|\\.)+/[a-z]*)
       | (?P<directive>%\w+)
       | (?P<name>[A-Za-z_]\w*)
-      | (?P<repeat>[*+?]|~\s*\d{1,7}(?:\s*\.\.\s*\d{1,7})?|\{\s*\d{1,7}\s*(?:,\s*(?:\d{1,7})?\s*)?\})
+      | (?P<repeat>[*+?]|~\s*\d{1,7}(?:\s*\.\.\s*\d{1,7})?|\{\s*\d{1,7}\s*(?:,\s*(?:\d{1,7}\s*)?)?\})
       | (?P<range>\.\.)
       | (?P<symbol>[:|()\[\],.])""",
     re.VERBOSE,
@@ -37,7 +39,7 @@ _EBNF_TOKENS = re.compile(
       | (?P<name>[A-Za-z_][\w-]*)
       | (?P<string>"(?:[^"\\\n]|\\.)*")
       | (?P<class>\[(?:[^\]\\\n]|\\.)*\])
-      | (?P<repeat>\{\s*\d{1,7}\s*(?:,\s*(?:\d{1,7})?\s*)?\}|[*+?])
+      | (?P<repeat>\{\s*\d{1,7}\s*(?:,\s*(?:\d{1,7}\s*)?)?\}|[*+?])
       | (?P<symbol>::=|[()|.])""",
     re.VERBOSE,
 )
@@ -113,6 +115,7 @@ def parse_ebnf(text: str, place: RequestPath) -> Definitions:
         for name in names(node):
             if name not in found.rules:
                 place.wrong(f"the grammar's rule '{owner[:40]}' uses '{name[:40]}', which is not defined")
+    _check_stack(found, place)
     return found
 
 
@@ -126,7 +129,18 @@ def parse_lark(text: str, place: RequestPath) -> Definitions:
                 place.wrong(f"the grammar's '{owner[:40]}' uses '{name[:40]}', which is not defined")
             if (is_terminal(owner) or owner == "%ignore") and not is_terminal(name):
                 place.wrong(f"the grammar's terminal '{owner[:40]}' uses the rule '{name[:40]}', expected terminals")
+    _check_stack(found, place)
     return found
+
+
+def _check_stack(found: Definitions, place: RequestPath) -> None:
+    nodes = found.rules | found.terminals
+    each_kb = {name: DEFINITION_KB + GROUP_KB * _depth(node) for name, node in nodes.items()}
+    check_stack(place, each_kb, {name: names(node) for name, node in nodes.items()})
+
+
+def _depth(node: Node) -> int:
+    return 1 + max(map(_depth, node.parts)) if node.parts else 0
 
 
 def names(node: Node) -> Iterator[str]:
@@ -259,8 +273,9 @@ class _Parser:
         while (part := self._part()) is not None:
             self._num_nodes += self._is_lark
             self._place.check_at_most(self._num_nodes, _MAX_NODES, "parts of a grammar")
-            while self._token.kind == "repeat":
-                part = self._repeated(part, self._next().text)
+            for _ in range(_MAX_REPEATS):
+                if self._token.kind == "repeat":
+                    part = self._repeated(part, self._next().text)
             parts.append(part)
         if self._token.kind == "alias":  # names a node of a parse tree
             self._at += 1

@@ -15,7 +15,16 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
-from .constraint import MAX_ADDED_ALTERNATIVES, MAX_DEPTH, MAX_LEFT_OUT, MAX_MULTIPLE_OF, MAX_SCHEMA_NODES, RequestPath
+from .constraint import (
+    MAX_ADDED_ALTERNATIVES,
+    MAX_DEPTH,
+    MAX_LEFT_OUT,
+    MAX_MULTIPLE_OF,
+    MAX_SCHEMA_NODES,
+    SCHEMA_KB,
+    RequestPath,
+    check_stack,
+)
 from .schema_keywords import Keywords, Schema, SchemaOptions, is_annotation
 from .schema_values import encodable, number_of
 
@@ -44,7 +53,9 @@ class _Translation:
         self.root_path = place.path
         self.options = options
         self.left_out: list[str] = []
+        self.patterns: dict[str, str] = {}
         self._nodes = 0
+        self._num_chars = 0
         self._depth = 0
         self._added_alternatives = 0
         self._names: dict[str, str] = {}
@@ -53,8 +64,12 @@ class _Translation:
         self._inlined: list[str] = []
         self._steps = Fraction(1)
         """Least common multiple of all multipleOf."""
-        self._same_place: dict[str, set[str]] = {}
-        """By definition (root: "#"): the references in it that apply to the same value."""
+        self._references: dict[str, dict[str, bool]] = {"#": {}}
+        """By definition (root: "#"): the references in it, and whether they apply to the same value."""
+        self._depths: dict[str, int] = {"#": 0}
+        """By definition: how deep it nests."""
+        self._resolved: dict[str, object] = {}
+        """By pointer: the end of the chain of schemas that consist only of a reference."""
         self._owner = "#"
 
     def result(self) -> Schema:
@@ -66,6 +81,7 @@ class _Translation:
         result = dict(schema) if isinstance(schema, dict) else {}
         definitions = self._definitions()
         self._check_cycles()
+        check_stack(self._place, {name: SCHEMA_KB * depth for name, depth in self._depths.items()}, self._references)
         return {**result, "$defs": definitions} if definitions else result
 
     def _definitions(self) -> Schema:
@@ -73,6 +89,8 @@ class _Translation:
         while self._waiting:
             pointer, place = self._waiting.pop()
             self._owner = pointer
+            self._depths.setdefault(pointer, 0)
+            self._references.setdefault(pointer, {})
             definitions[self._names[pointer]] = self.schema(
                 self._target(pointer, place), self._place_of(pointer), is_in_place=True
             )
@@ -87,6 +105,7 @@ class _Translation:
         self._count(1, place)
         self._depth += 1
         place.check_at_most(self._depth, MAX_DEPTH, "nested schemas")
+        self._depths[self._owner] = max(self._depths[self._owner], self._depth)
         schema = Keywords(self, value, place, is_in_place).translated()
         self._depth -= 1
         return schema
@@ -97,6 +116,16 @@ class _Translation:
             place.wrong(f"the schema has more than {MAX_SCHEMA_NODES} nodes (schemas and enumerated values)")
 
     # --- for Keywords -------------------------------------------------------------------------------------------------
+
+    def text(self, text: str, place: RequestPath) -> str:
+        """A property name or an enumerated text."""
+        self.count_chars(text)
+        return encodable(text, place)
+
+    def count_chars(self, text: str) -> None:
+        """An alternative of `oneOf` that is written several times counts each time."""
+        self._num_chars += len(text)
+        self._place.check_size(self._num_chars)
 
     def leave_out(self, place: RequestPath) -> None:
         """Reports that the keyword at that path is not enforced."""
@@ -110,20 +139,18 @@ class _Translation:
 
     def resolved(self, value: object, place: RequestPath) -> object:
         """The target of a schema that consists only of a reference; other schemas unchanged."""
-        seen: list[str] = []
-        while isinstance(value, dict) and isinstance(pointer := value.get("$ref"), str) and pointer not in seen:
-            if not all(name == "$ref" or is_annotation(name) for name in value) or not _is_local(pointer):
-                break
-            seen.append(pointer)
-            value = self._target(pointer, place)
+        passed: dict[str, None] = {}
+        while (pointer := _only_reference(value)) is not None and pointer not in passed:
+            passed[pointer] = None
+            value = self._resolved[pointer] if pointer in self._resolved else self._target(pointer, place)
+        self._resolved.update(dict.fromkeys(passed, value))
         return value
 
     def alternative(self, value: object, place: RequestPath, is_in_place: bool) -> Schema | bool:
         """One alternative of `oneOf`. A reference is replaced by its target, so that the compiler can tell that
         alternatives are mutually exclusive."""
-        pointer = value.get("$ref") if isinstance(value, dict) else None
-        is_alone = isinstance(value, dict) and all(name == "$ref" or is_annotation(name) for name in value)
-        if not is_alone or not isinstance(pointer, str) or not _is_local(pointer) or pointer in self._inlined:
+        pointer = _only_reference(value)
+        if pointer is None or pointer in self._inlined:
             return self.schema(value, place, is_in_place=is_in_place)
         self._inlined.append(pointer)
         target = self._target(pointer, place / "$ref")
@@ -136,8 +163,8 @@ class _Translation:
             place.refuse(pointer, "a string")
         if not _is_local(pointer):
             place.value_not_enforced(pointer, "a reference into the same schema: '#' or '#/…'")
-        if is_in_place:
-            self._same_place.setdefault(self._owner, set()).add(pointer)
+        references = self._references[self._owner]
+        references[pointer] = references.get(pointer, False) or is_in_place
         if pointer not in self._names:
             self._target(pointer, place)
             self._names[pointer] = f"d{len(self._names)}"
@@ -161,27 +188,35 @@ class _Translation:
 
     def _check_cycles(self) -> None:
         """A definition that consists only of a reference to itself matches nothing."""
-        for start in self._same_place:
-            seen: set[str] = set()
-            waiting = [start]
-            while waiting:
-                for pointer in self._same_place.get(waiting.pop(), ()):
-                    if pointer == start:
-                        self._place.wrong(f"'{start}' refers to itself without a value in between")
-                    if pointer not in seen:
-                        seen.add(pointer)
-                        waiting.append(pointer)
+        finished: set[str] = set()
+        same_place = {
+            owner: [pointer for pointer, is_in_place in references.items() if is_in_place]
+            for owner, references in self._references.items()
+        }
+        for start in same_place:
+            path = {start: iter(same_place[start])}
+            while path:
+                definition, references = path.popitem()
+                pointer = next(references, None)
+                if pointer is None:
+                    finished.add(definition)
+                    continue
+                path[definition] = references
+                if pointer in path:
+                    self._place.wrong(f"'{pointer}' refers to itself without a value in between")
+                if pointer not in finished:
+                    path[pointer] = iter(same_place.get(pointer, ()))
 
     def literal(self, value: object, place: RequestPath, depth: int = 0) -> object:
         """An enumerated value."""
         self._count(1, place)
         place.check_at_most(depth, MAX_DEPTH, "nested values")
         if isinstance(value, dict):
-            return {encodable(name, place): self.literal(item, place, depth + 1) for name, item in value.items()}
+            return {self.text(name, place): self.literal(item, place, depth + 1) for name, item in value.items()}
         if isinstance(value, list):
             return [self.literal(item, place, depth + 1) for item in value]
         if isinstance(value, str):
-            return encodable(value, place)
+            return self.text(value, place)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return number_of(value, place, smallest=0.0)
         return value
@@ -201,6 +236,14 @@ class _Translation:
             expected = f"a fraction of integers up to {MAX_MULTIPLE_OF}, also as common multiple with others"
             place.value_not_enforced(value, expected)
         return number
+
+
+def _only_reference(value: object) -> str | None:
+    """The pointer of a schema that consists only of a reference into the same schema; None for any other."""
+    pointer = value.get("$ref") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(pointer, str) or not _is_local(pointer):
+        return None
+    return pointer if all(name == "$ref" or is_annotation(name) for name in value) else None
 
 
 def _is_local(pointer: str) -> bool:

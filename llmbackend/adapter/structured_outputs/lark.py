@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .constraint import MAX_TAGS, RequestPath
+from .constraint import DEFINITION_KB, GROUP_KB, MAX_STACK_KB, MAX_TAGS, RequestPath, check_stack
 from .json_schema import enforceable
 from .schema_keywords import SchemaOptions
 
@@ -25,31 +25,41 @@ _ANY_TEXT = "/(?s:.*)/"
 _PIECES: Final = re.compile(
     r"""(?P<comment>//[^\n]*|\#[^\n]*)
       | (?P<string>"(?:[^"\\\n]|\\.)*"i?)
-      | (?P<regex>/(?:[^/\\\n]|\\.)+/[a-z]*)
+      | (?P<regex>/(?:[^/\\]|\\.)+/[imslux]*)
+      | (?P<token><[^<>\s]+>)
+      | (?P<unterminated>["/])
       | (?P<json>%json\b\s*)
       | (?P<directive>%\w+)
-      | (?P<attributes>(?<=\w)\[[^\]\n]*\](?=\s*:))
+      | (?P<attribute>\w+(?=[ \t]*=))
       | (?P<grammar>@\w+)
-      | (?P<other>[^"/%@#\[]+|.)""",
+      | (?P<name>_?(?:[a-z][_a-z0-9-]*|[A-Z][_A-Z0-9-]*))
+      | (?P<other>[^\w"/%@#<]+|.)""",
     re.VERBOSE | re.DOTALL,
 )
+"""Divides a grammar as the compiler's lexer does, so that nothing is hidden in what looks like a string here. Each
+attribute but `lazy` and `capture` has a value, and only attributes have one. A piece takes time proportional to its
+length: an unterminated one, which is searched to the end of the text, is refused."""
 _DIRECTIVES = ("%ignore", "%regex")
 _ATTRIBUTES = ("lazy", "capture")
-_FIRST_RULE = re.compile(r"^\s*(?:start\s*(?:\[[^\]\n]*\])?\s*:|%llguidance\b)", re.MULTILINE)
+_FIRST_RULE = re.compile(r"^[ \t]*(?:start\s*(?:\[[^\]\n]*\]\s*)?:|%llguidance\b)", re.MULTILINE)
 
 
 class Rules:
     """The rules of one grammar, under names not chosen by a client."""
 
-    def __init__(self, special_tokens: Mapping[str, int], json_options: Mapping[str, Any]) -> None:
+    def __init__(self, special_tokens: Mapping[str, int], json_options: Mapping[str, Any], place: RequestPath) -> None:
         """special_tokens: id by text
         json_options: the compiler's, for embedded schemas
+        place: of the constraint, for the refusal of a grammar that is too long
         """
         self._special_tokens = special_tokens
         self._json_options = dict(json_options)
-        longest_first = sorted(special_tokens, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._place = place
+        self._lengths = sorted(set(map(len, special_tokens)), reverse=True)
+        """Of the special tokens, longest first."""
+        self._first_characters = {text[0] for text in special_tokens}
         self._lines: list[str] = []
+        self._num_chars = 0
         self._num_names = 0
 
     def new_name(self) -> str:
@@ -60,17 +70,19 @@ class Rules:
     def rule(self, body: str, attributes: str = "") -> str:
         """Adds a rule and returns its new name."""
         name = f"r{len(self._lines)}"
-        self._lines.append(f"{name}{attributes}: {body}")
+        self.define(name + attributes, body)
         return name
 
     def define(self, name: str, body: str) -> None:
         """Writes a rule whose name came from `new_name`."""
         self._lines.append(f"{name}: {body}")
+        self._num_chars += len(self._lines[-1])
+        self._place.check_size(self._num_chars)
 
     def terminal(self, body: str) -> str:
         """Adds a terminal, which matches greedily, and returns its new name."""
         name = f"T{len(self._lines)}"
-        self._lines.append(f"{name}: {body}")
+        self.define(name, body)
         return name
 
     def schema(self, schema: Mapping[str, Any]) -> str:
@@ -81,12 +93,14 @@ class Rules:
     def marker(self, text: str) -> str:
         """Matches a text; special tokens in it match both as tokens and as text."""
         pieces, end = [], 0
-        for match in self._special.finditer(text) if self._special else ():
-            if match.start() > end:
-                pieces.append(literal(text[end : match.start()]))
-            token_id = self._special_tokens[match.group()]
-            pieces.append(f"(<[{token_id}]> | {literal(match.group())})")
-            end = match.end()
+        for start, character in enumerate(text):
+            may_begin = start >= end and character in self._first_characters
+            if not may_begin or not (token := self._special_at(text, start)):
+                continue
+            if start > end:
+                pieces.append(literal(text[end:start]))
+            pieces.append(f"(<[{self._special_tokens[token]}]> | {literal(token)})")
+            end = start + len(token)
         begins_as_text = bool(pieces) and pieces[0].startswith('"')
         if end < len(text) or not pieces:
             pieces.append(literal(text[end:]))
@@ -97,7 +111,8 @@ class Rules:
         """Any text up to and including the first `end`."""
         alternatives = []
         if (marker := self.special_marker(end)) is not None:
-            alternatives.append(f"{without(excluded)} {marker}")
+            before = self.terminal(without(excluded)) if excluded else TEXT
+            alternatives.append(f"{before} {marker}")
         if not excluded:
             alternatives.append(self.rule(f"{TEXT} {literal(end)}", "[lazy]"))
         else:
@@ -106,15 +121,23 @@ class Rules:
 
     def special_marker(self, text: str) -> str | None:
         """The text, with its leading special token as a token; None if it begins with none."""
-        token = self._special.match(text) if self._special else None
-        if token is None:
+        token = self._special_at(text, 0)
+        if not token:
             return None
-        rest = self.marker(text[token.end() :]) if token.end() < len(text) else ""
-        return f"<[{self._special_tokens[token.group()]}]> {rest}"
+        rest = self.marker(text[len(token) :]) if len(token) < len(text) else ""
+        return f"<[{self._special_tokens[token]}]> {rest}"
+
+    def _special_at(self, text: str, at: int) -> str:
+        """The longest special token at this place, "" if there is none. A regular expression of all special tokens
+        would hold the GIL for seconds: some models have thousands."""
+        pieces = (text[at : at + length] for length in self._lengths)
+        return next((piece for piece in pieces if piece in self._special_tokens), "")
 
     def grammar(self, start: str) -> str:
         lines = (f"start: {start}", f"{TEXT}: {_ANY_TEXT}", *self._lines)
-        return "%llguidance {}\n" + "\n".join(lines) + "\n"
+        grammar = "%llguidance {}\n" + "\n".join(lines) + "\n"
+        self._place.check_size(len(grammar))
+        return grammar
 
 
 def literal(text: str) -> str:
@@ -142,19 +165,64 @@ def lark_grammar(text: str, place: RequestPath, json_options: Mapping[str, Any],
     """The grammar for the compiler. Raises TritonError INVALID_ARG."""
     if text.lstrip().startswith("{"):
         place.wrong("is JSON, expected a grammar in Lark's notation or in EBNF")
-    pieces, at, schemas = ["%llguidance {}\n"], 0, 0
+    pieces, at, schemas, definitions = ["%llguidance {}\n"], 0, 0, _Definitions()
     while at < len(text):
         match = _PIECES.match(text, at)
         assert match is not None  # the last alternative takes any character
-        kind, piece, at = match.lastgroup, match.group(), match.end()
+        kind, piece, at = match.lastgroup or "", match.group(), match.end()
+        if kind == "unterminated":
+            what, line = "string" if piece == '"' else "regular expression", text.count("\n", 0, at) + 1
+            place.wrong(f"line {line} of the grammar: a {what} without its end")
         if kind == "json":
             schemas += 1
             place.check_at_most(schemas, MAX_TAGS, "schemas")
             piece, at = _schema(text, at, place, json_options, options)
-        else:
-            _check(kind or "", piece, place)
+        _check(kind, piece, place)
+        definitions.read(kind, piece)
         pieces.append(piece)
-    return "".join(pieces)
+    definitions.check(place, MAX_STACK_KB // 2 if schemas else MAX_STACK_KB)
+    grammar = "".join(pieces)
+    place.check_size(len(grammar))
+    return grammar
+
+
+class _Definitions:
+    """What the definitions of a grammar use, read piece by piece."""
+
+    def __init__(self) -> None:
+        self._owner = ":"  # before the first definition
+        self._depths = {self._owner: 0}
+        """How deep groups nest in each."""
+        self._uses: dict[str, set[str]] = {self._owner: set()}
+        self._num_open = 0
+        self._name = ""
+        """The last name: that of the next definition, if a colon or the brackets of its attributes follow."""
+
+    def read(self, kind: str, piece: str) -> None:
+        if kind == "name" and not (self._name and self._num_open):
+            self._uses[self._owner].add(self._name)
+            self._name = piece
+        elif kind == "name":
+            self._uses[self._owner].add(piece)
+        elif kind == "other":
+            for character in piece.replace("::", ""):
+                self._read_symbol(character)
+
+    def _read_symbol(self, character: str) -> None:
+        if character in "([{":
+            self._num_open += 1
+            self._depths[self._owner] = max(self._depths[self._owner], self._num_open)
+        elif character in ")]}":
+            self._num_open = max(self._num_open - 1, 0)
+        elif character == ":" and not self._num_open and self._name:
+            self._owner, self._name = self._name, ""
+            self._depths.setdefault(self._owner, 0)
+            self._uses.setdefault(self._owner, set())
+
+    def check(self, place: RequestPath, limit_kb: int) -> None:
+        self._uses[self._owner].add(self._name)
+        each_kb = {name: DEFINITION_KB + GROUP_KB * depth for name, depth in self._depths.items()}
+        check_stack(place, each_kb, self._uses, limit_kb)
 
 
 def _schema(
@@ -175,8 +243,5 @@ def _check(kind: str, piece: str, place: RequestPath) -> None:
         place.wrong(f"the directive '{piece[:40]}' is not supported, expected one of: {', '.join(_DIRECTIVES)}, %json")
     if kind == "grammar":
         place.wrong(f"'{piece[:40]}' refers to another grammar, expected one grammar that is complete")
-    if kind == "attributes":
-        for attribute in piece[1:-1].split(","):
-            name = attribute.partition("=")[0].strip()
-            if name not in _ATTRIBUTES:
-                place.wrong(f"the attribute '{name[:40]}' is not supported, expected one of: {', '.join(_ATTRIBUTES)}")
+    if kind == "attribute" and piece not in _ATTRIBUTES:
+        place.wrong(f"the attribute '{piece[:40]}' is not supported, expected one of: {', '.join(_ATTRIBUTES)}")

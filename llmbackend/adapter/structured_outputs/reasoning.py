@@ -65,4 +65,5 @@ def _pair(markers: object) -> tuple[str, str]:
         place.refuse(markers, expected)
     for index, marker in enumerate(markers):
         (place / index).check_at_most(len(marker), _MAX_MARKER_CHARS, "characters")
+        (place / index).check_encodable(marker)
     return markers[0], markers[1]

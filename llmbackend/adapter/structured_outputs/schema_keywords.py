@@ -21,7 +21,6 @@ from .schema_values import (
     PATTERNS,
     WITHOUT_LOOKING_AROUND,
     adjacent_limit,
-    encodable,
     exact_limit,
     finite_values,
     lists_without_repetition,
@@ -68,6 +67,8 @@ class Document(Protocol):
 
     options: SchemaOptions
     root_path: str
+    patterns: dict[str, str]
+    """Translated, by pattern."""
 
     def leave_out(self, place: RequestPath) -> None: ...
     def has_room_for(self, alternatives: int) -> bool: ...
@@ -76,6 +77,8 @@ class Document(Protocol):
     def alternative(self, value: object, place: RequestPath, is_in_place: bool) -> Schema | bool: ...
     def reference(self, pointer: object, place: RequestPath, is_in_place: bool) -> str: ...
     def literal(self, value: object, place: RequestPath) -> object: ...
+    def text(self, text: str, place: RequestPath) -> str: ...
+    def count_chars(self, text: str) -> None: ...
     def multiple_of(self, value: object, place: RequestPath) -> object: ...
 
 
@@ -163,7 +166,7 @@ class Keywords:
     def _properties(self, name: str, value: object, place: RequestPath) -> None:
         members = _members(value, place)
         self._result[name] = {
-            encodable(key, place): self._document.schema(item, place / key) for key, item in members.items()
+            self._document.text(key, place): self._document.schema(item, place / key) for key, item in members.items()
         }
 
     def _pattern_properties(self, name: str, value: object, place: RequestPath) -> None:
@@ -181,7 +184,7 @@ class Keywords:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             place.refuse(value, "a list of property names")
         place.check_at_most(len(value), MAX_PROPERTIES, "names")
-        self._result[name] = [encodable(item, place) for item in dict.fromkeys(value)]
+        self._result[name] = [self._document.text(item, place) for item in dict.fromkeys(value)]
 
     def _count(self, name: str, value: object, place: RequestPath) -> None:
         number = int(value) if isinstance(value, float) and value.is_integer() else value
@@ -214,10 +217,14 @@ class Keywords:
 
     def _searched(self, pattern: str, place: RequestPath) -> str:
         """Raises NotEnforcedError for a regular expression that the compiler cannot express."""
+        self._document.count_chars(pattern)
+        known = self._document.patterns
         try:
-            return regular_expressions.searched(WITHOUT_LOOKING_AROUND.get(pattern, pattern), place)
+            if pattern not in known:
+                known[pattern] = regular_expressions.searched(WITHOUT_LOOKING_AROUND.get(pattern, pattern), place)
         except TritonError as error:
             raise NotEnforcedError(error.message, error.code, error.param) from None
+        return known[pattern]
 
     def _format(self, name: str, value: object, place: RequestPath) -> None:
         if isinstance(value, str) and value in PATTERNS:
@@ -303,7 +310,8 @@ class Keywords:
         if values is not None:
             known = [self._document.literal(one, place) for one in values]
             lists = lists_without_repetition(known, result.get("minItems", 0), most)
-        if lists is None or "anyOf" in result or not self._document.has_room_for(len(lists)):
+        weight = 1 + sum(len(one) for one in values or () if isinstance(one, str)) // 1024  # each list has all values
+        if lists is None or "anyOf" in result or not self._document.has_room_for(len(lists) * weight):
             place.not_enforced("the keyword 'uniqueItems' is not supported: it would not be enforced")
         for replaced in ("items", "minItems", "maxItems"):
             result.pop(replaced, None)
@@ -323,7 +331,7 @@ class Keywords:
             place.check_at_most(len(listed), MAX_PROPERTIES, "names")
             properties = self._result.get("properties", {})
             self._result["properties"] = {
-                encodable(one, place): properties.get(one, others) for one in listed if isinstance(one, str)
+                self._document.text(one, place): properties.get(one, others) for one in listed if isinstance(one, str)
             }
         else:
             pattern = _pattern_of_names(bare)

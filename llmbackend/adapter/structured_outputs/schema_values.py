@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from .constraint import RequestPath
 
 EXACT = 1 << 53
 """Larger integers are inexact in the compiler, whose numbers are doubles."""
+_UNENCODABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f\ud800-\udfff]")
 _SMALLEST = 1e-9
 _FINE_EXCLUSIVE, _LARGEST_EXCLUSIVE, _COARSE_STEP = 10**6, 10**12, 1e-3
 """Largest exclusive limits from which 1e-9, or 0.001, can be distinguished."""
@@ -55,9 +57,7 @@ def adjacent_limit(number: float, name: str, place: RequestPath, *, is_integer: 
 
 def encodable(text: str, place: RequestPath) -> str:
     """Raises NotEnforcedError for half of a surrogate pair, and for control characters without generated escapes."""
-    if any(
-        "\ud800" <= character < "\ue000" or (character < " " and character not in "\b\t\n\f\r") for character in text
-    ):
+    if _UNENCODABLE.search(text):
         place.value_not_enforced(text, "text without control characters and halves of surrogate pairs")
     return text
 

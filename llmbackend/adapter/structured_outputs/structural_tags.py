@@ -8,15 +8,23 @@ Source: XGrammar's structural tags (`format`), and vLLM's former notation (`stru
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
 from . import regular_expressions
-from .constraint import MAX_DEPTH, MAX_LEFT_OUT, MAX_TAGS, RequestPath
+from .constraint import MAX_DEPTH, MAX_GRAMMAR_CHARS, MAX_LEFT_OUT, MAX_TAGS, RequestPath
 from .embedded_grammars import IN_JSON_STRING, as_text, ebnf, embedded_lark, embedded_regex
 from .json_schema import enforceable, parse_schema
 from .lark import NOTHING, TEXT, Rules, is_lark, without
 from .schema_keywords import SchemaOptions
+
+MAX_ENDS = 16
+"""Of one tag: the text before each of them excludes the others."""
+MAX_MARKER_CHARS = 1024
+"""Of one end, trigger or excluded text."""
+MAX_EXCLUDED_CHARS = 16384
+"""Of all excluded texts of a format: each terminal of a recursive grammar excludes them and their beginnings."""
 
 
 def structural_tag(
@@ -24,6 +32,7 @@ def structural_tag(
 ) -> tuple[str, list[str]]:
     """The start of the grammar, and the paths of schema keywords that are not enforced. Raises TritonError INVALID_ARG
     with the path."""
+    place.check_encodable(json.dumps(value, ensure_ascii=False))
     _check_keys(value, place, ("type", "format", "structures", "triggers"))
     if value.get("type", "structural_tag") != "structural_tag":
         (place / "type").refuse(value["type"], "'structural_tag'")
@@ -93,8 +102,9 @@ class _Tags:
         if (syntax := fields.get("syntax", "ebnf")) != "ebnf":
             (place / "syntax").refuse(syntax, "'ebnf' or 'lark'")
         if (name := next((name for name in ("style", *_EXCLUDED) if name in fields), None)) is not None:
-            (place / name).wrong("expected it with the syntax 'lark'")
+            (place / name).wrong("is allowed only with the syntax 'lark'")
         text, at = _text(fields, "grammar", place), place / "grammar"
+        at.check_at_most(len(text), MAX_GRAMMAR_CHARS, "characters of a grammar")
         if is_lark(text):
             at.wrong("expected a grammar in EBNF, whose first rule is 'root ::= …'")
         return ebnf(text, at, self._rules)
@@ -106,7 +116,8 @@ class _Tags:
             (place / "style").refuse(style, "'text' or 'json_string'")
         around = as_text(end, excluded) if style == "text" else IN_JSON_STRING
         if style == "json_string" and excluded:
-            (place / _EXCLUDED[0]).wrong("expected it with the style 'text': a JSON string ends with its quote")
+            why = "because a JSON string ends at its quote"
+            (place / _EXCLUDED[0]).wrong(f"is allowed only with the style 'text', {why}")
         if fields["type"] == "regex":
             body = embedded_regex(_text(fields, "pattern", place), place / "pattern", self._rules, around)
         else:
@@ -144,8 +155,10 @@ class _Tags:
     def _content_and_end(self, fields: dict[str, Any], place: RequestPath) -> str:
         ends = fields.get("end")
         ends = ends if isinstance(ends, list) else [ends]
+        (place / "end").check_at_most(len(ends), MAX_ENDS, "ends")
         if not ends or not all(isinstance(end, str) for end in ends):
             (place / "end").refuse(fields.get("end"), "a string, or a list of them")
+        _check_lengths(ends, place / "end")
         content = fields.get("content")
         if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
             return self._text_and_end(content, ends, place / "content")
@@ -183,6 +196,7 @@ class _Tags:
         triggers = _list(fields, "triggers", place)
         if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
             (place / "triggers").refuse(triggers, "a non-empty list of non-empty strings")
+        _check_lengths(triggers, place / "triggers")
         remainders: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         for index, item in enumerate(_list(fields, "tags", place)):
             at = place / "tags" / index
@@ -279,4 +293,10 @@ def _excluded(fields: dict[str, Any], place: RequestPath) -> tuple[str, ...]:
     texts = _list(fields, name, place) if name else []
     if not all(isinstance(text, str) and text for text in texts):
         (place / name).refuse(texts, "a list of non-empty strings")
+    _check_lengths(texts, place / name)
+    (place / name).check_at_most(sum(map(len, texts)), MAX_EXCLUDED_CHARS, "characters in all")
     return tuple(texts)
+
+
+def _check_lengths(texts: list[str], place: RequestPath) -> None:
+    place.check_at_most(max(map(len, texts), default=0), MAX_MARKER_CHARS, "characters in one text")

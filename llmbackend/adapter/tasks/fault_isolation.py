@@ -1,4 +1,4 @@
-"""Finds a request that kills engines without failing others: the only unproven one in two or more deaths."""
+"""Finds the request that kills engines, so that no other one fails: the only unproven request in two or more deaths."""
 
 from __future__ import annotations
 

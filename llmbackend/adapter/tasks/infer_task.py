@@ -31,7 +31,7 @@ from .placement import PlacementState
 class InferTask:
     """A task is popped from the TaskMap before `fail` or the last `respond`, so only one thread at a time uses it."""
 
-    # Slots, as in all objects on a token's path: after the pause between steps, each object is read from cold memory.
+    # Slots, as in all objects on a token's path: after the pause between steps, they are no longer in the CPU's caches.
     __slots__ = (
         "_adapter", "_choice", "_num_cached_tokens", "_num_prior_tokens",
         "_num_prompt_logprobs", "_record", "_reply", "_stream", "alarms", "assembler", "has_ended", "infer_request",
@@ -189,14 +189,15 @@ class InferTask:
         )
 
     def respond(self) -> None:
-        """Sends a response if one is due: in a stream whenever there is something to send, otherwise at the end."""
+        """Sends a response if one is due: at the end, and in a stream also whenever there are tokens or text. Logprobs
+        of prompt tokens wait for them: they are sent together."""
         assembler = self.assembler
         if assembler.finish_reason is not None:
             outputs = self._reply.outputs(assembler.take(), self)
             self.has_ended = True
             pieces = () if self._record is None else (self._record.take(),)
             self.sender.end(Choice(self._choice, assembler.cumulative_logprob, outputs, pieces), self.times)
-        elif self._stream and (assembler.chunk.text or not self._reply.waits_for_text):
+        elif self._stream and (assembler.chunk.text or (assembler.chunk.token_ids and not self._reply.waits_for_text)):
             outputs = self._reply.outputs(assembler.take(), self)
             self.sender.send(outputs, None if self._record is None else self._record.take())
 
@@ -311,7 +312,7 @@ class TracedInferTask(InferTask):
 
     def _tell(self, finish_reason: str) -> None:
         usage = {
-            "input_tokens": 0 if self._choice else self.num_prompt_tokens,
+            "input_tokens": self.num_own_prompt_tokens,
             "cache_read.input_tokens": 0 if self._choice else self.num_cached_tokens,
             "output_tokens": self.num_new_tokens,
         }

@@ -229,7 +229,8 @@ class PrefixIndex:
     def longest(self, engines: int, hashes: Sequence[int]) -> tuple[int, int]:
         """The largest number of a text's leading blocks that one of `engines` has, and which engines have that many."""
         count = self.num_held(engines, hashes)
-        return count, self._engines(hashes[count - 1]) & engines if count else engines
+        holders = self._engines(hashes[count - 1]) & engines if count else 0
+        return (count, holders) if holders else (0, engines)  # the last of them may have dropped it meanwhile
 
     def num_held(self, engines: int, hashes: Sequence[int]) -> int:
         """The largest number of a text's leading blocks that one of `engines` has."""

@@ -180,11 +180,11 @@ class TaskMap:
         return ""
 
     def expired_in_queue(self, request_id: str) -> bool:
-        """Called when a request's time in the queue is over. Returns whether it must end: not if it is no longer
-        queued, nor if its level's action is DELAY, which moves it behind all others of its level."""
+        """Called when a request's time in the queue is over. Returns whether it must end: not if an engine has taken it
+        before, nor if its level's action is DELAY, which moves it behind all others of its level."""
         with self._lock:
             task = self._tasks.get(request_id)
-            if task is None or task not in self._queue:
+            if task is None or task.times.taken_ns or task not in self._queue:
                 return False
             if self._policies.policy(task.infer_request.priority).reject:
                 return True
@@ -248,9 +248,9 @@ class TaskMap:
     def engine_died(
         self, engine: EngineAssignment, request_ids: Sequence[str], kind: DeathKind, now_ns: int
     ) -> LostTasks:
-        """Puts all tasks of the engine at the front of the queue: first those in `request_ids`, which its manager knew,
-        in their order, then those that its manager never got. Suspects with deaths in isolation precede both; a blamed
-        task is popped."""
+        """Puts all tasks of the engine at the front of the queue: those with deaths in isolation, then those in
+        `request_ids`, which its manager knew, in this order, then those that its manager never got. A blamed task is
+        popped."""
         with self._lock:
             engine.stopped_ids.clear()
             blamed = engine.isolation.engine_died(kind)
@@ -259,7 +259,7 @@ class TaskMap:
             assigned = {one: self._tasks[one] for one, owner in self._engine_of.items() if owner is engine}
             known = [assigned.pop(one) for one in request_ids if one in assigned]
             lost = known + list(assigned.values())
-            # A harmless suspect that waited behind other suspects could be blamed for another death.
+            # First, so that they run alone: a harmless one could otherwise be blamed for a death that another causes.
             lost.sort(key=lambda task: -len(task.isolated_deaths))
             for task in lost:
                 self._unassign(task)

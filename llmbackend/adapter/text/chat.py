@@ -324,6 +324,3 @@ class UnreadableArguments(str):
 
     def __getitem__(self, name: Any) -> str:
         return str(self) if name == UNREADABLE else str(self)[name]
-
-    def __str__(self) -> str:
-        return str.__str__(self)

@@ -48,8 +48,8 @@ class OutputAssembler:
 
     A stop string cuts the text; the tokens up to and including the one that completed it are kept (as in vLLM). A stop
     sequence of token ids cuts nothing. An end-of-sequence or stop token is kept as a token, and adds text only with
-    include_stop_str_in_output. With text tokens, a special token releases the text held back before it, because no
-    character or stop string can span it.
+    include_stop_str_in_output. With text tokens, a special token releases the text held back before it and its own,
+    because no character or stop string can span it; it has its own text there, even if other text omits it.
     """
 
     __slots__ = (
@@ -146,8 +146,10 @@ class OutputAssembler:
             if self._stop.matched is not None:
                 return
         shown = self._show(self._detokenizer.push(token_id), num_tokens) if is_shown else ""
-        is_special = special_text is not None
-        self.chunk.text_tokens.append((token_id, shown if special_text is None else special_text, is_special))
+        if special_text is not None and is_shown and self._stop.matched is None:
+            self._append(self._stop.flush())
+            shown = special_text
+        self.chunk.text_tokens.append((token_id, shown, special_text is not None))
 
     def _show(self, text: str, num_tokens: int) -> str:
         """Returns what may be shown of the held-back text followed by `text`."""

@@ -29,6 +29,8 @@ REPLACEMENT = "\ufffd"
 MAX_UTF8_BYTES = 4
 CONTEXT_TOKENS = 6
 """Tokens at the end of the prompt that WindowDetokenizer decodes together with the output."""
+_MAX_TEXTLESS = 64
+"""Successive tokens without text that WindowDetokenizer decodes together with those after them; others add no text."""
 _CACHED_TOKEN_TEXTS = 1 << 16
 _FALLBACK_BYTE = re.compile("<0x([89A-F][0-9A-F])>")
 """The name of a token that represents one byte, in vocabularies with byte fallback."""
@@ -401,6 +403,8 @@ class WindowDetokenizer(Detokenizer):
             self._window = self._window[self._context_length :]
             self._context_length = len(self._window)
             self._context_text = self._decode(self._window)
+        else:
+            del self._window[self._context_length + _MAX_TEXTLESS :]
         return new
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from llmbackend.adapter.structured_outputs import constraint
+from llmbackend.adapter.structured_outputs.grammar_parser import parse_ebnf
+from llmbackend.adapter.structured_outputs.lark import Rules, is_lark, lark_grammar
+from llmbackend.adapter.structured_outputs.schema_keywords import SchemaOptions
 from llmbackend.core.backend_api import ErrorCode, TritonError
-from tests.helpers.byte_grammars import accepts, compiler, grammar
+from tests.helpers.byte_grammars import SPECIAL_TOKENS, accepts, compiler, grammar, not_enforced
 
 COMPILER = compiler()
 INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -33,6 +39,13 @@ def tools(**options: Any) -> dict[str, Any]:
     return {"structural_tag": {"type": "structural_tag", "format": kind | options}}
 
 
+def free_text(ends: list[str], count: int = 1) -> dict[str, Any]:
+    """So many texts in brackets."""
+    text = {"type": "tag", "begin": "[", "content": {"type": "any_text"}, "end": ends}
+    return {"structural_tag": {"format": {"type": "sequence", "elements": [text] * count}}}
+
+
+LONG_ENDS = [letter * 1024 for letter in "abcdefghijklmnop"]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 3}}\n</tool_call>'
 WRONG_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "3"}}\n</tool_call>'
 
@@ -128,12 +141,27 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": {}}, "guided_regex": "a"}, "guided_regex", "are mutually exclusive"),
     ({"structured_outputs": {"json": {}, "backend": "outlines"}}, "structured_outputs", "llguidance"),
     ({"structured_outputs": {"json": {}, "whitespace_pattern": ".*"}}, "whitespace_pattern", "spaces, tabs"),
-    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "with a constraint"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "only together with a constraint"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
     ({"guided_json": 3}, "guided_json", "a JSON schema"),
     (strict({"items": {"oneOf": [{"type": "string"}, {"minLength": 3}]}}), "structured_outputs", "/items/oneOf"),
     ({"guided_json": {"type": "integer", "minimum": 3, "maximum": 1}}, "guided_json", "(3) is greater than"),
     ({"guided_json": {"$ref": "#"}}, "guided_json", "refers to itself"),
+    (
+        {
+            "guided_json": {
+                "$defs": {
+                    "a": {"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/c"}]},
+                    "b": {"type": "null"},
+                    "c": {"allOf": [{"$ref": "#/$defs/a"}]},
+                },
+                "items": {"$ref": "#/$defs/b"},
+                "properties": {"p": {"$ref": "#/$defs/a"}},
+            }
+        },
+        "guided_json",
+        "refers to itself",
+    ),
     (strict({"type": "object", "minProperties": 3}), "structured_outputs", "/minProperties"),
     (strict({"items": {"$id": "x"}}), "structured_outputs", "/items/$id"),
     ({"guided_json": {"enum": list(range(9000))}}, "guided_json", "more than 8192 nodes"),
@@ -153,11 +181,29 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_grammar": 'start: a\na[max_tokens=3]: "x"'}, "guided_grammar", "'max_tokens'"),
     ({"guided_grammar": '%llguidance {}\nstart: "x"'}, "guided_grammar", "%llguidance"),
     ({"guided_grammar": 'start: %json {"not": {}}'}, "guided_grammar", "/%json at line 1/not"),
+    ({"guided_grammar": 'start: a\na [max_tokens=3]: "x"'}, "guided_grammar", "'max_tokens'"),
+    ({"guided_grammar": 'start: a /\n"/ -> y a[max_tokens=3]: "x"\nB: /"/'}, "guided_grammar", "'max_tokens'"),
+    ({"guided_grammar": 'start: a <"> -> y a[max_tokens=3]: "x" <">'}, "guided_grammar", "'max_tokens'"),
+    ({"guided_grammar": 'start: "a"\n  | "b'}, "guided_grammar", "line 2 of the grammar: a string without its end"),
+    ({"guided_grammar": "start: /a"}, "guided_grammar", "line 1 of the grammar: a regular expression without its end"),
+    ({"guided_grammar": 'root ::= "a"' + "*" * 2000}, "guided_grammar", "something to repeat or to match, found '*'"),
     ({"guided_grammar": '{"grammars": []}'}, "guided_grammar", "is JSON"),
     ({"structural_tag": '{"type": "x"}'}, "structural_tag", "/type"),
     ({"structural_tag": '{"format": {"type": "x"}}'}, "structural_tag", "/format/type"),
     ({"structural_tag": '{"format": {"type": "any_text", "y": 1}}'}, "structural_tag", "/format/y"),
     (tools(triggers=["<x"]), "structural_tag", "/format/tags/0/begin"),
+    (tools(triggers=["<" * 1025]), "structural_tag", "/format/triggers: 1025 characters in one text"),
+    (tools(excludes=["<" * 1025]), "structural_tag", "/format/excludes: 1025 characters in one text"),
+    (tools(excludes=["<" * 1000] * 17), "structural_tag", "/format/excludes: 17000 characters in all"),
+    (free_text(["]"] * 17), "structural_tag", "/format/elements/0/end: 17 ends, expected at most 16"),
+    (free_text(["]" * 1025]), "structural_tag", "/format/elements/0/end: 1025 characters in one text"),
+    (free_text(LONG_ENDS, count=16), "structural_tag", "characters of the grammar that it makes, expected at most"),
+    (free_text(["\ud800"]), "structural_tag", "text without halves of surrogate pairs"),
+    (
+        {"structural_tag": {"format": {"type": "grammar", "grammar": "\n" * 70000 + "x ::= y"}}},
+        "structural_tag",
+        "/format/grammar: 70007 characters of a grammar",
+    ),
     (
         tools(tags=[tag("f", {"not": {}}, strict=True)]),
         "structural_tag",
@@ -187,3 +233,122 @@ def test_the_same_constraint_is_compiled_once() -> None:
     first = grammar(used, guided_json=INTEGER)
     assert grammar(used, guided_json=dict(INTEGER)) is first
     assert grammar(used, guided_json=INTEGER | {"maxProperties": 3}) != first
+
+
+def test_a_value_between_a_definition_and_itself_ends_the_recursion() -> None:
+    tree = {"type": "object", "properties": {"left": {"$ref": "#/$defs/b"}, "right": {"$ref": "#/$defs/b"}}}
+    schema = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": tree}, "$ref": "#/$defs/a"}
+    assert accepts(COMPILER, '{"left": {"right": {}}, "right": {}}', guided_json=schema)
+
+
+PLACE = constraint.RequestPath("x")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: is_lark("\n" * 500_000 + "x ::= y"),
+        lambda: is_lark("x ::= y\nstart" + "\n" * 500_000),
+        lambda: lark_grammar("start: a\n" + "a[" * 200_000, PLACE, {}, SchemaOptions()),
+        lambda: lark_grammar('start: "' + '\\"' * 300_000, PLACE, {}, SchemaOptions()),
+        lambda: lark_grammar("start: /" + "\\/" * 300_000, PLACE, {}, SchemaOptions()),
+        lambda: parse_ebnf('root ::= "a"{1,' + " " * 500_000, PLACE),
+    ],
+    ids=["empty lines", "lines after start", "brackets", "quotes", "slashes", "spaces"],
+)
+def test_a_grammar_is_divided_in_a_time_proportional_to_its_length(read: Callable[[], object]) -> None:
+    """Otherwise it would take minutes."""
+    with contextlib.suppress(TritonError):
+        read()
+
+
+def test_references_are_followed_once() -> None:
+    """Otherwise it would take minutes."""
+    chain: dict[str, Any] = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(4000)}
+    lists = {
+        f"p{number}": {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/d0"}} for number in range(480)
+    }
+    groups = {f"g{number}": {"properties": lists} for number in range(4)}
+    with pytest.raises(TritonError, match="KB of the compiler's stack"):
+        grammar(COMPILER, guided_json={"$defs": {**chain, "d4000": {"type": "string"}}, "properties": groups})
+
+
+def chained(link: Callable[[dict[str, Any]], dict[str, Any]], count: int) -> dict[str, Any]:
+    """A schema of definitions that refer to each other, one after the other."""
+    chain = {f"d{number}": link({"$ref": f"#/$defs/d{number + 1}"}) for number in range(count)}
+    return {"guided_json": {"$defs": {**chain, f"d{count}": {"type": "null"}}, "$ref": "#/$defs/d0"}}
+
+
+def nested(member: Callable[[dict[str, Any]], dict[str, Any]], times: int) -> Callable[[Any], dict[str, Any]]:
+    return lambda schema: functools.reduce(lambda inner, _: member(inner), range(times), schema)
+
+
+def rules(body: str, count: int, separator: str = ": ", start: str = "start", name: str = "r") -> dict[str, Any]:
+    """A grammar of definitions that use each other, one after the other."""
+    lines = [f"{name}{number}{separator}{body.replace('*', f'{name}{number + 1}')}" for number in range(count)]
+    return {"guided_grammar": "\n".join((f"{start}{separator}{name}0", *lines, f'{name}{count}{separator}"a"'))}
+
+
+def on_one_line(asked: dict[str, Any]) -> dict[str, Any]:
+    return {"guided_grammar": asked["guided_grammar"].replace("start: r0", "start: r0 -> z").replace("\n", " ")}
+
+
+DEEP: dict[str, tuple[Callable[[int], dict[str, Any]], int, int]] = {
+    # Constraint of a size, a size that is compiled, one that would overflow the compiler's stack.
+    "references": (lambda size: chained(lambda schema: schema, size), 590, 4000),
+    "properties": (lambda size: chained(nested(lambda schema: {"properties": {"a": schema}}, 60), size), 9, 130),
+    "items": (lambda size: chained(nested(lambda schema: {"prefixItems": [schema]}, 60), size), 9, 130),
+    "patterns": (lambda size: chained(nested(lambda schema: {"patternProperties": {"^a": schema}}, 60), size), 9, 130),
+    "alternatives": (lambda size: chained(nested(lambda schema: {"anyOf": [schema]}, 60), size), 9, 130),
+    "rules": (lambda size: rules("*", size), 1000, 5000),
+    "groups": (lambda size: rules("((((((((((*))))))))))?", size), 160, 1500),
+    "optional parts": (lambda size: rules("[[[[[[[[[[*]]]]]]]]]]", size), 160, 1500),
+    "rules on one line": (lambda size: on_one_line(rules("* -> z", size)), 900, 3500),
+    "rules with attributes": (lambda size: rules("*", size, '[capture="x"]: '), 600, 2300),
+    "terminals": (lambda size: rules("*", size, start="start: R0\nS", name="R"), 1000, 5000),
+    "EBNF": (lambda size: rules('(("b" * | root "c")+)?', size, " ::= ", "root"), 150, 480),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_the_compilers_stack_does_not_overflow(name: str) -> None:
+    """An overflow would end the process."""
+    make, fits, overflows = DEEP[name]
+    grammar(COMPILER, **make(fits))
+    with pytest.raises(TritonError, match="KB of the compiler's stack for nested definitions"):
+        grammar(COMPILER, **make(overflows))
+
+
+def test_schemas_below_deep_rules_are_shallower() -> None:
+    schema, deep = chained(lambda one: one, 590)["guided_json"], rules("*", 500)["guided_grammar"]
+    grammar(COMPILER, guided_grammar=f"{deep} %json {json.dumps(schema)}")
+    with pytest.raises(TritonError, match="KB of the compiler's stack"):
+        grammar(COMPILER, guided_grammar=f"{rules('*', 1000)['guided_grammar']} %json {json.dumps(schema)}")
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    [{"const": "x" * 100_000}, {"properties": {"x" * 100_000: True}}, {"pattern": "[a-z]x?" * 1100}],
+    ids=["values", "names", "patterns"],
+)
+def test_alternatives_that_are_written_several_times_are_bounded(repeated: dict[str, Any]) -> None:
+    """Otherwise it would take minutes."""
+    schema = {"$defs": {"d": repeated}, "oneOf": [{"$ref": "#/$defs/d"}] * 6000}
+    with pytest.raises(TritonError, match="characters of the grammar that it makes, expected at most"):
+        grammar(COMPILER, guided_json=schema)
+
+
+def test_long_lists_without_repetitions_are_left_out() -> None:
+    unique = {"type": "array", "items": {"enum": [letter * 1000 for letter in "abcde"]}, "uniqueItems": True}
+    assert not_enforced(COMPILER, guided_json=unique) == ()
+    unique["items"] = {"enum": [letter * 40_000 for letter in "abcde"]}
+    assert not_enforced(COMPILER, guided_json=unique) == ("guided_json#/uniqueItems",)
+
+
+def test_markers_of_a_model_with_many_special_tokens() -> None:
+    """With a regular expression of all of them it would take minutes."""
+    many = {1000 + number: f"<unused{number}>" for number in range(10_000)} | SPECIAL_TOKENS
+    used = Rules({text: token_id for token_id, text in many.items()}, {}, PLACE)
+    rest = "<unused7" + "<" * 200_000
+    marker = used.marker(f"a<unused70><tool_call>{rest}")
+    assert marker.endswith(f'| "a" (<[1070]> | "<unused70>") (<[300]> | "<tool_call>") "{rest}")')

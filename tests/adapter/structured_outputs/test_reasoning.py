@@ -34,6 +34,7 @@ def test_reasoning_is_open_where_the_prompt_ends_with_its_start(prompt: str, is_
         ({"reasoning_markers": ["a"]}, "reasoning_markers"),
         ({"reasoning_markers": "["}, "reasoning_markers"),
         ({"reasoning_markers": ["a", "b" * 300]}, "reasoning_markers"),
+        ({"reasoning_markers": ["a", "\ud800"]}, "reasoning_markers"),
     ],
 )
 def test_what_is_refused_by_name(parameters: dict[str, Any], param: str) -> None:

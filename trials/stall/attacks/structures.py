@@ -49,6 +49,27 @@ def _unions(size: int, number: int) -> dict[str, Any]:
     return {"json": {"type": "object", "allOf": [{"anyOf": options} for _ in range(min(size // 200, 60))]}}
 
 
+def _nested_references(size: int, number: int) -> dict[str, Any]:
+    """A chain, which each of many lists follows."""
+    count = min(size // 60, 3000)
+    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(count)}
+    item = {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/d0"}}
+    lists = {f"p{n}": item for n in range(min(count // 4, 480))}
+    return {"json": {"$defs": {**chain, f"d{count}": {"type": "integer", "minimum": number}}, "properties": lists}}
+
+
+def _nested_rules(count: int, number: int) -> str:
+    return "\n".join(("start: r0", *(f"r{n}: ((r{n + 1}))?" for n in range(count)), f'r{count}: "{number}"'))
+
+
+_EMPTY_LINES = {"type": "grammar", "grammar": "\n" * 100_000 + "x ::= y"}
+
+
+def _tagged(content: dict[str, Any], size: int, number: int) -> dict[str, Any]:
+    ends = [f"{number}{n}" for n in range(size // 16)] if content["type"] == "any_text" else f"{number}"
+    return {"structural_tag": {"format": {"type": "tag", "begin": "<", "content": content, "end": ends}}}
+
+
 _FORMS: tuple[tuple[str, Callable[[int, int], dict[str, Any]]], ...] = (
     ("schema of many properties", _names),
     ("schema of nested objects", _nested),
@@ -61,7 +82,14 @@ _FORMS: tuple[tuple[str, Callable[[int, int], dict[str, Any]]], ...] = (
     ("regex of repetitions", lambda size, number: {"regex": f"((a{{99}}{number}){{99}}b){{9}}"}),
     ("regex of choices", lambda size, number: {"regex": f"(a|b)*a(a|b){{{400 + number}}}c"}),
     ("regex of many parts", lambda size, number: {"regex": f"({number}.*)" * min(size // 5, 1500)}),
-    ("grammar of many rules", lambda size, number: {"grammar": _rules(min(size // 40, 500), number)}),
+    ("grammar of many rules", lambda size, number: {"grammar": _rules(min(size // 40, 400), number)}),
+    ("grammar of empty lines", lambda size, number: {"grammar": "\n" * min(size, 65000) + f"r{number} ::= x"}),
+    ("grammar of one string", lambda size, number: {"grammar": f'start: "{number}' + '\\"' * min(size // 4, 32000)}),
+    ("grammar of one regex", lambda size, number: {"grammar": f"start: /{number}" + "\\/" * min(size // 3, 32000)}),
+    ("grammar of nested rules", lambda size, number: {"grammar": _nested_rules(min(size // 24, 2600), number)}),
+    ("schema of nested references", _nested_references),
+    ("structural tag of many ends", lambda size, number: _tagged({"type": "any_text"}, size, number)),
+    ("structural tag of empty lines", lambda size, number: _tagged(_EMPTY_LINES, size, number)),
 )
 
 
