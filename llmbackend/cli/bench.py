@@ -187,7 +187,7 @@ def check_task(workload: Path | None, profile: bool, of_workloads: Mapping[str, 
     if profile == (workload is not None):
         raise bad_option("--workload", "expected either --workload or --profile")
     if profile and (given := next((flag for flag, value in of_workloads.items() if value), None)):
-        raise bad_option(given, f"{given} is of a workload, expected none with --profile")
+        raise bad_option(given, f"{given} applies only to --workload and cannot be combined with --profile")
 
 
 def run_bench(

@@ -1,8 +1,8 @@
 """`llmbackend check`: whether a model would load, how it would be computed, and how much memory it would take.
 
-For people before `serve`, and for scripts. Invariants: exit code 0 = every model would load, 1 = one would not, or
-there is none; the host and the backend decide, by a dry load: the host loads a model as `serve` does, but creates no
-instances, so no engine is started and no weights are read.
+For people before `serve`, and for scripts. Invariants: exit code 0 = every model would load, 1 = at least one
+would not, 2 = wrong usage, or the target holds no model; the host and the backend decide, by a dry load: the host loads
+a model as `serve` does, but creates no instances, so no engine is started and no weights are read.
 """
 
 from __future__ import annotations

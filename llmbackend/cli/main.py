@@ -94,7 +94,11 @@ def bench(
         bool, typer.Option("--ablate", help="Repeat the run with each optimisation turned off in turn.")
     ] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Instead, show where a prompt and decode steps spend their time, on CPU.")
+        bool,
+        typer.Option(
+            "--profile",
+            help="Instead of running a workload, show where the time of a prompt and of decode steps goes (CPU only).",
+        ),
     ] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Same as for serve.")] = False,
 ) -> None:

@@ -1,7 +1,8 @@
 """Rewrites vLLM's command-line notation into the plain one: `--config FILE`, underscores in names, `-tp 2`, `--flag.key
 value`, several values after one flag.
 
-Invariants: a command line in plain notation is returned unchanged; flags from a file are placed before those of the
+Invariants: a command line in plain notation is returned unchanged, but for the flags in _LISTS, which also take the
+words after their value (as in vLLM, the model must precede them); flags from a file are placed before those of the
 command line, which therefore take precedence.
 Source: vLLM's documentation of `vllm serve` and of its FlexibleArgumentParser.
 """

@@ -35,7 +35,10 @@ def settings(command_line: CommandLine) -> Callable[..., ServerSettings]:
         (["bench"], "--model"),
         (["bench", "--model=mock"], "expected either --workload or --profile"),
         (["bench", "--model=mock", "--profile", "--workload=w"], "expected either --workload or --profile"),
-        (["bench", "--model=mock", "--profile", "--ablate"], "--ablate is of a workload, expected none with --profile"),
+        (
+            ["bench", "--model=mock", "--profile", "--ablate"],
+            "--ablate applies only to --workload and cannot be combined with --profile",
+        ),
         (["bench", "--model=mock", "--workload=w", "--engine-args={"], "--engine-args is '{', expected a JSON object"),
         (["bench", "--model=mock", "--workload=w", '--engine-args={"nope": 1}'], "--engine-args is '{\"nope\": 1}'"),
         (

@@ -222,9 +222,15 @@ def test_the_token_and_the_tokenizers_revision_reach_the_hub(tmp_path: Path) -> 
 
 def test_a_quiet_stream_sends_comments_as_often_as_the_flag_says() -> None:
     with running_server("mock", "--mock-step-ms", "500", "--sse-keep-alive-interval", "0.1") as server:
-        _, content, _ = ask(server, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": True})
-        assert content.count(b": ping\n") >= 4, content
-        assert content.endswith(b"data: [DONE]\n\n")
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "stream": True}
+        asked = {
+            "/v1/completions": {"prompt": "a", "max_tokens": 3, "stream": True},
+            "/v1/messages": {"model": "mock", **chat},
+            "/v1/responses": {"input": "a", "max_output_tokens": 3, "stream": True},
+        }
+        for path, body in asked.items():
+            _, content, _ = ask(server, "POST", path, body)
+            assert content.count(b": ping\n") >= 4, content
 
 
 MIDDLEWARE = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,10 @@ import httpx
 import pytest
 
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.frontends.anthropic.answers import WholeMessage
+from llmbackend.frontends.generation.inferences import MANY_TOKENS
 from llmbackend.frontends.generation.sealed_reasoning import FIXED_KEY
+from llmbackend.frontends.generation.tensors import Delta
 from tests.helpers.openai_live_server import serve_openai
 from tests.helpers.scripted_text import MODEL, SAY, host_of_scripts
 
@@ -92,6 +96,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "the prompt alone": ("Hello", {"max_tokens": 0}),
     "a stop sequence": ("Hello END of it", {"stop_sequences": ["never", "END"]}),
 }
+
+
+@pytest.mark.parametrize(("length", "is_long"), [(20, False), (MANY_TOKENS, True)])
+def test_only_long_messages_are_read_in_a_thread(
+    client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, length: int, is_long: bool
+) -> None:
+    threads: list[str] = []
+    add = WholeMessage.add
+
+    def watched(message: WholeMessage, delta: Delta) -> None:
+        threads.append(threading.current_thread().name)
+        add(message, delta)
+
+    monkeypatch.setattr(WholeMessage, "add", watched)
+    message = ask(client, "x" * length, max_tokens=2 * MANY_TOKENS)
+    assert message.content[0].type == "text" and message.content[0].text == "x" * length
+    assert [name.startswith("large-requests") for name in threads] == [is_long]
 
 
 @pytest.mark.parametrize(("script", "more"), CASES.values(), ids=CASES)

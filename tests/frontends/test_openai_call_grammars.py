@@ -210,7 +210,7 @@ def custom_use(*, syntax: str = "lark", definition: str = PATCH, is_required: bo
 
 def custom_structure(name: str, use: ToolUse) -> dict[str, Any]:
     table, grammar = TOOL_CALL_FORMATS[name], grammar_of(name)
-    form = required_calls(use, grammar) if use.is_required else optional_calls(use, grammar, table.trigger)
+    form = required_calls(use, grammar) if use.is_required else optional_calls(use, table, None)
     return {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": form}}}
 
 
@@ -258,18 +258,20 @@ def test_the_input_of_a_custom_tool_follows_its_regular_expression(name: str) ->
         assert inputs_read(name, written) == [text]
 
 
-@pytest.mark.parametrize("name", [name for name in ENFORCED if TOOL_CALL_FORMATS[name].trigger])
+@pytest.mark.parametrize("name", [name for name in ENFORCED if not TOOL_CALL_FORMATS[name].only_required])
 def test_a_voluntary_call_of_a_custom_tool_follows_its_grammar(name: str) -> None:
     parameters = custom_structure(name, custom_use(is_required=False))
-    assert byte_grammars.accepts(COMPILER, "No patch is needed.", **parameters)
+    header = "<|channel|>final<|message|>" if name == "openai" else ""
+    assert byte_grammars.accepts(COMPILER, f"{header}No patch is needed.", **parameters)
     assert byte_grammars.accepts(COMPILER, call_text(name, REAL_PATCH), **parameters)
     assert not byte_grammars.accepts(COMPILER, call_text(name, "*** Begin Patch\n"), **parameters)
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize("is_required", [True, False])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "kimi_k2", "granite", "openai"])
 @pytest.mark.parametrize(("syntax", "definition"), [("lark", "start: missing"), ("regex", "(a")])
-def test_a_mistake_in_a_grammar_is_told_of_the_tool(name: str, syntax: str, definition: str) -> None:
-    use = custom_use(syntax=syntax, definition=definition)
+def test_a_mistake_in_a_grammar_is_told_of_the_tool(name: str, syntax: str, definition: str, is_required: bool) -> None:
+    use = custom_use(syntax=syntax, definition=definition, is_required=is_required)
     parameters = custom_structure(name, use)
     with pytest.raises(TritonError) as raised:
         byte_grammars.grammar(COMPILER, **parameters)

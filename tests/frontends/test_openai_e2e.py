@@ -16,7 +16,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.limits import InferenceLimits
-from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.openai_live_server import openai_client, serve_openai
 from tests.helpers.waiting import eventually
 
 MODEL = "mock-llm"
@@ -89,9 +89,29 @@ def test_the_last_token_of_a_stream_comes_with_the_finish_reason(client: openai.
     assert all(chunk.choices[0].delta.content for chunk in chunks[1:])
 
 
-def test_all_of_the_vocabulary_may_be_asked_for_where_the_server_allows_it(client: openai.OpenAI) -> None:
+def test_all_of_the_vocabulary_may_be_asked_for_where_the_server_allows_it(
+    client: openai.OpenAI, tmp_path: Path
+) -> None:
+    short: dict[str, Any] = {"model": MODEL, "max_tokens": 1}
+    for most in (-1, 21):
+        with pytest.raises(openai.BadRequestError, match="max_logprobs"):
+            client.chat.completions.create(messages=USER_HI, logprobs=True, top_logprobs=most, **short)
     with pytest.raises(openai.BadRequestError, match="max_logprobs"):
-        client.chat.completions.create(model=MODEL, messages=USER_HI, max_tokens=1, logprobs=True, top_logprobs=-1)
+        client.completions.create(prompt="hi", logprobs=21, **short)
+
+    add_model(tmp_path, MODEL, max_logprobs=-1)
+    host = InferenceServer(ServerOptions(model_repositories=[tmp_path]))
+    host.start()
+    with openai_client(host) as client:
+        chat = client.chat.completions.create(messages=USER_HI, logprobs=True, top_logprobs=-1, **short)
+        assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content is not None
+        ranked = [one.logprob for one in chat.choices[0].logprobs.content[0].top_logprobs]
+        assert len(ranked) == 259 and ranked == sorted(ranked, reverse=True)
+        by_id = {"return_tokens_as_token_ids": True}
+        completion = client.completions.create(prompt="hi", logprobs=100, extra_body=by_id, **short)
+        assert completion.choices[0].logprobs is not None and completion.choices[0].logprobs.top_logprobs is not None
+        assert len(completion.choices[0].logprobs.top_logprobs[0]) in (100, 101)
+    assert host.stop(timeout_s=20)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/generative_scoring", "/v1/embeddings"])

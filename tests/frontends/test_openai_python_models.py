@@ -61,7 +61,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 def test_what_cannot_be_served_is_not_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == SERVED
     for name in MODELS.keys() - SERVED:
-        with pytest.raises(openai.NotFoundError, match=f"'{name}' does not exist for this API, which needs the output"):
+        with pytest.raises(openai.NotFoundError, match=f"'{name}' does not exist for this API, which serves models"):
             client.completions.create(model=name, prompt="hi")
 
 

@@ -4,15 +4,19 @@ told to: whole and streamed."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from llmbackend.adapter import limits
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.generation import plan
+from llmbackend.frontends.generation.inferences import MANY_TOKENS
+from llmbackend.frontends.openai import bodies
 from tests.helpers.openai_live_server import openai_client
 from tests.helpers.scripted_text import MODEL, SAY, host_of_scripts
 
@@ -85,6 +89,11 @@ def as_joined(answer: Any) -> dict[str, Any]:
     }
 
 
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Two answers never have calls of the same ids."""
+    return message | {"calls": [one[1:] for one in message["calls"].values()]}
+
+
 def both(client: openai.OpenAI, script: str, **fields: Any) -> tuple[Any, dict[str, Any]]:
     """The whole answer, and its content in one form; the same request's stream is found equal to it."""
     headers = {"X-Request-Id": "7"}
@@ -92,7 +101,7 @@ def both(client: openai.OpenAI, script: str, **fields: Any) -> tuple[Any, dict[s
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = list(ask(client, script, extra_headers=headers, **options, **fields))
     found = as_joined(whole)
-    assert joined(chunks) == found
+    assert without_ids(joined(chunks)) == without_ids(found)
     for usage in (whole.usage, last.usage):
         usage.prompt_tokens_details = None  # the second request finds the first one's prompt in the cache
     assert last.usage == whole.usage
@@ -119,6 +128,16 @@ def test_no_call_is_plain_text(client: openai.OpenAI) -> None:
     assert found["finish_reason"] == "stop"
 
 
+def test_special_tokens_that_are_shown_do_not_include_the_one_that_ends_the_answer(client: openai.OpenAI) -> None:
+    """Whether or not the answer is parsed."""
+    shown: dict[str, Any] = {"skip_special_tokens": False}
+    for fields in ({}, {"tools": TOOLS}):
+        _, found = both(client, "Hi", extra_body=shown, **fields)
+        assert found["content"] == "Hi"
+        _, found = both(client, "Hi", extra_body=shown | {"include_stop_str_in_output": True}, **fields)
+        assert found["content"] == "Hi<eos>"
+
+
 def test_without_tools_to_call_nothing_is_parsed(client: openai.OpenAI) -> None:
     choices: list[dict[str, Any]] = [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}]
     for fields in choices:
@@ -133,28 +152,26 @@ def test_half_a_call_at_length_is_shown_as_such(client: openai.OpenAI) -> None:
     assert found["finish_reason"] == "length"
 
 
-def test_ids_of_calls_are_those_of_the_response(client: openai.OpenAI) -> None:
-    def ids(request_id: str) -> list[str]:
-        answer = ask(client, TWO_CALLS, tools=TOOLS, extra_headers={"X-Request-Id": request_id})
-        assert answer.id == f"chatcmpl-{request_id}"
+def test_ids_of_calls_differ_even_if_the_client_sends_its_request_id_again(client: openai.OpenAI) -> None:
+    def ids(**fields: Any) -> list[str]:
+        answer = ask(client, TWO_CALLS, tools=TOOLS, **fields)
+        assert not fields or answer.id == "chatcmpl-a"
         return [one.id for one in answer.choices[0].message.tool_calls]
 
-    assert ids("a") == ids("a") != ids("b")
-    by_field = ask(client, TWO_CALLS, tools=TOOLS, extra_body={"request_id": "a"})
-    assert [one.id for one in by_field.choices[0].message.tool_calls] == ids("a")
-    drawn = [ask(client, call(PARIS), tools=TOOLS) for _ in range(2)]
-    assert drawn[0].choices[0].message.tool_calls[0].id != drawn[1].choices[0].message.tool_calls[0].id
+    header, field = {"extra_headers": {"X-Request-Id": "a"}}, {"extra_body": {"request_id": "a"}}
+    drawn = [id for fields in (header, header, field, field, {}, {}) for id in ids(**fields)]
+    assert len(set(drawn)) == len(drawn) == 12
 
 
 def test_choices_have_calls_of_their_own(client: openai.OpenAI) -> None:
-    answer = ask(client, TWO_CALLS, tools=TOOLS, n=2, extra_headers={"X-Request-Id": "7"})
-    chunks = list(ask(client, TWO_CALLS, tools=TOOLS, n=2, stream=True, extra_headers={"X-Request-Id": "7"}))
+    answer = ask(client, TWO_CALLS, tools=TOOLS, n=2)
+    chunks = list(ask(client, TWO_CALLS, tools=TOOLS, n=2, stream=True))
     ids = [[one.id for one in choice.message.tool_calls] for choice in answer.choices]
-    assert len({*ids[0], *ids[1]}) == 4
     for index in range(2):
         choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-        streamed = [call.id for choice in choices for call in choice.delta.tool_calls or [] if call.id]
-        assert (streamed, choices[-1].finish_reason) == (ids[index], "tool_calls")
+        ids.append([call.id for choice in choices for call in choice.delta.tool_calls or [] if call.id])
+        assert choices[-1].finish_reason == "tool_calls"
+    assert [len(one) for one in ids] == [2] * 4 and len({id for one in ids for id in one}) == 8
 
 
 def test_at_most_one_call_without_parallel_ones(client: openai.OpenAI) -> None:
@@ -261,6 +278,33 @@ def test_a_whole_conversation_with_the_clients_stream_helper(client: openai.Open
     assert final.choices[0].message.content == "Take a hat."
 
 
+class Weather(BaseModel):
+    city: str
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client, about its own `parsed`
+def test_answers_parsed_by_the_clients_helpers_are_sent_back_as_they_are(client: openai.OpenAI) -> None:
+    """What the helpers have parsed does not reach the template."""
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": SAY + call(PARIS)}], "temperature": 0}
+    tools: list[Any] = [openai.pydantic_function_tool(Weather, name="get_weather")]
+    called = client.chat.completions.parse(tools=tools, **asked).choices[0].message
+    asked["messages"] = [{"role": "user", "content": SAY + PARIS}]
+    parsed = client.chat.completions.parse(response_format=Weather, **asked).choices[0].message
+    assert called.tool_calls is not None
+    assert called.tool_calls[0].function.parsed_arguments == parsed.parsed == Weather(city="Paris é")
+    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "sunny"}
+
+    def prompt(*answers: Any) -> str:
+        messages = [*asked["messages"], answers[0], result, answers[1], {"role": "user", "content": SAY + "A hat."}]
+        answer = ask(client, "", messages=messages, tools=TOOLS, extra_body={"return_prompt_text": True})
+        assert answer.choices[0].message.content == "A hat."
+        return str(answer.prompt_text)
+
+    dumped = [answer.model_dump() for answer in (called, parsed)]
+    del dumped[0]["tool_calls"][0]["function"]["parsed_arguments"], dumped[1]["parsed"]
+    assert prompt(called, parsed) == prompt(*dumped)
+
+
 def test_reasoning(client: openai.OpenAI) -> None:
     script = f"<think>\nhm, é\n</think>\n\nYes. {call(PARIS)}"
     whole, found = both(client, script, tools=TOOLS)
@@ -270,7 +314,7 @@ def test_reasoning(client: openai.OpenAI) -> None:
     num_reasoning = whole.usage.completion_tokens_details.reasoning_tokens
     assert num_reasoning == len("<think>\nhm, é\n</think>".encode())
     _, hidden = both(client, script, tools=TOOLS, extra_body={"include_reasoning": False})
-    assert (hidden["reasoning"], hidden["content"], hidden["calls"]) == ("", found["content"], found["calls"])
+    assert without_ids(hidden) == without_ids(found) | {"reasoning": ""}
 
 
 def test_reasoning_that_the_prompt_has_opened(client: openai.OpenAI) -> None:
@@ -300,6 +344,28 @@ def test_logprobs_and_token_ids_of_a_parsed_stream_are_those_of_the_whole(client
     assert positions == whole.choices[0].logprobs.content and len(positions) == whole.usage.completion_tokens
     ids = [token for choice in choices for token in choice.model_extra.get("token_ids", [])]
     assert ids == whole.choices[0].token_ids
+
+
+@pytest.mark.parametrize(("length", "is_long"), [(20, False), (MANY_TOKENS, True)])
+def test_only_long_answers_are_read_and_rendered_in_a_thread(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, length: int, is_long: bool
+) -> None:
+    seen: dict[str, str] = {}
+
+    def watch(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def watched(*arguments: Any) -> Any:
+            seen[name] = threading.current_thread().name
+            return real(*arguments)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(bodies.WholeAnswer, "add")
+    watch(bodies, "_body")
+    _, found = both(client, "x" * length, tools=TOOLS, logprobs=True)
+    assert found["content"] == "x" * length
+    assert [name.startswith("large-requests") for name in (seen["add"], seen["_body"])] == [is_long, is_long]
 
 
 @pytest.mark.parametrize(

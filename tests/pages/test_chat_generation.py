@@ -41,6 +41,10 @@ class Connections:
                 raise item
             yield item
 
+    async def get(self, path: str) -> Any:
+        assert path == "/v2/models/served"
+        return {"name": "of the host"}
+
 
 class Shown:
     """View, client and viewer, of which the generation wants nothing back."""
@@ -74,7 +78,7 @@ def answer(unfinished: UnfinishedAnswer, *scripts: list[ServerEvent | ApiError])
     shown: Any = Shown(api)
 
     async def run() -> Turn:
-        return await Generation(shown, {"model": "m"}, unfinished, shown, shown, "m").run()
+        return await Generation(shown, {"model": "adapter"}, unfinished, shown, shown, "served").run()
 
     return asyncio.run(run()), api
 
@@ -113,3 +117,42 @@ def test_what_the_page_before_had_stays_where_the_server_has_lost_the_stream() -
 def test_a_refusal_is_said_at_once() -> None:
     turn, api = answer(begun(), [ApiError(503, "the queue is full")])
     assert (turn.content, turn.error, len(api.asked)) == ("", "the queue is full", 1)
+
+
+def test_a_recovery_is_shown_if_the_engine_is_of_the_hosts_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events have the host's name of the model, not the one by which a chat calls it."""
+    listeners: list[Callable[[dict[str, Any]], None]] = []
+    states: list[str] = []
+    found: dict[str, str] = {}
+
+    @contextmanager
+    def listening(key: str, listener: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+        listeners.append(listener)
+        yield
+
+    class Recovering(Connections):
+        async def stream(self, *_: Any) -> AsyncGenerator[ServerEvent, None]:
+            yield piece("one ", 0)
+            for model in ("adapter", "other", "of the host"):
+                listeners[0]({"model": model, "state": "recovering"})
+                end = len(states) + 2
+                while len(states) < end:
+                    await asyncio.sleep(0)
+                found[model] = states[-1]
+            yield piece("two", 1, "stop")
+            yield DONE
+
+    monkeypatch.setattr(module, "listening", listening)
+    monkeypatch.setattr(module, "_SHOW_EVERY_S", 0.0)
+    monkeypatch.setattr(Shown, "show_state", lambda _, text: states.append(text))
+    shown: Any = Shown(Recovering())
+
+    async def run() -> Turn:
+        return await Generation(shown, {"model": "adapter"}, begun(), shown, shown, "served").run()
+
+    assert asyncio.run(run()).content == "one two"
+    assert {model: "recovering" in state for model, state in found.items()} == {
+        "adapter": False,
+        "other": False,
+        "of the host": True,
+    }

@@ -90,7 +90,7 @@ def _include_stop_str_in_output(api: Endpoint) -> None:
     assert api.ask(stop=stop, include_stop_str_in_output=True).text == text[: text.index(stop)] + stop
 
 
-@promise("false: special tokens are in the text")
+@promise("false: the text has special tokens, except markers of calls and reasoning and the token that ends it")
 def _skip_special_tokens(api: Endpoint) -> None:
     special: dict[str, Any] = {"logit_bias": {"1": 100}, "max_tokens": 2}
     assert api.ask(**special).text == ""

@@ -40,7 +40,10 @@ def chat(
     ] = "http://127.0.0.1:8000/v1",
     model: Annotated[str, typer.Option(help="Default: the server's only model, or you are asked.")] = "",
     api_key: Annotated[
-        str, typer.Option(envvar="OPENAI_API_KEY", help="The variable is hidden from other users.", show_default=False)
+        str,
+        typer.Option(
+            envvar="OPENAI_API_KEY", help="Other users can see a flag, but not the variable.", show_default=False
+        ),
     ] = "",
     system: Annotated[str, typer.Option(help="System message.")] = "",
     timeout_s: Annotated[float, typer.Option(min=1, help="Maximum silence of the server, seconds.")] = 600.0,

@@ -64,12 +64,14 @@ class Commands:
 
     def clear(self, _argument: str) -> None:
         self._conversation.messages.clear()
-        self._screen.note("The conversation is empty." + (" The system message stays." if self._system else ""))
+        kept = " The system message stays." if self._conversation.system else ""
+        self._screen.note(f"The conversation is empty.{kept}")
 
     def system(self, text: str) -> None:
         if text:
             self._conversation.system = "" if text == '""' else text
-        self._screen.note(f"System message: {self._system}" if self._system else "There is no system message.")
+        current = self._conversation.system
+        self._screen.note(f"System message: {current}" if current else "There is no system message.")
 
     def model(self, name: str) -> None:
         names = model_names(self._conversation.client)
@@ -124,10 +126,6 @@ class Commands:
 
     def quit(self, _argument: str) -> None:
         raise EOFError
-
-    @property
-    def _system(self) -> str:
-        return self._conversation.system
 
 
 def _path(name: str, command: str) -> Path:

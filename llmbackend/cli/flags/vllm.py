@@ -55,13 +55,13 @@ class VllmServerFlags:
         bool, typer.Option(help="Identify tokens in log probabilities as token_id:7.")
     ] = False
     enable_force_include_usage: Annotated[
-        bool, typer.Option(help="Every chunk of a /v1 stream has the usage so far.")
+        bool, typer.Option(help="Every chunk of a streamed chat or completion has the usage so far.")
     ] = False
     stream_interval: Annotated[
         int, typer.Option(min=1, help="Tokens of a choice per chunk of a stream, unless the request says otherwise.")
     ] = 1
     enable_per_request_metrics: Annotated[
-        bool, typer.Option(help="Add timings (`metrics`) to /v1 responses with one choice.")
+        bool, typer.Option(help="Add timings (`metrics`) to chats and completions with one choice.")
     ] = False
     sse_keep_alive_interval: Annotated[
         float, typer.Option(min=0, help="Seconds of silence after which a /v1 stream sends a comment; 0 = never.")

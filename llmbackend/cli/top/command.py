@@ -44,11 +44,16 @@ def top(
     api_key: Annotated[
         str,
         typer.Option(
-            envvar=["LLMBACKEND_API_KEY", "OPENAI_API_KEY"], help="An operator's sees all requests.", show_default=False
+            envvar=["LLMBACKEND_API_KEY", "OPENAI_API_KEY"],
+            help="An operator's key shows all requests, others only their own.",
+            show_default=False,
         ),
     ] = "",
     interval_s: Annotated[
-        float, typer.Option(min=0.1, max=60, help="Seconds between updates; with --once, of rates.")
+        float,
+        typer.Option(
+            min=0.1, max=60, help="Seconds between updates; with --once, the time over which rates are measured."
+        ),
     ] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: one JSON object.")] = False,

@@ -78,7 +78,7 @@ def unnamed_keys(keys: Iterable[str], defaults: Limits) -> list[ApiKey]:
 def _parse_line(words: list[str], defaults: Limits) -> ApiKey:
     name, colon, key = words[0].partition(":")
     if not colon or not _NAME.fullmatch(name):
-        raise ValueError("expected name:key, a name is up to 64 letters, digits and . _ -")
+        raise ValueError("expected name:key, where the name has 1 to 64 letters, digits, '.', '_' or '-'")
     limits = {"rpm": defaults.requests, "tpm": defaults.tokens, "concurrency": defaults.concurrency}
     role = Role.USER
     for word in words[1:]:

@@ -238,8 +238,8 @@ class KeyShares:
             raise LimitReachedError(f"API key '{account.name}' is at its limit of {limit} concurrent requests")
         if not limit and not account.is_only_one and held + count > free:
             raise LimitReachedError(
-                f"API key '{account.name}' is at its share of the server's concurrent requests: it has {held}, asked "
-                f"for {count} more, but must leave as many free as it has"
+                f"API key '{account.name}' has reached its share of the server's concurrent requests: with {held} open "
+                f"and {count} requested, it would leave fewer free than it uses"
             )
 
     def held(self, account: Account) -> int:

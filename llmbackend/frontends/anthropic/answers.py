@@ -7,6 +7,7 @@ orjson call.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final, Literal, NotRequired, Protocol
 
 import orjson
@@ -229,7 +230,8 @@ async def whole_message(
     """The answer's body. Raises OpenAIError."""
     message = WholeMessage(request, identity, plan, key)
     while not generation.is_over:
-        message.add((await generation.next())[1])
+        _, delta = await generation.next()
+        await generation.in_thread_if_long(delta.num_listed_tokens, partial(message.add, delta))
     return message.body()
 
 

@@ -18,7 +18,6 @@ from typing import Any, Final
 import orjson
 
 from ..conversation.tools import (
-    MAX_TOOLS,
     NAME_EXPECTED,
     NAME_PATTERN,
     ChosenTool,
@@ -26,6 +25,7 @@ from ..conversation.tools import (
     OfferedTool,
     ToolChoice,
     ToolUse,
+    check_tool_count,
     tool_use,
 )
 from ..conversation.turns import Turn, Turns, called
@@ -325,9 +325,7 @@ def _wrong_block(kind: Any, param: str, role: str) -> OpenAIError:
 def read_tools(tools: object, choice: object, beta: BetaFields) -> ToolUse | None:
     """None: no tool may be called. Raises OpenAIError."""
     items = [] if tools is None else a_list(tools, "tools")
-    if len(items) > MAX_TOOLS:
-        message = f"'tools' holds {len(items)} tools, expected at most {MAX_TOOLS}"
-        raise OpenAIError(message, param="tools", code="invalid_value")
+    check_tool_count(items, "tools")
     offered = [_read_tool(tool, f"tools[{index}]", beta) for index, tool in enumerate(items)]
     chosen, max_calls = (None, None) if choice is None else _read_choice(choice, beta)
     return tool_use(offered, chosen, max_calls)

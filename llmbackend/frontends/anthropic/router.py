@@ -176,7 +176,8 @@ class AnthropicEndpoints(OpenAIEndpoints):
             work = whole_message(generation, request, identity, plan, self._key)
             return await whole_answer(http, generation, work, headers)
         writer = MessageWriter(request, identity, plan, self._key, request_id)
-        return await streamed_answer(http, generation, writer, headers)
+        quiet_s = self._context.options.request_defaults.sse_keep_alive_s
+        return await streamed_answer(http, generation, writer, headers, quiet_s=quiet_s)
 
     def _headers(self, http: Request, target: Target) -> dict[str, str]:
         return load_headers(self._gate.server, http, target.name) | {REQUEST_ID: _id_of(http)}

@@ -18,6 +18,7 @@ _NO_SERVER_TOOLS = "this server has no tools of its own"
 _ONE_SPEED = "the server has one speed"
 _NO_ACCOUNTS = "this server has no workspaces, only API keys"
 _NO_EDITING = "this server does not edit conversations; send what the model should see"
+_NO_DIAGNOSTICS = "cache misses are not explained; 'cache_read_input_tokens' counts the cached tokens"
 _closed = with_config(extra="forbid")
 _NonEmptyText = Annotated[str, Field(min_length=1)]
 _MayBe = bool | None
@@ -165,10 +166,10 @@ class UnservedFields(ClosedObject):
     mcp_servers: Annotated[Any, Only([], reason=_NO_SERVER_TOOLS)] = None
     context_management: Annotated[Any, Only({}, {"edits": []}, reason=_NO_EDITING)] = None
     compaction: Annotated[Any, Only(reason=_NO_EDITING)] = None
-    diagnostics: Annotated[Any, Only(reason="'cache_read_input_tokens' counts cached tokens")] = None
+    diagnostics: Annotated[Any, Only(reason=_NO_DIAGNOSTICS)] = None
     inference_geo: Annotated[Any, Only(reason="this server has one region")] = None
     speed: Annotated[Any, Only("standard", reason=_ONE_SPEED)] = None
-    fallbacks: Annotated[Any, Only(reason="the requested model always answers")] = None
+    fallbacks: Annotated[Any, Only(reason="only the requested model answers")] = None
     fallback_credit_token: Annotated[Any, Only(reason="requests cost nothing")] = None
     billing_policy: Annotated[Any, Only(reason="requests cost nothing")] = None
     thread: Annotated[Any, Only(reason="this server stores no messages")] = None

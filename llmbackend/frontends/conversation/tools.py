@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ..http.errors import JsonObject, missing, refuse
+from ..http.errors import JsonObject, OpenAIError, missing, refuse
 
 MAX_TOOLS: Final = 128
 NAME_PATTERN: Final = "^[a-zA-Z0-9_.-]{1,128}$"
@@ -123,6 +123,13 @@ class ToolUse:
         """Whether decoding must be constrained by a grammar."""
         is_strict = any(function.is_strict or function.input_grammar is not None for function in self.functions)
         return self.is_required or is_strict or len(self.functions) < len(self.tools)
+
+
+def check_tool_count(tools: Sequence[object], field: str) -> None:
+    """Raises OpenAIError if there are more than MAX_TOOLS. field: of the request"""
+    if len(tools) > MAX_TOOLS:
+        message = f"'{field}' holds {len(tools)} tools, expected at most {MAX_TOOLS}"
+        raise OpenAIError(message, param=field, code="invalid_value")
 
 
 def tool_use(

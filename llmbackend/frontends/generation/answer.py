@@ -1,7 +1,7 @@
 """Shared by the answers of all APIs: identity, usage, and the parsed content.
 
-Invariant: all of it is a function of the request, the answer's id and the tokens. A stream and a whole answer are
-therefore the same, as are answers with and without an engine failure.
+Invariant: all of it is a function of the request, the identity and the tokens. An answer is therefore the same streamed
+or whole, and with or without an engine failure.
 """
 
 from __future__ import annotations
@@ -36,12 +36,19 @@ class Identity:
     model: str
     fingerprint: str
     """Changes with the server's release and with the model's configuration; "" for none."""
+    salt: str = ""
+    """Makes the ids of calls unique if the client chose `id`, which it may send again."""
 
     @classmethod
-    def of(cls, request: GenerationRequest, fingerprint: str, request_id: str = "") -> Identity:
-        """request_id: the client's id; "": a new one"""
-        id = request.id_prefix + (request_id or uuid.uuid4().hex)
-        return cls(id, int(time.time()), request.model, fingerprint)
+    def of(cls, request: GenerationRequest, fingerprint: str, own_id: str = "", salt: str = "") -> Identity:
+        """own_id: follows the prefix of the id; "": a new one"""
+        id = request.id_prefix + (own_id or uuid.uuid4().hex)
+        return cls(id, int(time.time()), request.model, fingerprint, salt)
+
+    @property
+    def call_seed(self) -> str:
+        """The ids of calls are derived from it."""
+        return self.id + self.salt
 
     def recorded(self, recording: Recording) -> Identity:
         """The recorded identity of a regenerated stream; otherwise this one, after recording it."""
@@ -130,18 +137,18 @@ _SHORT_IDS = frozenset({"mistral"})
 """Formats whose templates require ids of nine letters or digits."""
 
 
-def call_id(response_id: str, choice: int, index: int, format_name: str) -> str:
+def call_id(call_seed: str, choice: int, index: int, format_name: str) -> str:
     """The id of a call to which the model did not give one."""
-    digest = hashlib.sha256(f"{response_id}/{choice}/{index}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{call_seed}/{choice}/{index}".encode()).hexdigest()
     return digest[:9] if format_name in _SHORT_IDS else f"call_{digest[:24]}"
 
 
 class AnswerReader:
     """Parses one choice. Owned by the writer of the answer."""
 
-    def __init__(self, plan: AnswerPlan, response_id: str, choice: int) -> None:
+    def __init__(self, plan: AnswerPlan, call_seed: str, choice: int) -> None:
         self._plan = plan
-        self._response_id = response_id
+        self._call_seed = call_seed
         self._choice = choice
         self._parser: OutputParser | None = None
         self._has_ended = False
@@ -231,14 +238,14 @@ class AnswerReader:
         if start.id is not None:
             return start
         name = self._plan.tool_format.name if self._plan.tool_format is not None else ""
-        return dataclasses.replace(start, id=call_id(self._response_id, self._choice, start.index, name))
+        return dataclasses.replace(start, id=call_id(self._call_seed, self._choice, start.index, name))
 
 
 class Answer:
     """The whole answer of one choice."""
 
-    def __init__(self, plan: AnswerPlan, response_id: str, choice: int) -> None:
-        self.reader = AnswerReader(plan, response_id, choice)
+    def __init__(self, plan: AnswerPlan, call_seed: str, choice: int) -> None:
+        self.reader = AnswerReader(plan, call_seed, choice)
         self._plan = plan
         self._content: list[str] = []
         self._reasoning: list[str] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 
@@ -17,7 +18,8 @@ from llmbackend.core.errors import shown
 
 from ..conversation.tools import INPUT, Function, InputGrammar, ToolUse
 from ..http.errors import JsonObject, OpenAIError
-from .parsers import CallGrammar, is_plain_text
+from .parsers import CallGrammar, MarkedCalls, Messages, ReasoningFormat, ToolCallFormat, is_plain_text
+from .parsers.reader import SPACE
 
 _ANY_OBJECT: JsonObject = {"type": "object"}
 MAX_TAGGED_PARAMETERS: Final = 512
@@ -37,28 +39,36 @@ _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
     """One or more calls and nothing else; the arguments follow the functions' schemas. Raises OpenAIError."""
     _check_count(use, grammar)
-    tags = [_call(function, grammar, _arguments(function)) for function in use.functions]
-    return _section(_calls(tags, use, grammar), grammar)
+    return _section(use, grammar)
 
 
-def optional_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
-    """Free text with calls. A strict function's arguments follow its schema, others are any object. Raises
-    OpenAIError."""
-    _check_count(use, grammar)
-    tags = [
-        _call(function, grammar, _arguments(function) if function.is_strict else _ANY_OBJECT)
-        for function in use.functions
-    ]
-    if grammar.begin:
-        content = _calls(tags, use, grammar)
-        tags = [{"type": "tag", "begin": grammar.begin, "content": content, "end": grammar.end}]
-    return {
-        "type": "triggered_tags",
-        "triggers": [trigger],
-        "tags": tags,
-        "at_least_one": False,
-        "stop_after_first": use.max_calls == 1,
-    }
+def optional_calls(use: ToolUse, format: ToolCallFormat, reasoning: ReasoningFormat | None) -> JsonObject:
+    """Free text with calls, wherever the format's parser would read one. A strict function's arguments follow its
+    schema, others are any object. reasoning: its markers of content may be written, too. Raises OpenAIError."""
+    _check_count(use, format.grammar)
+    if isinstance(format.body, Messages):
+        return _messages(use, format.body, format.grammar)
+    return _text_with_calls(use, format.body, format.grammar, _content_markers(reasoning))
+
+
+def is_marked(format: ToolCallFormat) -> bool:
+    """Whether all optional calls begin with a marker, so that their grammar leaves other text entirely free."""
+    body = format.body
+    return isinstance(body, MarkedCalls) and not _brackets(body)
+
+
+def calls_or_answer(
+    use: ToolUse, format: ToolCallFormat, reasoning: ReasoningFormat | None, answer: JsonObject
+) -> JsonObject:
+    """Required calls or the answer, which the format's markers of content may enclose. Raises OpenAIError."""
+    body, calls = format.body, required_calls(use, format.grammar)
+    if isinstance(body, Messages):
+        thoughts = _any_number([_message(body, format.grammar, body.reasoning_channel)])
+        return _sequence(thoughts, _or([calls, _message(body, format.grammar, body.content_channels[0], answer)]))
+    begins, ends = (reasoning.content_begin, reasoning.content_end) if reasoning is not None else ((), ())
+    begin = [_optional(_text(begin)) for begin in begins]
+    end = [_any_number([_text(end) for end in ends])] if ends else []
+    return _or([calls, _sequence(*begin, answer, *end)])
 
 
 def unenforced_locations(use: ToolUse, grammar: CallGrammar) -> Iterator[str]:
@@ -79,26 +89,29 @@ def _check_count(use: ToolUse, grammar: CallGrammar) -> None:
             value = schema.get(keyword)
             counts[keyword] += len(value) if isinstance(value, Mapping | list) else 0
         if max(counts.values()) > MAX_TAGGED_PARAMETERS:
-            message = f"'{function.param}': its parameters and those of the functions before it are more than "
-            message += f"{MAX_TAGGED_PARAMETERS}, which this model's tool-call format cannot enforce"
+            message = f"'{function.param}': the functions up to this one have more than {MAX_TAGGED_PARAMETERS} "
+            message += "parameters in total, the most that can be enforced in this model's tool-call format"
             raise OpenAIError(message, param=function.param, code="invalid_value")
 
 
-def _calls(tags: list[JsonObject], use: ToolUse, grammar: CallGrammar) -> JsonObject:
-    return {
+def _section(
+    use: ToolUse, grammar: CallGrammar, *, is_required: bool = True, is_single: bool | None = None
+) -> JsonObject:
+    """is_required: whether the functions that are not strict follow their schemas, too. is_single: None: if the request
+    allows only one call"""
+    calls = {
         "type": "tags_with_separator",
-        "tags": tags,
+        "tags": [
+            _call(function, grammar, _arguments(function) if is_required or function.is_strict else _ANY_OBJECT)
+            for function in use.functions
+        ],
         "separator": grammar.separator,
         "at_least_one": True,
-        "stop_after_first": use.max_calls == 1,
+        "stop_after_first": use.max_calls == 1 if is_single is None else is_single,
     }
-
-
-def _section(calls: JsonObject, grammar: CallGrammar) -> JsonObject:
     if not grammar.begin and not grammar.end:
         return calls
-    around = [_text(grammar.begin), calls, _text(grammar.end)]
-    return {"type": "sequence", "elements": [part for part in around if part.get("value") != ""]}
+    return _sequence(_text(grammar.begin), calls, _text(grammar.end))
 
 
 def _call(function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -> JsonObject:
@@ -128,10 +141,6 @@ def _input(wanted: InputGrammar, grammar: CallGrammar) -> JsonObject:
     return {"type": "tag", "begin": begin + quote, "content": content, "end": quote + end}
 
 
-def _sequence(*elements: JsonObject) -> JsonObject:
-    return {"type": "sequence", "elements": list(elements)}
-
-
 def _arguments(function: Function) -> JsonObject:
     """The schema of a function's arguments: always an object, without unknown members, which small models invent."""
     schema = function.parameters
@@ -155,6 +164,122 @@ def _tagged(function: Function, grammar: CallGrammar) -> JsonObject:
 
 def _text(value: str) -> JsonObject:
     return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: JsonObject) -> JsonObject:
+    """Without empty texts."""
+    return {"type": "sequence", "elements": [one for one in elements if one.get("value") != ""]}
+
+
+def _or(elements: list[JsonObject]) -> JsonObject:
+    return {"type": "or", "elements": elements}
+
+
+def _optional(content: JsonObject) -> JsonObject:
+    return {"type": "optional", "content": content}
+
+
+def _any_number(elements: list[JsonObject]) -> JsonObject:
+    return {"type": "star", "content": _or(elements)}
+
+
+# --- optional calls ---------------------------------------------------------------------------------------------------
+
+
+def _text_with_calls(use: ToolUse, body: MarkedCalls, grammar: CallGrammar, content: tuple[str, ...]) -> JsonObject:
+    """Text is free up to a marker of calls. It does not begin as a call without a marker does. content: markers of
+    content"""
+    markers, brackets = _markers(body), _brackets(body)
+    rests = {marker: _after(marker, body, grammar) for marker in (*markers, *brackets)}
+    rest = min(rests.values(), key=len)
+    begins = [_sequence(_until(one, markers, brackets), _text(rests[one].removesuffix(rest))) for one in markers]
+    if brackets:
+        begins.append({"type": "regex", "pattern": f"[{SPACE}]*"})
+    ends_text = bool(brackets) or not _is_closed(body, grammar)
+    is_single = use.max_calls == 1 or not (ends_text or grammar.begin)
+    section = _section(use, _beginning_at(rest, grammar), is_required=False, is_single=is_single)
+    calls, text = _sequence(_or(begins), section), _plain(markers, brackets)
+    parts = [_until(one, markers, brackets) for one in content]
+    if ends_text or use.max_calls == 1:
+        return _sequence(*([_any_number(parts)] if parts else []), _or([calls, text]))
+    return _sequence(_any_number([*parts, calls]), text)
+
+
+def _markers(body: MarkedCalls) -> tuple[str, ...]:
+    """Texts that begin a section anywhere, none of which contains another. So does a long text that the parser reads
+    only at the output's beginning: no other text begins with it."""
+    texts = (*body.begin, *(text for text in body.bare_begin if len(text) > 1))
+    return tuple(text for text in texts if not any(other != text and other in text for other in texts))
+
+
+def _brackets(body: MarkedCalls) -> str:
+    """Those with which a section begins at the output's beginning, without a marker."""
+    return "".join(text for text in body.bare_begin if len(text) == 1)
+
+
+def _content_markers(reasoning: ReasoningFormat | None) -> tuple[str, ...]:
+    return () if reasoning is None else (*reasoning.content_begin, *reasoning.content_end)
+
+
+def _after(marker: str, body: MarkedCalls, grammar: CallGrammar) -> str:
+    """What is between a section's marker and the first function's name. After a marker that the grammar itself does not
+    write, it is the same as after the grammar's own, with the bracket of a list."""
+    written = grammar.begin or grammar.call_begin
+    if marker in body.begin and marker in written:
+        return written.partition(marker)[2]
+    own = next((begin for begin in body.begin if written.startswith(begin)), "")
+    return written.removeprefix(own.removesuffix("["))
+
+
+def _beginning_at(rest: str, grammar: CallGrammar) -> CallGrammar:
+    """The grammar of a section from `rest` on, with which its beginning ends."""
+    if grammar.begin:
+        return replace(grammar, begin=rest)
+    return replace(grammar, call_begin=rest, separator=grammar.separator + grammar.call_begin.removesuffix(rest))
+
+
+def _is_closed(body: MarkedCalls, grammar: CallGrammar) -> bool:
+    """Whether the grammar writes the section's end. Otherwise the parser might read text after a call as another."""
+    ends = (*body.end, body.list_end) if body.list_begin else body.end
+    return any(end in grammar.call_end + grammar.end for end in ends)
+
+
+def _until(marker: str, markers: tuple[str, ...], brackets: str) -> JsonObject:
+    """Free text and the marker."""
+    content = _plain(markers, brackets) if brackets else {"type": "any_text"}
+    return {"type": "tag", "begin": "", "content": content, "end": marker}
+
+
+def _plain(markers: tuple[str, ...], brackets: str) -> JsonObject:
+    """Free text without calls."""
+    if not brackets:
+        return {"type": "any_text"}
+    escaped = re.escape(brackets)
+    pattern = f"[{SPACE}]*([^{escaped}{SPACE}][\\s\\S]*)?"
+    return {"type": "regex", "pattern": pattern, "excludes": list(markers)}
+
+
+def _messages(use: ToolUse, body: Messages, grammar: CallGrammar) -> JsonObject:
+    """Messages of text and calls."""
+    texts = [_message(body, grammar, channel) for channel in (body.reasoning_channel, *body.content_channels)]
+    head = _head(body, grammar)
+    begun = replace(grammar, call_begin=grammar.call_begin.removeprefix(head))
+    calls = _sequence(_optional(_text(head)), _section(use, begun, is_required=False, is_single=True))
+    if use.max_calls == 1:
+        return _sequence(_any_number(texts), _optional(calls))
+    return _any_number([*texts, calls])
+
+
+def _message(body: Messages, grammar: CallGrammar, channel: str, content: JsonObject | None = None) -> JsonObject:
+    """A message without a recipient. content: None: any text"""
+    begin, end = f"{body.channel}{channel}{body.message}", [body.end[0], ""]
+    tag = {"type": "tag", "begin": begin, "content": content or {"type": "any_text"}, "end": end}
+    return _sequence(_optional(_text(_head(body, grammar))), tag)
+
+
+def _head(body: Messages, grammar: CallGrammar) -> str:
+    """What precedes a message's channel. The prompt ends with it, so the first message has none."""
+    return grammar.call_begin.partition(body.channel)[0]
 
 
 # --- tagged parameters ------------------------------------------------------------------------------------------------

@@ -55,13 +55,6 @@ def stream_headers(more: Mapping[str, str]) -> dict[str, str]:
     return {**_HEADERS, **more, **_CONTENT_TYPE}
 
 
-async def first_arrival(http: Request, generation: Generation, quiet_s: float | None = QUIET_S) -> Arrival | None:
-    """The first response of a stream, None after `quiet_s`. Awaited before the status line is sent; raises the
-    response's error, and ClientDisconnect."""
-    await unless_disconnected(http, generation.wait(quiet_s))
-    return generation.pop()
-
-
 class AnswerEvents:
     """An EventSource: a generation's deltas as events of `writer`."""
 
@@ -211,11 +204,12 @@ async def streamed_answer(
     make: MakeStream | None = None,
     quiet_s: float | None = QUIET_S,
 ) -> Response:
-    """Starts a stream once the first response has arrived; raises the error of that response. make: creates the HTTP
-    response; by default an EventStream. See AnswerEvents for before_end, and EventSource for quiet_s."""
+    """Starts a stream once the first response has arrived, or after `quiet_s`; raises the error of that response, and
+    ClientDisconnect. make: creates the HTTP response; by default an EventStream. See AnswerEvents for before_end, and
+    EventSource for quiet_s."""
     try:
-        first = await first_arrival(http, generation, quiet_s)
-        events = AnswerEvents(generation, first, writer, before_end, quiet_s)
+        await unless_disconnected(http, generation.wait(quiet_s))
+        events = AnswerEvents(generation, generation.pop(), writer, before_end, quiet_s)
         sent = stream_headers({**headers(), **generation.headers()})
         if make is None:
             return EventStream(pieces_of(events, DirectBody.of(http.scope)), sent, on_close=generation.close)

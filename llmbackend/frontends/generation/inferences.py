@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,8 @@ from .tensors import (
 T = TypeVar("T")
 Arrival = tuple[int, Delta]
 """(index of the choice, its new tokens)"""
+MANY_TOKENS: Final = 512
+"""Tokens, with those in logprobs, that are parsed or rendered in about 2 ms."""
 
 
 class Generation:
@@ -188,6 +190,10 @@ class Generation:
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         return await self._gate.run_in_thread(work)
+
+    async def in_thread_if_long(self, num_tokens: int, work: Callable[[], T]) -> T:
+        """`work()`, which reads or writes so many tokens; in a thread if there are many."""
+        return work() if num_tokens <= MANY_TOKENS else await self.in_thread(work)
 
     def close(self) -> None:
         """Cancels running inferences. Idempotent."""

@@ -299,9 +299,8 @@ class ModelCatalog:
         absent = model_not_found(name)
         if any(row.state == "READY" for row in rows):
             absent.message += (
-                f" for this API, which needs the output '{TEXT_OUTPUT}', "
-                f"one of the inputs {' and '.join(_ENDPOINT_OF_INPUT)}, "
-                "and no other required input that it does not send"
+                f" for this API, which serves models with the output '{TEXT_OUTPUT}', an input "
+                f"{' or '.join(map(repr, _ENDPOINT_OF_INPUT))}, and no required input that it cannot set"
             )
         return absent
 

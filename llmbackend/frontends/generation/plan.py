@@ -16,13 +16,21 @@ import orjson
 
 from ..conversation.tools import Function, ToolUse
 from ..http.errors import JsonObject, OpenAIError
-from .call_grammars import optional_calls, property_path, required_calls, unenforced_locations, written_properties
+from .call_grammars import (
+    calls_or_answer,
+    is_marked,
+    optional_calls,
+    property_path,
+    required_calls,
+    unenforced_locations,
+    written_properties,
+)
 from .models import Target
 from .parsers import ReasoningFormat, ToolCallFormat
 from .request import STRUCTURED_OUTPUTS, GenerationRequest
 
 _PATH = re.compile(
-    "/structural_tag/\\S*?tags/(?P<index>\\d+)/content(?:/tags/(?P<inner>\\d+)/content)?"
+    "/structural_tag/\\S*?tags/(?P<index>\\d+)/content"
     "(?:/elements/(?P<element>\\d+))?(?:/content)*/(?:grammar|pattern|json_schema(?P<path>/[^\\s:]*)?)"
 )
 """A location in a grammar of calls, as the model names it."""
@@ -67,7 +75,7 @@ class AnswerPlan:
         use, found = self.tool_use, _PATH.match(path)
         if use is None or found is None:
             return None
-        function = use.functions[int(found["inner"] or found["index"])]
+        function = use.functions[int(found["index"])]
         inside = found["path"] or ""
         if found["element"] is not None and function.input_grammar is None:
             inside = property_path(self._parameters[function.param][int(found["element"])]) + inside
@@ -113,14 +121,15 @@ def _plan(request: GenerationRequest, target: Target) -> AnswerPlan:
         return replace(TEXT, shows_special_tokens=shows_special_tokens)
     formats.check(target.name)
     if use is not None and formats.tool_calls is None:
-        raise _refused(target, use.field, "has no tool-call parser, and its chat template shows no tool-call format")
+        reason = "has no tool-call parser configured, and none was detected from its chat template"
+        raise _refused(target, use.field, reason)
     sampling: JsonObject = {}
     if formats.reasoning is not None:
         sampling["reasoning_markers"] = [formats.reasoning.start, formats.reasoning.end]
     if (budget := request.reasoning.budget_tokens) is not None:
         sampling["thinking_token_budget"] = budget
     if use is not None and formats.tool_calls is not None:
-        sampling |= _grammar_sampling(use, formats.tool_calls, _wanted(request, use), target)
+        sampling |= _grammar_sampling(use, formats.tool_calls, formats.reasoning, _wanted(request, use), target)
     return AnswerPlan(
         tool_use=use,
         tool_format=formats.tool_calls if use is not None else None,
@@ -135,7 +144,8 @@ def _is_about_reasoning(request: GenerationRequest, target: Target) -> bool:
     formats = target.model.formats
     if formats.reasoning is None and request.reasoning.budget_tokens is not None:
         formats.check(target.name)
-        raise _refused(target, "thinking_token_budget", "has no reasoning parser, and its template shows no reasoning")
+        reason = "has no reasoning parser configured, and none was detected from its chat template"
+        raise _refused(target, "thinking_token_budget", reason)
     return formats.reasoning is not None
 
 
@@ -148,28 +158,31 @@ def _wanted(request: GenerationRequest, use: ToolUse) -> JsonObject | None:
     return wanted
 
 
-def _grammar_sampling(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target) -> JsonObject:
+def _grammar_sampling(
+    use: ToolUse, calls: ToolCallFormat, reasoning: ReasoningFormat | None, wanted: JsonObject | None, target: Target
+) -> JsonObject:
     """Sampling parameters with the answer's grammar; {} if it has none. wanted: the requested constraint"""
     if not use.needs_grammar and wanted is None:
-        return _one_call_sampling(use, calls)
-    if not (use.is_required or calls.trigger):
-        raise _refused(target, use.field, f"writes calls in the format '{calls.name}', which no grammar enforces")
+        return _one_call_sampling(use, calls, reasoning)
+    if calls.only_required and not use.is_required:
+        reason = f"writes calls in the format '{calls.name}', which a grammar can enforce only if a call is required"
+        raise _refused(target, use.field, reason)
     if use.is_required:
         form = required_calls(use, calls.grammar)
     elif wanted is None:
-        form = optional_calls(use, calls.grammar, calls.trigger)
+        form = optional_calls(use, calls, reasoning)
     else:
-        form = {"type": "or", "elements": [required_calls(use, calls.grammar), _as_format(wanted, use)]}
+        form = calls_or_answer(use, calls, reasoning, _as_format(wanted, use))
     arguments = CALL_ARGUMENTS if wanted is None else {}
     return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}, **arguments}}
 
 
-def _one_call_sampling(use: ToolUse, calls: ToolCallFormat) -> JsonObject:
+def _one_call_sampling(use: ToolUse, calls: ToolCallFormat, reasoning: ReasoningFormat | None) -> JsonObject:
     """If at most one call is allowed, ends the answer after it, to avoid generating useless tokens. Formats without
     JSON arguments, or without a marker before a call, drop later calls instead, as vLLM does."""
-    if use.max_calls != 1 or calls.grammar.key_end or not calls.trigger:
+    if use.max_calls != 1 or calls.grammar.key_end or not is_marked(calls):
         return {}
-    form = optional_calls(use, calls.grammar, calls.trigger)
+    form = optional_calls(use, calls, reasoning)
     return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}}}
 
 

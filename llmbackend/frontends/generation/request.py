@@ -65,7 +65,7 @@ class LogprobForm:
     """The logprobs that a client asked for."""
 
     top: int
-    """How many of the most likely tokens are returned, in addition to the chosen one."""
+    """How many of the most likely tokens are returned, in addition to the chosen one; negative: all."""
     as_token_ids: bool = False
     """Whether tokens are written as `token_id:7` instead of their text."""
     token_ids: tuple[str, ...] = ()
@@ -82,12 +82,9 @@ class LogprobForm:
             ids = dict.fromkeys((next(iter(entries)), *self.token_ids))
             return [(token_id, entries[token_id]) for token_id in ids if token_id in entries]
         ranked = sorted(entries.items(), key=lambda item: int(item[1]["rank"]))
+        if self.top < 0:
+            return ranked
         return [item for item in ranked if item[1]["rank"] <= self.top][: self.top]
-
-
-def first_position(token_id: int, text: str) -> TokenEntries:
-    """The first token of a prompt, which has no logprob."""
-    return {str(token_id): {"logprob": None, "rank": FIRST_RANK, "decoded_token": text}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +144,7 @@ class PromptForm:
         """The echoed logprobs of the prompt. The first token has none."""
         if not self.has_echoed_logprobs:
             return []
-        first = first_position(prompt.token_ids[0], prompt.first_token)
+        first = {str(prompt.token_ids[0]): {"logprob": None, "rank": FIRST_RANK, "decoded_token": prompt.first_token}}
         return [first, *(entries for entries in prompt.logprobs[1:] if entries is not None)]
 
 
@@ -159,9 +156,6 @@ class ReasoningUse:
     is_included: bool = True
     budget_tokens: int | None = None
     """None: no limit."""
-
-
-NO_REASONING_USE = ReasoningUse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +227,7 @@ class GenerationRequest:
     """The client's id; "" for none."""
     tool_use: ToolUse | None = None
     """None: no tool may be called."""
-    reasoning: ReasoningUse = NO_REASONING_USE
+    reasoning: ReasoningUse = ReasoningUse()
     stored: StoredParts | None = None
     """Set for a chat with `store`."""
     prior_output_ids: tuple[int, ...] = ()

@@ -135,6 +135,11 @@ class Delta(msgspec.Struct, frozen=True):
     """When the request arrived, an engine took it, and its first and last tokens came; with the last response, on
     request."""
 
+    @property
+    def num_listed_tokens(self) -> int:
+        """Tokens of the answer and the prompt that it lists. Reading it takes time for each."""
+        return len(self.text_tokens) + (0 if self.prompt is None else len(self.prompt.token_ids))
+
 
 def text_tensor(text: str) -> Tensor:
     return Tensor.text(TEXT_INPUT, text)

@@ -220,7 +220,7 @@ def _refusal(error: ErrorDetails) -> OpenAIError:
         return _without_role(param, value)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         field = error["ctx"]["discriminator"].strip("'")
-        return _unknown_kind(_member(param, field), value.get(field))
+        return _unknown_kind(_member(param, field), value.get(field), error["ctx"].get("expected_tags", ""))
     if kind == "out_of_range":
         return refuse(param, error["msg"], value)
     if kind == "missing" or (value is None and isinstance(error["loc"][-1], str)):
@@ -254,11 +254,11 @@ def _without_role(param: str, message: object) -> OpenAIError:
     return missing(f"{param}.role") if role is None else refuse(f"{param}.role", "a non-empty string", role)
 
 
-def _unknown_kind(param: str, kind: object) -> OpenAIError:
+def _unknown_kind(param: str, kind: object, expected: str) -> OpenAIError:
     if kind is None:
         return missing(param)
     shown = as_json(kind).strip('"')
-    return _unsupported(f"content part type '{shown}' is not supported yet; only 'text' is accepted", param)
+    return _unsupported(f"content part type '{shown}' is not supported, expected one of {expected}", param)
 
 
 def _param(location: tuple[int | str, ...]) -> str:

@@ -56,7 +56,7 @@ class WholeAnswer:
         self._choices = [_Choice(parts=[echo]) for echo in request.echo for _ in range(request.n)]
         if request.is_chat:
             for index, choice in enumerate(self._choices):
-                choice.answer = Answer(plan, identity.id, index)
+                choice.answer = Answer(plan, identity.call_seed, index)
         self._usage = Usage(request.n)
         self._prompts: dict[int, PromptDetails] = {}
         self._metrics: JsonObject | None = None
@@ -77,13 +77,17 @@ class WholeAnswer:
             if choice.answer is not None and choice.answer.reader.reports_reasoning:
                 self._usage.set_reasoning(index, choice.answer.reader.num_reasoning_tokens)
         render = partial(_body, self._request, self._identity, self._choices, self._usage, self._prompts, self._metrics)
-        return await generation.in_thread(render) if self._prompts else render()
+        if self._prompts:
+            return await generation.in_thread(render)
+        num_tokens = sum(len(entries) for choice in self._choices for entries in choice.positions)
+        return await generation.in_thread_if_long(num_tokens, render)
 
 
 async def whole_response(generation: Generation, answer: WholeAnswer) -> bytes:
     """The answer's body. Raises OpenAIError if a choice failed."""
     while not generation.is_over:
-        answer.add(*await generation.next())
+        index, delta = await generation.next()
+        await generation.in_thread_if_long(delta.num_listed_tokens, partial(answer.add, index, delta))
     return await answer.body(generation)
 
 

@@ -159,7 +159,7 @@ class AnswerChunkWriter(ChunkWriter):
 
     def __init__(self, request: GenerationRequest, identity: Identity, options: StreamForm, plan: AnswerPlan) -> None:
         super().__init__(request, identity, options)
-        self._readers = [AnswerReader(plan, identity.id, index) for index in range(len(self._finished))]
+        self._readers = [AnswerReader(plan, identity.call_seed, index) for index in range(len(self._finished))]
         self._reports_reasoning = plan.reasoning_format is not None
 
     def delta(self, index: int, delta: Delta) -> bytes:

@@ -50,10 +50,14 @@ ContentPart = Annotated[TextPart | RefusalPart, Discriminator("type")]
 Content = Annotated[str, Tag("(text)")] | Annotated[list[ContentPart], Items(), Tag("(parts)")]
 
 
+_OF_HELPERS = "clients' helpers that parse answers leave it in."
+
+
 class CalledFunction(TypedDict):
     __pydantic_config__ = _config(_NULLS)  # type: ignore[misc]
     name: str
     arguments: Annotated[str, Field(json_schema_extra={"contentMediaType": "application/json"})]
+    parsed_arguments: NotRequired[Annotated[Any, Field(description=f"Ignored: {_OF_HELPERS}")]]
 
 
 class ToolCall(TypedDict):
@@ -131,6 +135,7 @@ class AssistantMessage(_Message):
     function_call: NotRequired[CalledFunction | None]
     audio: NotRequired[Annotated[Any, Only()]]
     annotations: NotRequired[Annotated[Any, Only([])]]
+    parsed: NotRequired[Annotated[Any, Field(description=f"Ignored: {_OF_HELPERS}")]]
 
 
 def _tag(message: object) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -53,8 +54,8 @@ from .stored_chats import ChatKeeper, StoredChatEndpoints
 _REQUEST_ID = re.compile(REQUEST_ID)
 _NO_POOLING: Final = "only models that generate text are served"
 _NOT_SERVED: Final[Mapping[str, str]] = {
-    "/v1/chat/completions/batch": "send a request for each conversation; they are computed together",
-    "/generative_scoring": "ask /v1/completions with 'prompt_logprobs' or 'logprob_token_ids'",
+    "/v1/chat/completions/batch": "send one request per conversation; the server batches them",
+    "/generative_scoring": "use /v1/completions with 'prompt_logprobs' or 'logprob_token_ids'",
     **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), _NO_POOLING),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "models read and write text only"),
 }
@@ -137,7 +138,8 @@ class ModelEndpoints(OpenAIEndpoints):
         trace: RequestTrace | None,
     ) -> Response:
         own_id = "" if request.stored is not None else _request_id(http) or request.request_id
-        identity = Identity.of(request, target.model.fingerprint, own_id)
+        salt = uuid.uuid4().hex if own_id else ""
+        identity = Identity.of(request, target.model.fingerprint, own_id, salt)
         if recording is not None:
             identity = identity.recorded(recording)
         plan = plan_answer(request, target)

@@ -9,7 +9,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema
 
-from ..conversation.tools import MAX_TOOLS, NAME_EXPECTED, NAME_PATTERN, OfferedTool, ToolUse, tool_use
+from ..conversation.tools import (
+    MAX_TOOLS,
+    NAME_EXPECTED,
+    NAME_PATTERN,
+    OfferedTool,
+    ToolUse,
+    check_tool_count,
+    tool_use,
+)
 from ..generation.validation import (
     AnyObject,
     ClosedObject,
@@ -31,6 +39,7 @@ _RENDER = "it is part of vLLM's render endpoints"
 _ONE_ENGINE = "the KV cache of a request stays in one engine"
 TEXT_ONLY = "models read and write text only"
 _NO_BEAMS = "beam search is not implemented; 'n' and 'best_of' sample several choices"
+_SPECULATION = "speculative decoding is configured on the server ('speculative_config')"
 
 
 class UnservedEverywhere(ClosedObject):
@@ -75,7 +84,7 @@ class UnservedByChat(UnservedInConversations):
 
     modalities: Annotated[Any, Only(["text"], reason=TEXT_ONLY)] = None
     audio: Annotated[Any, Only(reason=TEXT_ONLY)] = None
-    prediction: Annotated[Any, Only(reason="the engine drafts by itself ('speculative_config')")] = None
+    prediction: Annotated[Any, Only(reason=_SPECULATION)] = None
     verbosity: Annotated[Any, Only("medium", reason="no model is trained for it")] = None
     web_search_options: Annotated[Any, Only(reason="this server has no search")] = None
 
@@ -266,9 +275,8 @@ class FunctionTool(ClosedObject):
 
 def _check_tool_count(field: str) -> BeforeValidator:
     def check(value: object) -> object:
-        if isinstance(value, list) and len(value) > MAX_TOOLS:
-            message = f"'{field}' holds {len(value)} tools, expected at most {MAX_TOOLS}"
-            raise OpenAIError(message, param=field, code="invalid_value")
+        if isinstance(value, list):
+            check_tool_count(value, field)
         return value
 
     return BeforeValidator(check)
@@ -308,7 +316,7 @@ class ChatPromptFields(ToolFields):
     )
     documents: Annotated[list[AnyObject], Items()] | None = Field(None, description="Passed to the chat template.")
     continue_final_message: Flag | None = Field(
-        None, description="Continue the last message; requires add_generation_prompt to be false."
+        None, description="Continue the last message; not with add_generation_prompt: true."
     )
     chat_template: NonEmpty | None = Field(
         None, description="Replaces the model's template, if the server trusts templates of requests."
@@ -334,7 +342,7 @@ class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, Unserve
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Range(-1)] | None = Field(
         None,
-        description="At most the server's --max-logprobs, which is 20; -1: all, where the server allows it.",
+        description="At most the server's --max-logprobs, 20 by default; -1: all, where the server allows it.",
         json_schema_extra={"maximum": 20, "minimum": 0},
     )
     echo: Flag | None = Field(
@@ -376,7 +384,9 @@ class CompletionRequest(_Request, UnservedByCompletions):
     )
     default_max_tokens: ClassVar[int | None] = 16
     prompt: _Prompt
-    logprobs: Annotated[int, Range(0, 20)] | None = None
+    logprobs: Annotated[int, Range(0)] | None = Field(
+        None, description="At most the server's --max-logprobs, 20 by default.", json_schema_extra={"maximum": 20}
+    )
     echo: Flag | None = None
     suffix: str | None = Field(
         None,

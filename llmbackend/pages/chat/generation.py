@@ -50,10 +50,10 @@ class Generation:
         unfinished: UnfinishedAnswer,
         view: AnswerView,
         client: Client,
-        host_model: str,
+        root: str,
     ) -> None:
         """unfinished  the answer so far; read from its stream if it has one
-        host_model  the host's name of the request's `model`
+        root  of the request's `model`, as the API lists it
         """
         self._api = viewer.api
         self._key = viewer.key
@@ -61,7 +61,8 @@ class Generation:
         self._unfinished = unfinished
         self._view = view
         self._client = client
-        self._host_model = host_model
+        self._host_model = root
+        """The host's name of the model, once it is known."""
         self._answer = Answer(unfinished.base)
         self._event_id = unfinished.stream_id
         """Id of the last event, or of the stream; "" = nothing has arrived."""
@@ -104,15 +105,20 @@ class Generation:
         if self._is_stopped:
             return self.turn()
         self._reading = asyncio.create_task(self._read())
-        showing = asyncio.create_task(self._show())
+        others = [asyncio.create_task(self._show()), asyncio.create_task(self._find_host_model())]
         try:
             with listening(self._key, self._take_news), contextlib.suppress(asyncio.CancelledError):
                 await self._reading
         finally:
-            self._reading.cancel()
-            showing.cancel()
-            await asyncio.gather(self._reading, showing, return_exceptions=True)
+            for task in (self._reading, *others):
+                task.cancel()
+            await asyncio.gather(self._reading, *others, return_exceptions=True)
         return self.turn()
+
+    async def _find_host_model(self) -> None:
+        with contextlib.suppress(ApiError):
+            model = await self._api.get(f"/v2/models/{quote(self._host_model, safe='')}")
+            self._host_model = str(model["name"])
 
     def _end_reading(self) -> None:
         if self._reading is not None:
@@ -191,7 +197,7 @@ class Generation:
 
     def _take_news(self, news: dict[str, Any]) -> None:
         """A recovery during which the answer did not pause belongs to another engine of the model."""
-        if news.get("model") != self._request["model"]:
+        if news.get("model") != self._host_model:
             return
         self._engine_state = str(news.get("state", ""))
         recovery_ms = float(news.get("recovery_ms") or 0)

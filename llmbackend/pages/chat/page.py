@@ -52,8 +52,9 @@ class ChatPage:
         self._chat = Chat.new(ChatSettings())
         self._generation: Generation | None = None
         self._has_begun = False
-        self._host_models: dict[str, str] = {}
-        """The host's model by the name that a chat uses; they differ for LoRA adapters."""
+        self._roots: dict[str, str] = {}
+        """The `root` of each listed model: the model itself under its first name, if this is a LoRA adapter or another
+        name."""
         self._turn_actions = TurnActions(
             self._edit, self._regenerate, self._continue, self._show_version, self._answer_calls
         )
@@ -104,8 +105,8 @@ class ChatPage:
             else:
                 ui.notify(str(error), type="negative")
             return
-        self._host_models = {str(model["id"]): str(model["root"]) for model in answer["data"]}
-        self._composer.show_models(list(self._host_models), self._chat.settings.model)
+        self._roots = {str(model["id"]): str(model["root"]) for model in answer["data"]}
+        self._composer.show_models(list(self._roots), self._chat.settings.model)
 
     async def _choose_model(self, name: str) -> None:
         if name and name != self._chat.settings.model:
@@ -308,8 +309,8 @@ class ChatPage:
             return
         with self._thread:
             view = AnswerView(unfinished.index, self._turn_actions)
-        host_model = self._host_models.get(self._chat.settings.model, self._chat.settings.model)
-        generation = Generation(self._viewer, request, unfinished, view, self._client, host_model)
+        root = self._roots.get(self._chat.settings.model, self._chat.settings.model)
+        generation = Generation(self._viewer, request, unfinished, view, self._client, root)
         self._generation = generation
         self._composer.show_busy(True)
         background_tasks.create(self._run(generation, self._chat, view), name="answer")

@@ -42,12 +42,6 @@ def test_enforced_calls_are_read(name: str) -> None:
         assert not found.content
 
 
-@pytest.mark.parametrize("name", [name for name in ENFORCED if TOOL_CALL_FORMATS[name].trigger])
-def test_a_trigger_begins_what_the_grammar_writes(name: str) -> None:
-    table = TOOL_CALL_FORMATS[name]
-    assert table.grammar and f"{table.grammar.begin}{table.grammar.call_begin}".startswith(table.trigger)
-
-
 def written(calls: list[tuple[str, dict[str, object]]], grammar: CallGrammar) -> str:
     """The calls as the grammar has them."""
     texts = [

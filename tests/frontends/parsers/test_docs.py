@@ -18,7 +18,7 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_the_page_lists_the_formats_of_tool_calls() -> None:
     listed = {row[0].strip("`"): row[-1] for row in rows("Tool calls")}
-    assert listed == {name: "yes" if table.trigger else "no" for name, table in TOOL_CALL_FORMATS.items()}
+    assert listed == {name: "no" if table.only_required else "yes" for name, table in TOOL_CALL_FORMATS.items()}
 
 
 def test_calls_of_every_format_can_be_required() -> None:

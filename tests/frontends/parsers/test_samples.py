@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from random import Random
+from typing import Any
+
 import pytest
 
 from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, OutputParser
+from llmbackend.frontends.generation.parsers.reader import MAX_HELD_CHARS
 from tests.frontends.parsers.laws import Cuts, distinct_formats
-from tests.frontends.parsers.sample import Sample, Seen, parse, seen, tokens
+from tests.frontends.parsers.sample import Call, Sample, Seen, cut, parse, seen, tokens
 from tests.frontends.parsers.samples import SAMPLES
 from tests.helpers.machine_settings import tries
 
@@ -36,9 +41,45 @@ def test_hostile_text_is_bounded_and_comes_out(name: str) -> None:
         assert visible.calls or visible.content == text
 
 
+LONG_LIST, LONG_OBJECT = json.dumps(["a"] * MAX_HELD_CHARS), json.dumps({"a": "b" * MAX_HELD_CHARS})
+LONG_WORD = "a" * 2 * MAX_HELD_CHARS
+
+
+@pytest.mark.parametrize("longest", [999, 99999999])
+def test_a_long_value_is_a_list_or_an_object_if_its_type_says_so(longest: int) -> None:
+    cases: list[tuple[Any, str, bool]] = [
+        ("array", LONG_LIST, True),
+        (["object", "null"], LONG_OBJECT, True),
+        (["array", "string"], LONG_LIST, False),
+        ("array", LONG_WORD, False),
+    ]
+    for kind, value, is_json in cases:
+        text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        sample = Sample(text=text, tools="qwen3_coder", schemas={"f": {"properties": {"a": {"type": kind}}}})
+        (call,) = seen(parse(sample, cut(tokens(sample), Random(0), longest))).calls
+        assert call == Call("f", f'{{"a": {value if is_json else json.dumps(value)}}}')
+
+
 def test_reasoning_tokens_are_counted() -> None:
     parser = OutputParser(None, REASONING_FORMATS["qwen3"])
-    for text in ("<think>", "a", "b", "</think>", "c"):
+    for token_id, text in ((0, "\n"), (0, "<th"), (0, "ink>"), (0, "a"), (0, ""), (-1, "b"), (0, "</think>"), (0, "c")):
+        parser.push(token_id, text, False)
+    assert parser.num_reasoning_tokens == 6
+    parser = OutputParser(None, REASONING_FORMATS["qwen3"])
+    for text in ("<th", "e", "<think>"):
         parser.push(0, text, False)
-    assert parser.num_reasoning_tokens == 4
-    assert OutputParser(None, REASONING_FORMATS["qwen3"]).num_reasoning_tokens == 0
+    assert parser.num_reasoning_tokens == 0
+
+
+def test_of_messages_those_of_reasoning_are_counted() -> None:
+    counts = []
+    parser = OutputParser(TOOL_CALL_FORMATS["openai"], REASONING_FORMATS["openai_gptoss"])
+    markers = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+    commentary = ("<|channel|>", "commentary", "<|message|>", "I", " look", "<|end|>")
+    analysis = ("<|start|>", "assistant", "<|channel|>", "analysis", "<|message|>", "Hm", "<|end|>")
+    final = ("<|start|>", "assistant", "<|channel|>", "final", "<|message|>", "Yes", "<|end|>")
+    for message in (commentary, analysis, final, analysis):
+        for text in message:
+            parser.push(0, text, text in markers)
+        counts.append(parser.num_reasoning_tokens)
+    assert counts == [0, len(analysis), len(analysis), 2 * len(analysis)]

@@ -1,22 +1,35 @@
-"""Background and stored responses through the real `openai` client: read by cursor, cancelled, deleted, listed."""
+"""Background and stored responses through the real `openai` client: read by cursor, cancelled, deleted, listed; and
+continued by another server.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
 
+from llmbackend.adapter.tasks.task_map import TaskMap
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.frontends.context import FrontendContext
+from llmbackend.frontends.errors import LimitReachedError
+from llmbackend.frontends.generation.models import ModelCatalog
+from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import Document
-from llmbackend.frontends.journals.response_store import LiveLog, ResponseStore
+from llmbackend.frontends.journals.response_store import LiveLog, ResponseStore, current_owner
 from llmbackend.frontends.journals.store_settings import StoreSettings
 from llmbackend.frontends.limits import InferenceLimits
-from tests.helpers.openai_live_server import openai_client
+from llmbackend.frontends.openai.responses_api import background
+from llmbackend.frontends.openai.router import create_openai_router
+from tests.helpers.openai_live_server import openai_client, with_presence
 from tests.helpers.scripted_text import MODEL, SAY, host_of_scripts
 from tests.helpers.waiting import eventually
 
@@ -115,6 +128,7 @@ def test_a_stream_that_is_cut_off_goes_on_by_cursor(client: Any) -> None:
 def test_cancel(client: Any, gate: InferenceGate) -> None:
     id = create(client, LONG, background=True).id
     assert gate.open_inferences == 1
+    assert client.responses.retrieve(id).status == "in_progress"
     cancelled = client.responses.cancel(id)
     assert cancelled.status == "cancelled" and not gate.open_inferences
     assert client.responses.cancel(id) == cancelled == client.responses.retrieve(id)
@@ -212,3 +226,156 @@ def test_a_response_that_can_not_begin_gives_back_its_place(
         with pytest.raises(openai.InternalServerError):
             create(client, background=True)
     assert not gate.open_inferences
+
+
+# --- continued by another server --------------------------------------------------------------------------------------
+
+WORDS = "The words of a long answer. " * 12
+Refuse = Callable[[pytest.MonkeyPatch, float], list[str]]
+
+
+@asynccontextmanager
+async def serving(host: InferenceServer, path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, ResponseStore]]:
+    """A server that continues the responses in the file, and leaves its own to the next one."""
+    store = StoreSettings(url=f"sqlite:{path}").open()
+    router = create_openai_router(FrontendContext.of(host, store=store))
+    transport = httpx.ASGITransport(with_presence(Starlette(routes=list(router.routes))))
+    await store.start()
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test/v1") as client:
+            yield client, store
+    finally:
+        await store.suspend()
+        await store.close()
+
+
+async def begun(host: InferenceServer, path: Path, count: int = 1, **fields: Any) -> list[str]:
+    """The ids of responses that their server has left after some tokens."""
+    body = {"model": MODEL, "input": SAY + WORDS, "background": True, "temperature": 0} | fields
+    async with serving(host, path) as (client, store):
+        ids: list[str] = []
+        for _ in range(count):
+            answer = await client.post("/responses", json=body)
+            assert answer.status_code == 200 and answer.json()["status"] == "queued", answer.text
+            ids.append(answer.json()["id"])
+        for id in ids:
+            journal = await store.journal(await store.get(current_owner(), "response", id))
+            async with aclosing(journal.follow()) as following:
+                async for events in following:
+                    if events.first + len(events.parts) > 20:
+                        break
+            assert (await client.get(f"/responses/{id}")).json()["status"] == "in_progress"
+    return ids
+
+
+async def continued(host: InferenceServer, path: Path, id: str) -> dict[str, Any]:
+    """The response at its end."""
+    async with serving(host, path) as (client, _), asyncio.timeout(20):
+        while True:
+            found: dict[str, Any] = (await client.get(f"/responses/{id}")).json()
+            if found["status"] not in ("queued", "in_progress"):
+                break
+            await asyncio.sleep(0.01)
+        events = list(events_of((await client.get(f"/responses/{id}?stream=true")).content))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["response"] == found
+    return found
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in response["output"] for part in item["content"])
+
+
+@pytest.mark.parametrize("fields", [{}, {"model": None}, {"model": ""}, {"seed": -1, "temperature": 1}])
+def test_the_next_server_continues_a_response(host: InferenceServer, tmp_path: Path, fields: dict[str, Any]) -> None:
+    (id,) = asyncio.run(begun(host, tmp_path / "store", **fields))
+    response = asyncio.run(continued(host, tmp_path / "store", id))
+    assert (response["status"], response["error"], response["model"]) == ("completed", None, MODEL)
+    assert text_of(response) == WORDS
+
+
+def not_ready(monkeypatch: pytest.MonkeyPatch, most: float) -> list[str]:
+    """The model is not ready for so many requests. Returns the refusals."""
+    refused: list[str] = []
+    require = ModelCatalog.require
+
+    def require_later(catalog: ModelCatalog, model: str, prompt_input: str) -> Any:
+        if len(refused) >= most:
+            return require(catalog, model, prompt_input)
+        refused.append("the model is not ready")
+        raise OpenAIError(refused[-1], status=503, code="unavailable")
+
+    monkeypatch.setattr(ModelCatalog, "require", require_later)
+    return refused
+
+
+def queue_is_full(monkeypatch: pytest.MonkeyPatch, most: float) -> list[str]:
+    """The model's queue is full for so many requests. Returns the refusals."""
+    refused: list[str] = []
+    admit = TaskMap.admit
+
+    def admit_later(tasks: TaskMap, *more: Any) -> str:
+        if len(refused) >= most:
+            return admit(tasks, *more)
+        refused.append("the queue is full")
+        return refused[-1]
+
+    monkeypatch.setattr(TaskMap, "admit", admit_later)
+    return refused
+
+
+def at_limit(monkeypatch: pytest.MonkeyPatch, most: float) -> list[str]:
+    """The server is at its limit for so many requests. Returns the refusals."""
+    refused: list[str] = []
+    admit = InferenceGate.admit
+
+    def admit_later(gate: InferenceGate, count: int) -> None:
+        if len(refused) >= most:
+            return admit(gate, count)
+        refused.append("the server is at its limit")
+        raise LimitReachedError(refused[-1])
+
+    monkeypatch.setattr(InferenceGate, "admit", admit_later)
+    return refused
+
+
+@pytest.mark.parametrize("refuse", [at_limit, not_ready, queue_is_full])
+def test_a_response_goes_on_once_it_is_no_longer_refused(
+    host: InferenceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Refuse
+) -> None:
+    monkeypatch.setattr(background, "_RETRY_S", 0.001)
+    (id,) = asyncio.run(begun(host, tmp_path / "store"))
+    refused = refuse(monkeypatch, 3)
+    response = asyncio.run(continued(host, tmp_path / "store", id))
+    assert (response["status"], text_of(response), len(refused)) == ("completed", WORDS, 3)
+
+
+@pytest.mark.parametrize("refuse", [not_ready, queue_is_full])
+def test_a_model_that_refuses_for_too_long_fails_the_response(
+    host: InferenceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Refuse
+) -> None:
+    monkeypatch.setattr(background, "_MAX_UNAVAILABLE_S", -1.0)
+    (id,) = asyncio.run(begun(host, tmp_path / "store"))
+    refused = refuse(monkeypatch, float("inf"))
+    response = asyncio.run(continued(host, tmp_path / "store", id))
+    assert response["status"] == "failed" and refused[-1] in response["error"]["message"]
+
+
+@pytest.mark.parametrize("refuse", [at_limit, not_ready, queue_is_full])
+def test_a_response_that_waits_at_the_next_server_can_be_cancelled(
+    host: InferenceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Refuse
+) -> None:
+    cancelled, deleted = asyncio.run(begun(host, tmp_path / "store", 2))
+    refused = refuse(monkeypatch, float("inf"))
+
+    async def run() -> None:
+        async with serving(host, tmp_path / "store") as (client, _), asyncio.timeout(20):
+            while len(refused) < 2:
+                await asyncio.sleep(0.001)
+            answer = (await client.post(f"/responses/{cancelled}/cancel")).json()
+            assert answer["status"] == "cancelled"
+            assert answer == (await client.get(f"/responses/{cancelled}")).json()
+            assert (await client.delete(f"/responses/{deleted}")).json()["deleted"]
+            assert (await client.get(f"/responses/{deleted}")).status_code == 404
+
+    asyncio.run(run())

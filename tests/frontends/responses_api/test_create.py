@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ from pydantic import BaseModel, TypeAdapter
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings
+from llmbackend.frontends.generation.inferences import MANY_TOKENS
+from llmbackend.frontends.generation.tensors import Delta
 from llmbackend.frontends.journals.documents import Capacity, Document, Put, StoreError, Write
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
+from llmbackend.frontends.openai.responses_api.response_state import Change, ResponseState
 from llmbackend.frontends.openai.responses_api.schema import ResponseObject
 from llmbackend.frontends.openapi import PlainJsonSchema
 from tests.helpers.fake_llm_server import MODEL as FAKE_MODEL
@@ -303,6 +307,23 @@ def test_input_tokens_are_those_of_the_response(client: openai.OpenAI) -> None:
     for wrong in ({"stream": True}, {"store": False}, {"personality": "friendly"}):
         answer = httpx.post(f"{client.base_url}responses/input_tokens", json={"model": MODEL, "input": "x"} | wrong)
         assert answer.status_code == 400 and answer.json()["error"]["param"] in wrong
+
+
+@pytest.mark.parametrize(("length", "is_long"), [(20, False), (MANY_TOKENS, True)])
+def test_only_long_answers_are_read_in_a_thread(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, length: int, is_long: bool
+) -> None:
+    threads: list[str] = []
+    add = ResponseState.add
+
+    def watched(state: ResponseState, delta: Delta) -> list[Change]:
+        threads.append(threading.current_thread().name)
+        return add(state, delta)
+
+    monkeypatch.setattr(ResponseState, "add", watched)
+    made = client.responses.create(model=MODEL, input=SAY + "x" * length, temperature=0, store=False)
+    assert made.output_text == "x" * length
+    assert [name.startswith("large-requests") for name in threads] == [is_long]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -47,7 +47,7 @@ def _ignore_eos(api: Responses) -> None:
     assert (ignored.usage["output_tokens"], ignored.why_incomplete) == (MAX_OUTPUT_TOKENS, "max_output_tokens")
 
 
-@promise("false: special tokens are in the text")
+@promise("false: the text has special tokens, except markers of calls and reasoning and the token that ends it")
 def _skip_special_tokens(api: Responses) -> None:
     special: dict[str, Any] = {"logit_bias": {"1": 100}}
     assert api.ask(**special).text == ""

@@ -84,6 +84,7 @@ _REFUSED: Final[dict[str, Row]] = {
     "vllm_xargs": Refused([{"one": 1}], [{}]),
     "request_id": Refused(["mine"]),
     "prompt_logprobs": Refused([1]),
+    "personality": Refused(["friendly"]),
     "previous_input_messages": Refused([[{"role": "user", "content": "x"}]]),
 }
 _LABELS: Final[dict[str, Row]] = {

@@ -5,7 +5,7 @@ from .events import ContentDelta, Event, ReasoningDelta, ToolCallArguments, Tool
 from .formats import REASONING_FORMATS, TOOL_CALL_FORMATS
 from .output_parser import OutputParser
 from .schema_types import is_plain_text
-from .tables import CallGrammar, ReasoningFormat, ToolCallFormat
+from .tables import CallGrammar, MarkedCalls, Messages, ReasoningFormat, ToolCallFormat
 
 __all__ = [
     "REASONING_FORMATS",
@@ -13,6 +13,8 @@ __all__ = [
     "CallGrammar",
     "ContentDelta",
     "Event",
+    "MarkedCalls",
+    "Messages",
     "OutputParser",
     "ReasoningDelta",
     "ReasoningFormat",

@@ -85,6 +85,8 @@ class Sink:
         self.num_calls = 0
         self.is_reasoning = False
         """Whether the output is inside reasoning."""
+        self.may_reason = False
+        """Whether the output is in text that may become the marker or the header of reasoning."""
 
     def take(self) -> list[Event]:
         """The events since the last call."""

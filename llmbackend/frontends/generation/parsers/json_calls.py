@@ -1,8 +1,8 @@
 """Reads calls with JSON arguments, and provides values, headers, starts and ends for other syntaxes.
 
 Invariants: a call starts when its name is known and its arguments begin; the text before that is held, so that it can
-still become content. A value is emitted at once, as the model wrote it; without its closing quote or bracket, it ends
-with its call.
+still become content. A value is emitted while it arrives, as the model writes it; without its closing quote or bracket,
+it ends where its call ends.
 """
 
 from __future__ import annotations
@@ -163,11 +163,6 @@ def end(reader: Reader, sink: Sink) -> None:
     reader.hold()
 
 
-def cut_off(reader: Reader) -> None:
-    """Leaves the call incomplete."""
-    reader.hold()
-
-
 def read_arguments(reader: Reader, sink: Sink, name: str, id: str | None) -> Reading[None]:
     """Starts the call and emits its arguments: an object, or a JSON string that contains one."""
     yield from reader.skip_space()
@@ -177,7 +172,7 @@ def read_arguments(reader: Reader, sink: Sink, name: str, id: str | None) -> Rea
         if (yield from read_value(reader, sink.arguments)):
             end(reader, sink)
         else:
-            cut_off(reader)
+            reader.hold()  # the call is incomplete
         return
     emit_arguments(reader, sink, name, id, (yield from _read_whole_arguments(reader)))
 
@@ -293,8 +288,10 @@ class JsonCallReader:
             yield from self._read_arguments()
         elif key == call.name_key and self._name is None:
             self._set_name((yield from read_string(self._reader)))
+        elif key == call.id_key and (yield from self._reader.peek()) == '"':
+            self._id = (yield from read_string(self._reader)) or None
         elif key == call.id_key:
-            self._id = yield from read_string(self._reader)
+            yield from self._skip_value()
         elif key in ("arguments", "parameters") and self._arguments is None:
             yield from self._read_arguments()
         elif call.other_keys is None or key in call.other_keys:

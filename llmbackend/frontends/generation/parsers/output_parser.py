@@ -21,6 +21,7 @@ from .tables import (
     CallSyntax,
     HeadedCall,
     JsonCall,
+    LiteralCall,
     MarkedCalls,
     Messages,
     NestedCall,
@@ -60,7 +61,8 @@ class MarkedCallsReader:
         lists = (table.list_begin,) if table.list_begin else ()
         self._first = (*self._calls, *lists)
         """Options after the start of a section."""
-        again = (begin for begin in self._calls if begin or not table.list_begin)
+        unmarked = not table.list_begin and any(isinstance(call, LiteralCall) for call in table.calls)
+        again = (begin for begin in self._calls if begin or unmarked)
         self._next = (*again, *table.separators, *table.call_end, *table.end, *table.begin)
         """Options after a call."""
         reader.boundaries = frozenset(_texts(table))
@@ -89,7 +91,9 @@ class MarkedCallsReader:
         if reasoning is None:
             return (yield from self._read_layout(options))
         if not self._sink.is_reasoning:
+            self._sink.may_reason = True
             marker = yield from self._read_layout((reasoning.start, *options))
+            self._sink.may_reason = False
             if marker != reasoning.start:
                 return marker
             self._reader.drop()
@@ -99,8 +103,8 @@ class MarkedCallsReader:
         return (yield from self._read_layout(options))
 
     def _read_layout(self, options: Collection[str], *, keeps_space: bool = True) -> Reading[str | None]:
-        """Reads white space and a marker, which is held; other text is content. keeps_space: so is white space at the
-        end"""
+        """Reads white space and a marker, which is held; other text is content. keeps_space: white space at the end of
+        the output is content, too"""
         reader = self._reader
         marker = yield from reader.hold_marker(options)
         if marker is None:
@@ -179,19 +183,13 @@ def read_reasoning(reader: Reader, sink: Sink, table: ReasoningFormat) -> Readin
     that ended the reasoning, which is still held; None at the end of the output."""
     sink.is_reasoning = True
     ends = (table.end, *table.ended_by)
-    marker = yield from _read_start(reader, sink, (table.start, *ends))
+    marker = yield from reader.hold_marker((table.start, *ends))  # some models repeat the prompt's start marker
+    if marker is None:
+        sink.reasoning(reader.release())
     if marker not in ends:
         marker = yield from reader.until(markers(frozenset(ends)), sink.reasoning)
     sink.is_reasoning = not marker
     return marker or None
-
-
-def _read_start(reader: Reader, sink: Sink, options: tuple[str, ...]) -> Reading[str | None]:
-    """Reads a marker at the beginning of the reasoning: some models repeat the prompt's start marker."""
-    marker = yield from reader.hold_marker(options)
-    if marker is None:
-        sink.reasoning(reader.release())
-    return marker
 
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]{1,256})")
@@ -238,17 +236,14 @@ class MessagesReader:
 
     def _read_message(self, header: str) -> Reading[str]:
         """Reads a message: from the beginning of its header to the marker after its text."""
-        reader, table = self._reader, self._table
-        reader.hold()
-        while not header.endswith(table.message):
-            symbol = yield from reader.peek()
-            if not symbol or (reader.is_special and symbol in table.end):
-                break
-            if len(header) > MAX_HEADER_CHARS:  # not a header
-                self._content.push(reader.release())
-                return (yield from self._read_text(self._content, is_new=False))
-            header += reader.take()
-        reader.drop()
+        table = self._table
+        self._sink.may_reason = True
+        header, is_header = yield from self._read_header(header)
+        self._sink.may_reason = False
+        if not is_header:
+            self._content.push(self._reader.release())
+            return (yield from self._read_text(self._content, is_new=False))
+        self._reader.drop()
         recipient = _RECIPIENT.search(header)
         name = recipient[1].removeprefix(table.functions) if recipient else ""
         if recipient and self._reads_calls and (name != recipient[1] or name in self._names):
@@ -257,6 +252,19 @@ class MessagesReader:
         if channel and channel[1] == table.reasoning_channel:
             return (yield from self._read_reasoning())
         return (yield from self._read_text(self._content))
+
+    def _read_header(self, header: str) -> Reading[tuple[str, bool]]:
+        """Reads and holds the rest of a header. Returns the whole, and whether it is one: it may be too long."""
+        reader, table = self._reader, self._table
+        reader.hold()
+        while not header.endswith(table.message):
+            symbol = yield from reader.peek()
+            if not symbol or (reader.is_special and symbol in table.end):
+                break
+            if len(header) > MAX_HEADER_CHARS:
+                return header, False
+            header += reader.take()
+        return header, True
 
     def _read_reasoning(self) -> Reading[str]:
         self._sink.is_reasoning = True
@@ -344,22 +352,24 @@ class OutputParser:
         else:
             self._body = MarkedCallsReader(reader, sink, body, reasoning_format, schemas or {}, strings_are_text)
         self._sink.is_reasoning = reasoning_is_open and reasoning_format is not None
-        self._num_tokens = 0
+        self._num_undecided_tokens = 0
+        """Tokens in text that may become the marker or the header of reasoning."""
         self.num_reasoning_tokens = 0
         """Includes the tokens of the markers."""
         self._reading = self._read()
         next(self._reading)
 
     def push(self, token_id: int, text: str, is_special: bool) -> list[Event]:
-        """token_id: not used, since formats are defined by text"""
-        self._num_tokens += 1
+        """token_id: negative for text that is no token of its own"""
         was_reasoning = self._sink.is_reasoning
         if text:
             self._reader.feed(text, is_special)
             next(self._reading)
-        if was_reasoning or self._sink.is_reasoning:
-            # The tokens before the first reasoning are its marker.
-            self.num_reasoning_tokens = self.num_reasoning_tokens + 1 if self.num_reasoning_tokens else self._num_tokens
+        self._num_undecided_tokens += token_id >= 0
+        if not self._sink.may_reason:
+            is_counted = was_reasoning or self._sink.is_reasoning
+            self.num_reasoning_tokens += self._num_undecided_tokens if is_counted else 0
+            self._num_undecided_tokens = 0
         return self._sink.take()
 
     def finish(self, finish_reason: str) -> list[Event]:

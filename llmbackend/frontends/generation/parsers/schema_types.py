@@ -23,8 +23,9 @@ _MAX_REFERENCES = 8
 _MAX_PARTS = 64
 _STRINGS = re.compile(r"'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"", re.DOTALL)
 _KNOWN_ESCAPES = re.compile(r"(?:[^\\]|\\[\\'\"abfnrtvxuU])*+")
+"""Text without escapes for which Python emits a warning."""
 _JOINED_WORD = re.compile(r"\d(?![eE][-+]?\d)[A-Za-z_]")
-"""Escapes like this one make Python emit a warning."""
+"""A number joined to a word, such as `1or`, for which Python emits a warning."""
 _MAX_LITERAL_CHARS = 4096
 """Maximum length of a Python literal that is accepted where the model should have written JSON."""
 

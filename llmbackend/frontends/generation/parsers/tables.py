@@ -106,7 +106,8 @@ class MarkedCalls:
     begin: tuple[str, ...] = ()
     """Markers that open a section."""
     bare_begin: tuple[str, ...] = ()
-    """Texts that open a section only at the beginning of the output or after its reasoning, and are part of it."""
+    """Texts that open a section only at the beginning of the output or after its reasoning. A bracket also opens the
+    first call or the list of calls."""
     calls: tuple[CallSyntax, ...]
     """Alternative syntaxes, which begin differently."""
     list_begin: str = ""
@@ -133,6 +134,8 @@ class Messages:
     message: str
     end: tuple[str, ...]
     reasoning_channel: str
+    content_channels: tuple[str, ...]
+    """That of the answer first."""
     functions: str
     """Prefix of the recipient of a call."""
 
@@ -187,9 +190,8 @@ class ToolCallFormat:
     name: str
     body: MarkedCalls | Messages
     grammar: CallGrammar
-    trigger: str = ""
-    """Text at which a grammar for optional calls begins: a prefix of `grammar.begin + grammar.call_begin`. "": calls
-    begin without a marker, so only required calls can be enforced."""
+    only_required: bool = False
+    """Whether a grammar can enforce only required calls, because ordinary text may begin like an optional one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Reads calls with tagged parameters, including nested tags of members and items, and converts them to JSON.
 
 Invariants: a value that can only be a string is emitted at once; any other value is held until its end, up to
-MAX_HELD_CHARS; a longer one is a string. A call with an unread parameter has no end, and the text after it is content.
+MAX_HELD_CHARS; a longer one is emitted as the model writes it if it can only be a list or an object, otherwise as a
+string. A call with an unread parameter has no end, and the text after it is content.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 
 from .events import Sink
-from .json_calls import MAX_HEADER_CHARS, cut_off, end, quoted, read_arguments, read_header, start
+from .json_calls import MAX_HEADER_CHARS, end, quoted, read_arguments, read_header, start
 from .reader import MAX_HELD_CHARS, NotACall, Reader, Reading, markers
 from .schema_types import (
     Schema,
@@ -40,6 +41,8 @@ class ValueWriter:
         """The last newline, which is layout at the value's end."""
         self._is_first = True
         self._is_string = False
+        self._is_json = False
+        """Whether a long value is emitted as the model writes it."""
 
     def begin_string(self) -> None:
         """Marks the value as a string, even if its text is a number or JSON."""
@@ -57,9 +60,20 @@ class ValueWriter:
         if self._is_string:
             self._sink.arguments(quoted(text)[1:-1])
             return
+        if self._is_json:
+            self._sink.arguments(text)
+            return
         self._pieces.append(text)
         self._num_chars += len(text)
         if self._num_chars > MAX_HELD_CHARS:
+            self._stop_holding()
+
+    def _stop_holding(self) -> None:
+        text = "".join(self._pieces)
+        if self._types and "string" not in self._types and text.lstrip()[:1] in ("[", "{"):
+            self._is_json = True
+            self._sink.arguments(text)
+        else:
             self.begin_string()
 
     def _trimmed(self, text: str) -> str:
@@ -76,6 +90,8 @@ class ValueWriter:
     def end(self, *, is_cut_off: bool) -> None:
         if self._is_string:
             self._sink.arguments("" if is_cut_off else '"')
+        elif self._is_json:
+            return
         elif is_cut_off:
             self._sink.arguments("".join(self._pieces))
         else:
@@ -101,7 +117,6 @@ class TaggedCallReader:
         self._schemas = schemas
         self._strings_are_text = strings_are_text
         self._ends = (*call.end, *section_ends)
-        self._own_ends = call.end
         self._options = tuple(filter(None, (call.key_begin, call.json_begin, *self._ends)))
         """Options after the header or a parameter."""
         self._has_any = False
@@ -129,11 +144,11 @@ class TaggedCallReader:
             option = yield from self._read_parameter(name)
         if option is None and (reader.is_cut_off or not reader.is_at_end):
             if reader.is_at_end:
-                cut_off(reader)
+                reader.hold()
             return None
         self._sink.arguments("}" if self._has_any else "{}")
         end(reader, self._sink)
-        return None if option in self._own_ends else option
+        return None if option in self._call.end else option
 
     def _next_option(self) -> Reading[str | None]:
         yield from self._reader.skip_space()
@@ -225,7 +240,7 @@ class NestedCallReader:
         if (yield from self._read_members(self._schema, is_list=False)):
             end(reader, self._sink)
         elif reader.is_at_end:
-            cut_off(reader)
+            reader.hold()
 
     def _read_members(self, description: object, *, is_list: bool, first: str = "", depth: int = 0) -> Reading[bool]:
         """Reads an object or a list with its closing tag; returns False if it is incomplete. first: the name of the

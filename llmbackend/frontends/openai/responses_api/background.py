@@ -11,17 +11,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llmbackend.core.errors import TritonError
 from llmbackend.core.tracing.trace import RequestTrace
 
 from ...context import FrontendContext
@@ -33,7 +35,7 @@ from ...generation.plan import AnswerPlan, plan_answer
 from ...generation.request import WITH_USAGE, GenerationRequest
 from ...generation.sealed_reasoning import SealingKey
 from ...generation.tensors import Delta
-from ...http.errors import OpenAIError
+from ...http.errors import JsonObject, OpenAIError
 from ...http.request_body import release_body
 from ...journals.documents import Document, StoreError
 from ...journals.response_store import LiveLog, ResponseStore, current_owner
@@ -45,6 +47,7 @@ from .preparation import PreparedResponse, prepare
 from .response_state import ResponseState
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[tuple[object, ...]])
 
@@ -77,7 +80,14 @@ class BackgroundRun:
 
     def begin(self, generation: Generation) -> asyncio.Task[None]:
         self._generation = generation
-        self._task = asyncio.get_running_loop().create_task(self._produce(generation))
+        return self._begin(partial(self._produce, generation))
+
+    def resume(self, attempt: Callable[[], Generation] | None) -> asyncio.Task[None]:
+        """Continues a response of another server. attempt: creates its generation; None: it has all its tokens"""
+        return self._begin(self._complete if attempt is None else partial(self._continue, attempt))
+
+    def _begin(self, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        self._task = asyncio.get_running_loop().create_task(self._until_end(work))
         return self._task
 
     async def cancel(self) -> None:
@@ -85,17 +95,6 @@ class BackgroundRun:
         if await self._stopped():
             self._state.cancel()
             await self._finish([])
-
-    async def fail(self, error: OpenAIError) -> None:
-        """Raises StoreError."""
-        await self._finish(self._writer.fail_events(error))
-
-    async def complete(self) -> None:
-        """To be called after the last delta. Raises StoreError."""
-        self._is_ending = True
-        events = self._writer.end_events()
-        await self._before_end()
-        await self._finish(events)
 
     async def suspend(self) -> None:
         """Ends the run but leaves its log as it is."""
@@ -121,17 +120,9 @@ class BackgroundRun:
             self._generation.close()
         return not self.is_over
 
-    async def _produce(self, generation: Generation) -> None:
+    async def _until_end(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            while not generation.is_over:
-                _, delta = await generation.next()
-                deltas = [delta]
-                while (arrival := generation.pop()) is not None:
-                    deltas.append(arrival[1])
-                self._append(deltas)
-                await self.log.wait_for_capacity()
-            await generation.checked()
-            await self.complete()
+            await work()
         except asyncio.CancelledError:
             if self._failure is None:
                 raise
@@ -140,7 +131,37 @@ class BackgroundRun:
             self._is_ending = True
             await self._give_up(OpenAIError.of(error))
         finally:
-            generation.close()
+            if self._generation is not None:
+                self._generation.close()
+
+    async def _continue(self, attempt: Callable[[], Generation]) -> None:
+        async def begun() -> tuple[Generation, Delta]:
+            generation = self._generation = attempt()
+            try:
+                return generation, (await generation.next())[1]
+            except Exception:
+                generation.close()
+                raise
+
+        await self._produce(*await _repeated(begun))
+
+    async def _produce(self, generation: Generation, first: Delta | None = None) -> None:
+        """first: an already popped delta"""
+        while first is not None or not generation.is_over:
+            deltas = [(await generation.next())[1] if first is None else first]
+            first = None
+            while (arrival := generation.pop()) is not None:
+                deltas.append(arrival[1])
+            self._append(deltas)
+            await self.log.wait_for_capacity()
+        await generation.checked()
+        await self._complete()
+
+    async def _complete(self) -> None:
+        self._is_ending = True
+        events = self._writer.end_events()
+        await self._before_end()
+        await self._finish(events)
 
     def _append(self, deltas: Sequence[Delta]) -> None:
         events = [event for delta in deltas for event in self._writer.delta_events(delta)]
@@ -148,7 +169,7 @@ class BackgroundRun:
 
     async def _give_up(self, error: OpenAIError) -> None:
         with suppress(StoreError):  # already reported where it occurred
-            await self.fail(error)
+            await self._finish(self._writer.fail_events(error))
 
     async def _finish(self, events: Sequence[bytes]) -> None:
         self._is_ending = self.is_over = True
@@ -164,8 +185,24 @@ class BackgroundRun:
 
 
 _SEED_BITS: Final = 31
-_CAPACITY_POLL_S: Final = 1.0
-"""Time between two attempts to continue a response of another server while this one is at its limit."""
+_RETRY_S: Final = 1.0
+"""Time between two attempts to continue a response of another server while this one refuses it for the time being."""
+_MAX_UNAVAILABLE_S: Final = 600.0
+"""How long a model that is not ready, or whose queue is full, is asked again. A limit of the server is waited for until
+the response expires."""
+
+
+async def _repeated(attempt: Callable[[], Awaitable[T]]) -> T:
+    """`attempt()`, repeated while it is refused for the time being. Raises its last error."""
+    end_s = time.monotonic() + _MAX_UNAVAILABLE_S
+    while True:
+        try:
+            return await attempt()
+        except (OpenAIError, TritonError) as error:
+            is_limit = isinstance(error, LimitReachedError)
+            if not is_limit and (OpenAIError.of(error).status != 503 or time.monotonic() > end_s):
+                raise
+        await asyncio.sleep(_RETRY_S)
 
 
 _FORMAT: Final = 1
@@ -211,7 +248,8 @@ class BackgroundResponses:
         self._store = store
         self._key = context.sealing_key
         self._runs: dict[str, BackgroundRun] = {}
-        self._resuming: dict[str, asyncio.Task[None]] = {}
+        self._resuming: dict[str, tuple[asyncio.Task[None], LiveLog]] = {}
+        """Responses of other servers that have no run yet."""
         store.producer = self
 
     async def create(
@@ -219,7 +257,7 @@ class BackgroundResponses:
     ) -> Response:
         """Starts the response; returns the queued response, or its events."""
         seed = prepared.request.generation.sampling.get("seed")
-        seed = secrets.randbits(_SEED_BITS) if seed is None else seed
+        seed = secrets.randbits(_SEED_BITS) if seed in (None, -1) else seed
         identity = Identity.of(prepared.request.generation, target.model.fingerprint, prepared.identity_suffix)
         response = self._response(prepared, identity, target, seed)
         continuation = await self._gate.decode_in_thread(
@@ -228,11 +266,12 @@ class BackgroundResponses:
         generation = Generation(self._gate, response.request, target, identity.id, plan=response.plan, trace=trace)
         release_body(http)
         try:
-            document = prepared.document(current_owner(), identity, response.state, self._store, continuation)
+            queued = response.state.json()
             events = response.writer.begin_events()
+            document = prepared.document(current_owner(), identity, response.state, self._store, continuation)
             run = self._run(self._store.begin(document), response)
             run.log.append(events, b"")
-            self._begin(run, generation)
+            self._watch(run, run.begin(generation))
         except BaseException:
             self._runs.pop(identity.id, None)
             generation.close()
@@ -245,13 +284,17 @@ class BackgroundResponses:
         except StoreError as error:
             run.log.on_failure(error)  # nothing else would report it
             raise
-        return Response(document.body, headers=headers, media_type="application/json")
+        return Response(queued, headers=headers, media_type="application/json")
 
     async def cancel(self, id: str) -> None:
         """Has no effect on a response that is not in progress. Raises StoreError."""
         if (resuming := self._resuming.get(id)) is not None:
-            await asyncio.wait((resuming,))
-        if (run := self._runs.get(id)) is not None:
+            task, log = resuming
+            if log.document.is_live:  # otherwise it is failing
+                task.cancel()
+            await asyncio.wait((task,))
+            await log.finish(_with(log.document, {"status": "cancelled"}))
+        elif (run := self._runs.get(id)) is not None:
             await run.cancel()
 
     # --- a Producer of the store --------------------------------------------------------------------------------------
@@ -260,11 +303,11 @@ class BackgroundResponses:
         """Readers find its log at once; a task continues the generation."""
         log, progress = await self._store.resume(document)
         task = asyncio.get_running_loop().create_task(self._resume(document, log, progress))
-        self._resuming[document.id] = task
+        self._resuming[document.id] = task, log
         task.add_done_callback(lambda _: self._resuming.pop(document.id, None))
 
     async def suspend(self) -> None:
-        for task in list(self._resuming.values()):
+        for task, _ in list(self._resuming.values()):
             task.cancel()
         await asyncio.gather(*(run.suspend() for run in list(self._runs.values())))
 
@@ -272,19 +315,12 @@ class BackgroundResponses:
         try:
             response, target, is_complete = await self._replayed(document, log, progress)
         except Exception as error:
-            await _fail(document, log, OpenAIError.of(error))
+            await _fail(log, OpenAIError.of(error))
             return
+        del self._resuming[document.id]
+        attempt = partial(Generation, self._gate, response.request, target, response.identity.id, plan=response.plan)
         run = self._run(log, response)
-        try:
-            if is_complete:
-                await run.complete()
-            else:
-                self._begin(run, await self._generation(response, target))
-        except Exception as error:
-            await run.fail(OpenAIError.of(error))
-        finally:
-            if run.is_over:
-                self._runs.pop(document.id, None)
+        self._watch(run, run.resume(None if is_complete else attempt))
 
     async def _replayed(
         self, document: Document, log: LiveLog, progress: list[bytes]
@@ -295,23 +331,20 @@ class BackgroundResponses:
         continuation = _decoded(document.continuation)
         prepared, deltas = await self._gate.run_in_thread(partial(_read, continuation, progress, self._key))
         asked = prepared.request.generation
-        target = self._catalog.require(asked.model, asked.prompts[0].name)
+
+        async def found() -> Target:
+            return self._catalog.require(asked.model, asked.prompts[0].name)
+
+        target = await _repeated(found)
         identity = Identity(document.id, continuation.created_s, asked.model, continuation.fingerprint)
         response = self._response(prepared, identity, target, continuation.seed)
         await self._gate.run_in_thread(partial(_replay, response.writer, deltas))
         if response.writer.next_sequence_number != log.journal.next_number:
-            raise OpenAIError("the server that started the response produced other events for its tokens", status=503)
+            message = "for the same tokens, this server sends other events than the one that began the response"
+            raise OpenAIError(message, status=503)
         sent = tuple(id for delta in deltas for id in delta.token_ids)
         response = replace(response, request=replace(response.request, prior_output_ids=sent))
         return response, target, any(delta.is_final for delta in deltas)
-
-    async def _generation(self, response: _Response, target: Target) -> Generation:
-        """Waits while the server is at its limit."""
-        while True:
-            try:
-                return Generation(self._gate, response.request, target, response.identity.id, plan=response.plan)
-            except LimitReachedError:
-                await asyncio.sleep(_CAPACITY_POLL_S)
 
     # --- shared -------------------------------------------------------------------------------------------------------
 
@@ -333,11 +366,10 @@ class BackgroundResponses:
         run = self._runs[log.id] = BackgroundRun(log, response.state, response.writer, tell)
         return run
 
-    def _begin(self, run: BackgroundRun, generation: Generation) -> None:
-        """Ends the run when its document expires, at the latest."""
+    def _watch(self, run: BackgroundRun, task: asyncio.Task[None]) -> None:
+        """Ends the run when its document expires, at the latest. task: of the run"""
         left_s = run.log.document.expires_s - self._store.clock_s()
         alarm = asyncio.get_running_loop().call_later(max(left_s, 0.0), run.expire)
-        task = run.begin(generation)
 
         def ended(_: asyncio.Task[None]) -> None:
             alarm.cancel()
@@ -347,10 +379,11 @@ class BackgroundResponses:
 
 
 def _continuation(prepared: PreparedResponse, identity: Identity, seed: int) -> bytes:
+    body = prepared.body | {"model": identity.model}  # the default, if the request names none
     history = (list(prepared.history.items), dict(prepared.history.by_id))
     return msgspec.msgpack.encode(
         _Continuation(
-            *(prepared.body, history, prepared.identity_suffix, identity.created_s, identity.fingerprint, seed),
+            *(body, history, prepared.identity_suffix, identity.created_s, identity.fingerprint, seed),
             format=_FORMAT,
         )
     )
@@ -363,7 +396,7 @@ def _decoded(continuation: bytes) -> _Continuation:
     except msgspec.DecodeError:
         found = None
     if found is None or found.format != _FORMAT:
-        raise OpenAIError("another release of the server, whose stored format differs, began it", status=503)
+        raise OpenAIError("another release of the server began the response, and stored it differently", status=503)
     return found
 
 
@@ -379,10 +412,14 @@ def _replay(writer: ResponseWriter, deltas: list[Delta]) -> None:
         writer.delta_events(delta)
 
 
-async def _fail(document: Document, live_log: LiveLog, error: OpenAIError) -> None:
+async def _fail(live_log: LiveLog, error: OpenAIError) -> None:
     """Ends a response that cannot be continued."""
-    log.warning("the response %s cannot be continued: %s", document.id, error.message)
+    log.warning("the response %s cannot be continued: %s", live_log.id, error.message)
     told = {"code": error.code or "server_error", "message": error.message}
-    body = orjson.dumps(orjson.loads(document.body) | {"status": "failed", "error": told})
+    document = _with(live_log.document, {"status": "failed", "error": told})
     head = b'event: response.failed\ndata: {"type":"response.failed","sequence_number":%d,"response":%b}\n\n'
-    await live_log.finish(replace(document, body=body), [head % (live_log.journal.next_number, body)])
+    await live_log.finish(document, [head % (live_log.journal.next_number, document.body)])
+
+
+def _with(document: Document, fields: JsonObject) -> Document:
+    return replace(document, body=orjson.dumps(orjson.loads(document.body) | fields))

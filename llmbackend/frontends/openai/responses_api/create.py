@@ -48,13 +48,14 @@ _MAX_HISTORY_BYTES = 8 << 20
 _HISTORY_ITEM_COST = 256
 """How many bytes of a body an item of the history counts as: see `decode_cost`."""
 Keep = Callable[[], Coroutine[Any, Any, None]]
-FIELDS = frozenset(
+_FIELDS = frozenset(
     (
         "conversation",
         "input",
         "instructions",
         "model",
         "parallel_tool_calls",
+        "personality",
         "previous_response_id",
         "reasoning",
         "text",
@@ -72,7 +73,7 @@ class InputTokensBody(ResponsesBody):
     model_config = ConfigDict(
         defer_build=True,
         json_schema_extra=cast(JsonObject, ResponsesBody.model_config["json_schema_extra"])
-        | {"propertyNames": {"enum": sorted(FIELDS)}},
+        | {"propertyNames": {"enum": sorted(_FIELDS)}},
     )
 
 
@@ -126,7 +127,8 @@ class ResponseCreation(OpenAIEndpoints):
         headers = partial(load_headers, self._gate.server, http, target.name)
         if prepared.request.generation.stream is None:
             return await whole_answer(http, generation, _whole(generation, state, keep), headers)
-        return await streamed_answer(http, generation, ResponseWriter(state), headers, keep)
+        quiet_s = self._context.options.request_defaults.sse_keep_alive_s
+        return await streamed_answer(http, generation, ResponseWriter(state), headers, keep, quiet_s=quiet_s)
 
     def begin(
         self, prepared: PreparedResponse, target: Target, trace: RequestTrace | None
@@ -176,10 +178,8 @@ async def collect(generation: Generation, state: ResponseState) -> None:
     """Adds the whole answer. Raises OpenAIError if the generation failed."""
     while not generation.is_over:
         _, delta = await generation.next()
-        if delta.prompt is None:
-            state.add(delta)
-        else:
-            await generation.in_thread(partial(state.add, delta))
+        num_tokens = delta.num_listed_tokens + sum(map(len, delta.logprobs))
+        await generation.in_thread_if_long(num_tokens, partial(state.add, delta))
     state.end()
 
 
@@ -191,10 +191,7 @@ async def _whole(generation: Generation, state: ResponseState, keep: Keep | None
 
 
 def _read(body: JsonObject) -> ReadBody:
-    if body.get("personality") is not None:
-        message = "'personality' is not supported: use the instructions"
-        raise OpenAIError(message, param="personality", code="unsupported_parameter")
-    check_names(body, FIELDS | {"personality"})
+    check_names(body, _FIELDS)
     return read_responses(body)
 
 

@@ -71,7 +71,6 @@ class ResponsesRequest:
     previous_response_id: str | None
     conversation: str | None
     """The id of the conversation."""
-    max_tool_calls: int | None
 
 
 _FIELD_NAMES = {
@@ -122,7 +121,6 @@ def parse_responses(read: ReadBody, history: History = NO_HISTORY, key: SealingK
         include=frozenset(fields.include or ()),
         previous_response_id=wanted.previous_response_id,
         conversation=wanted.conversation,
-        max_tool_calls=fields.max_tool_calls,
     )
 
 

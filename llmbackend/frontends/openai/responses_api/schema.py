@@ -110,6 +110,7 @@ class UnservedByResponses(UnservedEverywhere, UnservedInConversations):
     context_management: Annotated[Any, Only([], reason="compact with POST /v1/responses/compact")] = None
     access_programs: Annotated[Any, Only(reason="this server has none")] = None
     image: Annotated[Any, Only({}, reason=TEXT_ONLY)] = None
+    personality: Annotated[Any, Only(reason="use the instructions")] = None
     previous_input_messages: Annotated[Any, Only(reason="put items of earlier turns into 'input'")] = None
     request_id: Annotated[Any, Only(reason="the server chooses the ids of responses")] = None
 

@@ -33,6 +33,11 @@ SAMPLES = (
     _hermes(text='<tool_call>{"arguments": {"x": [1]}, "name": "f"}</tool_call>', calls=(Call("f", '{"x": [1]}'),)),
     _hermes(text='<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', calls=(Call("f", '{"x": 1}'),)),
     _hermes(text='<tool_call>{"name": "f"}</tool_call>', calls=(Call("f", "{}"),)),
+    _hermes(text='<tool_call>{"id": "a", "name": "f"}</tool_call>', calls=(Call("f", "{}", "a"),)),
+    *(
+        _hermes(text=f'<tool_call>{{"id": {id}, "name": "f", "arguments": {{}}}}</tool_call>', calls=(Call("f", "{}"),))
+        for id in ("7", "null", '""', '{"a": [1]}')
+    ),
     _hermes(text='<tool_call>{"name": "f", "arguments": null}</tool_call>', calls=(Call("f", "{}"),)),
     _hermes(
         text='<tool_call>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]</tool_call>',

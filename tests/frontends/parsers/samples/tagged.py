@@ -160,6 +160,24 @@ SAMPLES = (
         calls=_CALLS,
         schemas=_SCHEMAS,
     ),
+    # Text between the parameters and the end is no second call.
+    *(
+        Sample(
+            tools=name,
+            text=f"{call}\nstray{end}",
+            calls=(Call("f", '{"count": 3', is_complete=False),),
+            content=f"\nstray{end}",
+            schemas=_SCHEMAS,
+        )
+        for name, call, end in (
+            ("glm45", "<tool_call>f\n<arg_key>count</arg_key>\n<arg_value>3</arg_value>", "</tool_call>"),
+            (
+                "solar_open2",
+                "<|tool_call:start|>f\n<|tool_arg:start|>count<|tool_arg:value|>3<|tool_arg:end|>",
+                "<|tool_call:end|>",
+            ),
+        )
+    ),
     Sample(tools="minimax_m2", text="<minimax:tool_call>\nno", content="<minimax:tool_call>\nno"),
     Sample(
         tools="minimax_m2",

@@ -21,23 +21,24 @@ def _json(
     begin: str = "",
     separator: str = "",
     end: str = "",
-    trigger: str | None = None,
+    marker: str = "",
     takes_list: bool = False,
     more_begins: tuple[str, ...] = (),
     more_ends: tuple[str, ...] = (),
     bare_begin: tuple[str, ...] = (),
     form: JsonCall | None = None,
+    only_required: bool = False,
 ) -> ToolCallFormat:
     """The text before the object, without a list's bracket, is the marker that begins a section of calls; the text
     after it ends the section.
 
-    trigger: None: the marker that begins a section
+    marker: "": as above
     takes_list: a list is parsed, although grammars never produce one
     more_begins, more_ends: markers that are parsed, but never produced by grammars
     """
     before = f"{begin}{call}".partition("{")[0].strip()
     behind = f"{call}{end}".rpartition("}")[2].strip()
-    marker, closing = before.removesuffix("["), behind.removeprefix("]")
+    marker, closing = marker or before.removesuffix("["), behind.removeprefix("]")
     separators = (separator.strip(), ",") if separator.strip() not in ("", ",") else (",",)
     return ToolCallFormat(
         name=name,
@@ -50,7 +51,7 @@ def _json(
             end=(*((closing,) if closing else ()), *more_ends),
         ),
         grammar=CallGrammar.of(call, begin=begin, separator=separator, end=end),
-        trigger=marker if trigger is None else trigger,
+        only_required=only_required,
     )
 
 
@@ -61,7 +62,6 @@ _LLAMA3 = _json(
     "llama3_json",
     '{"name": "…", "parameters": …}',
     separator="; ",
-    trigger='{"name": "',
     more_begins=("<|python_tag|>",),
     bare_begin=("{",),
     form=JsonCall(other_keys=("type",), only_known_names=True),
@@ -112,9 +112,9 @@ JSON_FORMATS = (
         begin="functools[",
         separator=", ",
         end="]",
-        trigger="functools[",
+        marker="functools[",  # without the bracket, it is a word
         more_begins=("<|tool_call|>",),
-        more_ends=("<|/tool_call|>",),
+        more_ends=("]", "<|/tool_call|>"),
     ),
     _json(
         "granite",
@@ -135,6 +135,7 @@ JSON_FORMATS = (
         more_ends=("```", "</tool_call>"),
         bare_begin=("[",),
         form=JsonCall(only_known_names=True),
+        only_required=True,
     ),
     _json(
         "gigachat3",
@@ -149,7 +150,6 @@ JSON_FORMATS = (
             begin=("<|action_start|>",), list_begin="<|plugin|>", calls=(JsonCall(),), list_end="<|action_end|>"
         ),
         grammar=CallGrammar.of(f"<|action_start|><|plugin|>\n{_OBJECT}<|action_end|>"),
-        trigger="<|action_start|><|plugin|>",
     ),
     ToolCallFormat(
         name="deepseek_v3",
@@ -168,7 +168,6 @@ JSON_FORMATS = (
         grammar=CallGrammar.of(
             f"{_CALL}function{_SEPARATOR}…\n```json\n…\n```{_CALL_END}", begin=_CALLS, separator="\n", end=_CALLS_END
         ),
-        trigger=_CALLS,
     ),
     ToolCallFormat(
         name="deepseek_v31",
@@ -179,7 +178,6 @@ JSON_FORMATS = (
             end=(_CALLS_END,),
         ),
         grammar=CallGrammar.of(f"{_CALL}…{_SEPARATOR}…{_CALL_END}", begin=_CALLS, end=_CALLS_END),
-        trigger=_CALLS,
     ),
     ToolCallFormat(
         name="kimi_k2",
@@ -198,7 +196,6 @@ JSON_FORMATS = (
         grammar=CallGrammar.of(
             f"{_KIMI_CALL}functions.…:0{_KIMI_ARGUMENTS}…{_KIMI_CALL_END}", begin=_KIMI, end=_KIMI_END
         ),
-        trigger=_KIMI,
     ),
     # A list of JSON objects, or, since version 11, name and arguments of one call.
     ToolCallFormat(
@@ -209,6 +206,5 @@ JSON_FORMATS = (
             list_begin="[",
         ),
         grammar=CallGrammar.of("[TOOL_CALLS]…[ARGS]…"),
-        trigger="[TOOL_CALLS]",
     ),
 )

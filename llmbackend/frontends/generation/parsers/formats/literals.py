@@ -33,7 +33,6 @@ def _python(
             end=closing + end,
             text_quote=None,
         ),
-        trigger=begin,
     )
 
 
@@ -44,7 +43,6 @@ def _gemma(name: str, begin: str, end: str, quote: str) -> ToolCallFormat:
         name=name,
         body=MarkedCalls(begin=(begin,), calls=(call,), end=(end,)),
         grammar=CallGrammar.of(f"{begin}call:…{{…}}{end}", "…:…,", text_quote=quote, text_excludes=(quote,)),
-        trigger=begin,
     )
 
 

@@ -10,6 +10,7 @@ _HARMONY = Messages(
     message="<|message|>",
     end=("<|end|>", "<|call|>", "<|return|>"),
     reasoning_channel="analysis",
+    content_channels=("final", "commentary"),
     functions="functions.",
 )
 _HARMONY_CALL = "<|start|>assistant<|channel|>commentary to=functions."
@@ -17,7 +18,6 @@ OPENAI = ToolCallFormat(
     name="openai",
     body=_HARMONY,
     grammar=CallGrammar.of(f"{_HARMONY_CALL}… <|constrain|>json<|message|>…<|call|>"),
-    trigger=_HARMONY_CALL,
 )
 _THINK = (
     *("deepseek_r1", "deepseek_v3", "deepseek_v4", "gigachat35", "glm45", "glm47", "holo2", "mimo", "minimax_m2"),

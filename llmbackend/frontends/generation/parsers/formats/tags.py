@@ -25,7 +25,6 @@ def _tagged(
     *,
     section: tuple[str, str] = ("", ""),
     separator: str = "",
-    trigger: str | None = None,
     text_excludes: tuple[str, ...] = (),
     json_key_end: str = "",
     more_begins: tuple[str, ...] = (),
@@ -35,7 +34,6 @@ def _tagged(
     """The first line before a call's name begins the section of calls, the second line the call. After the arguments,
     the last line ends the section, the line before it the call.
 
-    trigger: None: what begins the section
     text_excludes: what a string cannot contain, in addition to its end tag
     more_begins: other texts that begin a section, never produced by grammars
     call_end: texts after a call that are ignored
@@ -67,7 +65,6 @@ def _tagged(
             end=(section_end,),
         ),
         grammar=replace(grammar, text_excludes=(value_end, *text_excludes)),
-        trigger=section_begin if trigger is None else trigger,
     )
 
 
@@ -110,7 +107,6 @@ _QWEN3_CODER = _tagged(
     "<tool_call>\n<function=…>\n…</function>\n</tool_call>",
     "<parameter=…>\n…\n</parameter>\n",
     separator="\n",
-    trigger="<tool_call>\n<function=",
     text_excludes=("<parameter=", "</function>"),
     more_begins=("<function=",),
     may_omit_value_end=True,
@@ -207,7 +203,6 @@ TAGGED_FORMATS = (
             separator="\n",
             text_excludes=("</param>", _CDATA),
         ),
-        trigger=f'{_MINICPM_FUNCTION}"',
     ),
     ToolCallFormat(
         name="minimax_m3",
@@ -223,7 +218,6 @@ TAGGED_FORMATS = (
             end=f"{_MARK}</tool_call>",
             text_excludes=(_MARK,),
         ),
-        trigger=f"{_MARK}<tool_call>",
     ),
     ToolCallFormat(
         name="kimi_k3",
@@ -250,6 +244,5 @@ TAGGED_FORMATS = (
             begin=_KIMI,
             end=_KIMI_END,
         ),
-        trigger=_KIMI,
     ),
 )
