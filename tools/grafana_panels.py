@@ -289,7 +289,10 @@ ROWS = (
                 "Failed self-checks",
                 "none",
                 "A leak or a lost item: a defect of the server, please report it.",
-                [(MODEL, increase("llmbackend:invariant_breaches_total", "model"))],
+                [
+                    (MODEL, increase("llmbackend:invariant_breaches_total", "model")),
+                    ("{{model}}, host, since its start", total("llmbackend:core_invariant_breaches_total")),
+                ],
             ),
         ),
     ),

@@ -76,7 +76,7 @@ _ADVICE: tuple[tuple[re.Pattern[str], str | Callable[[], str]], ...] = tuple(
         ),
         (
             r"architecture '.*' is not supported",
-            "Serve another checkpoint: docs/llm_backend.md lists the supported architectures.",
+            "Serve another checkpoint: docs/models.md lists the supported architectures.",
         ),
         (
             r"the hub did not return its files|"
