@@ -72,7 +72,7 @@ def write_model(root: Path, name: str, config: str = 'backend: "llm"\n', **argum
             'platform: "tensorrt_plan"',
             {},
             "no backend for TensorRT plans",
-            "put the compiled libtriton_tensorrt.so into ",
+            "put a compiled libtriton_tensorrt.so into ",
         ),
         ("backend: llm", {}, "config.pbtxt", "Correct that"),
         ('backend: "llm"', {}, "model.json", CHECKPOINT),
@@ -108,7 +108,7 @@ def test_a_refused_architecture_is_named_at_the_end(tmp_path: Path) -> None:
     line = last_line("--model-repository", str(tmp_path))
     assert line.startswith("Model 'jamba' was not loaded: ")
     assert "'JambaForCausalLM' is not supported" in line
-    assert line.endswith("docs/llm_backend.md lists the supported architectures.")
+    assert line.endswith("docs/models.md lists the supported architectures.")
 
 
 def test_a_repository_that_may_not_be_read_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

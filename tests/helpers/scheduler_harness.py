@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.memory.kv_cache import KVCacheManager
+from llmbackend.engine.memory.prefix_cache import Prefix
 from llmbackend.engine.messages import InferRequest
 from llmbackend.engine.scheduling.scheduler import Scheduler
 from llmbackend.engine.scheduling.sequence import Rows, Sequence
@@ -47,3 +52,15 @@ class Harness:
         self.table.num_tokens[sampled] += 1
         self.kv_cache.check()
         return chunks, {names[row] for row in sampled.tolist()}
+
+
+def counted_lookups(kv_cache: KVCacheManager, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The texts that are looked up in its prefix cache from now on."""
+    texts, find = list[Any](), kv_cache._prefixes.find
+
+    def find_noting(*text: Any) -> Prefix:
+        texts.append(text)
+        return find(*text)
+
+    monkeypatch.setattr(kv_cache._prefixes, "find", find_noting)
+    return texts
