@@ -188,8 +188,7 @@ class ModelState:
         self.loras.engine_ended(engine.index)
         self.prefixes.ended(engine)
         self._placement.leave(engine.config)
-        with self._lock:  # other engines may have been stopped during the shutdown, or may be stopped now
-            is_last = not self._engines
+        with self._lock:  # others may have been stopped during the shutdown, or may be stopped now
             if not is_last:
                 self.tasks.hand_over(engine.assignment, self._engines[0].assignment)
         if is_last:

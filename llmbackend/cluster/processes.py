@@ -116,20 +116,15 @@ class Child:
             os.close(writer)
         self._process = process
         assert process.stdin is not None
-        with process.stdin as commands, contextlib.suppress(BrokenPipeError):
+        with open(reader, "rb") as pipe, process.stdin as commands, contextlib.suppress(BrokenPipeError):
             commands.write(self._order())
             commands.flush()
-            said = await in_thread(_read_line, reader)
+            said = await in_thread(pipe.readline)
             if not self._first.done():
                 self._first.set_result(said)
             await in_thread(process.wait)
         await in_thread(process.wait)
         return process
-
-
-def _read_line(descriptor: int) -> bytes:
-    with open(descriptor, "rb") as pipe:
-        return pipe.readline()
 
 
 _PROGRAM: Final = "llmbackend.engine.process.served.served_engine"
@@ -192,8 +187,11 @@ class EngineKeeper:
         num_failures = 0
         while not self._is_ending.wait(restart_pause_s(num_failures)):
             began_s = time.monotonic()
-            if not self._adopt() and (launch := self._prepare()) is not None and not self._is_ending.is_set():
-                self._launch(launch)
+            try:
+                if not self._adopt() and (launch := self._prepare()) is not None and not self._is_ending.is_set():
+                    self._launch(launch)
+            except (OSError, ValueError) as error:  # memory, process ids or descriptors are used up
+                self._heard(ServedEngineNews(error=f"the engine's process could not be started: {error}"))
             num_failures = 0 if time.monotonic() - began_s >= _LASTED_S else num_failures + 1
 
     def _adopt(self) -> bool:
@@ -216,7 +214,7 @@ class EngineKeeper:
             pass_fds=launch.descriptors,
         )
         assert launcher.stdin is not None and launcher.stdout is not None
-        with launcher.stdin as commands, launcher.stdout as news:
+        with launcher, launcher.stdin as commands, launcher.stdout as news:
             self._pid = int(news.readline())
             launcher.wait()
             if self._is_ending.is_set():  # `end` may have found no process

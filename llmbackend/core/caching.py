@@ -187,8 +187,9 @@ COMPILED_CACHE_WAIT_TIMEOUT_S = 0.1
 class ThreadedCache:
     """A response cache whose store may take long to answer, for example over a network, so that threads use it.
 
-    A lookup that waits longer than `wait_timeout_s` for a thread is skipped: if the store hangs, a request is delayed
-    by at most one other lookup rather than by all earlier ones. At most MAX_WAITING_INSERTS insertions wait.
+    A lookup that waits longer than `wait_timeout_s` for a thread is skipped: if the store is slow, a request is delayed
+    by at most one other lookup rather than by all earlier ones. The store must answer some time: requests wait for
+    calls that never return. At most MAX_WAITING_INSERTS insertions wait.
     """
 
     takes_time = True
@@ -200,6 +201,9 @@ class ThreadedCache:
         self._wait_timeout_s = wait_timeout_s
         self._clock = clock
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="response-cache")
+        started = threading.Barrier(threads)
+        for _ in range(threads):  # now, so that no request fails because a thread cannot be started
+            self._threads.submit(started.wait)
         self._insert_slots = threading.BoundedSemaphore(MAX_WAITING_INSERTS)
         self.is_shared = store.is_shared
         self.lookup = store.lookup

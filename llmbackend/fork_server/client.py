@@ -66,7 +66,7 @@ def environment(interpreter: str) -> dict[str, str]:
 
 def restart_pause_s(num_failures: int) -> float:
     """How long to pause before the next start; doubles with each consecutive failure; 0 without failures."""
-    return min(FIRST_PAUSE_S * 2.0 ** (num_failures - 1), MAX_PAUSE_S) if num_failures > 0 else 0.0
+    return min(FIRST_PAUSE_S * 2.0 ** min(num_failures - 1, 100), MAX_PAUSE_S) if num_failures > 0 else 0.0
 
 
 def wait_readable(descriptor: int, timeout_s: float | None) -> bool:

@@ -244,10 +244,10 @@ _OPTIONS: Final = (
 )
 _OF_THE_CHANNEL: Final = frozenset({"user-agent", "content-type", "te"})
 _KEPT_PARAMETERS: Final = frozenset({RESUMABLE.encode(), RESUME_FROM.encode()})
+"""Parameters in the first request of a ModelStreamInfer whose responses the host retains."""
 _PARAMETERS: Final = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["parameters"].number
 _KEY: Final = 1
 """Of a map's entries, in the protobuf wire format."""
-"""Parameters in the first request of a ModelStreamInfer whose responses the host retains."""
 _COMMON_NAME_PART: Final = b"resum"
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[Any], Awaitable[Any]]

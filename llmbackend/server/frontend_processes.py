@@ -166,32 +166,37 @@ class _Keeper:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _kill(self) -> None:
+        """Ends what a start that failed has left."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            self.process = self._control = None
+            self._on_end(self._settings.number)
+        if self._control is not None:
+            self._control.close()
+        self.process = self._control = None
 
     async def _run_once(self) -> int:
         """Runs a process; returns its exit code. Raises OSError and RuntimeError."""
         ours, theirs = socket.socketpair()
         ours.setblocking(True)
-        with theirs, contextlib.ExitStack() as on_error:
+        with contextlib.ExitStack() as on_error:
             on_error.callback(ours.close)
-            # Not the event loop's method, whose fork would make gRPC's handlers stop its threads. In a session of its
-            # own: only the server gets the terminal's Ctrl+C, and it then stops this process.
-            process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE],
-                stdin=theirs.fileno(),
-                stdout=DEVNULL,
-                stderr=PIPE,
-                env={**os.environ, METRICS_VARIABLE: str(self._settings.host.metrics)},
-                start_new_session=True,
-            )
+            with theirs:
+                # Not the event loop's method, whose fork would make gRPC's handlers stop its threads. In a session of
+                # its own: only the server gets the terminal's Ctrl+C, and it then stops this process.
+                process = subprocess.Popen(
+                    [sys.executable, "-m", _MODULE],
+                    stdin=theirs.fileno(),
+                    stdout=DEVNULL,
+                    stderr=PIPE,
+                    env={**os.environ, METRICS_VARIABLE: str(self._settings.host.metrics)},
+                    start_new_session=True,
+                )
+            self.process, self._pid = process, process.pid
+            with contextlib.suppress(OSError):  # it has ended
+                send_settings(ours, self._settings)
+            self._control = control = await ControlChannel.over(ours)
             on_error.pop_all()
-        self.process, self._pid = process, process.pid
-        with contextlib.suppress(OSError):  # it has ended
-            send_settings(ours, self._settings)
-        self._control = control = await ControlChannel.over(ours)
         if self._serves:
             control.send(Serve())
         if self._leaves:

@@ -1,1 +1,1 @@
-"""Queues of requests: Triton's queue policies, deadlines, a timer, wake-ups. Imports no other package."""
+"""Queues of requests (policies, deadlines), a timer, wake-ups, threads with large stacks. Imports no other package."""

@@ -10,7 +10,7 @@ import pytest
 
 from llmbackend.core.backend_api import ErrorCode
 from tests.helpers.llm_host import Call, LlmHost, llm_host
-from tests.helpers.waiting import eventually
+from tests.helpers.waiting import eventually, wait_for_self_check
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "max_tokens": 20, "seed": 5, "logprobs": 1}
 FLAGS = {
@@ -177,4 +177,5 @@ def test_choices_survive_their_engine(tmp_path: Path) -> None:
             (tmp_path / "exit").touch()
             eventually(lambda number=number: host.metric("llmbackend:engine_restarts_total", cause="exit") == number)  # type: ignore[misc]
         assert outputs(call.wait()) == expected
+        wait_for_self_check()
         assert host.metric("llmbackend:invariant_breaches_total") == 0

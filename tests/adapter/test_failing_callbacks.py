@@ -19,6 +19,7 @@ from llmbackend.adapter.tasks.prefix_routing import PrefixRouting
 from llmbackend.adapter.tasks.task_map import TaskMap
 from llmbackend.core.backend_api import ErrorCode
 from tests.helpers.llm_host import Call, LlmHost, llm_host
+from tests.helpers.waiting import wait_for_self_check
 
 GREEDY = {"max_tokens": 30, "min_tokens": 30, "temperature": 0}
 
@@ -71,6 +72,7 @@ def test_requests_go_on_with_the_same_tokens(
         fails = FailsOnce(monkeypatch, owner, name)
         assert texts(start(host)) == undisturbed
         assert fails.num_failures == 1
+        wait_for_self_check()
         assert host.metric("llmbackend:invariant_breaches_total") == 0
 
 

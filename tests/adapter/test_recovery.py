@@ -13,7 +13,7 @@ import pytest
 
 from llmbackend.core.backend_api import ErrorCode
 from tests.helpers.llm_host import MODEL, Call, LlmHost, llm_host
-from tests.helpers.waiting import eventually
+from tests.helpers.waiting import eventually, wait_for_self_check
 
 POISON = 1
 """A byte that is no text: the mock model's token of chr(1)."""
@@ -96,6 +96,7 @@ def test_kills_change_no_token(tmp_path: Path, group: str, steps_in_flight: int)
         assert host.server.model_is_ready(MODEL)
         recovered = host.metric("llmbackend:recovered_requests_total")
         assert recovered and recovered == host.metric("llmbackend:engine_recovery_seconds_count")
+        wait_for_self_check()
         assert host.metric("llmbackend:invariant_breaches_total") == 0
 
 

@@ -35,7 +35,7 @@ from tests.helpers.manager_owner import Owner
 from tests.helpers.mock_engine import Outcome, expect_oracle, make_request, random_requests
 from tests.helpers.processes import is_alive
 from tests.helpers.served_engines import FixedLocator, Relay, ServedEngine
-from tests.helpers.waiting import eventually
+from tests.helpers.waiting import eventually, wait_for_self_check
 
 DEMO_MODEL = str(Path(__file__).parents[2] / "model_repository/demo/1")
 WAIT_S = 60.0
@@ -379,6 +379,7 @@ def test_the_requests_of_a_killed_host_leave_the_engine(
         host.wait()
     expect_all(owner, requests)
     wait_until_idle(owner)
+    wait_for_self_check()
     assert owner.stats[-1].num_invariant_breaches == 0 and not owner.deaths
 
 

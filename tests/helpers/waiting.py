@@ -11,6 +11,8 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 
+from llmbackend.engine.process.engine_process import QUIET_MS
+
 TIMEOUT_S = 20.0
 POLL_S = 0.005
 MAX_POLL_S = 0.03
@@ -20,6 +22,11 @@ MAX_POLL_S = 0.03
 def eventually(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
     for pause_s in _pauses_s(condition, timeout_s):
         time.sleep(pause_s)
+
+
+def wait_for_self_check() -> None:
+    """An engine checks itself when it has been quiet for a while; its report follows at once."""
+    time.sleep(3e-3 * QUIET_MS)
 
 
 async def eventually_async(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:

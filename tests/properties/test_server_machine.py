@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tests.helpers.machine_settings import machine_settings
+from tests.helpers.waiting import wait_for_self_check
 from trials.chaos.judge import judge, judge_prefix
 from trials.chaos.load import Arrivals, Clients, LiveStream, Run
 from trials.chaos.outcome import Outcome
@@ -257,6 +258,7 @@ class ServerMachine(RuleBasedStateMachine):
         assert self._do(server.still_busy(MODEL)) == ""
         self._until(lambda: len(self._children()) == self.stage.num_processes, "too many or too few processes")
         self._until(lambda: self.stage.process.num_fds() <= self.stage.num_descriptors, "descriptors were left")
+        wait_for_self_check()
         for family in ("llmbackend:invariant_breaches_total", "llmbackend:core_invariant_breaches_total"):
             assert _samples(server, family) in ([], [0.0])
         assert json.loads(self._do(server.post("/v2/repository/index"))[1])[0]["state"] == "READY"

@@ -51,6 +51,7 @@ async def memory_runs_out(stage: Stage, model: str, seed: int, times: int = 10) 
     async with stage.load(model, LIVE) as load:
         for _ in range(times):
             await load.until_live(LIVE)
+            await stage.server.engine_pid(model)  # without an engine, only the host would be left to end
             await asyncio.sleep(rng.uniform(0.1, 0.5))
             async with memory.eaten():
                 row.injected += 1

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from llmbackend.core.backend_api import Request, Tenant, TritonError, cancelled, internal, unavailable
+from llmbackend.waiting.large_stacks import LargeStackExecutor
 from llmbackend.waiting.timer import Alarm, Timer
 
 from ..schemas.schema import may_have_constraint, num_bytes
@@ -87,7 +87,7 @@ class ConversionPool:
         self._submit_tasks = submit
         self._stop_task = stop
         self._on_change = on_change
-        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"{name}-conversion")
+        self._threads = LargeStackExecutor(MAX_THREADS, thread_name_prefix=f"{name}-conversion")
         self._changed = threading.Condition()
         self._live: set[Conversion] = set()
 

@@ -81,12 +81,12 @@ class GrammarCompiler:
 
     def grammar(self, constraint: Constraint) -> Grammar:
         """Raises TritonError INVALID_ARG that names the parameter and the path within it."""
-        key = _key(constraint)
-        with self._lock:
-            if key in self._grammars:
-                self._grammars.move_to_end(key)
-                return self._grammars[key]
         try:
+            key = _key(constraint)
+            with self._lock:
+                if key in self._grammars:
+                    self._grammars.move_to_end(key)
+                    return self._grammars[key]
             grammar = self._compiled(constraint)
         except RecursionError:
             constraint.place.wrong("it is nested too deeply")

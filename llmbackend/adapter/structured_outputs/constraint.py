@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 
 from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument, shown
 from llmbackend.engine.grammars.grammar_compiler import ENGINE_LIMITS, MAX_GRAMMAR_BYTES
+from llmbackend.waiting.large_stacks import STACK_BYTES
 
 MAX_DEPTH = 64
 """Nesting depth of schemas, tags, and groups in a regular expression."""
@@ -37,8 +38,9 @@ MAX_REGEX_LENGTH = 100_000
 MAX_MULTIPLE_OF = 10_000
 """Numerator and denominator of multipleOf: the compiler creates a state for each remainder."""
 MAX_GRAMMAR_CHARS = 65536
-MAX_STACK_KB = 4200
-"""Half of what a thread has. The compiler calls itself for what is nested, also through references, without a limit."""
+MAX_STACK_KB = STACK_BYTES >> 11
+"""Half of what a compiling thread has. The compiler calls itself for what is nested, also through references, without a
+limit."""
 SCHEMA_KB, DEFINITION_KB, GROUP_KB = 7, 4, 2
 """Stack for a schema, and for a definition and a group in a grammar (measured: up to 6.7, 3.3 and 1.9)."""
 MAX_TAGS = 512

@@ -30,7 +30,7 @@ _PIECES: Final = re.compile(
       | (?P<unterminated>["/])
       | (?P<json>%json\b\s*)
       | (?P<directive>%\w+)
-      | (?P<attribute>\w+(?=[ \t]*=))
+      | (?P<attribute>\b\w++(?=[ \t]*=))
       | (?P<grammar>@\w+)
       | (?P<name>_?(?:[a-z][_a-z0-9-]*|[A-Z][_A-Z0-9-]*))
       | (?P<other>[^\w"/%@#<]+|.)""",
@@ -78,6 +78,7 @@ class Rules:
         self._lines.append(f"{name}: {body}")
         self._num_chars += len(self._lines[-1])
         self._place.check_size(self._num_chars)
+        self._place.check_encodable(body)
 
     def terminal(self, body: str) -> str:
         """Adds a terminal, which matches greedily, and returns its new name."""
@@ -137,6 +138,7 @@ class Rules:
         lines = (f"start: {start}", f"{TEXT}: {_ANY_TEXT}", *self._lines)
         grammar = "%llguidance {}\n" + "\n".join(lines) + "\n"
         self._place.check_size(len(grammar))
+        self._place.check_encodable(start)
         return grammar
 
 

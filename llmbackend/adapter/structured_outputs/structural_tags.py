@@ -8,7 +8,6 @@ Source: XGrammar's structural tags (`format`), and vLLM's former notation (`stru
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,6 @@ def structural_tag(
 ) -> tuple[str, list[str]]:
     """The start of the grammar, and the paths of schema keywords that are not enforced. Raises TritonError INVALID_ARG
     with the path."""
-    place.check_encodable(json.dumps(value, ensure_ascii=False))
     _check_keys(value, place, ("type", "format", "structures", "triggers"))
     if value.get("type", "structural_tag") != "structural_tag":
         (place / "type").refuse(value["type"], "'structural_tag'")

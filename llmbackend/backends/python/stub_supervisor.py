@@ -69,7 +69,8 @@ class StubSupervisor(Generic[Stub]):
         self, name: str, launch: Callable[[], Stub], prepare: Callable[[Stub], None], patience_s: float
     ) -> None:
         """prepare: makes a launched stub ready to execute; raises TritonError if that fails
-        patience_s: how long after a stub's death requests wait for its successor"""
+        patience_s: how long a batch waits for a stub. Not how long after a stub's death: the instance would then
+        refuse all requests of the queue that it shares with instances that serve"""
         self._name = name
         self._patience_s = patience_s
         self._launch = launch
@@ -100,9 +101,8 @@ class StubSupervisor(Generic[Stub]):
         for request in requests:
             request.on_cancel(self._wake)
         with self._changed:
-            wait_s = max(self._down_since_s + self._patience_s - time.monotonic(), 0.0)
             self._changed.wait_for(
-                lambda: self._is_ready or self._failure or self._is_closed or _are_cancelled(requests), wait_s
+                lambda: self._is_ready or self._failure or self._is_closed or _are_cancelled(requests), self._patience_s
             )
             if self._is_ready and self._stub is not None:
                 self._has_served = True

@@ -64,7 +64,12 @@ class VllmServerFlags:
         bool, typer.Option(help="Add timings (`metrics`) to chats and completions with one choice.")
     ] = False
     sse_keep_alive_interval: Annotated[
-        float, typer.Option(min=0, help="Seconds of silence after which a /v1 stream sends a comment; 0 = never.")
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds of silence after which a /v1 stream sends a comment, unless it is resumable or in the "
+            "background; 0 = never.",
+        ),
     ] = 15.0
     fingerprint_mode: Annotated[
         str, typer.Option(help="Form of system_fingerprint: full or hash (of release and model), custom, or none.")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from llmbackend.fork_server.process_resources import give_back_freed_memory
+from llmbackend.waiting.large_stacks import LargeStackExecutor
 
 from ..errors import BadInputError
 from ..messages import ModelInfo, Vocabulary
@@ -65,7 +66,7 @@ class GrammarCompiler:
         """Until it has been read."""
         self._tokenizer: LLTokenizer | None = None
         self._why_no_tokenizer = ""
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: LargeStackExecutor | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._num_cached_bytes = 0
 
@@ -79,9 +80,9 @@ class GrammarCompiler:
         """A new matcher. The future raises BadInputError naming the field."""
         return self._started().submit(self._compile, grammar)
 
-    def _started(self) -> ThreadPoolExecutor:
+    def _started(self) -> LargeStackExecutor:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llm-grammars")
+            self._thread = LargeStackExecutor(max_workers=1, thread_name_prefix="llm-grammars")
         return self._thread
 
     def _read_vocabulary(self) -> None:

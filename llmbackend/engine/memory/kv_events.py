@@ -150,7 +150,7 @@ class _Publisher:
         self._replays: zmq.Socket[bytes] | None = None
         if config.own_replay_endpoint is not None:
             self._replays = context.socket(zmq.ROUTER)
-            self._replays.set_hwm(0)  # a full queue would drop batches; `_sent` limits what a request can queue
+            self._replays.sndhwm = config.buffer_steps + 1  # a full queue drops batches: one replay with its end fits
             _bind(self._replays, config.own_replay_endpoint)
             self._poller.register(self._replays, zmq.POLLIN)
 

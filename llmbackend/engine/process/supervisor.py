@@ -61,7 +61,7 @@ class Supervisor:
         self._num_failures = 0
         """Engines lost since a step was finished."""
         self._num_unreached = 0
-        """Attempts to connect to a remote engine since one was reached."""
+        """Lost connections to a remote engine, and failed attempts to connect, since one was reached."""
         self._num_shortages = 0
         self._num_preparations = 0
         self._prepared = ModelPrepared()
@@ -272,9 +272,7 @@ class Supervisor:
             due_s = self._used_at_s + self._config.idle_unload_s
         results = transport.receive(None if due_s is None else max(due_s - time.monotonic(), 0.0))
         if results:
-            self._progress_at_s = time.monotonic()
-            if is_busy:
-                self._used_at_s = self._progress_at_s
+            self._progress_at_s = self._used_at_s = time.monotonic()
             if any(result.stats.last_step_s > 0 for result in results):  # 0 = nothing was computed
                 self._num_failures = self._num_shortages = 0
                 self._can_reset_failures = True
@@ -284,7 +282,6 @@ class Supervisor:
 
     def _reap(self, error: EngineDeadError) -> None:
         """Reaps the engine and decides when the next one starts: at once, unless this one finished no step."""
-        was_loaded = self._info is not None
         if self._transport is not None:
             self._transport.close(force=True)
         self._transport = self._info = None
@@ -297,10 +294,10 @@ class Supervisor:
             pause_s = min(restart_pause_s(self._num_shortages), MAX_SHORTAGE_PAUSE_S)
             count = f"the machine lacks resources, {self._num_shortages} times in a row"
         else:
-            is_unreached = error.kind == "disconnect" and not was_loaded
-            self._num_unreached += is_unreached
-            self._num_failures += not is_unreached
-            most_s = MAX_DISCONNECT_PAUSE_S if error.kind == "disconnect" else math.inf
+            is_remote = error.kind == "disconnect"  # whether the engine or its host ended is for its keeper to count
+            self._num_unreached += is_remote
+            self._num_failures += not is_remote
+            most_s = MAX_DISCONNECT_PAUSE_S if is_remote else math.inf
             pause_s = min(restart_pause_s(self._num_in_a_row - 1), most_s)
             count = f"failure {self._num_in_a_row} in a row"
         self._launch_at_s = time.monotonic() + pause_s

@@ -168,7 +168,8 @@ class AnswerReader:
         """The client's events for the next tokens."""
         if not self._plan.reads_tokens:
             return [ContentDelta(delta.text)] if delta.text else []
-        tokens = delta.text_tokens or ([(-1, delta.text, False)] if delta.text else [])
+        # Without the tokens' texts, the whole text counts as one token.
+        tokens = delta.text_tokens or ([(0, delta.text, False)] if delta.text else [])
         parser = self._parser
         if parser is None:
             parser = self._parser = self._started(tokens)

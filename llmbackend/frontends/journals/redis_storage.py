@@ -68,6 +68,8 @@ class RedisStorage:
     def __init__(self, url: str, capacity: Capacity) -> None:
         """Connects. Raises StoreError."""
         self._capacity = capacity
+        self._is_recount_due = False
+        """Whether Redis has removed documents, whose bytes are still counted."""
         self._instance = f"{_machine()}|{os.getpid()}|{uuid.uuid4().hex}"
         self._shown = url.rpartition("@")[2]
         self._redis = _client(url)
@@ -81,13 +83,16 @@ class RedisStorage:
     def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
         with self._errors():
             refused = self._written(writes)
-            self._remove(self._redis.zrangebyscore(_key("expiry"), 0, now_s, 0, _REMOVAL_BATCH))
+            due = self._redis.zrangebyscore(_key("expiry"), 0, now_s, 0, _REMOVAL_BATCH)
+            self._remove(due, now_s)
+            if self._is_recount_due and len(due) < _REMOVAL_BATCH:
+                self._recount()
             for owner in {write.document.owner for write in writes if isinstance(write, Put)}:
                 excess = self._redis.zcard(_key("owned", owner)) - self._capacity.max_documents_per_owner
                 if excess > 0:
-                    self._remove(self._redis.zrange(_key("finished-of", owner), 0, excess - 1), owner)
+                    self._remove(self._redis.zrange(_key("finished-of", owner), 0, excess - 1), now_s, owner)
             if int(self._redis.get(_key("bytes")) or 0) > self._capacity.max_bytes:
-                self._evict()
+                self._evict(now_s)
         return refused
 
     def get(self, id: str, now_s: float) -> Document | None:
@@ -267,22 +272,22 @@ class RedisStorage:
             pipe.zrem(_key(*name), id)
         pipe.decrby(_key("bytes"), stored.size_bytes)
 
-    def _remove(self, ids: Sequence[bytes], owner: str = "") -> None:
+    def _remove(self, ids: Sequence[bytes], now_s: float, owner: str = "") -> None:
         """owner: of all of them, if known"""
         if not ids:
             return
         names = {id.decode() for id in ids}
         stored = self._sizes(names)
-        expired = names - stored.keys()
-        """Redis has removed their keys, since no server ran when they expired."""
+        gone = names - stored.keys()
+        for id in gone:  # another server has removed it; or Redis has, since no server ran when it expired
+            expires_s = self._redis.zscore(_key("expiry"), id)
+            self._is_recount_due |= expires_s is not None and expires_s + _EXPIRY_MARGIN_S <= now_s
         with self._redis.pipeline(transaction=True) as pipe:
             for id, one in stored.items():
                 self._delete(pipe, id, one)
-            for id in expired:
+            for id in gone:
                 self._delete(pipe, id, _Stored(owner))
             pipe.execute()
-        if expired:
-            self._recount()
 
     def _recount(self) -> None:
         """Sets the number of bytes to that of the existing documents; not if other servers write all the time."""
@@ -295,14 +300,15 @@ class RedisStorage:
                 pipe.multi()
                 pipe.set(_key("bytes"), sum(one.size_bytes for one in stored.values()))
                 pipe.execute()
-                return
+                break
+        self._is_recount_due = False
 
-    def _evict(self) -> None:
+    def _evict(self, now_s: float) -> None:
         while int(self._redis.get(_key("bytes")) or 0) > self._capacity.max_bytes:
             oldest = self._redis.zrange(_key("finished"), 0, 0)
             if not oldest:
                 return
-            self._remove(oldest)
+            self._remove(oldest, now_s)
 
     def _document(self, id: str) -> Document | None:
         owner, kind, _, body, created_s, expires_s, items, parent, is_live, continuation, labels = self._redis.hmget(

@@ -88,6 +88,8 @@ class ResponseStore:
         self._expiring: asyncio.Task[None] | None = None
         self._takeover_interval_s = storage.takeover_interval_s
         self._taking_over: asyncio.Task[None] | None = None
+        self._claimed: list[Document] = []
+        """Live documents that are this server's now, and that the producer has yet to take over."""
         self._watching: set[asyncio.Task[None]] = set()
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -109,9 +111,16 @@ class ResponseStore:
             self._taking_over = asyncio.get_running_loop().create_task(self._keep_taking_over(interval_s))
 
     async def _take_over(self) -> None:
-        if (producer := self.producer) is not None:
-            for document in await self._commits.read(lambda storage, now_s: storage.live()):
+        if (producer := self.producer) is None:
+            return
+        self._claimed += await self._commits.read(lambda storage, now_s: storage.live())
+        while self._claimed:
+            document = self._claimed.pop()
+            try:
                 await producer.take_over(document)
+            except StoreError:  # the storage names a claimed document only once
+                self._claimed.append(document)
+                raise
 
     async def _keep_taking_over(self, interval_s: float) -> None:
         while True:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from llmbackend.adapter.structured_outputs.grammar_parser import parse_ebnf
 from llmbackend.adapter.structured_outputs.lark import Rules, is_lark, lark_grammar
 from llmbackend.adapter.structured_outputs.schema_keywords import SchemaOptions
 from llmbackend.core.backend_api import ErrorCode, TritonError
+from llmbackend.waiting.large_stacks import LargeStackExecutor
 from tests.helpers.byte_grammars import SPECIAL_TOKENS, accepts, compiler, grammar, not_enforced
 
 COMPILER = compiler()
@@ -253,8 +255,10 @@ PLACE = constraint.RequestPath("x")
         lambda: lark_grammar('start: "' + '\\"' * 300_000, PLACE, {}, SchemaOptions()),
         lambda: lark_grammar("start: /" + "\\/" * 300_000, PLACE, {}, SchemaOptions()),
         lambda: parse_ebnf('root ::= "a"{1,' + " " * 500_000, PLACE),
+        lambda: lark_grammar('start: "a"~' + "1" * 500_000, PLACE, {}, SchemaOptions()),
+        lambda: lark_grammar("start: " + "aB" * 300_000, PLACE, {}, SchemaOptions()),
     ],
-    ids=["empty lines", "lines after start", "brackets", "quotes", "slashes", "spaces"],
+    ids=["empty lines", "lines after start", "brackets", "quotes", "slashes", "spaces", "digits", "letters"],
 )
 def test_a_grammar_is_divided_in_a_time_proportional_to_its_length(read: Callable[[], object]) -> None:
     """Otherwise it would take minutes."""
@@ -264,13 +268,13 @@ def test_a_grammar_is_divided_in_a_time_proportional_to_its_length(read: Callabl
 
 def test_references_are_followed_once() -> None:
     """Otherwise it would take minutes."""
-    chain: dict[str, Any] = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(4000)}
+    chain: dict[str, Any] = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(4700)}
     lists = {
         f"p{number}": {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/d0"}} for number in range(480)
     }
-    groups = {f"g{number}": {"properties": lists} for number in range(4)}
+    groups = {f"g{number}": {"properties": lists} for number in range(3)}
     with pytest.raises(TritonError, match="KB of the compiler's stack"):
-        grammar(COMPILER, guided_json={"$defs": {**chain, "d4000": {"type": "string"}}, "properties": groups})
+        grammar(COMPILER, guided_json={"$defs": {**chain, "d4700": {"type": "string"}}, "properties": groups})
 
 
 def chained(link: Callable[[dict[str, Any]], dict[str, Any]], count: int) -> dict[str, Any]:
@@ -294,36 +298,57 @@ def on_one_line(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 DEEP: dict[str, tuple[Callable[[int], dict[str, Any]], int, int]] = {
-    # Constraint of a size, a size that is compiled, one that would overflow the compiler's stack.
-    "references": (lambda size: chained(lambda schema: schema, size), 590, 4000),
-    "properties": (lambda size: chained(nested(lambda schema: {"properties": {"a": schema}}, 60), size), 9, 130),
-    "items": (lambda size: chained(nested(lambda schema: {"prefixItems": [schema]}, 60), size), 9, 130),
-    "patterns": (lambda size: chained(nested(lambda schema: {"patternProperties": {"^a": schema}}, 60), size), 9, 130),
-    "alternatives": (lambda size: chained(nested(lambda schema: {"anyOf": [schema]}, 60), size), 9, 130),
-    "rules": (lambda size: rules("*", size), 1000, 5000),
-    "groups": (lambda size: rules("((((((((((*))))))))))?", size), 160, 1500),
-    "optional parts": (lambda size: rules("[[[[[[[[[[*]]]]]]]]]]", size), 160, 1500),
-    "rules on one line": (lambda size: on_one_line(rules("* -> z", size)), 900, 3500),
-    "rules with attributes": (lambda size: rules("*", size, '[capture="x"]: '), 600, 2300),
-    "terminals": (lambda size: rules("*", size, start="start: R0\nS", name="R"), 1000, 5000),
-    "EBNF": (lambda size: rules('(("b" * | root "c")+)?', size, " ::= ", "root"), 150, 480),
+    # Constraint of a size, a size that is compiled, one that would overflow the compiler's stack (0: others refuse it).
+    "references": (lambda size: chained(lambda schema: schema, size), 4600, 4700),
+    "properties": (lambda size: chained(nested(lambda schema: {"properties": {"a": schema}}, 60), size), 70, 130),
+    "items": (lambda size: chained(nested(lambda schema: {"prefixItems": [schema]}, 60), size), 70, 130),
+    "patterns": (lambda size: chained(nested(lambda schema: {"patternProperties": {"^a": schema}}, 60), size), 70, 130),
+    "alternatives": (lambda size: chained(nested(lambda schema: {"anyOf": [schema]}, 60), size), 70, 130),
+    "rules": (lambda size: rules("*", size), 4500, 0),
+    "groups": (lambda size: rules("((((((((((*))))))))))?", size), 1300, 1500),
+    "optional parts": (lambda size: rules("[[[[[[[[[[*]]]]]]]]]]", size), 190, 1500),
+    "rules on one line": (lambda size: on_one_line(rules("* -> z", size)), 3000, 0),
+    "rules with attributes": (lambda size: rules("*", size, '[capture="x"]: '), 1800, 0),
+    "terminals": (lambda size: rules("*", size, start="start: R0\nS", name="R"), 4500, 0),
+    "EBNF": (lambda size: rules('(("b" * | root "c")+)?', size, " ::= ", "root"), 480, 0),
 }
 
 
+@pytest.fixture
+def compiling() -> Iterator[LargeStackExecutor]:
+    """A thread like those that compile in a server."""
+    with LargeStackExecutor(1) as executor:
+        yield executor
+
+
 @pytest.mark.parametrize("name", DEEP)
-def test_the_compilers_stack_does_not_overflow(name: str) -> None:
+def test_the_compilers_stack_does_not_overflow(name: str, compiling: LargeStackExecutor) -> None:
     """An overflow would end the process."""
     make, fits, overflows = DEEP[name]
-    grammar(COMPILER, **make(fits))
-    with pytest.raises(TritonError, match="KB of the compiler's stack for nested definitions"):
-        grammar(COMPILER, **make(overflows))
+    compiling.submit(partial(grammar, COMPILER, **make(fits))).result()
+    if overflows:
+        with pytest.raises(TritonError, match="KB of the compiler's stack for nested definitions"):
+            grammar(COMPILER, **make(overflows))
 
 
-def test_schemas_below_deep_rules_are_shallower() -> None:
-    schema, deep = chained(lambda one: one, 590)["guided_json"], rules("*", 500)["guided_grammar"]
-    grammar(COMPILER, guided_grammar=f"{deep} %json {json.dumps(schema)}")
+def test_schemas_below_deep_rules_are_shallower(compiling: LargeStackExecutor) -> None:
+    schema, deep = chained(lambda one: one, 1000)["guided_json"], rules("*", 500)["guided_grammar"]
+    compiling.submit(partial(grammar, COMPILER, guided_grammar=f"{deep} %json {json.dumps(schema)}")).result()
+    deep = rules("((((((((((*))))))))))?", 700)["guided_grammar"]
     with pytest.raises(TritonError, match="KB of the compiler's stack"):
-        grammar(COMPILER, guided_grammar=f"{rules('*', 1000)['guided_grammar']} %json {json.dumps(schema)}")
+        grammar(COMPILER, guided_grammar=f"{deep} %json {json.dumps(schema)}")
+
+
+def test_definitions_that_only_refer_to_themselves_are_no_chain(compiling: LargeStackExecutor) -> None:
+    filters = {
+        f"f{number}": {
+            "type": "object",
+            "properties": {"and": {"anyOf": [{"$ref": f"#/$defs/f{number}"}, {"type": "null"}]}},
+        }
+        for number in range(160)
+    }
+    schema = {"$defs": filters, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in filters]}
+    compiling.submit(partial(grammar, COMPILER, guided_json=schema)).result()
 
 
 @pytest.mark.parametrize(

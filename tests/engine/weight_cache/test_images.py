@@ -327,7 +327,7 @@ import os, signal, sys
 from llmbackend.engine.weight_cache import image_file
 from tests.helpers.packed_models import config_of, packed_model
 from llmbackend.engine.weight_cache.cache import CachedModel, Draft
-from llmbackend.engine.weight_cache.cache_folder import CacheFolder, FolderRefusedError
+from llmbackend.engine.weight_cache.cache_folder import CacheFolder
 from pathlib import Path
 from typing import Any
 write, count = image_file._write_all, 0

@@ -74,13 +74,26 @@ async def test_a_shared_store_that_fails_at_the_start_is_tried_again() -> None:
         def live(self) -> list[Document]:
             if self.errors:
                 raise self.errors.pop(0)
-            return super().live()
+            return [] if claimed.is_set() else super().live()
 
+    class Interrupted(Collecting):
+        """The store fails once more, when the document has been claimed."""
+
+        is_interrupted = False
+
+        async def take_over(self, document: Document) -> None:
+            if not self.is_interrupted:
+                self.is_interrupted = True
+                claimed.set()
+                raise StoreError("away")
+            await super().take_over(document)
+
+    claimed = asyncio.Event()
     storage = Away()
     storage.commit([Put(document("a", is_live=True))], NOW_S)
     storage.errors = [StoreError("away"), StoreError("away")]
     store = ResponseStore(storage, StoreOptions(ttl_s=TTL_S), Clock())
-    store.producer = producer = Collecting()
+    store.producer = producer = Interrupted()
     await store.start()
     await eventually_async(lambda: bool(producer.found), 10)
     await store.close()

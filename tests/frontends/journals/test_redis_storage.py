@@ -81,14 +81,24 @@ def test_writes_of_one_transaction_are_counted(redis_url: str) -> None:
 
 def test_what_redis_has_removed_is_not_counted(redis_url: str) -> None:
     """No server ran when it expired."""
-    storage = RedisStorage(redis_url, Capacity(1 << 20, 2))
+    storage = RedisStorage(redis_url, CAPACITY)
     storage.commit([Put(document(id)) for id in ("a", "b")], NOW_S)
     storage._redis.delete("llmbackend:responses:doc:a")
-    storage.commit([Put(document("c"))], NOW_S)
-    assert held_bytes(storage) == 2 * document("b").size_bytes
-    storage.commit([], NOW_S + 1000)
+    storage.commit([], NOW_S + 3700)
     assert held_bytes(storage) == 0
+    storage.commit([Put(document("c"))], NOW_S)
+    assert held_bytes(storage) == document("c").size_bytes
     storage.close()
+
+
+def test_what_another_server_has_removed_is_not_counted_again(redis_url: str) -> None:
+    storages = [RedisStorage(redis_url, CAPACITY) for _ in range(2)]
+    storages[0].commit([Put(document(id)) for id in ("a", "b")], NOW_S)
+    storages[0].commit([Delete("a")], NOW_S)
+    storages[1]._remove([b"a"], NOW_S)
+    assert held_bytes(storages[1]) == document("b").size_bytes and not storages[1]._is_recount_due
+    for storage in storages:
+        storage.close()
 
 
 async def test_a_redis_that_is_away(redis_url: str) -> None:

@@ -230,7 +230,7 @@ def test_a_response_that_can_not_begin_gives_back_its_place(
 
 # --- continued by another server --------------------------------------------------------------------------------------
 
-WORDS = "The words of a long answer. " * 12
+WORDS = "The words of a long answer. " * 60
 Refuse = Callable[[pytest.MonkeyPatch, float], list[str]]
 
 

@@ -82,7 +82,7 @@ _FORMS: tuple[tuple[str, Callable[[int, int], dict[str, Any]]], ...] = (
     ("regex of repetitions", lambda size, number: {"regex": f"((a{{99}}{number}){{99}}b){{9}}"}),
     ("regex of choices", lambda size, number: {"regex": f"(a|b)*a(a|b){{{400 + number}}}c"}),
     ("regex of many parts", lambda size, number: {"regex": f"({number}.*)" * min(size // 5, 1500)}),
-    ("grammar of many rules", lambda size, number: {"grammar": _rules(min(size // 40, 400), number)}),
+    ("grammar of many rules", lambda size, number: {"grammar": _rules(min(size // 40, 500), number)}),
     ("grammar of empty lines", lambda size, number: {"grammar": "\n" * min(size, 65000) + f"r{number} ::= x"}),
     ("grammar of one string", lambda size, number: {"grammar": f'start: "{number}' + '\\"' * min(size // 4, 32000)}),
     ("grammar of one regex", lambda size, number: {"grammar": f"start: /{number}" + "\\/" * min(size // 3, 32000)}),

@@ -199,8 +199,9 @@ async def _repeated(attempt: Callable[[], Awaitable[T]]) -> T:
         try:
             return await attempt()
         except (OpenAIError, TritonError) as error:
-            is_limit = isinstance(error, LimitReachedError)
-            if not is_limit and (OpenAIError.of(error).status != 503 or time.monotonic() > end_s):
+            if isinstance(error, LimitReachedError):
+                end_s = time.monotonic() + _MAX_UNAVAILABLE_S
+            elif OpenAIError.of(error).status != 503 or time.monotonic() > end_s:
                 raise
         await asyncio.sleep(_RETRY_S)
 
