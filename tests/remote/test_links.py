@@ -138,6 +138,7 @@ def test_large_requests_beyond_the_limit_are_refused_before_they_are_decoded(
 ) -> None:
     """A host that is slow to decode holds no more of them than its limit; others go on."""
     got: dict[str, list[InferenceResponse]] = {"first": [], "second": [], "small": []}
+    num_ended = dict.fromkeys(got, 0)
     gate = threading.Event()
 
     def slow(submit: Submit, frames: Sequence[Frame]) -> InferenceRequest:
@@ -149,6 +150,7 @@ def test_large_requests_beyond_the_limit_are_refused_before_they_are_decoded(
     def submit(server: RemoteServer, name: str, size: int) -> None:
         def callback(response: InferenceResponse | None, flags: ResponseFlag) -> None:
             got[name] += [response] if response is not None else []
+            num_ended[name] += flags & ResponseFlag.FINAL > 0
 
         text = Tensor.text("text_input", "n=1".ljust(size))
         server.infer_async(InferenceRequest("llm", id=f"{name} {keys is None}", inputs=(text,)), callback)
@@ -161,12 +163,12 @@ def test_large_requests_beyond_the_limit_are_refused_before_they_are_decoded(
             submit(server, "first", 2 * LARGE_BYTES)
             submit(server, "second", 2 * LARGE_BYTES)
             submit(server, "small", 8)
-            await eventually_async(lambda: bool(got["second"] and got["small"]))
+            await eventually_async(lambda: bool(num_ended["second"] and num_ended["small"]))
             assert not got["first"]
             gate.set()
-            await eventually_async(lambda: bool(got["first"]))
+            await eventually_async(lambda: bool(num_ended["first"]))
             submit(server, "second", 2 * LARGE_BYTES)
-            await eventually_async(lambda: len(got["second"]) > 1)
+            await eventually_async(lambda: num_ended["second"] == 2)
 
     asyncio.run(run())
     refusal, *answers = [response.error for response in got["second"]]
