@@ -156,7 +156,7 @@ def test_a_stream_moves_while_its_host_lives_and_ends_there(hosts: Hosts) -> Non
 
 
 def test_a_host_that_was_cut_off_is_refused_and_ends_its_stream(hosts: Hosts) -> None:
-    path, body = generation(200)
+    path, body = generation(2000)  # longer than the cut
     holder, another = holders_of_a(hosts)
     with hosts.client("a") as first, hosts.client(holder) as other:
         before = hosts.copies("b").num_held + hosts.copies("c").num_held
