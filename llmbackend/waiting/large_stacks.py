@@ -1,7 +1,7 @@
-"""LargeStackExecutor: threads for compilers that call themselves for what is nested.
+"""LargeStackExecutor: threads for recursive compilers, which need more stack the deeper their input nests.
 
-Independent of what they compute. Invariant: a thread has STACK_BYTES of stack, whatever `ulimit -s` says; this is
-address space, of which only the part that was used takes memory.
+Independent of what they compute. Invariant: each thread has a stack of STACK_BYTES, regardless of `ulimit -s`. That
+reserves address space; only the pages that are used take memory.
 """
 
 from __future__ import annotations

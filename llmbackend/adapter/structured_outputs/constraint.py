@@ -112,7 +112,7 @@ class RequestPath:
 def check_stack(
     place: RequestPath, each_kb: Mapping[str, int], uses: Mapping[str, Iterable[str]], limit_kb: int = MAX_STACK_KB
 ) -> None:
-    """Refuses definitions that may overflow the compiler's stack, whatever the order in which it follows them.
+    """Refuses definitions that may overflow the compiler's stack. All recursive ones count as a single chain.
 
     each_kb: by definition: the stack that it needs by itself
     uses: by definition: those that it uses

@@ -34,7 +34,7 @@ from .process_services import ProcessServices, log_level
 
 FINALIZE_TIMEOUT_S = 30.0
 RESTART_TIMEOUT_S = 30.0
-"""How long after a process's end requests wait for the next process."""
+"""How long a batch waits while a process is being started."""
 _log = logging.getLogger(__name__)
 
 
