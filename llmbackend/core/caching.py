@@ -382,8 +382,8 @@ def unpack(entry: bytes) -> tuple[Iterable[Tensor], Mapping[str, ParameterValue]
 
 def create_cache(
     config: Mapping[str, Mapping[str, str]],
-    directory: Path | None = None,
-    metric_family: Callable[..., MetricFamily] | None = None,
+    directory: Path | None,
+    metric_family: Callable[..., MetricFamily],
 ) -> ResponseCache | None:
     """Creates the cache of `--cache-config`. Raises TritonError with the texts of Triton and its caches.
 
@@ -397,7 +397,6 @@ def create_cache(
     ((name, settings),) = config.items()
     library = directory / name / f"libtritoncache_{name}.so" if directory is not None else None
     if library is not None and Path(name).name == name and library.is_file():
-        assert metric_family is not None
         cache = CompiledCache(library, settings, metric_family)
         return ThreadedCache(cache, COMPILED_CACHE_THREADS, COMPILED_CACHE_WAIT_TIMEOUT_S)
     if name == "local":

@@ -40,9 +40,10 @@ class TritonError(Exception):
     """An error with a Triton code. `str(error)` is the bare message, `error.status` is `"<Code>: <message>"`."""
 
     def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL, param: str | None = None) -> None:
-        """param: the invalid request parameter, if the error concerns one."""
-        super().__init__(message)
-        self.message = message
+        """message: its lone surrogates, which neither JSON nor protobuf can hold, become "?"
+        param: the invalid request parameter, if the error concerns one"""
+        self.message = message.encode("utf-8", "replace").decode()
+        super().__init__(self.message)
         self.code = code
         self.param = param
 

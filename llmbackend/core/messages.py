@@ -95,7 +95,7 @@ class InferenceRequest:
     id: the client's id, "" = none; not unique
     inputs: a RawTensor is checked against the model's configuration before it is decoded
     requested_outputs: () = all outputs of the model
-    correlation_id: the sequence's id; 0 or "" = no sequence
+    correlation_id: the sequence's id, a number below 2^64 or a text; 0 or "" = no sequence
     flags: whether the request starts or ends its sequence
     priority: 0 = the model's default; 1 is the highest
     timeout_us: the longest time in the queue; 0 = the model's default

@@ -68,15 +68,10 @@ class ServedModels:
     def live_versions(self, name: str, version: int = -1) -> list[LoadedModel]:
         """The versions (-1 = all) of a model, by name or key, that may have requests. If there are none or the name is
         ambiguous, raises the errors of `get`."""
-        models = [
-            model
-            for model in self._versions.live_models()
-            if name in (model.name, model.key) and version in (-1, model.version)
-        ]
-        if len({model.key for model in models}) != 1:
-            key = self.get(name, version).key
-            models = [model for model in models if model.key == key]
-        return models
+        live = [model for model in self._versions.live_models() if version in (-1, model.version)]
+        keys = {model.key for model in live if name in (model.name, model.key)}
+        key = keys.pop() if len(keys) == 1 else self.get(name, version).key
+        return [model for model in live if model.key == key]
 
     def all_are_ready(self) -> bool:
         """Whether every known model has versions, each READY with ready instances, or unloaded."""

@@ -51,7 +51,10 @@ class RecentLog:
 
     def add(self, record: logging.LogRecord) -> bool:
         """A logging filter that runs after those that drop records; passes all records."""
-        text = _FORMATTER.format(record)[:MAX_LINE_CHARACTERS]
+        try:
+            text = _FORMATTER.format(record)[:MAX_LINE_CHARACTERS]
+        except Exception:  # wrong arguments, which the handler reports; the caller must not fail
+            return True
         line = LogLine(record.created, record.levelname, text.encode("utf-8", "replace").decode())
         with self._lock:
             self._lines.append(line)
@@ -147,8 +150,7 @@ class RepeatFilter(logging.Filter):
             return True
         left_out = self._repeats.take((record.name, record.lineno, cause))
         if left_out:
-            record.msg = f"{record.getMessage()} ({left_out} more since this was last logged)"
-            record.args = ()
+            record.msg = f"{record.msg} ({left_out} more since this was last logged)"
         return left_out is not None
 
 

@@ -275,7 +275,7 @@ def TRITONBACKEND_Initialize(backend):
     else:
         raise AssertionError("the kind changed")
     backend.metric_family(MetricKind.COUNTER, "plain", "No suffix.").increment()
-    ttft = backend.metric_family(MetricKind.HISTOGRAM, "ttft", "s", ["model"], [0.1, 1])
+    ttft = backend.metric_family(MetricKind.HISTOGRAM, "ttft", "s", ["model"], [0.1, 1, float("inf")])
     for value in (0.1, 0.3, 7):
         ttft.observe(value, model="m")
     gauge = backend.metric_family(MetricKind.GAUGE, "running", "n", ["model"])
@@ -283,7 +283,9 @@ def TRITONBACKEND_Initialize(backend):
     gauge.set(2, model="m")
     gauge.remove(model="gone")
     for wrong in (
-        lambda: tokens.increment(-1, model="m"), lambda: tokens.increment(1), lambda: gauge.observe(1, model="m")
+        lambda: tokens.increment(-1, model="m"), lambda: tokens.increment(1), lambda: gauge.observe(1, model="m"),
+        lambda: backend.metric_family(MetricKind.GAUGE, "labels", "n", ["a-b"]),
+        lambda: backend.metric_family(MetricKind.HISTOGRAM, "buckets", "n", ["a"], [1, 1]),
     ):
         try:
             wrong()

@@ -124,6 +124,15 @@ def test_a_failed_update_keeps_the_old_instances_and_says_why(repository: Reposi
         assert instances(server) == ["m_0_0", "m_0_1", "m_0_2"] and "no model" not in STAGE.events
 
 
+def test_instances_of_groups_with_the_same_name_are_kept_apart(repository: Repository) -> None:
+    repository.model("m", "b", groups(1, 1, more='name: "g"'))
+    with serving(repository, "m") as server:
+        repository.model("m", "b", groups(1, more='name: "g"'))
+        server.load_model("m")
+        assert instances(server) == ["g_0"] and STAGE.events.count("-g_0") == 1
+    assert STAGE.events.count("+g_0") == STAGE.events.count("-g_0") == 2
+
+
 def test_instances_of_other_settings_are_other_instances(repository: Repository) -> None:
     repository.model("m", "b", groups(2))
     with serving(repository, "m") as server:

@@ -167,13 +167,53 @@ def test_a_failed_reload_leaves_the_old_version_serving(versioned: Repository) -
         assert answer(server) == "one" and server.is_ready() and states(server) == [("1", "READY", "")]
 
 
+def served_as(name: str) -> str:
+    return f'parameters {{ key: "served_model_name" value {{ string_value: "{name}" }} }}'
+
+
+def test_a_failed_reload_leaves_the_names_of_the_old_version(versioned: Repository) -> None:
+    write_version(versioned, "one", config=served_as("org/m:1"))
+    with serving(versioned, "m") as server:
+        write_version(versioned, "bad", config=served_as("org/m:2"))
+        with pytest.raises(TritonError, match="weights missing"):
+            server.load_model("m")
+        assert answer(server, "org/m:1") == "one"
+        write_version(versioned, "two", config=served_as("org/m:2"))
+        server.load_model("m")
+        assert answer(server, "org/m:2") == "two"
+        assert refused(server, "org/m:1").message == "Request for unknown model: 'org/m:1' is not found"
+
+
+def test_a_version_may_be_a_link_to_another_directory(versioned: Repository, tmp_path: Path) -> None:
+    for release in ("one", "two"):
+        (tmp_path / release).mkdir()
+        (tmp_path / release / "text").write_text(release)
+        (tmp_path / release / "loop").symlink_to(tmp_path / release)
+    link = versioned.models / "m" / "1"
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "one")
+    versioned.model("m", "v", versions=())
+    with serving(versioned, "m") as server:
+        assert answer(server) == "one"
+        link.unlink()
+        link.symlink_to(tmp_path / "two")
+        server.load_model("m")
+        assert answer(server) == "two"
+        (tmp_path / "two" / "text").write_text("three")
+        server.load_model("m")
+        assert answer(server) == "three"
+        server.load_model("m")
+        assert STAGE.events.count("initialize three") == 1
+
+
 def test_a_first_load_shows_loading(versioned: Repository) -> None:
-    write_version(versioned, "gate")
+    write_version(versioned, "gate", config=served_as("org/m"))
     with serving(versioned) as server:
         thread = load_in_background(server)
         STAGE.wait("loading gate")
         assert states(server) == [("1", "LOADING", "")] and not server.is_ready() and not server.model_is_ready("m")
-        assert refused(server).message.endswith("has no available versions")
+        for name in ("m", "org/m"):
+            assert refused(server, name).message.endswith("has no available versions")
         STAGE.open("gate")
         thread.join(WAIT_S)
         assert server.is_ready()

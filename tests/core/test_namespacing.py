@@ -166,6 +166,18 @@ def test_one_of_two_that_fails_is_named_with_its_namespace(repository: Repositor
         )
 
 
+def test_a_load_by_key_that_fails_is_an_error(repository: Repository) -> None:
+    first, second = roots(repository)
+    add(first, "one")
+    add(second, "bad")
+    settings = options(repository, model_namespacing=True, model_control_mode="explicit")
+    with serving(repository, **settings) as server:
+        with pytest.raises(TritonError, match="Internal: weights missing"):
+            server.load_model(f"{second}::m")
+        server.load_model(f"{first}::m")
+        assert answer(server, f"{first}::m") == "one"
+
+
 def test_a_name_becomes_unique_when_the_other_model_goes(repository: Repository) -> None:
     first, second = roots(repository)
     add(first, "one")

@@ -28,6 +28,11 @@ def server_log(tmp_path: Path) -> Iterator[ServerLog]:
     package.setLevel(before[2])
 
 
+def remove_pytest_handlers() -> None:
+    for handler in [each for each in logging.root.handlers if type(each).__module__.startswith("_pytest")]:
+        logging.root.removeHandler(handler)
+
+
 def test_a_follower_gets_what_is_logged_from_then_on(server_log: ServerLog) -> None:
     log.info("first %d", 1)
     lines: list[LogLine] = []
@@ -55,11 +60,21 @@ def test_only_what_is_logged_is_kept_and_errors_are_not_repeated(server_log: Ser
 
 
 def test_lines_and_their_lengths_are_bounded(server_log: ServerLog) -> None:
-    for handler in [each for each in logging.root.handlers if type(each).__module__.startswith("_pytest")]:
-        logging.root.removeHandler(handler)  # it could not pass such text on to pytest's other process
+    remove_pytest_handlers()  # they could not pass such text on to pytest's other process
     for index in range(MAX_LINES + 7):
         log.info("%d %s", index, "\ud800" * MAX_LINE_CHARACTERS)
     lines = server_log.recent.lines()
     assert len(lines) == MAX_LINES and lines[0].text.startswith("7 ")
     assert {len(line.text) for line in lines} == {MAX_LINE_CHARACTERS}
     assert lines[0].text.encode().endswith(b"??")
+
+
+def test_a_line_with_the_wrong_arguments_does_not_fail_its_caller(
+    server_log: ServerLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remove_pytest_handlers()  # they raise
+    log.warning("no place for an argument", 1)
+    log.warning("next")
+    assert [line.text for line in server_log.recent.lines()] == ["next"]
+    reason = "not all arguments converted during string formatting"
+    assert capsys.readouterr().err.splitlines() == [f"a log line cannot be written: {reason}"]

@@ -89,6 +89,12 @@ def refusal(server: InferenceServer, caplog: pytest.LogCaptureFixture) -> str:
     return caplog.messages[-1].removeprefix("Poll failed for model directory 'm': ")
 
 
+def test_a_model_may_name_no_agents(versioned: Repository, agents: Agents) -> None:
+    write_version(versioned, "one", config=wants())
+    with serve(versioned, agents, "m") as server:
+        assert answer(server) == "one"
+
+
 def test_an_agent_sees_the_whole_life_of_a_model(versioned: Repository, agents: Agents) -> None:
     agents.add("a")
     write_version(versioned, "one", config=wants("a"))

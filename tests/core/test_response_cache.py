@@ -21,7 +21,6 @@ from llmbackend.core.caching import (
     LocalCache,
     RedisCache,
     ThreadedCache,
-    create_cache,
     pack,
     unpack,
 )
@@ -452,9 +451,10 @@ def test_redis_that_goes_away_costs_hits_and_no_request(
 
 def test_redis_that_is_not_there_stops_the_server_at_start(cached: Repository) -> None:
     pytest.importorskip("redis")
+    server = InferenceServer(cached.options(cache_config={"redis": {"host": "127.0.0.1", "port": "1"}}))
     with pytest.raises(TritonError, match="Failed to initialize RedisCache: ") as caught:
-        create_cache({"redis": {"host": "127.0.0.1", "port": "1"}})
-    assert caught.value.code is ErrorCode.INTERNAL
+        server.start()
+    assert caught.value.code is ErrorCode.INTERNAL and not server.is_live()
 
 
 # --- a cache on the other side of a network ----------------------------------------------------------------------

@@ -682,13 +682,3 @@ def test_a_configuration_that_breaks_a_rule_is_refused(batching: str, error: str
     with pytest.raises(TritonError) as caught:
         validate_sequence_batching(config)
     assert caught.value.status == f"Invalid argument: {error}"
-
-
-def test_a_response_cache_is_refused_beside_sequences() -> None:
-    config = parse_text('name: "m" sequence_batching { } response_cache { enable: true }', "test")
-    with pytest.raises(TritonError) as caught:
-        validate_sequence_batching(config)
-    assert caught.value.message == (
-        "Response Cache does not currently support model m with sequence batching scheduler. Please disable the "
-        "response cache."
-    )

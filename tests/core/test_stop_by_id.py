@@ -55,6 +55,15 @@ def test_an_id_belongs_to_its_tenant(streaming: Repository) -> None:
         assert server.cancel_requests("m", -1, "a", by=operator) == 1 and ended(clients[alice])
 
 
+def test_a_request_is_found_by_every_name_of_its_model(streaming: Repository) -> None:
+    served_names = 'parameters { key: "served_model_name" value { string_value: "org/m" } }'
+    streaming.model("m", "s", f"version_policy {{ all {{}} }} {served_names}", versions=(1, 2))
+    with serving(streaming, "m") as server:
+        clients = [started(server, "a", version=version) for version in (1, 2)]
+        assert server.cancel_requests("org/m", 1, "a") == 1 and ended(clients[0])
+        assert server.cancel_requests("org/m", -1, "a") == 1 and ended(clients[1])
+
+
 def test_the_empty_id_matches_nothing(streaming: Repository) -> None:
     with serving(streaming, "m") as server:
         client = started(server, "")

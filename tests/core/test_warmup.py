@@ -31,7 +31,7 @@ def TRITONBACKEND_ModelInstanceExecute(instance, requests):
               for request in requests]
     STAGE.kept.append((instance.name, threading.current_thread().name, inputs))
     behaviour = instance.model.config.parameters["behaviour"].string_value
-    if behaviour == "raise":
+    if behaviour in ("raise", "raise " + instance.name):
         raise invalid_argument("no weights")
     if behaviour == "wait":
         STAGE.note("waiting")
@@ -174,6 +174,13 @@ def test_a_sample_that_fails_fails_the_load(warm: Repository, behaviour: str, te
     message = load_error(warm, parameters + warmup().replace("batch_size: 1", "batch_size: 2"))
     assert f"failed to run warmup sample 'sample': {text}; {text}; " in message
     assert len(executed()) == 1
+
+
+@pytest.mark.parametrize("scheduling", ["", "sequence_batching { direct {} }", "sequence_batching { oldest {} }"])
+def test_a_sample_that_fails_on_one_of_two_instances_fails_the_load(warm: Repository, scheduling: str) -> None:
+    parameters = 'parameters { key: "behaviour" value { string_value: "raise m_0_1" } }'
+    config = f"{parameters} {scheduling} instance_group {{ count: 2 kind: KIND_CPU }} {warmup()}"
+    assert "failed to run warmup sample 'sample': no weights; " in load_error(warm, config)
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,8 @@ def validate_config(config: ModelConfig) -> None:
     _validate_enums(name, config)
     _validate_paths(config)
     _validate_dynamic_batching(config)
-    validate_sequence_batching(config)
     validate_response_cache(config)
+    validate_sequence_batching(config)
     for group in config.instance_group:
         if group.count < 0:
             raise invalid_argument(f"instance group '{group.name}' of model '{name}' has invalid count {group.count}")
@@ -283,7 +283,6 @@ def validate_sequence_batching(config: ModelConfig) -> None:
     if not config.HasField("sequence_batching"):
         return
     name, batching = config.name, config.sequence_batching
-    validate_response_cache(config)
     for kind in (*_BOOLEAN_KINDS, _Control.CONTROL_SEQUENCE_CORRID):
         _validate_control(name, batching, kind)
     for size in batching.oldest.preferred_batch_size:

@@ -120,7 +120,7 @@ class ModelLifecycle:
         make_model: ModelFactory,
         load_thread_count: int,
         load_retry_count: int,
-        on_change: StateListener = lambda *change: None,
+        on_change: StateListener,
     ) -> None:
         self.versions = ModelVersions(on_change)
         self._make_model = make_model

@@ -105,7 +105,7 @@ class ModelLoader:
         with self._hold_and_poll(wanted) as polled:
             specs = {key: spec for key, spec in polled.items() if isinstance(spec, ModelSpec)}
             errors = {key: error for key, error in polled.items() if isinstance(error, TritonError)}
-            asked = {key for key in polled if self.names.plain(key) in wanted}
+            asked = {key for key in polled if key in wanted or self.names.plain(key) in wanted}
             self._dependencies.remember(specs.values(), explicit=asked)
             operation = LoadOperation(self.lifecycle, self._load_spec, specs, missing=errors)
             operation.run()
@@ -198,9 +198,14 @@ class ModelLoader:
 
     def _load_spec(self, spec: ModelSpec) -> None:
         self.repository.ask_agents(spec)
-        self.names.add(spec.name, spec.key, served_names(spec.config))
+        self.names.add(spec.name, spec.key)
+        is_reload = self.lifecycle.versions.loaded_spec(spec.key) is not None
+        if not is_reload:  # so that clients are told that the model is not ready yet, by any of its names
+            self.names.serve_as(spec.key, served_names(spec.config))
         try:
             self.lifecycle.load(spec)
+            if is_reload:  # until then, and after a failure, the old version serves under its own names
+                self.names.serve_as(spec.key, served_names(spec.config))
         finally:
             if spec.agents is not None:
                 spec.agents.close_unless_loaded()

@@ -98,7 +98,7 @@ class Load:
 class ModelVersions:
     """Models are identified by ModelIdentifier. Thread-safe."""
 
-    def __init__(self, on_change: StateListener = lambda *change: None) -> None:
+    def __init__(self, on_change: StateListener) -> None:
         self.operations = InFlight()  # loads and retirements
         self._on_change = on_change
         self._lock = threading.Lock()

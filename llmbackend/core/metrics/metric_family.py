@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -56,9 +56,7 @@ class Family:
     def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None:
         bounds = self.buckets if buckets is None else _checked_bounds(buckets)
         key = self._key(labels)
-        for label in labels:
-            if not _LABEL_NAME.fullmatch(label) or (label == "le" and self.kind is MetricKind.HISTOGRAM):
-                raise invalid_argument(f"Invalid label name: '{label}' of metric '{self.name}'")
+        _check_labels(self.name, self.kind, labels)
         with self._lock:
             self._add(key, bounds)
 
@@ -142,11 +140,17 @@ class Family:
             raise invalid_argument(f"metric '{self.name}' is a {self.kind.value}: cannot {action} it")
 
 
+def _check_labels(metric: str, kind: MetricKind, names: Iterable[str]) -> None:
+    for name in names:
+        if not _LABEL_NAME.fullmatch(name) or (name == "le" and kind is MetricKind.HISTOGRAM):
+            raise invalid_argument(f"Invalid label name: '{name}' of metric '{metric}'")
+
+
 def _checked_bounds(buckets: Sequence[float]) -> tuple[float, ...]:
     bounds = tuple(map(float, buckets))
     if any(map(math.isnan, bounds)) or any(lower >= upper for lower, upper in itertools.pairwise(bounds)):
         raise invalid_argument(f"Bucket Boundaries must be strictly sorted, got {list(bounds)}")
-    return bounds
+    return bounds[:-1] if bounds and bounds[-1] == math.inf else bounds  # every histogram has this bucket
 
 
 def number_text(value: float) -> str:
@@ -175,14 +179,16 @@ class MetricFamilies:
         label_names: Sequence[str] | None = (),
         buckets: Sequence[float] | None = None,
     ) -> Family:
-        """See Backend.metric_family. Raises TritonError INVALID_ARG also for a name that Prometheus does not allow."""
+        """See Backend.metric_family. Raises TritonError INVALID_ARG also for names and buckets that Prometheus does not
+        allow."""
         if not _METRIC_NAME.fullmatch(name):
             raise invalid_argument(f"Invalid metric name: '{name}'")
         labels = None if label_names is None else tuple(label_names)
+        _check_labels(name, kind, labels or ())
         with self._lock:
             family = self._families.get(name)
             if family is None:
-                bounds = tuple(sorted(buckets)) if buckets else DEFAULT_BUCKETS
+                bounds = _checked_bounds(sorted(buckets)) if buckets else DEFAULT_BUCKETS
                 family = Family(kind, name, description, labels, bounds)
                 self._families[name] = family
             elif family.kind is not kind:

@@ -56,23 +56,23 @@ def new_instances(model: InstanceOwner, config: ModelConfig) -> tuple[LoadedInst
 def compare(present: Sequence[LoadedInstance], wanted: Sequence[LoadedInstance]) -> InstanceChange:
     """For each wanted instance, keeps an existing one with the same `signature`, preferably with the same name. As in
     Triton, a different name alone is not a difference."""
-    free: defaultdict[object, dict[str, LoadedInstance]] = defaultdict(dict)
+    free: defaultdict[object, list[LoadedInstance]] = defaultdict(list)
     for instance in present:
-        free[instance.signature][instance.name] = instance
+        free[instance.signature].append(instance)
     kept, others, added = [], [], []
     for one in wanted:
-        same = free[one.signature].pop(one.name, None)
+        same = next((instance for instance in free[one.signature] if instance.name == one.name), None)
         if same is not None:
+            free[one.signature].remove(same)
             kept.append(same)
         else:
             others.append(one)
     for one in others:
         if free[one.signature]:
-            kept.append(free[one.signature].pop(next(iter(free[one.signature]))))
+            kept.append(free[one.signature].pop(0))
         else:
             added.append(one)
-    left = [instance for instances in free.values() for instance in instances.values()]
-    return InstanceChange(kept, added, left)
+    return InstanceChange(kept, added, [*itertools.chain(*free.values())])
 
 
 class InstanceSet:

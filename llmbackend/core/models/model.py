@@ -180,7 +180,7 @@ class LoadedModel:
         backend: LoadedBackend,
         services: HostServices,
         auto_complete_config: bool,
-        starts_instances: bool = True,
+        starts_instances: bool,
     ) -> None:
         """starts_instances: False = call the backend's `forecast` instead of creating instances; serves no request."""
         self.state: Any = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import NewType
@@ -43,11 +43,18 @@ class ModelNames:
         self._keys: dict[str, set[str]] = {}
         self._served: dict[str, ModelIdentifier] = {}
 
-    def add(self, name: str, key: ModelIdentifier, served_names: Sequence[str] = ()) -> None:
-        """served_names: replace earlier ones of the model; a name that several models claim belongs to the first."""
+    def add(self, name: str, key: ModelIdentifier) -> None:
         with self._lock:
             self._names[key] = name
             self._keys.setdefault(name, set()).add(key)
+
+    def serve_as(self, key: ModelIdentifier, served_names: Sequence[str]) -> None:
+        """Replaces the model's additional names, unless it has been discarded. A name that several models claim belongs
+        to the first."""
+        with self._lock:
+            name = self._names.get(key)
+            if name is None:
+                return
             self._forget_served(key)
             for served in served_names:
                 if self._served.setdefault(served, key) != key:
@@ -139,18 +146,31 @@ def config_path(directory: Path, config_name: str) -> Path:
 
 
 def signature_of(directory: Path) -> Signature:
-    """Ignores bytecode caches, which loading a Python model may write, and directory times, which they change."""
-    entries = []
-    for path in sorted(directory.rglob("*")):
-        relative = path.relative_to(directory)
-        if "__pycache__" in relative.parts:
+    """Follows symbolic links, because a version's directory may be one. Ignores bytecode caches, which loading a Python
+    model may write, and directory times, which they change."""
+    return tuple(_entries(directory, "", ()))
+
+
+def _entries(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, int, int]]:
+    """prefix: before each path. above: the directories that lead here, because a link may lead back to one of them."""
+    stat = directory.stat()
+    identity = (stat.st_dev, stat.st_ino)
+    if identity in above:
+        return
+    try:
+        paths = sorted(directory.iterdir())
+    except PermissionError:  # such as lost+found: no part of the model
+        return
+    for path in paths:
+        relative = f"{prefix}{path.name}"
+        if path.name == "__pycache__":
             continue
         if path.is_dir():
-            entries.append((f"{relative}/", 0, 0))
+            yield f"{relative}/", 0, 0
+            yield from _entries(path, f"{relative}/", (*above, identity))
         else:
             stat = path.stat()
-            entries.append((str(relative), stat.st_mtime_ns, stat.st_size))
-    return tuple(entries)
+            yield relative, stat.st_mtime_ns, stat.st_size
 
 
 def is_version_affected(old: Signature, new: Signature, version: int, config: str) -> bool:

@@ -86,7 +86,7 @@ class ModelSpec:
     @property
     def has_agents(self) -> bool:
         """If True, `versions` are known only after `ask_agents`."""
-        return bool(self.config.HasField("model_repository_agents"))
+        return bool(self.config.model_repository_agents.agents)
 
     def own(self, directory: Path) -> None:
         """Removes `directory` when this object is garbage-collected."""

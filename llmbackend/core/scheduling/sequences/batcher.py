@@ -56,6 +56,7 @@ class SequenceBatcher:
         self._table = SequenceTable(batching.max_sequence_idle_microseconds)
         self._waiting: dict[QueuedRequest, Sequence] = {}
         self._running = 0
+        self._batches: set[SequenceBatch] = set()  # those not stopped, also before `admit`
         self._after_unlock: list[Callable[[], None]] = []
         self._alarm_ns: int | None = None
         self._none_open = threading.Condition(self._lock)
@@ -69,6 +70,12 @@ class SequenceBatcher:
 
     def source(self) -> BatchSource:
         """The slots of one more instance; used after `admit`."""
+        batch = self._new_batch()
+        with self._lock:
+            self._batches.add(batch)
+        return batch
+
+    def _new_batch(self) -> SequenceBatch:
         if self._config.sequence_batching.HasField("oldest"):
             return OldestSequenceBatch(self._config, self, self._model.statistics, self._timer)
         return DirectSequenceBatch(self._config, self, self._lock, self._controls, self._states, NullOwner(self._model))
@@ -81,8 +88,8 @@ class SequenceBatcher:
         with self.locked():
             self._is_stopped = True
             self._table.clear()
-            for batch in self._table.batches:
-                batch.stop()
+            for batch in tuple(self._batches):
+                self._stop_batch(batch)
         self._timer.clear(self._on_alarm)
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -248,7 +255,7 @@ class SequenceBatcher:
             batch = sequence.batch
             self._feed(self._table.remove(sequence, time.monotonic_ns()))
             if batch is not None and self._table.drop_if_empty(batch):
-                batch.stop()
+                self._stop_batch(batch)
 
     def admit(self, batch: SequenceBatch) -> None:
         with self.locked():
@@ -258,8 +265,13 @@ class SequenceBatcher:
         with self.locked():
             has_sequences = self._table.retire_batch(batch)
             if not has_sequences:
-                batch.stop()
+                self._stop_batch(batch)
             return has_sequences
+
+    def _stop_batch(self, batch: SequenceBatch) -> None:
+        """Holds the lock."""
+        self._batches.discard(batch)
+        batch.stop()
 
     def _forget(self, request: QueuedRequest) -> None:
         """Removes a request from the queue's bookkeeping. Holds the lock."""

@@ -172,9 +172,6 @@ class SequenceBatch(ElasticSource, ABC):
         """No further requests will come. Holds the batcher's lock."""
 
 
-_UINT64 = (1 << 64) - 1
-
-
 class Sequencer:
     """Finds the sequence to which a request belongs.
 
@@ -197,8 +194,6 @@ class Sequencer:
             raise invalid_argument(
                 f"inference request to model '{self._model}' must specify a non-zero or non-empty correlation ID"
             )
-        if isinstance(request.correlation_id, int):
-            request.correlation_id &= _UINT64  # gRPC carries it as a signed integer
         return client_key(request.correlation_id, request.tenant)
 
 
@@ -227,11 +222,6 @@ class SequenceTable:
     @property
     def open_count(self) -> int:
         return len(self._open)
-
-    @property
-    def batches(self) -> list[SequenceBatch]:
-        """All batches that have sequences or may get some."""
-        return [*self._batches, *self._retired]
 
     def add_batch(self, batch: SequenceBatch, now_ns: int) -> list[Sequence]:
         """Adds a batch. Returns the sequences from the backlog that got slots of it."""
