@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbackend.fork_server.client import ForkedProcess, ForkServer, Program, restart_pause_s
+from llmbackend.fork_server.client import ForkedProcess, ForkServer, OutputReader, Program, restart_pause_s
 from tests.helpers.processes import is_alive
 from tests.helpers.waiting import eventually
 
@@ -146,6 +147,24 @@ def test_a_server_leaves_no_process_and_no_descriptor(make_server: Callable[...,
     server.close()
     assert not Path(f"/proc/{pid}").exists()
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_output_is_read_on_while_it_cannot_be_written() -> None:
+    """Otherwise what the process prints next would fail, and how it ended would not be known."""
+    written: list[str] = []
+
+    def write(line: str) -> None:
+        if not written:
+            written.append("")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(line)
+
+    output_fd, process_fd = os.pipe()
+    reader = OutputReader(output_fd, write, "output")
+    os.write(process_fd, b"first\nsecond\n")
+    os.close(process_fd)
+    reader.wait()
+    assert reader.last_lines == "first\nsecond" and written == ["", "second\n"]
 
 
 def test_pauses_between_restarts_double_up_to_a_minute() -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
@@ -100,8 +100,9 @@ class Engine:
 
     async def stream_async(self, prompt: Prompt, sampling: SamplingParams = _DEFAULTS) -> AsyncIterator[Completion]:
         """`stream` for an event loop."""
-        async for completion in _AsyncCall(self._host, prompt, sampling, stream=True):
-            yield completion
+        async with contextlib.aclosing(aiter(_AsyncCall(self._host, prompt, sampling, stream=True))) as completions:
+            async for completion in completions:
+                yield completion
 
     def _max_concurrent_prompts(self, sampling: SamplingParams) -> int:
         """How many prompts to compute at the same time."""
@@ -157,7 +158,7 @@ class _AsyncCall:
     def cancel(self) -> None:
         self._handle.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[Completion]:
+    async def __aiter__(self) -> AsyncGenerator[Completion, None]:
         try:
             while True:
                 response, flags = await self._responses.get()
@@ -170,5 +171,6 @@ class _AsyncCall:
 
 
 def _check_prompts(prompts: object) -> None:
-    if isinstance(prompts, str):
-        raise TypeError("'prompts' is a single text, expected a list of prompts")
+    if isinstance(prompts, str | Mapping):
+        kind = "text" if isinstance(prompts, str) else "object"
+        raise TypeError(f"'prompts' is a single {kind}, expected a list of prompts")

@@ -46,7 +46,7 @@ class Server:
     ) -> None:
         """Starts the server; returns once its models are loaded and its ports listen.
 
-        model             a checkpoint's directory or a hub id, served without a repository
+        model             a checkpoint's directory, a GGUF file or a hub id, served without a repository
         model_repository  a folder of models in Triton's layout
         demo              whether to serve the bundled demo model
         address           of all endpoints

@@ -74,7 +74,7 @@ class AdapterFiles:
             found = _read(Path(path), self._max_lora_rank)
         except (OSError, _FileError, json.JSONDecodeError) as error:
             raise ValueError(f"LoRA '{name}' cannot be read from '{path}': {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, re.error) as error:
             raise ValueError(f"LoRA '{name}' in '{path}': {error}") from error
         for module, matrices in found.items():
             self._check(name, module, matrices)
@@ -96,6 +96,8 @@ class _FileError(Exception):
 
 def _read(folder: Path, max_lora_rank: int) -> AdapterArrays:
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError("adapter_config.json is not a JSON object")
     for field, allowed in _UNSUPPORTED.items():
         if field in config and config[field] not in allowed:
             raise ValueError(f"'{field}' is {json.dumps(config[field])}, only {json.dumps(allowed[0])} is supported")
@@ -137,7 +139,7 @@ def _alpha(module: str, config: Mapping[str, Any]) -> tuple[str, Any]:
     for pattern, alpha in (config.get("alpha_pattern") or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return "alpha_pattern", alpha
-    return "lora_alpha", config["lora_alpha"]
+    return "lora_alpha", config.get("lora_alpha")
 
 
 def _tensors(path: Path) -> dict[str, Float32Array]:

@@ -65,8 +65,8 @@ class AdapterLoads:
         self,
         runner: Runner,
         is_used: Callable[[str], bool],
-        known: Mapping[str, str] | None = None,
-        limit: int | None = None,
+        known: Mapping[str, str],
+        limit: int | None,
     ) -> None:
         """is_used: whether a live request uses the adapter. known: name → folder of the adapters in the engine's
         config, of which the runner already has the first `limit`. limit: maximum number of adapters in memory, None =
@@ -74,7 +74,7 @@ class AdapterLoads:
         self._adapters = runner.adapters if isinstance(runner, AdaptingRunner) else None
         self._is_used = is_used
         self._limit = limit
-        self._known = dict(known or {})
+        self._known = dict(known)
         self._in_memory = dict.fromkeys(list(self._known)[:limit])
         """Least recently named first."""
         self._leaving: set[str] = set()

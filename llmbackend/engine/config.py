@@ -109,7 +109,8 @@ HOST_FIELDS: Final = frozenset(
 
 
 MAX_FORCED_STEP_TOKENS = 64
-"""Maximum number of grammar-forced drafts in one step, over all rows. Runners reserve memory for their logits."""
+"""Grammar-forced drafts for which every step has room, over all rows; one with free rows has room for more. Runners
+reserve memory for their logits."""
 
 
 SPECULATIVE_STEP_TOKENS, SPECULATIVE_STEP_TOKENS_ON_GPU = 8, 64

@@ -301,7 +301,7 @@ class EngineCore:
         return plan if masks is None else replace(plan, masks=masks)
 
     def _execute_one_by_one(self, plan: StepPlan) -> SampledTokens:
-        """Runs a step one row at a time, so that only the failing rows end with an error."""
+        """Runs a step without drafts one row at a time, so that only the failing rows end with an error."""
         token_ids: list[int] = []
         logprobs: dict[int, Items[TokenLogprobs]] = {}
         errors: dict[int, str] = {}

@@ -197,7 +197,12 @@ class LlmManager:
         RuntimeError with a message for the operator if the model cannot be loaded. After any exception, no process or
         thread is left.
         """
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the machine has no more threads
+            self._supervisor.close()
+            self._wakeup.close()
+            raise
         self._is_ordered.wait()
         try:
             meanwhile()

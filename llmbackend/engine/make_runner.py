@@ -64,18 +64,13 @@ class SharedParts:
                 logger.warning("packed weights cannot be shared yet: %s", error)
 
     def in_own_process(
-        self, is_whole: bool, lifeline_fd: int, meeting: RankMeeting | None = None
+        self, is_whole: bool, lifeline_fd: int | None = None, meeting: RankMeeting | None = None
     ) -> Callable[[], Runner | ModelPrepared]:
         """Forks the other ranks of a split model, which close `lifeline_fd`; with a meeting, they are started elsewhere
         and connect to it."""
         config = self._config
-        if config.num_ranks > 1 and meeting is not None:
-            return partial(make_runner, config, meeting)
         if config.num_ranks > 1:
-            from .gpu.parallel.followers import fork_followers
-
-            followers = fork_followers(config.num_ranks, partial(_follow, config), [lifeline_fd])
-            return partial(make_runner, config, followers)
+            return partial(make_runner, config, meeting or _fork_others(config, lifeline_fd))
         if is_whole or self._why_whole:
             return partial(make_runner, config)
         if self._packed is not None:
@@ -198,6 +193,14 @@ def _import_torch(config: EngineConfig) -> None:
         from .model import module_runner  # noqa: F401
 
 
+def _fork_others(config: EngineConfig, lifeline_fd: int | None = None) -> Followers:
+    """The other ranks of a split model, as children of this process, which must not have threads."""
+    from .gpu.parallel.followers import fork_followers
+
+    not_theirs = () if lifeline_fd is None else (lifeline_fd,)
+    return fork_followers(config.num_ranks, partial(_follow, config), not_theirs)
+
+
 def _follow(config: EngineConfig, rank: int, link: Connection) -> None:
     from .gpu.parallel.follow import follow
 
@@ -214,10 +217,12 @@ def shared_parts(config: EngineConfig) -> SharedParts:
 
 
 def make_runner(config: EngineConfig, others: Followers | RankMeeting | None = None) -> Runner:
-    """others: the other ranks of a split model, or where they connect.
+    """others: the other ranks of a split model, or where they connect; None = they are forked here.
 
     Raises ValueError, OSError or RuntimeError with a message for the user.
     """
+    if config.num_ranks > 1:
+        others = others or _fork_others(config)
     if others is None:
         runner = _make_runner(config)
     else:

@@ -188,7 +188,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     error              message for the client, with finish_reason "error"
     prompt_logprobs    of the next prompt tokens, starting at position 1; may come without new tokens
     is_bad_input       whether the error was caused by the request's own fields
-    num_draft_tokens   drafts in the step; all new tokens but the last are accepted drafts
+    num_draft_tokens   speculative drafts in the step; if there are any, all new tokens but the last are accepted ones
     """
 
     request_id: str

@@ -26,7 +26,12 @@ class OfflineEngine:
     """A loaded model and its core, on the caller's thread regardless of `config.transport`."""
 
     def __init__(self, config: EngineConfig, make: Callable[[EngineConfig], Runner] = make_runner) -> None:
-        self._core = EngineCore(config, make(config))
+        runner = make(config)
+        try:
+            self._core = EngineCore(config, runner)
+        except BaseException:
+            runner.close()
+            raise
 
     @property
     def info(self) -> ModelInfo:
@@ -76,7 +81,7 @@ def make_served_runner(config: EngineConfig) -> Runner:
         parts = _looked_up(config)
     if parts.is_unpacked:
         return make_runner(config)
-    made = parts.in_own_process(is_whole=False, lifeline_fd=-1)()
+    made = parts.in_own_process(is_whole=False)()
     assert not isinstance(made, msgspec.Struct), "it is packed"
     return made
 
@@ -91,7 +96,7 @@ def main() -> None:
     """Packs the model, in its own process."""
     parts = _looked_up(msgspec.json.decode(sys.argv[1], type=EngineConfig))
     if parts.is_unpacked:
-        parts.in_own_process(is_whole=False, lifeline_fd=-1)()
+        parts.in_own_process(is_whole=False)()
         parts.publish()
 
 

@@ -143,16 +143,13 @@ class StepPlan:
         return np.repeat(rows, counts), np.repeat(positions, counts) + offsets
 
     def only(self, index: int) -> StepPlan:
-        """The part of the plan for rows[index]."""
+        """The part for rows[index] of a plan without drafts."""
         part = slice(index, index + 1)
-        drafts = None if self.num_draft_tokens is None else self.num_draft_tokens[part]
         masks = None
         if self.masks is not None:
-            before = StepPlan(self.rows[:index], self.num_scheduled_tokens[:index], self.sample_rows[:index],
-                              None if self.num_draft_tokens is None else self.num_draft_tokens[:index])  # fmt: skip
-            count = int(self.sample_rows[index]) * (1 + (0 if drafts is None else int(drafts[0])))
-            masks = self.masks.result().only(before.num_samples, before.num_samples + count)
-        return StepPlan(self.rows[part], self.num_scheduled_tokens[part], self.sample_rows[part], drafts, masks)
+            begin = int(np.count_nonzero(self.sample_rows[:index]))
+            masks = self.masks.result().only(begin, begin + int(self.sample_rows[index]))
+        return StepPlan(self.rows[part], self.num_scheduled_tokens[part], self.sample_rows[part], masks=masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,8 +350,7 @@ def flatten(plan: StepPlan, table: RowTable, order: Int32Array | None = None) ->
 
 
 def _with_drafts(plan: StepPlan, last_tokens: Int32Array) -> Int32Array:
-    """Batch indices of each sampled row's last known token and its drafts, given where each row's chunk ends; empty if
-    no row samples."""
+    """Batch indices of each sampled row's last known token and its drafts, given where each row's chunk ends."""
     if plan.num_draft_tokens is None:
         return last_tokens
     counts = plan.num_draft_tokens[plan.sample_rows] + 1

@@ -40,16 +40,14 @@ SERVER_END_TIMEOUT_S: Final = 2.0
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 60.0
 _SERVER_PACKAGE = ("llmbackend_fork_server", str(Path(__file__).parent))
-
-THIS_PYTHON = ""
-"""The interpreter of this process."""
 HOST_PACKAGE = ("llmbackend", str(Path(llmbackend.__file__).parent))
 """Name and directory of this package."""
 _NOT_FOR_OTHERS = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV")
 
 
 def is_this(interpreter: str) -> bool:
-    return interpreter in (THIS_PYTHON, sys.executable)
+    """Whether that is the Python of this process, for which "" stands too."""
+    return interpreter in ("", sys.executable)
 
 
 def command(interpreter: str, module: str, package: tuple[str, str] = HOST_PACKAGE) -> list[str]:
@@ -384,8 +382,9 @@ class OutputReader:
     """Owns the pipe `output_fd` and reads it on its own thread."""
 
     def __init__(self, output_fd: int, write: Callable[[str], object], thread_name: str) -> None:
-        """write: called on the thread with each line, including its end. If no thread can be started, closes
-        `output_fd` and raises RuntimeError."""
+        """write: called on the thread with each line, including its end; if it raises OSError or ValueError (a full
+        disk, a closed file), reading goes on. If no thread can be started, closes `output_fd` and raises RuntimeError.
+        """
         self._output = os.fdopen(output_fd, "rb")
         self._write = write
         self._last_lines: collections.deque[str] = collections.deque(maxlen=NUM_LINES_KEPT)
@@ -410,4 +409,5 @@ class OutputReader:
             while line := self._output.readline(MAX_LINE_BYTES):
                 text = line.decode(errors="replace")
                 self._last_lines.append(text.rstrip())
-                self._write(text)
+                with contextlib.suppress(OSError, ValueError):
+                    self._write(text)

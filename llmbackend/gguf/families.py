@@ -282,7 +282,8 @@ class ModelTensor:
 
 def num_layers(fields: Fields) -> int:
     """Excludes the layers after these that only draft further tokens."""
-    return fields.integer("block_count", most=MAX_LAYERS) - fields.integer("nextn_predict_layers", 0, least=0)
+    count = fields.integer("block_count", most=MAX_LAYERS)
+    return count - fields.integer("nextn_predict_layers", 0, least=0, most=count - 1)
 
 
 def tensors_of(files: Sequence[Path]) -> dict[str, ModelTensor]:

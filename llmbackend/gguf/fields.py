@@ -36,37 +36,37 @@ class Fields:
         """Raises GgufError, also if the field is missing and has no default."""
         value = self._required(name, default, f"a number from {least} to {most}")
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self._wrong(name, value, f"a number from {least} to {most}")
+            raise self.wrong(name, value, f"a number from {least} to {most}")
         return value
 
     def multiple(self, name: str, divisor: int) -> int:
         value = self.integer(name)
         if value % divisor:
-            raise self._wrong(name, value, f"a multiple of {divisor}")
+            raise self.wrong(name, value, f"a multiple of {divisor}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._required(name, default, "a number")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self._wrong(name, value, "a finite number")
+            raise self.wrong(name, value, "a finite number")
         return _shortest(float(value))
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self._required(name, default, "true or false")
         if not isinstance(value, bool):
-            raise self._wrong(name, value, "true or false")
+            raise self.wrong(name, value, "true or false")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
         value = self._required(name, default, "a text")
         if not isinstance(value, str):
-            raise self._wrong(name, value, "a text")
+            raise self.wrong(name, value, "a text")
         return value
 
     def strings(self, name: str) -> list[str]:
         value = self._required(name, None, "a list of strings")
         if not isinstance(value, Strings):
-            raise self._wrong(name, value, "a list of strings")
+            raise self.wrong(name, value, "a list of strings")
         return value.decoded(self._prefix + name)
 
     def numbers(self, name: str, count: int) -> npt.NDArray[Any]:
@@ -74,7 +74,7 @@ class Fields:
         expected = f"a list of {count} numbers"
         value = self._required(name, None, expected)
         if not isinstance(value, np.ndarray) or len(value) < count:
-            raise self._wrong(name, value, expected)
+            raise self.wrong(name, value, expected)
         return value[:count]
 
     def common(self, name: str, default: int | None = None) -> int:
@@ -84,7 +84,7 @@ class Fields:
             return self.integer(name, default)
         kinds = set(value.tolist()) - {0} if value.dtype.kind in "iu" else set()
         if len(kinds) != 1 or not 1 <= (number := kinds.pop()) <= MAX_SIZE:
-            raise self._wrong(name, value, f"a number from 1 to {MAX_SIZE}, or a list of one of them and zeros")
+            raise self.wrong(name, value, f"a number from 1 to {MAX_SIZE}, or a list of one of them and zeros")
         return int(number)
 
     def _required(self, name: str, default: Any, expected: str) -> Any:
@@ -93,7 +93,8 @@ class Fields:
             raise GgufError(f"its field '{self._prefix + name}' is missing, expected {expected}")
         return value
 
-    def _wrong(self, name: str, value: Any, expected: str) -> GgufError:
+    def wrong(self, name: str, value: Any, expected: str) -> GgufError:
+        """The error for a field with this value."""
         shown = f"a list of {len(value)}" if isinstance(value, np.ndarray) else repr(value)
         shown = f"a list of {value.count} strings" if isinstance(value, Strings) else shown
         return GgufError(f"its field '{self._prefix}{name}' is {short(shown)}, expected {expected}")

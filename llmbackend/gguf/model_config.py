@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .errors import GgufError, short
+from .errors import GgufError
 from .expert_config import deepseek, deepseek_v2, expert_counts, nemotron_experts
 from .families import Family, family_of, num_layers
 from .fields import Fields
@@ -41,17 +41,11 @@ def _common(header: Header, family: Family, fields: Fields) -> Config:
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
     if hidden_size % num_heads and not fields.has("attention.key_length"):
-        raise GgufError(
-            f"its field '{family.architecture}.attention.head_count' is {num_heads}, expected a divisor of "
-            f"{hidden_size}, the embedding's length"
-        )
+        raise fields.wrong("attention.head_count", num_heads, f"a divisor of {hidden_size}, the embedding's length")
     num_kv_heads = fields.common("attention.head_count_kv", num_heads)
     if num_heads % num_kv_heads:
-        raise GgufError(
-            f"its field '{family.architecture}.attention.head_count_kv' is {num_kv_heads}, expected a divisor of "
-            f"{num_heads}, the number of heads"
-        )
-    head_dim = _head_dim(family, fields, max(hidden_size // num_heads, 1))
+        raise fields.wrong("attention.head_count_kv", num_kv_heads, f"a divisor of {num_heads}, the number of heads")
+    head_dim = _head_dim(fields, max(hidden_size // num_heads, 1))
     width_of_experts = fields.value("expert_feed_forward_length") if family.has_experts else None
     return {
         "model_type": family.model_type,
@@ -69,15 +63,13 @@ def _common(header: Header, family: Family, fields: Fields) -> Config:
     }
 
 
-def _head_dim(family: Family, fields: Fields, usual: int) -> int:
+def _head_dim(fields: Fields, usual: int) -> int:
     """For latent attention, the rotated part of a head."""
     if fields.has("attention.kv_lora_rank"):
         return fields.integer("rope.dimension_count")
     head_dim = fields.integer("attention.key_length", usual)
     if (value_dim := fields.integer("attention.value_length", head_dim)) != head_dim:
-        raise GgufError(
-            f"its field '{family.architecture}.attention.value_length' is {value_dim}, expected {head_dim}, as of keys"
-        )
+        raise fields.wrong("attention.value_length", value_dim, f"{head_dim}, as of keys")
     return head_dim
 
 
@@ -109,7 +101,7 @@ def _rope(header: Header, fields: Fields, head_dim: int) -> Config:
         return {**plain, **_yarn(fields)}
     if kind in ("none", "longrope"):  # longrope: see _longrope
         return plain
-    raise GgufError(f"its field 'rope.scaling.type' is '{short(kind)}', expected none, linear, yarn or longrope")
+    raise fields.wrong("rope.scaling.type", kind, "none, linear, yarn or longrope")
 
 
 def _yarn(fields: Fields) -> Config:
@@ -225,10 +217,7 @@ def _bamba(header: Header, fields: Fields, config: Config) -> Config:
     """transformers' Bamba always rotates half of each head."""
     rotary = fields.integer("rope.dimension_count", config["head_dim"])
     if 2 * rotary != config["head_dim"]:
-        raise GgufError(
-            f"its field 'granitehybrid.rope.dimension_count' is {rotary}, expected {config['head_dim'] // 2}, half the "
-            "width of a head"
-        )
+        raise fields.wrong("rope.dimension_count", rotary, f"{config['head_dim'] // 2}, half the width of a head")
     kinds = enumerate(_attention_layers(fields, config))
     return {
         **_mamba(header, fields),
@@ -449,10 +438,7 @@ def _attention_width(config: Config, layers_of_the_largest: int) -> int:
 def _check_whole_rotary(fields: Fields, config: Config) -> None:
     rotary = fields.integer("rope.dimension_count", config["head_dim"])
     if rotary != config["head_dim"]:
-        raise GgufError(
-            f"its field '{config['model_type']}.rope.dimension_count' is {rotary}, expected {config['head_dim']}, the "
-            "width of a head"
-        )
+        raise fields.wrong("rope.dimension_count", rotary, f"{config['head_dim']}, the width of a head")
 
 
 def _has(header: Header, name: str) -> bool:

@@ -25,7 +25,7 @@ from .fields import Fields
 from .files import SUFFIX, files_in, is_gguf, model_name, parts_of, read_parts, stamp
 from .header import Header
 from .model_config import model_config
-from .tokenizer_files import MARKER, chat_template, tokenizer_config, tokenizer_json
+from .tokenizer_files import MARKER, TEMPLATE_FILES, chat_template, tokenizer_config, tokenizer_json
 from .vocabulary import Vocabulary
 
 CheckTemplate = Callable[[str, dict[str, str]], None]
@@ -97,6 +97,7 @@ def _make(paths: Sequence[Path], directory: Path, check_template: CheckTemplate)
     unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=directory.parent))
     try:
         for name, content in contents.items():
+            (unfinished / name).parent.mkdir(exist_ok=True)
             (unfinished / name).write_text(content, encoding="utf-8")
         for path in paths:
             (unfinished / (path.name.removesuffix(SUFFIX) + SUFFIX)).symlink_to(path)
@@ -121,13 +122,14 @@ def _contents(header: Header, file_name: str, check_template: CheckTemplate) -> 
     }
     contents = {name: json.dumps(value, indent=2) for name, value in objects.items()}
     contents["tokenizer.json"] = json.dumps(tokenizer, ensure_ascii=False)
-    if template := chat_template(header.fields):
-        contents["chat_template.jinja"] = template
-        texts = {name: value for name, value in objects[_TOKENIZER_CONFIG].items() if name.endswith("_token")}
-        try:
-            check_template(template, texts)
-        except ValueError as error:
-            raise GgufError(f"its field 'tokenizer.chat_template' is refused: {error}") from None
+    texts = {name: value for name, value in objects[_TOKENIZER_CONFIG].items() if name.endswith("_token")}
+    for field, name in TEMPLATE_FILES.items():
+        if template := chat_template(header.fields, field):
+            contents[name] = template
+            try:
+                check_template(template, texts)
+            except ValueError as error:
+                raise GgufError(f"its field 'tokenizer.{field}' is refused: {error}") from None
     return contents
 
 

@@ -61,13 +61,19 @@ def tokenizer_config(vocabulary: Vocabulary, file_name: str) -> Json:
     }
 
 
-def chat_template(fields: Mapping[str, Any]) -> str:
-    """ "": there is none."""
-    text = Fields(fields, "tokenizer").text("chat_template", "")
+TEMPLATE_FILES: Final = {
+    "chat_template": "chat_template.jinja",
+    "chat_template.tool_use": "additional_chat_templates/tool_use.jinja",
+}
+"""By field of `tokenizer`: where transformers looks for such a template."""
+
+
+def chat_template(fields: Mapping[str, Any], name: str = "chat_template") -> str:
+    """ "": there is none. name: of TEMPLATE_FILES"""
+    text = Fields(fields, "tokenizer").text(name, "")
     if len(text) > MAX_TEMPLATE_CHARACTERS:
         raise GgufError(
-            f"its field 'tokenizer.chat_template' has {len(text)} characters, expected at most "
-            f"{MAX_TEMPLATE_CHARACTERS}"
+            f"its field 'tokenizer.{name}' has {len(text)} characters, expected at most {MAX_TEMPLATE_CHARACTERS}"
         )
     return text
 

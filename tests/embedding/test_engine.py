@@ -107,6 +107,20 @@ def test_a_stream_that_is_left_ends(engine: Engine) -> None:
     eventually(lambda: is_idle(engine))
 
 
+def test_a_stream_has_ended_when_its_closing_returns() -> None:
+    """Even if the event loop runs nothing else until then."""
+    arguments = {**MOCK, "max_model_len": 1 << 20, "num_kv_blocks": 1 << 17, "max_num_seqs": 1}
+    with Engine("mock", **arguments) as engine:
+
+        async def leave() -> None:
+            stream = engine.stream_async("x", LONG)
+            await anext(stream)
+            await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
+            eventually(lambda: is_idle(engine))
+
+        asyncio.run(leave())
+
+
 @pytest.mark.parametrize(
     ("sampling", "param", "expected"),
     [
@@ -128,8 +142,10 @@ def test_a_wrong_parameter_is_refused_by_name(
 def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any) -> None:
     with pytest.raises(TypeError, match="expected a text, token ids, or messages"):
         engine.generate([prompt], GREEDY)
-    with pytest.raises(TypeError, match="expected a list of prompts"):
-        engine.generate("one text", GREEDY)
+    singles: list[Any] = ["one text", {"messages": [{"role": "user", "content": "one chat"}]}]
+    for single in singles:
+        with pytest.raises(TypeError, match="expected a list of prompts"):
+            engine.generate(single, GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,15 @@ from llmbackend.core.backend_api import TritonError
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import CheckpointError
 from llmbackend.engine.model.checkpoint_check import check_loading_info, check_tensors
-from llmbackend.engine.model.checkpoint_files import TensorHeader, check_directory, check_numbers, read_headers
+from llmbackend.engine.model.checkpoint_files import (
+    TensorHeader,
+    check_directory,
+    check_numbers,
+    read_headers,
+    weight_files,
+)
 from llmbackend.engine.model.loader import load_model
+from llmbackend.engine.model.located_files import files_of
 from tests.helpers.recurrent_models import RECURRENT
 from tests.helpers.tiny_models import FAMILIES
 
@@ -179,6 +186,21 @@ def test_numbers_count_where_they_are_nested(tmp_path: Path) -> None:
     check_numbers({"text_config": {"num_hidden_layers": 3, "n_routed_experts": 64}}, tensors)
     with pytest.raises(CheckpointError, match="states depth 5000, but its tensors belong to 3 layers or experts"):
         check_numbers({"vision_config": {"depth": 5000}}, tensors)
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_config_json_may_name_the_weights(has_others: bool, tmp_path: Path) -> None:
+    whole = load(save(tmp_path)).model.state_dict()
+    edit_config(tmp_path, transformers_weights="own.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "own.safetensors")
+    if has_others:
+        save_file({UP: torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert weight_files(tmp_path) == files_of(EngineConfig(model=str(tmp_path))) == [tmp_path / "own.safetensors"]
+    found = load(tmp_path).model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items() if not tensor.is_meta)
+    for outside in ("../own.safetensors", str(tmp_path / "own.safetensors")):
+        edit_config(tmp_path, transformers_weights=outside)
+        assert "expected a file inside of its directory" in refusal(tmp_path)
 
 
 def test_an_index_whose_files_are_missing(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_salts_are_told_as_extra_keys_of_the_first_block() -> None:
 
 def test_an_endpoint_in_use_is_named() -> None:
     endpoint = free_endpoint()
-    text = f"kv_events_config': {endpoint} cannot be bound: Address already in use"
+    text = f"kv_events_config': {endpoint} cannot be bound: Address already in use.*: unload it first"
     with (
         socket.create_server(("127.0.0.1", int(endpoint.rpartition(":")[2]))),
         pytest.raises(ValueError, match=text),

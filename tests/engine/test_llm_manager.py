@@ -519,6 +519,17 @@ def test_a_model_that_cannot_load_leaves_nothing(owner: Owner, kind: str) -> Non
         owner.manager.check_ready()
 
 
+def test_a_loop_for_which_there_is_no_thread_leaves_nothing(owner: Owner) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    stack_bytes = threading.stack_size(1 << 48)  # more than there is address space
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            owner.start(transport="process")
+    finally:
+        threading.stack_size(stack_bytes)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_the_host_side_imports_no_torch() -> None:
     code = (
         "import sys, llmbackend.engine.llm_manager; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import save_file
 
+from llmbackend.engine.adapter_files import AdapterFiles
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.kernels import library
@@ -170,6 +172,24 @@ def test_a_field_out_of_range_is_refused(change: dict[str, Any], told: str, tmp_
     with pytest.raises(ValueError, match="LoRA 'doll'") as refused:
         make_model_runner(config_of(tmp_path / "model", {"doll": tmp_path / "doll"}))
     assert told in str(refused.value) and f"'{next(iter(change))}' is" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ([], "adapter_config.json is not a JSON object"),
+        ({"r": 2}, "'lora_alpha' is null, expected a number of at most 10000 times the rank"),
+        ({"r": 2, "lora_alpha": 2, "alpha_pattern": {"(": 1}}, "missing ), unterminated subpattern"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused(written: object, told: str, tmp_path: Path) -> None:
+    matrices = {"A": torch.ones(2, 4), "B": torch.ones(4, 2)}
+    tensors = {f"base_model.model.layer.lora_{side}.weight": matrix for side, matrix in matrices.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match="LoRA 'doll'") as refused:
+        AdapterFiles({"layer": (4, 4)}, max_lora_rank=16).read("doll", str(tmp_path))
+    assert told in str(refused.value)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:

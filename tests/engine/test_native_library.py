@@ -105,6 +105,9 @@ def test_a_library_that_computes_wrongly_gives_way_to_the_next(
     loaded = library.load()
     assert (loaded and loaded.variant) == next(iter(others), None)
     assert f"'{best}' cannot be used: FLOAT32 weights times FLOAT32: off by" in caplog.text
+    chosen = choice.choose_library.__wrapped__(Type.FLOAT32)
+    assert (chosen and chosen.library.variant) in (others or (None,))
+    assert ("torch computes" in caplog.text) == (not others)
 
 
 @native

@@ -12,9 +12,10 @@ import torch
 
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import NativeKernels
-from llmbackend.engine.messages import InferRequest, SamplingParams
+from llmbackend.engine.messages import BANNED_BIAS, InferRequest, SamplingParams
 from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens
+from llmbackend.engine.token_masks import TokenMasks, only
 from llmbackend.testing.mock_model import sample as plain_sample
 from tests.helpers.native_engines import best_is_fast
 from tests.helpers.sampling_parameters import random_parameters
@@ -167,6 +168,30 @@ def test_at_the_highest_temperatures_all_tokens_are_equally_likely(engine: Nativ
     expected = count / vocab
     chi_square = float(((np.bincount(tokens, minlength=vocab) - expected) ** 2 / expected).sum())
     assert chi_square < 35  # 11 degrees of freedom: by chance once in 4000, and the seeds are fixed
+
+
+@pytest.mark.parametrize("temperature", [1e6, 1e9, 1e30])
+def test_no_temperature_makes_a_forbidden_token_possible(engine: NativeKernels, temperature: float) -> None:
+    """By a mask, and as a bad word of one token or of several."""
+    vocab, count = 12, 300
+    tail = Rows([{}], vocab, None).table.token_ids[0, NUM_TOKENS - 1 : NUM_TOKENS].tolist()
+    limits: list[dict[str, Any]] = [
+        {"allowed_token_ids": (3, 7)},
+        {"logit_bias": dict.fromkeys((*range(3), *range(4, 7), *range(8, vocab)), BANNED_BIAS)},
+        {"bad_words": tuple((*tail, token_id) for token_id in range(vocab) if token_id not in (3, 7))},
+    ]
+    masks = TokenMasks(np.array([0] * count, np.int32), only([3, 7], vocab)[None])
+    logits = torch.linspace(-9, 9, vocab).expand(count, -1)
+    for number, limit in enumerate(limits):
+        parameters = [{"temperature": temperature, "seed": seed, **limit} for seed in range(count)]
+        for native in (engine, None):
+            rows = Rows(parameters, vocab, native)
+            rows.table.token_ids[:, NUM_TOKENS - 1] = tail[0]
+            chosen = np.arange(count, dtype=np.int32)
+            sampled = rows.sampler.sample(
+                chosen, rows.table.num_tokens[chosen], logits, rows.table, masks if number == 0 else None
+            )
+            assert set(sampled.token_ids.tolist()) == {3, 7}
 
 
 def test_a_sample_does_not_depend_on_neighbours_or_threads(engine: NativeKernels) -> None:

@@ -13,7 +13,9 @@ import pytest
 from llmbackend.cli.bench import run_bench
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.offline import OfflineEngine
+from llmbackend.testing.mock_model import MockRunner
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request, random_requests
+from tests.helpers.ports import free_port
 
 
 def test_more_requests_than_rows() -> None:
@@ -35,6 +37,19 @@ def test_an_iterator_that_is_left_early_frees_everything() -> None:
         *_, last = engine.generate([request])
         assert last.stats.num_free_blocks == 20
         assert last.stats.num_requests_running == 0
+
+
+def test_the_runner_of_an_engine_that_cannot_be_made_is_closed() -> None:
+    closed: list[MockRunner] = []
+
+    class ClosedRunner(MockRunner):
+        def close(self) -> None:
+            closed.append(self)
+
+    config = EngineConfig(model="mock", num_host_kv_blocks=4)
+    with pytest.raises(ValueError, match="'num_host_kv_blocks' is set"):
+        OfflineEngine(config, lambda _: ClosedRunner(EngineConfig(model="mock")))
+    assert len(closed) == 1
 
 
 def tiny_model(path: Path) -> Path:
@@ -123,6 +138,14 @@ def test_ablation_turns_off_what_is_on(tmp_path: Path, capsys: pytest.CaptureFix
         assert name in shown, name
     for name in ("modules, no program", "one thread", "no speculation"):
         assert name not in shown, name
+
+
+def test_ablation_leaves_out_what_is_impossible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload = write(tmp_path / "w.json", [{"prompt_tokens": 20, "output_tokens": 3}])
+    events = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{free_port()}"}
+    run_bench("mock", workload, ablate=True, kv_events_config=events)
+    shown = capsys.readouterr().out
+    assert "as given, again" in shown and "torch kernels" in shown and "no prefix cache" not in shown
 
 
 @pytest.mark.parametrize(

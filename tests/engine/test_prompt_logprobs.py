@@ -10,7 +10,8 @@ import pytest
 
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.messages import InferRequest, TokenLogprobs
-from llmbackend.engine.sampling.sampler import token_logprobs
+from llmbackend.engine.sampling.sampler import PromptSpan, logprobs_of_spans, token_logprobs
+from llmbackend.engine.step import BROKEN_LOGITS, RowTable
 from llmbackend.testing.mock_model import MockRunner, mock_logits
 from llmbackend.testing.overlapping_mock import OverlappingMockRunner
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_core, make_request, run_counted, run_to_end
@@ -140,3 +141,18 @@ def test_logprobs_from_logits(count: int) -> None:
     np.testing.assert_allclose([logprob for _, logprob in found.top], exact[order], rtol=1e-5)
     np.testing.assert_allclose(found.logprob, exact[7], rtol=1e-5)
     assert found.rank == 1 + int((logits > logits[7]).sum())
+
+
+def test_an_excluded_token_is_impossible_and_broken_logits_are_an_error() -> None:
+    """As in samples: only the largest logit must be finite."""
+    table = RowTable(5, 16, 16)
+    table.token_ids[:, 1] = 7
+    logits = np.tile(np.linspace(-3, 3, 512, dtype=np.float32), (5, 1))
+    logits[[0, 1, 2], 7] = -np.inf, np.nan, np.inf
+    logits[3] = -np.inf
+    spans = [PromptSpan(row, first=1, end=2, count=2) for row in range(5)]
+    found, errors = logprobs_of_spans(spans, table, lambda row, positions: logits[row][None])
+    assert errors == dict.fromkeys((1, 2, 3), BROKEN_LOGITS)
+    [excluded], [usual] = found[0], found[4]
+    assert (excluded.logprob, excluded.rank) == (-np.inf, 512)
+    assert [token_id for token_id, _ in excluded.top] == [511, 510] and usual.logprob > -np.inf

@@ -1,20 +1,23 @@
-"""The flat form of a step: one row's part of a plan with drafts, as it is run after a step that failed."""
+"""One row's part of a plan, as it is run after a step that failed."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from llmbackend.engine.step import RowTable, StepPlan, flatten
+from llmbackend.engine.step import StepPlan
+from llmbackend.engine.token_masks import TokenMasks
 
 
-@pytest.mark.parametrize("index, sampled", [(0, []), (1, [0, 1, 2])])
-def test_a_row_whose_prompt_goes_on_samples_nothing_beside_rows_with_drafts(index: int, sampled: list[int]) -> None:
-    table = RowTable(max_num_seqs=2, max_model_len=16, block_size=4)
+@pytest.mark.parametrize(("index", "masks"), [(0, [5]), (1, []), (2, [-1])])
+def test_a_row_gets_the_masks_of_its_own_sample(index: int, masks: list[int]) -> None:
+    """Row 1 does not sample, because its prompt goes on."""
     plan = StepPlan(
-        rows=np.array([0, 1], np.int32),
-        num_scheduled_tokens=np.array([4, 3], np.int32),
-        sample_rows=np.array([False, True]),
-        num_draft_tokens=np.array([0, 2], np.int32),
+        rows=np.array([7, 8, 9], np.int32),
+        num_scheduled_tokens=np.array([1, 4, 3], np.int32),
+        sample_rows=np.array([True, False, True]),
+        masks=TokenMasks(np.array([5, -1], np.int32), np.zeros((6, 1), np.uint32)),
     )
-    assert flatten(plan.only(index), table).sampled_tokens.tolist() == sampled
+    part = plan.only(index)
+    assert part.rows.tolist() == [7 + index] and part.num_samples == len(masks)
+    assert part.masks is not None and part.masks.result().index.tolist() == masks

@@ -22,13 +22,14 @@ from llmbackend.testing.mock_model import MockRunner
 from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers.fake_clock import FakeClock
 
-Script = deque[list[StepResult] | EngineDeadError]
+Script = deque[list[StepResult] | Exception]
 REPORT = StepResult(1, (), EngineStats())
 """Of an engine that computed nothing."""
 STEP = StepResult(1, (), EngineStats(last_step_s=0.01))
 UNREACHED = EngineDeadError("it cannot be reached", "disconnect")
 CUT = EngineDeadError("the connection has ended", "disconnect")
 KILLED = EngineDeadError("it was killed", "killed")
+NO_LINK = ValueError("there can be no link to an engine")
 
 
 class ScriptedEngine(Transport):
@@ -48,7 +49,7 @@ class ScriptedEngine(Transport):
 
     def receive(self, timeout_s: float | None = None) -> list[StepResult]:
         said = self._script.popleft()
-        if isinstance(said, EngineDeadError):
+        if isinstance(said, Exception):
             raise said
         return said
 
@@ -65,6 +66,9 @@ class ScriptedSource:
         self._script = script
 
     def make_transport(self, wake_fd: int, progress: Callable[[LoadProgress], None]) -> Transport:
+        if self._script[0] is NO_LINK:
+            self._script.popleft()
+            raise NO_LINK
         return ScriptedEngine(self._config, self._script, progress)
 
     def load_whole(self) -> bool:
@@ -82,7 +86,7 @@ def make_supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSupervisor]
     monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.0)
     wakeup = Wakeup()
 
-    def make(*script: list[StepResult] | EngineDeadError, **arguments: Any) -> Supervisor:
+    def make(*script: list[StepResult] | Exception, **arguments: Any) -> Supervisor:
         config = EngineConfig(model="mock", **arguments)
         return Supervisor(config, ScriptedSource(config, deque(script)), wakeup)
 
@@ -102,6 +106,16 @@ def test_only_a_step_that_computed_something_ends_a_row_of_failures(make_supervi
     script = [KILLED, [REPORT], KILLED, [REPORT, STEP], KILLED, [REPORT], KILLED, [REPORT], KILLED]
     supervisor = make_supervisor(*script, max_engine_failures=3)
     assert [lose(supervisor) for _ in range(5)] == [False, False, False, False, True]
+
+
+def test_an_engine_to_which_there_is_no_link_is_a_failure(make_supervisor: MakeSupervisor) -> None:
+    supervisor, given_up = make_supervisor(NO_LINK, NO_LINK, max_engine_failures=2), []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no link"):
+            supervisor.receive(is_busy=False)
+        supervisor.discard("the loop failed")
+        given_up.append(supervisor.is_given_up)
+    assert given_up == [False, True]
 
 
 def test_lost_connections_count_until_an_engine_is_reached(make_supervisor: MakeSupervisor) -> None:

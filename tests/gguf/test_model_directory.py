@@ -58,7 +58,8 @@ def of(architecture: str, **fields: Any) -> dict[str, Any]:
 
 def test_the_directory_has_what_a_checkpoint_has(tmp_path: Path) -> None:
     changes = {
-        "tokenizer.chat_template": "{{ messages }}", "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.chat_template": "{{ messages }}", "tokenizer.chat_template.tool_use": "{{ tools }}",
+        "tokenizer.ggml.eos_token_id": 1,
         "general.sampling.temp": 0.6, "general.sampling.top_k": 20,
     }  # fmt: skip
     directory = made(tmp_path, changes)
@@ -66,6 +67,7 @@ def test_the_directory_has_what_a_checkpoint_has(tmp_path: Path) -> None:
     assert directory.name.startswith("m-")
     assert (directory / "m.gguf").resolve() == (tmp_path / "m.gguf").resolve()
     assert (directory / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (directory / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     generation = json.loads((directory / "generation_config.json").read_text())
     assert generation == {"eos_token_id": [1], "temperature": 0.6, "top_k": 20}
     assert json.loads((directory / "tokenizer_config.json").read_text())["eos_token"] == "b"
@@ -171,7 +173,17 @@ WRONG: dict[str, tuple[dict[str, Any], Tensors, str]] = {
     "key heads that do not divide": ({"llama.attention.head_count_kv": 3}, {}, "head_count_kv' is 3, expected a divi"),
     "values of another width": ({"llama.attention.value_length": 5}, {}, "value_length' is 5, expected 4, as of keys"),
     "a part of a head is rotated": ({"llama.rope.dimension_count": 2}, {}, "rope.dimension_count' is 2, expected 4"),
-    "an unknown scaling": ({"llama.rope.scaling.type": "ntk"}, {}, "'rope.scaling.type' is 'ntk', expected none"),
+    "an unknown scaling": ({"llama.rope.scaling.type": "ntk"}, {}, "'llama.rope.scaling.type' is 'ntk', expected none"),
+    "a part of a head is rotated beside experts": (
+        {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.rope.dimension_count": 2},
+        {},
+        "'llama.rope.dimension_count' is 2, expected 4",
+    ),
+    "no layers but those that draft": (
+        {"llama.block_count": 1, "llama.nextn_predict_layers": 1},
+        {},
+        "'llama.nextn_predict_layers' is 1, expected a number from 0 to 0",
+    ),
     "a base that is infinite": (
         {"llama.rope.freq_base": float("inf")},
         {},

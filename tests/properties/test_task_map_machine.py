@@ -16,7 +16,7 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 from llmbackend.adapter.tasks.fault_isolation import BLAME_THRESHOLD
 from llmbackend.adapter.tasks.infer_task import InferTask
 from llmbackend.core.backend_api import ErrorCode
-from llmbackend.engine.memory.prefix_cache import joined, numbers
+from llmbackend.engine.memory.prefix_cache import numbers
 from tests.helpers.hand_driven import HandTurnedManager, World
 from tests.helpers.llm_host import Call
 from tests.helpers.llm_requests import MAX_MODEL_LEN, NUM_KINDS, answer, undisturbed
@@ -200,7 +200,7 @@ class TaskMapMachine(RuleBasedStateMachine):
             journal = manager.transport.core.prefixes._journal
             assert (journal is None) == (len(self.world.managers) == 1)
             found = () if journal is None else journal._found.values()
-            assert index.blocks_of(engine.assignment.bit) == set(numbers(joined(block.hash for block in found)))
+            assert index.blocks_of(engine.assignment.bit) == set(numbers(b"".join([block.hash for block in found])))
 
     # --- moves --------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from ..kernels.operations import AttentionOp, GateFunction, GateNorm, GateOp, Ki
 from .buffers import Buffer
 from .native_memory import NativeLayerCache
 from .packed_decoder import Memories, PackedAttention
-from .packed_parts import ArrayAt
 
 
 def rotary_op(
@@ -28,10 +27,10 @@ def rotary_op(
         v=keys.from_column(cache.num_kv_heads * cache.head_dim).address,
         keys=cache.keys,
         values=cache.values,
-        cos_sin=_address(attention.cos_sin, memories),
-        q_cos_sin=_address(attention.q_cos_sin, memories),
-        q_norm=_address(q_norm.weight if q_norm else None, memories),
-        k_norm=_address(k_norm.weight if k_norm else None, memories),
+        cos_sin=memories.address_if_any(attention.cos_sin),
+        q_cos_sin=memories.address_if_any(attention.q_cos_sin),
+        q_norm=memories.address_if_any(q_norm.weight if q_norm else None),
+        k_norm=memories.address_if_any(k_norm.weight if k_norm else None),
         stride=qkv.stride,
         num_heads=attention.num_heads,
         num_kv_heads=cache.num_kv_heads,
@@ -58,7 +57,7 @@ def attention_op(
         q=qkv.address,
         keys=cache.keys,
         values=cache.values,
-        sinks=_address(attention.sinks, memories),
+        sinks=memories.address_if_any(attention.sinks),
         out=out.address,
         q_stride=qkv.stride,
         out_stride=out.stride,
@@ -96,7 +95,3 @@ def attention_gate(attention: PackedAttention, x: Buffer, qkv: Buffer, out: Buff
         function=GateFunction[attention.gate_function.upper()],
         one_per_group=per_head,
     )
-
-
-def _address(array: ArrayAt | None, memories: Memories) -> int | None:
-    return None if array is None else memories.address(array)

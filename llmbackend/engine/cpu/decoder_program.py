@@ -29,7 +29,7 @@ from .native_memory import NativeKVMemory, NativeLayerCache
 from .operations import ROLE_OF, Operation, Role
 from .packed_decoder import PackedAttention, PackedExpertMatrix, PackedExperts, PackedLayer, PackedMlp, PackedModel
 from .packed_latent import PackedLatent
-from .packed_parts import TYPE_OF, ArrayAt, PackedNorm, PackedProjection
+from .packed_parts import TYPE_OF, PackedNorm, PackedProjection
 from .packed_recurrent import PackedScan, PackedShortConv, inputs_of
 from .recurrent_operations import StateMemory, StepStates, mixer_operations
 
@@ -229,7 +229,7 @@ class DecoderProgram:
             EmbedOp(
                 kind=Kind.EMBED,
                 weight_type=TYPE_OF[decoder.dtype],
-                weight=self._pointer(decoder.embedding),
+                weight=self._memories.address(decoder.embedding),
                 out=self._hidden.address,
                 width=self._width,
                 out_stride=self._hidden.stride,
@@ -341,7 +341,7 @@ class DecoderProgram:
             lora = self._add_lora(x, experts.shared_gate)
             self._add_linear(Role.DOWN, experts.shared_gate, x, buffers.shared_gate, lora=lora)
         self._add_linear(Role.ROUTE, experts.router, x, buffers.logits)
-        self._add(Role.ROUTE, buffers.route_op(experts, self._pointer(experts.correction)))
+        self._add(Role.ROUTE, buffers.route_op(experts, self._memories.address_if_any(experts.correction)))
         up, down = (self._expert_matrix(each, experts.count) for each in (experts.up, experts.down))
         gate = None if experts.gate is None else self._expert_matrix(experts.gate, experts.count)
         pairs = buffers.pairs(experts)
@@ -360,7 +360,7 @@ class DecoderProgram:
         first = matrix.first
         panels, scale, sums = self._memories.matrix_addresses(first)
         assert panels is not None, "a matrix has panels"
-        bias, order = self._pointer(matrix.bias), self._memories.order_address(first, count)
+        bias, order = self._memories.address_if_any(matrix.bias), self._memories.order_address(first, count)
         return ExpertMatrix(panels, scale, sums, first.n, first.k, TYPE_OF[first.dtype], bias, order)
 
     def _input(self, norm: PackedNorm | None) -> Buffer:
@@ -391,8 +391,8 @@ class DecoderProgram:
                 kind=Kind.NORM,
                 rows=rows,
                 x=x.address,
-                weight=self._pointer(norm.weight),
-                bias=self._pointer(norm.bias),
+                weight=self._memories.address(norm.weight),
+                bias=self._memories.address_if_any(norm.bias),
                 out=out.address,
                 x_stride=x.stride,
                 out_stride=out.stride,
@@ -432,7 +432,7 @@ class DecoderProgram:
         op = self._linear(mlp.gate, x, self._gated)
         adapt(op, lora)
         op.weight2, op.scale2, op.sums2 = self._memories.matrix_addresses(mlp.up.weight)
-        op.bias2 = self._pointer(mlp.up.bias)
+        op.bias2 = self._memories.address_if_any(mlp.up.bias)
         op.epilogue, op.factor = GATES[mlp.activation], mlp.gate_factor
         self._add(Role.GATE_UP, op)
 
@@ -442,7 +442,7 @@ class DecoderProgram:
         return LinearOp(
             kind=Kind.LINEAR,
             weight=panels,
-            bias=self._pointer(projection.bias),
+            bias=self._memories.address_if_any(projection.bias),
             scale=scale,
             sums=sums,
             order=self._memories.order_address(weight),
@@ -457,6 +457,3 @@ class DecoderProgram:
             y_type=y.type,
             factor=1.0,
         )
-
-    def _pointer(self, array: ArrayAt | None) -> int | None:
-        return None if array is None else self._memories.address(array)

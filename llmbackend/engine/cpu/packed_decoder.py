@@ -401,6 +401,10 @@ class Memories:
         memory = self.resident if array.memory == "resident" else self.mapped
         return _address(memory, array.offset_bytes, array.size_bytes)
 
+    def address_if_any(self, array: ArrayAt | None) -> int | None:
+        """As `address`; None for None."""
+        return None if array is None else self.address(array)
+
     def matrix_addresses(self, matrix: MatrixAt) -> Iterator[int | None]:
         """Of panels, scales, and sums, minima or zero points. Raises ValueError if one is outside the resident
         memory."""

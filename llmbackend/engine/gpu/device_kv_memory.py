@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -57,6 +58,12 @@ class HostBlocks:
         layers = list(caches)
         num_blocks = config.num_host_blocks(sum(part.shape[1] for part in _parts(layers)))
         return cls(device, layers, num_blocks) if num_blocks else None
+
+    def warm_up(self) -> None:
+        """Copies one block to the host and back, which compiles the kernels that move blocks."""
+        first = np.zeros(1, np.int32)
+        for to_host in (True, False):
+            self.copy(KVCopies(to_host, first, first))
 
     def copy(self, copies: KVCopies) -> None:
         """Enqueues the copies and returns."""

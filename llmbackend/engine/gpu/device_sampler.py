@@ -65,8 +65,7 @@ class DeviceSampler:
     logits give the same token whatever else is sampled; the settings of other rows may select another build of a
     kernel, but that changes only the last bit of float64 sums.
 
-    A step without limits, edits and logprobs (`is_plain`) is two launches whose shape depends only on the number of
-    samples, so it can be captured.
+    A step without limits, edits and logprobs is two launches.
     """
 
     max_steps_in_flight = 2
@@ -108,11 +107,6 @@ class DeviceSampler:
 
     def begin(self, plan: StepPlan, table: RowTable) -> PreparedSampling:
         return self.prepare(plan.samples(table)[0], plan.masks)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every row only needs a token from the whole distribution."""
-        return not (self._rows.edits or self._rows.limited or self._rows.with_logprobs)
 
     def prepare(self, sampled_rows: Int32Array | None = None, masks: PendingMasks | None = None) -> PreparedSampling:
         """Reads everything that the next `sample` needs from the host, except the masks (`complete`). The result is

@@ -72,6 +72,8 @@ def start(
     parts.program.use_caches(caches)
     host_blocks = HostBlocks.make(config, device, caches.values())
     capture_s = parts.graphs.capture(_graph_sizes(config))
+    if host_blocks is not None:
+        host_blocks.warm_up()
     device.trim()
     how = f"{type(ops).__name__}, {_graphs_text(parts.graphs)} in {capture_s:.1f} s"
     logger.info("%s: %d KV blocks of %d tokens, %s", device.name, num_blocks, config.block_size, how)

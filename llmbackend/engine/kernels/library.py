@@ -201,16 +201,18 @@ def available() -> tuple[str, ...]:
 
 @functools.cache
 def load(variant: str | None = None) -> KernelLibrary | None:
-    """The best library for this CPU, or the named variant if this CPU can execute it; None, with one warning = there is
-    none."""
+    """The best library for this CPU, or the named variant if this CPU can execute it; None = there is none, which a
+    warning says unless a variant is named."""
     # Called for a named variant too, because `available` requests the AMX registers from Linux.
     for name in available() if variant is None else {variant}.intersection(available()):
         path = _path(name)
         if path is not None and (library := _checked(name, path)) is not None:
             return library
-    logger.warning(
-        "no native kernels (a C++ compiler builds them when the package is installed): torch computes, much more slowly"
-    )
+    if variant is None:
+        logger.warning(
+            "no native kernels (a C++ compiler builds them when the package is installed): torch computes, much more "
+            "slowly"
+        )
     return None
 
 

@@ -8,6 +8,7 @@ sockets.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -89,10 +90,12 @@ class KVEvents:
             publisher = _Publisher(self._context, config)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
+            in_use = error.errno == errno.EADDRINUSE
+            hint = " (by this model, if it is being reloaded: unload it first)" if in_use else ""
             raise ValueError(
                 f"engine argument 'kv_events_config': {config.own_endpoint}"
                 f"{f' or {config.own_replay_endpoint}' if config.own_replay_endpoint else ''} cannot be bound: "
-                f"{error.strerror}"
+                f"{error.strerror}{hint}"
             ) from None
         self._thread = threading.Thread(target=publisher.run, name="kv-events", daemon=True)
         self._thread.start()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -52,7 +52,7 @@ def prefix_hashes(salt: tuple[str, ...], token_ids: Sequence[int], block_size: i
     data = array(_TOKENS, token_ids).tobytes()
     hashes = bytearray()
     for end in range(size, (len(token_ids) - 1) // block_size * size + 1, size):
-        before = blake2b(before + data[end - size : end], digest_size=HASH_BYTES).digest()
+        before = next_hash(before, data[end - size : end])
         hashes += before
     return numbers(bytes(hashes))
 
@@ -60,11 +60,6 @@ def prefix_hashes(salt: tuple[str, ...], token_ids: Sequence[int], block_size: i
 def numbers(hashes: bytes) -> array[int]:
     """Concatenated hashes as integers. uint64 [len(hashes) / 8]."""
     return array(_NUMBERS, hashes)
-
-
-def joined(hashes: Iterable[bytes]) -> bytes:
-    """The inverse of `numbers`."""
-    return b"".join(hashes)
 
 
 Salt = tuple[str, ...]
@@ -149,9 +144,9 @@ class BlockJournal:
         if not self.has_changes:
             return None
         if self._is_snapshot_due:
-            changes = BlockChanges(joined(block.hash for block in self._found.values()), b"", True)
+            changes = BlockChanges(b"".join([block.hash for block in self._found.values()]), b"", True)
         else:
-            changes = BlockChanges(joined(self._stored), joined(self._removed))
+            changes = BlockChanges(b"".join(self._stored), b"".join(self._removed))
         self._stored, self._removed, self._is_snapshot_due = {}, {}, False
         return changes
 

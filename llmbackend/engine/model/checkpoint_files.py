@@ -92,7 +92,7 @@ def check_directory(directory: Path) -> dict[str, TensorHeader]:
         config = config_fields((directory / "config.json").read_bytes())
     except OSError as error:
         raise CheckpointError(f"its config.json cannot be read: {error.strerror}") from None
-    tensors = read_headers(weight_files(directory, str(config.get("transformers_weights") or "")))
+    tensors = read_headers(weight_files(directory))
     check_numbers(config, tensors)
     return tensors
 
@@ -105,30 +105,42 @@ def config_fields(config_json: bytes) -> dict[str, Any]:
         raise CheckpointError(f"its config.json is not a JSON object: {error}") from None
 
 
-def weight_files(directory: Path, stated: str = "") -> list[Path]:
-    """The safetensors files that transformers would read, or the parts of a GGUF model. stated: the name given in
-    config.json, if any.
-
-    Raises CheckpointError if there are none, or if the index names missing files.
-    """
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that transformers would read, or the parts of a GGUF model. Raises CheckpointError if there
+    are none, or if the index names missing files."""
+    stated = _stated_weights(directory)
     candidates = [stated] if stated else [WEIGHTS_FILE, INDEX_FILE]
     name = next((name for name in candidates if (directory / name).is_file()), None)
     if name is None and (files := _gguf_files(directory)):
         return files
     if name is None:
-        raise CheckpointError(f"it contains no safetensors file {' or '.join(candidates)}")
+        raise CheckpointError(f"it contains no safetensors file {' or '.join(map(_short, candidates))}")
     if not name.endswith(".index.json"):
         return [directory / name]
     try:
         names = sorted(set(_WEIGHT_MAP.decode((directory / name).read_bytes()).weight_map.values()))
     except (OSError, msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise CheckpointError(f"its {name} cannot be read: {error}") from None
-    outside = [shard for shard in names if Path(shard).is_absolute() or ".." in Path(shard).parts]
-    if outside:
+    if outside := [shard for shard in names if _is_outside(shard)]:
         raise CheckpointError(f"its {name} names files outside of its directory: {few(outside)}")
     if absent := [shard for shard in names if not (directory / shard).is_file()]:
         raise CheckpointError(f"its {name} names files that are missing: {few(absent)}")
     return [directory / shard for shard in names]
+
+
+def _stated_weights(directory: Path) -> str:
+    """The name of the weights' file in a config.json; "" = it states none, or there is no such file."""
+    path = directory / "config.json"
+    name = str(config_fields(path.read_bytes()).get("transformers_weights") or "") if path.is_file() else ""
+    if _is_outside(name):
+        raise CheckpointError(
+            f"its config.json states transformers_weights '{_short(name)}', expected a file inside of its directory"
+        )
+    return name
+
+
+def _is_outside(name: str) -> bool:
+    return Path(name).is_absolute() or ".." in Path(name).parts
 
 
 def has_four_bits(directory: Path) -> bool:

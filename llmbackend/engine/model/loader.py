@@ -154,7 +154,7 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
         check_layers(random_model(config, hf_config, torch.float32, torch.device("meta")))
     with part("read checkpoint"):
         if config.load_format == "dummy" or (opened.int4 is None and not opened.is_gguf):
-            model = _instantiate(config, hf_config, device, opened.tensors)
+            model = _instantiate(config, opened)
         else:
             model = _filled_model(config, opened, stored)
     keep_text(model)
@@ -371,20 +371,18 @@ def _read_directory(config: EngineConfig) -> dict[str, TensorHeader] | None:
         raise bad_checkpoint(config.model, error) from None
 
 
-def _instantiate(
-    config: EngineConfig, hf_config: Any, device: torch.device, tensors: Mapping[str, TensorHeader] | None
-) -> Any:
-    """tensors: of the checkpoint; None = not read yet."""
+def _instantiate(config: EngineConfig, opened: OpenedCheckpoint) -> Any:
+    """With random weights, or those that transformers reads."""
+    hf_config = opened.hf_config
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.load_format == "dummy":
-        return random_model(config, hf_config, dtype, device)
+        return random_model(config, hf_config, dtype, opened.device)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_tqdm_hook(bar_hook)
-    multimodal = hf_config.get_text_config(decoder=True) is not hf_config
     try:
-        tensors = read_headers(hub_files(config)) if tensors is None else tensors
+        tensors = read_headers(hub_files(config)) if opened.tensors is None else opened.tensors
         _note_plain_weights(hf_config, tensors)
-        check_tensors(*class_and_config(config, hf_config), tensors, multimodal)
+        check_tensors(*class_and_config(config, hf_config), tensors, opened.is_multimodal)
         with without_report():
             model, info = auto_class(hf_config).from_pretrained(
                 config.model,
@@ -395,7 +393,7 @@ def _instantiate(
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
             )
-        check_loading_info(info, multimodal)
+        check_loading_info(info, opened.is_multimodal)
     except (CheckpointError, SafetensorError) as error:
         raise bad_checkpoint(config.model, error) from error
     return model

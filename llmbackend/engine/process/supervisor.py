@@ -192,8 +192,7 @@ class Supervisor:
     def discard(self, reason: str) -> EngineDeadError:
         """Ends this engine because its owner cannot continue with it; the next one follows."""
         error = EngineDeadError(reason, "loop")
-        if self._transport is not None:
-            self._reap(error)
+        self._reap(error)
         return error
 
     def close(self) -> None:

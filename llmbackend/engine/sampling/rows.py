@@ -28,8 +28,9 @@ Float32Array = npt.NDArray[np.float32]
 
 _GREEDY_TEMPERATURE = 1e-5
 """Lower temperatures mean greedy, as in vLLM."""
-_MAX_TEMPERATURE = 1e30
-"""Higher temperatures mean this one, at which all tokens are equally likely: float32 cannot represent all of them."""
+_MAX_TEMPERATURE = 1e6
+"""Higher temperatures mean this one: all tokens are equally likely, except banned ones (BANNED_BIAS), which divided by
+more would become likely too."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 

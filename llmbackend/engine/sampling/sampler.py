@@ -204,7 +204,8 @@ def prompt_spans(plan: StepPlan, table: RowTable) -> list[PromptSpan]:
 def logprobs_of_spans(
     spans: Sequence[PromptSpan], table: RowTable, logits_of: Callable[[int, Int32Array], Float32Array]
 ) -> tuple[dict[int, list[TokenLogprobs]], dict[int, str]]:
-    """By row: the logprobs of its span, or an error if its logits are not finite.
+    """By row: the logprobs of its span, or an error if its logits are not finite; minus infinity is an impossible
+    token, as in samples.
 
     logits_of: logits [positions, at least vocab] after the tokens of a row at these positions
     """
@@ -216,18 +217,19 @@ def logprobs_of_spans(
             logits = logits_of(span.row, np.arange(first - 1, end - 1, dtype=np.int32))
             token_ids = table.token_ids[span.row, first:end].tolist()
             entries += [token_logprobs(own, one, span.count) for own, one in zip(logits, token_ids, strict=True)]
-        if all(np.isfinite(entry.logprob) for entry in entries):
-            found[span.row] = entries
-        else:
+        if any(np.isnan(entry.logprob) for entry in entries):
             errors[span.row] = BROKEN_LOGITS
+        else:
+            found[span.row] = entries
     return found, errors
 
 
 def token_logprobs(logits: Float32Array, token_id: int, count: int) -> TokenLogprobs:
     """The logprob and rank of a token, and the `count` most likely tokens, equal ones in the order of their ids. logits
-    [vocab]: of one token."""
+    [vocab]: of one token. The logprob is NaN if one of them is NaN or infinity, or all are minus infinity."""
     peak = logits.max()
-    norm = peak + np.float32(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
+    with np.errstate(invalid="ignore"):  # infinities
+        norm = peak + np.float32(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
     own = logits[token_id]
     best = _likeliest(logits, count) if count else np.empty(0, np.int64)
     top = tuple(zip(best.tolist(), (logits[best] - norm).tolist(), strict=True))

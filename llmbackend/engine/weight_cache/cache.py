@@ -320,7 +320,7 @@ _LIBRARIES: Final = ("torch", "transformers", "safetensors", "numpy", "gguf")
 _ARGUMENTS: Final = ("dtype", "quantization", "max_model_len", "load_format", "seed", "trust_remote_code", "kernels",
                      "block_size")  # fmt: skip
 """Engine arguments that affect what is packed, or whether a program can run it."""
-_CODE: Final = ("attention", "cpu", "kernels", "model", "weight_cache")
+_CODE: Final = ("attention", "cpu", "gpu/ops", "gpu/weights", "kernels", "model", "weight_cache")
 """Packages of the engine whose code packs, checks and verifies, besides what reads GGUF files."""
 _OFFLINE: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE: Final = ("1", "ON", "YES", "TRUE")
@@ -354,7 +354,7 @@ def key_of(config: EngineConfig) -> ImageKey:
     stated = config_fields(configs["config.json"])
     if config.trust_remote_code and "auto_map" in stated:
         raise NoKeyError("the checkpoint brings its own code")
-    weights = weight_files(directory, str(stated.get("transformers_weights") or ""))
+    weights = weight_files(directory)
     depends_on = (
         FORMAT,
         configs,

@@ -162,7 +162,6 @@ def test_plain_rows_are_those_of_the_cpu() -> None:
     parameters = [{"temperature": 0.4 + row % 3, "seed": row} for row in range(8)]
     for kind in ("flat", "with minus infinities"):
         rows, logits = Rows(parameters, 700), make_logits(kind, 8, 700)
-        assert rows.sampler.is_plain
         assert_same(rows.sample(logits), rows.expected(logits))
 
 
@@ -191,7 +190,6 @@ def test_a_plain_step_is_two_launches_and_only_what_is_asked_for_adds_some(monke
         rows = Rows([*plain[:2], {"temperature": 1.0, **extra}], 40)
         rows.sample(logits)
         assert sorted(launched) == sorted(["summarise_kernel", "choose_kernel", *more])
-        assert rows.sampler.is_plain == (not extra)
 
 
 MIXED: list[dict[str, Any]] = [
@@ -326,7 +324,11 @@ def test_all_that_steps_launch_is_compiled_before(monkeypatch: pytest.MonkeyPatc
     sampler = DeviceSampler(1, 6, EOS, DEVICE)
     launched = count_launches(monkeypatch)
     assert sampler.is_unused
-    sampler.compile(torch.zeros(1, 6), torch.ones(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    logits, rows = torch.zeros(1, 6), torch.zeros(1, dtype=torch.int32)
+    tables = torch.ones(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    sampler.compile(logits, *tables)
     assert {"choose_kernel", *LIMITED, "edit_kernel", "mask_kernel", "logprobs_kernel"} <= set(launched)
-    assert sampler.is_plain
     assert not sampler.is_unused
+    launched.clear()
+    sampler.prepare().sample(logits, rows, rows, *tables)
+    assert launched == ["summarise_kernel", "choose_kernel"]

@@ -6,6 +6,7 @@ The fake device does its work as late as it can, so that a copy or a step that r
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -72,6 +73,21 @@ def test_what_the_device_has_no_room_for_is_copied_back(model: Path) -> None:
     assert result.stats.num_reloaded_blocks > 0
     core.check()
     core.close()
+
+
+def test_what_moves_blocks_has_run_when_the_engine_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU its kernels are compiled then, so that no request waits for that."""
+    device, moves_of, of_buffers = FakeDevice(), device_kv_memory._moves, list[mock.Mock]()
+
+    def watched(*arguments: Any) -> mock.Mock:
+        of_buffers.append(mock.Mock(wraps=moves_of(*arguments)))
+        return of_buffers[-1]
+
+    monkeypatch.setattr(device_kv_memory, "_moves", watched)
+    runner = gpu_runner(config_for(model, num_host_kv_blocks=3), device)
+    device.synchronize()
+    assert any(moves.gather.called for moves in of_buffers) and any(moves.spread.called for moves in of_buffers)
+    runner.close()
 
 
 @pytest.mark.parametrize("copies_hurry", [False, True])

@@ -5,9 +5,12 @@ The ranks are real: forked from the engine's process, joined by torch.distribute
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,6 +106,15 @@ def test_a_follower_that_dies_ends_the_engine_and_the_next_one_goes_on(
         assert not await_death(engine)
     finally:
         engine.close()
+
+
+def test_the_bench_forks_the_ranks_of_its_engine_itself(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "workload.json").write_text(json.dumps([{"prompt_tokens": 5, "output_tokens": 3}] * 2))
+    arguments = {"tensor_parallel_size": 2, "num_threads": 1, "num_kv_blocks": 60, "block_size": 8}
+    command = [sys.executable, "-m", "llmbackend.cli", "bench", "--model", str(model)]
+    command += ["--workload", str(tmp_path / "workload.json"), "--json", str(tmp_path / "figures.json")]
+    subprocess.run([*command, "--engine-args", json.dumps(arguments)], check=True, stdout=subprocess.DEVNULL)
+    assert json.loads((tmp_path / "figures.json").read_text())["output_tokens"] == 6
 
 
 def test_an_engine_that_is_killed_takes_its_followers_with_it(engine: ProcessTransport) -> None:

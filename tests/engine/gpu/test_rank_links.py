@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -11,9 +12,11 @@ from multiprocessing.connection import Connection
 
 import msgspec
 import pytest
+import torch
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.gpu.parallel import links
+from llmbackend.engine.gpu.parallel import collectives, links
+from llmbackend.engine.gpu.parallel.collectives import LOOPBACK, RankPlace, Ranks
 from llmbackend.engine.gpu.parallel.followers import meet_followers
 from llmbackend.engine.gpu.parallel.links import Loaded, RankListener, Stop, connect, watch
 from llmbackend.engine.rank_order import RankMeeting, RankOrder
@@ -92,6 +95,16 @@ def test_a_rank_waits_for_rank_0_until_it_is_there(meeting: RankMeeting, pool: T
         connect(meeting, 0)
 
 
+def test_a_rank_does_not_wait_longer_for_what_is_not_rank_0(pool: ThreadPoolExecutor) -> None:
+    """Another server at its port, which ends the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        closed = pool.submit(lambda: other.accept()[0].close())
+        with pytest.raises(OSError, match=f"rank 0 is not at 127.0.0.1 port {port}: the connection was closed"):
+            connect(RankMeeting("127.0.0.1", port, KEY), 0)
+        closed.result(30)
+
+
 def test_orders_that_can_not_be_are_refused() -> None:
     config = EngineConfig(model="m", tensor_parallel_size=2)
     good = msgspec.json.encode({"config": config, "rank": 1, "meeting": {"address": "::1", "port": 7, "key": KEY}})
@@ -163,3 +176,17 @@ def test_a_rank_that_never_comes_is_named(listener: RankListener) -> None:
 def test_an_address_that_is_taken_is_named(meeting: RankMeeting, listener: RankListener) -> None:
     with pytest.raises(OSError, match=f"cannot meet at 127.0.0.1 port {meeting.port}: Address already in use"):
         RankListener(meeting)
+
+
+def test_ranks_use_no_interface_but_that_of_their_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To NCCL a name without = is a prefix of the names of several."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    meeting, port = collectives.listen(LOOPBACK)
+    try:
+        Ranks(RankPlace(0)).join(torch.device("cpu"), LOOPBACK, port, 30, meeting)
+    finally:
+        collectives.leave()
+    assert [os.environ[name] for name in names] == ["lo", "=lo"]

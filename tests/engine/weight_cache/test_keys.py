@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import llmbackend
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.native_runner import why_modules
 from llmbackend.engine.kernels import library
@@ -110,6 +111,23 @@ def test_other_libraries_change_the_key(
 ) -> None:
     before, version_of = key(checkpoint), cache._version
     monkeypatch.setattr(cache, "_version", lambda name: version if name == package else version_of(name))
+    assert key(checkpoint) != before
+
+
+@pytest.mark.parametrize(
+    "file", ["engine/cpu/linear.py", "engine/gpu/ops/ops.py", "engine/gpu/weights/int4.py", "gguf/orders.py"]
+)
+def test_other_code_changes_the_key(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    package, copied = Path(llmbackend.__file__).parent, tmp_path / "llmbackend"
+    for name in ("engine", "gguf"):
+        shutil.copytree(package / name, copied / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "native"))
+    monkeypatch.setattr(cache, "__file__", str(copied / "engine" / "weight_cache" / "cache.py"))
+    before = key(checkpoint)
+    assert key(checkpoint) == before
+    with (copied / file).open("a") as source:
+        source.write("# changed")
     assert key(checkpoint) != before
 
 

@@ -216,7 +216,7 @@ def choose_int4_tile(num_rows: int, dtype: torch.dtype, exact: bool) -> Int4Tile
         return Int4Tile(rows=64, columns=64, warps=8, stages=4)
     if num_rows <= 256:
         return Int4Tile(rows=64, columns=128, warps=8, stages=4)
-    return Int4Tile(rows=128, columns=128, warps=8, stages=4)
+    return Int4Tile(rows=128, columns=128, warps=8, stages=3 if has_little_shared_memory() else 4)
 
 
 @triton.jit

@@ -70,8 +70,9 @@ class RankPlace:
 
 
 LOOPBACK = "127.0.0.1"
-_NETWORK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""The interfaces through which ranks find each other; data between the GPUs of one host does not use them."""
+_NETWORK_INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+"""Variables for the interface through which ranks find each other (data between the GPUs of one host does not use it),
+and what precedes its name: NCCL takes a name without = as a prefix, so that eno1 would also mean eno12."""
 _SIOCGIFADDR = 0x8915
 
 
@@ -133,8 +134,9 @@ class Ranks:
         `leave`. Raises RuntimeError if the other ranks do not connect within timeout_s."""
         place, timeout = self.place, timedelta(seconds=timeout_s)
         own_address = address if meeting is not None else _own_address(address, port)
-        for name in _NETWORK_INTERFACES if (interface := _interface_of(own_address)) else ():
-            os.environ.setdefault(name, interface)
+        if interface := _interface_of(own_address):
+            for name, prefix in _NETWORK_INTERFACES.items():
+                os.environ.setdefault(name, prefix + interface)
         store = dist.TCPStore(  # type: ignore[attr-defined]
             address,
             port,

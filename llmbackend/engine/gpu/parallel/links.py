@@ -85,19 +85,14 @@ def connect(meeting: RankMeeting, timeout_s: float) -> Connection:
     while True:
         try:
             link = socket.create_connection((meeting.address, meeting.port), HANDSHAKE_S)
-        except OSError as error:
-            if time.monotonic() > deadline_s:
-                raise OSError(
-                    error.errno, f"rank 0 is not at {meeting.address} port {meeting.port}: {error.strerror or error}"
-                ) from error
-            time.sleep(RETRY_S)
-            continue
-        try:
             return _prove(link, meeting.key, is_server=False)
         except AuthenticationError as error:
             raise ValueError(f"rank 0 at {meeting.address} port {meeting.port} has another key") from error
-        except (OSError, EOFError):  # rank 0 ended, or is busy with others
-            time.sleep(RETRY_S)
+        except (OSError, EOFError) as error:  # it is not there yet, has ended, or is busy with others
+            if time.monotonic() > deadline_s:
+                why = getattr(error, "strerror", None) or str(error) or "the connection was closed"
+                raise OSError(f"rank 0 is not at {meeting.address} port {meeting.port}: {why}") from error
+        time.sleep(RETRY_S)
 
 
 def watch(link: Connection, lost: Callable[[], None]) -> None:

@@ -98,7 +98,7 @@ class RankKeeper:
 
 
 def main() -> None:
-    """Exit code 0 = rank 0 told it to end; 1 = it cannot take part."""
+    """Exit code 0 = rank 0 ended it, or knows why it cannot take part; 1 = it cannot reach rank 0, or a step failed."""
     try:
         order = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankOrder)
     except (msgspec.DecodeError, ValueError) as error:
