@@ -11,6 +11,7 @@ thread.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -193,12 +194,10 @@ def _why(path: str, error: OSError) -> TritonError:
     if isinstance(error, FileNotFoundError):
         missing = "" if error.filename in (None, *path.split("/")) else f": it has no '{error.filename}'"
         return TritonError(f"No adapter found for '{path}'{missing}", ErrorCode.NOT_FOUND, "lora_path")
-    if isinstance(error, NotADirectoryError) or error.errno == 40:  # ELOOP: a symbolic link
+    text = f"which cannot be read: {error.strerror}"
+    if isinstance(error, NotADirectoryError) or error.errno == errno.ELOOP:  # a symbolic link
         text = "expected a folder of plain files, without symbolic links"
-        return TritonError(f"'lora_path' is '{path}', {text}", ErrorCode.INVALID_ARG, "lora_path")
-    return TritonError(
-        f"'lora_path' is '{path}', which cannot be read: {error.strerror}", ErrorCode.INVALID_ARG, "lora_path"
-    )
+    return invalid_argument(f"'lora_path' is '{path}', {text}", param="lora_path")
 
 
 class AdapterHandle:

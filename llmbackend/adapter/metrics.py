@@ -120,7 +120,10 @@ class SeriesUsers:
         """Returns whether no model writes the series any more."""
         with self._lock:
             self._counts[labels] -= 1
-            return self._counts[labels] == 0
+            if self._counts[labels]:
+                return False
+            del self._counts[labels]
+            return True
 
 
 class _Unreported:
@@ -201,11 +204,13 @@ class LlmMetrics:
         labels |= {name: str(getattr(config, name)) for name in ("enable_prefix_caching", "gpu_memory_utilization")}
         self._remove_cache_config(engine)
         self._cache_labels[engine] = labels
+        self._users.enter(tuple(labels.values()))
         self._cache_config.set(1, **labels)
         self._kv_blocks.engine_started(engine, info.num_blocks, info.block_size)
 
     def _remove_cache_config(self, engine: int) -> None:
-        if (labels := self._cache_labels.pop(engine, None)) is not None:
+        labels = self._cache_labels.pop(engine, None)
+        if labels is not None and self._users.leave(tuple(labels.values())):
             self._cache_config.remove(**labels)
 
     def set_lora_requests(self, running: Collection[str], waiting: Collection[str], max_loras: int) -> None:
@@ -216,10 +221,11 @@ class LlmMetrics:
         if labels != self._lora_labels:
             self._remove_lora_requests()
             self._lora_labels = labels
+            self._users.enter(tuple(labels.values()))
             self._lora_requests.set(time.time(), **labels)
 
     def _remove_lora_requests(self) -> None:
-        if self._lora_labels:
+        if self._lora_labels and self._users.leave(tuple(self._lora_labels.values())):
             self._lora_requests.remove(**self._lora_labels)
 
     def engine_stats(self, engine: int, stats: EngineStats, num_queued: int) -> None:
@@ -289,13 +295,13 @@ class LlmMetrics:
             self._observe_seconds("vllm:request_decode_time_seconds", times.last_token_ns - times.first_token_ns)
 
     def close(self) -> None:
-        """Removes the model's series, unless another load of the same version writes them."""
-        if not self._users.leave(tuple(self._labels.values())):
-            return
-        self._kv_blocks.close()
+        """Removes the model's series, except those that another load of the same version writes."""
         self._remove_lora_requests()
         for engine in list(self._cache_labels):
             self._remove_cache_config(engine)
+        if not self._users.leave(tuple(self._labels.values())):
+            return
+        self._kv_blocks.close()
         for name, family in self._families.items():
             family.remove(**self._labels_of(name))
         for reason in _FINISH_REASONS:

@@ -238,7 +238,7 @@ class ModelInstanceState:
                 except Exception as error:
                     logger.exception("request %s: its output could not be delivered", output.request_id)
                     self._remove(task, output)
-                    task.fail(internal(f"the response could not be built: {error}"))
+                    self._model.fail(task, internal(f"the response could not be built: {error}"))
         self._metrics.outputs(step.first_token_s, step.inter_token_s)
 
     def _control_signal(self) -> Sequence[tuple[str, Operation]]:
@@ -350,7 +350,7 @@ class ModelInstanceState:
             task.respond()
         except Exception as failure:
             logger.exception("request %s: its last output could not be delivered", task.request_id)
-            task.fail(internal(f"the response could not be built: {failure}"))
+            self._model.fail(task, internal(f"the response could not be built: {failure}"))
 
     def _fail_blamed(self, task: InferTask, cause: EngineDeadError) -> None:
         num_deaths = len(task.isolated_deaths)

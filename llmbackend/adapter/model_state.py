@@ -327,10 +327,9 @@ class ModelState:
         tasks = self._unfinished(tasks)
         if not tasks:
             return
-        refusal = self.why_no_engine() or self.tasks.admit(*tasks)
-        for task in tasks if refusal else ():
-            self.fail(task, self._refused(refusal))
-        if refusal:
+        if refusal := self.why_no_engine() or self.tasks.admit(*tasks):
+            for task in tasks:
+                self.fail(task, self._refused(refusal))
             return
         sender = tasks[0].sender
         if sender.activity.kinds:
@@ -445,7 +444,11 @@ class ModelState:
             self.fail(task, error)
 
     def end_task(self, task: InferTask, reason: str, now_ns: int) -> None:
-        """Clears a task's deadlines and counts it as finished. The caller sends its last response afterwards."""
+        """Clears a task's deadlines and counts it as finished, unless that has been done. The caller sends its last
+        response afterwards."""
+        if task.is_counted:
+            return
+        task.is_counted = True
         for alarm in task.alarms:
             self._timer.clear(alarm)
         self.metrics.finished(task, reason, now_ns)

@@ -142,6 +142,21 @@ def test_reasoning_in_history_has_the_templates_name() -> None:
     assert rendered("{{ messages[0] | tojson }}", message) == json.dumps(message)
 
 
+@pytest.mark.parametrize(
+    ("template", "message", "expected"),
+    [
+        (_ROLES, HI | {"tool_calls": 5}, "'messages[0].tool_calls' is 5, expected a list of calls"),
+        (_ROLES, HI | {"tool_calls": {"id": "x"}}, "'messages[0].tool_calls' is {'id': 'x'}, expected a list of calls"),
+        ("{{ 1 // (messages | length - 1) }}", HI, "the model's chat template refuses 'messages': "),
+        ("{% for _ in range(1000000) %}{% endfor %}", HI, "the model's chat template refuses 'messages': "),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused_by_name(template: str, message: dict[str, Any], expected: str) -> None:
+    with pytest.raises(TritonError) as caught:
+        rendered(template, message)
+    assert caught.value.code is ErrorCode.INVALID_ARG and caught.value.message.startswith(expected)
+
+
 @pytest.mark.parametrize("read", ["messages[0].mood", "messages[0]['mood']", "'mood' in messages[0]"])
 def test_a_further_field_reaches_a_template_that_reads_it(read: str) -> None:
     assert rendered("{{ " + read + " }}", HI | {"mood": True}) == "True"

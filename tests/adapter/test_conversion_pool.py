@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llmbackend.adapter.requests.conversion_pool import MAX_THREADS, SHORT_BYTES, Conversion, ConversionPool, is_short
@@ -69,6 +70,18 @@ def test_others_are_served_while_long_requests_are_converted(tmp_path: Path, gat
         assert len(texts) == 1 and texts.pop().startswith(LONG)
 
 
+class NeverSearched(bytes):
+    def __contains__(self, part: object) -> bool:
+        pytest.fail("a long text was searched, which holds the GIL")
+
+
+def test_a_long_request_is_recognised_by_its_size_alone() -> None:
+    text = np.array([NeverSearched(LONG.encode())], np.object_)
+    inputs = {"sampling_parameters": Tensor("sampling_parameters", "BYTES", text.shape, text)}
+    request: Any = SimpleNamespace(resume=None, inputs=inputs, parameters={})
+    assert not is_short(request)
+
+
 def test_a_request_ends_at_its_cancel_or_deadline_before_its_conversion_begins(tmp_path: Path, gate: Gate) -> None:
     with llm_host(tmp_path, **ROOM) as host:
         running = gate.fill(host)
@@ -123,8 +136,6 @@ def test_stop_reaches_requests_that_are_being_converted(tmp_path: Path, gate: Ga
 
 
 def start_core(host: LlmHost, request_id: str, **inputs: Any) -> Call:
-    import numpy as np
-
     kinds = {"stop": np.bool_}
     tensors = tuple(Tensor.of(name, np.array(value, kinds.get(name, np.int32))) for name, value in inputs.items())
     return host.start_tensors(tensors, request_id)

@@ -92,6 +92,23 @@ def test_a_request_that_cannot_be_given_to_the_engine_is_answered_and_the_others
         assert len(others) == 3 and all(text == before for text, before in others)
 
 
+@pytest.mark.parametrize(("name", "reason"), [("add_output", "error"), ("respond", "length")])
+def test_a_request_whose_output_cannot_be_sent_is_answered_and_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    """It fails before its end is counted, or after that."""
+    with llm_host(tmp_path) as host:
+        FailsOnce(monkeypatch, InferTask, name)
+        call = host.infer(text_input="a", sampling={"max_tokens": 1, "min_tokens": 1, "temperature": 0})
+        assert call.num_finals == 1 and call.error is not None
+        assert (call.error.code, call.error.message) == (
+            ErrorCode.INTERNAL,
+            "the response could not be built: 'a bug'",
+        )
+        assert host.metric("vllm:request_success_total", finished_reason=reason) == 1
+        assert host.metric("vllm:e2e_request_latency_seconds_count") == 1
+
+
 def test_each_cancelled_request_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the one whose end cannot be counted."""
     with llm_host(tmp_path, mock_step_ms=5.0) as host:

@@ -246,3 +246,19 @@ def test_a_reload_keeps_the_series(tmp_path: Path) -> None:
         assert host.infer(text_input="a", sampling=SHORT).error is None
     assert host.metric("vllm:request_success_total", finished_reason="length") == 2
     assert server.stop(10)
+
+
+def test_a_reload_removes_the_series_of_a_cache_that_is_gone(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    server = explicit_server(tmp_path)
+
+    def num_blocks() -> list[str]:
+        return [sample.labels["num_gpu_blocks"] for sample in server.metric_samples("vllm:cache_config_info")]
+
+    for count, rows in (("128", "3"), ("64", "3"), ("64", "4")):
+        values = {"num_kv_blocks": count, "max_num_seqs": rows}
+        config = {"backend": "llm", "parameters": {name: {"string_value": text} for name, text in values.items()}}
+        server.load_model(MODEL, {"config": json.dumps(config)})
+        eventually(lambda count=count: num_blocks() == [count])  # type: ignore[misc]
+    assert server.stop(10)
+    assert num_blocks() == []

@@ -95,6 +95,12 @@ def test_stop_strings_do_not_count_within_min_tokens() -> None:
     assert (chunk.text, chunk.finish_reason) == (["aba"], "stop")
 
 
+def test_a_stop_string_may_begin_within_min_tokens() -> None:
+    for take_each in (False, True):
+        chunk = run(assembler(("ab",), min_tokens=3), outputs(list(b"abab"), [1, 2, 3], "length", None), take_each)
+        assert ("".join(chunk.text), chunk.token_ids, chunk.finish_reason) == ("ab", list(b"abab"), "stop")
+
+
 def test_held_text_waits_and_comes_at_the_end() -> None:
     one = assembler(("xyz",))
     one.push(StepOutput("r", (ord("a"), ord("x"))))

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from llmbackend.adapter.schemas.sampling import parse_sampling_parameter
 from llmbackend.adapter.text.chat import PromptBounds, read_chat
 from llmbackend.adapter.text.chat_template import request_template
-from llmbackend.adapter.text.token_bias import banned_texts
-from llmbackend.adapter.text.tokenizer import HuggingFaceTokenizer
+from llmbackend.adapter.text.token_bias import TokenBias, banned_texts
+from llmbackend.adapter.text.tokenizer import HuggingFaceTokenizer, byte_of_character
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from tests.helpers.llm_host import Call, LlmHost, llm_host
 from tests.helpers.tokenizers_for_tests import byte_fallback_tokenizer, byte_level_tokenizer
@@ -115,6 +117,17 @@ def test_bad_words_also_behind_a_space() -> None:
     assert found[0] == tuple(bare)
     assert (tuple(spaced) in found) == (len(spaced) == len(bare) and spaced[0] != bare[0])
     assert tuple(tokenizer.encode("世", add_special_tokens=False)) in found
+
+
+def test_the_limit_of_bad_words_counts_a_word_once_although_it_is_banned_in_two_forms() -> None:
+    vocabulary = byte_of_character() | {"Ġa": 256}
+    inner = Tokenizer(models.BPE(vocabulary, merges=[("Ġ", "a")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = HuggingFaceTokenizer(inner)
+    words = parse_sampling_parameter("bad_words", [f"a{number}" for number in range(256)])
+    found = banned_texts(words, tokenizer)
+    assert len(found) == 512
+    assert TokenBias(bad_ids=found).resolve(tokenizer, 257) == ({}, tuple(found))
 
 
 def test_spaces_between_special_tokens() -> None:

@@ -200,7 +200,7 @@ def test_a_batch_of_prompts_goes_on_exactly(batch_hosts: tuple[LlmHost, LlmHost]
 
 def test_a_generation_that_had_failed_is_not_begun_again(batch_hosts: tuple[LlmHost, LlmHost]) -> None:
     host = batch_hosts[1]
-    failed = DeltaWriter([3, 4, 5] * 2, 0).delta((PieceRecord(2).failed(unavailable("no engine")),))
+    failed = DeltaWriter([3, 4, 5], 0).delta((PieceRecord(2).failed(unavailable("no engine")),))
     rest = host.start_tensors(batch(True), resume=Resume((failed,))).wait()
     assert len(by_choice(rest.responses)) == 5 and rest.num_finals == 1
     again = host.start_tensors(batch(True), resume=Resume((failed,), replays=True)).wait()

@@ -198,11 +198,10 @@ def test_without_a_batch_dimension() -> None:
     assert "batch_index" not in inputs.options.outputs
 
 
-def test_return_sequences_draw_with_seeds_of_their_own() -> None:
-    several = read(BATCH + USER, text_input=[["a"]], max_tokens=[[5]], num_return_sequences=[[3]], seed=[[5]])
-    assert [inputs.sampling["seed"] for inputs in several] == [5, 6, 7]
-    assert [inputs.sequence_index for inputs in several] == [0, 1, 2]
-    assert all("sequence_index" in inputs.options.outputs for inputs in several)
+def test_return_sequences_are_read_as_one_prompt() -> None:
+    (inputs,) = read(BATCH + USER, text_input=[["a"]], max_tokens=[[5]], num_return_sequences=[[3]], seed=[[2**64 - 1]])
+    assert (inputs.num_sequences, inputs.sampling["seed"]) == (3, 2**63 - 1)
+    assert "sequence_index" in inputs.options.outputs
 
 
 def test_bias_and_bad_words_are_read_in_both_forms() -> None:
@@ -374,7 +373,7 @@ def test_without_decoupled_responses_there_is_one_prompt_and_no_stream() -> None
     assert "Streaming is only supported in decoupled mode." in refusal(fixed, **core, streaming=[[True]]).message
     two = {"input_ids": [[1], [2]], "request_output_len": [[3], [3]]}
     assert "a batch of 2 gives 2 responses" in refusal(fixed, **two).message
-    assert len(read(fixed, **core, num_return_sequences=[[2]])) == 2, "as theirs: two responses"
+    assert read(fixed, **core, num_return_sequences=[[2]])[0].num_sequences == 2, "as theirs: two responses"
     words = {"text_input": [["a"]], "max_tokens": [[3]], "embedding_bias_words": [["x", "y"]]}
     told = "'embedding_bias_words' has 2 elements and 'embedding_bias_weights' 1, expected the same number"
     assert refusal(BATCH + USER, **words, embedding_bias_weights=[[1.0]]).message == told
@@ -486,6 +485,15 @@ def test_the_end_id_ends_a_generation_and_is_no_output(core: LlmHost) -> None:
     assert outputs_of(call, "output_ids")[0][0, 0].tolist() == free[:first].tolist()
 
 
+def test_the_end_id_has_no_text_and_stop_words_have_theirs(user: LlmHost) -> None:
+    ask: dict[str, Any] = {"text_input": [["a"]], "max_tokens": [[12]], "exclude_input_in_output": [[True]]}
+    free = infer(user, **ask, end_id=[[-1]]).text
+    end = next(character for character in free if character.isascii())
+    before = free[: free.index(end)]
+    assert infer(user, **ask, end_id=[[ord(end)]]).text == before
+    assert infer(user, **ask, end_id=[[-1]], stop_words=[[end]]).text == before + end
+
+
 def test_a_stop_word_of_several_tokens_ends_a_generation_and_stays(core: LlmHost) -> None:
     free = outputs_of(infer(core, input_ids=[[65]], exclude_input_in_output=[[True]], **FREE), "output_ids")[0][0, 0]
     word = free[4:6].tolist()
@@ -511,6 +519,15 @@ def test_a_batch_is_answered_prompt_by_prompt_with_one_final(core: LlmHost) -> N
     alone = infer(core, input_ids=[[68]], request_output_len=[[9]], end_id=[[-1]], exclude_input_in_output=[[True]])
     assert by_index[1].tolist() == outputs_of(alone, "output_ids")[0].tolist()
     assert (len(call.responses), call.num_finals) == (2, 1)
+
+
+def test_return_sequences_draw_with_seeds_of_their_own(core: LlmHost) -> None:
+    ask: dict[str, Any] = {"input_ids": [[65]], "runtime_top_k": [[50]], **FREE}
+    call = infer(core, seed=[[5]], num_return_sequences=[[3]], **ask)
+    indices = [value.item() for value in outputs_of(call, "sequence_index")]
+    several = dict(zip(indices, [ids.tolist() for ids in outputs_of(call, "output_ids")], strict=True))
+    single = [outputs_of(infer(core, seed=[[5 + index]], **ask), "output_ids")[0].tolist() for index in range(3)]
+    assert several == dict(enumerate(single))
 
 
 def test_a_bad_prompt_in_a_batch_refuses_the_request(core: LlmHost) -> None:
@@ -591,6 +608,8 @@ def test_a_model_that_is_not_decoupled_sends_one_response_for_each_sequence(tmp_
         call = infer(host, **ask)
         assert sorted(value.item() for value in outputs_of(call, "sequence_index")) == [0, 1, 2]
         assert (len(call.responses), call.num_finals) == (3, 1)
+        statistics = host.server.model_statistics  # reported after the last response
+        eventually(lambda: [one.batch_size for one in statistics("mock_llm")[0].batch_stats] == [1])
 
 
 def test_stop_ends_the_requests_with_its_id_and_gives_what_they_have(tmp_path: Path) -> None:

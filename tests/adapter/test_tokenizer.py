@@ -54,6 +54,25 @@ def test_where_a_chat_template_is_looked_for(tmp_path: Path, name: str) -> None:
     assert load_tokenizer(str(tmp_path)).render_chat(MESSAGES, None, {}) == expected.get(suffix, "from the config")
 
 
+@pytest.mark.parametrize("place", ["list in the config", "files"])
+def test_conversations_with_tools_have_their_own_template(tmp_path: Path, place: str) -> None:
+    """White space at the ends of both templates stays as it is in each alone."""
+    texts = {"default": "\n plain {% if x %}{% endif %} \n", "tool_use": "\n{{ tools[0] }} \n"}
+    if place == "files":
+        checkpoint(tmp_path)
+        (tmp_path / "chat_template.jinja").write_text(texts["default"])
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(texts["tool_use"])
+    else:
+        named = [{"name": name, "template": text} for name, text in texts.items()]
+        others = [{"name": "rag", "template": "{{ documents }}"}, {"name": "broken"}, 1]
+        checkpoint(tmp_path, chat_template=[*named, *others])
+    tokenizer = load_tokenizer(str(tmp_path))
+    plain, with_tools = (ChatTemplate(text, {}) for text in (texts["default"], texts["tool_use"]))
+    assert tokenizer.render_chat(MESSAGES, None, {}) == plain.render(MESSAGES)
+    assert tokenizer.render_chat(MESSAGES, ["t"], {}) == with_tools.render(MESSAGES, tools=["t"]) == "\nt "
+
+
 def test_special_tokens_map_fills_what_the_config_leaves_out(tmp_path: Path) -> None:
     checkpoint(tmp_path, chat_template="{{ bos_token }}{{ eos_token }}", bos_token="<B>")
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "no", "eos_token": {"content": "<E>"}}))

@@ -159,7 +159,6 @@ class TritonModel:
 class TritonInstance:
     """backend_api.ModelInstance. Triton's python backend reports a request's statistics itself."""
 
-    is_passive = False
     host_policy = NO_POLICY
     """Triton binds the stub itself, and thereby the engine that it starts."""
     activity = NO_ACTIVITY

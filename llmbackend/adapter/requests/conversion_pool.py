@@ -29,16 +29,14 @@ _FEW_ELEMENTS = 64
 
 def is_short(request: Request) -> bool:
     """Whether a request can be converted on its instance's thread. Compiling a constraint can take long, and so can
-    repeating the responses of a resumed request."""
+    repeating the responses of a resumed request. Sizes come first: a long text is not searched for constraints here."""
     if request.resume is not None and len(request.resume.deltas) > _FEW_ELEMENTS:
         return False
     tensors = request.inputs.values()
-    if may_have_constraint(request):
-        return False
     if sum(tensor.data.size for tensor in tensors if tensor.datatype == "BYTES") > _FEW_ELEMENTS:
         return False
     texts = (len(value) for value in request.parameters.values() if isinstance(value, str))
-    return sum(map(num_bytes, tensors)) + sum(texts) <= SHORT_BYTES
+    return sum(map(num_bytes, tensors)) + sum(texts) <= SHORT_BYTES and not may_have_constraint(request)
 
 
 @dataclass(eq=False, slots=True)

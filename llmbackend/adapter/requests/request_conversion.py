@@ -65,7 +65,7 @@ class _CheckedGeneration:
 
 def _choices(generation: _CheckedGeneration) -> list[_CheckedGeneration]:
     """The generations of one prompt, each with its own seed."""
-    count = generation.params.best_of
+    count = max(generation.params.best_of, generation.inputs.num_sequences)
     if count == 1:
         return [generation]
     return [
@@ -270,6 +270,7 @@ class RequestConverter:
             params.stop,
             inputs.stop_sequences,
             include_stop_str_in_output=params.include_stop_str_in_output,
+            hides_stop_token=inputs.hides_stop_token,
             min_tokens=params.sampling.min_tokens,
             special_text=self._tokenizer.special_text if inputs.options.text_tokens else None,
             prompt_marker=generation.prompt_marker,

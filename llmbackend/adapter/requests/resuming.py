@@ -116,7 +116,7 @@ class _Delta(msgspec.Struct, frozen=True, array_like=True):
     """What one response was made from.
 
     pieces  none if an earlier response contains them
-    seeds   in a request's first delta: one for each generation read by the schema
+    seeds   in a request's first delta: one for each prompt
     """
 
     pieces: tuple[Piece, ...] = ()

@@ -74,7 +74,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True)
 class LlmInputs:
-    """The parameters of one generation. Exactly one of text_input, messages and input_ids is set."""
+    """The parameters of one prompt's generations. Exactly one of text_input, messages and input_ids is set."""
 
     options: OutputOptions
     sampling: Mapping[str, Any]
@@ -90,6 +90,8 @@ class LlmInputs:
     """Tokens that have already been sent and after which the generation continues; never empty."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids that end the generation."""
+    hides_stop_token: bool = False
+    """Whether include_stop_str_in_output applies to stop strings only, not to the token that ends the generation."""
     max_tokens_must_fit: bool = False
     """Whether a max_tokens beyond the context is refused rather than reduced."""
     bias: TokenBias = NO_BIAS
@@ -97,7 +99,7 @@ class LlmInputs:
     batch_index: int = 0
     """The prompt's index in its request."""
     num_sequences: int = 1
-    """Number of generations of its prompt."""
+    """Generations of the prompt. A schema sets it instead of the parameter `n` if each has its own responses."""
     sequence_index: int = 0
     """The generation's index among those of its prompt."""
     prompt_only: bool = False
@@ -163,7 +165,7 @@ class Schema(Protocol):
         tensor that does not fit."""
 
     def read(self, request: Request) -> Sequence[LlmInputs]:
-        """The generations of a request, at least one. Raises TritonError INVALID_ARG naming the tensor, or UNSUPPORTED
+        """The prompts of a request, at least one. Raises TritonError INVALID_ARG naming the tensor, or UNSUPPORTED
         for a tensor that this backend does not support."""
 
     def reply(

@@ -104,32 +104,29 @@ class TensorRtLlmSchema:
                 f"a batch of {rows.count} gives {rows.count} responses, but this model is configured with "
                 "decoupled: false"
             )
-        return [inputs for index in range(rows.count) for inputs in self._read_row(rows.row(index), request)]
+        return [self._read_row(rows.row(index), request) for index in range(rows.count)]
 
     def reply(
         self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer, not_enforced: Sequence[str] = ()
     ) -> Reply:
         return TensorRtLlmReply(inputs, prompt, is_core=self._is_core, batches=self._batches)
 
-    def _read_row(self, row: Row, request: Request) -> list[LlmInputs]:
-        row.refuse_unsupported()
-        sampling = self._sampling(row)
+    def _read_row(self, row: Row, request: Request) -> LlmInputs:
+        row.refuse(REFUSED_INPUTS)
+        if row.number("beam_width", 1) > 1:
+            raise unsupported(f"'beam_width' is {row.number('beam_width')}, only 1 is supported by this backend")
         count = _return_sequences(row)
-        bias = self._bias(row)
-        return [
-            LlmInputs(
-                options=self._options(row, request, count),
-                sampling={**sampling, "seed": (sampling["seed"] + index) & SEED_MASK},
-                text_input=None if self._is_core else row.text("text_input"),
-                input_ids=_prompt_ids(row) if self._is_core else None,
-                stop_sequences=_word_list(row, "stop_words_list") if self._is_core else (),
-                bias=bias,
-                batch_index=row.index,
-                num_sequences=count,
-                sequence_index=index,
-            )
-            for index in range(count)
-        ]
+        return LlmInputs(
+            options=self._options(row, request, count),
+            sampling=self._sampling(row),
+            text_input=None if self._is_core else row.text("text_input"),
+            input_ids=_prompt_ids(row) if self._is_core else None,
+            stop_sequences=_word_list(row, "stop_words_list") if self._is_core else (),
+            hides_stop_token=True,
+            bias=self._bias(row),
+            batch_index=row.index,
+            num_sequences=count,
+        )
 
     def _options(self, row: Row, request: Request, num_sequences: int) -> OutputOptions:
         stream = row.flag("streaming" if self._is_core else "stream")
@@ -155,7 +152,7 @@ class TensorRtLlmSchema:
         values |= self._token_choice(row)
         values["max_tokens"] = row.number("request_output_len" if self._is_core else "max_tokens", required=True)
         values["min_tokens"] = row.number("min_tokens", row.number("min_length", 0))
-        values["seed"] = int(row.number("seed", row.number("random_seed", 0)))
+        values["seed"] = int(row.number("seed", row.number("random_seed", 0))) & SEED_MASK
         end_id = row.number("end_id")
         if end_id is not None or self._is_core:
             values["ignore_eos"] = True
@@ -258,11 +255,6 @@ class Row:
             if name in names and _is_used(name, values):
                 raise unsupported(f"input '{name}' is not supported by this backend")
 
-    def refuse_unsupported(self) -> None:
-        self.refuse(REFUSED_INPUTS)
-        if self.number("beam_width", 1) > 1:
-            raise unsupported(f"'beam_width' is {self.number('beam_width')}, only 1 is supported by this backend")
-
 
 def _is_used(name: str, values: npt.NDArray[Any]) -> bool:
     if name == "decoder_input_ids":  # preprocessing sends one padding token to every model
@@ -319,11 +311,6 @@ def _prompt_ids(row: Row) -> npt.NDArray[Any]:
     return values.ravel()[:length]
 
 
-def _word_list(row: Row, name: str) -> tuple[tuple[int, ...], ...]:
-    values = row.array(name)
-    return () if values is None else _words(name, values)
-
-
 def _weighted_words(row: Row) -> list[tuple[str, float]]:
     names = ("embedding_bias_words", "embedding_bias_weights")
     words, weights = (row.array(name) for name in names)
@@ -338,8 +325,10 @@ def _weighted_words(row: Row) -> list[tuple[str, float]]:
     return [(decoded(names[0], word), weight) for word, weight in pairs if word]
 
 
-def _words(name: str, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
+def _word_list(row: Row, name: str) -> tuple[tuple[int, ...], ...]:
     """Words as token ids, from two padded rows: the ids of all words, and the end of each word in them."""
+    if (values := row.array(name)) is None:
+        return ()
     if values.ndim != 2 or values.shape[0] != 2:
         raise invalid_argument(f"Invalid format for word list: '{name}' has shape {list(values.shape)}, expected [2,n]")
     check_at_most(f"input '{name}'", values.shape[1], MAX_STOPS_TOTAL_LENGTH, "columns")

@@ -329,10 +329,9 @@ class VllmReply(Reply):
         self._sequence_index = inputs.sequence_index
         self._prepended = prompt.text if inputs.options.prepend_prompt else ""
         """Prepended to the first text."""
-        self._prompt_text = ""
-        """The output of this name."""
-        if "prompt_text" in self._outputs:
-            self._prompt_text = prompt.text or tokenizer.decode(prompt.token_ids)
+        self._has_prompt_outputs = inputs.sequence_index == 0 and not self._outputs.isdisjoint(PROMPT_OUTPUTS)
+        has_text = self._has_prompt_outputs and "prompt_text" in self._outputs
+        self._prompt_text = (prompt.text or tokenizer.decode(prompt.token_ids)) if has_text else ""
         self._prompt_token_ids = prompt.token_ids
         self._prompt_logprobs: list[dict[str, dict[str, object]]] = []
         self._prompt_logprobs_json: list[bytes] = []
@@ -340,7 +339,6 @@ class VllmReply(Reply):
         """Whether no usage has been sent yet."""
         self._not_enforced: Sequence[str] | None = not_enforced
         """None once they have been sent."""
-        self._has_prompt_outputs = inputs.sequence_index == 0 and not self._outputs.isdisjoint(PROMPT_OUTPUTS)
         asked = (inputs.sampling.get(name) for name in ("logprobs", "logprob_token_ids"))
         self._wants_logprobs = any(value is not None for value in asked)
         self._tokenizer = tokenizer

@@ -204,7 +204,7 @@ def _refuse(error: str, constraint: Constraint) -> NoReturn:
     if _ONE_OF in error:
         paths = list(islice(_paths_of("oneOf", constraint.value, ""), _MAX_PATHS))
         at = RequestPath(place.param, place.path + paths[0]) if len(paths) == 1 else place
-        where = "" if len(paths) == 1 else f" (of {', '.join(paths)})"
+        where = f" (of {', '.join(paths)})" if len(paths) > 1 else ""
         at.wrong(f"alternatives of oneOf{where} may both match: 'oneOf' is enforced where they are mutually exclusive")
     text = " ".join(error.split()).removesuffix("<non-verbose/>").strip()
     text = _QUOTED_LINES.split(text)[0].rpartition("failed to compile JSON schema: ")[2]

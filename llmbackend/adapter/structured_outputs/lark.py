@@ -8,7 +8,6 @@ schemas in it are made enforceable.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -53,7 +52,7 @@ class Rules:
         place: of the constraint, for the refusal of a grammar that is too long
         """
         self._special_tokens = special_tokens
-        self._json_options = dict(json_options)
+        self._json_options = json_options
         self._place = place
         self._lengths = sorted(set(map(len, special_tokens)), reverse=True)
         """Of the special tokens, longest first."""
@@ -88,8 +87,7 @@ class Rules:
 
     def schema(self, schema: Mapping[str, Any]) -> str:
         """Adds a rule for the JSON of a translated schema and returns its new name."""
-        with_options = {"x-guidance": self._json_options, **schema}
-        return self.rule(f"%json {json.dumps(with_options, ensure_ascii=False)}")
+        return self.rule(_json_body(schema, self._json_options))
 
     def marker(self, text: str) -> str:
         """Matches a text; special tokens in it match both as tokens and as text."""
@@ -140,6 +138,11 @@ class Rules:
         self._place.check_size(len(grammar))
         self._place.check_encodable(start)
         return grammar
+
+
+def _json_body(schema: Mapping[str, Any], json_options: Mapping[str, Any]) -> str:
+    """The body of a rule for the JSON of a translated schema."""
+    return f"%json {json.dumps({'x-guidance': dict(json_options), **schema}, ensure_ascii=False)}"
 
 
 def literal(text: str) -> str:
@@ -235,9 +238,9 @@ def _schema(
         value, end = json.JSONDecoder().raw_decode(text, at)
     except (ValueError, RecursionError) as error:
         place.wrong(f"line {line} of the grammar: what follows %json is not JSON: {error}")
-    strict = dataclasses.replace(options, is_strict=True)  # as the compiler is with the rest of the grammar
-    schema, _ = enforceable(value, place / f"%json at line {line}", strict)
-    return f"%json {json.dumps({'x-guidance': dict(json_options), **schema}, ensure_ascii=False)}", end
+    at_line = place / f"%json at line {line}"
+    schema, _ = enforceable(value, at_line, options.strict())  # as the compiler is with the rest of the grammar
+    return _json_body(schema, json_options), end
 
 
 def _check(kind: str, piece: str, place: RequestPath) -> None:

@@ -6,8 +6,9 @@ does not affect validity, or raises; one that raises NotEnforcedError does not a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 from llmbackend.core.backend_api import TritonError
@@ -47,7 +48,8 @@ _NOT_ENFORCED = frozenset(
     }
 )  # fmt: skip
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
-_IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
+_IN_PLACE = ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
+"""Keywords with schemas for the same value."""
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _MAX_COUNT = 1 << 31
 
@@ -60,6 +62,10 @@ class SchemaOptions:
     """Whether a keyword that cannot be enforced is refused. Otherwise it is left out and its path is reported."""
     not_compiled: frozenset[str] = frozenset()
     """Keywords refused by the compiler: they are not enforced anywhere in the schema."""
+
+    def strict(self) -> SchemaOptions:
+        """For a schema that is strict by itself: what the compiler refuses in it is refused."""
+        return replace(self, is_strict=True, not_compiled=frozenset())
 
 
 class Document(Protocol):
@@ -98,19 +104,20 @@ class Keywords:
                 continue
             self._enforce(_HANDLERS.get(name, Keywords._unknown), name, value)
         self._add_items()
+        self._add_other_properties()
         for name, handler in _AFTER_OTHERS.items():
             if name in self._source:
                 self._enforce(handler, name, self._source[name])
-        self._add_other_properties()
+        if self._document.options.disable_additional_properties and "properties" in self._result:
+            self._result.setdefault("additionalProperties", False)
         return self._result
 
     def _enforce(self, handler: _Handler, name: str, value: Any) -> None:
         place = self._place / name
         try:
-            handler(self, name, value, place)
             if name in self._document.options.not_compiled - _IN_PART:
-                self._result.pop(name, None)
                 place.not_enforced("the compiler rejects it")
+            handler(self, name, value, place)
         except NotEnforcedError:
             if self._document.options.is_strict:
                 raise
@@ -157,7 +164,7 @@ class Keywords:
             self._document.leave_out(place)
         alternatives = [read(item, place / index, self._is_in_place) for index, item in enumerate(value)]
         if not is_any_of:
-            self._result[name] = alternatives
+            self._result.setdefault(name, []).extend(alternatives)  # `allOf` may have another keyword's schemas
         elif "anyOf" in self._source:
             self._result.setdefault("allOf", []).append({"anyOf": alternatives})
         else:
@@ -188,9 +195,8 @@ class Keywords:
 
     def _count(self, name: str, value: object, place: RequestPath) -> None:
         number = int(value) if isinstance(value, float) and value.is_integer() else value
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            place.refuse(value, f"an integer from 0 to {_MAX_COUNT}")
-        if number > _MAX_COUNT and name.startswith("min"):
+        most = _MAX_COUNT if name.startswith("min") else math.inf
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= most:
             place.refuse(value, f"an integer from 0 to {_MAX_COUNT}")
         self._result[name] = min(number, _MAX_COUNT)
 
@@ -242,12 +248,17 @@ class Keywords:
 
     def _unevaluated(self, name: str, value: object, place: RequestPath) -> None:
         """If nothing else applies to the same value, it is equivalent to `additionalProperties` or `items`."""
-        if any(keyword in self._source for keyword in _IN_PLACE):
+        if not self._is_alone:
             place.not_enforced(
                 f"the keyword '{name}' is not supported together with {', '.join(_IN_PLACE)}: it would not be enforced"
             )
 
     # --- keywords that depend on others -------------------------------------------------------------------------------
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no schema in another keyword applies to the same value."""
+        return not any(keyword in self._source for keyword in _IN_PLACE)
 
     def _add_pattern(self, pattern: str) -> None:
         if "pattern" in self._result:
@@ -258,7 +269,7 @@ class Keywords:
     def _add_items(self) -> None:
         source, place = self._source, self._place
         first_name = "items" if isinstance(source.get("items"), list) else "prefixItems"
-        rest_names = ("items", "additionalItems", "unevaluatedItems")
+        rest_names = ("items", "additionalItems", *(("unevaluatedItems",) if self._is_alone else ()))
         given = [name for name in rest_names if name in source and name != first_name]
         if first_name == "items" and "prefixItems" in source:
             (place / "items").wrong("a list of schemas together with 'prefixItems'")
@@ -278,15 +289,11 @@ class Keywords:
         return [self._document.schema(item, place / index) for index, item in enumerate(value)]
 
     def _add_other_properties(self) -> None:
-        if "additionalProperties" in self._result:
-            if self._unnamed and self._result["additionalProperties"] is False:
-                self._result["additionalProperties"] = {"anyOf": self._unnamed}
-            return
-        if "unevaluatedProperties" in self._source:
-            value = self._source["unevaluatedProperties"]
-            self._result["additionalProperties"] = self._document.schema(value, self._place / "unevaluatedProperties")
-        elif self._document.options.disable_additional_properties and "properties" in self._result:
-            self._result["additionalProperties"] = False
+        name, result = "unevaluatedProperties", self._result
+        if name in self._source and "additionalProperties" not in result and self._is_alone:
+            result["additionalProperties"] = self._document.schema(self._source[name], self._place / name)
+        if self._unnamed and result.get("additionalProperties") is False:
+            result["additionalProperties"] = {"anyOf": self._unnamed}
 
     def _min_properties(self, name: str, value: object, place: RequestPath) -> None:
         """The grammar counts a repeated name twice, a parser once."""

@@ -7,7 +7,6 @@ Source: XGrammar's structural tags (`format`), and vLLM's former notation (`stru
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -82,8 +81,7 @@ class _Tags:
             (place / "style").refuse(fields["style"], "'json'")
         at = place / "json_schema"
         schema = parse_schema(fields.get("json_schema"), at)
-        is_strict = _flag(fields, "strict", place) or self._options.is_strict
-        options = dataclasses.replace(self._options, is_strict=is_strict)
+        options = self._options.strict() if _flag(fields, "strict", place) else self._options
         enforced, left_out = enforceable(schema, at, options)
         self.left_out += left_out
         return self._rules.schema(enforced)
@@ -137,14 +135,8 @@ class _Tags:
             (place / "elements").refuse(elements, "a non-empty list")
         return f"({' | '.join(self.read(item, place / 'elements' / i) for i, item in enumerate(elements))})"
 
-    def _optional(self, fields: dict[str, Any], place: RequestPath) -> str:
-        return f"({self.read(fields.get('content'), place / 'content')})?"
-
-    def _star(self, fields: dict[str, Any], place: RequestPath) -> str:
-        return f"({self.read(fields.get('content'), place / 'content')})*"
-
-    def _plus(self, fields: dict[str, Any], place: RequestPath) -> str:
-        return f"({self.read(fields.get('content'), place / 'content')})+"
+    def _repeated(self, fields: dict[str, Any], place: RequestPath) -> str:
+        return f"({self.read(fields.get('content'), place / 'content')}){_REPETITIONS[fields['type']]}"
 
     def _tag(self, fields: dict[str, Any], place: RequestPath) -> str:
         begin = _text(fields, "begin", place)
@@ -235,6 +227,7 @@ def _is_embedded(fields: dict[str, Any]) -> bool:
 
 
 _EXCLUDED = ("excludes", "excluded_strs", "excluded_str")
+_REPETITIONS = {"optional": "?", "star": "*", "plus": "+"}
 _FORMATS: dict[str, tuple[tuple[str, ...], Callable[[_Tags, dict[str, Any], RequestPath], str]]] = {
     "const_string": (("value",), _Tags._const_string),
     "json_schema": (("json_schema", "style", "strict"), _Tags._json_schema),
@@ -243,9 +236,7 @@ _FORMATS: dict[str, tuple[tuple[str, ...], Callable[[_Tags, dict[str, Any], Requ
     "any_text": (_EXCLUDED, _Tags._any_text),
     "sequence": (("elements",), _Tags._sequence),
     "or": (("elements",), _Tags._or),
-    "optional": (("content",), _Tags._optional),
-    "star": (("content",), _Tags._star),
-    "plus": (("content",), _Tags._plus),
+    **dict.fromkeys(_REPETITIONS, (("content",), _Tags._repeated)),
     "tag": (("begin", "content", "end"), _Tags._tag),
     "triggered_tags": (("triggers", "tags", "at_least_one", "stop_after_first", *_EXCLUDED), _Tags._triggered),
     "tags_with_separator": (("tags", "separator", "at_least_one", "stop_after_first"), _Tags._separated),

@@ -35,8 +35,9 @@ class InferTask:
     __slots__ = (
         "_adapter", "_choice", "_num_cached_tokens", "_num_prior_tokens",
         "_num_prompt_logprobs", "_record", "_reply", "_stream", "alarms", "assembler", "has_ended", "infer_request",
-        "is_delayed", "is_suspect", "isolated_deaths", "kv_block_size", "lost_ns", "num_accepted_draft_tokens",
-        "num_draft_tokens", "num_preemptions", "output_token_ids", "placement", "sender", "times",
+        "is_counted", "is_delayed", "is_suspect", "isolated_deaths", "kv_block_size", "lost_ns",
+        "num_accepted_draft_tokens", "num_draft_tokens", "num_preemptions", "output_token_ids", "placement", "sender",
+        "times",
     )  # fmt: skip
 
     def __init__(
@@ -92,6 +93,8 @@ class InferTask:
         self._stream = stream
         self.has_ended = False
         """Whether its last response has been created."""
+        self.is_counted = False
+        """Owner: ModelState. Whether it has been counted as finished."""
 
     @property
     def request_id(self) -> str:

@@ -28,16 +28,9 @@ SYSTEM_IS_ANYWHERE = "system_is_anywhere"
 CONTENT_AS_PARTS = "content_as_parts"
 """true = the template gets a message's content as a list of parts. Not a field of requests."""
 _FIELDS = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-    "documents",
-    "reasoning_effort",
-    SYSTEM_IS_ANYWHERE,
-    "chat_template",
-)
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents",
+    "reasoning_effort", SYSTEM_IS_ANYWHERE, "chat_template",
+)  # fmt: skip
 _INPUT = "input 'messages'"
 _JSON_NAMES: dict[type, str] = {list: "list", dict: "object"}
 
@@ -167,10 +160,6 @@ def _parsed(text: bytes, bounds: PromptBounds, value: Any) -> dict[str, Any]:
 
 
 def _check_messages(messages: list[Any], bounds: PromptBounds) -> None:
-    if len(messages) > bounds.max_messages:
-        raise invalid_argument(
-            f"{_INPUT} has {len(messages)} messages, expected at most {bounds.max_messages}: {bounds.why}"
-        )
     num_parts = num_chars = 0
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
@@ -178,10 +167,10 @@ def _check_messages(messages: list[Any], bounds: PromptBounds) -> None:
         num_parts += len(parts)
         texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
         num_chars += sum(len(text) for text in texts if isinstance(text, str))
-    if num_parts > bounds.max_messages:
-        raise invalid_argument(
-            f"{_INPUT} has {num_parts} content parts, expected at most {bounds.max_messages}: {bounds.why}"
-        )
+    for count, what in ((len(messages), "messages"), (num_parts, "content parts")):
+        if count > bounds.max_messages:
+            most = f"expected at most {bounds.max_messages}: {bounds.why}"
+            raise invalid_argument(f"{_INPUT} has {count} {what}, {most}")
     if num_chars > bounds.max_chars:
         raise invalid_argument(
             f"the prompt has {num_chars} characters and more, expected at most {bounds.max_chars}: {bounds.why}"
@@ -226,8 +215,10 @@ def _normalise(index: int, message: Message, as_parts: bool) -> Message:
     if as_parts:
         texts = [_part_text(index, part) for part in content] if isinstance(content, list) else [result["content"]]
         result["content"] = [{"type": "text", "text": text} for text in texts]
-    if message.get("tool_calls"):
-        result["tool_calls"] = [_normalise_call(index, call) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise invalid_argument(f"'messages[{index}].tool_calls' is {shown(calls)}, expected a list of calls")
+        result["tool_calls"] = [_normalise_call(index, call) for call in calls]
     return result
 
 

@@ -91,7 +91,7 @@ class ChatTemplate:
     def _rendered(self, conversation: Sequence[Message], variables: Mapping[str, Any]) -> str:
         try:
             return self._template.render(messages=conversation, **variables)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise invalid_argument(f"the model's chat template refuses 'messages': {error}") from error
 
     def _as_read(self, index: int, message: Message) -> Message:
@@ -129,6 +129,10 @@ def request_template(source: str, special_tokens: tuple[tuple[str, str], ...] = 
         raise invalid_argument(f"'chat_template': {error}", param="chat_template") from None
 
 
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+"""What the expressions of a template can raise."""
 _MESSAGE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"))
 """Fields of OpenAI and vLLM that a template is free to ignore."""
 _REASONING_NAMES = ("reasoning", "thinking")

@@ -64,6 +64,7 @@ class OutputAssembler:
         stop_sequences: Sequence[tuple[int, ...]] = (),
         *,
         include_stop_str_in_output: bool = False,
+        hides_stop_token: bool = False,
         min_tokens: int = 0,
         special_text: Callable[[int], str | None] | None = None,
         prompt_marker: str | None = None,
@@ -72,7 +73,8 @@ class OutputAssembler:
         """stop: strings that end the generation
         stop_sequences: sequences of token ids that end it
         include_stop_str_in_output: whether the text retains the stop string or token that ended it
-        min_tokens: stop strings within the text of this many tokens are ignored
+        hides_stop_token: whether it retains stop strings only
+        min_tokens: stop strings that are complete within the text of this many tokens are ignored
         special_text: the text of a special token, None for any other token; without it, no text tokens are produced
         prompt_marker: the marker of the reasoning within which the prompt ends, for the first text token
         own_stop_token_ids: those that are reported as `stop_reason`
@@ -83,7 +85,7 @@ class OutputAssembler:
         self._stop = StopStrings(stop, include_stop_str_in_output)
         self._sequences = StopSequences(stop_sequences)
         self._min_tokens = min_tokens if stop else 0
-        self._show_stop_token = include_stop_str_in_output
+        self._show_stop_token = include_stop_str_in_output and not hides_stop_token
         self._special_text = special_text
         self._own_stop_token_ids = own_stop_token_ids
         self.chunk = Chunk()
@@ -153,7 +155,7 @@ class OutputAssembler:
 
     def _show(self, text: str, num_tokens: int) -> str:
         """Returns what may be shown of the held-back text followed by `text`."""
-        return self._append(self._stop.push(text) if num_tokens > self._min_tokens else text) if text else ""
+        return self._append(self._stop.push(text, may_end=num_tokens > self._min_tokens)) if text else ""
 
     def _flush(self, num_tokens: int) -> None:
         """Shows the held-back text, unless a stop string has cut it off."""
@@ -249,7 +251,7 @@ class StopStrings:
     """Cuts one generation's text at a stop string. Owner: its OutputAssembler.
 
     The stop string completed first ends the text; of several completed by the same character, the longest one. Text is
-    held back while it is a proper prefix of a stop string.
+    held back while a stop string may begin with it.
     """
 
     def __init__(self, stop: Sequence[str], include_stop_str_in_output: bool = False) -> None:
@@ -260,8 +262,9 @@ class StopStrings:
         self.matched: str | None = None
         """The stop string that ended the text; nothing may be pushed afterwards."""
 
-    def push(self, text: str) -> str:
-        """The text that may be shown now. Sets `matched` when a stop string is complete."""
+    def push(self, text: str, may_end: bool = True) -> str:
+        """The text that may be shown now. Sets `matched` when a stop string is complete. may_end: False = those that
+        are complete in this text are ignored, but one may begin in it."""
         automaton, state = self._automaton, self._state
         if automaton is None or state is None or not text:
             return text
@@ -269,7 +272,7 @@ class StopStrings:
         held = len(state.prefix)
         for end, character in enumerate(text, held + 1):
             state = state.next.get(character) or automaton.step(state, character)
-            if state.match is not None:
+            if may_end and state.match is not None:
                 self.matched = state.match
                 self._state = automaton.root
                 return buffer[: end if self._include else end - len(state.match)]

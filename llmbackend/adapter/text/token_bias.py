@@ -27,7 +27,7 @@ class TokenBias:
     bad_words: Sequence[str] = ()
     """Banned words given as text."""
     bad_ids: Sequence[tuple[int, ...]] = ()
-    """Banned words given as token ids."""
+    """Banned words as token ids; their reader has checked their number and lengths."""
 
     def __bool__(self) -> bool:
         return bool(self.by_id or self.by_word or self.bad_words or self.bad_ids)
@@ -44,7 +44,6 @@ class TokenBias:
                 bias[token_id] = bias.get(token_id, 0.0) + weight
         encoded = (tuple(tokenizer.encode(word, add_special_tokens=False)) for word in self.bad_words)
         words = [ids for ids in (*encoded, *self.bad_ids) if ids]
-        check_stops("the request's bad words", words, "words", "tokens")
         bias.update({ids[0]: BANNED_BIAS for ids in words if len(ids) == 1})
         long_words = tuple(ids for ids in words if len(ids) > 1)
         _check(bias, vocab_size)

@@ -25,6 +25,7 @@ FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "vocab.*",
     "merges.txt",
     "*.model",

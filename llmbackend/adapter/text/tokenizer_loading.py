@@ -56,15 +56,7 @@ _AS_IN_THE_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Tokenizer classes that load tokenizer.json unchanged."""
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REBUILT_MODEL_TYPES = frozenset(
-    {
-        "hyperclovax_vision_v2",
-        "qwen2",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen4_exp",
-        "siglip2",
-    }
+    ("hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "siglip2")
 )
 """Model types for which AutoTokenizer uses its own class even if the checkpoint names another one."""
 
@@ -285,15 +277,26 @@ def _given_template(chat_template: str) -> str:
 
 
 def _chat_template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else chat_template.json, else that of the tokenizer config ("default" if several)."""
-    jinja_file = directory / "chat_template.jinja"
+    """chat_template.jinja, else chat_template.json, else that of the tokenizer config; one template of two if there is
+    also one for conversations with tools. Source of the names: transformers' get_chat_template."""
+    jinja_file, tool_file = directory / "chat_template.jinja", directory / "additional_chat_templates/tool_use.jinja"
     if jinja_file.is_file():
-        return jinja_file.read_text(encoding="utf-8")
+        default = jinja_file.read_text(encoding="utf-8")
+        return _by_tools(default, tool_file.read_text(encoding="utf-8")) if tool_file.is_file() else default
     template = read_json(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template, with_tools = named.get("default"), named.get("tool_use")
+        if isinstance(template, str) and isinstance(with_tools, str):
+            return _by_tools(template, with_tools)
     return template if isinstance(template, str) else None
+
+
+def _by_tools(default: str, with_tools: str) -> str:
+    """Each renders as it would alone: Jinja drops the newline after a tag (trim_blocks) and the one at the end of a
+    template, and `+` keeps white space before a tag (lstrip_blocks)."""
+    default, with_tools = default.removesuffix("\n"), with_tools.removesuffix("\n")
+    return f"{{% if tools %}}\n{with_tools}{{%+ else %}}\n{default}{{%+ endif %}}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

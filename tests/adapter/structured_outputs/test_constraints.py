@@ -65,6 +65,16 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ['{\n  "a": 3\n}', "{\n" + " " * 40 + '"a": 3}'],
         ['{  "a": 3}', '{\n\n"a": 3}', '{ \n"a": 3}', "{\n" + " " * 41 + '"a": 3}', '{\t"a": 3}'],
     ),
+    (
+        strict({"type": "string", "pattern": "^2", "format": "date", "allOf": [{"maxLength": 20}]}),
+        ['"2024-02-29"'],
+        ['"2"', '"1999-01-01"'],
+    ),
+    (
+        strict({"type": "object", "unevaluatedProperties": {"type": "integer"}, "propertyNames": {"enum": ["a"]}}),
+        ['{"a": 1}', "{}"],
+        ['{"a": "x"}', '{"b": 1}'],
+    ),
     ({"structured_outputs": {"json_object": True}}, ["{}", '{"x": [1, "é"]}'], ["[]", "1", ""]),
     ({"structured_outputs": {"regex": r"^[a-z]+@x\.com$"}}, ["ab@x.com"], ["@x.com", "ab@xxcom", "ab@x.com "]),
     ({"guided_regex": "a/b|c"}, ["a/b", "c"], ["a/c", "ab"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import ipaddress
+import json
 import pathlib
 import uuid
 from decimal import Decimal
@@ -122,6 +123,45 @@ def test_properties_whose_names_cannot_be_enforced_have_their_values() -> None:
     assert accepts(COMPILER, '{"b": 1}', **asked) and not accepts(COMPILER, '{"b": "x"}', **asked)
 
 
+INTEGERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+BESIDE: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
+    # the keyword left out, a schema with others beside it, texts that can be written, texts that cannot
+    (
+        "unevaluatedProperties",
+        {"type": "object", "allOf": [{"properties": INTEGERS, "required": ["a"]}], "unevaluatedProperties": False},
+        ['{"a": 1}'],
+        ['{"a": "x"}', "{}"],
+    ),
+    (
+        "unevaluatedItems",
+        {"type": "array", "anyOf": [{"prefixItems": [{"type": "integer"}], "minItems": 1}], "unevaluatedItems": False},
+        ["[1]"],
+        ['["x"]', "[]"],
+    ),
+    (
+        "patternProperties",
+        {"type": "object", "patternProperties": {"^(?=a)": {}}, "propertyNames": {"enum": ["a"]}},
+        ['{"a": 1}'],
+        ['{"b": 1}'],
+    ),
+    (
+        "patternProperties",
+        {"type": "object", "patternProperties": {"^(?=a)": {"type": "integer"}}, "unevaluatedProperties": False},
+        ['{"a": 1}'],
+        ['{"a": "x"}'],
+    ),
+]
+
+
+@pytest.mark.parametrize(("keyword", "schema", "valid", "invalid"), BESIDE, ids=[case[0] for case in BESIDE])
+def test_the_keywords_beside_one_that_is_left_out_are_enforced(
+    keyword: str, schema: dict[str, Any], valid: list[str], invalid: list[str]
+) -> None:
+    assert not_enforced(COMPILER, guided_json=schema) == (f"guided_json#/{keyword}",)
+    assert [text for text in valid if not accepts(COMPILER, text, guided_json=schema)] == []
+    assert [text for text in invalid if accepts(COMPILER, text, guided_json=schema)] == []
+
+
 def test_a_tag_is_strict_by_itself() -> None:
     def form(**more: Any) -> dict[str, Any]:
         content = {"type": "json_schema", "json_schema": {"not": {}}, **more}
@@ -130,6 +170,24 @@ def test_a_tag_is_strict_by_itself() -> None:
     assert not_enforced(COMPILER, **form()) == ("structured_outputs#/structural_tag/format/content/json_schema/not",)
     with pytest.raises(TritonError, match="/json_schema/not"):
         grammar(COMPILER, **form(strict=True))
+
+
+def test_an_alternative_that_may_match_twice_is_refused_in_each_strict_schema_but_in_no_other() -> None:
+    exclusive = {"oneOf": [{"type": "integer"}, {"type": "string"}]}
+
+    def tags(strict_schema: dict[str, Any]) -> dict[str, Any]:
+        contents = [
+            {"type": "json_schema", "json_schema": strict_schema, "strict": True},
+            {"type": "json_schema", "json_schema": OVERLAPPING},
+        ]
+        return {"structural_tag": {"format": {"type": "or", "elements": contents}}}
+
+    assert not_enforced(COMPILER, **tags(exclusive)) == ("structural_tag#/format/elements/1/json_schema/oneOf",)
+    for asked in (tags(OVERLAPPING), {"guided_grammar": f"start: %json {json.dumps(OVERLAPPING)}"}):
+        with pytest.raises(TritonError, match=r"alternatives of oneOf.* may both match"):
+            grammar(COMPILER, **asked)
+    with pytest.raises(TritonError, match="'structured_outputs' at /json: alternatives of oneOf may both match"):
+        grammar(COMPILER, structured_outputs={"json": json.dumps(OVERLAPPING), "strict": True})
 
 
 STILL_REFUSED: list[tuple[Any, str]] = [
