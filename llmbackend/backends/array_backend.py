@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tritonclient.grpc.model_config_pb2 import BatchInput, DataType
+from tritonclient.grpc.model_config_pb2 import BatchInput, DataType, ModelInput, ModelOutput
 
 from llmbackend.core.backend_api import (
     DATATYPE_OF_CONFIG_TYPE,
@@ -242,6 +242,16 @@ class ArrayInstance(ABC):
         self._instance.report_statistics(request, False, 0, 0, 0, 0)
         request.new_response().send(ResponseFlag.FINAL, error)
         request.release()
+
+
+def add_dims(tensor: ModelInput | ModelOutput, shape: Sequence[int], *, batches: bool) -> None:
+    """Completes the `dims` of a configured tensor from the model's shape; -1 = variable. batches: its first dimension
+    is that of the batch. Because `dims` cannot be empty, a tensor with one value per row has `reshape`, as in Triton.
+    """
+    dims = shape[1:] if batches else shape
+    tensor.dims.extend(dims or [1])
+    if batches and not dims:
+        tensor.reshape.SetInParent()
 
 
 def _dtype(data_type: int) -> np.dtype[Any]:

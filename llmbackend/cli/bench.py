@@ -218,10 +218,10 @@ def run_bench(
     print_plots(measured, Console(highlight=False))
     if plot_path is not None:
         write_svg(measured, plot_path, f"{workload_path.name} on {result.model} ({result.dtype}, {result.device})")
-    if ablate:
-        _ablate(arguments, items, result)
     if json_path is not None:
         json_path.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+    if ablate:
+        _ablate(arguments, items, result)
     return result
 
 
@@ -246,7 +246,12 @@ def _ablate(arguments: Mapping[str, Any], items: list[WorkloadItem], base: Bench
     for name, change in {"as given, again": {}, **ABLATIONS}.items():
         if name != "as given, again" and _changes_nothing(given, change):
             continue
-        result, _ = _run({**arguments, **change}, items, as_served=False)
+        try:
+            result, _ = _run({**arguments, **change}, items, as_served=False)
+        except ValueError:  # impossible with the other arguments, as speculation in a split model
+            if not change:
+                raise
+            continue
         ratio = result.output_tokens_per_s / base.output_tokens_per_s
         speeds = (f"{result.output_tokens_per_s:,.1f}", f"{ratio:.2f} ×", f"{result.step_ms:.2f}")
         table.add_row(name, *speeds, f"{result.host_us_per_step:.0f}", f"{result.cached_tokens:,}")

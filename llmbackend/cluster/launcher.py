@@ -18,6 +18,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import uuid
 from dataclasses import replace
 from importlib.metadata import version
@@ -53,9 +54,9 @@ class MachineFrontends:
     """The host has the metrics port."""
 
     def __init__(self, settings: ServerSettings, folder: Path, keys: ClusterSecrets) -> None:
-        """folder: used only by this launcher. keys: for links to hosts on other machines. Raises OSError that names a
-        port in use by another process."""
-        folder.mkdir(mode=0o700)
+        """folder: used only by this launcher, created if missing. keys: for links to hosts on other machines. Raises
+        OSError that names a port in use by another process."""
+        folder.mkdir(mode=0o700, exist_ok=True)
         self.host_settings = replace(settings, host_folder=folder)
         self._claims = claims = ClaimedPorts.claim(
             http=settings.http,
@@ -94,11 +95,11 @@ def run_cluster_server(settings: ServerSettings, cluster: ClusterSettings) -> in
             else SecretsFolder.open(cluster.secrets)
         )
         ServerLog(settings.log).install()
-        node = RayNode(cluster, secrets)
+        launcher = _Launcher(settings, cluster, secrets, RayNode(cluster, secrets))
     except (ClusterError, OSError) as error:
         print_error(f"--cluster: {error}")
         return 1
-    return asyncio.run(_Launcher(settings, cluster, secrets, node).run())
+    return asyncio.run(launcher.run())
 
 
 def own_versions() -> Versions:
@@ -109,13 +110,14 @@ class _Launcher:
     def __init__(
         self, settings: ServerSettings, cluster: ClusterSettings, secrets: SecretsFolder, node: RayNode
     ) -> None:
+        """Raises OSError if the run folder cannot be written."""
         self._settings = settings
         self._cluster = cluster
         self._secrets = secrets
         self._node = node
         self._host_id = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         self._is_serving = False
-        self._folder = cluster.run_folder / f"host-{os.getpid()}"
+        self._folder = Path(tempfile.mkdtemp(prefix="host-", dir=cluster.run_folder))
 
     async def run(self) -> int:
         ready_descriptor, stop = take_ready_descriptor(), stop_on_signal()
@@ -125,6 +127,7 @@ class _Launcher:
             self._frontends = MachineFrontends(self._settings, self._folder, self._secrets.curve_keys)
         except (OSError, ValueError) as error:
             print_error(f"cannot listen: {error}. Stop the process that uses the port, or choose another port.")
+            shutil.rmtree(self._folder, ignore_errors=True)
             return 1
         reload_on_hangup(stop, (self._reload,))
         stopped = asyncio.create_task(stop.wait())

@@ -40,7 +40,7 @@ class Child:
         self._command = command
         self._order = order
         self._environment = environment
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -63,7 +63,7 @@ class Child:
 
     async def stop(self, timeout_s: float) -> int:
         """Sends SIGTERM, and SIGKILL after `timeout_s`. Returns the exit code."""
-        self._is_stopping = True
+        self._stopping.set()
         self.signal(signal.SIGTERM)
         if self._keeping is not None:
             if not (await asyncio.wait((self._keeping,), timeout=timeout_s))[0]:
@@ -74,23 +74,25 @@ class Child:
 
     async def _keep(self) -> None:
         loop, num_failures = asyncio.get_running_loop(), 0
-        while not self._is_stopping:
+        while not self._stopping.is_set():
             began_s = loop.time()
             try:
                 process = await self._run_once()
                 ended = f"(process {process.pid}) exited with code {process.returncode}"
-            except (OSError, RuntimeError) as error:  # memory, process ids, threads or descriptors are used up
+            except (OSError, RuntimeError, ValueError) as error:
+                # Memory, process ids, threads or descriptors are used up, or files of the order are missing.
                 self._kill()
                 ended = f"could not be started: {error}"
             if not self._first.done():
                 log.error("%s %s", self.name, ended)
                 self._first.set_result(b"")
-            if self._is_stopping or not self._first.result():
+            if self._stopping.is_set() or not self._first.result():
                 return
             num_failures = 0 if loop.time() - began_s >= _LASTED_S else num_failures + 1
             pause_s = restart_pause_s(num_failures - 1)
             log.error("%s %s; restarting it in %.1f s", self.name, ended, pause_s)
-            await asyncio.sleep(pause_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
 
     def _kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -98,7 +100,7 @@ class Child:
             self._process.wait()
 
     async def _run_once(self) -> subprocess.Popen[bytes]:
-        """Returns a process that has ended. Raises OSError and RuntimeError."""
+        """Returns a process that has ended. Raises OSError, RuntimeError and ValueError."""
         reader, writer = os.pipe()
         # In a session of its own: only the launcher gets the terminal's Ctrl+C, and it then stops this process.
         try:

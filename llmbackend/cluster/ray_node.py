@@ -65,8 +65,9 @@ _CONNECT_TIMEOUT_S: Final = 5.0
 def check_head(address: str, environment: Mapping[str, str]) -> None:
     """Raises ClusterError unless a Ray of this cluster listens at `address`. environment: from `ray_environment`."""
     host, _, port = address.rpartition(":")
+    host = host.strip("[]")
     try:
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S)
+        connection = socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S)
     except OSError as error:
         raise ClusterError(
             f"no Ray at {address}: {error.strerror or error}. Expected the address that the cluster's first machine "
@@ -119,7 +120,7 @@ class RayNode:
         self._record = self._folder / "node.json"
         self._child: subprocess.Popen[bytes] | None = None
         self.pid = 0
-        """0 = `llmbackend serve` did not start the node, and will not end it."""
+        """0 = `llmbackend serve` did not start the node, and will end neither it nor its engines."""
         self.address = ""
         """Address of the cluster's head, host:port."""
         try:
@@ -142,7 +143,7 @@ class RayNode:
                     f"this machine has a Ray node of the cluster at {found.address}, expected none or one of "
                     f"{self._settings.address}: stop the server that started it, or choose another --cluster-run-folder"
                 )
-            self.pid, self.address = found.pid, found.address
+            self.pid, self.address, self._child = found.pid, found.address, None
             return
         if self._settings.address != AUTO:
             check_head(self._head, self.environment)
@@ -152,9 +153,10 @@ class RayNode:
         """Ends the node if `llmbackend serve` started it."""
         if not self.pid:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGTERM)
-        self._wait_for_end(END_TIMEOUT_S)
+        if self.is_running():  # otherwise its process id may be another process's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+            self._wait_for_end(END_TIMEOUT_S)
         self._record.unlink(missing_ok=True)
         self.pid = 0
 
@@ -209,7 +211,8 @@ class RayNode:
         except ClusterError:
             self._child.kill()
             self._child.wait()
-            self.pid = 0
+            if not self.address:  # otherwise there are engines of an earlier node
+                self.pid = 0
             raise
         self.address = address_file.read_text().strip()
         self._record.write_bytes(msgspec.json.encode(NodeRecord(self.pid, self.address)))
@@ -237,14 +240,15 @@ class RayNode:
         assert self._child is not None
         end_s = time.monotonic() + START_TIMEOUT_S
         while not (address_file.exists() and address_file.read_text().strip()):
+            code = self._child.poll()  # before its output is read, which is complete if it has ended
             said = output.read_bytes()[-_LAST_BYTES:].decode(errors="replace")
             if "InvalidAuthToken" in said:
                 raise ClusterError(
                     f"the Ray at {self._settings.address} has another token: copy the secrets folder of its first "
                     f"machine to '{self.environment[SECRETS_VARIABLE]}'"
                 )
-            if self._child.poll() is not None:
-                raise ClusterError(f"Ray's node did not start (exit code {self._child.returncode}):\n{said.strip()}")
+            if code is not None:
+                raise ClusterError(f"Ray's node did not start (exit code {code}):\n{said.strip()}")
             if time.monotonic() > end_s:
                 raise ClusterError(f"Ray's node did not start within {START_TIMEOUT_S:g} s:\n{said.strip()}")
             time.sleep(_POLL_S)

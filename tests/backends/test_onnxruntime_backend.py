@@ -58,6 +58,19 @@ def test_a_model_without_configuration_is_completed_from_its_graph(tmp_path: Pat
         assert (got["total"] == 3).all() and (got["double"] == 6).all() and got["total"].shape == (2, 3)
 
 
+def test_tensors_of_one_value_per_row_are_completed_with_a_reshape(tmp_path: Path) -> None:
+    directory = version_directory(tmp_path, "sum", 'backend: "onnxruntime"')
+    nodes = [helper.make_node("Add", ["a", "a"], ["double"])]
+    save(directory, nodes, [tensor("a", "rows")], [tensor("double", "rows")])
+    with serving(tmp_path) as server:
+        server.load_model("sum")
+        config = server.model_config("sum")
+        for item in (*config.input, *config.output):
+            assert (list(item.dims), item.HasField("reshape"), list(item.reshape.shape)) == ([1], True, [])
+        got = infer(server, "sum", a=np.array([[1], [2]], np.float32))["double"]
+        assert got.tolist() == [[2], [4]]
+
+
 def test_a_graph_of_fixed_shape_does_not_batch(tmp_path: Path) -> None:
     save_sum(version_directory(tmp_path, "sum", 'platform: "onnxruntime_onnx"'), rows=2)
     with serving(tmp_path) as server:

@@ -62,6 +62,14 @@ def test_a_model_without_configuration_is_completed_from_its_layouts(tmp_path: P
         assert got["total"].tolist() == [[3, 3, 3]] * 2 and got["scaled"].tolist() == [[3, 6, 9]] * 2
 
 
+def test_tensors_of_one_value_per_row_are_completed_with_a_reshape(tmp_path: Path) -> None:
+    x = parameter("x", -1, layout="N")
+    save(version_directory(tmp_path, "double"), [result("y", op.add(x, x), "N")], [x])
+    with serving(tmp_path) as server:
+        server.load_model("double")
+        assert infer(server, "double", x=np.array([[1], [2]], np.float32))["y"].tolist() == [[2], [4]]
+
+
 def test_a_model_without_layouts_does_not_batch(tmp_path: Path) -> None:
     save_sum(version_directory(tmp_path, "sum", 'backend: "openvino"'), layout="")
     with serving(tmp_path) as server:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 from random import Random
@@ -15,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from llmbackend.backends.python.stub.packets import PacketReader
+from llmbackend.backends.python.stub_process import Outbox
 from llmbackend.backends.python.stub_supervisor import StubSupervisor
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from llmbackend.core.metrics.model_metrics import FailureReason
@@ -216,6 +220,57 @@ def test_model_that_hangs_in_finalize_is_killed_after_the_stub_timeout(tmp_path:
     pid = int(said(host.infer("m", text("x")).one()))
     assert host.server.stop(10.0)
     assert not is_alive(pid)
+
+
+def test_process_is_started_again_as_soon_as_there_is_a_thread_for_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse_restarts(thread: threading.Thread) -> None:
+        if thread.name.startswith("python-restart"):
+            refuse_to_start(thread)
+        start(thread)
+
+    host.load("m", config(), body("if text_of(requests[0]) == 'exit':\n    os._exit(1)\nreturn [response('ok')]"))
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(threading.Thread, "start", refuse_restarts)
+        host.infer("m", text("exit")).one()
+        eventually(lambda: "can't start new thread" in str(host.infer("m", text("x")).one().error))
+        assert not host.server.model_is_ready("m")
+    eventually(lambda: host.server.model_is_ready("m"))  # which asks for it: no request comes to a model that is not
+    assert host.infer("m", text("x")).one().error is None
+
+
+@pytest.mark.parametrize("wrong", ["soon", "0", "-1", "nan", "inf"])
+def test_a_stub_timeout_that_is_no_time_fails_the_load(tmp_path: Path, wrong: str) -> None:
+    host = Host(tmp_path / "repo", settings={"stub-timeout-seconds": wrong})
+    expected = f"'stub-timeout-seconds' must be a number of seconds above 0, got '{wrong}'"
+    try:
+        with pytest.raises(TritonError, match=expected):
+            host.load("m", config(), answering("1"))
+    finally:
+        host.server.stop(10.0)
+
+
+def test_messages_wait_while_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the socket holds, as when the answers of other models arrive faster than the model reads them."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    outbox, count = Outbox(ours), 100
+    with theirs, ours:
+        with monkeypatch.context() as without_threads:
+            without_threads.setattr(threading.Thread, "start", refuse_to_start)
+            for number in range(count):
+                outbox.post((number, bytes(30_000)))
+        outbox.post((count, b""))
+        reader = PacketReader(theirs)
+        received = [reader.receive() for _ in range(count + 1)]
+        outbox.close()
+    assert [message[0][0] for message in received if message is not None] == [*range(count + 1)]
+
+
+def refuse_to_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_process_that_starts_the_others_may_die_too(host: Host) -> None:

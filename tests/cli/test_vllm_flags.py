@@ -164,10 +164,25 @@ def test_logs_and_traces(settings: Settings) -> None:
     log = settings("mock", "--log-level", "warning").log
     assert (log.verbose, log.info, log.warning, log.error) == (0, False, True, True)
     assert settings("mock", "--log-level", "debug").log.verbose == 1
+    log = settings("mock", "--log-level", "info", "--log-info=false", "--log-verbose", "2").log
+    assert (log.verbose, log.info) == (0, True), "it replaces Triton's flags"
     trace = settings("mock", "--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces").options.trace
     assert (trace.level, trace.rate, trace.mode) == (TraceLevel.TIMESTAMPS, 1, "opentelemetry")
     assert trace.open_telemetry.url == "http://127.0.0.1:4318/v1/traces"
     assert settings("mock", "--enable-log-requests").access.log_requests
+
+
+def test_operators_see_flags_but_no_secret(settings: Settings) -> None:
+    engine = ("--max-num-seqs", "7", "--max-model-len", "2k", "--request-timeout-s", "1.5", "--dtype", "float32")
+    assert settings("mock", "--served-model-name", "a", "b", *engine, "--api-key", "12345678").flags == {
+        "MODEL": "mock",
+        "--served-model-name": "a, b",
+        "--max-num-seqs": "7",
+        "--max-model-len": "2k",
+        "--request-timeout-s": "1.5",
+        "--dtype": "float32",
+        "--api-key": "(not shown)",
+    }
 
 
 def test_the_key_of_vllms_variable(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from llmbackend.cluster import processes
 from llmbackend.cluster.processes import Child
 from llmbackend.server.process import READY_DESCRIPTOR
 from tests.helpers.waiting import eventually_async
@@ -55,3 +56,16 @@ async def test_a_later_start_that_fails_is_tried_again(
     await eventually_async(lambda: running._process is not None and running._process.pid != first, 30)
     assert "could not be started: no process id is free" in caplog.text
     assert await running.stop(10) == -signal.SIGTERM
+
+
+async def test_a_stop_does_not_wait_for_the_next_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processes, "restart_pause_s", lambda num_failures: 3600.0)
+    running = child()
+    assert await running.start() == b"ready\n"
+    assert running._process is not None
+    os.kill(running._process.pid, signal.SIGKILL)
+    await eventually_async(lambda: "restarting it in 3600.0 s" in caplog.text, 30)
+    assert await running.stop(60) == -signal.SIGKILL
+    assert "did not exit in time" not in caplog.text

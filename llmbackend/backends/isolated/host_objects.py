@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,9 +52,7 @@ class Host:
 
     def ask(self, verb: str, *arguments: Any) -> Any:
         """The host's answer. Raises its TritonError."""
-        future: Future[tuple[Any, Any]] = Future()
-        self.link.start((verb, *arguments), (), lambda answer, _parts, _last: future.set_result(answer))
-        error, value = future.result()
+        error, value = self.link.answer_to(verb, *arguments)
         if (refusal := unpack_error(error)) is not None:
             raise refusal
         return value

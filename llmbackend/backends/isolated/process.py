@@ -103,7 +103,12 @@ class _Runner:
         if _log.level != log_level:
             _log.setLevel(log_level)
         requests = [RequestObject(self._host, self._model, one, parts) for one in packed]
-        self._library.TRITONBACKEND_ModelInstanceExecute(self._instance, requests)
+        try:
+            self._library.TRITONBACKEND_ModelInstanceExecute(self._instance, requests)
+        except BaseException:  # the host keeps the requests and answers them
+            for request in requests:
+                self._host.link.cancellations.end(request.number)
+            raise
 
     def finalize(self, _argument: None, _parts: Sequence[Any]) -> None:
         if self._children is not None:

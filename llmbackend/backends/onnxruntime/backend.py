@@ -32,6 +32,7 @@ from ..array_backend import (
     Array,
     ArrayInstance,
     Arrays,
+    add_dims,
     boolean,
     output_names,
     positive,
@@ -124,12 +125,9 @@ class ModelState:
             if target:
                 continue
             for tensor in tensors:
-                dims = [dim if isinstance(dim, int) else -1 for dim in tensor.shape]
-                target.add(
-                    name=tensor.name,
-                    data_type=_data_type(self.name, tensor),
-                    dims=(dims[1:] if config.max_batch_size else dims) or [1],
-                )
+                added = target.add(name=tensor.name, data_type=_data_type(self.name, tensor))
+                shape = [dim if isinstance(dim, int) else -1 for dim in tensor.shape]
+                add_dims(added, shape, batches=config.max_batch_size > 0)
 
     def _session(self, chosen: Sequence[Any]) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()

@@ -10,6 +10,7 @@ from typing import Any
 
 from llmbackend.core.backend_api import ModelConfig, invalid_argument
 
+from ..array_backend import add_dims
 from .runtime import openvino
 from .shapes import by_name, dims_of, name_of
 from .tensors import data_type
@@ -49,5 +50,5 @@ def _add(config: ModelConfig, tensors: Any, port: Any) -> None:
         kind = data_type(port.element_type)
     except ValueError as error:
         raise invalid_argument(f"model '{config.name}': tensor '{name_of(port)}' {error}") from None
-    dims = dims_of(port)[1 if config.max_batch_size else 0 :]
-    tensors.add(name=name_of(port), data_type=kind, dims=dims or [1])
+    added = tensors.add(name=name_of(port), data_type=kind)
+    add_dims(added, dims_of(port), batches=config.max_batch_size > 0)

@@ -9,6 +9,7 @@ directories).
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tarfile
@@ -230,6 +231,9 @@ def _file_of(model: Model) -> Path:
 def _timeout_s(model: Model) -> float:
     text = model.backend.config.get(STUB_TIMEOUT, "")
     try:
-        return float(text) if text else DEFAULT_STUB_TIMEOUT_S
+        seconds = float(text) if text else DEFAULT_STUB_TIMEOUT_S
     except ValueError:
-        raise internal(f"backend config '{STUB_TIMEOUT}' must be a number of seconds, got '{text}'") from None
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise internal(f"backend config '{STUB_TIMEOUT}' must be a number of seconds above 0, got '{text}'")
+    return seconds

@@ -77,10 +77,12 @@ class Outbox:
         return True
 
     def _start_sender(self) -> None:
-        """Holds the lock."""
+        """Holds the lock. If no thread can be started, the next message tries again."""
         if self._sender is None:
-            self._sender = threading.Thread(target=self._send_waiting, name="python-outbox", daemon=True)
-            self._sender.start()
+            sender = threading.Thread(target=self._send_waiting, name="python-outbox", daemon=True)
+            with contextlib.suppress(RuntimeError):
+                sender.start()
+                self._sender = sender
 
     def _send_waiting(self) -> None:
         while True:

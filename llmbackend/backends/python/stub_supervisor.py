@@ -84,6 +84,8 @@ class StubSupervisor(Generic[Stub]):
         self._down_since_s = 0.0
         self._num_failures = 0
         self._restarter: threading.Thread | None = None
+        self._lacks_restarter = False
+        """Whether the stub has ended, and no thread could be started that restarts it."""
 
     def start(self, spare: Stub | None) -> None:
         """Starts the first stub, or takes `spare`. Raises TritonError if it does not become ready."""
@@ -101,6 +103,7 @@ class StubSupervisor(Generic[Stub]):
         for request in requests:
             request.on_cancel(self._wake)
         with self._changed:
+            self._start_lacking_restarter()
             self._changed.wait_for(
                 lambda: self._is_ready or self._failure or self._is_closed or _are_cancelled(requests), self._patience_s
             )
@@ -118,6 +121,7 @@ class StubSupervisor(Generic[Stub]):
         """Raises TritonError UNAVAILABLE if requests would be refused or wait for long, or if the model reports (after
         up to 5 s) that it is not ready."""
         with self._changed:
+            self._start_lacking_restarter()
             is_patient = not self._failure and time.monotonic() - self._down_since_s < READY_PATIENCE_S
             if not self._is_ready and not is_patient:
                 raise self._not_available()
@@ -204,15 +208,20 @@ class StubSupervisor(Generic[Stub]):
             self._start_restarter()
 
     def _start_restarter(self) -> None:
-        """Holds the lock."""
+        """Holds the lock. If there are no more threads, requests are refused until one can be started."""
         thread = threading.Thread(target=self._restart, name=f"python-restart-{self._name}", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # no more threads: `get` must not wait for this stub
-            self._failure = str(error)
+        except RuntimeError as error:
+            self._failure, self._lacks_restarter = str(error), True
             self._changed.notify_all()
         else:
-            self._restarter = thread
+            self._restarter, self._failure, self._lacks_restarter = thread, "", False
+
+    def _start_lacking_restarter(self) -> None:
+        """Tries again. Holds the lock. Not only for requests: none may come to a model that is not ready."""
+        if self._lacks_restarter and not self._is_closed:
+            self._start_restarter()
 
     def _restart(self) -> None:
         while True:

@@ -254,6 +254,14 @@ def _kinds(kind: Any) -> tuple[Any, ...]:
     return tuple(part for part in parts if part is not type(None))
 
 
+def number_arguments() -> frozenset[str]:
+    """Names of the arguments whose values are numbers."""
+    fields = msgspec.structs.fields(EngineConfig)
+    return frozenset(
+        {*OWN_PARAMETERS, *(field.name for field in fields if {int, float}.issuperset(_kinds(field.type)))}
+    )
+
+
 def _metavar(kinds: tuple[Any, ...]) -> str:
     choices = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
     if choices:

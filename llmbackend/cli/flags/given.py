@@ -9,27 +9,32 @@ from typing import Any, Final
 
 import typer
 
+from .engine import number_arguments
+
 HIDDEN: Final = "(not shown)"
 _SHOWN_TEXTS: Final = frozenset(
     {
-        "model", "model_name", "model_control_mode", "load_model", "model_config_name", "dtype", "device", "tokenizer",
-        "generation_config", "tool_call_parser", "reasoning_parser", "kv_cache_dtype", "quantization", "kernels",
-        "load_format", "transport", "engine_python", "lora_modules", "server_id", "rate_limit", "rate_limit_resource",
-        "http_address", "grpc_address", "metrics_address", "metrics_config", "trusted_proxies", "log_format",
-        "log_file", "trace_file", "trace_level", "grpc_infer_response_compression_level", "lora_separator",
-        "lora_folder", "allowed_origins", "allowed_hosts", "allowed_methods", "allowed_headers",
+        "model", "model_tag", "served_model_name", "model_control_mode", "load_model", "model_config_name", "dtype",
+        "device", "tokenizer", "generation_config", "tool_call_parser", "reasoning_parser", "kv_cache_dtype",
+        "quantization", "kernels", "load_format", "transport", "engine_python", "lora_modules", "server_id",
+        "rate_limit", "rate_limit_resource", "host", "http_address", "grpc_address", "metrics_address",
+        "metrics_config", "trusted_proxies", "log_format", "log_file", "log_level", "trace_file", "trace_level",
+        "grpc_infer_response_compression_level", "lora_separator", "lora_folder", "allowed_origins", "allowed_hosts",
+        "allowed_methods", "allowed_headers",
     }
-)  # fmt: skip
+) | number_arguments()  # fmt: skip
 _MAX_CHARACTERS: Final = 500
 
 
 def given_flags(context: typer.Context) -> Mapping[str, str]:
-    """Flag → value, for those that differ from their defaults, in the order of the help."""
+    """Flag, or MODEL, → value, for those that differ from their defaults, in the order of the help."""
     found = {}
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         if value not in (None, (), [], parameter.get_default(context)):
-            found[parameter.opts[0]] = _shown(parameter.name or "", value)
+            is_argument = parameter.param_type_name == "argument"
+            flag = str(getattr(parameter, "metavar", "")) if is_argument else parameter.opts[0]
+            found[flag] = _shown(parameter.name or "", value)
     return found
 
 

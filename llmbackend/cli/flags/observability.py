@@ -49,14 +49,12 @@ class LogFlags:
         if self.log_level and self.log_level.lower() not in _LOG_LEVELS:
             expected = f"expected one of {', '.join(_LOG_LEVELS)}"
             raise bad_option("--log-level", f"--log-level is '{self.log_level}', {expected}")
-        silent = _LOG_LEVELS.index(self.log_level.lower()) if self.log_level else 0
+        verbose, info, warning, error = self.log_verbose, self.log_info, self.log_warning, self.log_error
+        if self.log_level:
+            least = _LOG_LEVELS.index(self.log_level.lower())
+            verbose, info, warning, error = int(least == 0), least <= 1, least <= 2, least <= 3
         return LogSettings(
-            verbose=1 if self.log_level.lower() == "debug" else self.log_verbose,
-            info=self.log_info and silent < 2,
-            warning=self.log_warning and silent < 3,
-            error=self.log_error and silent < 4,
-            format=self.log_format,
-            file=self.log_file,
+            verbose=verbose, info=info, warning=warning, error=error, format=self.log_format, file=self.log_file
         )
 
 
@@ -135,7 +133,9 @@ class TraceFlags:
             log_frequency=_last(given["triton"], "log-frequency", self.trace_log_frequency, 0, least=0),
             file=(given["triton"].get("file") or [self.trace_file or ""])[-1] if mode == "triton" else "",
             mode=mode,
-            open_telemetry=_open_telemetry(given["opentelemetry"] if mode == "opentelemetry" else {}),
+            open_telemetry=(
+                _open_telemetry(given["opentelemetry"]) if mode == "opentelemetry" else OpenTelemetryOptions()
+            ),
         )
 
     def _warn_of_deprecated(self) -> None:

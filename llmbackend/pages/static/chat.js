@@ -86,6 +86,7 @@ window.llmbackendChat = (() => {
   async function copyFrom(button, text, done) {
     await copy(text);
     const before = button.textContent;
+    if (before === done) return; // still shown for the last click
     button.textContent = done;
     setTimeout(() => (button.textContent = before), 1200);
   }

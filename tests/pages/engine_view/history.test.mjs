@@ -314,6 +314,14 @@ test("a snapshot after a gap ends what is gone, takes up what is new, and marks 
   assert.equal(history.engines.size, 0);
 });
 
+test("a snapshot discards what was known of models, because their events may have been missed", () => {
+  const history = new FeedHistory();
+  history.apply("model", { model: "m", version: "1", state: "LOADING", reason: "", time: START });
+  assert.equal(history.models.get("m/1").state, "LOADING");
+  history.apply("snapshot", snapshot(START + 60));
+  assert.equal(history.models.size, 0);
+});
+
 test("events of an engine that no snapshot named begin its history", () => {
   const history = new FeedHistory();
   history.apply("snapshot", { ...snapshot(START), instances: [] });

@@ -110,12 +110,16 @@ class HostLink:
 
     def ask(self, verb: str, *arguments: Any) -> Any:
         """The host's answer. Raises TritonModelException with the text of a refusal."""
-        future: Future[tuple[PackedError | None, Any]] = Future()
-        self.start((verb, *arguments), (), lambda value, _parts, _last: future.set_result(value))
-        error, value = future.result()
+        error, value = self.answer_to(verb, *arguments)
         if error is not None:
             raise TritonModelException(error[1])
         return value
+
+    def answer_to(self, verb: str, *arguments: Any) -> tuple[PackedError | None, Any]:
+        """The host's refusal, or its answer."""
+        future: Future[tuple[PackedError | None, Any]] = Future()
+        self.start((verb, *arguments), (), lambda value, _parts, _last: future.set_result(value))
+        return future.result()
 
     def _tell_readiness(self) -> None:
         reason = self.not_ready_reason()

@@ -1,7 +1,5 @@
 /** The latest `maxMaps` maps of one engine's KV blocks, for lookups by time. */
 
-export const BLOCK_STATES = ["free", "cached", "used"];
-
 export class BlockMaps {
   #maps = [];
 

@@ -114,7 +114,6 @@ export class EngineHistory {
 export class FeedHistory {
   constructor() {
     this.engines = new Map();
-    this.server = null;
     this.scope = "all";
     this.allowsKill = false;
     this.droppedEvents = 0;
@@ -139,7 +138,8 @@ export class FeedHistory {
   }
 
   #snapshot(data) {
-    Object.assign(this, { server: data.server, scope: data.scope, allowsKill: data.allows_kill });
+    Object.assign(this, { scope: data.scope, allowsKill: data.allows_kill });
+    this.models.clear(); // events of models may have been missed
     const listed = new Set(data.instances.map(instanceKey));
     for (const key of this.engines.keys()) if (!listed.has(key)) this.engines.delete(key);
     for (const instance of data.instances) this.#engineOf(instance)?.snapshot(instance, data.time, this.#unreadSince);

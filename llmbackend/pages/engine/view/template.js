@@ -40,7 +40,8 @@ const NOTICES = `
   <p v-else-if="lost" class="engine__notice" role="status">
     {{ wasLost ? "The server does not respond. Trying again." : "Connecting to the server." }}
   </p>
-  <p v-for="each in status?.models ?? []" :key="each.model" class="engine__notice" role="status">
+  <p v-for="each in status?.models ?? []" :key="each.model + '/' + each.version" class="engine__notice"
+    role="status">
     {{ each.model }} version {{ each.version }}: {{ each.state.toLowerCase() }} {{ loadText(each) }} {{ each.reason }}
   </p>
   <p v-if="message" class="engine__notice engine__notice--bad" role="alert">

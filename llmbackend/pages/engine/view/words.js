@@ -24,7 +24,6 @@ const REASON_WORDS = {
   prefix: "another request is computing their shared prefix",
   long_prefill: "another long prompt is being prefilled",
   grammar: "its grammar is being compiled",
-  adapter: "its LoRA adapter is being loaded",
   engine: "the engine is starting or recovering",
 };
 
@@ -36,7 +35,6 @@ const SHORT_REASONS = {
   prefix: "shared prefix",
   long_prefill: "long prefill",
   grammar: "grammar",
-  adapter: "adapter",
   engine: "engine",
 };
 
@@ -52,9 +50,9 @@ export function shortReason(reason) {
 export function durationText(ms) {
   if (ms < 10) return `${ms.toFixed(2)} ms`;
   if (ms < 1000) return `${ms.toFixed(0)} ms`;
-  return ms < 60_000
-    ? `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`
-    : `${Math.floor(ms / 60_000)} min ${Math.round((ms % 60_000) / 1000)} s`;
+  if (ms < 60_000) return `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`;
+  const seconds = Math.round(ms / 1000);
+  return `${Math.floor(seconds / 60)} min ${seconds % 60} s`;
 }
 
 /** A count with few digits: 950, 1.2k, 34k, 1.5M. */
