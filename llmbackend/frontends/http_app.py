@@ -66,7 +66,7 @@ def create_http_app(
     """The application of a host in this process.
 
     routers: other protocols, such as the OpenAI API
-        idempotent: stores responses for retried requests; None: `Idempotency-Key` has no effect
+    idempotent: stores responses for retried requests; None: `Idempotency-Key` has no effect
     """
     context.gate.bodies.raise_to_fit(context.max_input_size_bytes)
     app = _application((_kserve_router(context), *routers), context.gate)

@@ -79,6 +79,9 @@ class WorkerPool:
             except TritonError:
                 self._give_back(worker)
                 raise
+            except BaseException:  # such as a MemoryError: part of a message may have been read
+                self._drop(worker)
+                raise
             self._give_back(worker)
             return result
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from llmbackend.core.backend_api import ResponseFlag, is_final
-from llmbackend.core.errors import TritonError, cancelled
+from llmbackend.core.errors import TritonError, cancelled, internal
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceHandle, InferenceResponse, wake_receiver
 from llmbackend.core.outputs import OutputLayout, Outputs
@@ -234,6 +234,7 @@ class AttachedFrontend:
 
     def _flush(self) -> None:
         """Sends everything put so far. Whatever is put meanwhile is sent here or by the next flush."""
+        failed: list[int] = []
         try:
             with self._lock:
                 self._is_woken = False
@@ -241,13 +242,38 @@ class AttachedFrontend:
                 items = _taken(self._items)
                 layouts = _taken(self._new_layouts)  # last: an item's layout is added before the item
                 for group, frames, is_counted in _groups(items):
-                    message = [encode(Responses(decisions, layouts, cast(list[Item], group))), *frames]
-                    self._send_now(message, is_counted=is_counted)
+                    content = self._encoded(decisions, layouts, group, failed)
+                    self._send_now([content, *frames], is_counted=is_counted)
                     decisions, layouts = [], []
                 if decisions or layouts:
                     self._send_now([encode(Responses(decisions, layouts, ()))])
         except Exception:
             log.exception("responses to frontend '%s' are lost", self.name)
+        for number in failed:
+            if (request := self.requests.get(number)) is not None:
+                request.cancel()
+
+    def _encoded(
+        self,
+        decisions: list[Decision | TraceName],
+        layouts: list[Layout],
+        items: list[RawItem],
+        failed: list[int],
+    ) -> bytes:
+        """An item that cannot be encoded is replaced by an error, which ends its request; its number is added to
+        `failed`."""
+        try:
+            return encode(Responses(decisions, layouts, cast(list[Item], items)))
+        except (UnicodeEncodeError, OverflowError, TypeError):
+            pass
+        for index, item in enumerate(items):
+            try:
+                encode(item)
+            except (UnicodeEncodeError, OverflowError, TypeError) as error:
+                log.error("a response to frontend '%s' cannot be encoded: %s", self.name, error)
+                items[index] = _unencodable(item)
+                failed.append(item[0])
+        return encode(Responses(decisions, layouts, cast(list[Item], items)))
 
     def _send_now(self, message: list[Frame], is_counted: bool = True) -> None:
         if not self.is_lost:
@@ -305,6 +331,12 @@ def _groups(items: list[RawItem | _Framed]) -> list[tuple[list[RawItem], list[Fr
         else:
             groups[-1][0].append(item)
     return groups
+
+
+def _unencodable(item: RawItem) -> RawItem:
+    whole = item[5] if len(item) == 6 else WireResponse("", 0, "", {})
+    error = WireError.of(internal("internal error, see the server's log"))
+    return item[0], _FINAL, _NO_LAYOUT, (), b"", msgspec.structs.replace(whole, parameters={}, error=error, tensors=())
 
 
 def _too_slow(response: InferenceResponse, limit_bytes: int) -> InferenceResponse:

@@ -71,7 +71,9 @@ class KnownHost:
         self._rows = {row.key: row for row in table.rows}
         self._names = ModelNames(table.is_namespacing)
         for row in table.rows:
-            self._names.add(row.name, ModelIdentifier(row.key), row.served_names)
+            key = ModelIdentifier(row.key)
+            self._names.add(row.name, key)
+            self._names.serve_as(key, row.served_names)
 
     def find(self, name: str, version: int = -1) -> KnownModel | None:
         """None if the host does not serve it."""

@@ -37,7 +37,7 @@ from llmbackend.frontends.operations.probes import create_metrics_app
 from llmbackend.frontends.protocol_options import NO_PAGES, PageSettings
 from llmbackend.frontends.shared_counts import Counts
 
-from .ports import ClaimedPorts, Endpoint
+from .ports import UNIX, ClaimedPorts, Endpoint, in_url
 from .process import DescriptorRoom, fitted
 
 if TYPE_CHECKING:
@@ -258,6 +258,4 @@ class FrontendServer:
 
 
 def _grpc_target(host: str, port: int) -> str:
-    if host.startswith("unix:"):
-        return host
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host if host.startswith(UNIX) else f"{in_url(host)}:{port}"

@@ -9,12 +9,13 @@ from typing import Final
 
 from .known_models import known_model
 
-TOKENIZER: Final = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+_TEMPLATES: Final = "*.jinja"
+TOKENIZER: Final = (_TEMPLATES, "*.json", "*.model", "*.tiktoken", "*.txt")
 CHECKPOINT: Final = (*TOKENIZER, "*.safetensors")
 """Patterns of files to read. CODE is read only with --trust-remote-code."""
 CODE: Final = "*.py"
-_LEFT_OUT: Final = ("*/*", "consolidated*")
-"""Other weight formats, and files for other programs."""
+_LEFT_OUT: Final = "consolidated*"
+"""Weights in another format."""
 _ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 _NOT_IDS: Final = frozenset({"mock"})
 
@@ -30,13 +31,15 @@ def is_hub_id(model: str) -> bool:
 
 
 def fetch(model: str, revision: str = "", patterns: Sequence[str] = CHECKPOINT) -> Path:
-    """The folder with the files of a revision ("" = main) that match `patterns`. Raises HubError."""
+    """The folder with the files of a revision ("" = main) that match `patterns`; of subfolders, whose files are for
+    other programs, only templates. Raises HubError."""
     from huggingface_hub import constants, errors, snapshot_download
 
     where = f"the hub ({constants.ENDPOINT})"
+    ignored = [_LEFT_OUT, *(f"*/{pattern}" for pattern in patterns if pattern != _TEMPLATES)]
     try:
         path = snapshot_download(
-            model, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=list(_LEFT_OUT)
+            model, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=ignored
         )
     except errors.GatedRepoError:
         raise HubError(

@@ -39,6 +39,11 @@ class Endpoint:
         return self.address if self.enabled else None
 
 
+def in_url(address: str) -> str:
+    """`address` as the host of a URL."""
+    return f"[{address}]" if ":" in address and not address.startswith(UNIX) else address
+
+
 def check_port_collision(endpoints: Mapping[str, Endpoint]) -> None:
     """Raises ValueError with Triton's text, naming the protocols. Port 0 never collides. Source: CheckPortCollision in
     Triton's command_line_parser."""

@@ -22,7 +22,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.load_progress import LoadProgress
 from llmbackend.engine.load_progress import logger as progress_log
 
-from .ports import UNIX
+from .ports import UNIX, in_url
 from .process import in_thread
 from .settings import ServerSettings
 
@@ -107,15 +107,22 @@ def urls_of(listening: Listening, settings: ServerSettings) -> dict[str, str]:
         "grpc": ("{}:{}", settings.grpc.address, listening.grpc_port),
         "metrics": ("http://{}:{}/metrics", settings.metrics.address, listening.metrics_port),
     }
-    urls = {name: form.format(address, port) for name, (form, address, port) in found.items() if port is not None}
+    urls = {
+        name: form.format(in_url(address), port) for name, (form, address, port) in found.items() if port is not None
+    }
     return {"http": settings.http.address} | urls if settings.http.is_unix else urls
+
+
+def _local(url: str) -> str:
+    """The URL for clients on this machine."""
+    return url.replace("0.0.0.0", "localhost").replace("[::]", "localhost")
 
 
 def page_url(urls: Mapping[str, str], settings: ServerSettings) -> dict[str, str]:
     """The pages' URL for a browser on this machine; "" if there are no pages."""
     if not settings.pages.enabled or "http" not in urls or settings.http.is_unix:
         return {}
-    return {"pages": f"{urls['http'].replace('0.0.0.0', 'localhost')}/"}
+    return {"pages": f"{_local(urls['http'])}/"}
 
 
 _SERVED_AT = {
@@ -245,7 +252,7 @@ def show_urls(urls: Mapping[str, str]) -> None:
 
 def _example(http_url: str, model: str, *, has_chat: bool) -> str:
     is_unix = http_url.startswith(UNIX)
-    host = "http://localhost" if is_unix else http_url.replace("0.0.0.0", "localhost")
+    host = "http://localhost" if is_unix else _local(http_url)
     chat, text = {"messages": [{"role": "user", "content": "Who are you?"}]}, {"prompt": "Once upon a time"}
     url = f"{host}/v1/{'chat/' if has_chat else ''}completions"
     body = json.dumps({"model": model, **(chat if has_chat else text), "stream": True})

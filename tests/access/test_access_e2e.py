@@ -262,6 +262,13 @@ def test_each_request_of_a_grpc_stream_is_admitted_or_refused_in_band(server: Gu
     assert server.metric("llmbackend:api_requests_total", key_name="streams", outcome="accepted") == 2
 
 
+def test_what_is_named_twice_is_refused_with_a_key_as_without_one(server: Guarded) -> None:
+    output = triton_grpc.InferRequestedOutput("text_output")
+    answers = stream(server, "sk-alice", {"inputs": [text_input()]}, {"outputs": [output, output]})
+    assert "input 'text_input' already exists in request" in str(answers[0][1])
+    assert "output 'text_output' already exists in request" in str(answers[1][1])
+
+
 def test_a_unary_rpc_beyond_the_limit_is_resource_exhausted(server: Guarded) -> None:
     with grpc.insecure_channel(server.process.grpc) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)

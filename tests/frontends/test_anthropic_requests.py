@@ -34,6 +34,18 @@ def messages(*sent: Any, **fields: Any) -> Any:
     return found["messages"] if isinstance(found, dict) else found
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "model", "messages"])
+def test_a_required_field_that_is_null_is_missing(field: str) -> None:
+    with pytest.raises(OpenAIError, match=f"^missing required field '{field}'$"):
+        parsed(**dict[str, Any]({field: None}))
+
+
+def test_text_of_white_space_cannot_be_continued() -> None:
+    with pytest.raises(OpenAIError, match="expected text for the answer to continue") as raised:
+        parsed(messages=[USER, {"role": "assistant", "content": " \n"}])
+    assert raised.value.param == "messages[1]"
+
+
 def test_the_prompt_is_that_of_a_chat_that_says_the_same() -> None:
     ours = parsed(
         system=[

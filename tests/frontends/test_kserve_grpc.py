@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.frontends.grpc import service as inference_rpcs
-from llmbackend.frontends.grpc.stream import StreamSession
+from llmbackend.frontends.grpc.stream import MAX_WAITING_REFUSALS, StreamSession
 from tests.helpers.kserve_runner import Running
 from tests.helpers.kserve_scripted import RECORD
 from tests.helpers.waiting import eventually
@@ -129,6 +129,9 @@ def test_descriptions(stub: Any) -> None:
     assert stub.ModelConfig(pb.ModelConfigRequest(name="llm")).config.model_transaction_policy.decoupled
     assert stub.ModelStatistics(pb.ModelStatisticsRequest(name="identity")).model_stats[0].version == "1"
     assert stub.RepositoryIndex(pb.RepositoryIndexRequest()).models[0].name == "bad"
+    named = pb.RepositoryIndexRequest(repository_name="r")
+    not_supported = ("UNIMPLEMENTED", "'repository_name' specification is not supported")
+    assert failure(lambda: stub.RepositoryIndex(named)) == not_supported
     unknown = "Request for unknown model: 'nosuch' is not found"
     assert failure(lambda: stub.ModelMetadata(pb.ModelMetadataRequest(name="nosuch"))) == ("NOT_FOUND", unknown)
 
@@ -146,6 +149,10 @@ def test_load_and_unload(running: Running, stub: Any) -> None:
     request.parameters["nosuch"].string_param = "1"
     assert failure(lambda: stub.RepositoryModelLoad(request)) == (
         *("INVALID_ARGUMENT", "unrecognized load parameter 'nosuch'"),
+    )
+    unload.parameters["unload_dependents"].string_param = "true"
+    assert failure(lambda: stub.RepositoryModelUnload(unload)) == (
+        *("INVALID_ARGUMENT", "invalid value type for 'unload_dependents' parameter, expected bool_param."),
     )
 
 
@@ -280,10 +287,10 @@ def test_refusals_leave_the_stream_open(stub: Any) -> None:
         text("n=1", id="ok"),
     )
     assert status == "OK"
-    briefs = [brief(message) for message in messages]
-    assert briefs[0] == ("Request for unknown model: 'nosuch' is not found", "u", None, "", "")
-    assert [row[1] for row in briefs] == ["u", "r", "m", "v", "ok"]
-    assert briefs[2][0].startswith("[request id: m] ") and briefs[4][0] == " tok0"
+    briefs = {row[1]: row for row in map(brief, messages)}
+    assert briefs["u"] == ("Request for unknown model: 'nosuch' is not found", "u", None, "", "")
+    assert briefs.keys() == {"u", "r", "m", "v", "ok"} and len(messages) == 5
+    assert briefs["m"][0].startswith("[request id: m] ") and briefs["ok"][0] == " tok0"
 
 
 def test_requests_of_a_stream_run_at_the_same_time(stub: Any) -> None:
@@ -297,6 +304,27 @@ def test_a_model_that_is_not_decoupled_answers_in_order(stub: Any) -> None:
     messages, status = stream(stub, *requests)
     assert status == "OK" and [int(message.infer_response.id) for message in messages] == list(range(1, 30))
     assert brief(messages[0])[2] is True
+
+
+def test_refusals_follow_earlier_requests_to_models_that_are_not_decoupled(running: Running, stub: Any) -> None:
+    """A request to a decoupled model, which is not ordered, shows that all requests before it were read."""
+    slow = text("slow", "textid", (1, 1), id="held")
+    refused = [identity(name="NOPE"), text("n=1", model="nosuch"), text("n=1", model_version="abc")]
+    for request, name in zip(refused, "abc", strict=True):
+        request.id = name
+    call = stub.ModelStreamInfer(iter([slow, *refused, text("n=1", id="quick")]), timeout=20)
+    assert next(call).infer_response.id == "quick"
+    assert running.host.cancel_requests("textid", request_id="held") == 1
+    assert [message.infer_response.id for message in call] == ["held", "a", "b", "c"]
+
+
+def test_many_refusals_are_all_answered(stub: Any) -> None:
+    """More than may wait for a slow client."""
+    requests = [identity(name="NOPE") for _ in range(3 * MAX_WAITING_REFUSALS)]
+    for number, request in enumerate(requests):
+        request.id = str(number)
+    messages, status = stream(stub, *requests)
+    assert status == "OK" and [int(message.infer_response.id) for message in messages] == list(range(len(requests)))
 
 
 CODES = {
@@ -315,6 +343,15 @@ def test_strict_errors_end_the_stream(running: Running, stub: Any, code: str) ->
     assert status == f"{CODES[code]} boom at 1"
     assert all(not message.error_message for message in messages)
     assert RECORD.cancelled[f"other-{code}"].wait(10)
+
+
+def test_an_error_text_with_half_of_a_surrogate_pair_ends_its_request_alone(stub: Any) -> None:
+    halves = text("halves", "textid", (1, 1), id="halves")
+    said = "half of a surrogate pair: ?"
+    messages, status = stream(stub, halves, text("n=1", id="other"))
+    assert status == "OK" and {brief(message)[:2] for message in messages} == {(said, "halves"), (" tok0", "other")}
+    assert failure(lambda: stub.ModelInfer(halves)) == ("INTERNAL", said)
+    assert stream(stub, halves, metadata=STRICT) == ([], f"INTERNAL {said}")
 
 
 def test_strict_mode_keeps_refusals_in_band(stub: Any) -> None:

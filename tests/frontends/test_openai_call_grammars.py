@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -146,6 +147,32 @@ def test_parameters_of_tagged_calls_are_bounded() -> None:
         required_calls(use(many), grammar_of("qwen3_coder"))
     assert raised.value.param == "tools[1].function.parameters"
     assert required_calls(use(many), grammar_of("hermes"))
+
+
+@pytest.mark.parametrize("is_required", [True, False])
+def test_definitions_that_parameters_repeat_are_bounded(is_required: bool) -> None:
+    """Before they are written: otherwise, a body of some megabytes becomes a grammar of gigabytes."""
+    long = {"$ref": "#/$defs/Long"}
+    definitions = {"Long": {"type": "array", "description": "a" * 10_000}, "Name": {"type": "string"}}
+    schema = {"properties": {f"a{index}": long for index in range(30)}, "$defs": definitions}
+    asked = replace(use({"now": {}, "f": schema}, is_strict=True), is_required=is_required)
+    for name in ("qwen3_coder", "minimax_m3"):
+        with pytest.raises(OpenAIError, match=r"have 30\d{4} bytes of them, expected at most 262144") as raised:
+            if is_required:
+                required_calls(asked, grammar_of(name))
+            else:
+                optional_calls(asked, TOOL_CALL_FORMATS[name], None)
+        assert raised.value.param == "tools[1].function.parameters"
+    assert required_calls(asked, grammar_of("hermes"))
+
+
+def test_only_parameters_that_refer_to_definitions_have_them() -> None:
+    definitions = {"Long": {"type": "array", "description": "a" * 10_000}, "Name": {"type": "string"}}
+    others = {f"a{index}": {"type": "integer"} for index in range(30)}
+    texts = {f"b{index}": {"$ref": "#/$defs/Name"} for index in range(30)}
+    schema = {"properties": {**others, **texts, "long": {"$ref": "#/$defs/Long"}}, "$defs": definitions}
+    form = required_calls(use({"f": schema}, is_strict=True), grammar_of("qwen3_coder"))
+    assert 10_000 < len(json.dumps(form)) < 30_000
 
 
 LEFT_OUT: list[tuple[dict[str, Any], str]] = [

@@ -87,6 +87,19 @@ def test_stream_equals_whole_with_logprobs_and_usage(client: openai.OpenAI, top:
     assert joined == whole.choices[0].logprobs.model_dump()
 
 
+@pytest.mark.parametrize("interval", [1, 3, 100])
+def test_tokens_of_a_chunk(client: openai.OpenAI, interval: int) -> None:
+    """The first token comes alone."""
+    whole = complete(client, logprobs=1).choices[0]
+    chunks = list(complete(client, logprobs=1, stream=True, extra_body={"stream_interval": interval}))
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert "".join(choice.text for choice in choices) == whole.text
+    sizes = [len(choice.logprobs.tokens) for choice in choices if choice.logprobs]
+    assert (sizes[0], sum(sizes)) == (1, len(whole.text)) and set(sizes[1:-1]) <= {interval}
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
+    assert tokens == whole.logprobs.tokens
+
+
 def test_logprobs_form(client: openai.OpenAI) -> None:
     logprobs = complete(client, prompt="z", max_tokens=2, logprobs=1).choices[0].logprobs
     assert logprobs.tokens == ["Y", "o"]

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbackend.frontends.generation.request import GenerationRequest
+from llmbackend.frontends.generation.request import GenerationRequest, LogprobForm, StreamForm
 from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.inference_gate import LARGE_BODY_BYTES
 from llmbackend.frontends.openai.endpoints import decode_cost
-from llmbackend.frontends.openai.requests import parse_chat, parse_completion
+from llmbackend.frontends.openai.requests import parse_chat, parse_completion, with_defaults
 from llmbackend.frontends.openai.schema import ChatCompletionRequest, CompletionRequest
+from llmbackend.frontends.protocol_options import RequestDefaults
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
 KEYS = st.text(max_size=4) | st.just("type")
@@ -86,6 +87,29 @@ def test_neutral_values_are_taken() -> None:
     assert parse_completion({"model": "m", "prompt": "hi", "n": 1, "suffix": None}).sampling == {"max_tokens": 16}
     neutral = {"n": 1, "store": False, "user": "me", "tools": [], "response_format": {"type": "text"}}
     assert parse_chat({"model": "m", "messages": GOOD["messages"], **neutral}).is_chat
+
+
+@pytest.mark.parametrize("missing", [{}, {"include_metrics": None, "stream_interval": None, "stream_options": None}])
+def test_the_operators_defaults_apply_to_fields_that_are_missing_or_null(missing: dict[str, Any]) -> None:
+    defaults = RequestDefaults(
+        return_tokens_as_token_ids=True, force_include_usage=True, stream_interval_tokens=4, per_request_metrics=True
+    )
+    body = {"model": "m", "prompt": "hi", "stream": True, "return_tokens_as_token_ids": None} | missing
+    request = parse_completion(with_defaults(body, defaults))
+    assert request.include_metrics and request.stream == StreamForm(True, True, 4)
+    for logprobs in (0, 2):  # 0: those of the chosen tokens alone
+        assert parse_completion(with_defaults(body | {"logprobs": logprobs}, defaults)).logprobs == LogprobForm(
+            logprobs, as_token_ids=True
+        )
+    own = {"return_tokens_as_token_ids": False, "stream_interval": 2, "include_metrics": False, "logprobs": 0}
+    request = parse_completion(with_defaults(body | own, defaults))
+    assert request.stream == StreamForm(True, True, 2)
+    assert (request.logprobs, request.include_metrics) == (LogprobForm(0), False)
+
+
+def test_a_content_part_that_is_no_object_is_refused_in_plain_words() -> None:
+    with pytest.raises(OpenAIError, match=r"^'messages\[0\]\.content\[0\]' is \"x\", expected an object$"):
+        parse_chat({"model": "m", "messages": [{"role": "user", "content": ["x"]}]})
 
 
 def test_many_small_objects_count_as_a_large_body() -> None:

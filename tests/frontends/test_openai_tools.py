@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from llmbackend.adapter import limits
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.frontends.generation import plan
+from llmbackend.frontends.generation import request
 from llmbackend.frontends.generation.inferences import MANY_TOKENS
 from llmbackend.frontends.openai import bodies
 from tests.helpers.openai_live_server import openai_client
@@ -187,7 +187,7 @@ LARGE = {"type": "object", "properties": {"a": {"enum": [f"{n:063}" for n in ran
 
 def test_a_schema_that_is_too_large_is_named(client: openai.OpenAI) -> None:
     """Not the input of the model that it comes into, whether a tool or the answer has it."""
-    assert plan.MAX_SAMPLING_JSON_BYTES == limits.MAX_SAMPLING_JSON_BYTES
+    assert request.MAX_SAMPLING_JSON_BYTES == limits.MAX_SAMPLING_JSON_BYTES
     large = {"type": "function", "function": {"name": "large", "parameters": LARGE, "strict": True}}
     answer_form = {"type": "json_schema", "json_schema": {"name": "large", "schema": LARGE}}
     requests: list[tuple[str, dict[str, Any]]] = [
@@ -362,10 +362,10 @@ def test_only_long_answers_are_read_and_rendered_in_a_thread(
         monkeypatch.setattr(owner, name, watched)
 
     watch(bodies.WholeAnswer, "add")
-    watch(bodies, "_body")
+    watch(bodies.WholeAnswer, "_json")
     _, found = both(client, "x" * length, tools=TOOLS, logprobs=True)
     assert found["content"] == "x" * length
-    assert [name.startswith("large-requests") for name in (seen["add"], seen["_body"])] == [is_long, is_long]
+    assert [name.startswith("large-requests") for name in (seen["add"], seen["_json"])] == [is_long, is_long]
 
 
 @pytest.mark.parametrize(

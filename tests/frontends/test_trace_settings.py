@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.core.tracing.trace import TraceLevel, TraceSettings
+from llmbackend.frontends.inference_gate import MANY_STRINGS
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import MODEL as MODEL_NAME
 from tests.helpers.mock_llm_host import mock_llm_host
@@ -278,6 +281,29 @@ def test_a_client_that_goes_away_closes_its_trace(traced: Running) -> None:
         assert traced.host.tracing.open_count == 1
     traced.wait_until_nothing_is_open()
     eventually(lambda: not traced.host.tracing.open_count)
+
+
+def test_a_grpc_client_that_goes_away_before_its_request_is_accepted_closes_its_trace(traced: Running) -> None:
+    """Many strings are checked on a thread; here all of these threads are busy."""
+    may_end = threading.Event()
+    request = pb.ModelInferRequest(model_name="multi", raw_input_contents=[bytes(4 * 2 * MANY_STRINGS), bytes(8)])
+    request.inputs.add(name="S", datatype="BYTES", shape=[2 * MANY_STRINGS])
+    request.inputs.add(name="I", datatype="INT32", shape=[2, 1])
+
+    async def occupy_threads() -> list[Any]:
+        return [asyncio.ensure_future(traced.gate.run_in_thread(may_end.wait)) for _ in range(2)]
+
+    busy = traced.call(occupy_threads())
+    try:
+        with grpc.insecure_channel(traced.grpc) as channel:
+            call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request]))
+            eventually(lambda: traced.host.tracing.open_count == 1)
+            call.cancel()
+            eventually(lambda: not traced.host.tracing.open_count)
+    finally:
+        may_end.set()
+    eventually(lambda: all(one.done() for one in busy))
+    traced.wait_until_nothing_is_open()
 
 
 def test_tracing_is_switched_on_while_the_server_runs(running: Running, tmp_path: Path) -> None:

@@ -59,6 +59,14 @@ def test_trace_config_of_mode_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
+def test_variables_of_opentelemetry_mean_nothing_in_another_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "a while")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4096")
+    assert settings("rate=5") == TraceSettings(rate=5)
+    with pytest.raises(typer.BadParameter, match="OTEL_BSP_SCHEDULE_DELAY"):
+        settings("mode=opentelemetry")
+
+
 def test_deprecated_flags_still_mean_what_they_did_and_say_what_replaced_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

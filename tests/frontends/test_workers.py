@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pickle import PickleBuffer
@@ -93,6 +94,12 @@ def test_a_lack_of_memory_is_an_error_of_its_request(run: Callable[..., Any]) ->
     refused, pid = run((take_memory,), (pid_of_worker,))
     assert refused.code is ErrorCode.UNAVAILABLE and "more memory" in refused.message
     assert isinstance(pid, int)
+
+
+def test_a_call_that_cannot_be_sent_leaves_no_process(run: Callable[..., Any]) -> None:
+    (pid,) = run((pid_of_worker,))
+    (error,) = run((pid_of_worker, threading.Lock()))
+    assert isinstance(error, TypeError) and not os.path.exists(f"/proc/{pid}")
 
 
 def test_an_idle_pool_has_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

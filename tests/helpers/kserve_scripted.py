@@ -3,8 +3,8 @@ with it.
 
 `identity` (FP32 [-1,4]), `multi` (BYTES, INT32, optional BOOL; echoes what it was sent), `llm` (decoupled; the words of
 text_input are commands: n=, sleep= in ms, kib= per token, err=, cont, code=, lastfinal, preerr, params) and `textid`
-(BYTES and its length; the words fail and slow). `spare` is like identity and not loaded at the start; `bad` can not be
-loaded.
+(BYTES and its length; the words fail, slow, halves and huge). `spare` is like identity and not loaded at the start;
+`bad` can not be loaded.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 
 from llmbackend.core.backend_api import (
     ErrorCode,
+    ParameterValue,
     Request,
     ResponseFactory,
     ResponseFlag,
@@ -137,8 +138,12 @@ class _Call:
     def values(self, name: str) -> Any:
         return self.inputs[name].data.tolist() if name in self.inputs else None
 
-    def send(self, *outputs: Tensor, error: TritonError | None = None, final: bool = False) -> None:
+    def send(
+        self, *outputs: Tensor, error: TritonError | None = None, final: bool = False, **parameters: ParameterValue
+    ) -> None:
         response = self._factory.new_response()
+        for name, value in parameters.items():
+            response.set_parameter(name, value)
         for tensor in outputs:
             if tensor.name in self.wanted:
                 response.add_output(tensor)
@@ -163,6 +168,10 @@ def _textid(call: _Call) -> None:
         call.send(error=cancelled("slow request ended"), final=True)
     elif b"fail" in word:
         call.send(error=internal("model says no"), final=True)
+    elif b"halves" in word:
+        call.send(error=internal("half of a surrogate pair: \ud800"), final=True)
+    elif b"huge" in word:
+        call.send(Tensor.of("text_output", text), final=True, huge=1 << 70)
     else:
         length = np.array([[len(word)]], dtype=np.int32).repeat(text.shape[0], 0)
         call.send(Tensor.of("text_output", text), Tensor.of("n", length), final=True)

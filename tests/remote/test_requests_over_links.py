@@ -96,6 +96,24 @@ async def test_a_number_that_no_message_holds_is_refused(host: InferenceServer, 
             await answers(remote, InferenceRequest("multi", parameters={"count": 2**70}))
 
 
+async def test_a_response_that_no_message_holds_ends_its_own_request_alone(
+    host: InferenceServer, tmp_path: Path
+) -> None:
+    def request(word: bytes) -> InferenceRequest:
+        return InferenceRequest("textid", inputs=(Tensor.of("text_input", np.array([[word]], np.object_)),))
+
+    async with served(host, tmp_path) as endpoint, attached(endpoint.endpoint) as remote:
+        halves, huge, other = await asyncio.gather(
+            *(answers(remote, request(word)) for word in (b"halves", b"huge", b"other"))
+        )
+        assert [str(one.error) for one in halves] == ["half of a surrogate pair: ?"]
+        assert [(one.model_name, str(one.error)) for one in huge] == [
+            ("textid", "internal error, see the server's log")
+        ]
+        assert shown(other) == shown(await answers(host, request(b"other")))
+        assert shown(await answers(remote, REQUESTS["error"])) == shown(await answers(host, REQUESTS["error"]))
+
+
 async def test_models_are_described_as_by_the_host(host: InferenceServer, tmp_path: Path) -> None:
     def described(server: Any, name: str) -> list[Any]:
         found: list[Any] = [server.model_is_ready(name)]

@@ -91,20 +91,21 @@ def _metered(
     request: InferenceRequest, callback: ResponseCallback, identity: RequestIdentity, batches: bool
 ) -> tuple[InferenceRequest, ResponseCallback]:
     """`request` for the key's tenant with both counts requested, and a callback that charges and hides them."""
-    inputs = {tensor.name: tensor for tensor in request.inputs if not _is_false(tensor)}
+    inputs = [tensor for tensor in request.inputs if not _is_false(tensor)]
+    given = {tensor.name for tensor in inputs}
     hidden = frozenset(
         name
         for switch, name in _SWITCHES.items()
-        if switch not in inputs or (request.requested_outputs and name not in request.requested_outputs)
+        if switch not in given or (request.requested_outputs and name not in request.requested_outputs)
     )
     shape = (1, 1) if batches else (1,)
-    for switch in _SWITCHES:
-        inputs.setdefault(switch, Tensor.of(switch, np.ones(shape, np.bool_)))
-    outputs = request.requested_outputs and tuple({*request.requested_outputs, *_SWITCHES.values()})
+    inputs += [Tensor.of(switch, np.ones(shape, np.bool_)) for switch in _SWITCHES if switch not in given]
     counts = frozenset(_SWITCHES.values())
+    requested = request.requested_outputs
+    outputs = requested and (*requested, *sorted(counts.difference(requested)))
     request = replace(
         request,
-        inputs=tuple(inputs.values()),
+        inputs=tuple(inputs),
         requested_outputs=outputs,
         classes={name: count for name, count in request.classes.items() if name not in counts},  # counts stay numbers
         tenant=identity.account.tenant,

@@ -126,11 +126,10 @@ class Blocks:
 
     def _text(self, text: str) -> None:
         if self._open != TEXT:
-            if self._layout:
-                text = "".join((*self._layout, text))
             if text.isspace():  # models write it between thinking and calls
-                self._layout = [text]
+                self._layout.append(text)
                 return
+            text = "".join((*self._layout, text))
             self._end_block()
             self._begin(TEXT, {"type": TEXT, "text": ""})
         self._sink.piece(TEXT, text)
@@ -236,38 +235,31 @@ async def whole_message(
 
 
 class WholeMessage:
+    """The BlockSink of its own blocks."""
+
     def __init__(self, request: MessageRequest, identity: Identity, plan: AnswerPlan, key: SealingKey) -> None:
         self._identity = identity
-        self._collector = _Collector()
-        self._blocks = Blocks(request, plan, identity.id, key, self._collector)
+        self._blocks = Blocks(request, plan, identity.id, key, self)
+        self._content: list[tuple[JsonObject, dict[str, list[str]]]] = []
+        """Each block, and its texts by kind."""
 
     def add(self, delta: Delta) -> None:
         self._blocks.add(delta)
 
     def body(self) -> bytes:
         self._blocks.close()
-        content = {"content": self._collector.content()}
+        content = {"content": [block | _fields(pieces) for block, pieces in self._content]}
         usage = self._blocks.usage() | {"service_tier": "standard"}
         return orjson.dumps(_message(self._identity) | content | self._blocks.ending() | {"usage": usage})
 
-
-class _Collector:
-    """A BlockSink that collects whole blocks."""
-
-    def __init__(self) -> None:
-        self._blocks: list[tuple[JsonObject, dict[str, list[str]]]] = []
-
     def start(self, block: JsonObject) -> None:
-        self._blocks.append((block, {}))
+        self._content.append((block, {}))
 
     def piece(self, kind: str, text: str) -> None:
-        self._blocks[-1][1].setdefault(kind, []).append(text)
+        self._content[-1][1].setdefault(kind, []).append(text)
 
     def stop(self) -> None:
         pass
-
-    def content(self) -> list[JsonObject]:
-        return [block | _fields(pieces) for block, pieces in self._blocks]
 
 
 def _fields(pieces: dict[str, list[str]]) -> JsonObject:

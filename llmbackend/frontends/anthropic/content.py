@@ -181,7 +181,7 @@ class _Reader(Turns):
         self._check_results()
         last = self.all[-1]
         is_prefilled = last.role == "assistant"
-        if is_prefilled and (last.last_kind != "text" or not any(last.texts)):
+        if is_prefilled and (last.last_kind != "text" or not any(map(str.strip, last.texts))):
             message = (
                 f"'{last.param}' is the final message and from the assistant, expected text for the answer to continue"
             )

@@ -139,10 +139,10 @@ class AnthropicEndpoints(OpenAIEndpoints):
         return error_response(OpenAIError.of(error), _id_of(http))
 
     async def models(self, http: Request) -> Response:
-        return _json(model_page(http, self._catalog.list()["data"]), http)
+        return _json(model_page(http, (await self._catalog.list())["data"]), http)
 
     async def model(self, http: Request) -> Response:
-        return _json(model_info(self._catalog.get(http.path_params["model"])), http)
+        return _json(model_info(await self._catalog.get(http.path_params["model"])), http)
 
     @post(
         "/v1/messages",
@@ -191,7 +191,7 @@ class AnthropicEndpoints(OpenAIEndpoints):
         if labels := _log_labels({}, beta):
             http.scope[LABELS] = logged(labels)
         prompt = request.prompts[0]
-        target = self._catalog.require(request.model, prompt.name)
+        target = await self._catalog.require(request.model, prompt.name)
         plan_answer(request, target)
         release_body(http)
         try:

@@ -2,7 +2,7 @@
 
 Invariants: the format's parser reads all output that a grammar allows as calls of the request's functions whose
 arguments satisfy their schemas; keywords that tagged parameters cannot enforce are reported by their location in the
-schema. The work is bounded by MAX_TAGGED_PARAMETERS, because plans are made on the event loop. Source: XGrammar's
+schema. The work and the grammar's size are bounded, because plans are made on the event loop. Source: XGrammar's
 documentation of structural tags for the forms of `format`.
 """
 
@@ -14,12 +14,15 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 
+import orjson
+
 from llmbackend.core.errors import shown
 
 from ..conversation.tools import INPUT, Function, InputGrammar, ToolUse
 from ..http.errors import JsonObject, OpenAIError
 from .parsers import CallGrammar, MarkedCalls, Messages, ReasoningFormat, ToolCallFormat, is_plain_text
 from .parsers.reader import SPACE
+from .request import MAX_SAMPLING_JSON_BYTES
 
 _ANY_OBJECT: JsonObject = {"type": "object"}
 MAX_TAGGED_PARAMETERS: Final = 512
@@ -38,14 +41,14 @@ _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 
 def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
     """One or more calls and nothing else; the arguments follow the functions' schemas. Raises OpenAIError."""
-    _check_count(use, grammar)
+    _check_size(use, grammar)
     return _section(use, grammar)
 
 
 def optional_calls(use: ToolUse, format: ToolCallFormat, reasoning: ReasoningFormat | None) -> JsonObject:
     """Free text with calls, wherever the format's parser would read one. A strict function's arguments follow its
     schema, others are any object. reasoning: its markers of content may be written, too. Raises OpenAIError."""
-    _check_count(use, format.grammar)
+    _check_size(use, format.grammar)
     if isinstance(format.body, Messages):
         return _messages(use, format.body, format.grammar)
     return _text_with_calls(use, format.body, format.grammar, _content_markers(reasoning))
@@ -80,9 +83,11 @@ def unenforced_locations(use: ToolUse, grammar: CallGrammar) -> Iterator[str]:
                 yield from (f"{function.param}#{path}" for path, _ in places)
 
 
-def _check_count(use: ToolUse, grammar: CallGrammar) -> None:
-    """Raises OpenAIError naming the function that exceeds the limit."""
+def _check_size(use: ToolUse, grammar: CallGrammar) -> None:
+    """Raises OpenAIError naming the function with which tagged parameters exceed a limit: of their number, or of the
+    bytes of the definitions, which are repeated for each parameter that refers to them."""
     counts = {"properties": 0, "required": 0}
+    num_bytes = 0
     for function in use.functions if grammar.key_end else ():
         schema = _resolved(function.parameters)
         for keyword in counts:
@@ -91,6 +96,12 @@ def _check_count(use: ToolUse, grammar: CallGrammar) -> None:
         if max(counts.values()) > MAX_TAGGED_PARAMETERS:
             message = f"'{function.param}': the functions up to this one have more than {MAX_TAGGED_PARAMETERS} "
             message += "parameters in total, the most that can be enforced in this model's tool-call format"
+            raise OpenAIError(message, param=function.param, code="invalid_value")
+        num_bytes += _num_repeated_bytes(function.parameters, grammar)
+        if num_bytes > MAX_SAMPLING_JSON_BYTES:
+            message = f"'{function.param}': this model's tool-call format repeats the definitions for each parameter "
+            message += f"that refers to them: the functions up to this one have {num_bytes} bytes of them, expected "
+            message += f"at most {MAX_SAMPLING_JSON_BYTES}"
             raise OpenAIError(message, param=function.param, code="invalid_value")
 
 
@@ -293,7 +304,7 @@ def _parameters(schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: b
     """The parameters in the order of the schema. is_strict: every keyword must be enforced. Raises _NotTaggedError for
     a schema that does not describe parameters."""
     root, required = _checked(schema)
-    root = _with_definitions(root, schema)
+    root = {**_definitions(schema), **root}
     elements: list[JsonObject] = []
     for name in written_properties(schema):
         tag = _parameter(name, root, grammar, is_strict=is_strict)
@@ -362,9 +373,10 @@ def _parameter(name: str, schema: Mapping[str, Any], grammar: CallGrammar, *, is
         content = {"type": "any_text", "excludes": list(grammar.text_excludes)}
         begin, end = begin + grammar.key_end + grammar.text_quote, grammar.text_quote + end
     else:
+        described = schema["properties"][name]
         content = {
             "type": "json_schema",
-            "json_schema": _with_definitions(schema["properties"][name], schema),
+            "json_schema": {**_definitions(schema), **described} if _refers(described) else described,
             "strict": is_strict,
         }
         begin += grammar.json_key_end or grammar.key_end
@@ -376,7 +388,21 @@ def value_end(name: str, grammar: CallGrammar) -> str:
     return f"{grammar.value_end}{name}{grammar.name_closes}" if grammar.name_closes else grammar.value_end
 
 
-def _with_definitions(description: Any, schema: Mapping[str, Any]) -> Any:
-    """The description with the definitions that it may refer to."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return {**shared, **description} if isinstance(description, Mapping) else description
+def _definitions(schema: Mapping[str, Any]) -> JsonObject:
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+
+def _refers(description: Any) -> bool:
+    """Whether a parameter's schema contains a reference, and therefore needs the definitions."""
+    return isinstance(description, Mapping) and b'"$ref"' in orjson.dumps(description)
+
+
+def _num_repeated_bytes(schema: Mapping[str, Any], grammar: CallGrammar) -> int:
+    """The size of the definitions, as often as the grammar has them."""
+    root = {**_definitions(schema), **_resolved(schema)}
+    definitions, properties = _definitions(root), root.get("properties")
+    if not definitions or not isinstance(properties, Mapping):
+        return 0
+    has_texts = grammar.text_quote is not None
+    times = sum(_refers(properties[name]) and not (has_texts and is_plain_text(root, name)) for name in properties)
+    return times * len(orjson.dumps(definitions))

@@ -44,9 +44,6 @@ class Writer(Protocol):
         ...
 
 
-QUIET_S: Final = 15.0
-"""Silence after which a stream sends a ping to keep the connection open. Also how long the status line waits for the
-first response, which may be an error."""
 _HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _CONTENT_TYPE: Final = {"content-type": "text/event-stream; charset=utf-8"}
 
@@ -63,8 +60,8 @@ class AnswerEvents:
         generation: Generation,
         first: Arrival | None,
         writer: Writer,
-        before_end: Callable[[], Awaitable[None]] | None = None,
-        quiet_s: float | None = QUIET_S,
+        before_end: Callable[[], Awaitable[None]] | None,
+        quiet_s: float | None,
     ) -> None:
         """first: an already popped arrival. before_end: awaited before the last events; if it fails, the answer
         fails"""
@@ -174,7 +171,7 @@ async def traced_answer(
 ) -> Response:
     """Finds the model, checks that it supports all fields, then calls `answer`; logs and traces. start_ns: when the
     request arrived. Raises OpenAIError."""
-    target = catalog.require(request.model, request.prompts[0].name)
+    target = await catalog.require(request.model, request.prompts[0].name)
     check_fields(request, target)
     if request.labels:
         http.scope[LABELS] = logged(request.labels)
@@ -202,11 +199,12 @@ async def streamed_answer(
     headers: Callable[[], Mapping[str, str]],
     before_end: Callable[[], Awaitable[None]] | None = None,
     make: MakeStream | None = None,
-    quiet_s: float | None = QUIET_S,
+    *,
+    quiet_s: float | None,
 ) -> Response:
-    """Starts a stream once the first response has arrived, or after `quiet_s`; raises the error of that response, and
-    ClientDisconnect. make: creates the HTTP response; by default an EventStream. See AnswerEvents for before_end, and
-    EventSource for quiet_s."""
+    """Starts a stream once the first response, which may be an error, has arrived, or after `quiet_s`; raises that
+    error, and ClientDisconnect. make: creates the HTTP response; by default an EventStream. See AnswerEvents for
+    before_end, and EventSource for quiet_s."""
     try:
         await unless_disconnected(http, generation.wait(quiet_s))
         events = AnswerEvents(generation, generation.pop(), writer, before_end, quiet_s)

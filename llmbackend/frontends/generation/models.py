@@ -3,14 +3,15 @@
 Invariants: a model is listed while the host has a READY version that requires a prompt and no input unknown to the
 frontends; only inputs that it declares are sent, in their declared rank. Formats are those named by the model's
 configuration, otherwise those detected from its chat template. If the configuration names an unknown format, requests
-that need it fail.
+that need it fail. The host's index, which reads directories and asks backends whether they are ready, is read on a
+thread, and only for what cannot be answered without it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -19,10 +20,11 @@ import orjson
 from llmbackend.core.backend_api import SERVED_MODEL_NAME, split_names
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.host_protocol import Host
-from llmbackend.core.messages import ModelMetadata, TensorMetadata
+from llmbackend.core.messages import ModelIndex, ModelMetadata, TensorMetadata
 from llmbackend.core.tensors import Tensor
 
 from ..http.errors import JsonObject, OpenAIError, model_not_found
+from ..operations.probes import ReadinessProbes
 from .parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, ReasoningFormat, ToolCallFormat, detect
 from .request import GenerationRequest
 from .tensors import INPUT_IDS, MESSAGES, OPTION_INPUTS, PROMPT_INPUTS, TEXT_INPUT, TEXT_OUTPUT
@@ -151,82 +153,102 @@ class Target:
 
 
 class ModelCatalog:
-    """The models that clients may name."""
+    """The models that clients may name. Used on one event loop."""
 
     def __init__(self, server: Host, lora_separator: str = "", fingerprint: str | None = None) -> None:
         """lora_separator: separates the names of model and adapter (Triton's --lora-separator); "": no such names.
         fingerprint: replaces the models' own fingerprints"""
         self._server = server
+        self._probes = ReadinessProbes(server)
         self._fingerprint = fingerprint
         self._separator = lora_separator
         self._created_s = int(time.time())
         self._known: dict[str, tuple[object, LanguageModel | None]] = {}
+        self._models: Sequence[LanguageModel] = ()
+        """Those of the latest index, in its order."""
 
-    def names(self) -> list[str]:
-        models = self._models()
-        served = [served for model in models for served in model.served_names]
-        separated = (
-            f"{model.served_names[0]}{self._separator}{lora}"
-            for model in models
-            for lora in self._loras(model.name)
-            if lora not in self._listed(model.name, LORA_MODELS)
-        )
-        known = {model.name for model in models}
-        return [*served, *separated, *(lora for lora, name in self._adapters().items() if name in known)]
-
-    def list(self) -> JsonObject:
+    async def list(self) -> JsonObject:
+        await self._index()
         lengths = self._context_lengths()
-        return {"object": "list", "data": [self._describe(name, lengths) for name in self.names()]}
+        return {"object": "list", "data": [self._described(*named, lengths) for named in self._names()]}
 
-    def get(self, model: str) -> JsonObject:
+    async def get(self, model: str) -> JsonObject:
         """Raises OpenAIError as `require`."""
-        name, _ = self._split(model)
-        if self._language_model(name) is None:
-            raise self._absent(name)
-        return self._describe(model, self._context_lengths())
+        return self._described(model, await self._target(model), self._context_lengths())
 
-    def require(self, model: str, prompt_input: str) -> Target:
+    async def require(self, model: str, prompt_input: str) -> Target:
         """Raises OpenAIError: 404 for an unknown model, 503 while it is loading or if loading failed, 400 if it does
         not have `prompt_input` or the adapter."""
-        name, lora_name = self._split(model)
-        found = self._language_model(name)
-        if found is None:
-            raise self._absent(name)
-        if not found.has_input(prompt_input):
-            raise _lacks(name, prompt_input)
-        return Target(found.name, lora_name, found)
+        target = await self._target(model)
+        if not target.model.has_input(prompt_input):
+            raise _lacks(target.name, prompt_input)
+        return target
 
-    def with_model(self, request: GenerationRequest) -> GenerationRequest:
+    async def with_model(self, request: GenerationRequest) -> GenerationRequest:
         """Raises OpenAIError as `named`."""
-        return request if request.model else dataclasses.replace(request, model=self.named(None))
+        return request if request.model else dataclasses.replace(request, model=await self.named(None))
 
-    def named(self, model: str | None) -> str:
+    async def named(self, model: str | None) -> str:
         """`model`; for None, the only one that is served. Raises OpenAIError if there are several or none."""
         if model is not None:
             return model
-        served = [model.served_names[0] for model in self._models()]
+        await self._index()
+        served = [model.served_names[0] for model in self._models]
         if len(served) == 1:
             return served[0]
         known = f"this server has {len(served)} models{': ' if served else ''}{', '.join(served[:_MAX_NAMED])}"
         raise OpenAIError(f"missing required field 'model': {known}", param="model", code="missing_required_parameter")
 
-    def _models(self) -> Sequence[LanguageModel]:
-        ready = dict.fromkeys(row.name for row in self._server.repository_index(ready_only=True))
-        return [found for name in ready if (found := self._language_model(name)) is not None]
+    async def _index(self) -> Sequence[ModelIndex]:
+        """Reads the index, and which of its models are language models."""
+        index = await self._probes.repository_index(ready_only=False)
+        names = dict.fromkeys(row.name for row in index)
+        self._models = [found for name in names if (found := self._language_model(name)) is not None]
+        return index
 
-    def _split(self, model: str) -> tuple[str, str]:
-        """Returns the names of model and adapter. A model whose own name contains the separator takes precedence."""
-        name, separator, lora_name = model.partition(self._separator) if self._separator else (model, "", "")
-        if (found := self._language_model(model)) is not None:
-            return found.name, ""
-        if (base := self._adapters().get(model)) is not None:
-            return base, model
-        if not separator:
-            return model, ""
-        if lora_name not in self._loras(name):
+    def _names(self) -> Iterator[tuple[str, Target]]:
+        """Each name that clients may use, and what it means."""
+        for model in self._models:
+            yield from ((name, Target(model.name, "", model)) for name in model.served_names)
+        for model in self._models:
+            bare = self._listed(model.name, LORA_MODELS)
+            for lora_name in self._loras(model.name):
+                if lora_name not in bare:
+                    name = f"{model.served_names[0]}{self._separator}{lora_name}"
+                    yield name, Target(model.name, lora_name, model)
+        by_name = {model.name: model for model in self._models}
+        for lora_name, name in self._adapters().items():
+            if name in by_name:
+                yield lora_name, Target(name, lora_name, by_name[name])
+
+    async def _target(self, model: str) -> Target:
+        """What clients mean by `model`. Raises OpenAIError as `require`."""
+        if (target := self._known_target(model)) is not None:
+            return target
+        index = await self._index()
+        if (target := self._known_target(model)) is not None:
+            return target
+        base, (name, separator, lora_name) = self._adapters().get(model), self._split(model)
+        if separator and base is None:
             raise OpenAIError(f"Unknown LoRA: {lora_name}; for model: {name}", param="model")
+        raise self._absent(base or model, index)
+
+    def _known_target(self, model: str) -> Target | None:
+        """A model whose own name contains the separator takes precedence, then an adapter that is named like a model.
+        None: perhaps the index has it."""
+        if (found := self._language_model(model)) is not None:
+            return Target(found.name, "", found)
+        name, lora_name = self._adapters().get(model), model
+        if name is None:
+            name, _, lora_name = self._split(model)
+            if lora_name not in self._loras(name):
+                return None
         found = self._language_model(name)
-        return name if found is None else found.name, lora_name
+        return None if found is None else Target(found.name, lora_name, found)
+
+    def _split(self, model: str) -> tuple[str, str, str]:
+        """(name of a model, the separator, name of its adapter); the last two are "" without a separator."""
+        return model.partition(self._separator) if self._separator else (model, "", "")
 
     def model_of_adapter(self, lora_name: str) -> str:
         """The model of an adapter that was loaded at run time. Raises OpenAIError 404."""
@@ -236,10 +258,11 @@ class ModelCatalog:
             raise OpenAIError(text, param="lora_name", status=404, code="not_found")
         return model
 
-    def check_adapter_name(self, lora_name: str, model: str) -> None:
+    async def check_adapter_name(self, lora_name: str, model: str) -> None:
         """Raises OpenAIError if the name is already taken, or there is no such model."""
+        index = await self._index()
         if self._language_model(model) is None:
-            raise self._absent(model)
+            raise self._absent(model, index)
         if self._language_model(lora_name) is not None:
             text = f"The lora adapter name '{lora_name}' conflicts with a served base model."
             raise OpenAIError(text, param="lora_name", code="invalid_value")
@@ -250,9 +273,9 @@ class ModelCatalog:
     def _adapters(self) -> dict[str, str]:
         """Adapter → model, for adapters that clients can name like a model; if two have the same name, the first."""
         found: dict[str, str] = {}
-        for row in self._server.repository_index(ready_only=True):
-            for lora_name in self._listed(row.name, LORA_MODELS):
-                found.setdefault(lora_name, row.name)
+        for model in self._models:
+            for lora_name in self._listed(model.name, LORA_MODELS):
+                found.setdefault(lora_name, model.name)
         return self._loaded() | found
 
     def _loaded(self) -> dict[str, str]:
@@ -288,9 +311,9 @@ class ModelCatalog:
             self._known[name] = metadata.inputs, found
         return found
 
-    def _absent(self, name: str) -> OpenAIError:
+    def _absent(self, name: str, index: Sequence[ModelIndex]) -> OpenAIError:
         """The error for a model that is unknown, is loading, or could not be loaded."""
-        rows = [row for row in self._server.repository_index() if row.name == name]
+        rows = [row for row in index if row.name == name]
         reasons = [row.reason for row in rows if row.state == "UNAVAILABLE" and row.reason not in ("", "unloaded")]
         if not self._server.is_exiting and reasons:
             return _not_now(f"the model '{name}' could not be loaded: {'; '.join(dict.fromkeys(reasons))}")
@@ -309,19 +332,17 @@ class ModelCatalog:
         samples = self._server.metric_samples(MAX_MODEL_LEN_FAMILY)
         return {sample.labels.get("model", ""): int(sample.value) for sample in samples}
 
-    def _describe(self, model: str, context_lengths: Mapping[str, int]) -> JsonObject:
+    def _described(self, name: str, target: Target, context_lengths: Mapping[str, int]) -> JsonObject:
         """An adapter's `root` and `parent` are its model."""
-        name, lora_name = self._split(model)
-        found = self._language_model(name)
-        canonical = name if found is None else found.served_names[0]
+        canonical = target.model.served_names[0]
         return {
-            "id": model,
+            "id": name,
             "object": "model",
             "created": self._created_s,
             "owned_by": "llmbackend",
             "root": canonical,
-            "parent": canonical if lora_name else None,
-            "max_model_len": context_lengths.get(name),
+            "parent": canonical if target.lora_name else None,
+            "max_model_len": context_lengths.get(target.name),
         }
 
 

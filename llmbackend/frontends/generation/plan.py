@@ -27,7 +27,7 @@ from .call_grammars import (
 )
 from .models import Target
 from .parsers import ReasoningFormat, ToolCallFormat
-from .request import STRUCTURED_OUTPUTS, GenerationRequest
+from .request import MAX_SAMPLING_JSON_BYTES, STRUCTURED_OUTPUTS, GenerationRequest
 
 _PATH = re.compile(
     "/structural_tag/\\S*?tags/(?P<index>\\d+)/content"
@@ -202,10 +202,6 @@ def _excluded(use: ToolUse, name: str) -> OpenAIError:
 def _refused(target: Target, field: str, reason: str) -> OpenAIError:
     message = f"'{field}' is not supported: the model '{target.name}' {reason}"
     return OpenAIError(message, param=field, code="unsupported_parameter")
-
-
-MAX_SAMPLING_JSON_BYTES: Final = 256 << 10
-"""Limit of all sampling parameters together; the `llm` backend has the same."""
 
 
 def check_grammar_size(num_bytes: int, sampling: JsonObject, request: GenerationRequest, plan: AnswerPlan) -> None:

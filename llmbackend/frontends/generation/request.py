@@ -40,6 +40,8 @@ FORMER_FIELDS = (
 )
 STRUCTURE_FIELDS = frozenset((STRUCTURED_OUTPUTS, *FORMER_FIELDS))
 """All sampling parameters that constrain the output."""
+MAX_SAMPLING_JSON_BYTES: Final = 256 << 10
+"""Limit of all sampling parameters together; the `llm` backend has the same."""
 _PATH = re.compile(f"'{STRUCTURED_OUTPUTS}'(?: at /(json_object|json|structural_tag)(?=[/: ])(/[^: ]*)?)?")
 """A location in a constraint, as the model names it."""
 
@@ -103,13 +105,7 @@ class PromptForm:
 
     @property
     def is_requested(self) -> bool:
-        return (
-            self.has_text
-            or self.has_rendered_text
-            or self.has_echoed_logprobs
-            or self.has_token_ids
-            or self.logprobs is not None
-        )
+        return self != NO_PROMPT_FORM
 
     @property
     def inputs(self) -> dict[str, str]:

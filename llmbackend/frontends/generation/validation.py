@@ -183,6 +183,7 @@ _EXPECTED = {
     "dict_type": "an object",
     "is_instance_of": "an object",
     "model_type": "an object",
+    "model_attributes_type": "an object",
     "list_type": "a list",
     "too_short": "a non-empty list",
 }
@@ -221,10 +222,10 @@ def _refusal(error: ErrorDetails) -> OpenAIError:
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         field = error["ctx"]["discriminator"].strip("'")
         return _unknown_kind(_member(param, field), value.get(field), error["ctx"].get("expected_tags", ""))
-    if kind == "out_of_range":
-        return refuse(param, error["msg"], value)
     if kind == "missing" or (value is None and isinstance(error["loc"][-1], str)):
         return missing(param)
+    if kind == "out_of_range":
+        return refuse(param, error["msg"], value)
     if error["loc"][-1:] == (_TEXT,):
         return refuse(param, "a string or a list of text parts", value)
     return refuse(param, error["msg"] if kind == "expected" else _EXPECTED.get(kind, error["msg"]), value)

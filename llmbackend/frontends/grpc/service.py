@@ -181,6 +181,7 @@ class InferenceServicer(InferenceRpcs):
 
     @rpc
     async def RepositoryIndex(self, request: Any, context: Context) -> Any:
+        _refuse_named_repository(request)
         rows = await self._probes.repository_index(request.ready)
         response = pb.RepositoryIndexResponse()
         for row in rows:
@@ -197,8 +198,7 @@ class InferenceServicer(InferenceRpcs):
     @rpc
     async def RepositoryModelUnload(self, request: Any, context: Context) -> Any:
         _refuse_named_repository(request)
-        dependents = request.parameters["unload_dependents"].bool_param
-        await asyncio.to_thread(self._server.unload_model, request.model_name, dependents)
+        await asyncio.to_thread(self._server.unload_model, request.model_name, _unloads_dependents(request))
         return pb.RepositoryModelUnloadResponse()
 
     @rpc
@@ -263,6 +263,16 @@ class InferenceServicer(InferenceRpcs):
 def _refuse_named_repository(request: Any) -> None:
     if request.repository_name:
         raise unsupported("'repository_name' specification is not supported")
+
+
+def _unloads_dependents(request: Any) -> bool:
+    """Raises TritonError INVALID_ARG for a parameter of another type."""
+    if "unload_dependents" not in request.parameters:
+        return False
+    parameter = request.parameters["unload_dependents"]
+    if parameter.WhichOneof("parameter_choice") != "bool_param":
+        raise invalid_argument("invalid value type for 'unload_dependents' parameter, expected bool_param.")
+    return bool(parameter.bool_param)
 
 
 def _load_parameter(key: str, parameter: Any) -> str | bytes:

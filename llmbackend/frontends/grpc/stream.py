@@ -2,7 +2,7 @@
 
 Independent of how messages are encoded and written. Invariants: a request's error is a message, and ends the stream
 only with the metadata `triton_grpc_error: true`; responses of one request stay in order; requests to models that are
-not decoupled are answered in order. Source: Triton's stream_infer_handler, recorded from Triton 2.51.
+not decoupled are answered or refused in order. Source: Triton's stream_infer_handler, recorded from Triton 2.51.
 """
 
 from __future__ import annotations
@@ -32,28 +32,61 @@ from .resumable import RESUMABLE, RESUME_FROM, JournalAnswer, begin, data_of, re
 from .rpc import INTERNAL_ERROR, Context, StreamWriter, grpc_status, sampled
 
 _STRICT_ERRORS: Final = ("triton_grpc_error", "true")
+MAX_WAITING_REFUSALS: Final = 64
+"""Beyond it, no further request is read: refused requests do not count as open inferences."""
 
 
 class _ClientGoneError(Exception):
     """A write failed, or gRPC has ended the call."""
 
 
-class _Refusal:
+class _InTurn:
+    """Messages that may have to wait for the last message of an earlier request."""
+
+    def __init__(self) -> None:
+        self._must_wait = False
+        self._follower: _InTurn | None = None
+
+    def begin(self) -> None:
+        """Enqueues what can be sent."""
+        raise NotImplementedError
+
+    def follow(self, before: _InTurn) -> None:
+        """Orders these messages after those of `before`, which has not ended yet."""
+        before._follower, self._must_wait = self, True
+
+    def _release_follower(self) -> None:
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower._must_wait = False
+            follower.begin()
+
+
+class _Refusal(_InTurn):
     """The answer to a request that did not reach any model."""
 
     has_more = False
     has_ended = True
 
-    def __init__(self, message: bytes) -> None:
+    def __init__(self, message: bytes, enqueue: Callable[[_Refusal], None], leave: Callable[[_Refusal], None]) -> None:
+        super().__init__()
         self._message = message
-        self.written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._enqueue = enqueue
+        self._leave = leave
+
+    def begin(self) -> None:
+        if not self._must_wait:
+            self._enqueue(self)
 
     def take(self) -> bytes:
         return self._message
 
     def end(self) -> None:
-        if not self.written.done():
-            self.written.set_result(None)
+        self._leave(self)
+        self._release_follower()
+
+    def close(self) -> None:
+        """Nothing to cancel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +101,7 @@ class _StreamRequest:
     trace: RequestTrace | None
 
 
-class _Answer:
+class _Answer(_InTurn):
     """The responses of one request.
 
     It is in the stream's queue (`enqueue`) while responses wait, and leaves (`leave`) once its last message is written.
@@ -81,25 +114,19 @@ class _Answer:
         enqueue: Callable[[_Answer], None],
         leave: Callable[[_Answer], None],
     ) -> None:
+        super().__init__()
         self._inference = inference
         self._asked = asked
         self._enqueue = enqueue
         self._leave = leave
         self._has_begun = False
         self._is_waiting = False
-        self._must_wait = False
         self.has_ended = False
         """Whether FINAL was taken."""
-        self.follower: _Answer | None = None
-        """The answer whose messages are sent after all of these."""
 
-    def listen(self) -> None:
+    def begin(self) -> None:
         self._inference.listener = self._on_responses
         self._on_responses()
-
-    def follow(self, before: _Answer) -> None:
-        """Orders its messages after those of `before`, which is still in use."""
-        before.follower, self._must_wait = self, True
 
     def _on_responses(self, _: object = None) -> None:
         if not (self._is_waiting or self._must_wait) and self._inference.has_responses:
@@ -137,10 +164,7 @@ class _Answer:
     def end(self) -> None:
         """Called when the last message was written."""
         self._leave(self)
-        follower, self.follower = self.follower, None
-        if follower is not None:
-            follower._must_wait = False
-            follower._on_responses()
+        self._release_follower()
 
     def close(self) -> None:
         """Cancels the request unless FINAL was taken."""
@@ -188,10 +212,11 @@ class StreamSession:
         self._is_ending = False
         """Whether nothing more will be written."""
         self._fail_in_group: Callable[[BaseException], object] | None = None
-        self._answers: set[_Answer | JournalAnswer] = set()
+        self._answers: set[_Source] = set()
         self._all_left = asyncio.Event()
         self._all_left.set()
-        self._last_ordered: _Answer | None = None
+        self._last_ordered: _InTurn | None = None
+        self._may_refuse = asyncio.Semaphore(MAX_WAITING_REFUSALS)
 
     async def run(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
         """Serves until the client half-closes and every request has ended, or until the first error in strict mode."""
@@ -235,29 +260,30 @@ class StreamSession:
             await self._refuse(_message_of(request), error)
             return
         arrived, request = request, opened_request.message
-        is_back = False
+        is_back = is_decoupled = False
         try:
             resuming = take_resuming(request)
             if is_back := bool(resuming.place):
                 self._read(*await resumed(self._resumable, request.model_name, resuming.place))
                 return
+            is_decoupled = self._gate.server.is_decoupled(request.model_name, model_version(request.model_version))
             options = options_from_proto(request.parameters)
             if self._forward:
                 options = self._forward.into(options, self._metadata)
             if resuming.is_requested:
                 self._read(await begin(self._gate, self._resumable, opened_request, options, data_of(arrived)), -1)
                 return
-            version = model_version(request.model_version)
-            is_decoupled = self._gate.server.is_decoupled(request.model_name, version)
             given = await self._gate.with_shared_inputs(decode_request(opened_request, options))
             trace = sampled(self._gate.server, request.model_name, self._context, self._waiting_since_ns)
             inference = await self._gate.send(given, self._backlog, trace=trace)
-        except Exception as error:
+        except BaseException as error:
             if trace is not None:
                 trace.close()
+            if not isinstance(error, Exception):
+                raise
             if is_back and self._strict_errors and isinstance(error, TritonError):
                 await self._end_with(error)  # its status says whether to retry
-            await self._refuse(request, error)
+            await self._refuse(request, error, in_order=not is_decoupled)
             return
         asked = _StreamRequest(
             request.model_name,
@@ -283,16 +309,16 @@ class StreamSession:
         self._answers.add(JournalAnswer(stream, after, self._enqueue, self._leave))
         self._all_left.clear()
 
-    def _begin(self, answer: _Answer, in_order: bool) -> None:
+    def _begin(self, answer: _Answer | _Refusal, in_order: bool) -> None:
         self._answers.add(answer)
         self._all_left.clear()
         if in_order:
             if self._last_ordered is not None:
                 answer.follow(self._last_ordered)
             self._last_ordered = answer
-        answer.listen()
+        answer.begin()
 
-    def _leave(self, answer: _Answer | JournalAnswer) -> None:
+    def _leave(self, answer: _Source) -> None:
         answer.close()
         self._answers.discard(answer)
         if self._last_ordered is answer:
@@ -300,14 +326,18 @@ class StreamSession:
         if not self._answers:
             self._all_left.set()
 
-    async def _refuse(self, request: Any, error: Exception) -> None:
-        """Answers a request that did not reach any model, before the next one is read."""
+    async def _refuse(self, request: Any, error: Exception, in_order: bool = True) -> None:
+        """Answers a request that did not reach any model. in_order: it was not to a decoupled model"""
         if not isinstance(error, TritonError):
             log_bug(f"a request to model '{request.model_name}' cannot be submitted", error)
             error = internal(INTERNAL_ERROR)
-        refusal = _Refusal(refusal_message(request.id, error.message))
-        self._enqueue(refusal)
-        await refusal.written
+        await self._may_refuse.acquire()
+        message = refusal_message(request.id, error.message)
+        self._begin(_Refusal(message, self._enqueue, self._refusal_left), in_order)
+
+    def _refusal_left(self, refusal: _Refusal) -> None:
+        self._may_refuse.release()
+        self._leave(refusal)
 
     # --- messages ---------------------------------------------------------------------------------------------------
 

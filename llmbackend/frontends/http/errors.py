@@ -95,12 +95,7 @@ STOPPING: Final = "Server is stopping"
 
 
 def error_body(message: str) -> bytes:
-    return orjson.dumps({"error": _printable(message)})
-
-
-def _printable(message: str) -> str:
-    """Replaces lone surrogates, which a backend's message may contain, with '?'."""
-    return message.encode("utf-8", "replace").decode()
+    return orjson.dumps({"error": message})
 
 
 def is_openai(path: str) -> bool:
@@ -118,12 +113,12 @@ def anthropic_error_body(
     status: int, message: str, request_id: str | None = None, details: Mapping[str, object] | None = None
 ) -> bytes:
     kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    error = {"type": kind, "message": _printable(message)} | ({} if details is None else {"details": details})
+    error = {"type": kind, "message": message} | ({} if details is None else {"details": details})
     return orjson.dumps({"type": "error", "error": error, "request_id": request_id})
 
 
 def openai_error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
-    return orjson.dumps({"error": {"message": _printable(message), "type": kind, "param": param, "code": code}})
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def error_response(error: TritonError, content_type: str = JSON, headers: Mapping[str, str] | None = None) -> Response:

@@ -76,11 +76,25 @@ class WholeAnswer:
         for index, choice in enumerate(self._choices):
             if choice.answer is not None and choice.answer.reader.reports_reasoning:
                 self._usage.set_reasoning(index, choice.answer.reader.num_reasoning_tokens)
-        render = partial(_body, self._request, self._identity, self._choices, self._usage, self._prompts, self._metrics)
         if self._prompts:
-            return await generation.in_thread(render)
+            return await generation.in_thread(self._json)
         num_tokens = sum(len(entries) for choice in self._choices for entries in choice.positions)
-        return await generation.in_thread_if_long(num_tokens, render)
+        return await generation.in_thread_if_long(num_tokens, self._json)
+
+    def _json(self) -> bytes:
+        request = self._request
+        body = self._identity.fields("chat.completion" if request.is_chat else "text_completion")
+        body["choices"] = rendered = [_rendered(index, choice, request) for index, choice in enumerate(self._choices)]
+        for target in [body] if request.is_chat else rendered:
+            target |= _NOTHING_OF_PROMPT
+        for number, prompt in self._prompts.items():
+            of_prompt = request.prompt_form.fields(prompt)
+            for target in [body] if request.is_chat else rendered[number * request.n : (number + 1) * request.n]:
+                target |= of_prompt
+        body["usage"] = self._usage.total()
+        if self._metrics is not None:
+            body["metrics"] = self._metrics
+        return orjson.dumps(body)
 
 
 async def whole_response(generation: Generation, answer: WholeAnswer) -> bytes:
@@ -89,29 +103,6 @@ async def whole_response(generation: Generation, answer: WholeAnswer) -> bytes:
         index, delta = await generation.next()
         await generation.in_thread_if_long(delta.num_listed_tokens, partial(answer.add, index, delta))
     return await answer.body(generation)
-
-
-def _body(
-    request: GenerationRequest,
-    identity: Identity,
-    choices: list[_Choice],
-    usage: Usage,
-    prompts: dict[int, PromptDetails],
-    metrics: JsonObject | None,
-) -> bytes:
-    kind = "chat.completion" if request.is_chat else "text_completion"
-    body = identity.fields(kind)
-    body["choices"] = rendered = [_rendered(index, choice, request) for index, choice in enumerate(choices)]
-    for target in [body] if request.is_chat else rendered:
-        target |= _NOTHING_OF_PROMPT
-    for number, prompt in prompts.items():
-        of_prompt = request.prompt_form.fields(prompt)
-        for target in [body] if request.is_chat else rendered[number * request.n : (number + 1) * request.n]:
-            target |= of_prompt
-    body["usage"] = usage.total()
-    if metrics is not None:
-        body["metrics"] = metrics
-    return orjson.dumps(body)
 
 
 _NOTHING_OF_PROMPT: JsonObject = {"prompt_token_ids": None, "prompt_logprobs": None}

@@ -7,6 +7,7 @@ of the prompt precede its choices. The constant parts of chunks are encoded once
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import msgspec
@@ -230,7 +231,8 @@ class PromptFirst(_WrappingWriter):
         super().__init__(writer)
         self._n = n
         self._told: set[int] = set()
-        self._held: list[tuple[int, Delta]] = []
+        self._held: defaultdict[int, list[tuple[int, Delta]]] = defaultdict(list)
+        """By the index of the prompt."""
 
     def begin(self) -> bytes:
         return b""
@@ -238,30 +240,20 @@ class PromptFirst(_WrappingWriter):
     def delta(self, index: int, delta: Delta) -> bytes:
         number = index // self._n
         if delta.prompt is not None:
-            return self._begun(number, delta.prompt) + self._writer.delta(index, delta) + self._released(number)
+            self._told.add(number)
+            choices = range(number * self._n, (number + 1) * self._n)
+            begun = b"".join(self._writer.begin_choice(choice, delta.prompt) for choice in choices)
+            return begun + self._writer.delta(index, delta) + self._released(number)
         if number in self._told:
             return self._writer.delta(index, delta)
-        self._held.append((index, delta))
+        self._held[number].append((index, delta))
         return b""
 
     def end(self) -> bytes:
-        held = b"".join(self._writer.delta(index, delta) for index, delta in self._held)
-        return held + self._writer.end()
-
-    def _begun(self, number: int, prompt: PromptDetails) -> bytes:
-        self._told.add(number)
-        choices = range(number * self._n, (number + 1) * self._n)
-        return b"".join(self._writer.begin_choice(index, prompt) for index in choices)
+        return b"".join(map(self._released, sorted(self._held))) + self._writer.end()
 
     def _released(self, number: int) -> bytes:
-        held, self._held = self._held, []
-        chunks: list[bytes] = []
-        for index, delta in held:
-            if index // self._n == number:
-                chunks.append(self._writer.delta(index, delta))
-            else:
-                self._held.append((index, delta))
-        return b"".join(chunks)
+        return b"".join(self._writer.delta(*held) for held in self._held.pop(number, ()))
 
 
 class IntervalWriter(_WrappingWriter):
@@ -271,17 +263,20 @@ class IntervalWriter(_WrappingWriter):
         super().__init__(writer)
         self._interval_tokens = interval_tokens
         self._begun: set[int] = set()
-        self._waiting: dict[int, Delta] = {}
+        self._waiting: defaultdict[int, list[Delta]] = defaultdict(list)
+        self._num_tokens: defaultdict[int, int] = defaultdict(int)
+        """New tokens of the waiting deltas, by choice."""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        waiting = self._waiting.pop(index, None)
-        delta = delta if waiting is None else _joined(waiting, delta)
+        waiting = self._waiting[index]
+        waiting.append(delta)
+        self._num_tokens[index] += delta.num_output_tokens
         is_last = delta.finish_reason is not None or delta.is_final
-        if index not in self._begun or is_last or delta.num_output_tokens >= self._interval_tokens:
-            self._begun.add(index)
-            return self._writer.delta(index, delta)
-        self._waiting[index] = delta
-        return b""
+        if index in self._begun and not is_last and self._num_tokens[index] < self._interval_tokens:
+            return b""
+        self._begun.add(index)
+        del self._waiting[index], self._num_tokens[index]
+        return self._writer.delta(index, _joined(waiting))
 
 
 class CollectingWriter(_WrappingWriter):
@@ -302,13 +297,16 @@ class CollectingWriter(_WrappingWriter):
         return self._writer.end()
 
 
-def _joined(first: Delta, second: Delta) -> Delta:
+def _joined(deltas: list[Delta]) -> Delta:
+    """One delta instead of consecutive ones of a choice."""
+    if len(deltas) == 1:
+        return deltas[0]
     return msgspec.structs.replace(
-        second,
-        text=first.text + second.text,
-        logprobs=[*first.logprobs, *second.logprobs],
-        num_output_tokens=first.num_output_tokens + second.num_output_tokens,
-        text_tokens=(*first.text_tokens, *second.text_tokens),
-        token_ids=[*first.token_ids, *second.token_ids],
-        prompt=first.prompt or second.prompt,
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        logprobs=[entries for delta in deltas for entries in delta.logprobs],
+        num_output_tokens=sum(delta.num_output_tokens for delta in deltas),
+        text_tokens=[token for delta in deltas for token in delta.text_tokens],
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        prompt=next((delta.prompt for delta in deltas if delta.prompt is not None), None),
     )

@@ -5,11 +5,12 @@ Invariants: bodies are read within the server's limits, large ones are parsed in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
 import orjson
+from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -152,18 +153,35 @@ class PageQuery:
     """The latest first."""
 
 
+QUERY_PARAMETER: Final = "query parameter"
+INCLUDE_NAMES: Final = ("include", "include[]")
+"""The query parameter for additional fields. It may occur several times, as in the official clients, and name several
+values separated by commas."""
+
+
+def read_include(query: QueryParams, includable: Collection[str]) -> set[str]:
+    """The values of `include`. Raises OpenAIError for one that is not in `includable`."""
+    texts = (text for name in INCLUDE_NAMES for text in query.getlist(name))
+    included = {value for text in texts for value in text.split(",") if value}
+    if unknown := sorted(included.difference(includable)):
+        raise refuse("include", f"one of {', '.join(includable)}", unknown[0])
+    return included
+
+
+def check_names(names: Iterable[str], known: Collection[str], kind: str) -> None:
+    """Raises OpenAIError for a name that is not in `known`. kind: of what is named, for the error"""
+    for name in names:
+        if name not in known:
+            raise OpenAIError(f"unknown {kind} '{name[:80]}'", param=name[:80], code="unknown_parameter")
+
+
 def read_page_query(
-    parameters: Mapping[str, str], includable: Collection[str] = (), default_order: str = "desc"
+    parameters: QueryParams, includable: Collection[str] = (), default_order: str = "desc"
 ) -> PageQuery:
     """Parses the query of a URL. includable: what `include` may name; every item has it anyway. Raises OpenAIError."""
-    known = ("after", "limit", "order", *(("include", "include[]") if includable else ()))
-    for name in parameters:
-        if name not in known:
-            raise OpenAIError(f"unknown query parameter '{name[:80]}'", param=name[:80], code="unknown_parameter")
-    for name in ("include", "include[]"):
-        for value in parameters.get(name, "").split(","):
-            if value and value not in includable:
-                raise refuse("include", f"one of {', '.join(includable)}", value)
+    known = ("after", "limit", "order", *(INCLUDE_NAMES if includable else ()))
+    check_names(parameters, known, QUERY_PARAMETER)
+    read_include(parameters, includable)
     limit, order = parameters.get("limit", "20"), parameters.get("order", default_order)
     if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= _MAX_ITEMS):
         raise refuse("limit", f"an integer from 1 to {_MAX_ITEMS}", limit)
@@ -172,7 +190,7 @@ def read_page_query(
     return PageQuery(parameters.get("after") or None, int(limit), order == "desc")
 
 
-def page(items: Sequence[JsonObject], query: PageQuery = PageQuery()) -> JsonObject:
+def page(items: Sequence[JsonObject], query: PageQuery) -> JsonObject:
     """items: the whole list, oldest first. Raises OpenAIError if `after` is not the id of an item."""
     ordered = items[::-1] if query.is_descending else items
     begin = 0

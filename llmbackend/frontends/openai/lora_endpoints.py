@@ -63,8 +63,8 @@ class LoraEndpoints(OpenAIEndpoints):
         fields = read(LoadLoraAdapterRequest, await self._body(http))
         name = fields.lora_name
         with self._change(name):
-            model = self._catalog.named(fields.model)
-            self._catalog.check_adapter_name(name, model)
+            model = await self._catalog.named(fields.model)
+            await self._catalog.check_adapter_name(name, model)
             change = {"action": "load", "name": name, "folder": self._folder, "path": fields.lora_path}
             await self._send(model, change | {"in_place": bool(fields.load_inplace)})
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

@@ -144,7 +144,7 @@ class PromptEndpoints(OpenAIEndpoints):
     ) -> tuple[PromptQuestion, PromptDescription]:
         self._gate.check_capacity()
         question = await self.parsed(http, parse)
-        target = self._catalog.require(self._catalog.named(question.model), question.prompt.name)
+        target = await self._catalog.require(await self._catalog.named(question.model), question.prompt.name)
         release_body(http)
         work = describe_prompt(self._gate, target, question.prompt, question.wanted, sampling=question.sampling)
         try:
@@ -166,37 +166,27 @@ class PromptEndpoints(OpenAIEndpoints):
 
     async def _rendered(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> list[bytes]:
         self._gate.check_capacity()
-        request = self._catalog.with_model(await self.parsed(http, parse))
-        target = self._catalog.require(request.model, request.prompts[0].name)
+        request = await self._catalog.with_model(await self.parsed(http, parse))
+        target = await self._catalog.require(request.model, request.prompts[0].name)
         check_fields(request, target)
         plan = plan_answer(request, target)
         release_body(http)
         return await unless_disconnected(http, self._all(request, target, plan))
 
     async def _all(self, request: GenerationRequest, target: Target, plan: AnswerPlan) -> list[bytes]:
-        identity = Identity.of(request, target.model.fingerprint, request.request_id)
+        id = Identity.of(request, target.model.fingerprint, request.request_id).id
+        wanted, sampling = (RETURN_PROMPT_TOKEN_IDS, RETURN_SAMPLING_PARAMETERS), sampling_of(request, target, plan)
+        must_fit = bool(request.max_tokens_field)
         rendered = []
         for prompt in request.prompts:
-            found = await self._one(request, target, plan, prompt, identity.id)
-            rendered.append(await self._gate.run_in_thread(partial(_written, request, identity.id, found)))
+            try:
+                found = await describe_prompt(
+                    self._gate, target, prompt, wanted, sampling=sampling, request_id=id, max_tokens_must_fit=must_fit
+                )
+            except OpenAIError as error:
+                raise in_client_fields(error, request, plan) from None
+            rendered.append(await self._gate.run_in_thread(partial(_written, request, id, found)))
         return rendered
-
-    async def _one(
-        self, request: GenerationRequest, target: Target, plan: AnswerPlan, prompt: Tensor, request_id: str
-    ) -> PromptDescription:
-        wanted = (RETURN_PROMPT_TOKEN_IDS, RETURN_SAMPLING_PARAMETERS)
-        try:
-            return await describe_prompt(
-                self._gate,
-                target,
-                prompt,
-                wanted,
-                sampling=sampling_of(request, target, plan),
-                request_id=request_id,
-                max_tokens_must_fit=bool(request.max_tokens_field),
-            )
-        except OpenAIError as error:
-            raise in_client_fields(error, request, plan) from None
 
 
 class TokenizerInfoEndpoints(OpenAIEndpoints):
@@ -205,7 +195,8 @@ class TokenizerInfoEndpoints(OpenAIEndpoints):
         """The tokenizer's configuration and the chat template of `?model=`, by default of the only model"""
         self._gate.check_capacity()
         prompt = text_tensor("")
-        target = self._catalog.require(self._catalog.named(http.query_params.get("model")), prompt.name)
+        model = await self._catalog.named(http.query_params.get("model"))
+        target = await self._catalog.require(model, prompt.name)
         work = describe_prompt(self._gate, target, prompt, (RETURN_TOKENIZER_CONFIG,))
         return json_answer((await unless_disconnected(http, work)).tokenizer_config)
 

@@ -31,20 +31,21 @@ _TEMPLATE_OPTIONS = (
 
 
 def with_defaults(body: JsonObject, defaults: RequestDefaults) -> JsonObject:
-    """The body with the operator's defaults added."""
+    """The body with the operator's defaults for fields that are missing or null."""
     if body.get("include_metrics") is True and not defaults.per_request_metrics:
         message = "'include_metrics' is not supported: the server was started without --enable-per-request-metrics"
         raise OpenAIError(message, param="include_metrics", code="unsupported_parameter")
     added: JsonObject = {"include_metrics": True} if defaults.per_request_metrics else {}
-    if defaults.return_tokens_as_token_ids and body.get("logprobs") not in (None, False):
+    logprobs = body.get("logprobs")
+    if defaults.return_tokens_as_token_ids and logprobs is not None and logprobs is not False:  # 0 is a number of them
         added["return_tokens_as_token_ids"] = True
     if body.get("stream") is True:
         if defaults.stream_interval_tokens > 1:
             added["stream_interval"] = defaults.stream_interval_tokens
-        options = body.get("stream_options") or {}
-        if defaults.force_include_usage and isinstance(options, dict):
-            body = body | {"stream_options": options | {"include_usage": True, "continuous_usage_stats": True}}
-    return {**added, **body}
+        options = body.get("stream_options")
+        if defaults.force_include_usage and isinstance(options, dict | None):
+            body = body | {"stream_options": (options or {}) | {"include_usage": True, "continuous_usage_stats": True}}
+    return body | {name: value for name, value in added.items() if body.get(name) is None}
 
 
 def parse_chat(body: JsonObject) -> GenerationRequest:

@@ -97,12 +97,12 @@ class ModelEndpoints(OpenAIEndpoints):
     @get("/v1/models", answer=ModelList)
     async def models(self, http: Request) -> Response:
         """List the models"""
-        return json_answer(orjson.dumps(self._catalog.list()))
+        return json_answer(orjson.dumps(await self._catalog.list()))
 
     @get("/v1/models/{model:path}", answer=Model)
     async def model(self, http: Request) -> Response:
         """Describe a model"""
-        return json_answer(orjson.dumps(self._catalog.get(http.path_params["model"])))
+        return json_answer(orjson.dumps(await self._catalog.get(http.path_params["model"])))
 
     @post("/v1/chat/completions", body=ChatCompletionRequest, answer=ChatCompletion, streams=_CHUNKS)
     async def chat(self, http: Request) -> Response:
@@ -121,7 +121,7 @@ class ModelEndpoints(OpenAIEndpoints):
         self._gate.check_capacity()
         body = await self.body_of(http)
         request = await self.parsed_body(body, lambda fields: parse(with_defaults(fields, self._defaults)))
-        request = self._catalog.with_model(request)
+        request = await self._catalog.with_model(request)
         if is_resumable(http) and request.stream is None:
             raise OpenAIError("the header 'X-Resumable-Stream' requires 'stream': true")
         if request.stored is not None and self._context.store is None:
@@ -155,7 +155,7 @@ class ModelEndpoints(OpenAIEndpoints):
             writer, before_end = _kept(writer, generation, WholeAnswer(request, identity, plan), keeper)
         make = partial(self._resumable, http) if is_resumable(http) else None
         return await streamed_answer(
-            http, generation, writer, headers, before_end, make, self._defaults.sse_keep_alive_s
+            http, generation, writer, headers, before_end, make, quiet_s=self._defaults.sse_keep_alive_s
         )
 
     def _keeper(self, request: GenerationRequest, identity: Identity, target: Target) -> ChatKeeper | None:

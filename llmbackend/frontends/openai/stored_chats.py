@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import orjson
 from pydantic import ConfigDict
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -183,7 +184,7 @@ def _message(id: str, index: int, message: JsonObject) -> JsonObject:
     return message | own | {"id": f"{id}-{index}"}
 
 
-def _read_list_query(parameters: Mapping[str, str]) -> tuple[dict[str, str], str | None, dict[str, str]]:
+def _read_list_query(parameters: Mapping[str, str]) -> tuple[QueryParams, str | None, dict[str, str]]:
     """Returns (parameters of the page, model, metadata)."""
     paging, metadata, model = {}, {}, None
     for name, value in parameters.items():
@@ -193,4 +194,4 @@ def _read_list_query(parameters: Mapping[str, str]) -> tuple[dict[str, str], str
             metadata[found[1]] = value
         else:
             paging[name] = value
-    return paging, model, metadata
+    return QueryParams(paging), model, metadata

@@ -29,6 +29,8 @@ def parameters(description: Any, **definitions: Any) -> dict[str, Any]:
         ({}, set()),
         (True, set()),
         ({"type": 5}, set()),
+        ({"type": ["integer", ["string"], {}]}, {"integer"}),
+        ({"$ref": "#/$defs/" + "/" * 5000}, set()),
     ],
 )
 def test_allowed_types(description: Any, types: set[str]) -> None:

@@ -190,6 +190,7 @@ def test_what_was_not_stored_is_not_there(client: Any) -> None:
         ("stream=true&starting_after=99999", "the latest event"),
         ("stream=maybe", "true or false"),
         ("include=x", "expected one of"),
+        ("include[]=x&include[]=message.output_text.logprobs", "expected one of"),
         ("include_obfuscation=true", "not supported"),
         ("verbose=1", "unknown query parameter 'verbose'"),
     ],
@@ -212,6 +213,8 @@ def test_sealed_reasoning_can_be_asked_for_later(client: Any) -> None:
     sealed = create(client, include=include).output[0].encrypted_content
     id = create(client).id
     assert client.responses.retrieve(id, include=include).output[0].encrypted_content == sealed
+    two: Any = [*include, "message.output_text.logprobs"]
+    assert client.responses.retrieve(id, include=two).output[0].encrypted_content == sealed
     assert client.responses.retrieve(id).output[0].encrypted_content is None
 
 
@@ -226,6 +229,15 @@ def test_a_response_that_can_not_begin_gives_back_its_place(
         with pytest.raises(openai.InternalServerError):
             create(client, background=True)
     assert not gate.open_inferences
+
+
+async def test_a_response_that_is_deleted_twice_at_once(host: InferenceServer, tmp_path: Path) -> None:
+    async with serving(host, tmp_path / "store") as (client, _), asyncio.timeout(20):
+        body = {"model": MODEL, "input": SAY + LONG, "background": True}
+        id = (await client.post("/responses", json=body)).json()["id"]
+        answers = await asyncio.gather(*(client.delete(f"/responses/{id}") for _ in range(2)))
+        statuses = {answer.status_code for answer in answers}
+        assert 200 in statuses and statuses <= {200, 404}, [answer.text for answer in answers]
 
 
 # --- continued by another server --------------------------------------------------------------------------------------

@@ -149,6 +149,8 @@ def test_an_unfinished_answer_is_gone_on_with() -> None:
     assert chat(parsed(input=[user("q"), cut]))["continue_final_message"] is True
     assert "continue_final_message" not in chat(parsed(input=[user("q"), cut, user("r")]))
     assert "continue_final_message" not in chat(parsed(input=[user("q"), said("a")]))
+    for text in ("", " \n"):  # cut off before its first character: the model begins anew
+        assert "continue_final_message" not in chat(parsed(input=[user("q"), said(text, status="incomplete")]))
     history = History((user("q"), cut))
     assert chat(parsed(history, previous_response_id="resp_1", input=None))["continue_final_message"] is True
 

@@ -20,6 +20,10 @@ def launch_int4(_capability: int) -> None:
     _multiply(257, 32, True, torch.bfloat16, False)
 
 
+def launch_int4_of_many_rows(_capability: int) -> None:
+    _multiply(ROWS[-1], 128, True, torch.bfloat16, False)
+
+
 def _multiply(num_rows: int, group_size: int, has_zero: bool, dtype: torch.dtype, exact: bool) -> None:
     n, k = 64, 4096
     groups = torch.zeros(n, k // group_size, dtype=torch.float16)

@@ -6,7 +6,8 @@ after its start and before the next call's start.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +52,14 @@ def merged(events: list[Event]) -> list[Event]:
     if len(events) < 2:
         return events
     result: list[Event] = []
-    pieces: list[str] = []
-    first: ContentDelta | ReasoningDelta | ToolCallArguments | None = None
-    for event in events:
-        if isinstance(event, ToolCallStart | ToolCallEnd):
-            _append(result, first, pieces)
-            first, pieces = None, []
-            result.append(event)
-            continue
-        if type(event) is not type(first):
-            _append(result, first, pieces)
-            first, pieces = event, []
-        pieces.append(event.text)
-    _append(result, first, pieces)
+    for _, alike in itertools.groupby(events, type):
+        first, *others = run = list(alike)
+        if not others or isinstance(first, ToolCallStart | ToolCallEnd):
+            result += run
+        else:
+            pieces = (event.text for event in run if not isinstance(event, ToolCallStart | ToolCallEnd))
+            result.append(replace(first, text="".join(pieces)))
     return result
-
-
-def _append(
-    result: list[Event], first: ContentDelta | ReasoningDelta | ToolCallArguments | None, pieces: list[str]
-) -> None:
-    if isinstance(first, ToolCallArguments):
-        result.append(ToolCallArguments(first.index, "".join(pieces)))
-    elif first is not None:
-        result.append(type(first)("".join(pieces)))
 
 
 class Sink:

@@ -21,6 +21,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "fal
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _PLAIN = re.compile(r"[^\"'\\]+")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
+_CLOSES = {"[": "]", "(": ")", "{": "}"}
 _CODES = {"x": 2, "u": 4, "U": 8}
 
 
@@ -84,39 +85,28 @@ class LiteralCallReader:
         begin = yield from reader.expect(("[", "(", "{", *self._call.quotes, ""))
         if begin in self._call.quotes:
             yield from self._read_string(begin)
-        elif begin == "{":
-            yield from self._read_mapping(depth + 1)
         elif begin:
-            yield from self._read_sequence("]" if begin == "[" else ")", depth + 1)
+            yield from self._read_items(_CLOSES[begin], depth + 1)
         else:
             sink.arguments(_json_of_word((yield from self._read_word()), is_whole=not reader.is_at_end))
 
-    def _read_sequence(self, close: str, depth: int) -> Reading[None]:
-        self._sink.arguments("[")
+    def _read_items(self, close: str, depth: int) -> Reading[None]:
+        """Reads a sequence or a mapping. Starts after its opening bracket."""
+        reader, sink, is_mapping = self._reader, self._sink, close == "}"
+        sink.arguments("{" if is_mapping else "[")
         separator = ""
         while not (yield from self._closes(close)):
-            self._sink.arguments(separator)
+            sink.arguments(separator)
+            if is_mapping:
+                yield from self._read_mapping_key()
+                yield from reader.expect((":",))
+                sink.arguments(": ")
             yield from self._read_value(depth)
             separator = ", "
-            self._reader.hold()
-            if (yield from self._reader.expect((",", close))) == close:
+            reader.hold()
+            if (yield from reader.expect((",", close))) == close:
                 break
-        self._sink.arguments("]")
-
-    def _read_mapping(self, depth: int) -> Reading[None]:
-        self._sink.arguments("{")
-        separator = ""
-        while not (yield from self._closes("}")):
-            self._sink.arguments(separator)
-            yield from self._read_mapping_key()
-            yield from self._reader.expect((":",))
-            self._sink.arguments(": ")
-            yield from self._read_value(depth)
-            separator = ", "
-            self._reader.hold()
-            if (yield from self._reader.expect((",", "}"))) == "}":
-                break
-        self._sink.arguments("}")
+        sink.arguments("}" if is_mapping else "]")
 
     def _closes(self, close: str) -> Reading[bool]:
         """Whether a sequence or mapping closes here; if so, its end is consumed."""

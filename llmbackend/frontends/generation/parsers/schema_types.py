@@ -20,6 +20,7 @@ _NARROWING = frozenset(
     ("enum", "const", "pattern", "format", "minLength", "maxLength", "anyOf", "oneOf", "allOf", "not")
 )
 _MAX_REFERENCES = 8
+_MAX_REFERENCE_CHARS = 1024
 _MAX_PARTS = 64
 _STRINGS = re.compile(r"'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"", re.DOTALL)
 _KNOWN_ESCAPES = re.compile(r"(?:[^\\]|\\[\\'\"abfnrtvxuU])*+")
@@ -48,7 +49,7 @@ def is_plain_text(schema: Schema | None, parameter: str) -> bool:
 def is_any_string(description: object, schema: Schema) -> bool:
     """Whether a part of the schema is an unrestricted string."""
     resolved = _resolved(description, schema)
-    return resolved.get("type") == "string" and not _NARROWING.intersection(resolved)
+    return resolved.get("type") == "string" and not any(keyword in resolved for keyword in _NARROWING)
 
 
 def member_of(description: object, name: str, schema: Schema) -> object:
@@ -83,13 +84,15 @@ def _described(schema: Schema | None, parameter: str) -> object:
 
 
 def _resolved(description: object, schema: Schema) -> Schema:
-    """The description with its references resolved."""
+    """The description with its references resolved; {} for one that is not found within the limits."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(description, Mapping):
             return {}
         reference = description.get("$ref")
         if not isinstance(reference, str):
             return description
+        if len(reference) > _MAX_REFERENCE_CHARS:
+            return {}
         description = schema
         for part in reference.removeprefix("#/").split("/"):
             description = description.get(part) if isinstance(description, Mapping) else None
@@ -105,7 +108,8 @@ def _types(part: object, schema: Schema) -> Iterable[str]:
         description = _resolved(parts.popleft(), schema)
         named = description.get("type")
         if named is not None:
-            yield from [named] if isinstance(named, str) else named if isinstance(named, list) else []
+            names = [named] if isinstance(named, str) else _list(description, "type")
+            yield from (name for name in names if isinstance(name, str))
             continue
         constants = [description["const"]] if "const" in description else []
         for value in [*_list(description, "enum"), *constants]:

@@ -332,11 +332,7 @@ class BackgroundResponses:
         continuation = _decoded(document.continuation)
         prepared, deltas = await self._gate.run_in_thread(partial(_read, continuation, progress, self._key))
         asked = prepared.request.generation
-
-        async def found() -> Target:
-            return self._catalog.require(asked.model, asked.prompts[0].name)
-
-        target = await _repeated(found)
+        target = await _repeated(partial(self._catalog.require, asked.model, asked.prompts[0].name))
         identity = Identity(document.id, continuation.created_s, asked.model, continuation.fingerprint)
         response = self._response(prepared, identity, target, continuation.seed)
         await self._gate.run_in_thread(partial(_replay, response.writer, deltas))

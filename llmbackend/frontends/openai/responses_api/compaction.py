@@ -26,8 +26,8 @@ from ...http.errors import JsonObject, OpenAIError, missing
 from ...http.request_body import release_body
 from ...http.routing import post
 from ...operations.probes import load_headers
-from ..endpoints import OpenAIEndpoints
-from .create import ResponseCreation, check_names, collect
+from ..endpoints import OpenAIEndpoints, check_names
+from .create import ResponseCreation, collect
 from .output_items import item_id
 from .parsing import ReadBody, read_responses
 from .preparation import PreparedResponse, with_ids
@@ -39,19 +39,10 @@ _INSTRUCTION: Final = (
     "asked for, what was decided and why, the results of tool calls, every name, number, path and piece of code that "
     "is still needed, and what is left to do. Answer with the summary alone."
 )
-_FIELDS: Final = frozenset(
-    (
-        "image",
-        "input",
-        "instructions",
-        "model",
-        "previous_response_id",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "service_tier",
-    )
-)
+_FIELDS: Final = frozenset((
+    "image", "input", "instructions", "model", "previous_response_id", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "service_tier",
+))  # fmt: skip
 
 
 class CompactBody(ResponsesBody):
@@ -93,7 +84,7 @@ class CompactionEndpoints(OpenAIEndpoints):
 
 def _read(body: JsonObject) -> ReadBody:
     """Reads the body like that of a response whose last message asks for the summary."""
-    check_names(body, _FIELDS)
+    check_names(body, _FIELDS, "field")
     if body.get("model") is None:
         raise missing("model")
     given = body.get("input")

@@ -24,7 +24,7 @@ from ...http.routing import delete, get, post
 from ...inference_gate import InferenceGate
 from ...journals.documents import Document
 from ...journals.response_store import NotStoredError, ResponseStore, current_owner
-from ..endpoints import PAGE_PARAMETERS, OpenAIEndpoints, item_list, json_answer, page, read_page_query
+from ..endpoints import PAGE_PARAMETERS, OpenAIEndpoints, item_list, json_answer, page, read_include, read_page_query
 from ..fields import Metadata
 from .items import Item, check_fields, full_item, item_type
 from .output_items import item_id
@@ -214,11 +214,7 @@ class ConversationEndpoints(OpenAIEndpoints):
     @post(_ONE, body=ConversationUpdateBody, answer=ConversationObject)
     async def update(self, http: Request) -> Response:
         """Change a conversation's metadata"""
-
-        def parse(body: JsonObject) -> JsonObject:
-            return read(ConversationUpdateBody, body).metadata or {}
-
-        metadata = await self.parsed(http, parse)
+        metadata = await self.parsed(http, lambda body: read(ConversationUpdateBody, body).metadata or {})
         return json_answer((await self._conversations.update(_id(http), metadata)).body)
 
     @delete(_ONE, answer=ConversationDeleted)
@@ -230,8 +226,7 @@ class ConversationEndpoints(OpenAIEndpoints):
     @post(_ITEMS, body=ConversationItemsBody, answer=ItemList)
     async def add_items(self, http: Request) -> Response:
         """Add items to a conversation"""
-        included = {name: value for name, value in http.query_params.items() if name.startswith("include")}
-        read_page_query(included, INCLUDABLE)
+        read_include(http.query_params, INCLUDABLE)
 
         def parse(body: JsonObject) -> list[JsonObject]:
             read(ConversationItemsBody, body)

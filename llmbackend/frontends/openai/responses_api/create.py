@@ -34,7 +34,7 @@ from ...http.routing import post
 from ...journals.response_store import current_owner
 from ...journals.resumable_streams import refuse_resuming
 from ...operations.probes import load_headers
-from ..endpoints import OpenAIEndpoints, decode_cost, json_answer
+from ..endpoints import OpenAIEndpoints, check_names, decode_cost, json_answer
 from .background import BackgroundResponses
 from .conversations import Conversations
 from .events import ResponseWriter
@@ -48,23 +48,10 @@ _MAX_HISTORY_BYTES = 8 << 20
 _HISTORY_ITEM_COST = 256
 """How many bytes of a body an item of the history counts as: see `decode_cost`."""
 Keep = Callable[[], Coroutine[Any, Any, None]]
-_FIELDS = frozenset(
-    (
-        "conversation",
-        "input",
-        "instructions",
-        "model",
-        "parallel_tool_calls",
-        "personality",
-        "previous_response_id",
-        "reasoning",
-        "text",
-        "tool_choice",
-        "tools",
-        "truncation",
-        "chat_template_kwargs",
-    )
-)
+_FIELDS = frozenset((
+    "conversation", "input", "instructions", "model", "parallel_tool_calls", "personality", "previous_response_id",
+    "reasoning", "text", "tool_choice", "tools", "truncation", "chat_template_kwargs",
+))  # fmt: skip
 """The fields that determine the prompt, and others that OpenAI's clients may send."""
 _PROMPT_SAMPLING = ("truncate_prompt_tokens", "add_special_tokens")
 
@@ -110,7 +97,7 @@ class ResponseCreation(OpenAIEndpoints):
         asked = prepared.request.generation
         if asked.model:
             return prepared
-        request = dataclasses.replace(prepared.request, generation=self._catalog.with_model(asked))
+        request = dataclasses.replace(prepared.request, generation=await self._catalog.with_model(asked))
         return dataclasses.replace(prepared, request=request)
 
     async def _answer(
@@ -160,7 +147,7 @@ class ResponseCreation(OpenAIEndpoints):
         self._gate.check_capacity()
         body = await self.body_of(http)
         request = (await self.prepared(body, _read)).request.generation
-        target = self._catalog.require(request.model, request.prompts[0].name)
+        target = await self._catalog.require(request.model, request.prompts[0].name)
         check_fields(request, target)
         release_body(http)
         sampling = {name: value for name, value in request.sampling.items() if name in _PROMPT_SAMPLING}
@@ -191,12 +178,5 @@ async def _whole(generation: Generation, state: ResponseState, keep: Keep | None
 
 
 def _read(body: JsonObject) -> ReadBody:
-    check_names(body, _FIELDS)
+    check_names(body, _FIELDS, "field")
     return read_responses(body)
-
-
-def check_names(body: JsonObject, known: frozenset[str]) -> None:
-    """Raises OpenAIError for a field that is not in `known`."""
-    for name in body:
-        if name not in known:
-            raise OpenAIError(f"unknown field '{name[:80]}'", param=name[:80], code="unknown_parameter")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
+from typing import Final
 
 import orjson
 
-from ...generation.http_answers import QUIET_S, stream_headers
+from ...generation.http_answers import stream_headers
 from ...generation.tensors import Delta, PromptDetails
 from ...http.errors import JsonObject, OpenAIError
 from ...http.event_stream import EventStream
@@ -20,6 +21,9 @@ from ...journals.journal import EventsGoneError, Journal
 from ..chunks import PING
 from .output_items import MESSAGE, OutputItem
 from .response_state import Change, ItemAdded, ResponseState, TextAdded, by_token
+
+_QUIET_S: Final = 15.0
+"""Silence after which a stream of stored events sends a ping to keep the connection open."""
 
 
 class ResponseWriter:
@@ -152,7 +156,7 @@ def journal_stream(journal: Journal, after: int = -1, headers: Mapping[str, str]
 
 async def _events_of(journal: Journal, after: int) -> AsyncGenerator[bytes, None]:
     try:
-        async with aclosing(journal.follow(after, QUIET_S)) as following:
+        async with aclosing(journal.follow(after, _QUIET_S)) as following:
             async for events in following:
                 yield b"".join(events.parts) or PING
     except EventsGoneError as error:

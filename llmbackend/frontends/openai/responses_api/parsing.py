@@ -369,10 +369,10 @@ def _without_former_reasoning(turns: Sequence[Turn]) -> None:
 
 
 def _is_unfinished(items: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last item is an unfinished answer, which the model continues, as in vLLM."""
+    """Whether the last item is an unfinished answer with text, which the model continues, as in vLLM."""
     last = items[-1] if items else {}
     is_answer = last.get("role") == "assistant" and item_type(last) == "message"
-    return is_answer and last.get("status") in ("in_progress", "incomplete")
+    return is_answer and last.get("status") in ("in_progress", "incomplete") and bool(_text(last["content"]).strip())
 
 
 def _reasoning(item: Mapping[str, Any], param: str, key: SealingKey) -> str:

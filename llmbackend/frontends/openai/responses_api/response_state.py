@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -179,12 +180,10 @@ def by_token(delta: Delta) -> Iterator[Delta]:
     if last < 1:
         yield delta
         return
-    positions = iter(delta.logprobs)
-    ids = iter(delta.token_ids)
+    positions, ids = iter(delta.logprobs), iter(delta.token_ids)
     for index, token in enumerate(delta.text_tokens):
-        is_token = token[0] >= 0
-        own_positions = [entry for entry in [next(positions, None)] if entry is not None] if is_token else []
-        own_ids = [one for one in [next(ids, None)] if one is not None] if is_token else []
+        num_own = 1 if token[0] >= 0 else 0
+        own_positions, own_ids = list(islice(positions, num_own)), list(islice(ids, num_own))
         if index < last:
             yield Delta(token[1], None, own_positions, 0, 0, False, None, (token,), token_ids=own_ids)
         else:

@@ -31,7 +31,7 @@ from .items import Input
 from .response_state import Status
 from .tools import ToolChoiceField, Tools
 
-_NO_SUMMARIES = "models do not summarize reasoning, which is returned whole; only 'auto' is accepted"
+_NO_SUMMARIES = "models do not summarize reasoning, which is returned whole"
 _NO_PLACE = "it is available in chat completions only"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 OUTPUT_LOGPROBS = "message.output_text.logprobs"

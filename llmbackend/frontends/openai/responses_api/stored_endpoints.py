@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import orjson
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,15 +18,23 @@ from ...http.errors import JsonObject, OpenAIError, refuse, requires
 from ...http.routing import delete, get, post
 from ...journals.documents import Document
 from ...journals.response_store import NotStoredError, current_owner
-from ..endpoints import PAGE_PARAMETERS, OpenAIEndpoints, json_answer, page, read_page_query
+from ..endpoints import (
+    INCLUDE_NAMES,
+    PAGE_PARAMETERS,
+    QUERY_PARAMETER,
+    OpenAIEndpoints,
+    check_names,
+    json_answer,
+    page,
+    read_include,
+    read_page_query,
+)
 from .background import BackgroundResponses
 from .events import journal_stream
 from .schema import ENCRYPTED_REASONING, INCLUDABLE, ItemList, ResponseDeleted, ResponseObject
 
-_PARAMETERS = ("include", "include[]", "include_obfuscation", "starting_after", "stream")
+_PARAMETERS = (*INCLUDE_NAMES, "include_obfuscation", "starting_after", "stream")
 _MAX_DIGITS = 9
-
-
 _ONE = "/v1/responses/{response_id}"
 _CURSOR: tuple[JsonObject, ...] = (
     {"name": "stream", "in": "query", "schema": {"type": "boolean"}, "description": "Return its events."},
@@ -57,7 +66,10 @@ class StoredResponseEndpoints(OpenAIEndpoints):
         document = await self._document(http)
         if self._background is not None:
             await self._background.cancel(document.id)
-        await self._store.delete(current_owner(), "response", document.id)
+        try:
+            await self._store.delete(current_owner(), "response", document.id)
+        except NotStoredError:  # deleted or expired in the meantime
+            raise _not_found(document.id) from None
         return json_answer(orjson.dumps({"id": document.id, "object": "response.deleted", "deleted": True}))
 
     @post(f"{_ONE}/cancel", answer=ResponseObject)
@@ -89,9 +101,7 @@ class StoredResponseEndpoints(OpenAIEndpoints):
         try:
             return await self._store.get(current_owner(), "response", id)
         except NotStoredError:
-            raise OpenAIError(
-                f"Response with id '{id[:80]}' not found.", status=404, code="response_not_found"
-            ) from None
+            raise _not_found(id) from None
 
     async def _stream(self, document: Document, after: int) -> Response:
         journal = await self._store.journal(document)
@@ -106,18 +116,17 @@ class StoredResponseEndpoints(OpenAIEndpoints):
         return json_answer(await self._gate.decode_in_thread(size_bytes, lambda: orjson.dumps(make())))
 
 
-def _included(query: Mapping[str, str]) -> set[str]:
+def _not_found(id: str) -> OpenAIError:
+    return OpenAIError(f"Response with id '{id[:80]}' not found.", status=404, code="response_not_found")
+
+
+def _included(query: QueryParams) -> set[str]:
     """The values of `include`. Raises OpenAIError for unknown values and parameters."""
-    for name in query:
-        if name not in _PARAMETERS:
-            raise OpenAIError(f"unknown query parameter '{name[:80]}'", param=name[:80], code="unknown_parameter")
+    check_names(query, _PARAMETERS, QUERY_PARAMETER)
     if query.get("include_obfuscation", "false") != "false":
         message = "'include_obfuscation' is not supported: events are stored without it"
         raise OpenAIError(message, param="include_obfuscation", code="unsupported_parameter")
-    found = {one for name in ("include", "include[]") for one in query.get(name, "").split(",") if one}
-    if unknown := sorted(found - set(INCLUDABLE)):
-        raise refuse("include", f"one of {', '.join(INCLUDABLE)}", unknown[0])
-    return found
+    return read_include(query, INCLUDABLE)
 
 
 def _cursor(query: Mapping[str, str]) -> tuple[bool, int]:
