@@ -1,8 +1,8 @@
 """The part of docs/benchmarks.md that compares servers, and the data of its picture.
 
 Used by the command line; independent of how anything was measured. Invariants: the overview comes before its details;
-every figure is a median of the rounds on one machine, whichever server wins; a load that no round of a server completed
-is listed with its reason.
+every figure is a median of several rounds on one machine, whichever server wins; a load that no round of a server
+completed is listed with its reason.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def write_section(lines: Sequence[Line], page: Path) -> None:
 
 def section(lines: Sequence[Line]) -> str:
     """The machine that was measured last comes first."""
-    if not _good(lines):
+    lines = _repeated(lines)
+    if not lines:
         return ""
     machines = list(dict.fromkeys(line["machine"] for line in sorted(lines, key=lambda line: -line["time"])))
     of_machine = {machine: [line for line in lines if line["machine"] == machine] for machine in machines}
@@ -92,17 +93,27 @@ def _cells(texts: Sequence[str]) -> str:
     return f"| {' | '.join(texts)} |"
 
 
+def _repeated(lines: Sequence[Line]) -> list[Line]:
+    """What several rounds measured, and the failures beside it: a single round has no spread."""
+    rounds = Counter(_figure(line) for line in _good(lines))
+    tables = {figure[:3] for figure, count in rounds.items() if count > 1}
+    return [line for line in lines if rounds[_figure(line)] != 1 and _figure(line)[:3] in tables]
+
+
+def _figure(line: Line) -> tuple[str, ...]:
+    return tuple(line[key] for key in ("machine", "model", "weights", "load", "server"))
+
+
 def _good(lines: Sequence[Line]) -> list[Line]:
     return [line for line in lines if "error" not in line]
 
 
 def _machine(lines: Sequence[Line], machine: str) -> list[str]:
-    measured = _good(lines) or lines
+    measured = _good(lines)
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(line["time"])) for line in measured})
-    rounds = num_rounds(measured)
-    count = f"medians of {rounds} rounds" if rounds > 1 else "one round, so no spread"
     versions = {f"{name} {line['version']}" for name, ones in _by_server(measured).items() for line in ones}
-    parts = [f"### {machine}", "", f"{' and '.join(days)}; {count}. {', '.join(sorted(versions))}.", ""]
+    how = f"{' and '.join(days)}; medians of {num_rounds(measured)} rounds. {', '.join(sorted(versions))}."
+    parts = [f"### {machine}", "", how, ""]
     for model in dict.fromkeys(line["model"] for line in lines):
         for kind in KINDS:
             parts += _table([line for line in lines if (line["model"], line["weights"]) == (model, kind)], model, kind)
@@ -135,7 +146,7 @@ def _row(load: str, name: str, found: Sequence[Line], ours: Sequence[Line]) -> s
     cells = [f"{median(found, key):,.{digits}f}" for _, key, digits in COLUMNS]
     speeds = [line["output_tokens_per_s"] for line in found]
     ratio = "" if name == OURS or not ours else f"{_median_speed(ours) / _median_speed(found):.2f} ×"
-    spread = f"{len(speeds)}, {100 * (max(speeds) / min(speeds) - 1):.0f} %" if len(speeds) > 1 else "1"
+    spread = f"{len(speeds)}, {100 * (max(speeds) / min(speeds) - 1):.0f} %"
     shown = f"**{name}**" if name == OURS else name
     return _cells([load, shown, *cells, f"{median(found, 'ready_s'):.1f}", ratio, spread])
 
@@ -157,6 +168,7 @@ def _of_picture(lines: Sequence[Line]) -> str:
 def summary(lines: Sequence[Line]) -> list[Line]:
     """Data of the picture: output tokens per second on one machine."""
     groups: dict[tuple[str, ...], list[float]] = {}
+    lines = _repeated(lines)
     machine = _of_picture(lines)
     for line in _good(lines):
         if line["machine"] == machine:

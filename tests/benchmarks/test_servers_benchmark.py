@@ -40,7 +40,9 @@ LINE = {
     "version": "1", "time": 0, "errors": 0, "output_tokens_per_s": 30.0, "ttft_p50_ms": 1, "ttft_p99_ms": 2,
     "itl_p50_ms": 3, "itl_p99_ms": 4, "pss_mb": 5, "ready_s": 6,
 }  # fmt: skip
-LINES = [LINE, LINE | {"server": "vLLM", "output_tokens_per_s": 40.0}, LINE | {"load": "1 stream", "error": "gone"}]
+AGAIN = {"round": 1, "output_tokens_per_s": 60.0}
+OF_VLLM = LINE | {"server": "vLLM", "output_tokens_per_s": 60.0}
+LINES = [LINE, LINE | AGAIN, OF_VLLM, OF_VLLM | {"round": 1}, LINE | {"load": "1 stream", "error": "gone"}]
 ON_ANOTHER = LINE | {"machine": "B, 4 cores", "version": "2", "time": 86400 * 2, "output_tokens_per_s": 50.0}
 DETAILS = {
     "completed": 2, "ttfts": [1.0, 0.0, 3.0], "itls": [[0.5, 0.1], [], [0.5, 0.3]], "output_lens": [2, 0, 2],
@@ -220,27 +222,39 @@ def test_a_loss_stands_in_the_table_and_the_rest_of_the_page_stays(tmp_path: Pat
     text = page.read_text()
     assert text.startswith(f"# Title\n\n{BEGIN}\n## Servers") and text.endswith(f"{END}\n\nBelow.\n")
     overview = (
-        "**A, 2 cores**\n\n| model | weights | 8 streams |\n|---|---|--:|\n| m | 8 bits | 30, **0.75 ×** vLLM |\n"
+        "**A, 2 cores**\n\n| model | weights | 8 streams |\n|---|---|--:|\n| m | 8 bits | 45, **0.75 ×** vLLM |\n"
     )
     assert overview in text
-    assert "| 8 streams | vLLM | 40.0 | 1 | 2 | 3.0 | 4.0 | 0 | 5 | 6.0 | 0.75 × | 1 |" in text
+    assert "| 8 streams | vLLM | 60.0 | 1 | 2 | 3.0 | 4.0 | 0 | 5 | 6.0 | 0.75 × | 2, 0 % |" in text
     assert "- 1 stream, llmbackend: gone\n" in text
-    assert [row["speed"] for row in summary(LINES)] == [30.0, 40.0]
+    assert [row["speed"] for row in summary(LINES)] == [45.0, 60.0]
 
 
 def test_machines_have_their_own_tables_and_the_picture_shows_one(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Title\n")
-    lines = [*LINES, ON_ANOTHER, ON_ANOTHER | {"round": 1, "error": "gone"}]
+    lines = [*LINES, ON_ANOTHER, ON_ANOTHER | {"round": 1}, ON_ANOTHER | {"round": 2, "error": "gone"}]
     write_section(lines, page)
     text = page.read_text()
     newest, _, oldest = text.partition("### A, 2 cores\n")
-    assert "### B, 4 cores\n\n1970-01-03; one round, so no spread. llmbackend 2.\n" in newest
+    assert "### B, 4 cores\n\n1970-01-03; medians of 2 rounds. llmbackend 2.\n" in newest
     assert "| 8 streams | **llmbackend** | 50.0 |" in newest
-    assert oldest.startswith("\n1970-01-01; one round, so no spread. llmbackend 1, vLLM 1.\n")
-    assert "| 8 streams | **llmbackend** | 30.0 |" in oldest
+    assert oldest.startswith("\n1970-01-01; medians of 2 rounds. llmbackend 1, vLLM 1.\n")
+    assert "| 8 streams | **llmbackend** | 45.0 |" in oldest
     assert "The picture shows A, 2 cores." in text
-    assert [row["speed"] for row in summary(lines)] == [30.0, 40.0]
+    assert [row["speed"] for row in summary(lines)] == [45.0, 60.0]
+
+
+def test_a_figure_of_one_round_is_not_shown(tmp_path: Path) -> None:
+    """Nor what failed on a machine, or for a model, without other figures."""
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n")
+    failed = ON_ANOTHER | {"load": "1 stream", "error": "gone"}
+    write_section([*LINES[:2], OF_VLLM, ON_ANOTHER, failed], page)
+    text = page.read_text()
+    assert "| 8 streams | **llmbackend** | 45.0 |" in text
+    assert "vLLM" not in text.partition("### How")[0] and "B, 4 cores" not in text
+    assert [row["speed"] for row in summary([*LINES[:2], ON_ANOTHER])] == [45.0]
 
 
 def test_every_stored_result_names_its_machine() -> None:

@@ -1,4 +1,7 @@
-"""One question over every protocol, by clients as users have them, unmodified."""
+"""One question over every protocol, by clients as users have them, unmodified.
+
+Invariant: the question has no near tie in SmolLM2's answer, which is therefore the same with every kernel library.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import openai
 from tests.helpers.grpc_streams import GrpcStream
 from tests.helpers.server_process import ServerProcess, post
 
-QUESTION: Final = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: Final = [{"role": "user", "content": "What is the capital of Japan?"}]
 _PARAMETERS: Final = {"max_tokens": 24, "temperature": 0}
 
 

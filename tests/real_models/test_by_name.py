@@ -50,10 +50,8 @@ KEPT = {
     "smollm2": "linear layers: 210 kept INT4_MIN",
     "gemma3-270m": "linear layers: 81 kept Q5_0, 27 kept Q4_K, 10 kept Q8_0, 9 kept Q6_K",
 }
-CONTINUATIONS = {
-    "smollm2": ("Question: What is the capital of France?\nAnswer:", "Paris"),
-    "gemma3-270m": ("Q: What is the capital of France?\nA:", " The capital of France is Paris."),
-}
+COUNTING, COUNTED = "1, 2, 3, 4, 5,", " 6, 7, 8, 9, 10,"
+"""Without near ties in either model, so that every kernel library continues in the same way."""
 REPEATING = "Repeat this list three times:\n" + "\n".join(f"{n}. The quick brown fox" for n in range(1, 8))
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4}'
 PAGE = ROOT / "docs" / "weights.md"
@@ -107,16 +105,15 @@ def tokens(running: list[GrpcStream]) -> list[list[int]]:
 
 
 def test_weights_stay_in_the_types_of_the_file(server: ServerProcess, model: KnownModel, log: Path) -> None:
-    prompt, expected = CONTINUATIONS[model.name]
-    [answer] = streams(server, model, (prompt,))
-    assert expected in answer.finish().text
+    [answer] = streams(server, model, (COUNTING,))
+    assert answer.finish().text.startswith(COUNTED)
     assert KEPT[model.name] in log.read_text()
 
 
 @chats
 def test_every_protocol_gives_the_same_answer(server: ServerProcess, model: KnownModel) -> None:
     found = answers(server, model.name)
-    assert set(found.values()) == {"The capital of France is Paris."}, found
+    assert set(found.values()) == {"The capital of Japan is Tokyo."}, found
 
 
 @chats
