@@ -16,13 +16,11 @@ from typing import Literal
 OURS = "llmbackend"
 Weights = Literal["bf16", "int8", "q4_0", "q4_k_m", "mxfp4"]
 FOUR_BITS: tuple[Weights, ...] = ("q4_0", "q4_k_m", "mxfp4")
-ALL = 1000
-"""Rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """`model` is a name in models.py with {} for the shape; `max_rounds` limits the rounds of a slow engine.
+    """`model` is a name in models.py with {} for the shape.
 
     Entries that are not `by_default` run only if they are named, those in 4 bits by `python -m benchmarks.int4`."""
 
@@ -33,7 +31,6 @@ class Entry:
     driver: str
     model: str = "{}"
     options: tuple[str, ...] = ()
-    max_rounds: int = ALL
     by_default: bool = True
     environ: dict[str, str] = field(default_factory=dict)
 
@@ -64,9 +61,7 @@ def _vllm(name: str, weights: Weights, model: str, *options: str, by_default: bo
     )
 
 
-def _openvino(
-    name: str, weights: Weights, kind: str, precision: str, max_rounds: int = ALL, by_default: bool = True
-) -> Entry:
+def _openvino(name: str, weights: Weights, kind: str, precision: str, by_default: bool = True) -> Entry:
     return Entry(
         name=name,
         engine="OpenVINO GenAI",
@@ -75,14 +70,11 @@ def _openvino(
         driver="openvino_batching",
         model=f"{{}}-{kind}",
         options=("--precision", precision),
-        max_rounds=max_rounds,
         by_default=by_default,
     )
 
 
-def _llama_cpp(
-    name: str, weights: Weights, kind: str, *options: str, max_rounds: int = 1, by_default: bool = True
-) -> Entry:
+def _llama_cpp(name: str, weights: Weights, kind: str, *options: str, by_default: bool = True) -> Entry:
     return Entry(
         name=name,
         engine="llama.cpp",
@@ -91,7 +83,6 @@ def _llama_cpp(
         driver="llama_cpp_batching",
         model=f"{{}}-{kind}.gguf",
         options=options,
-        max_rounds=max_rounds,
         by_default=by_default,
     )
 
@@ -104,7 +95,6 @@ def _transformers(dtype: str, by_default: bool = True) -> Entry:
         environment="transformers",
         driver="transformers_batching",
         options=("--dtype", dtype),
-        max_rounds=1,
         by_default=by_default,
         environ={"OMP_PROC_BIND": "close", "OMP_PLACES": "threads"},
     )
@@ -128,19 +118,19 @@ ENTRIES = {
         _llama_cpp("llama.cpp-bf16", "bf16", "bf16", by_default=False),
         _llama_cpp("llama.cpp-q8_0", "int8", "q8_0"),
         _ours("llmbackend-q4_0", "q4_0", model="{}-q4_0.gguf"),
-        _llama_cpp("llama.cpp-q4_0", "q4_0", "q4_0", max_rounds=ALL),
+        _llama_cpp("llama.cpp-q4_0", "q4_0", "q4_0"),
         _llama_cpp("llama.cpp-q4_0-plain-attention", "q4_0", "q4_0", "--flash-attention", "off"),
         _llama_cpp("llama.cpp-q4_0-no-repack", "q4_0", "q4_0", "--no-repack", by_default=False),
         _llama_cpp("llama.cpp-q4_0-no-mmap", "q4_0", "q4_0", "--no-mmap", by_default=False),
         _openvino("openvino-int4", "q4_0", "openvino-int4", "f32"),
-        _openvino("openvino-int4-bf16", "q4_0", "openvino-int4", "bf16", max_rounds=1),
+        _openvino("openvino-int4-bf16", "q4_0", "openvino-int4", "bf16"),
         _openvino("openvino-q4_0", "q4_0", "q4_0.gguf", "f32", by_default=False),
         _ours("llmbackend-q4_k_m", "q4_k_m", model="{}-q4_k_m.gguf"),
-        _llama_cpp("llama.cpp-q4_k_m", "q4_k_m", "q4_k_m", max_rounds=ALL),
+        _llama_cpp("llama.cpp-q4_k_m", "q4_k_m", "q4_k_m"),
         _llama_cpp("llama.cpp-q4_k_m-plain-attention", "q4_k_m", "q4_k_m", "--flash-attention", "off"),
         _llama_cpp("llama.cpp-q4_k_m-no-repack", "q4_k_m", "q4_k_m", "--no-repack", by_default=False),
         _ours("llmbackend-mxfp4", "mxfp4", model="{}-mxfp4.gguf", by_default=False),
-        _llama_cpp("llama.cpp-mxfp4", "mxfp4", "mxfp4", max_rounds=ALL, by_default=False),
+        _llama_cpp("llama.cpp-mxfp4", "mxfp4", "mxfp4", by_default=False),
         _ours("llmbackend-int4", "q4_0", "--dtype", "bfloat16", "--quantization", "int4", by_default=False),
         _transformers("float32"),
         _transformers("bfloat16", by_default=False),

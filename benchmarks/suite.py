@@ -76,8 +76,7 @@ class Suite:
             for (model, name), path in ready.items():
                 entry = ENTRIES[name]
                 self._measure_bandwidth(model, round_number)
-                if round_number < entry.max_rounds:
-                    self._measure(entry, model, path, round_number)
+                self._measure(entry, model, path, round_number)
 
     def _prepare(self) -> Iterator[tuple[str, str, Path]]:
         """Installs and converts everything before the first measurement."""
