@@ -60,9 +60,10 @@ class FrontendContext:
         max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     ) -> FrontendContext:
         limits = limits or FrontendLimits()
+        gate = gate or InferenceGate(server, limits.inference)
         return cls(
-            gate=gate or InferenceGate(server, limits.inference),
-            catalog=ModelCatalog(server, options.openai_lora_separator, options.openai_fingerprint),
+            gate=gate,
+            catalog=ModelCatalog(gate, options.openai_lora_separator, options.openai_fingerprint),
             access=access or AccessControl(NO_ACCESS_CONTROL),
             limits=limits,
             log=log or ServerLog(),

@@ -81,7 +81,7 @@ def create_inference_app(context: FrontendContext, routers: Sequence[APIRouter])
     """Inference, metadata and readiness, for a frontend process; the host's process serves the rest."""
     context.gate.bodies.raise_to_fit(context.max_input_size_bytes)
     kserve = _inference_router(context)
-    HealthEndpoints(context.server).add_to(kserve)
+    HealthEndpoints(context.gate).add_to(kserve)
     MetadataEndpoints(context.server).add_to(kserve)
     ProbeEndpoints(context.gate).add_to(kserve)
     return _application((kserve, *routers), context.gate)
@@ -179,7 +179,7 @@ def _kserve_router(context: FrontendContext) -> APIRouter:
     """Everything under /v2, and the probes."""
     server, gate = cast(InferenceServer, context.server), context.gate
     router = _inference_router(context)
-    HealthEndpoints(server).add_to(router)
+    HealthEndpoints(gate).add_to(router)
     SettingsEndpoints(server, context.log).add_to(router)
     SharedMemoryEndpoints(server).add_to(router)
     DescriptionEndpoints(server).add_to(router)

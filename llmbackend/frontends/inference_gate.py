@@ -28,6 +28,7 @@ from .errors import LimitReachedError, PermissionDeniedError
 from .http.request_body import BodyBudget, read_content
 from .inference import Backlog, Inference, Listener, Mailbox
 from .limits import InferenceLimits
+from .readiness_probes import ReadinessProbes
 from .shared_counts import Counts, LocalCounts
 from .workers import WorkerPool, WorkThreads
 
@@ -45,11 +46,12 @@ _LARGE_BYTES: Final = 256 << 10
 
 
 class InferenceGate:
-    """Shared by the frontends of one event loop, with its limits and its mailbox."""
+    """Shared by the frontends of one event loop, with its limits, its mailbox and its readiness probes."""
 
     def __init__(self, server: Host, limits: InferenceLimits | None = None, counts: Counts | None = None) -> None:
         """counts: the number of open inferences, shared with the server's other processes"""
         self.server = server
+        self.readiness = ReadinessProbes(server)
         self._limits = limits or InferenceLimits()
         self._mailbox: Mailbox | None = None
         self._counts = counts or LocalCounts()
@@ -63,6 +65,7 @@ class InferenceGate:
         """Ends the threads and processes. To be called after the last request."""
         self._threads.close()
         self._workers.close()
+        self.readiness.close()
 
     @property
     def open_inferences(self) -> int:

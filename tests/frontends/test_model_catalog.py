@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
@@ -15,6 +16,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import ModelIndex
 from llmbackend.frontends.generation.models import ModelCatalog
 from llmbackend.frontends.http.errors import OpenAIError
+from llmbackend.frontends.inference_gate import InferenceGate
 from tests.helpers.fake_llm_server import MODEL, FakeLlmServer
 from tests.helpers.openai_live_server import openai_client
 
@@ -83,11 +85,23 @@ class WithAdapters(FakeLlmServer):
         return {"lora_models": "doll,sheep", "lora_names": "doll,sheep,cow"} if name == MODEL else {}
 
 
-def catalog(server: FakeLlmServer, separator: str = "") -> ModelCatalog:
-    return ModelCatalog(cast(InferenceServer, server), separator)
+NewCatalog = Callable[..., ModelCatalog]
 
 
-async def test_names_of_adapters() -> None:
+@pytest.fixture
+def catalog() -> Iterator[NewCatalog]:
+    """A new catalog of a server, with names of models and adapters by a separator if one is given."""
+    with contextlib.ExitStack() as closed:
+
+        def create(server: FakeLlmServer, separator: str = "") -> ModelCatalog:
+            gate = InferenceGate(cast(InferenceServer, server))
+            closed.callback(gate.close)
+            return ModelCatalog(gate, separator)
+
+        yield create
+
+
+async def test_names_of_adapters(catalog: NewCatalog) -> None:
     listed = (await catalog(WithAdapters(), "_lora_").list())["data"]
     parents = {model["id"]: model["parent"] for model in listed}
     own = {MODEL: None, COMPLETIONS: None}
@@ -97,7 +111,7 @@ async def test_names_of_adapters() -> None:
     ]
 
 
-async def test_the_index_is_read_once_for_the_adapters_of_a_model() -> None:
+async def test_the_index_is_read_once_for_the_adapters_of_a_model(catalog: NewCatalog) -> None:
     server = WithAdapters()
     models = catalog(server, "_lora_")
     assert (await models.require(f"{MODEL}_lora_cow", "messages")).lora_name == "cow"
@@ -116,7 +130,7 @@ class WithSameAdapter(FakeLlmServer):
         return {"lora_models": "doll", "lora_names": "doll"}
 
 
-async def test_an_adapter_of_two_models_belongs_to_the_first_whichever_was_asked_before() -> None:
+async def test_an_adapter_of_two_models_belongs_to_the_first_whichever_was_asked_before(catalog: NewCatalog) -> None:
     models = catalog(WithSameAdapter())
     await models.require(COMPLETIONS, "text_input")
     assert (await models.require("doll", "text_input")).name == MODEL
@@ -134,5 +148,5 @@ class Stalled(FakeLlmServer):
         return [row for row in rows if not ready_only or row.state == "READY"]
 
 
-async def test_a_model_whose_engine_is_down_is_listed() -> None:
+async def test_a_model_whose_engine_is_down_is_listed(catalog: NewCatalog) -> None:
     assert MODEL in [model["id"] for model in (await catalog(Stalled()).list())["data"]]

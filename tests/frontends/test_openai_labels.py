@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -30,7 +31,8 @@ LABELS: dict[str, Any] = {
 
 
 def answer(**fields: Any) -> Any:
-    app = Starlette(routes=create_openai_router(FrontendContext.of(FakeLlmServer())).routes)  # type: ignore[arg-type]
+    context = FrontendContext.of(FakeLlmServer())  # type: ignore[arg-type]
+    app = Starlette(routes=create_openai_router(context).routes)
     access = HttpAccess(app, None, NO_RESTRICTIONS, AccessMetrics(CollectorRegistry()), log_requests=True)
 
     async def post() -> httpx.Response:
@@ -39,7 +41,8 @@ def answer(**fields: Any) -> Any:
         ) as client:
             return await client.post("/v1/completions", json={"model": MODEL, "prompt": "hi", **fields})
 
-    response = asyncio.run(post())
+    with contextlib.closing(context.gate):
+        response = asyncio.run(post())
     assert response.status_code == 200, response.text
     return response.json()
 

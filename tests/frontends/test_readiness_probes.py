@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
+import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any, cast
 
-import pytest
-
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.frontends.operations.probes import ReadinessProbes
-
-
-@pytest.fixture(autouse=True)
-def threads_end() -> Iterator[None]:
-    """Probes' threads end with the object that has them, which is part of a cycle."""
-    yield
-    gc.collect()
+from llmbackend.frontends.readiness_probes import ReadinessProbes
 
 
 class SlowServer:
@@ -38,19 +28,23 @@ class SlowServer:
         return answer
 
 
+def probes_of(server: SlowServer) -> contextlib.closing[ReadinessProbes]:
+    return contextlib.closing(ReadinessProbes(cast(InferenceServer, server)))
+
+
 def test_probes_share_a_question_and_never_get_an_answer_older_than_their_own() -> None:
     server = SlowServer()
 
     async def probe() -> list[Any]:
-        probes = ReadinessProbes(cast(InferenceServer, server))
-        first = asyncio.ensure_future(probes.model_is_ready("m", 1))
-        await asyncio.to_thread(server.asking.acquire)
-        server.ready = True  # the question that is under way was asked before
-        storm = [asyncio.ensure_future(probes.model_is_ready("m", 1)) for _ in range(200)]
-        storm[0].cancel()  # a client that leaves does not take the answer from the others
-        await asyncio.sleep(0)
-        server.go.set()
-        return [await first, *await asyncio.gather(*storm[1:]), await probes.model_is_ready("m", 1)]
+        with probes_of(server) as probes:
+            first = asyncio.ensure_future(probes.model_is_ready("m", 1))
+            await asyncio.to_thread(server.asking.acquire)
+            server.ready = True  # the question that is under way was asked before
+            storm = [asyncio.ensure_future(probes.model_is_ready("m", 1)) for _ in range(200)]
+            storm[0].cancel()  # a client that leaves does not take the answer from the others
+            await asyncio.sleep(0)
+            server.go.set()
+            return [await first, *await asyncio.gather(*storm[1:]), await probes.model_is_ready("m", 1)]
 
     first, *others = asyncio.run(probe())
     assert first is False and others == [True] * 200
@@ -59,9 +53,9 @@ def test_probes_share_a_question_and_never_get_an_answer_older_than_their_own() 
 
 async def test_a_question_about_another_model_does_not_wait() -> None:
     server = SlowServer()
-    probes = ReadinessProbes(cast(InferenceServer, server))
-    questions = [asyncio.ensure_future(probes.model_is_ready("m", version)) for version in range(3)]
-    for _ in questions:
-        await asyncio.to_thread(server.asking.acquire)
-    server.go.set()
-    assert await asyncio.gather(*questions) == [False] * 3
+    with probes_of(server) as probes:
+        questions = [asyncio.ensure_future(probes.model_is_ready("m", version)) for version in range(3)]
+        for _ in questions:
+            await asyncio.to_thread(server.asking.acquire)
+        server.go.set()
+        assert await asyncio.gather(*questions) == [False] * 3

@@ -42,7 +42,7 @@ def serve_openai(
     app: ASGIApp = Starlette(routes=[route for router in routers for route in router.routes])
     if access is not None:
         app = access.wrap_http(app, CollectorRegistry())
-    with serve_application(app, store if takes_over else None) as url:
+    with contextlib.closing(api.gate), serve_application(app, store if takes_over else None) as url:
         yield url
 
 

@@ -19,12 +19,11 @@ import orjson
 
 from llmbackend.core.backend_api import SERVED_MODEL_NAME, split_names
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.core.host_protocol import Host
 from llmbackend.core.messages import ModelIndex, ModelMetadata, TensorMetadata
 from llmbackend.core.tensors import Tensor
 
 from ..http.errors import JsonObject, OpenAIError, model_not_found
-from ..operations.probes import ReadinessProbes
+from ..inference_gate import InferenceGate
 from .parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, ReasoningFormat, ToolCallFormat, detect
 from .request import GenerationRequest
 from .tensors import INPUT_IDS, MESSAGES, OPTION_INPUTS, PROMPT_INPUTS, TEXT_INPUT, TEXT_OUTPUT
@@ -155,11 +154,11 @@ class Target:
 class ModelCatalog:
     """The models that clients may name. Used on one event loop."""
 
-    def __init__(self, server: Host, lora_separator: str = "", fingerprint: str | None = None) -> None:
+    def __init__(self, gate: InferenceGate, lora_separator: str = "", fingerprint: str | None = None) -> None:
         """lora_separator: separates the names of model and adapter (Triton's --lora-separator); "": no such names.
         fingerprint: replaces the models' own fingerprints"""
-        self._server = server
-        self._probes = ReadinessProbes(server)
+        self._server = gate.server
+        self._readiness = gate.readiness
         self._fingerprint = fingerprint
         self._separator = lora_separator
         self._created_s = int(time.time())
@@ -201,7 +200,7 @@ class ModelCatalog:
 
     async def _index(self) -> Sequence[ModelIndex]:
         """Reads the index, and which of its models are language models."""
-        index = await self._probes.repository_index(ready_only=False)
+        index = await self._readiness.repository_index(ready_only=False)
         names = dict.fromkeys(row.name for row in index)
         self._models = [found for name in names if (found := self._language_model(name)) is not None]
         return index

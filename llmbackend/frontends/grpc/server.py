@@ -19,13 +19,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from llmbackend.core.host_protocol import Host
 from llmbackend.core.inference_server import InferenceServer
 
 from ..context import FrontendContext
 from ..http.request_body import MAX_CONTROL_BYTES, too_large
+from ..inference_gate import InferenceGate
 from ..limits import GrpcLimits
-from ..operations.probes import ReadinessProbes
 from .messages import UNPARSABLE, Malformed, parse_or_keep
 from .rpc import Context
 from .service import InferenceRpcs, InferenceServicer
@@ -115,7 +114,7 @@ async def create_grpc_server(
         servicer = InferenceRpcs(server, gate, timeout_s, protocol, None)
     services = TolerantServices(grpc_server, _LARGE_MESSAGES)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, services)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), services)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(gate), services)
     try:
         if credentials is not None:
             return grpc_server, grpc_server.add_secure_port(address, credentials)
@@ -195,9 +194,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     grpc/doc/health-checking.md: SERVICE_UNKNOWN for an unknown service, and the call stays open.
     """
 
-    def __init__(self, server: Host) -> None:
-        self._server = server
-        self._probes = ReadinessProbes(server)
+    def __init__(self, gate: InferenceGate) -> None:
+        self._gate = gate
         self._answer: asyncio.Task[Any] | None = None
         self._checked_at_s = 0.0
 
@@ -225,5 +223,5 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return await asyncio.shield(self._answer)
 
     async def _ask(self) -> Any:
-        ready = not self._server.is_exiting and await self._probes.server_is_ready()
+        ready = not self._gate.server.is_exiting and await self._gate.readiness.server_is_ready()
         return Status.SERVING if ready else Status.NOT_SERVING

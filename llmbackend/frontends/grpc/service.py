@@ -27,7 +27,6 @@ from ..inference_gate import LARGE_BODY_BYTES, InferenceGate
 from ..journals.resumable_streams import ResumableStreams
 from ..kserve.infer_codec import single_response
 from ..kserve.request_parameters import options_from_proto
-from ..operations.probes import ReadinessProbes
 from ..operations.settings import (
     log_changes_from_proto,
     shown_log_settings,
@@ -43,9 +42,9 @@ from .stream import StreamSession
 
 
 class DescriptionRpcs(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    def __init__(self, server: Host) -> None:
+    def __init__(self, server: Host, gate: InferenceGate) -> None:
         self._server = server
-        self._probes = ReadinessProbes(server)
+        self._gate = gate
 
     @rpc
     async def ServerLive(self, request: Any, context: Context) -> Any:
@@ -55,7 +54,7 @@ class DescriptionRpcs(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: i
     @rpc
     async def ServerReady(self, request: Any, context: Context) -> Any:
         self._refuse_when_exiting()
-        return pb.ServerReadyResponse(ready=await self._probes.server_is_ready())
+        return pb.ServerReadyResponse(ready=await self._gate.readiness.server_is_ready())
 
     def _refuse_when_exiting(self) -> None:
         if self._server.is_exiting:
@@ -64,7 +63,7 @@ class DescriptionRpcs(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: i
     @rpc
     async def ModelReady(self, request: Any, context: Context) -> Any:
         version = model_version(request.version)
-        return pb.ModelReadyResponse(ready=await self._probes.model_is_ready(request.name, version))
+        return pb.ModelReadyResponse(ready=await self._gate.readiness.model_is_ready(request.name, version))
 
     @rpc
     async def ServerMetadata(self, request: Any, context: Context) -> Any:
@@ -106,9 +105,8 @@ class InferenceRpcs(DescriptionRpcs):
         streams: ResumableStreams | None,
     ) -> None:
         """streams: those of resumable requests; None if another process has them"""
-        super().__init__(server)
+        super().__init__(server, gate)
         self._streams = streams
-        self._gate = gate
         self._write_timeout_s = write_timeout_s
         self._forward = protocol.grpc_forward
         self._compression = _COMPRESSION[protocol.grpc_response_compression]
@@ -182,7 +180,7 @@ class InferenceServicer(InferenceRpcs):
     @rpc
     async def RepositoryIndex(self, request: Any, context: Context) -> Any:
         _refuse_named_repository(request)
-        rows = await self._probes.repository_index(request.ready)
+        rows = await self._gate.readiness.repository_index(request.ready)
         response = pb.RepositoryIndexResponse()
         for row in rows:
             response.models.add(name=row.name, version=row.version, state=row.state, reason=row.reason)

@@ -34,7 +34,6 @@ from ..http.request_body import read_body, read_control
 from ..http.responses import JSON, TEXT, plain
 from ..http.routing import Endpoints, JsonBody, get, post
 from ..inference_gate import InferenceGate
-from ..operations.probes import ReadinessProbes
 from ..operations.settings import (
     log_changes_from_json,
     shown_log_settings,
@@ -49,9 +48,9 @@ from .http_types import model_name_of, model_of, model_paths
 class HealthEndpoints(Endpoints):
     """Answers 200 or 400, without a body."""
 
-    def __init__(self, server: Host) -> None:
-        self._server = server
-        self._probes = ReadinessProbes(server)
+    def __init__(self, gate: InferenceGate) -> None:
+        self._server = gate.server
+        self._readiness = gate.readiness
 
     @get("/v2/health/live", response_class=Response)
     async def live(self, request: Request) -> Response:
@@ -65,13 +64,13 @@ class HealthEndpoints(Endpoints):
         """Is the server ready for requests? Under strict readiness: is every model ready?"""
         if self._server.is_exiting:
             return error_response(unavailable("Server exiting"), TEXT)
-        return plain(status=200 if await self._probes.server_is_ready() else 400)
+        return plain(status=200 if await self._readiness.server_is_ready() else 400)
 
     @get(*model_paths("/ready"), response_class=Response)
     async def model_ready(self, request: Request) -> Response:
         """Is the model ready?"""
         name, version = model_of(request)
-        if await self._probes.model_is_ready(name, version):
+        if await self._readiness.model_is_ready(name, version):
             return plain()
         return plain(error_body("Model version not ready"), 400)
 
@@ -167,7 +166,6 @@ class RepositoryEndpoints(Endpoints):
         """max_body_bytes: limit of a load request, which may contain files"""
         self._server = server
         self._gate = gate
-        self._probes = ReadinessProbes(server)
         self._max_body_bytes = max_body_bytes
 
     @post(*_repository_paths("/index"), answer=list[ModelIndex])
@@ -176,7 +174,7 @@ class RepositoryEndpoints(Endpoints):
     ) -> list[dict[str, str]]:
         """The models of the repository and their states"""
         ready_only = "ready" in body and as_bool(body["ready"])
-        rows = map(asdict, await self._probes.repository_index(ready_only))
+        rows = map(asdict, await self._gate.readiness.repository_index(ready_only))
         return [{key: value for key, value in row.items() if value or key == "name"} for row in rows]
 
     @post(

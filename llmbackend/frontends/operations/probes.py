@@ -1,7 +1,7 @@
 """Metrics in Prometheus' text format, a model's load in a header (ORCA), and health probes, also on vLLM's paths.
 
 Invariants: nothing here blocks the event loop; a request that does not ask for its model's load costs one header
-lookup; a readiness answer is never older than its request.
+lookup.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import Future
-from typing import Any, Final, TypeVar
+from collections.abc import Mapping
+from typing import Final
 
 import orjson
 from prometheus_client import CollectorRegistry
@@ -24,10 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from llmbackend import __version__
-from llmbackend.core.daemon_threads import DaemonThreadPool
 from llmbackend.core.errors import unavailable
 from llmbackend.core.host_protocol import Host
-from llmbackend.core.messages import ModelIndex
 
 from ..http.errors import error_body, error_response
 from ..http.request_scope import header
@@ -146,76 +142,12 @@ def _load(server: Host, model: str, style: str) -> str:
     return f"TEXT {prefix}kv_cache_utilization={utilization:f}, {prefix}max_token_capacity={capacity}"
 
 
-T = TypeVar("T")
-
-
 class Version(TypedDict):
     version: str
 
 
 class Load(TypedDict):
     server_load: Count
-
-
-class ReadinessProbes:
-    """Readiness, and the index, which includes it: both may wait for a backend. Used on one event loop.
-
-    Each kind of check runs on one thread at a time, so that many probes of a slow model cost one thread, and nothing
-    else waits for a model that hangs.
-    """
-
-    def __init__(self, server: Host) -> None:
-        self._server = server
-        self._threads = DaemonThreadPool("readiness-probe")
-        weakref.finalize(self, self._threads.close)
-        self._under_way: dict[Hashable, asyncio.Future[Any]] = {}
-        self._next: dict[Hashable, asyncio.Future[Any]] = {}
-        """For callers that arrive during a running check: the check is repeated once for all of them."""
-
-    async def server_is_ready(self) -> bool:
-        return await self._answer("server", self._server.is_ready)
-
-    async def model_is_ready(self, name: str, version: int) -> bool:
-        return await self._answer((name, version), lambda: self._server.model_is_ready(name, version))
-
-    async def repository_index(self, ready_only: bool) -> list[ModelIndex]:
-        return await self._answer(("index", ready_only), lambda: self._server.repository_index(ready_only))
-
-    async def _answer(self, question: Hashable, ask: Callable[[], T]) -> T:
-        before = self._under_way.get(question)
-        if before is None:
-            return await asyncio.shield(self._start(question, ask))
-        following = self._next.get(question)
-        if following is None:
-            following = self._next[question] = asyncio.ensure_future(self._after(before, question, ask))
-        answer: T = await asyncio.shield(following)
-        return answer
-
-    async def _after(self, before: asyncio.Future[Any], question: Hashable, ask: Callable[[], T]) -> T:
-        await asyncio.wait([before])
-        del self._next[question]
-        answer: T = await asyncio.shield(self._under_way.get(question) or self._start(question, ask))
-        return answer
-
-    def _start(self, question: Hashable, ask: Callable[[], T]) -> asyncio.Future[T]:
-        answer = self._under_way[question] = asyncio.wrap_future(self._on_a_thread(ask))
-        answer.add_done_callback(lambda _: self._under_way.pop(question))
-        return answer
-
-    def _on_a_thread(self, ask: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(ask())
-            except BaseException as error:
-                future.set_exception(error)
-
-        try:
-            self._threads.run(run)
-        except RuntimeError as error:
-            future.set_exception(unavailable(f"the readiness of the server is unknown: {error}"))
-        return future
 
 
 class ProbeEndpoints(Endpoints):
@@ -228,14 +160,13 @@ class ProbeEndpoints(Endpoints):
 
     def __init__(self, gate: InferenceGate) -> None:
         self._gate = gate
-        self._probes = ReadinessProbes(gate.server)
 
     @get("/health", "/health/ready", "/ping", response_class=Response)
     @post("/ping", response_class=Response)  # SageMaker's probe
     async def health(self, request: Request) -> Response:
         """Is the server ready for requests?"""
         server = self._gate.server
-        if server.is_exiting or not await self._probes.server_is_ready():
+        if server.is_exiting or not await self._gate.readiness.server_is_ready():
             return error_response(unavailable("Server exiting" if server.is_exiting else "not ready"), TEXT)
         return plain()
 

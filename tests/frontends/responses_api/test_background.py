@@ -250,7 +250,8 @@ Refuse = Callable[[pytest.MonkeyPatch, float], list[str]]
 async def serving(host: InferenceServer, path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, ResponseStore]]:
     """A server that continues the responses in the file, and leaves its own to the next one."""
     store = StoreSettings(url=f"sqlite:{path}").open()
-    router = create_openai_router(FrontendContext.of(host, store=store))
+    context = FrontendContext.of(host, store=store)
+    router = create_openai_router(context)
     transport = httpx.ASGITransport(with_presence(Starlette(routes=list(router.routes))))
     await store.start()
     try:
@@ -259,6 +260,7 @@ async def serving(host: InferenceServer, path: Path) -> AsyncIterator[tuple[http
     finally:
         await store.suspend()
         await store.close()
+        context.gate.close()
 
 
 async def begun(host: InferenceServer, path: Path, count: int = 1, **fields: Any) -> list[str]:
