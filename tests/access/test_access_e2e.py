@@ -374,6 +374,8 @@ def test_clients_that_leave_while_they_are_written_to_are_no_error(server: Guard
 
 
 def test_names_are_logged_and_counted_but_no_key_and_no_prompt(server: Guarded) -> None:
+    with server.openai("sk-nobody") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
     with server.openai("sk-alice") as client:
         client.completions.create(model="mock", prompt=PROMPT, max_tokens=2)
     stream(server, "sk-alice", {})
