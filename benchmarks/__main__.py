@@ -19,7 +19,7 @@ from .lora_report import write_lora_report
 from .loras import KINDS as LORA_KINDS
 from .loras import LoraSuite
 from .name_lists import names_of
-from .report import Line, summary, write_report
+from .report import Line, of_newest_machine, summary, write_report
 from .servers.page import RESULTS, write_section
 from .starts import StartSuite
 from .suite import Results, Suite
@@ -37,7 +37,8 @@ class Campaign:
     models: tuple[str, ...]
     workloads: tuple[str, ...]
     entries: tuple[str, ...]
-    results: str
+    results: Path
+    """Below the scratch folder, unless absolute."""
     page: str
     write_page: Callable[[list[Line], Path], None] | None = None
     """None: the plain page, with its picture and the servers."""
@@ -51,7 +52,7 @@ PLAIN = Campaign(
     models=("qwen2.5-0.5b-shape", "llama-125m-shape"),
     workloads=tuple(name for name in DESCRIPTIONS if name not in SHORT),
     entries=default_entries("bf16", "int8"),
-    results="results.jsonl",
+    results=Path(__file__).with_name("results.jsonl"),
     page="benchmarks.md",
     has_perplexity=True,
     has_starts=True,
@@ -61,7 +62,7 @@ INT4 = Campaign(
     models=("smollm2", "qwen2.5-0.5b-shape", "qwen3-1.7b-shape", "llama3-8b-shape", "moe-3b-shape"),
     workloads=("W3", "W8", "W9"),
     entries=default_entries(*FOUR_BITS),
-    results="results_int4.jsonl",
+    results=Path("results_int4.jsonl"),
     page="benchmarks_int4.md",
     write_page=write_int4_report,
     has_perplexity=True,
@@ -81,7 +82,7 @@ EXPERTS = Campaign(
         "llama.cpp-q4_0",
         "llama.cpp-q4_0-plain-attention",
     ),
-    results="results_experts.jsonl",
+    results=Path("results_experts.jsonl"),
     page="benchmarks_experts.md",
     write_page=write_experts_report,
 )
@@ -90,7 +91,7 @@ LORA = Campaign(
     models=(LoraSuite.shape,),
     workloads=(),
     entries=(),
-    results="results_lora.jsonl",
+    results=Path("results_lora.jsonl"),
     page="benchmarks_lora.md",
     write_page=write_lora_report,
     rounds=LoraSuite.rounds,
@@ -108,10 +109,11 @@ def main() -> None:
     results = Results(arguments.results)
     if not arguments.report_only:
         _measure(arguments, environments, results)
+    lines = of_newest_machine(results.lines)
     if arguments.campaign.write_page is None:
-        _write_plain_page(environments, results, arguments.page)
+        _write_plain_page(environments, lines, arguments.page)
     else:
-        arguments.campaign.write_page(results.lines, arguments.page)
+        arguments.campaign.write_page(lines, arguments.page)
 
 
 def _arguments() -> argparse.Namespace:
@@ -130,7 +132,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-starts", action="store_true")
     parser.add_argument("--no-perplexity", action="store_true")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench")
-    parser.add_argument("--results", type=Path, help="JSON lines, appended to; default: in the scratch folder")
+    about_results = "JSON lines, appended to; default: benchmarks/results.jsonl, other pages: in the scratch folder"
+    parser.add_argument("--results", type=Path, help=about_results)
     parser.add_argument("--page", type=Path)
     parser.add_argument("--report-only", action="store_true")
     parser.add_argument("--list", action="store_true", help="show the entries")
@@ -183,13 +186,13 @@ def _measure_adapters(results: Results, rounds: int) -> None:
         suite.run_reads(["int8"], results.add)
 
 
-def _write_plain_page(environments: Environments, results: Results, page: Path) -> None:
+def _write_plain_page(environments: Environments, lines: list[Line], page: Path) -> None:
     environments.install("plot")
     drawn = environments.scratch / "summary.json"
-    drawn.write_text(json.dumps(summary(results.lines)))
+    drawn.write_text(json.dumps(summary(lines)))
     plot = [environments.python("plot"), Path(__file__).with_name("plot.py"), drawn, page.with_name(PLOT_NAME)]
     subprocess.run([str(word) for word in plot], check=True)
-    write_report(results.lines, page, PLOT_NAME)
+    write_report(lines, page, PLOT_NAME)
     write_section(Results(RESULTS).lines, page)
 
 

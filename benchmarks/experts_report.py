@@ -10,7 +10,7 @@ from pathlib import Path
 import llmbackend
 
 from .environments import LLAMA_CPP_PYTHON, VLLM_VERSION
-from .report import Line, last_day, machine, num_rounds, ratios, tables
+from .report import Line, last_day, measured_on, num_rounds, ratios, tables
 
 NOTES_PATH = Path(__file__).with_name("notes_experts.md")
 
@@ -26,6 +26,7 @@ def _head(lines: list[Line]) -> str:
 
 The shape of a Qwen3-MoE with 64 experts in each of 18 decoder layers, 8 of them for each token: 2.9 B parameters, of
 which a token uses 0.45 B; random weights. Engines alternate within one run: `make bench ARGS=--experts`. Medians of
-{num_rounds(lines)} rounds, {last_day(lines)}; greedy, end of sequence ignored, all requests at once. {machine()}.
+{num_rounds(lines)} rounds, {last_day(lines)}; greedy, end of sequence ignored, all requests at once.
+{measured_on(lines)}.
 {versions}.
 """

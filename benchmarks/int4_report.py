@@ -22,7 +22,7 @@ from .report import (
     bandwidth_share,
     best_by_engine,
     last_day,
-    machine,
+    measured_on,
     medians,
     models_of,
     num_rounds,
@@ -56,8 +56,8 @@ def _head(lines: list[Line]) -> str:
 
 llmbackend, llama.cpp and OpenVINO on one machine, with the same files and requests, alternating within one run: `make
 bench ARGS=--int4` ([method](#method)). Medians of up to {rounds} rounds, {day}; greedy, end of sequence ignored.
-Machine: {machine()}. llmbackend {llmbackend.__version__}, {LLAMA_CPP_PYTHON} (its llama.cpp compiled for this machine),
-{OPENVINO}.
+Machine: {measured_on(lines)}. llmbackend {llmbackend.__version__}, {LLAMA_CPP_PYTHON} (its llama.cpp compiled
+for this machine), {OPENVINO}.
 """
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import llmbackend
 
-from .report import Line, last_day, machine, num_rounds
+from .report import Line, last_day, measured_on, num_rounds
 
 WITHOUT = "without"
 NOTES_PATH = Path(__file__).with_name("notes_lora.md")
@@ -28,7 +28,7 @@ def _head(lines: list[Line]) -> str:
 `make bench ARGS=--lora`: the engine alone, random weights in the shape of {shape}, adapters of rank {rank} for all
 seven linear layers of each decoder layer. Rows decode with eight adapters, with one, and without, alternating in one
 engine; a ratio is of neighbouring measurements, the median of {rounds} rounds. llmbackend {llmbackend.__version__},
-{machine()}, {last_day(lines)}.
+{measured_on(lines)}, {last_day(lines)}.
 """
 
 

@@ -1,16 +1,17 @@
 """Writes docs/benchmarks.md from measurements: medians over rounds, fastest forms, ratios to the fastest peer.
 
 Used by `python -m benchmarks`; independent of how anything was measured. Invariants: every figure is a median of the
-rounds of one run; failures are listed, not omitted; the page depends on the results file alone.
+rounds on one machine; failures are listed, not omitted; the page depends on the results file alone.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,15 +158,13 @@ def last_day(lines: Iterable[Line]) -> str:
 
 
 def _head(lines: list[Line]) -> str:
-    rounds = num_rounds(lines)
-    count = f"{rounds} rounds" if rounds > 1 else "one round"
     return f"""# Benchmarks
 
 ## Engines
 
 The engine and its peers on one machine, with the same checkpoints and requests, alternating within one run:
-`make bench` ([method](#method)). Medians of {count}; greedy, end of sequence ignored, all requests at once.
-Machine: {machine()}.
+`make bench` ([method](#method)). Medians of the rounds in the last column; greedy, end of sequence ignored, all
+requests at once. Machine: {measured_on(lines)}, {last_day(lines)}.
 
 Each engine is shown in its fastest form for the workload: the bfloat16 checkpoint computed in bfloat16 or float32,
 whichever is faster here, or 8-bit weights.
@@ -173,15 +172,33 @@ whichever is faster here, or 8-bit weights.
 
 
 def machine() -> str:
+    """This one."""
     return f"{_processor()}, {os.cpu_count()} cores"
 
 
+def of_newest_machine(lines: Sequence[Line]) -> list[Line]:
+    """The lines of the machine that was measured last: figures of several machines have no common median."""
+    newest = measured_on(lines)
+    return [line for line in lines if line.get("machine", newest) == newest]
+
+
+def measured_on(lines: Sequence[Line]) -> str:
+    """The machine of the last line."""
+    return str(lines[-1].get("machine", machine())) if lines else machine()
+
+
 def _processor() -> str:
+    """Its family and model too: virtual machines often name the vendor alone."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return platform.processor()
     text = cpuinfo.read_text()
-    flags = set(text.partition("flags")[2].partition("\n")[0].split())
+
+    def of(key: str) -> str:
+        found = re.search(rf"^{key}\s*:(.*)$", text, re.MULTILINE)
+        return found[1].strip() if found else ""
+
+    flags = set(of("flags").split())
     sets = {
         "avx2": "AVX2",
         "avx512f": "AVX-512",
@@ -189,8 +206,8 @@ def _processor() -> str:
         "avx512_bf16": "AVX-512 BF16",
         "amx_tile": "AMX",
     }
-    name = text.partition("model name")[2].partition(":")[2].partition("\n")[0].strip()
-    return f"{name} ({', '.join(title for flag, title in sets.items() if flag in flags)})"
+    found = ", ".join(title for flag, title in sets.items() if flag in flags)
+    return f"{of('model name')} (family {of('cpu family')}, model {of('model')}; {found})"
 
 
 def ratios(lines: list[Line]) -> str:

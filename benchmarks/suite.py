@@ -24,7 +24,7 @@ from .checkpoints import CONTEXT_TOKENS as CONTEXT_OF_MODEL
 from .entries import ENTRIES, Entry
 from .environments import Environments
 from .models import Models, bytes_per_token, model_bytes
-from .report import BANDWIDTH
+from .report import BANDWIDTH, machine
 from .workloads import CONTEXT_TOKENS, LONG
 
 LOAD_TIMEOUT_S = 600.0
@@ -32,7 +32,8 @@ VLLM_KV_CACHE_GIB = "2"
 
 
 class Results:
-    """A file of JSON lines: measurements and failures. Failures of an earlier run are tried again."""
+    """A file of JSON lines: measurements and failures on this machine and others. Failures of an earlier run are tried
+    again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,6 +44,7 @@ class Results:
             self.lines = [json.loads(line) for line in path.read_text().splitlines()]
 
     def add(self, line: dict[str, Any]) -> None:
+        line = {"machine": machine(), **line}
         self.lines.append(line)
         if "error" in line:
             self._new_failures.append(line)
@@ -50,7 +52,8 @@ class Results:
             file.write(json.dumps(line) + "\n")
 
     def has(self, **wanted: Any) -> bool:
-        """Whether this was measured."""
+        """Whether this was measured on this machine."""
+        wanted = {"machine": machine(), **wanted}
         return any("error" not in line and wanted.items() <= line.items() for line in self.lines)
 
     def failed(self, **wanted: Any) -> bool:

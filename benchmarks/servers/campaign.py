@@ -24,7 +24,6 @@ from tests.helpers.ports import free_port
 
 from ..environments import Environments
 from ..models import Models
-from ..report import machine
 from ..suite import Results, environ_of
 from .contenders import CONTENDERS, MODELS, Contender, Kind, ServedModel
 from .loads import MAIN_LOADS, OTHER_LOADS, Load, measure
@@ -59,7 +58,7 @@ class Campaign:
         self, contender: Contender, model: ServedModel, kind: Kind, loads: Sequence[Load], round_number: int
     ) -> None:
         """What is missing of these loads, with one start of the server."""
-        place = {"machine": machine(), "model": model.name, "weights": kind, "server": contender.name}
+        place = {"model": model.name, "weights": kind, "server": contender.name}
         key = place | {"round": round_number}
         missing = [load for load in loads if load.name in self.loads and not self.results.has(**key, load=load.name)]
         missing = [load for load in missing if not self.results.failed(**place, load=load.name)]

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import suite
 from benchmarks.environments import Environments
 from benchmarks.models import Models
-from benchmarks.servers import campaign
 from benchmarks.servers.campaign import Campaign, Server
 from benchmarks.servers.contenders import CHAT_TEMPLATE, CONTENDERS, KINDS, MODELS
 from benchmarks.servers.loads import (
@@ -182,7 +182,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Campaign, "_server", start)
     monkeypatch.setattr(Campaign, "_under", under)
     monkeypatch.setattr(Models, "path", lambda _models, name: Path(name))
-    monkeypatch.setattr(campaign, "machine", lambda: LINE["machine"])
+    monkeypatch.setattr(suite, "machine", lambda: LINE["machine"])
     return done
 
 
