@@ -18,6 +18,7 @@ from llmbackend.cluster import ray_node
 from llmbackend.cluster.ray_node import RAY_ADDRESS, NodeRecord, RayNode, check_head, ray_environment
 from llmbackend.cluster.secrets_folder import SecretsFolder
 from llmbackend.cluster.settings import ClusterError, ClusterSettings
+from tests.helpers.waiting import eventually
 
 
 @pytest.fixture
@@ -66,6 +67,8 @@ def test_a_node_that_does_not_start_again_is_still_this_servers(
     assert node.pid and not node.is_running()
     # Another server with the same run folder starts one.
     with subprocess.Popen([sys.executable, "-c", "input()", ray_node._PROGRAM], stdin=subprocess.PIPE) as other:
+        # Popen returns when the new program has the process, a moment before /proc has its command line.
+        eventually(Path(f"/proc/{other.pid}/cmdline").read_bytes)
         record = NodeRecord(other.pid, "127.0.0.1:6379")
         (tmp_path / "run" / "node.json").write_bytes(msgspec.json.encode(record))
         node.ensure()
