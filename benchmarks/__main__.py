@@ -182,7 +182,7 @@ def _measure_adapters(results: Results, rounds: int) -> None:
     suite = LoraSuite(rounds=rounds)
     for kind in (kind for kind in LORA_KINDS if not results.has(weights=kind)):
         suite.run([kind], results.add)
-    if not any("pause_p50_ms" in line for line in results.lines):
+    if not any("pause_p50_ms" in line for line in results.here):
         suite.run_reads(["int8"], results.add)
 
 

@@ -12,6 +12,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,7 @@ whichever is faster here, or 8-bit weights.
 """
 
 
+@cache
 def machine() -> str:
     """This one."""
     return f"{_processor()}, {os.cpu_count()} cores"
@@ -190,14 +192,14 @@ def measured_on(lines: Sequence[Line]) -> str:
 def _processor() -> str:
     """Its family and model too: virtual machines often name the vendor alone."""
     cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return platform.processor()
-    text = cpuinfo.read_text()
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
 
     def of(key: str) -> str:
         found = re.search(rf"^{key}\s*:(.*)$", text, re.MULTILINE)
         return found[1].strip() if found else ""
 
+    if not (name := of("model name")):
+        return platform.processor()
     flags = set(of("flags").split())
     sets = {
         "avx2": "AVX2",
@@ -207,7 +209,7 @@ def _processor() -> str:
         "amx_tile": "AMX",
     }
     found = ", ".join(title for flag, title in sets.items() if flag in flags)
-    return f"{of('model name')} (family {of('cpu family')}, model {of('model')}; {found})"
+    return f"{name} (family {of('cpu family')}, model {of('model')}; {found})"
 
 
 def ratios(lines: list[Line]) -> str:

@@ -53,8 +53,12 @@ class Results:
 
     def has(self, **wanted: Any) -> bool:
         """Whether this was measured on this machine."""
-        wanted = {"machine": machine(), **wanted}
-        return any("error" not in line and wanted.items() <= line.items() for line in self.lines)
+        return any("error" not in line and wanted.items() <= line.items() for line in self.here)
+
+    @property
+    def here(self) -> list[dict[str, Any]]:
+        """The lines of this machine."""
+        return [line for line in self.lines if line.get("machine") == machine()]
 
     def failed(self, **wanted: Any) -> bool:
         """Whether this has failed since the file was opened."""

@@ -111,7 +111,7 @@ async def create_grpc_server(
     if isinstance(server, InferenceServer):
         servicer = InferenceServicer(server, gate, timeout_s, protocol, context.log, context.streams)
     else:
-        servicer = InferenceRpcs(server, gate, timeout_s, protocol, None)
+        servicer = InferenceRpcs(gate, timeout_s, protocol, None)
     services = TolerantServices(grpc_server, _LARGE_MESSAGES)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, services)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(gate), services)

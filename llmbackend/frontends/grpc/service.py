@@ -17,7 +17,6 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.core.errors import invalid_argument, unavailable, unsupported
-from llmbackend.core.host_protocol import Host
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import TensorMetadata
 from llmbackend.core.server_log import ServerLog
@@ -42,8 +41,8 @@ from .stream import StreamSession
 
 
 class DescriptionRpcs(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    def __init__(self, server: Host, gate: InferenceGate) -> None:
-        self._server = server
+    def __init__(self, gate: InferenceGate) -> None:
+        self._server = gate.server
         self._gate = gate
 
     @rpc
@@ -98,14 +97,13 @@ _COMPRESSION: Final = {
 class InferenceRpcs(DescriptionRpcs):
     def __init__(
         self,
-        server: Host,
         gate: InferenceGate,
         write_timeout_s: float,
         protocol: ProtocolOptions,
         streams: ResumableStreams | None,
     ) -> None:
         """streams: those of resumable requests; None if another process has them"""
-        super().__init__(server, gate)
+        super().__init__(gate)
         self._streams = streams
         self._write_timeout_s = write_timeout_s
         self._forward = protocol.grpc_forward
@@ -163,7 +161,7 @@ class InferenceServicer(InferenceRpcs):
         log: ServerLog,
         streams: ResumableStreams,
     ) -> None:
-        super().__init__(server, gate, write_timeout_s, protocol, streams)
+        super().__init__(gate, write_timeout_s, protocol, streams)
         self._server: InferenceServer = server
         self._log = log
 
