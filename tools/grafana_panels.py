@@ -224,6 +224,7 @@ ROWS = (
                 "percentunit",
                 "Share of blocks in use by requests.",
                 [(MODEL, f"max by (model) (vllm:kv_cache_usage_perc{OF_MODEL})")],
+                6,
                 maximum=1,
             ),
             Panel(
@@ -231,13 +232,25 @@ ROWS = (
                 "none",
                 "Of all engines of the model.",
                 [("{{model}} used", blocks("used")), ("{{model}} of", blocks("max"))],
+                6,
             ),
             Panel(
                 "Prefix cache hits",
                 "percentunit",
                 "Share of prompt tokens found in the prefix cache.",
                 [(MODEL, f"{rate('vllm:prefix_cache_hits_total')} / {rate('vllm:prefix_cache_queries_total')}")],
+                6,
                 maximum=1,
+            ),
+            Panel(
+                "Blocks copied to host memory and back",
+                "ops",
+                "0 without kv_offloading_size.",
+                [
+                    (f"{{{{model}}}} {way}", rate(f"llmbackend:kv_blocks_{way}_total"))
+                    for way in ("offloaded", "reloaded")
+                ],
+                6,
             ),
         ),
     ),

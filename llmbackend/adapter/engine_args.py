@@ -20,7 +20,7 @@ import msgspec
 
 from llmbackend.core.backend_api import SERVED_MODEL_NAME, Model, invalid_argument, shown
 from llmbackend.core.gpus import supported_gpus
-from llmbackend.engine.config import GPU_DEFAULTS, EngineConfig
+from llmbackend.engine.config import AUTO_CONTEXT, GPU_DEFAULTS, EngineConfig
 from llmbackend.engine.errors import CheckpointError
 from llmbackend.engine.llm_manager import STALL_TIMEOUT_S
 from llmbackend.engine.model.checkpoint_files import bad_checkpoint, check_directory
@@ -53,6 +53,7 @@ _ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
 _VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"auto": "safetensors"},
+    "max_model_len": {"auto": AUTO_CONTEXT},
 }
 _TRITON_PARAMETERS: dict[str, str] = {
     "ENABLE_VLLM_HEALTH_CHECK": "readiness always follows the engine's health",

@@ -65,6 +65,8 @@ _COUNTED_BY_ENGINES = {
         "Tokens of admitted requests that were looked up in the prefix cache.",
     ),
     "vllm:prefix_cache_hits_total": ("prefix_cache_hits", "Tokens found in the prefix cache."),
+    "llmbackend:kv_blocks_offloaded_total": ("num_offloaded_blocks", "KV blocks copied to host memory."),
+    "llmbackend:kv_blocks_reloaded_total": ("num_reloaded_blocks", "KV blocks copied back from host memory."),
     "vllm:spec_decode_num_drafts_total": ("num_drafts", "Steps of a request with draft tokens."),
     "vllm:spec_decode_num_draft_tokens_total": ("num_draft_tokens", "Draft tokens."),
     "vllm:spec_decode_num_accepted_tokens_total": ("num_accepted_tokens", "Accepted draft tokens."),

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -165,6 +165,12 @@ class ModelState:
         self.metrics.set_max_tokens(limits.max_tokens)
         engine.manager.prepare_grammars()
         logger.info("%s: %s", instance_name, engine.info.summary)
+        if (held := engine.info.max_request_tokens) < engine.info.max_model_len:
+            logger.warning(
+                "%s: requests have at most %d tokens, of the model's %d: more do not fit the KV memory "
+                "(kv_cache_memory_bytes)",
+                *(instance_name, held, engine.info.max_model_len),
+            )
 
     def _prepare(self) -> None:
         """Loads what requests need while the engine loads. Raises TritonError."""
@@ -271,7 +277,7 @@ class ModelState:
             max_tokens=min(info.max_request_tokens for info in infos),
             vocab_size=vocab_size,
             max_prompt_tokens=self.arguments.max_prompt_tokens,
-            max_output_tokens=self.arguments.max_output_tokens,
+            max_output_tokens=_max_output_tokens(self.arguments, self._sampling_defaults),
             kv_block_size=max(info.block_size for info in infos),
             eos_token_ids=infos[0].eos_token_ids,
             structured_outputs=engine.structured_outputs_config,
@@ -458,6 +464,16 @@ class ModelState:
 def _template_options(config: EngineConfig) -> dict[str, Any]:
     as_parts = {CONTENT_AS_PARTS: True} if config.chat_template_content_format == "openai" else {}
     return {**config.default_chat_template_kwargs, **as_parts}
+
+
+def _max_output_tokens(arguments: ModelArguments, defaults: Mapping[str, Any]) -> int:
+    """0 = no limit. As in vLLM, max_new_tokens limits all requests if the operator gave it, and is only a default if
+    it comes from the model's file."""
+    engine, limits = arguments.engine, [arguments.max_output_tokens]
+    is_given = (engine.override_generation_config or {}).get("max_new_tokens") is not None
+    if is_given or engine.generation_config not in (AUTO, VLLM_DEFAULTS):
+        limits.append(defaults.get("max_tokens", 0))
+    return min(filter(None, limits), default=0)
 
 
 def _sampling_defaults(model_name: str, schema: Schema, config: EngineConfig) -> dict[str, Any]:

@@ -230,7 +230,7 @@ def _rows(finding: Finding) -> Iterator[tuple[str, str]]:
     yield "kernels", engine["kernels"]
     yield "weights", _weights(engine)
     yield "KV memory", _kv_memory(engine)
-    yield "context", f"{engine['max_model_len']:,} tokens" if engine["max_model_len"] else ""
+    yield "context", _context(engine)
     yield "this machine", _free_memory(engine)
     yield "packed weights", engine["weight_cache"]
     yield "tokenizer", finding.forecast.get("tokenizer", "none: requests bring token ids")
@@ -281,6 +281,13 @@ def _kv_memory(engine: Mapping[str, Any]) -> str:
         text += f"; {_size(engine['kv_bytes'])} for {engine['kv_bytes'] // engine['kv_bytes_per_token']:,} tokens"
     requests = engine["full_length_requests"]
     return f"{text}: {requests} requests of full length at once, {engine['max_num_seqs']} at most"
+
+
+def _context(engine: Mapping[str, Any]) -> str:
+    whole, held = engine["max_model_len"], engine["max_request_tokens"]
+    if held is None or held == whole:
+        return f"{whole:,} tokens" if whole else ""
+    return f"{held:,} tokens, of the model's {whole:,}: more do not fit the KV memory"
 
 
 def _free_memory(engine: Mapping[str, Any]) -> str:

@@ -17,6 +17,8 @@ from llmbackend.links.addresses import is_loopback
 
 DEFAULT_ENDPOINT: Final = "tcp://127.0.0.1:5557"
 MAX_PORT: Final = 65535
+AUTO_CONTEXT: Final = -1
+"""A max_model_len, vLLM's `auto`: the model's limit, or less if the KV memory holds less."""
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,7 +209,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trust_request_chat_template   whether a request may bring its own template (host)
     max_logprobs                  maximum top logprobs per position in a request; -1 = no limit (host)
     dtype                         of weights and activations; "auto" = the checkpoint's
-    max_model_len                 limit of a request in tokens, prompt and output; None = the model's limit
+    max_model_len                 limit of a request in tokens, prompt and output; None = the model's limit;
+                                  AUTO_CONTEXT = the model's limit, or less if the KV memory holds less
     trust_remote_code             whether code from the checkpoint may run
     load_format                   "safetensors", or "dummy" = random weights
     weight_cache_dir              folder of packed weights, read by later starts on CPU; "" = the environment
@@ -241,7 +244,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     KV memory:
     block_size                    tokens per KV block
     num_kv_blocks                 blocks, each of one layer group; None = as many as fit kv_cache_memory_bytes
-    kv_cache_memory_bytes         None = 1 GiB on CPU; on a GPU what weights, the largest step and graphs leave
+    kv_cache_memory_bytes         None = on a CPU 1 GiB, more if one request of a given max_model_len needs it;
+                                  on a GPU what weights, the largest step and graphs leave
     kv_cache_dtype                "fp8" = 8-bit keys and values, on a GPU; "auto" = dtype
     gpu_memory_utilization        fraction of the GPU's memory to use, above 0 and up to 1
     kv_offloading_size            GiB of host memory for KV blocks evicted from a GPU; None = none
@@ -364,7 +368,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("engine argument 'quantization' is 'int4', expected 'int8', 'fp8' or null on a GPU")
         if self.enable_lora and self.quantization is not None and self.device.startswith("cuda"):
             raise ValueError(f"engine argument 'quantization' is '{self.quantization}', expected null with enable_lora")
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "max_cpu_loras"):
+        if self.given_max_model_len is not None:
+            self._at_least("max_model_len", self.given_max_model_len, 1)
+        for name in ("num_kv_blocks", "kv_cache_memory_bytes", "max_cpu_loras"):
             if (value := getattr(self, name)) is not None:
                 self._at_least(name, value, 1)
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -380,6 +386,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         for size in self.cudagraph_capture_sizes or ():
             self._at_least("cudagraph_capture_sizes", size, 1)
+
+    @property
+    def given_max_model_len(self) -> int | None:
+        """None = the model's limit applies."""
+        return None if self.max_model_len == AUTO_CONTEXT else self.max_model_len
 
     @property
     def eight_bits(self) -> Literal["int8", "fp8"] | None:

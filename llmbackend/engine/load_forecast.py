@@ -31,6 +31,7 @@ class LoadForecast(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks     blocks in the whole KV memory; None = unknown until loaded, as on an accelerator
     kv_bytes          the whole KV memory, whose pages are committed when first used; None as for num_kv_blocks
     full_length_requests  how many requests of max_model_len tokens fit at once; None as for num_kv_blocks
+    max_request_tokens    the longest request that fits, at most max_model_len; None as for num_kv_blocks
     kernels           the CPU kernels that this machine would choose, and what was measured
     weight_cache      where the packed weights are, or why they would be packed again
     """
@@ -54,6 +55,7 @@ class LoadForecast(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int | None = None
     kv_bytes: int | None = None
     full_length_requests: int | None = None
+    max_request_tokens: int | None = None
     max_num_seqs: int = 0
     kernels: str = ""
     weight_cache: str = ""
@@ -106,6 +108,7 @@ def _kv_memory(config: EngineConfig, model: UnloadedModel) -> dict[str, Any]:
         "num_kv_blocks": num_blocks,
         "kv_bytes": num_blocks * config.block_size * bytes_of_block,
         "full_length_requests": min(num_blocks // at_once, _num_states(config, model.state_bytes, num_blocks)),
+        "max_request_tokens": min(max_model_len, groups.max_request_tokens(config.block_size, num_blocks)),
     }
 
 

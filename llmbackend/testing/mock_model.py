@@ -41,7 +41,7 @@ class MockRunner:
             raise ValueError(
                 f"engine argument 'mock_vocab_size' is {config.mock_vocab_size}, expected at least {MIN_VOCAB_SIZE}"
             )
-        max_model_len = config.max_model_len or DEFAULT_MAX_MODEL_LEN
+        max_model_len = config.given_max_model_len or DEFAULT_MAX_MODEL_LEN
         num_blocks = config.num_kv_blocks or config.max_num_seqs * -(-max_model_len // config.block_size)
         self.info = ModelInfo(
             model_type="mock",

@@ -36,3 +36,12 @@ def test_blocks_are_there_from_the_start_move_with_requests_and_go_with_the_mode
 def test_two_engines_share_one_sum(tmp_path: Path) -> None:
     with llm_host(tmp_path, "instance_group [ { kind: KIND_CPU, count: 2 } ]") as host:
         assert (blocks(host, "max"), blocks(host, "tokens_per")) == (2 * BLOCKS, TOKENS)
+
+
+def test_copies_to_host_memory_and_back_are_counted(tmp_path: Path) -> None:
+    with llm_host(tmp_path, num_kv_blocks=12, num_host_kv_blocks=64) as host:
+        for _ in range(2):
+            for letter in "abcd":
+                host.infer(text_input=letter * 40, sampling={"max_tokens": 2, "ignore_eos": True})
+        copies = [host.metric(f"llmbackend:kv_blocks_{way}_total") for way in ("offloaded", "reloaded")]
+        assert all(copies), copies

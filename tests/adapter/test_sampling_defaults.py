@@ -107,6 +107,20 @@ def test_a_served_model_has_its_defaults_and_relative_folders_are_the_versions(t
         assert num_tokens(host, sampling=GREEDY) == 16
 
 
+def test_the_operators_max_new_tokens_limits_requests_and_the_models_own_does_not(tmp_path: Path) -> None:
+    long = {"max_tokens": 30, "ignore_eos": True}
+    own = str(folder(tmp_path / "own", max_new_tokens=6))
+    override = {"max_new_tokens": 5}
+    for name, arguments, count in (
+        ("a", {"override_generation_config": override}, 5),
+        ("b", {"generation_config": own}, 6),
+        ("c", {"generation_config": own, "override_generation_config": override}, 5),
+        ("d", {"override_generation_config": {"temperature": 0}}, 30),
+    ):
+        with llm_host(tmp_path / name, **arguments) as host:
+            assert num_tokens(host, sampling=long) == count
+
+
 def test_the_backend_name_vllm_has_vllm_backends_defaults(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """vllm_backend makes SamplingParams of what a request says, and never asks the model for defaults."""
     own = str(folder(tmp_path / "own", max_new_tokens=6, temperature=0.0))

@@ -171,17 +171,21 @@ def check_kv_dtype(config: EngineConfig) -> None:
 
 
 def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int, groups: KVGroups = KVGroups()) -> int:
-    """bytes_per_token: of the layers of one block. Raises ValueError if not even one block fits."""
+    """How many KV blocks the engine has; at least one request of a given max_model_len fits. bytes_per_token: of the
+    layers of one block. Raises ValueError if it does not fit the given memory, or if no block does."""
     check_kv_dtype(config)
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     block_bytes = config.block_size * bytes_per_token
-    memory_bytes = config.kv_cache_memory_bytes or DEFAULT_KV_BYTES
-    num_blocks = memory_bytes // block_bytes if block_bytes else _MAX_EMPTY_BLOCKS
-    if num_blocks < 1:
+    needed = 1
+    if config.given_max_model_len is not None:
+        needed = groups.max_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
+    memory_bytes = config.kv_cache_memory_bytes or max(DEFAULT_KV_BYTES, needed * block_bytes)
+    num_blocks = memory_bytes // block_bytes if block_bytes else max(needed, _MAX_EMPTY_BLOCKS)
+    if num_blocks < needed:
         raise ValueError(
-            f"engine argument 'kv_cache_memory_bytes' is {memory_bytes}, "
-            f"expected at least {block_bytes}, the size of one block of {config.block_size} tokens"
+            f"engine argument 'kv_cache_memory_bytes' is {memory_bytes}, expected at least {needed * block_bytes}: "
+            f"{f'1 block of {config.block_size}' if needed == 1 else f'one request of {max_model_len}'} tokens"
         )
     # No more than all rows use at full length.
     return min(num_blocks, config.max_num_seqs * groups.count * -(-max_model_len // config.block_size))

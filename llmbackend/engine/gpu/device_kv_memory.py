@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..attention.interface import LayerShape
-from ..config import EngineConfig
+from ..config import AUTO_CONTEXT, EngineConfig
 from ..kv_groups import KVGroups
 from ..step import KVCopies
 from .device import Device, Mark, Memory
@@ -200,7 +200,8 @@ def num_kv_blocks(
     groups: KVGroups = KVGroups(),
 ) -> int:
     """How many KV blocks fit. memory: the device's, after the largest step has run. groups: of layers; each block
-    belongs to one of them. Raises ValueError when a sequence of max_model_len tokens does not fit."""
+    belongs to one of them. Raises ValueError when a sequence of max_model_len tokens does not fit, or for AUTO_CONTEXT
+    when nothing does."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     if config.num_host_blocks(bytes_per_block):
@@ -208,7 +209,7 @@ def num_kv_blocks(
     available = _available_bytes(config, memory, graph_bytes)
     num_blocks = min(max(available, 0) // bytes_per_block, _MAX_SLOTS // config.block_size)
     needed = groups.max_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
-    if num_blocks >= needed:
+    if num_blocks >= (1 if config.max_model_len == AUTO_CONTEXT else needed):
         return num_blocks
     source = "gpu_memory_utilization" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
     raise ValueError(

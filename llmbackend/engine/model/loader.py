@@ -137,7 +137,7 @@ def open_checkpoint(config: EngineConfig, dense: bool | None = None) -> OpenedCh
     if (reason := why_modules(config)) and is_recurrent(hf_config):
         raise needs_program(hf_config, reason)
     int4 = _check_quantization(config, hf_config, dense)
-    max_len = checked_length(hf_config, config.max_model_len)
+    max_len = checked_length(hf_config, config.given_max_model_len)
     is_gguf = tensors is not None and are_gguf(files_of(config))
     return OpenedCheckpoint(hf_config, tensors, max_len, device, dense, int4, is_gguf)
 
