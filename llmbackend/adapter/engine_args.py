@@ -31,6 +31,8 @@ from .foreign_engine_args import (
     NO_EFFECT,
     ONLY_VALUE,
     ONLY_VALUE_BECAUSE,
+    STORED_QUANTIZATION,
+    STORED_QUANTIZATION_BECAUSE,
     translate_tensorrtllm,
     with_present_names,
 )
@@ -369,6 +371,9 @@ def _convert(values: Mapping[str, Any], source: str, directory: Path) -> dict[st
         logger.warning("%s: no effect here: %s", source, reasons)
     for name, value in values.items():
         if name in NO_EFFECT:
+            continue
+        if name == "quantization" and isinstance(value, str) and value in STORED_QUANTIZATION:
+            logger.warning("%s: no effect here: quantization '%s' (%s)", source, value, STORED_QUANTIZATION_BECAUSE)
             continue
         if name in ONLY_VALUE:
             _check_only_value(name, value, source)

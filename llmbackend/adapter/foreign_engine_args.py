@@ -28,6 +28,9 @@ def _by_name(groups: Mapping[str, str]) -> dict[str, str]:
     return {name: reason for reason, names in groups.items() for name in _names(names)}
 
 
+STORED_QUANTIZATION = _names("awq awq_marlin compressed-tensors gguf gptq gptq_marlin mxfp4")
+"""vLLM's names of the formats of quantized checkpoints, as values of `quantization`."""
+STORED_QUANTIZATION_BECAUSE = "the format of quantized weights is that of the checkpoint"
 NO_EFFECT: Mapping[str, str] = _by_name(
     {
         "each engine manages its own memory": """
@@ -98,7 +101,7 @@ NO_EFFECT: Mapping[str, str] = _by_name(
         "hub files are stored under HF_HOME": "download_dir hf_token",
         "stream events are controlled by --stream-interval and by requests": "stream_interval",
         "the server's own flags limit queue and shutdown": "max_num_queued_reqs shutdown_timeout",
-        "environment variables are read under their own names": "fail_on_environ_validation",
+        "a warning names vLLM's environment variables without effect": "fail_on_environ_validation",
     }
 )
 """Accepted arguments, each with the reason why clients cannot notice that it has no effect."""

@@ -3,6 +3,7 @@ model is read."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from llmbackend.server.ports import Endpoint, check_port_collision
 from ..server.settings import ServerSettings, SingleModel
 from .cluster import ClusterFlags
 from .command_line import PlainHelpCommand, takes_flag_groups, warn
+from .flags import vllm_environment
 from .flags.clients import AccessFlags, LimitFlags, StoreFlags
 from .flags.endpoints import CorsFlags, GrpcFlags, HttpFlags, MetricsFlags, PageFlags, ProtocolFlags, SharedMemoryFlags
 from .flags.engine import EngineFlags
@@ -72,7 +74,7 @@ def serve(
     access_settings = access.settings()  # removes keys from the environment before child processes inherit it
     from ..server.serve import run_server
 
-    for text in (*models.warnings(), *engine.warnings(), *inert.warnings()):
+    for text in (*models.warnings(), *engine.warnings(), *inert.warnings(), *vllm_environment.warnings(os.environ)):
         warn(text)
     endpoints = vllm.endpoints(http, grpc, metrics, bool(models.model_tag), partial(_is_given, context))
     _check_endpoints(endpoints)
@@ -82,7 +84,7 @@ def serve(
     allow_client_shm = shared_memory.allowed(endpoints["HTTP"], endpoints["GRPC"])
     options = server_options(models, single, server, metrics_config.options(), allow_client_shm)
     settings = ServerSettings(
-        log=log.settings(),
+        log=replace(log, log_level=log.log_level or vllm_environment.log_level(os.environ)).settings(),
         options=replace(scheduling.applied_to(options), trace=trace.settings()),
         http=endpoints["HTTP"],
         grpc=endpoints["GRPC"],
@@ -118,6 +120,7 @@ def _single_model(models: ModelFlags, engine: EngineFlags, vllm: VllmServerFlags
     """The model of the command line, fetched if it is not on this machine."""
     checkpoint = models.checkpoint
     if checkpoint:
+        engine = engine.with_defaults(vllm_environment.engine_arguments(os.environ))
         checkpoint, engine = vllm.fetched(checkpoint, engine)
     return engine.model(checkpoint, models.names)
 

@@ -155,7 +155,7 @@ def _claimed(host: str, port: int, reuse_port: bool) -> socket.socket:
         if reuse_port:
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if claim.family == socket.AF_INET6:
-            claim.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            claim.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))  # ::, as in vLLM: IPv4 too
         claim.bind((host, port))
     except OSError as error:
         claim.close()

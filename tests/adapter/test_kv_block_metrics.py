@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from llmbackend.adapter.metrics import KV_BLOCK_FAMILY
 from tests.helpers.llm_host import ENGINE, MODEL, LlmHost, llm_host
 from tests.helpers.waiting import eventually
@@ -36,6 +38,11 @@ def test_blocks_are_there_from_the_start_move_with_requests_and_go_with_the_mode
 def test_two_engines_share_one_sum(tmp_path: Path) -> None:
     with llm_host(tmp_path, "instance_group [ { kind: KIND_CPU, count: 2 } ]") as host:
         assert (blocks(host, "max"), blocks(host, "tokens_per")) == (2 * BLOCKS, TOKENS)
+
+
+def test_a_context_beyond_the_kv_memory_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with llm_host(tmp_path, num_kv_blocks=4):
+        assert f"requests have at most {4 * TOKENS} tokens, of the model's 256" in caplog.text
 
 
 def test_copies_to_host_memory_and_back_are_counted(tmp_path: Path) -> None:

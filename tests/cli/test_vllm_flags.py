@@ -172,6 +172,41 @@ def test_logs_and_traces(settings: Settings) -> None:
     assert settings("mock", "--enable-log-requests").access.log_requests
 
 
+def test_vllms_environment_variables_are_defaults_of_flags(
+    settings: Settings, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kubernetes = ("VLLM_SERVICE_HOST", "VLLM_PORT", "VLLM_PORT_8000_TCP_ADDR", "VLLM_CHAT_SERVICE_PORT")
+    for name in ("VLLM_USE_MODELSCOPE", "VLLM_CPU_OMP_THREADS_BIND", *kubernetes):
+        monkeypatch.setenv(name, "0")
+    for name, value in (("CPU_KVCACHE_SPACE", "3"), ("BATCH_INVARIANT", "1"), ("LOGGING_LEVEL", "ERROR")):
+        monkeypatch.setenv(f"VLLM_{name}", value)
+    served = settings("mock")
+    arguments = engine_arguments(served)
+    assert (int(arguments["kv_cache_memory_bytes"]), arguments["batch_invariant"]) == (3 << 30, True)
+    assert (served.log.warning, served.log.error) == (False, True)
+    warning = "environment variables without effect here: VLLM_CPU_OMP_THREADS_BIND, VLLM_USE_MODELSCOPE\n"
+    assert warning in capsys.readouterr().err
+    given = ("--kv-cache-memory-bytes", "1G", "--no-batch-invariant", "--log-level", "info")
+    served = settings("mock", *given)
+    arguments = engine_arguments(served)
+    assert (int(arguments["kv_cache_memory_bytes"]), arguments["batch_invariant"]) == (1 << 30, False)
+    assert served.log.info
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "much")
+    assert "VLLM_CPU_KVCACHE_SPACE is 'much', expected a whole number of GiB" in refusal("mock")
+
+
+def test_the_format_of_a_quantized_checkpoint_may_be_named(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "quantization" not in engine_arguments(settings("mock", "--quantization", "awq"))
+    assert "--quantization awq has no effect here" in capsys.readouterr().err
+
+
+def test_an_automatic_context(settings: Settings) -> None:
+    for text in ("auto", "-1"):
+        assert engine_arguments(settings("mock", "--max-model-len", text))["max_model_len"] in (-1, "-1", "auto")
+
+
 def test_operators_see_flags_but_no_secret(settings: Settings) -> None:
     engine = ("--max-num-seqs", "7", "--max-model-len", "2k", "--request-timeout-s", "1.5", "--dtype", "float32")
     assert settings("mock", "--served-model-name", "a", "b", *engine, "--api-key", "12345678").flags == {

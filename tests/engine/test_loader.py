@@ -12,8 +12,9 @@ import transformers as tf
 from safetensors.torch import save_file
 from torch import nn
 
-from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.config import AUTO_CONTEXT, EngineConfig
 from llmbackend.engine.cpu.linear import PackedLinear, has_native, pack_linears
+from llmbackend.engine.cpu.native_memory import num_kv_blocks
 from llmbackend.engine.model.compatibility import check_model
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model.module_runner import make_model_runner
@@ -145,6 +146,16 @@ def test_kv_memory_is_sized_in_bytes_or_blocks(tmp_path: Path) -> None:
     assert make_model_runner(dummy(tmp_path, num_kv_blocks=3)).info.num_blocks == 3
     with pytest.raises(ValueError, match="'kv_cache_memory_bytes' is 100, expected at least"):
         make_model_runner(dummy(tmp_path, kv_cache_memory_bytes=100))
+
+
+def test_a_request_of_the_given_context_fits_the_kv_memory() -> None:
+    def blocks(**arguments: Any) -> int:
+        return num_kv_blocks(EngineConfig(model="m", block_size=32, **arguments), 1 << 20, 4096)
+
+    assert blocks() == blocks(max_model_len=AUTO_CONTEXT) == 32  # 1 GiB
+    assert blocks(max_model_len=4096) == 128
+    with pytest.raises(ValueError, match="is 1073741824, expected at least 4294967296: one request of 4096 tokens"):
+        blocks(max_model_len=4096, kv_cache_memory_bytes=1 << 30)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -151,6 +151,15 @@ async def test_ports_are_taken_before_they_are_opened() -> None:
     await frontend.stop(1)
 
 
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").read_text(), reason="the machine has no IPv6 address")
+async def test_all_addresses_of_ipv6_include_those_of_ipv4() -> None:
+    frontend = frontend_server(InferenceServer(ServerOptions()), http=Endpoint("::", 0), grpc=NO_PORT, metrics=NO_PORT)
+    await frontend.start()
+    for address in ("::1", "127.0.0.1"):
+        socket.create_connection((address, frontend.http_port or 0)).close()
+    await frontend.stop(1)
+
+
 async def test_endpoints_can_be_left_out() -> None:
     frontend = frontend_server(InferenceServer(ServerOptions()), http=FREE_PORT, grpc=NO_PORT, metrics=NO_PORT)
     await frontend.start()

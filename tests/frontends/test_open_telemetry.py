@@ -24,7 +24,7 @@ from tests.helpers.kserve_runner import Running
 
 pytest.importorskip("opentelemetry.sdk")
 from llmbackend.core.tracing import open_telemetry
-from tests.helpers.otlp_collector import Collector, attributes, collecting, events
+from tests.helpers.otlp_collector import Collector, attributes, collecting, collecting_by_grpc, events
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
@@ -78,6 +78,20 @@ def test_a_request_becomes_three_nested_spans(collector: Collector, tmp_path: Pa
             "test.key": "value",
         }.items()
     )
+
+
+def test_spans_go_to_a_grpc_collector_under_the_name_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
+    with collecting_by_grpc() as (collector, port):
+        options = OpenTelemetryOptions(url=f"grpc://127.0.0.1:{port}", uses_grpc=True)
+        trace = TraceSettings(level=TraceLevel.TIMESTAMPS, rate=1, mode="opentelemetry", open_telemetry=options)
+        running = Running(tmp_path, trace=trace)
+        assert httpx.post(f"http://{running.http}/v2/models/identity/infer", json=INFER).status_code == 200
+        running.stop()
+        assert {span.name for span in collector.spans} == {"InferRequest", "identity", "compute"}
+        assert collector.resources[0]["service.name"] == "chat"
 
 
 def test_a_clients_trace_goes_on_over_http_and_grpc_at_any_rate(collector: Collector, tmp_path: Path) -> None:

@@ -59,6 +59,23 @@ def test_trace_config_of_mode_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
+def test_vllms_endpoint_is_grpc_unless_its_path_or_a_variable_says_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    def uses_grpc(url: str) -> bool:
+        return TraceFlags(otlp_traces_endpoint=url).settings().open_telemetry.uses_grpc
+
+    for url in ("grpc://c:4317", "http://c:4317", "c:4317/"):
+        assert uses_grpc(url)
+    for url in ("http://c:4318/v1/traces", "c:4318/v1/traces"):
+        assert not uses_grpc(url)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    assert uses_grpc("http://c:4318/v1/traces")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    assert not uses_grpc("http://c:4318")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json")
+    with pytest.raises(typer.BadParameter, match="'http/json', expected grpc or http/protobuf"):
+        uses_grpc("http://c:4318")
+
+
 def test_variables_of_opentelemetry_mean_nothing_in_another_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "a while")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4096")

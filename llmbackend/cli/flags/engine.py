@@ -17,7 +17,15 @@ import msgspec
 import typer
 
 from llmbackend.adapter.engine_args import LORA_MODULES, OWN_PARAMETERS
-from llmbackend.adapter.foreign_engine_args import FORMER_NAMES, NO_EFFECT, ONLY_VALUE, ONLY_VALUE_BECAUSE, SWITCHES
+from llmbackend.adapter.foreign_engine_args import (
+    FORMER_NAMES,
+    NO_EFFECT,
+    ONLY_VALUE,
+    ONLY_VALUE_BECAUSE,
+    STORED_QUANTIZATION,
+    STORED_QUANTIZATION_BECAUSE,
+    SWITCHES,
+)
 from llmbackend.core.errors import TritonError
 from llmbackend.engine.config import EngineConfig
 
@@ -49,7 +57,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "override_generation_config": (_MODEL, "Sampling defaults, as JSON; max_new_tokens limits all requests."),
     "trust_remote_code": (_MODEL, "Run code from the checkpoint."),
     "dtype": (_MODEL, "Data type of weights and activations."),
-    "quantization": (_MODEL, "Quantization of the weights to 8 or 4 bits while loading."),
+    "quantization": (_MODEL, "Quantization of plain weights to 8 or 4 bits while loading."),
     "load_format": (_MODEL, "safetensors, or dummy for random weights."),
     "weight_cache_dir": (_MODEL, "Folder of packed weights for faster starts; default: ~/.cache/llmbackend/weights."),
     "weight_cache_size": (_MODEL, "Maximum size of that folder in GiB; 0 = store none. (default: 32)"),
@@ -59,7 +67,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "max_num_batched_tokens": (_MEMORY, "Token budget per step."),
     "step_target_ms": (_MEMORY, "Maximum duration of a step that mixes prefills and decodes, ms; 0 = no limit."),
     "long_prefill_token_threshold": (_MEMORY, "Prompts longer than this leave half of each step to shorter ones."),
-    "kv_cache_memory_bytes": (_MEMORY, "KV cache memory (4G); default on CPU: 1 GiB, more if --max-model-len needs it."),
+    "kv_cache_memory_bytes": (_MEMORY, "KV cache memory (4G); default on CPU: 1 GiB, or more for --max-model-len."),
     "kv_cache_dtype": (_MEMORY, "Data type of the KV cache; 8 bits on a GPU."),
     "gpu_memory_utilization": (_MEMORY, "Fraction of a GPU's memory to use."),
     "num_kv_blocks": (_MEMORY, "KV cache size in blocks instead of bytes."),
@@ -146,11 +154,16 @@ class EngineFlags:
     def with_tokenizer(self, folder: str) -> EngineFlags:
         return EngineFlags(**self._given | {"tokenizer": folder})
 
+    def with_defaults(self, values: Mapping[str, Any]) -> EngineFlags:
+        """values: of flags that were not set."""
+        return EngineFlags(**{**values, **self._given})
+
     def warnings(self) -> tuple[str, ...]:
         """One text for each flag that was set and has no effect here."""
-        return tuple(
-            f"{flag_of(name)} has no effect here: {NO_EFFECT[name]}" for name in self._given if name in NO_EFFECT
-        )
+        found = [f"{flag_of(name)} has no effect here: {NO_EFFECT[name]}" for name in self._given if name in NO_EFFECT]
+        if (stored := self._given.get("quantization")) in STORED_QUANTIZATION:
+            found.append(f"--quantization {stored} has no effect here: {STORED_QUANTIZATION_BECAUSE}")
+        return tuple(found)
 
     def model(self, model: str, names: Sequence[str] = ()) -> SingleModel | None:
         """The checkpoint with these flags; None without `model`. names: the names under which it is served. Raises
@@ -162,6 +175,8 @@ class EngineFlags:
                 raise typer.BadParameter(f"{first} {message}", param_hint=first)
             return None
         given = {name: value for name, value in self._given.items() if name not in NO_EFFECT}
+        if given.get("quantization") in STORED_QUANTIZATION:
+            del given["quantization"]
         if LORA_MODULES in given:
             given[LORA_MODULES] = _lora_modules(given[LORA_MODULES])
         for name in _WHOLE_NUMBERS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Final
 
 import typer
@@ -20,7 +20,9 @@ from llmbackend.core.tracing.trace import UNLIMITED_COUNT, OpenTelemetryOptions,
 from ...core.server_log import LOG_FORMATS, LogSettings
 from ..command_line import bad_option, one_of, switch, warn
 
-_LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
+_OTLP_HTTP: Final = "http/protobuf"
+_OTLP_GRPC: Final = "grpc"
+LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class LogFlags:
         str,
         typer.Option(
             help="debug, info, warning, error or critical; replaces the flags above and below.",
-            autocompletion=one_of(*_LOG_LEVELS),
+            autocompletion=one_of(*LOG_LEVELS),
         ),
     ] = ""
     log_info: Annotated[Any, switch("Log information.")] = True
@@ -46,12 +48,12 @@ class LogFlags:
     def settings(self) -> LogSettings:
         if self.log_format not in LOG_FORMATS:
             raise bad_option("--log-format", "invalid argument for --log-format")
-        if self.log_level and self.log_level.lower() not in _LOG_LEVELS:
-            expected = f"expected one of {', '.join(_LOG_LEVELS)}"
+        if self.log_level and self.log_level.lower() not in LOG_LEVELS:
+            expected = f"expected one of {', '.join(LOG_LEVELS)}"
             raise bad_option("--log-level", f"--log-level is '{self.log_level}', {expected}")
         verbose, info, warning, error = self.log_verbose, self.log_info, self.log_warning, self.log_error
         if self.log_level:
-            least = _LOG_LEVELS.index(self.log_level.lower())
+            least = LOG_LEVELS.index(self.log_level.lower())
             verbose, info, warning, error = int(least == 0), least <= 1, least <= 2, least <= 3
         return LogSettings(
             verbose=verbose, info=info, warning=warning, error=error, format=self.log_format, file=self.log_file
@@ -113,7 +115,11 @@ class TraceFlags:
     trace_count: Annotated[int | None, _deprecated("count=")] = None
     trace_log_frequency: Annotated[int | None, _deprecated("triton,log-frequency=")] = None
     otlp_traces_endpoint: Annotated[
-        str, typer.Option(help="URL to which each request's OpenTelemetry trace is sent; replaces --trace-config.")
+        str,
+        typer.Option(
+            help="Collector to which each request's OpenTelemetry trace is sent: OTLP over HTTP if the URL has a path, "
+            "else over gRPC, unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is set; replaces --trace-config.",
+        ),
     ] = ""
 
     def settings(self) -> TraceSettings:
@@ -154,9 +160,14 @@ class TraceFlags:
 
 
 def _every_request_to(url: str) -> TraceSettings:
-    return TraceSettings(
-        level=TraceLevel.TIMESTAMPS, rate=1, mode="opentelemetry", open_telemetry=_open_telemetry({"url": [url]})
-    )
+    """As in vLLM, OTLP over gRPC unless OpenTelemetry's variables say otherwise; but a URL with a path is of HTTP."""
+    path = url.rpartition("://")[2].partition("/")[2]
+    variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = next(filter(None, map(os.environ.get, variables)), _OTLP_HTTP if path else _OTLP_GRPC)
+    if protocol not in (_OTLP_HTTP, _OTLP_GRPC):
+        raise bad_option("--otlp-traces-endpoint", f"{variables[0]} is '{protocol}', expected grpc or http/protobuf")
+    options = replace(_open_telemetry({"url": [url]}), uses_grpc=protocol == _OTLP_GRPC)
+    return TraceSettings(level=TraceLevel.TIMESTAMPS, rate=1, mode="opentelemetry", open_telemetry=options)
 
 
 Given = dict[str, list[str]]

@@ -1,4 +1,4 @@
-"""Traces as OpenTelemetry spans, sent in batches to a collector by OTLP over HTTP.
+"""Traces as OpenTelemetry spans, sent in batches to a collector by OTLP over HTTP or gRPC.
 
 The SDK is imported only in mode opentelemetry. A slow or absent collector does not delay requests.
 Source: Triton's tracer and its settings of the batch span processor.
@@ -7,6 +7,8 @@ Source: Triton's tracer and its settings of the batch span processor.
 from __future__ import annotations
 
 import json
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -21,7 +23,7 @@ try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError as error:
     raise unsupported(
@@ -56,9 +58,10 @@ class OpenTelemetrySink:
     takes_spans = True
 
     def __init__(self, options: OpenTelemetryOptions) -> None:
-        resource = Resource.create({"service.name": SERVICE_NAME} | dict(options.resource))
+        name = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": SERVICE_NAME}
+        resource = Resource.create(name | dict(options.resource))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False, span_limits=_LIMITS)
-        self._exporter = OTLPSpanExporter(endpoint=_with_scheme(options.url) or None)
+        self._exporter = _exporter(options)
         self._provider.add_span_processor(
             BatchSpanProcessor(
                 self._exporter,
@@ -144,9 +147,18 @@ class OpenTelemetrySink:
         return monotonic_ns + self._wall_clock_offset_ns
 
 
+def _exporter(options: OpenTelemetryOptions) -> SpanExporter:
+    url = _with_scheme(options.url) or None
+    if not options.uses_grpc:
+        return OTLPSpanExporter(endpoint=url)
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcSpanExporter
+
+    return GrpcSpanExporter(endpoint=url)
+
+
 def _with_scheme(url: str) -> str:
-    """Accepts `localhost:4318/v1/traces`, as Triton's exporter does."""
-    return f"http://{url}" if url and "://" not in url else url
+    """Accepts `localhost:4318/v1/traces`, as Triton's exporter does, and vLLM's `grpc://localhost:4317`."""
+    return re.sub("^grpc(s?)://", r"http\1://", f"http://{url}" if url and "://" not in url else url)
 
 
 def _marks(report: RequestTrace, names: Collection[str]) -> list[tuple[int, str]]:

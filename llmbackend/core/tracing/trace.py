@@ -41,12 +41,14 @@ class OpenTelemetryOptions:
     """`--trace-config opentelemetry,…`.
 
     url: where spans are sent; "" = the exporter's default, http://localhost:4318/v1/traces
+    uses_grpc: whether OTLP is sent over gRPC rather than HTTP
     resource: attributes of the spans' resource
     bsp_max_queue_size: spans waiting to be sent; more are dropped
     bsp_max_export_batch_size: spans
     """
 
     url: str = ""
+    uses_grpc: bool = False
     resource: Mapping[str, str] = field(default_factory=dict)
     bsp_max_queue_size: int = 2048
     bsp_schedule_delay_ms: int = 5000

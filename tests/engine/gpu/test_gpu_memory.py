@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.config import AUTO_CONTEXT, EngineConfig
 from llmbackend.engine.gpu import device_kv_memory
 from llmbackend.engine.gpu.device import GraphPool, Memory
 from llmbackend.engine.gpu.device_kv_memory import num_kv_blocks
@@ -25,10 +25,10 @@ GIB = 1 << 30
 BYTES_PER_BLOCK = 1 << 20
 
 
-def blocks(max_model_len: int = 1024, graph_bytes: int = GIB, groups: KVGroups = KVGroups(), **options: Any) -> int:
+def blocks(model_len: int = 1024, graph_bytes: int = GIB, groups: KVGroups = KVGroups(), **options: Any) -> int:
     """On a device of 100 GiB of which 60 are free."""
     config = EngineConfig(model="m", block_size=16, **options)
-    return num_kv_blocks(config, max_model_len, BYTES_PER_BLOCK, Memory(60 * GIB, 100 * GIB), graph_bytes, groups)
+    return num_kv_blocks(config, model_len, BYTES_PER_BLOCK, Memory(60 * GIB, 100 * GIB), graph_bytes, groups)
 
 
 def test_blocks_get_what_is_left() -> None:
@@ -47,6 +47,12 @@ def test_a_device_without_room_for_one_sequence_is_refused() -> None:
         blocks(20000, gpu_memory_utilization=0.4)
     with pytest.raises(ValueError, match="expected at most 16384, or a larger kv_cache_memory_bytes"):
         blocks(20000, kv_cache_memory_bytes=GIB)
+
+
+def test_an_automatic_context_takes_what_there_is() -> None:
+    assert blocks(20000, kv_cache_memory_bytes=GIB, max_model_len=AUTO_CONTEXT) == 1024
+    with pytest.raises(ValueError, match=r"only 0\.00 GiB are available"):
+        blocks(20000, gpu_memory_utilization=0.4, max_model_len=AUTO_CONTEXT)
 
 
 def test_a_sequence_takes_no_more_blocks_than_its_window_and_a_chunk_need() -> None:
