@@ -143,7 +143,8 @@ class _Unreported:
 
 
 class LlmMetrics:
-    """The metrics of one model version, written once per step. `_lock` guards the engines' latest snapshots."""
+    """The metrics of one model version, written once per step. `_lock` guards the engines' latest snapshots and the names of
+    adapters."""
 
     def __init__(self, backend: Backend, model: str, version: int, reports_vllm: bool, client_name: str) -> None:
         """reports_vllm: whether to write metrics with vLLM's names. client_name: the model's name for clients."""
@@ -161,6 +162,7 @@ class LlmMetrics:
         self._vllm_labels = {**self._labels, "model_name": client_name, "engine": "0"}
         self._cache_labels: dict[int, dict[str, str]] = {}
         self._lora_labels: dict[str, str] = {}
+        self._served_adapters: set[str] = set()
         self._users: SeriesUsers = backend.state
         self._users.enter(tuple(self._labels.values()))
         self._lock = threading.Lock()
@@ -193,11 +195,17 @@ class LlmMetrics:
         self._set(_CONTEXT, max_tokens)
 
     def set_adapter(self, name: str, is_served: bool) -> None:
-        """Called when an adapter is loaded or unloaded at run time."""
-        if is_served:
-            self._adapters.set(1, lora_name=name, **self._labels)
-        else:
-            self._adapters.remove(lora_name=name, **self._labels)
+        """Called when an adapter is loaded, also in place of one with its name, or unloaded at run time."""
+        labels = {"lora_name": name, **self._labels}
+        with self._lock:
+            if is_served == (name in self._served_adapters):
+                return
+            self._served_adapters ^= {name}
+            if is_served:
+                self._users.enter(tuple(labels.values()))
+                self._adapters.set(1, **labels)
+            elif self._users.leave(tuple(labels.values())):
+                self._adapters.remove(**labels)
 
     def engine_started(self, engine: int, info: ModelInfo, config: EngineConfig) -> None:
         self._set(_LOAD, info.load_s)

@@ -444,6 +444,8 @@ class ModelState:
         except Exception:
             logger.exception("request %s: its end could not be counted", task.request_id)
         task.fail(error)
+        for request_id in task.sender.take_useless():
+            self._request_stop(request_id, error)
 
     def fail_all(self, error: TritonError) -> None:
         for task in self.tasks.pop_all():

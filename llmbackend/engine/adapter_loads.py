@@ -87,7 +87,7 @@ class AdapterLoads:
         """Adapters whose load must be reported."""
         self._results: list[AdapterResult] = []
         self._failures: dict[str, str] = {}
-        """Why adapters could not be read again."""
+        """Why adapters could not be read again; only until the requests held for them have ended with it."""
         self._unwanted: set[str] = set()
         self._held: dict[str, InferRequest] = {}
         """Requests by id, in order of arrival."""
@@ -117,7 +117,7 @@ class AdapterLoads:
     def holds(self, request: InferRequest) -> bool:
         """Whether the request is held because its adapter is not in memory yet; `take_results` returns it later."""
         name = request.lora_name
-        if name not in self._known:
+        if name not in self._known or name in self._failures:
             return False
         if name in self._in_memory and name not in self._leaving:
             self._in_memory[name] = self._in_memory.pop(name)
@@ -152,6 +152,7 @@ class AdapterLoads:
         for request in [each for each in self._held.values() if each.lora_name not in waiting]:
             del self._held[request.request_id]
             add(request)
+        self._failures.clear()
         self._drop_unused()
         if self._wanted:
             self._begin_reads()
@@ -199,16 +200,16 @@ class AdapterLoads:
             self._give_up(name, str(error) or type(error).__name__)
         else:
             self._in_memory[name] = None
-            self._failures.pop(name, None)
             if name in self._announced:
                 self._announced.discard(name)
                 self._results.append(AdapterResult(name))
 
     def _give_up(self, name: str, error: str) -> None:
-        del self._known[name]
-        if name not in self._announced:
+        if name in self._announced:
+            self._announced.discard(name)
+            del self._known[name]
+        else:
             self._failures[name] = error
-        self._announced.discard(name)
         self._results.append(AdapterResult(name, error))
 
     def _drop_unused(self) -> None:
@@ -221,8 +222,6 @@ class AdapterLoads:
                     future.cancel()
                 self._wanted.pop(name, None)
                 self._give_up(name, "it was unloaded before it was read")
-            else:
-                self._known.pop(name, None)
-            self._failures.pop(name, None)
+            self._known.pop(name, None)
             if self._adapters is not None:
                 self._forget_matrices(name)

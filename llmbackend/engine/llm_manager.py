@@ -295,6 +295,7 @@ class LlmManager:
             self._feed()
             if not self._live and self._supervisor.sleep_if_unused():
                 self._forget_engine()
+                self._call(self._on.stats, EngineStats())  # the next engine's counters start at zero
                 self._call(self._on.state_changed, self._history.slept())
 
     def _forget_engine(self) -> None:

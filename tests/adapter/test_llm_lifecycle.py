@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from llmbackend.adapter.metrics import LlmMetrics, SeriesUsers
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.metrics.metric_family import MetricFamilies
 from llmbackend.core.server_options import ServerOptions
 from tests.helpers.llm_host import ENGINE, MODEL, Call, LlmHost, llm_host, write_model
 from tests.helpers.waiting import eventually
@@ -246,6 +250,20 @@ def test_a_reload_keeps_the_series(tmp_path: Path) -> None:
         assert host.infer(text_input="a", sampling=SHORT).error is None
     assert host.metric("vllm:request_success_total", finished_reason="length") == 2
     assert server.stop(10)
+
+
+def test_an_adapters_series_stays_while_one_of_two_loads_has_it() -> None:
+    """During a reload, the new version begins before the old one ends."""
+    registry = CollectorRegistry()
+    backend: Any = SimpleNamespace(state=SeriesUsers(), metric_family=MetricFamilies(registry).get)
+    old, new = (LlmMetrics(backend, "m", 1, True, "m") for _ in range(2))
+    labels = {"lora_name": "cat", "model": "m", "version": "1"}
+    for metrics in (old, new, new):  # the last one in place
+        metrics.set_adapter("cat", True)
+    old.set_adapter("cat", False)
+    assert registry.get_sample_value("llmbackend:lora_adapters", labels) == 1
+    new.set_adapter("cat", False)
+    assert registry.get_sample_value("llmbackend:lora_adapters", labels) is None
 
 
 def test_a_reload_removes_the_series_of_a_cache_that_is_gone(tmp_path: Path) -> None:

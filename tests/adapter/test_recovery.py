@@ -212,6 +212,14 @@ def test_the_queue_policy_of_the_model_holds_in_the_backends_queue(tmp_path: Pat
         assert running.wait().error is None
 
 
+def test_a_choice_that_expires_in_the_queue_ends_the_others_of_its_answer(tmp_path: Path) -> None:
+    policy = "default_queue_policy { timeout_action: REJECT default_timeout_microseconds: 60000 }"
+    with llm_host(tmp_path, f"dynamic_batching {{ {policy} }}", max_num_seqs=1, mock_step_ms=10.0) as host:
+        call = host.infer(text_input="a", sampling={"n": 2, "max_tokens": 200, "ignore_eos": True, "seed": 1})
+        assert call.error is not None and "Request timeout expired" in call.error.message
+        assert host.metric("vllm:generation_tokens_total") < 100  # type: ignore[operator]
+
+
 def test_a_level_of_its_own_goes_first_and_has_its_own_bound(tmp_path: Path) -> None:
     batching = """dynamic_batching { priority_levels: 2 default_priority_level: 2
       priority_queue_policy { key: 1 value { max_queue_size: 1 } } }"""

@@ -38,6 +38,7 @@ def test_an_unused_engine_ends_and_the_next_request_brings_it_back(model: str) -
         "--model", model, "--served-model-name", "m", "--idle-unload-s", "1", "--device", "cpu"
     ) as server:
         before, process = ask(server, "Once"), instance(server)["pid"]
+        num_prompt_tokens = server.metric("vllm:prompt_tokens_total", "m")
         eventually(lambda: instance(server)["state"] == "asleep", 20)
         assert not Path(f"/proc/{process}").exists()
         assert server.get("/v2/health/ready") == "" and server.get("/v2/models/m/ready") == ""
@@ -49,6 +50,7 @@ def test_an_unused_engine_ends_and_the_next_request_brings_it_back(model: str) -
         assert (now["state"], now["num_restarts"]) == ("ready", 0) and now["pid"] != process
         eventually(lambda: instance(server)["state"] == "asleep", 20)
         assert ask(server, "Once") == before
+        eventually(lambda: server.metric("vllm:prompt_tokens_total", "m") == 10 * num_prompt_tokens)
 
 
 def test_a_server_stops_while_its_engine_is_asleep() -> None:

@@ -72,6 +72,20 @@ def grammars() -> dict[str, str]:
     }
 
 
+def test_a_run_of_drafts_ends_where_the_mask_leaves_no_token() -> None:
+    """The grammar allows only `h` there, which allowed_token_ids does not; without a mask, `h` is the likeliest."""
+    grammar = LLMatcher.grammar_from_regex("(a|A)(b|B)(c|C)(d|D)(e|E)(f|F)(g|G)h")
+    request = constrained(
+        "abcdefgh",
+        grammar,
+        temperature=0.0,
+        logit_bias={**dict.fromkeys(range(97, 104), 50.0), 104: 100.0},
+        allowed_token_ids=tuple(token_id for token_id in range(32, 127) if token_id != 104),
+    )
+    drafted = run(request, speculative_config=SpeculativeConfig(prompt_lookup_max=1)).of
+    assert drafted == run(request).of
+
+
 def mixed(count: int = 8) -> list[InferRequest]:
     """Constrained in all ways, and unconstrained ones between them."""
     kinds = [*grammars().values(), ""]

@@ -320,6 +320,7 @@ def test_an_adapter_that_cannot_be_read_again_ends_its_requests(tmp_path: Path) 
         write_adapter(model, ("q_proj",), path, seed)
     config = config_of(tmp_path / "model", paths, max_cpu_loras=1)
     core = EngineCore(config, make_model_runner(config))
+    sheep_config = (tmp_path / "sheep" / "adapter_config.json").read_text()
     (tmp_path / "sheep" / "adapter_config.json").unlink()
     sampling = SamplingParams(max_tokens=2, temperature=0.0)
     for name in ("doll", "sheep", "", "cow"):
@@ -332,5 +333,12 @@ def test_an_adapter_that_cannot_be_read_again_ends_its_requests(tmp_path: Path) 
     assert errors["sheep"].startswith("LoRA 'sheep' cannot be read from")
     assert errors["cow"].startswith("'lora_name' is 'cow', expected one of: ")
     assert [ends[name].is_bad_input for name in ("sheep", "cow")] == [False, True]
+
+    (tmp_path / "sheep" / "adapter_config.json").write_text(sheep_config)
+    core.add(InferRequest(request_id="again", prompt_token_ids=(1,), sampling=sampling, lora_name="sheep"))
+    num_tokens = 0
+    while core.has_work:
+        num_tokens += sum(len(output.token_ids) for output in core.step().outputs)
+    assert num_tokens == 2
     core.check()
     core.close()

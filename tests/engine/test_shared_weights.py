@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
@@ -108,6 +110,27 @@ def test_engines_share_what_the_first_process_packed(make_supervisor: MakeSuperv
     again = load(second)
     assert any("weights from" in path for path in again.paths) and not has_torch(pid_of(second))
     assert tokens_of(second) == tokens
+
+
+def test_replaced_weights_are_read_while_engines_of_the_old_ones_run(
+    make_supervisor: MakeSupervisor, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(DEMO, tmp_path / "model"))
+    first = make_supervisor(model=str(model))
+    load(first)
+    old = tokens_of(first)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: -weight for name, weight in weights.items()}, model / "model.safetensors")
+    second = make_supervisor(model=str(model))
+    load(second)
+    new = tokens_of(second)
+    assert new != old
+    kill(first)
+    load(first)
+    assert tokens_of(first) == old
+    other = make_supervisor(model=str(model), weight_cache_dir=str(tmp_path / "other"))
+    load(other)
+    assert tokens_of(other) == new
 
 
 def _expect_shared_weights(server_pid: int, engine_pids: tuple[int, ...], size_bytes: int) -> None:

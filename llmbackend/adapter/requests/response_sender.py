@@ -117,6 +117,10 @@ class ResponseSender:
         with self._lock:
             self._send_error(error, self._last_flags(), times, () if piece is None else (piece,))
 
+    def take_useless(self) -> Sequence[str]:
+        """Ids of the tasks whose output is not needed because another one failed. Can be taken once."""
+        return ()
+
     def count_end(self, usage: TaskUsage, reason: str) -> None:
         """Counts a finished task. After the last one, the end of the request is reported to watching clients."""
         with self._lock:
@@ -199,7 +203,7 @@ class CollectedChoices(ResponseSender):
     response, or as one response per choice.
 
     Their order depends only on their cumulative logprobs and indices. If a choice fails, the request fails once all
-    choices have ended.
+    choices have ended; the others are to be stopped (`take_useless`).
     """
 
     def __init__(self, *arguments: Any, joins: bool, of_prompt: frozenset[str]) -> None:
@@ -215,6 +219,14 @@ class CollectedChoices(ResponseSender):
         self._error: TritonError | None = None
         self._failed: tuple[Piece, ...] = ()
         """The error of the first choice that failed, if any."""
+        self._is_useless_taken = False
+
+    def take_useless(self) -> Sequence[str]:
+        with self._lock:
+            if self._error is None or self._is_useless_taken or not self._num_live:
+                return ()
+            self._is_useless_taken = True
+            return [str(self.number), *(f"{self.number}.{index}" for index in range(1, self._num_tasks))]
 
     def end(self, choice: Choice, times: TaskTimes) -> None:
         with self._lock:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
@@ -311,8 +312,8 @@ class _Shared:
 
 
 class ForkServers:
-    """Shares one fork server among the engines of a config, so that what it holds, including weights, exists once. It
-    ends with the supervisor of the last engine. Any thread may use it."""
+    """Shares one fork server among the engines of a config and of the same checkpoint files, so that what it holds,
+    including weights, exists once. It ends with the supervisor of the last engine. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -320,8 +321,8 @@ class ForkServers:
 
     def acquire(self, config: EngineConfig, runners: str) -> EngineForkServer:
         """The fork server of this config; must be released."""
+        key = _key(config, runners)
         with self._lock:
-            key = _key(config, runners)
             shared = self._shared.get(key)
             if shared is None:
                 shared = self._shared[key] = _Shared(EngineForkServer(config, runners))
@@ -330,8 +331,7 @@ class ForkServers:
 
     def release(self, server: EngineForkServer) -> None:
         with self._lock:
-            key = _key(server.config, server.runners)
-            shared = self._shared[key]
+            key, shared = next((key, shared) for key, shared in self._shared.items() if shared.server is server)
             shared.num_users -= 1
             if shared.num_users:
                 return
@@ -340,7 +340,13 @@ class ForkServers:
 
 
 def _key(config: EngineConfig, runners: str) -> bytes:
-    return runners.encode() + msgspec.json.encode(config, order="sorted")
+    """With the state of the checkpoint's files, which may be replaced before a reload. A hub id has none yet."""
+    try:
+        states = [(path.name, path.stat()) for path in sorted(Path(config.model).iterdir())]
+    except OSError:
+        states = []
+    files = [(name, state.st_size, state.st_mtime_ns, state.st_ino) for name, state in states]
+    return msgspec.json.encode((runners, config, files), order="sorted")
 
 
 FORK_SERVERS: Final = ForkServers()

@@ -209,11 +209,12 @@ def num_accepted(plan: StepPlan, sampled: SampledTokens) -> Int32Array:
     if sampled.num_accepted_tokens is None or len(sampled.num_accepted_tokens) != np.count_nonzero(drafts):
         raise RuntimeError(f"the runner does not say which drafts of {np.count_nonzero(drafts)} rows are accepted")
     accepted[drafts > 0] = sampled.num_accepted_tokens
-    ends = np.cumsum(np.where(plan.sample_rows, drafts + 1, 0))
+    starts = np.cumsum(np.where(plan.sample_rows, drafts + 1, 0)) - drafts - 1
     # If the mask leaves no token after accepted drafts, the run ends before that position, and the next step starts
-    # with it.
-    accepted -= (accepted > 0) & (sampled.token_ids[ends - drafts - 1 + accepted] == NO_TOKEN)
-    return accepted
+    # with it. What was sampled there without a mask may equal the next draft.
+    missing = np.append(np.flatnonzero(sampled.token_ids == NO_TOKEN), len(sampled.token_ids))
+    num_before = missing[np.searchsorted(missing, starts)] - starts
+    return np.where(accepted > 0, np.minimum(accepted, num_before - 1), accepted).astype(np.int32)
 
 
 def _completed(
