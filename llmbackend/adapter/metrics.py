@@ -143,8 +143,8 @@ class _Unreported:
 
 
 class LlmMetrics:
-    """The metrics of one model version, written once per step. `_lock` guards the engines' latest snapshots and the names of
-    adapters."""
+    """The metrics of one model version, written once per step. `_lock` guards the engines' latest snapshots and the
+    names of adapters."""
 
     def __init__(self, backend: Backend, model: str, version: int, reports_vllm: bool, client_name: str) -> None:
         """reports_vllm: whether to write metrics with vLLM's names. client_name: the model's name for clients."""

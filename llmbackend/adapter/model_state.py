@@ -41,6 +41,7 @@ from .engine_args import (
     LORA_NAMES,
     SAMPLING_DEFAULTS,
     TEXT_PARAMETERS,
+    ModelArguments,
     check_checkpoint,
     read_model_arguments,
 )

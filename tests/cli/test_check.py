@@ -58,12 +58,12 @@ def test_the_demo_model(check: Check) -> None:
     [found] = map(json.loads, out.splitlines())
     assert (found["name"], found["version"], found["would_load"], found["warnings"]) == ("demo", 1, True, [])
     assert found["forecast"]["engine"]["path"] == "native program"
+    assert found["forecast"]["tool_call_parser"] == "hermes"
 
 
 def test_a_context_that_does_not_fit_the_kv_memory(check: Check) -> None:
     code, out, _ = check(str(DEMO / "1"), "--kv-cache-memory-bytes", "1M")
     assert code == 0 and "tokens, of the model's 1,024: more do not fit the KV memory" in out
-    assert found["forecast"]["tool_call_parser"] == "hermes"
 
 
 def test_a_checkpoint_with_flags_of_serve(check: Check) -> None:

@@ -79,7 +79,7 @@ class GrpcCollector(Spans, TraceServiceServicer):
 def collecting_by_grpc() -> Iterator[tuple[GrpcCollector, int]]:
     """The collector and its port."""
     server, collector = grpc.server(ThreadPoolExecutor(1)), GrpcCollector()
-    add_TraceServiceServicer_to_server(collector, server)
+    add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield collector, port
