@@ -209,8 +209,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trust_request_chat_template   whether a request may bring its own template (host)
     max_logprobs                  maximum top logprobs per position in a request; -1 = no limit (host)
     dtype                         of weights and activations; "auto" = the checkpoint's
-    max_model_len                 limit of a request in tokens, prompt and output; None = the model's limit;
-                                  AUTO_CONTEXT = the model's limit, or less if the KV memory holds less
+    max_model_len                 tokens of prompt and output; None = the model's limit; or AUTO_CONTEXT
     trust_remote_code             whether code from the checkpoint may run
     load_format                   "safetensors", or "dummy" = random weights
     weight_cache_dir              folder of packed weights, read by later starts on CPU; "" = the environment
@@ -244,8 +243,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     KV memory:
     block_size                    tokens per KV block
     num_kv_blocks                 blocks, each of one layer group; None = as many as fit kv_cache_memory_bytes
-    kv_cache_memory_bytes         None = on a CPU 1 GiB, more if one request of a given max_model_len needs it;
-                                  on a GPU what weights, the largest step and graphs leave
+    kv_cache_memory_bytes         None = on a CPU 1 GiB, or more for one request of a given max_model_len; on a GPU
+                                  what weights, the largest step and graphs leave
     kv_cache_dtype                "fp8" = 8-bit keys and values, on a GPU; "auto" = dtype
     gpu_memory_utilization        fraction of the GPU's memory to use, above 0 and up to 1
     kv_offloading_size            GiB of host memory for KV blocks evicted from a GPU; None = none
@@ -353,26 +352,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("step_timeout_s", "load_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"engine argument '{name}' is {getattr(self, name):g}, expected a number above 0")
-        for name, milliseconds in (("mock_step_ms", self.mock_step_ms), ("step_target_ms", self.step_target_ms or 0.0)):
-            if not 0 <= milliseconds < math.inf:
-                raise ValueError(f"engine argument '{name}' is {milliseconds:g}, expected a number of at least 0")
-        if not 0 <= self.idle_unload_s < math.inf:
-            raise ValueError(f"engine argument 'idle_unload_s' is {self.idle_unload_s:g}, expected at least 0")
-        if self.weight_cache_size is not None and not 0 <= self.weight_cache_size < math.inf:
-            raise ValueError(
-                f"engine argument 'weight_cache_size' is {self.weight_cache_size:g}, expected a number of at least 0"
-            )
+        for name in ("mock_step_ms", "step_target_ms", "idle_unload_s", "weight_cache_size", "kv_offloading_size"):
+            number = getattr(self, name) or 0.0
+            if not 0 <= number < math.inf:
+                raise ValueError(f"engine argument '{name}' is {number:g}, expected a number of at least 0")
         if self.lora_modules and not self.enable_lora:
             raise ValueError("engine argument 'lora_modules' is set, expected 'enable_lora' to be true")
         if self.quantization == "int4" and self.device.startswith("cuda"):
             raise ValueError("engine argument 'quantization' is 'int4', expected 'int8', 'fp8' or null on a GPU")
         if self.enable_lora and self.quantization is not None and self.device.startswith("cuda"):
             raise ValueError(f"engine argument 'quantization' is '{self.quantization}', expected null with enable_lora")
-        if self.given_max_model_len is not None:
-            self._at_least("max_model_len", self.given_max_model_len, 1)
-        for name in ("num_kv_blocks", "kv_cache_memory_bytes", "max_cpu_loras"):
+        for name in ("given_max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "max_cpu_loras"):
             if (value := getattr(self, name)) is not None:
-                self._at_least(name, value, 1)
+                self._at_least(name.removeprefix("given_"), value, 1)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"engine argument 'gpu_memory_utilization' is {self.gpu_memory_utilization:g}, "
@@ -487,14 +479,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return num_blocks
 
     def _check_offloading(self) -> None:
-        size = self.kv_offloading_size
-        if size is not None and not 0 <= size < math.inf:
-            raise ValueError(f"engine argument 'kv_offloading_size' is {size:g}, expected a number of at least 0")
         if self.num_host_kv_blocks is not None:
             self._at_least("num_host_kv_blocks", self.num_host_kv_blocks, 0)
         if not self.offloads_kv:
             return
-        name = "kv_offloading_size" if size else "num_host_kv_blocks"
+        name = "kv_offloading_size" if self.kv_offloading_size else "num_host_kv_blocks"
         if not self.enable_prefix_caching:
             raise ValueError(
                 f"engine argument '{name}' is set, expected 'enable_prefix_caching' to be true: "
