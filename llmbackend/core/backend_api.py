@@ -347,7 +347,7 @@ class ModelInstance(Protocol):
     def report_batch_statistics(
         self, batch_size: int, exec_start_ns: int, compute_start_ns: int, compute_end_ns: int, exec_end_ns: int
     ) -> None:
-        """To be called once per executed batch. Otherwise the model's execution_count stays 0."""
+        """To be called once per executed batch. Otherwise the model's execution_count and last_inference stay 0."""
 
     def report_response_statistics(
         self,
