@@ -78,11 +78,9 @@ def boolean(text: str) -> bool:
     return values[text.lower()]
 
 
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError("expected a number of at least 1")
-    return number
+def thread_count(text: str) -> int:
+    """0 = the framework's default. As in Triton, negative numbers too."""
+    return max(int(text), 0)
 
 
 def read_parameters(config: ModelConfig, readers: Readers) -> dict[str, Any]:

@@ -238,13 +238,13 @@ class BackendAttributes:
 
     preferred_groups: kind and count of the instance groups of models whose configuration has none
     parallel_instance_loading: whether instances of a model may be initialised at the same time
-    follows_accelerators: whether the backend acts on `optimization.execution_accelerators` and logs those that it
-        ignores; otherwise the host logs them. Not in Triton's API
+    read_fields: paths of fields of the configuration, such as `optimization.graph`, that the backend acts on or logs
+        itself; the host logs the others that it ignores. Not in Triton's API
     """
 
     preferred_groups: list[tuple[InstanceGroupKind, int]] = field(default_factory=list)
     parallel_instance_loading: bool = False
-    follows_accelerators: bool = False
+    read_fields: frozenset[str] = frozenset()
 
 
 class Model(Protocol):
@@ -347,7 +347,7 @@ class ModelInstance(Protocol):
     def report_batch_statistics(
         self, batch_size: int, exec_start_ns: int, compute_start_ns: int, compute_end_ns: int, exec_end_ns: int
     ) -> None:
-        """To be called once per executed batch. Otherwise the model's execution_count stays 0."""
+        """To be called once per executed batch. Otherwise the model's execution_count and last_inference stay 0."""
 
     def report_response_statistics(
         self,

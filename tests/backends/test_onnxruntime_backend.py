@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llmbackend.core.errors import TritonError
+from llmbackend.core.inference_server import InferenceServer
 from tests.helpers.core_host import version_of
 from tests.helpers.framework_host import begin, infer, serving, texts, version_directory
 
@@ -19,9 +21,13 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper  # noqa: E402
 
 
 def save(
-    directory: Path, nodes: Sequence[NodeProto], inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto]
+    directory: Path,
+    nodes: Sequence[NodeProto],
+    inputs: Sequence[ValueInfoProto],
+    outputs: Sequence[ValueInfoProto],
+    initializers: Sequence[TensorProto] = (),
 ) -> None:
-    graph = helper.make_graph(nodes, "graph", inputs, outputs)
+    graph = helper.make_graph(nodes, "graph", inputs, outputs, initializers)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     onnx.save(model, directory / "model.onnx")
 
@@ -69,6 +75,33 @@ def test_tensors_of_one_value_per_row_are_completed_with_a_reshape(tmp_path: Pat
             assert (list(item.dims), item.HasField("reshape"), list(item.reshape.shape)) == ([1], True, [])
         got = infer(server, "sum", a=np.array([[1], [2]], np.float32))["double"]
         assert got.tolist() == [[2], [4]]
+
+
+@pytest.mark.parametrize(
+    ("config", "scheduler"),
+    [
+        ("max_batch_size: 1", None),
+        ("max_batch_size: 8", "dynamic_batching"),
+        ("max_batch_size: 8 sequence_batching { }", "sequence_batching"),
+        ('max_batch_size: 8 output [ { name: "total" data_type: TYPE_FP32 dims: [ 3 ] } ]', "dynamic_batching"),
+    ],
+)
+def test_a_given_batch_size_is_kept_and_batches_unless_another_scheduler_is_given(
+    tmp_path: Path, config: str, scheduler: str | None
+) -> None:
+    save_sum(version_directory(tmp_path, "sum", f'backend: "onnxruntime" {config}'))
+    with serving(tmp_path) as server:
+        server.load_model("sum")
+        completed = server.model_config("sum")
+        assert f"max_batch_size: {completed.max_batch_size}" in config
+        assert completed.WhichOneof("scheduling_choice") == scheduler
+
+
+def test_a_given_batch_size_of_a_graph_that_cannot_batch_is_refused(tmp_path: Path) -> None:
+    save_sum(version_directory(tmp_path, "sum", 'backend: "onnxruntime" max_batch_size: 8'), rows=2)
+    reason = "autofill failed for model 'sum': model does not support batching while non-zero max_batch_size"
+    with serving(tmp_path) as server, pytest.raises(TritonError, match=reason):
+        server.load_model("sum")
 
 
 def test_a_graph_of_fixed_shape_does_not_batch(tmp_path: Path) -> None:
@@ -171,5 +204,119 @@ def test_openvino_runs_the_graph_where_onnxruntime_has_it(tmp_path: Path) -> Non
     save_sum(version_directory(tmp_path, "sum", CONFIGURED + ACCELERATORS))
     with serving(tmp_path) as server:
         server.load_model("sum")
-        (instance,) = version_of(server, "sum").instances
+        instance, *_ = version_of(server, "sum").instances
         assert instance.state.session.get_providers()[0] == "OpenVINOExecutionProvider"
+
+
+def parameter(key: str, value: str) -> str:
+    return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+
+
+def options_of(server: InferenceServer, model: str) -> Any:
+    instance, *_ = version_of(server, model).instances
+    return instance.state.session.get_session_options()
+
+
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_a_thread_count_of_0_is_the_default(tmp_path: Path, count: str) -> None:
+    threads = parameter("intra_op_thread_count", count) + parameter("inter_op_thread_count", count)
+    save_sum(version_directory(tmp_path, "sum", CONFIGURED + threads))
+    with serving(tmp_path) as server:
+        server.load_model("sum")
+        options = options_of(server, "sum")
+        assert (options.intra_op_num_threads, options.inter_op_num_threads) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "level"),
+    [
+        ("", "ORT_ENABLE_ALL"),
+        ("optimization { graph { level: -1 } }", "ORT_ENABLE_BASIC"),
+        ("optimization { graph { level: 0 } }", "ORT_ENABLE_ALL"),
+        ("optimization { graph { level: 1 } }", "ORT_ENABLE_EXTENDED"),
+        ("optimization { graph { level: 2 } }", "ORT_DISABLE_ALL"),
+        ("optimization { graph { level: 1 } } " + parameter("level", "-1"), "ORT_ENABLE_BASIC"),
+    ],
+)
+def test_the_level_of_graph_optimization_is_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str, level: str
+) -> None:
+    save_sum(version_directory(tmp_path, "sum", CONFIGURED + config))
+    with caplog.at_level(logging.WARNING), serving(tmp_path) as server:
+        server.load_model("sum")
+        expected = getattr(onnxruntime.GraphOptimizationLevel, level)
+        assert options_of(server, "sum").graph_optimization_level == expected
+    assert "has no effect" not in caplog.text
+
+
+def test_a_global_thread_pool_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_sum(version_directory(tmp_path, "sum", CONFIGURED))
+    settings = {"enable-global-threadpool": "1", "intra_op_thread_count": "4", "default-max-batch-size": "2"}
+    with caplog.at_level(logging.WARNING), serving(tmp_path, backend_config={"onnxruntime": settings}) as server:
+        server.load_model("sum")
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "enable-global-threadpool, intra_op_thread_count has no effect" in warning
+
+
+def test_a_group_on_the_processor_has_two_instances_by_default(tmp_path: Path) -> None:
+    save_sum(version_directory(tmp_path, "sum", CONFIGURED + "instance_group { kind: KIND_CPU }"))
+    with serving(tmp_path) as server:
+        server.load_model("sum")
+        first, second = version_of(server, "sum").instances
+        assert first.state.session is not second.state.session
+
+
+SCALARS = """
+    backend: "onnxruntime"
+    input [ { name: "index" data_type: TYPE_INT64 dims: [ 1, 1 ] } ]
+    output [ { name: "row" data_type: TYPE_FP32 dims: [ 3 ] }, { name: "total" data_type: TYPE_FP32 dims: [ 1, 1 ] } ]
+"""
+
+
+@pytest.mark.parametrize(("config", "dims"), [('backend: "onnxruntime"', (1,)), (SCALARS, (1, 1))])
+def test_scalars_have_the_dimensions_of_the_configuration(tmp_path: Path, config: str, dims: tuple[int, ...]) -> None:
+    """The graph takes a row of a table, by an index without dimensions, and its sum."""
+    table = helper.make_tensor("table", TensorProto.FLOAT, [2, 3], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    nodes = [
+        helper.make_node("Gather", ["table", "index"], ["row"]),
+        helper.make_node("ReduceSum", ["row"], ["total"], keepdims=0),
+    ]
+    directory = version_directory(tmp_path, "table", config)
+    save(directory, nodes, [tensor("index", kind=TensorProto.INT64)], [tensor("row", 3), tensor("total")], [table])
+    with serving(tmp_path) as server:
+        server.load_model("table")
+        metadata = server.model_metadata("table")
+        assert (metadata.inputs[0].shape, metadata.outputs[1].shape) == (dims, dims)
+        got = infer(server, "table", index=np.ones(dims, np.int64))
+        assert got["row"].tolist() == [4, 5, 6]
+        assert (got["total"].shape, got["total"].item()) == (dims, 15)
+
+
+def test_a_text_may_be_a_scalar(tmp_path: Path) -> None:
+    axis = helper.make_tensor("axis", TensorProto.INT64, [1], [0])
+    nodes = [helper.make_node("Unsqueeze", ["x", "axis"], ["row"]), helper.make_node("Identity", ["x"], ["same"])]
+    directory = version_directory(tmp_path, "text", 'backend: "onnxruntime"')
+    save(directory, nodes, [tensor("x", kind=TensorProto.STRING)],
+         [tensor("row", 1, kind=TensorProto.STRING), tensor("same", kind=TensorProto.STRING)], [axis])  # fmt: skip
+    with serving(tmp_path) as server:
+        server.load_model("text")
+        got = infer(server, "text", x=texts("ö"))
+        assert got["row"].tolist() == got["same"].tolist() == ["ö".encode()]
+
+
+def test_an_initializer_may_be_an_optional_input(tmp_path: Path) -> None:
+    config = """
+        backend: "onnxruntime"
+        input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] },
+                { name: "more" data_type: TYPE_FP32 dims: [ 1 ] optional: true } ]
+        output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
+    """
+    directory = version_directory(tmp_path, "sum", config)
+    ten = helper.make_tensor("more", TensorProto.FLOAT, [1], [10.0])
+    save(directory, [helper.make_node("Add", ["x", "more"], ["y"])], [tensor("x", 1), tensor("more", 1)],
+         [tensor("y", 1)], [ten])  # fmt: skip
+    one = np.ones(1, np.float32)
+    with serving(tmp_path) as server:
+        server.load_model("sum")
+        assert infer(server, "sum", x=one)["y"].tolist() == [11]
+        assert infer(server, "sum", x=one, more=one)["y"].tolist() == [2]

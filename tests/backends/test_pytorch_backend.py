@@ -38,6 +38,11 @@ class Refusing(nn.Module):
         return x * 2
 
 
+class Named(nn.Module):
+    def forward(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return tensors["left"] - tensors["right"]
+
+
 class Shouting(nn.Module):
     def forward(self, words: list[str]) -> list[str]:
         return [word + "!" for word in words]
@@ -80,6 +85,14 @@ def test_torchscript_inputs_are_matched_by_their_index(tmp_path: Path) -> None:
         server.load_model("script")
         got = infer(server, "script", INPUT__0=row(10), INPUT__1=row(1))
         assert got["OUTPUT__0"].tolist() == [[11]] and got["OUTPUT__1"].tolist() == [[9]]
+
+
+def test_a_torchscript_argument_that_is_a_dict_has_all_inputs_by_name(tmp_path: Path) -> None:
+    config = two_tensors("right", "left").replace(', { name: "difference" data_type: TYPE_FP32 dims: [ -1 ] }', "")
+    save_script(Named(), version_directory(tmp_path, "named", config))
+    with serving(tmp_path) as server:
+        server.load_model("named")
+        assert infer(server, "named", left=row(10, 20), right=row(1, 2))["sum"].tolist() == [[9, 18]]
 
 
 @pytest.mark.slow
@@ -188,6 +201,15 @@ def test_an_output_of_another_type_is_an_error_that_says_so(tmp_path: Path) -> N
         server.load_model("script")
         with pytest.raises(TritonError, match="returned output 'sum' as float32, expected int32"):
             infer(server, "script", left=row(1), right=row(2))
+
+
+def test_a_thread_count_of_0_is_the_default(tmp_path: Path) -> None:
+    save_script(SumAndDifference(), version_directory(tmp_path, "script", parameter("INTRA_OP_THREAD_COUNT", "0")))
+    threads = torch.get_num_threads()
+    with serving(tmp_path) as server:
+        server.load_model("script")
+        assert infer(server, "script", left=row(2), right=row(1))["sum"].tolist() == [[3]]
+    assert torch.get_num_threads() == threads
 
 
 def test_parameters_without_effect_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ import prometheus_client
 import pytest
 
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.core.metrics.model_metrics import MAX_RESPONSE_INDICES, Statistics
+from llmbackend.core.metrics.model_metrics import MAX_RESPONSE_INDICES, FailureReason, Statistics
 from llmbackend.frontends.operations.probes import render
 from tests.helpers.core_host import ECHO_BACKEND, Repository, send, serving
 from tests.helpers.waiting import eventually
@@ -106,6 +106,38 @@ def test_statistics_of_models_that_are_not_ready(repository: Repository) -> None
             assert (caught.value.code, caught.value.message) == (ErrorCode.INVALID_ARG, message)
         (zero,) = server.model_statistics("a", 1)
         assert zero.inference_stats.HasField("cache_hit") and not zero.batch_stats and zero.last_inference == 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "output_start_ns", "infer", "output"),
+    [
+        ("success", 2, (1, 1), (1, 2)),
+        ("empty_response", 0, (1, 3), (0, 0)),
+        ("fail", 0, (1, 3), (0, 0)),
+        ("fail", 2, (1, 1), (1, 2)),
+        ("fail", 4, (1, 3), (0, 0)),
+        ("cancel", 2, (0, 0), (0, 0)),
+    ],
+)
+def test_what_a_response_adds_to_the_compute_times(
+    outcome: str, output_start_ns: int, infer: tuple[int, int], output: tuple[int, int]
+) -> None:
+    statistics = Statistics()
+    statistics.record_response(0, 1, output_start_ns, 4, outcome)
+    row = statistics.snapshot("m", 1).response_stats["0"]
+    assert (row.compute_infer.count, row.compute_infer.ns) == infer
+    assert (row.compute_output.count, row.compute_output.ns) == output
+    total = getattr(row, outcome)
+    assert (total.count, total.ns) == (1, 3)
+
+
+def test_the_last_inference_is_an_execution() -> None:
+    statistics = Statistics()
+    statistics.record_success(1, 10, 5, (1, 2, 3, 4))
+    statistics.record_failure(10, FailureReason.REJECTED)
+    assert statistics.snapshot("m", 1).last_inference == 0
+    statistics.record_batch(1, (1, 2, 3, 4))
+    assert statistics.snapshot("m", 1).last_inference > 0
 
 
 def test_the_rows_of_responses_are_bounded() -> None:

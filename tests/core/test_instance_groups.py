@@ -20,8 +20,10 @@ from tests.helpers.waiting import eventually
 Group = tuple[str, str, int, list[int]]
 
 
-def completed(groups: str, gpus: tuple[int, ...], *preferred: tuple[InstanceGroupKind, int]) -> list[Group]:
-    config = parse_text(f'name: "m" backend: "b" {groups}', "t")
+def completed(
+    groups: str, gpus: tuple[int, ...], *preferred: tuple[InstanceGroupKind, int], backend: str = "b"
+) -> list[Group]:
+    config = parse_text(f'name: "m" backend: "{backend}" {groups}', "t")
     set_instance_groups(config, preferred, gpus)
     return [(group.name, group.Kind.Name(group.kind), group.count, list(group.gpus)) for group in config.instance_group]
 
@@ -42,6 +44,14 @@ def test_kind_auto_is_gpu_only_where_all_listed_gpus_are() -> None:
     assert completed("instance_group { gpus: [1] count: 2 }", (0, 1)) == [("m_0", "KIND_GPU", 2, [1])]
     assert completed("instance_group { gpus: [1, 7] }", (0, 1)) == [("m_0", "KIND_CPU", 1, [1, 7])]
     assert completed("instance_group { kind: KIND_GPU }", (0, 1)) == [("m_0", "KIND_GPU", 1, [0, 1])]
+
+
+def test_a_group_of_onnxruntime_has_two_instances_on_the_processor_by_default() -> None:
+    assert completed("", (), backend="onnxruntime") == [("m", "KIND_CPU", 2, [])]
+    assert completed("instance_group { kind: KIND_CPU }", (0,), backend="onnxruntime") == [("m_0", "KIND_CPU", 2, [])]
+    assert completed("instance_group { kind: KIND_CPU count: 1 }", (), backend="onnxruntime")[0][2] == 1
+    assert completed("", (0,), backend="onnxruntime") == [("m", "KIND_GPU", 1, [0])]
+    assert completed("", (), (InstanceGroupKind.CPU, 1), backend="onnxruntime") == [("m", "KIND_CPU", 1, [])]
 
 
 @pytest.fixture

@@ -224,7 +224,8 @@ def test_statistics_count_a_request_once_when_it_is_final(keeping: InferenceServ
         1,
         2,
     )
-    assert (responses["1"].empty_response.count, responses["2"].cancel.count) == (1, 1)
+    assert (responses["1"].empty_response.count, responses["1"].compute_infer.count) == (1, 1)
+    assert (responses["2"].cancel.count, responses["2"].compute_infer.count) == (1, 0)
 
 
 def test_a_failing_callback_does_not_hurt_the_backend(repository: Repository, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,8 +23,8 @@ Array = npt.NDArray[Any]
 
 
 @contextmanager
-def serving(repository: Path) -> Iterator[InferenceServer]:
-    server = InferenceServer(ServerOptions(model_repositories=[repository], model_control_mode="explicit"))
+def serving(repository: Path, **options: Any) -> Iterator[InferenceServer]:
+    server = InferenceServer(ServerOptions(model_repositories=[repository], model_control_mode="explicit", **options))
     server.start()
     try:
         yield server

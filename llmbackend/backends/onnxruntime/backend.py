@@ -6,41 +6,45 @@ Only configured outputs are computed. Source: the parameters and auto-complete r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
-from tritonclient.grpc.model_config_pb2 import DataType
+from tritonclient.grpc.model_config_pb2 import DataType, ModelInput
 
-from llmbackend.backends.array_backend import TRITONBACKEND_Initialize as TRITONBACKEND_Initialize
 from llmbackend.backends.array_backend import TRITONBACKEND_ModelFinalize as TRITONBACKEND_ModelFinalize
 from llmbackend.backends.array_backend import TRITONBACKEND_ModelInstanceExecute as TRITONBACKEND_ModelInstanceExecute
 from llmbackend.backends.array_backend import TRITONBACKEND_ModelInstanceFinalize as TRITONBACKEND_ModelInstanceFinalize
 from llmbackend.core.backend_api import (
+    ACCELERATORS_FIELD,
     Backend,
     BackendAttributes,
     Model,
     ModelConfig,
     ModelInstance,
+    check_api_version,
     invalid_argument,
     not_found,
 )
 
 from ..array_backend import (
+    BUILT_FOR_API,
     Array,
     ArrayInstance,
     Arrays,
     add_dims,
     boolean,
     output_names,
-    positive,
     read_parameters,
     sequence_inputs,
+    thread_count,
 )
 from .accelerators import providers, warn_of_accelerators
 
+_log = logging.getLogger(__name__)
 _FILE = "model.onnx"
 _TYPES = {
     "tensor(bool)": "BOOL", "tensor(uint8)": "UINT8", "tensor(uint16)": "UINT16", "tensor(uint32)": "UINT32",
@@ -54,7 +58,15 @@ _LEVELS = {
     "1": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "2": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
+_GRAPH_LEVELS = {
+    -1: onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    1: onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    2: onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
+}
+"""`optimization.graph.level`, as in Triton; all others, also 0, enable all optimizations."""
 _MODES = {"0": onnxruntime.ExecutionMode.ORT_SEQUENTIAL, "1": onnxruntime.ExecutionMode.ORT_PARALLEL}
+_THREAD_POOL = frozenset({"enable-global-threadpool", "intra_op_thread_count", "inter_op_thread_count"})
+"""Settings of the global thread pool of Triton's backend."""
 _QUIET = 3
 """ONNX Runtime's log level for errors only."""
 
@@ -78,8 +90,8 @@ def _one_of(values: dict[str, Any]) -> Any:
 
 
 _PARAMETERS = {
-    "intra_op_thread_count": positive,
-    "inter_op_thread_count": positive,
+    "intra_op_thread_count": thread_count,
+    "inter_op_thread_count": thread_count,
     "execution_mode": _one_of(_MODES),
     "level": _one_of(_LEVELS),
     "enable_mem_arena": boolean,
@@ -94,29 +106,39 @@ class ModelState:
         self.path = _find(model)
         settings = read_parameters(model.config, _PARAMETERS)
         warn_of_accelerators(model.config)
-        self._options = {_OPTIONS[key]: value for key, value in settings.items()}
+        all_levels = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+        self._options = {
+            "graph_optimization_level": _GRAPH_LEVELS.get(model.config.optimization.graph.level, all_levels),
+            **{_OPTIONS[key]: value for key, value in settings.items()},
+        }
 
     def load_model(self, instance: ModelInstance) -> onnxruntime.InferenceSession:
         """Raises TritonError INVALID_ARG if the graph lacks configured tensors."""
         config = instance.model.config
         session = self._session(providers(config, instance.kind, instance.device_id))
         inputs = [*(tensor.name for tensor in config.input), *sequence_inputs(config)]
-        _check_names(self.name, "input", inputs, session.get_inputs())
+        _check_names(self.name, "input", inputs, _possible_inputs(session))
         _check_names(self.name, "output", output_names(config), session.get_outputs())
         return session
 
     def auto_complete(self, model: Model) -> None:
-        """Takes tensors from the graph; uses the default batch size if all tensors' first dimension is variable."""
+        """Takes tensors from the graph, which can batch if all tensors' first dimension is variable (Triton's
+        AutoCompleteMaxBatch). Raises TritonError INVALID_ARG for a `max_batch_size` of a graph that cannot."""
         config = model.config
         if config.input and config.output:
             return
         session = self._session(["CPUExecutionProvider"])
         tensors = [*session.get_inputs(), *session.get_outputs()]
         batches = all(tensor.shape and not isinstance(tensor.shape[0], int) for tensor in tensors)
+        if config.max_batch_size > 0 and not batches:
+            raise invalid_argument(
+                f"autofill failed for model '{self.name}': model does not support batching while non-zero "
+                "max_batch_size is specified"
+            )
         if batches and config.max_batch_size == 0 and not (config.input or config.output):
             config.max_batch_size = int(model.backend.config.get("default-max-batch-size", "4"))
-            if config.max_batch_size > 1 and config.WhichOneof("scheduling_choice") is None:
-                config.dynamic_batching.SetInParent()
+        if config.max_batch_size > 1 and config.WhichOneof("scheduling_choice") is None:
+            config.dynamic_batching.SetInParent()
         self._complete(config, session)
         model.set_config(config)
 
@@ -138,6 +160,11 @@ class ModelState:
             return onnxruntime.InferenceSession(str(self.path), options, providers=chosen)
         except Exception as error:  # its errors have no common base class
             raise invalid_argument(f"failed to load model '{self.name}': {error}") from None
+
+
+def _possible_inputs(session: onnxruntime.InferenceSession) -> list[Any]:
+    """With the initializers that a request may replace."""
+    return [*session.get_inputs(), *session.get_overridable_initializers()]
 
 
 def _data_type(model: str, tensor: Any) -> Any:
@@ -169,12 +196,30 @@ class ModelInstanceState(ArrayInstance):
     def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
         super().__init__(instance)
         self.session = model_state.load_model(instance)
-        self._names = output_names(instance.model.config)
+        config = instance.model.config
+        self._names = output_names(config)
+        self._scalars = frozenset() if self._batches else _scalars(config.input, _possible_inputs(self.session))
+        self._dims = {output.name: [*(output.reshape.shape or output.dims)] for output in config.output}
 
     def execute(self, inputs: Arrays) -> Mapping[str, Array]:
         feed = {name: _texts(array) if array.dtype == np.object_ else array for name, array in inputs.items()}
-        outputs = self.session.run(self._names, feed)
-        return dict(zip(self._names, map(_bytes, outputs), strict=True))
+        for name in self._scalars & feed.keys():
+            feed[name] = feed[name].reshape(())
+        outputs = dict(zip(self._names, map(_bytes, self.session.run(self._names, feed)), strict=True))
+        if self._batches:
+            return outputs
+        return {name: self._with_dims(name, array) for name, array in outputs.items()}
+
+    def _with_dims(self, name: str, array: Array) -> Array:
+        """A scalar gets its configured dimensions."""
+        return array if array.ndim else array.reshape(self._dims.get(name, [1]))
+
+
+def _scalars(configured: Iterable[ModelInput], tensors: Iterable[Any]) -> frozenset[str]:
+    """Names of the inputs that have no dimensions in the graph; as in Triton, their configured ones are 1."""
+    names = {tensor.name for tensor in tensors if not tensor.shape}
+    dims = {item.name: [*(item.reshape.shape or item.dims)] for item in configured}
+    return frozenset(name for name in names & dims.keys() if {*dims[name]} == {1})
 
 
 def _texts(array: Array) -> Array:
@@ -191,8 +236,18 @@ def _bytes(array: Array) -> Array:
     return items.reshape(array.shape)
 
 
+def TRITONBACKEND_Initialize(backend: Backend) -> None:
+    check_api_version(backend, BUILT_FOR_API)
+    if ignored := sorted(_THREAD_POOL & backend.config.keys()):
+        _log.warning(
+            "--backend-config=onnxruntime: %s has no effect: each session has its own threads, set by the "
+            "parameters of the model configuration",
+            ", ".join(ignored),
+        )
+
+
 def TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttributes) -> None:
-    attributes.follows_accelerators = True
+    attributes.read_fields = frozenset({ACCELERATORS_FIELD, "optimization.graph"})
 
 
 def TRITONBACKEND_ModelInitialize(model: Model) -> None:

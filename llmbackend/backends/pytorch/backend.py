@@ -42,9 +42,9 @@ from ..array_backend import (
     batch_input_names,
     boolean,
     output_names,
-    positive,
     read_parameters,
     sequence_inputs,
+    thread_count,
 )
 
 _FILES = ("model.pt", "model.pt2")
@@ -52,7 +52,7 @@ _INDEXED = re.compile(r"^.+__(\d+)$")
 _PARAMETERS = {
     "INFERENCE_MODE": boolean,
     "DISABLE_OPTIMIZED_EXECUTION": boolean,
-    "INTRA_OP_THREAD_COUNT": positive,
+    "INTRA_OP_THREAD_COUNT": thread_count,
 }
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -62,7 +62,7 @@ class Program:
     """A loaded program.
 
     call          called with tensors in the order of the arguments
-    arguments     their names; None = unknown
+    arguments     their names; None = there is one argument, a dict of all tensors by name
     device        torch's name
     weight_bytes  size of its parameters and buffers
     """
@@ -72,8 +72,9 @@ class Program:
     device: str
     weight_bytes: int
 
-    def run(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        result = self.call(*tensors)
+    def run(self, tensors: dict[str, Any]) -> tuple[Any, ...]:
+        """tensors: in the order of the arguments."""
+        result = self.call(tensors) if self.arguments is None else self.call(*tensors.values())
         is_texts = isinstance(result, list) and all(isinstance(item, str) for item in result)
         return tuple(result) if isinstance(result, tuple | list) and not is_texts else (result,)
 
@@ -93,7 +94,10 @@ def load_torchscript(path: Path, device: str, settings: Mapping[str, Any]) -> Pr
         except torch.jit.Error as error:  # its text ends with the program's exception
             raise RuntimeError(str(error).strip().splitlines()[-1]) from None
 
-    return Program(call, tuple(argument.name for argument in schema.arguments[1:]), device, _weight_bytes(module))
+    arguments = schema.arguments[1:]
+    takes_dict = [argument.type.kind() for argument in arguments] == ["DictType"]
+    names = None if takes_dict else tuple(argument.name for argument in arguments)
+    return Program(call, names, device, _weight_bytes(module))
 
 
 def load_exported(path: Path, device: str, settings: Mapping[str, Any]) -> Program:
@@ -189,7 +193,7 @@ class ModelInstanceState(ArrayInstance):
 
     def execute(self, inputs: Arrays) -> Mapping[str, Array]:
         with self._grad():
-            tensors = [to_torch(inputs[name], self._device) for name in self._inputs]
+            tensors = {name: to_torch(inputs[name], self._device) for name in self._inputs}
             outputs = self._program.run(tensors)
             if len(outputs) < len(self._output_names):
                 raise internal(f"the program returned {len(outputs)} outputs, expected {len(self._output_names)}")

@@ -21,6 +21,8 @@ from ..errors import internal, invalid_argument
 CONFIG_FILE_NAME = "config.pbtxt"
 _ERROR_CHARACTERS = 500
 _SEQUENCE_IDLE_US = 1_000_000
+_TWO_ON_CPU = ("tensorflow", "onnxruntime")
+"""Backends whose models have two instances per group on the CPU by default (Triton's SetDefaultInstanceCount)."""
 _STRING_OR_KEY = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<key>[A-Za-z_]\w*)(?=\s*:)', re.ASCII | re.DOTALL)
 
 
@@ -182,7 +184,8 @@ def set_instance_groups(
         if group.kind == ModelInstanceGroup.KIND_AUTO:
             on_gpus = bool(gpus) and set(group.gpus) <= set(gpus)
             group.kind = ModelInstanceGroup.KIND_GPU if on_gpus else ModelInstanceGroup.KIND_CPU
-        group.count = group.count or max(counts.get(group.kind, 1), 1)
+        default = 2 if group.kind == ModelInstanceGroup.KIND_CPU and config.backend in _TWO_ON_CPU else 1
+        group.count = group.count or max(counts.get(group.kind, 0), 0) or default
         if group.kind == ModelInstanceGroup.KIND_GPU and not group.gpus:
             group.gpus.extend(gpus)
 

@@ -279,7 +279,6 @@ class Statistics:
 
     def record_success(self, batch_size: int, duration_ns: int, queue_ns: int, times_ns: PhaseTimes) -> None:
         with self._lock:
-            self.last_inference_ms = time.time_ns() // 1_000_000
             self.inference_count += batch_size
             self.success.add(duration_ns)
             self.queue.add(queue_ns)
@@ -307,7 +306,6 @@ class Statistics:
 
     def record_failure(self, duration_ns: int, reason: FailureReason) -> None:
         with self._lock:
-            self.last_inference_ms = time.time_ns() // 1_000_000
             self.fail.add(duration_ns)
             self.failures[reason] += 1
 
@@ -321,7 +319,8 @@ class Statistics:
             times.add(*times_ns)
 
     def record_response(self, index: int, start_ns: int, output_start_ns: int, end_ns: int, outcome: str) -> None:
-        """outcome: the counter's name: success, fail, empty_response or cancel."""
+        """outcome: the counter's name: success, fail, empty_response or cancel. output_start_ns: 0 = no output.
+        Source: UpdateResponseFail, UpdateResponseEmpty and UpdateResponseCancel in Triton's infer_stats.cc."""
         index = min(index, MAX_RESPONSE_INDICES - 1)
         with self._lock:
             times = self._responses.get(index)
@@ -338,9 +337,12 @@ class Statistics:
                 return
             duration: Duration = getattr(times, outcome)
             duration.add(end_ns - start_ns)
-            if output_start_ns > 0:
-                times.compute_infer.add(output_start_ns - start_ns)
-                times.compute_output.add(end_ns - output_start_ns)
+            if outcome == "cancel":
+                return
+            infer_end_ns = output_start_ns if output_start_ns > 0 else end_ns
+            times.compute_infer.add(infer_end_ns - start_ns)
+            if end_ns > infer_end_ns:
+                times.compute_output.add(end_ns - infer_end_ns)
 
     def snapshot(self, name: str, version: int) -> ModelStatistics:
         """All counters as the protocol's message. As in Triton, durations are present even if zero."""

@@ -40,7 +40,7 @@ IGNORED_FIELDS: Final[Mapping[str, str]] = {
     "optimization.eager_batching": "a batch grows until an instance is free",
     ACCELERATORS_FIELD: "the backend runs models with its own framework only",
     "optimization.gather_kernel_buffer_threshold": "inputs are not gathered by a kernel",
-    "optimization.graph": "the level of graph optimization is a parameter of the backend",
+    "optimization.graph": "only the onnxruntime backend has levels of graph optimization",
     "optimization.priority": "instances have no priority on their device",
     "sequence_batching.state.use_growable_memory": "states are kept in host memory",
     "sequence_batching.state.use_same_buffer_for_input_output": "each state has one buffer, which is replaced",
@@ -59,7 +59,7 @@ def fields_read_by(backend: LoadedBackend) -> frozenset[str]:
     """Those of the ignored fields that the backend itself acts on."""
     if backend.is_compiled:
         return FIELDS_OF_BACKENDS
-    return frozenset({ACCELERATORS_FIELD} if backend.attributes().follows_accelerators else ())
+    return backend.attributes().read_fields
 
 
 def warn_of_ignored_fields(config: ModelConfig, read_by_backend: Collection[str] = ()) -> None:
