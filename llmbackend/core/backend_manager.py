@@ -35,6 +35,8 @@ ISOLATION_GROUP = "llmbackend.isolation"
 PYTHON_BACKEND = "python"
 PYTHON_BASED_FILE = "model.py"
 LLM_BACKEND = "llm"
+VLLM_BACKEND = "vllm"
+"""Python-based in Triton, whose configurations therefore show the runtime model.py; here an installed backend."""
 LLMAPI_FILE = "model.yaml"
 """In the version directory of a model for TensorRT-LLM's LLM API. The file has a section `triton_config`."""
 SERVE_LLMAPI_BY = "serve-llmapi-by"
@@ -293,9 +295,14 @@ def find_backend(
     if not runtime or runtime == PYTHON_BASED_FILE:
         if own_directory is not None and (own_directory / PYTHON_BASED_FILE).is_file():
             return _python_based(backend, own_directory, directories, backend_directory)
-        installed = _installed(backend)
+        installed = _installed(backend) if not runtime or backend == VLLM_BACKEND else None
         if installed is not None:
             return installed
+    if runtime == PYTHON_BASED_FILE:
+        file = (own_directory or Path(backend)) / runtime
+        raise invalid_argument(
+            f"unable to find Python backend based backend library '{runtime}' for model '{model}', searched: '{file}'"
+        )
     raise _not_found(backend, model, directories, runtime)
 
 

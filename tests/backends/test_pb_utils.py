@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import socket
+import struct
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,11 @@ from google.protobuf import json_format
 
 from llmbackend.backends.python.stub import pb_utils
 from llmbackend.backends.python.stub.packets import PACKET_BYTES, PacketReader, encode
+from llmbackend.backends.python.stub.pb_tensor import _Exporter, _tensor_of
 from llmbackend.core.backend_api import ModelConfig, config_to_json
+
+CPU, CUDA = 1, 2
+"""DLDeviceType"""
 
 
 def test_tensor_of_text_holds_bytes_from_any_source() -> None:
@@ -39,6 +46,47 @@ def test_dlpack_shares_memory_both_ways() -> None:
         pb_utils.Tensor("s", np.array([b"x"], dtype=object)).to_dlpack()
 
 
+def on_a_gpu(array: np.ndarray[Any, Any]) -> Any:
+    """A capsule that says so."""
+    capsule = array.__dlpack__()
+    _tensor_of(capsule).device_type = CUDA
+    return capsule
+
+
+def copy_of(capsule: Any) -> np.ndarray[Any, Any]:
+    _tensor_of(capsule).device_type = CPU
+    return np.from_dlpack(_Exporter(capsule)).copy()
+
+
+class ArrayOnGpu:
+    """Without `cpu`, as those of cupy and jax."""
+
+    def __dlpack__(self) -> Any:
+        return on_a_gpu(np.arange(3))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CUDA, 0
+
+
+@pytest.mark.parametrize("framework", ["torch", "cupy"])
+def test_dlpack_of_device_memory_is_copied_by_a_loaded_framework(
+    monkeypatch: pytest.MonkeyPatch, framework: str
+) -> None:
+    def from_dlpack(source: Any) -> Any:
+        copied = copy_of(source.__dlpack__() if hasattr(source, "__dlpack__") else source)
+        return SimpleNamespace(cpu=lambda: copied, get=lambda: copied)
+
+    for name in ("torch", "cupy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match="tensor 't' is in the memory of a device: copy it to the CPU first"):
+        pb_utils.Tensor.from_dlpack("t", on_a_gpu(np.arange(3)))
+    module = SimpleNamespace(from_dlpack=from_dlpack)
+    module.utils = SimpleNamespace(dlpack=module)
+    monkeypatch.setitem(sys.modules, framework, module)
+    for source in (on_a_gpu(np.arange(3)), ArrayOnGpu()):
+        assert pb_utils.Tensor.from_dlpack("t", source).as_numpy().tolist() == [0, 1, 2]
+
+
 def test_byte_tensors_survive_serialising() -> None:
     array = np.array([b"ab", b"", b"\xff\x00"], dtype=object)
     encoded = pb_utils.serialize_byte_tensor(array)
@@ -53,9 +101,21 @@ def test_datatype_helpers_agree_with_each_other() -> None:
     for config_type, numpy_type in pb_utils.TRITON_STRING_TO_NUMPY.items():
         assert pb_utils.triton_string_to_numpy(config_type) is numpy_type
         number = pb_utils.numpy_to_triton_type(numpy_type)
+        assert number is not None
         assert np.dtype(pb_utils.triton_to_numpy_type(number)) == np.dtype(numpy_type)
     assert pb_utils.np_to_triton_dtype(np.dtype("U4")) == "BYTES"
     assert pb_utils.np_to_triton_dtype(np.complex128) is None
+    assert pb_utils.triton_to_numpy_type(99) is None
+    assert pb_utils.triton_to_numpy_type("TYPE_STRING") is None  # type: ignore[arg-type]
+    assert pb_utils.numpy_to_triton_type(np.complex128) is None
+    assert pb_utils.numpy_to_triton_type("TYPE_STRING") is None
+    with pytest.raises(KeyError):
+        pb_utils.triton_string_to_numpy("FP32")
+
+
+def test_modules_that_tritons_module_imports_are_its_attributes() -> None:
+    assert (pb_utils.np, pb_utils.json, pb_utils.struct) == (np, json, struct)
+    assert {"np", "json", "struct"} <= set(dir(pb_utils))
 
 
 def test_error_codes_are_checked() -> None:

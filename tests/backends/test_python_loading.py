@@ -155,3 +155,57 @@ def test_python_based_backend_serves_models_without_code(tmp_path: Path) -> None
     where = f"{repository / 'm'}|{repository / 'm' / '1'}"
     assert values(host.infer("m", text("x")).one())["R"] == [where.encode()]
     assert host.server.stop(10.0)
+
+
+def test_classes_can_be_imported_from_the_module_that_triton_has_for_them(host: Host) -> None:
+    code = """
+import numpy as np
+from c_python_backend_utils import (
+    InferenceRequest, InferenceResponse, Logger, MemoryType, MetricFamily, MetricKind, Tensor, TritonModelException,
+)
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.same = Tensor is pb_utils.Tensor and MetricFamily.COUNTER == MetricKind.COUNTER
+        self.same = self.same and InferenceRequest is pb_utils.InferenceRequest and hasattr(
+            MemoryType, "TRITONSERVER_MEMORY_GPU"
+        )
+
+    def execute(self, requests):
+        return [InferenceResponse([Tensor("R", np.array([str(self.same)], dtype=object))])]
+"""
+    host.load("m", TEXT_CONFIG, code)
+    assert values(host.infer("m", text("x")).one())["R"] == [b"True"]
+
+
+WORKER = """
+def work(tensor):
+    try:
+        pb_utils.is_model_ready("m")
+    except RuntimeError as error:
+        return f"{tensor.name()} {error}"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "backend"), [("spawn", "python"), ("forkserver", "python"), ("spawn", "mine")])
+def test_worker_processes_that_are_not_forked_import_the_model(tmp_path: Path, method: str, backend: str) -> None:
+    rest = f"""
+    def initialize(self, args):
+        import multiprocessing
+        with multiprocessing.get_context({method!r}).Pool(1) as pool:
+            self.said = pool.map_async(work, [pb_utils.Tensor("X", np.zeros(1))]).get(60)[0]
+"""
+    code = body(answer_line("self.said"), rest=rest).replace("class Tr", f"{WORKER}\nclass Tr", 1)
+    folder = tmp_path / "repo" / "m" / "1"
+    folder.mkdir(parents=True)
+    (folder.parent / "config.pbtxt").write_text(TEXT_CONFIG.replace('"python"', f'"{backend}"'))
+    place = folder if backend == "python" else tmp_path / "backends" / backend
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "model.py").write_text(code)
+    host = Host(tmp_path / "repo", tmp_path / "backends")
+    host.server.load_model("m")
+    said = b"X pb_utils.is_model_ready works only in the process of a model instance"
+    assert values(host.infer("m", text("x")).one())["R"] == [said]
+    assert host.server.stop(10.0)

@@ -3,6 +3,7 @@ nothing of it is left behind, whichever process dies first."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from llmbackend.backends.python import model_state
 from llmbackend.backends.python.stub.packets import PacketReader
 from llmbackend.backends.python.stub_process import Outbox
 from llmbackend.backends.python.stub_supervisor import StubSupervisor
@@ -443,6 +445,46 @@ def test_execution_env_path_names_an_archive_that_models_share(host: Host, envir
     assert unpacked.is_dir()
     assert host.server.stop(10.0)
     assert not unpacked.exists()
+
+
+ACTIVATED_MODEL = body(
+    "child = subprocess.check_output(['sh', '-c', 'echo $LD_LIBRARY_PATH'], text=True).strip()\n"
+    "return [response(json.dumps([child, *map(os.environ.get, ('FROM_SCRIPT', 'STARTED_WITH'))])) for r in requests]"
+)
+
+
+def environment_with_script(root: Path, environment: Path, script: str) -> str:
+    """An environment that is no venv; `environment` has its packages. Returns a configuration that names it."""
+    (root / "bin").mkdir(parents=True)
+    python = root / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nSTARTED_WITH="$LD_LIBRARY_PATH" exec {environment}/bin/python "$@"\n')
+    python.chmod(0o755)
+    (root / "bin" / "activate").write_text(script)
+    return environment_config(str(root))
+
+
+def test_activate_script_of_an_environment_sets_variables(host: Host, environment: Path, tmp_path: Path) -> None:
+    """The environment's libraries are for its interpreter: programs that a model starts have what the script sets."""
+    script = "echo activated\nexport FROM_SCRIPT='a\nb' LD_LIBRARY_PATH=/of/script\n"
+    host.load("m", environment_with_script(tmp_path / "env", environment, script), ACTIVATED_MODEL)
+    found = json.loads(said(host.infer("m", text("x")).one()))
+    assert found == ["/of/script", "a\nb", f"{tmp_path}/env/lib:/of/script"]
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("echo no compiler >&2\nreturn 3\n", "exit status 3\nno compiler"),
+        ("exec sleep 600\n", "it did not end within 0.5 s"),
+    ],
+)
+def test_activate_script_that_fails_fails_the_load(
+    host: Host, environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, told: str
+) -> None:
+    monkeypatch.setattr(model_state, "ACTIVATE_TIMEOUT_S", 0.5 if "sleep" in script else 30.0)
+    with pytest.raises(TritonError) as caught:
+        host.load("m", environment_with_script(tmp_path / "env", environment, script), answering("1"))
+    assert "activate' failed: " in str(caught.value) and told in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from pathlib import Path
 
 import pytest
 
-from llmbackend.core.backend_manager import LoadedBackend
+from llmbackend.core.backend_manager import LoadedBackend, find_backend
 from tests.helpers.core_backends import load_error
 from tests.helpers.core_host import ECHO_BACKEND, STAGE, Client, Repository, noting_backend, send, serving
 
@@ -80,6 +81,15 @@ def test_a_missing_backend_is_reported_with_the_text_of_triton(repository: Repos
         repository.model("m", "nope", 'runtime: "lib.py"')
         paths = f"'{model / '1'}' '{model}' '{repository.backends / 'nope'}' "
         assert f"unable to find backend library 'lib.py' for model 'm', searched: {paths};" in load_error(server, "m")
+        repository.model("m", "pytorch", 'runtime: "model.py"')
+        file = repository.backends / "pytorch" / "model.py"
+        told = f"unable to find Python backend based backend library 'model.py' for model 'm', searched: '{file}';"
+        assert told in load_error(server, "m")
+
+
+def test_models_of_vllm_may_name_the_runtime_that_triton_shows() -> None:
+    found = find_backend("vllm", "m", Path("m/1"), None, "model.py")
+    assert (found.settings_name, found.file) == ("vllm", None)
 
 
 @pytest.mark.parametrize("config", ['runtime: "../../evil.py"', 'runtime: "/tmp/evil.py"'])
@@ -226,6 +236,21 @@ def test_a_python_based_backend_is_served_by_the_python_backend_under_its_own_na
     with serving(repository, "m") as server:
         assert STAGE.events == ["python mine"]
         assert server.model_config("m").runtime == "model.py"
+
+
+def test_a_python_based_backend_may_have_an_environment_for_its_models(repository: Repository) -> None:
+    repository.backend("mine", "", file="model.py")
+    repository.backend("python", f"WHO = 'python'\n{NAMING_BACKEND}", file="triton_python.py")
+    environment = repository.backend("mine", "", file="pb_exec_env_model.py.tar.gz")
+    repository.backend("python", "", file="pb_exec_env_model.py.tar.gz")
+    own = 'parameters { key: "EXECUTION_ENV_PATH" value { string_value: "/own" } }'
+    repository.model("m", "mine")
+    repository.model("own", "mine", own)
+    repository.model("plain", "python")
+    with serving(repository, "m", "own", "plain") as server:
+        found = [server.model_config(name).parameters for name in ("m", "own", "plain")]
+    assert found[0]["EXECUTION_ENV_PATH"].string_value == str(environment)
+    assert found[1]["EXECUTION_ENV_PATH"].string_value == "/own" and not found[2]
 
 
 def test_an_installed_backend_is_found_by_its_entry_point(repository: Repository) -> None:

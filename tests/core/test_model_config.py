@@ -92,6 +92,12 @@ def test_instance_groups_are_named() -> None:
     assert [group.name for group in config.instance_group] == ["m"]
 
 
+def test_a_python_based_runtime_of_pytorch_looks_for_its_file_itself() -> None:
+    for runtime, filename in (("", "model.pt"), ("model.py", "")):
+        shown = completed(f'name: "m" backend: "pytorch" runtime: "{runtime}"')
+        assert (shown["platform"], shown["default_model_filename"]) == ("pytorch_libtorch", filename)
+
+
 def test_old_platform_names_fill_the_backend() -> None:
     assert completed('name: "m" platform: "onnxruntime_onnx"')["backend"] == "onnxruntime"
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +37,7 @@ STUB_PACKAGE = ("triton_python_backend_stub", str(Path(__file__).parent / "stub"
 PARAMETER = "EXECUTION_ENV_PATH"
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 _INTERPRETERS = ("bin/python", "bin/python3")
+ACTIVATE_TIMEOUT_S = 30.0
 BACKEND_NAME = "python"
 DEFAULT_MODEL_FILENAME = "model.py"
 STUB_TIMEOUT = "stub-timeout-seconds"
@@ -54,14 +57,14 @@ class Environments:
 
     def fork_server(self, setting: str, model_directory: Path) -> ForkServer:
         """Forks stubs in the environment EXECUTION_ENV_PATH (`setting`); "" = the host's own. Raises TritonError
-        INVALID_ARG if the path does not exist, INTERNAL if it contains no interpreter."""
+        INVALID_ARG if the path does not exist, INTERNAL if it contains no interpreter or cannot be activated."""
         if not setting:
-            return self._fork_server(sys.executable, dict(os.environ))
+            return self._fork_server(sys.executable, None)
         path = self._path(setting, model_directory)
         root = path if path.is_dir() else self._unpack(path)
         for name in _INTERPRETERS:
             if os.access(root / name, os.X_OK):
-                return self._fork_server(str(root / name), _activated(root))
+                return self._fork_server(str(root / name), root)
         raise internal(f"{PARAMETER} '{path}' has no executable {' or '.join(_INTERPRETERS)}")
 
     def close(self) -> None:
@@ -73,12 +76,15 @@ class Environments:
                 folder.remove()
             self._unpacked.clear()
 
-    def _fork_server(self, interpreter: str, variables: dict[str, str]) -> ForkServer:
+    def _fork_server(self, interpreter: str, root: Path | None) -> ForkServer:
+        """root: the environment of the interpreter; None = the host's."""
         with self._lock:
             if interpreter not in self._fork_servers:
+                variables, libraries = (dict(os.environ), "") if root is None else _activated(root)
                 program = Program(
                     "stubs",
                     f"{STUB_PACKAGE[0]}.main",
+                    (libraries,),
                     interpreter=interpreter,
                     environment=variables,
                     package=STUB_PACKAGE,
@@ -116,16 +122,51 @@ def _log(line: str) -> None:
     output_log.info("python: %s", line.rstrip())
 
 
-def _activated(root: Path) -> dict[str, str]:
-    """The host's environment variables, as changed by the environment's activate script."""
+def _activated(root: Path) -> tuple[dict[str, str], str]:
+    """The host's environment variables, as changed by the environment's activate script if it has one. The second value
+    is a directory that was added in front of LD_LIBRARY_PATH, for the interpreter alone; "" = none."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
-    variables["PATH"] = _before(root / "bin", variables.get("PATH", ""))
+    script = root / "bin" / "activate"
+    if script.is_file():
+        variables = _after(script, variables)
+    binaries = root / "bin"
+    if str(binaries) not in variables.get("PATH", "").split(os.pathsep):  # a moved venv names its old place
+        variables["PATH"] = _before(binaries, variables.get("PATH", ""))
     if (root / "pyvenv.cfg").exists():
         variables["VIRTUAL_ENV"] = str(root)
-    else:
-        variables["CONDA_PREFIX"] = str(root)
-        variables["LD_LIBRARY_PATH"] = _before(root / "lib", variables.get("LD_LIBRARY_PATH", ""))
-    return variables
+        return variables, ""
+    variables["CONDA_PREFIX"] = str(root)
+    libraries = root / "lib"
+    variables["LD_LIBRARY_PATH"] = _before(libraries, variables.get("LD_LIBRARY_PATH", ""))
+    return variables, str(libraries)
+
+
+def _after(script: Path, variables: dict[str, str]) -> dict[str, str]:
+    """The environment variables after the script. Raises TritonError INTERNAL if it fails. Its output goes to files:
+    processes that it leaves behind would keep pipes open."""
+    command = ["bash", "-c", 'source "$0" >&2 && exec env -0', str(script)]
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as messages:
+        try:
+            status = subprocess.run(
+                command,
+                timeout=ACTIVATE_TIMEOUT_S,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=messages,
+            ).returncode
+            cause = f"exit status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            cause = f"it did not end within {ACTIVATE_TIMEOUT_S:g} s"
+        except OSError as error:
+            cause = str(error)
+        if cause:
+            messages.seek(0)
+            text = f"{PARAMETER}: '{script}' failed: {cause}\n{messages.read().decode(errors='replace')}"
+            raise internal(text.rstrip())
+        output.seek(0)
+        lines = os.fsdecode(output.read()).split("\0")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def _before(directory: Path, others: str) -> str:

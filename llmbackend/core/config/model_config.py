@@ -108,7 +108,8 @@ def fill_backend(config: ModelConfig, directory: Path) -> None:
     if layout is not None:
         config.backend = config.backend or layout.backend
         config.platform = config.platform or next(iter(layout.platforms), "")
-        config.default_model_filename = config.default_model_filename or layout.filename
+        if (config.backend, config.runtime) != ("pytorch", "model.py"):  # that runtime looks for the file itself
+            config.default_model_filename = config.default_model_filename or layout.filename
     elif not (config.backend or config.platform or config.default_model_filename):
         _fill_from_name(config)
 

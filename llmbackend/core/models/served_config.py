@@ -81,6 +81,8 @@ def _is_set(message: Message, path: str) -> bool:
     return False
 
 
+ENVIRONMENT = "EXECUTION_ENV_PATH"
+"""Parameter of models of the python backend. A python-based backend may have an environment for its models."""
 SMALL_FILE_BYTES = 64 << 10
 """A fingerprint covers the content of files up to this size, and the names and sizes of larger ones."""
 
@@ -89,6 +91,9 @@ class ServedConfig:
     def __init__(self, config: ModelConfig, backend: LoadedBackend, gpus: HostGpus, may_complete: bool) -> None:
         self.current = _copy(config)  # read-only; others get a copy from `copy`
         self.current.runtime = config.runtime or backend.runtime
+        environment = backend.directory / f"pb_exec_env_{backend.runtime}.tar.gz"
+        if backend.runtime and ENVIRONMENT not in config.parameters and environment.is_file():
+            self.current.parameters[ENVIRONMENT].string_value = str(environment)
         self._backend = backend
         self._gpus = gpus
         self._may_complete = may_complete

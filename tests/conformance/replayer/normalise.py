@@ -3,8 +3,9 @@
 For: compare.py, which applies it to both sides. Does not know: which side it sees. What varies: header order, header
 case, `Date` and `Server`; durations and the time of the last inference; gauges of the machine; the head of a log line;
 how many tokens a model sent before a disconnect or a crash reached it; the order of a map and of a trace file; which
-of two clocks noticed a deadline first. A Content-Length that is the length of the body that follows becomes a word, so
-that only the body is compared; a wrong one stays a number.
+of two clocks noticed a deadline first; the interpreter of a python model and private names of pb_utils. A
+Content-Length that is the length of the body that follows becomes a word, so that only the body is compared; a wrong
+one stays a number.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _VARYING = (
     (re.compile(r"^(nv_cpu_\w+ )[\d.]+$", re.MULTILINE), r"\g<1><now>"),
     (re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [\w.]+:\d+\]"), "<time, process and source line>"),
     (re.compile(r" \d+\.\d{6}s(?=\b|data: )"), " <s>"),  # the stream beside it may go on without a line's end
+    (re.compile(r'"python":"[^"]+","exe":.*"numpy":"[^"]*"'), '"python":<of this machine>'),
+    (re.compile(r'"_\w+",'), ""),  # private names of an object of pb_utils
     (re.compile(r"'Stream removed \(Deadline Exceeded\)'"), "'Deadline Exceeded'"),
 )
 _TRACE_FILE = re.compile(r'^\[\{"id":\d+,"timestamps":.*\]$', re.MULTILINE)

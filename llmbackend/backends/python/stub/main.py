@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -16,8 +17,15 @@ from .runner import Runner
 _DONE, _RAISED = "done", "raised"
 
 
-def prepare() -> Callable[[bytes, int, int], None]:
-    """Called in the fork server, which has imported this module. Returns the function that a stub runs."""
+def prepare(libraries: str) -> Callable[[bytes, int, int], None]:
+    """Called in the fork server, which has imported this module. Returns the function that a stub runs.
+
+    libraries: first entry of LD_LIBRARY_PATH, which programs that models start must not inherit; "" = none
+    """
+    if libraries:
+        others = os.environ.pop("LD_LIBRARY_PATH").removeprefix(libraries).removeprefix(os.pathsep)
+        if others:
+            os.environ["LD_LIBRARY_PATH"] = others
     return _run
 
 

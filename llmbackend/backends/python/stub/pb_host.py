@@ -155,12 +155,14 @@ class Metric:
             host(f"Metric.{action}").post(("metric", self._number, action, float(value)))
 
 
-class MetricFamily:
-    """An existing family keeps its first description."""
-
+class MetricKind:
     COUNTER: ClassVar[str] = _COUNTER
     GAUGE: ClassVar[str] = _GAUGE
     HISTOGRAM: ClassVar[str] = _HISTOGRAM
+
+
+class MetricFamily(MetricKind):
+    """An existing family keeps its first description."""
 
     def __init__(self, name: str | bytes, description: str | bytes, kind: str) -> None:
         """Raises TritonModelException if the name is invalid, or exists with another kind."""

@@ -32,7 +32,12 @@ PackedTenant = tuple[str, bool, str] | None
 EXECUTE_TENANTS: Final[ContextVar[frozenset[PackedTenant] | None]] = ContextVar("execute_tenants", default=None)
 """The tenants of the requests in this execute call; None outside of one."""
 
-MEMORY_CPU, MEMORY_GPU = 0, 2
+
+class MemoryType:
+    TRITONSERVER_MEMORY_CPU: Final = 0
+    TRITONSERVER_MEMORY_GPU: Final = 2
+
+
 _MEMORY_DEFAULT = -1
 _MAX_UINT32, _MAX_INT64, _MAX_UINT64 = (1 << 32) - 1, (1 << 63) - 1, (1 << 64) - 1
 PackedFields = tuple[str, int | str, int, int, dict[str, Any], Sequence[PackedTensor], str | None, PackedTenant]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -192,15 +193,19 @@ def np_to_triton_dtype(np_dtype: Any) -> str | None:
     return "BF16" if dtype.name == _BFLOAT16 else None  # last, because numpy builds the name each time
 
 
-def numpy_to_triton_type(data_type: Any) -> int:
-    """numpy dtype → the number of TRITONSERVER_DataType. Raises KeyError if there is none."""
-    return _NUMBER_OF_DATATYPE[np_to_triton_dtype(data_type) or str(data_type)]
+def numpy_to_triton_type(data_type: Any) -> int | None:
+    """numpy dtype → the number of TRITONSERVER_DataType; None if there is none."""
+    try:
+        datatype = np_to_triton_dtype(data_type)
+    except TypeError:  # not a dtype
+        return None
+    return None if datatype is None else _NUMBER_OF_DATATYPE[datatype]
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    """Raises KeyError for an unknown number; BF16 needs ml_dtypes."""
-    name = _DATATYPE_OF_NUMBER[data_type]
-    return triton_string_to_numpy("TYPE_BF16") if name == "BF16" else _TYPES[name]
+    """The inverse; None for an unknown number, and for BF16 without ml_dtypes."""
+    datatype = _DATATYPE_OF_NUMBER.get(data_type, "")
+    return _bfloat16() if datatype == "BF16" else _TYPES.get(datatype)
 
 
 def serialize_byte_tensor(input_tensor: Array) -> Array | None:
@@ -278,21 +283,30 @@ def _from_capsule(name: str, source: Any) -> tuple[Array, bool]:
     """The data, and whether it is bfloat16 (as uint16). Raises ValueError for memory that cannot be copied to the CPU,
     TritonModelException for another type."""
     if hasattr(source, "__dlpack__"):
-        if _is_device(source.__dlpack_device__()[0]) and hasattr(source, "cpu"):
-            source = source.cpu()
+        if _is_device(source.__dlpack_device__()[0]):
+            source = source.cpu() if hasattr(source, "cpu") else _copied_to_cpu(name, source)
         source = source.__dlpack__()
     elif type(source).__name__ != "PyCapsule":
         raise TritonModelException(
             "Provided tensor is not supported. Tensor must be a DLPack capsule or have `__dlpack__` and "
             f"`__dlpack_device__` attributes, got {type(source).__name__}"
         )
+    elif _is_device(_tensor_of(source).device_type):
+        source = _copied_to_cpu(name, source).__dlpack__()
     tensor = _tensor_of(source)
-    if _is_device(tensor.device_type):
-        raise ValueError(f"tensor '{name}' is in the memory of a device: copy it to the CPU first")
     is_bfloat16 = tensor.code == _BFLOAT and tensor.bits == 16
     if is_bfloat16:
         tensor.code = _UINT
     return np.from_dlpack(_Exporter(source)), is_bfloat16
+
+
+def _copied_to_cpu(name: str, source: Any) -> Any:
+    """`source` is a capsule or an exporter in a device's memory; the framework that made it is loaded."""
+    if (torch := sys.modules.get("torch")) is not None:
+        return torch.utils.dlpack.from_dlpack(source).cpu()
+    if (cupy := sys.modules.get("cupy")) is not None:
+        return cupy.from_dlpack(source).get()
+    raise ValueError(f"tensor '{name}' is in the memory of a device: copy it to the CPU first")
 
 
 def _is_device(device_type: int) -> bool:

@@ -1,23 +1,27 @@
-"""The module that models import as `triton_python_backend_utils`.
+"""The module that models import as `triton_python_backend_utils`, or `c_python_backend_utils`.
 
 Source: the list of names in golden transcript 61 and the python_backend documentation.
 """
 
 from __future__ import annotations
 
+import json
+import struct
 import sys
 from typing import NoReturn
 
+import numpy as np
+
 from .bls_call import ResponseIterator
 from .errors import TritonError, TritonModelException, text
-from .pb_host import Logger, Metric, MetricFamily, is_model_ready, load_model, unload_model
+from .pb_host import Logger, Metric, MetricFamily, MetricKind, is_model_ready, load_model, unload_model
 from .pb_model_config import (
     ModelConfig,
     get_input_config_by_name,
     get_output_config_by_name,
     using_decoupled_model_transaction_policy,
 )
-from .pb_request import MEMORY_CPU, MEMORY_GPU, InferenceRequest, InferenceTrace, PreferredMemory
+from .pb_request import InferenceRequest, InferenceTrace, MemoryType, PreferredMemory
 from .pb_response import FINAL, RELEASE_ALL, RELEASE_RESCHEDULE, InferenceResponse, InferenceResponseSender
 from .pb_tensor import (
     TRITON_STRING_TO_NUMPY,
@@ -35,17 +39,18 @@ __all__ = [
     "TRITONSERVER_MEMORY_CPU", "TRITONSERVER_MEMORY_GPU", "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
     "TRITONSERVER_REQUEST_FLAG_SEQUENCE_START", "TRITONSERVER_REQUEST_RELEASE_ALL",
     "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE", "TRITONSERVER_RESPONSE_COMPLETE_FINAL", "TRITON_STRING_TO_NUMPY",
-    "InferenceRequest", "InferenceResponse", "InferenceResponseSender", "InferenceTrace", "Logger", "Metric",
-    "MetricFamily", "ModelConfig", "PreferredMemory", "ResponseIterator", "Tensor", "TritonError",
-    "TritonModelException", "deserialize_bytes_tensor", "get_input_config_by_name", "get_input_tensor_by_name",
-    "get_model_dir", "get_output_config_by_name", "get_output_tensor_by_name", "is_model_ready", "load_model",
-    "np_to_triton_dtype", "numpy_to_triton_type", "serialize_byte_tensor", "triton_string_to_numpy",
-    "triton_to_numpy_type", "unload_model", "using_decoupled_model_transaction_policy",
+    "InferenceRequest", "InferenceResponse", "InferenceResponseSender", "InferenceTrace", "Logger", "MemoryType",
+    "Metric", "MetricFamily", "MetricKind", "ModelConfig", "PreferredMemory", "ResponseIterator", "Tensor",
+    "TritonError", "TritonModelException", "deserialize_bytes_tensor", "get_input_config_by_name",
+    "get_input_tensor_by_name", "get_model_dir", "get_output_config_by_name", "get_output_tensor_by_name",
+    "is_model_ready", "json", "load_model", "np", "np_to_triton_dtype", "numpy_to_triton_type",
+    "serialize_byte_tensor", "struct", "triton_string_to_numpy", "triton_to_numpy_type", "unload_model",
+    "using_decoupled_model_transaction_policy",
 ]  # fmt: skip
 
-MODULE_NAME = "triton_python_backend_utils"
-TRITONSERVER_MEMORY_CPU = MEMORY_CPU
-TRITONSERVER_MEMORY_GPU = MEMORY_GPU
+MODULE_NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
+TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
+TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 TRITONSERVER_REQUEST_RELEASE_ALL = RELEASE_ALL
@@ -54,8 +59,8 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
 
 
 def make_importable() -> None:
-    """Lets models import this module under Triton's name."""
-    sys.modules[MODULE_NAME] = sys.modules[__name__]
+    """Lets models import this module under both of Triton's names: the second is that of its classes."""
+    sys.modules.update(dict.fromkeys(MODULE_NAMES, sys.modules[__name__]))
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str | bytes) -> Tensor | None:

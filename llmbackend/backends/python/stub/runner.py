@@ -3,8 +3,8 @@
 Invariants: the end of each request is reported exactly once, whatever the model returns or raises: in the answer to the
 execute call or, if execute returns None for it, by its response sender. An exception of execute is logged even if no
 client is waiting any more. model.py is a module of a package named after its version, so that relative imports and
-pickled classes work; modules next to it and one directory up are found after those of the environment; no bytecode is
-written next to a model.
+pickled classes work; that of a python-based backend is the module `model`, as in Triton; modules next to it and one
+directory up are found after those of the environment; no bytecode is written next to a model.
 Source: Triton's python backend and the texts of its checks; sys.path in golden transcript 61.
 """
 
@@ -27,6 +27,7 @@ from .pb_model_config import ModelConfig
 from .pb_request import EXECUTE_TENANTS, InferenceRequest, PackedRequest
 from .pb_response import RELEASE_RESCHEDULE, Exchange, InferenceResponse
 
+_IMPORTABLE = str(Path(__file__).parent / "importable")
 _version_directory = ""
 
 
@@ -36,11 +37,14 @@ def load_class(path: str, version_directory: str) -> Any:
     _version_directory = version_directory
     file = Path(path)
     sys.dont_write_bytecode = True
-    sys.path += [str(file.parent), str(file.parent.parent)]
-    package = ModuleType(Path(version_directory).name)
-    package.__path__ = [str(file.parent)]
-    sys.modules[package.__name__] = package
-    module = importlib.import_module(f"{package.__name__}.{file.stem}")
+    sys.path += [str(file.parent), str(file.parent.parent), _IMPORTABLE]
+    name = file.stem
+    if file.is_relative_to(version_directory):
+        package = ModuleType(Path(version_directory).name)
+        package.__path__ = [str(file.parent)]
+        sys.modules[package.__name__] = package
+        name = f"{package.__name__}.{name}"
+    module = importlib.import_module(name)
     found = getattr(module, "TritonPythonModel", None)
     if found is None:
         raise AttributeError(f"module '{file.name}' has no attribute 'TritonPythonModel'")
