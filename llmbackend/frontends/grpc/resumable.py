@@ -23,6 +23,7 @@ from ..inference import Inference
 from ..inference_gate import InferenceGate
 from ..journals.journal import EventsGoneError, Recording, StreamRecord
 from ..journals.resumable_streams import MAX_STREAM_BYTES, ResumableStream, ResumableStreams
+from ..journals.stream_copies import MAX_REQUEST_BYTES
 from ..kserve.request_parameters import RequestOptions, options_from_proto
 from .codec import decode_request, outcome_message, stream_message
 from .messages import LargeRequest, OpenRequest, opened, parse_or_keep
@@ -77,7 +78,7 @@ async def begin(
 ) -> ResumableStream:
     """Sends the request, and opens the stream of its responses. data: the received message. Raises TritonError."""
     recording = None
-    if streams.copies is not None:
+    if streams.copies is not None and len(data) <= MAX_REQUEST_BYTES:
         recording = Recording()
         recording.request, recording.identity = data, _encode_parameters(dict(options.parameters))
     return await _opened(gate, streams, request, options, recording)
