@@ -166,6 +166,9 @@ class JournalAnswer:
         self._enqueue = enqueue
         self._leave = leave
         self._messages: deque[bytes] = deque()
+        """Those of the journal, which are copied only when they are written: a call may have many that wait."""
+        self._number: int | None = None
+        """The event number of the first one; None: they have none."""
         self._taken: asyncio.Future[None] | None = None
         self._reading = asyncio.get_running_loop().create_task(self._read(after))
 
@@ -177,7 +180,11 @@ class JournalAnswer:
         return bool(self._messages)
 
     def take(self) -> bytes:
-        return self._messages.popleft()
+        message = self._messages.popleft()
+        if self._number is None:
+            return message
+        self._number += 1
+        return numbered(message, self._stream.key, self._number - 1)
 
     def end(self) -> None:
         """Never called, since has_ended is always False."""
@@ -187,12 +194,10 @@ class JournalAnswer:
         self._reading.cancel()
 
     async def _read(self, after: int) -> None:
-        journal, key = self._stream.journal, self._stream.key
-        reading = journal.follow(after)
+        reading = self._stream.journal.follow(after)
         try:
             async for events in reading:
-                numbers = enumerate(events.parts, events.first)
-                await self._write([numbered(message, key, number) for number, message in numbers])
+                await self._write(events.parts, events.first)
         except EventsGoneError:
             text = f"the client reads too slowly: more than {MAX_STREAM_BYTES} bytes were waiting for it"
             await self._write([outcome_message(self._stream.head.path.removeprefix(PATH), "", True, text)])
@@ -202,9 +207,10 @@ class JournalAnswer:
             await reading.aclose()
         self._leave(self)
 
-    async def _write(self, messages: Sequence[bytes]) -> None:
-        """Returns once all have been taken."""
+    async def _write(self, messages: Sequence[bytes], number: int | None = None) -> None:
+        """Returns once all have been taken. number: of the first event"""
         if messages:
+            self._number = number
             self._messages.extend(messages)
             self._taken = asyncio.get_running_loop().create_future()
             self._enqueue(self)
