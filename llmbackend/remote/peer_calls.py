@@ -53,6 +53,8 @@ class PeerCalls:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
         self._links: dict[str, _Link] = {}
+        self._wanted: dict[str, str] = {}
+        """The endpoints of the hosts that this host was told about last."""
         self._handlers: dict[str, Handler] = {}
         self._on_change: Callable[[], None] = lambda: None
         self._is_told = False
@@ -98,15 +100,23 @@ class PeerCalls:
         if self._is_closed or peers is None:
             return
         self._is_told = True
-        wanted = {(peer.id, peer.endpoint) for peer in peers if peer.id != self._host_id and peer.endpoint}
-        for id, link in list(self._links.items()):
-            if (id, link.endpoint) not in wanted:
-                self._links.pop(id).close()
-        for id, endpoint in wanted:
+        self._wanted = {peer.id: peer.endpoint for peer in peers if peer.id != self._host_id and peer.endpoint}
+        self._drop_unwanted()
+        for id, endpoint in self._wanted.items():
             if id not in self._links:
                 context = cast("zmq.Context[zmq.Socket[bytes]]", self._context)
                 socket = new_socket(context, zmq.DEALER, self._keys, self._heartbeat_timeout_s)
-                self._links[id] = _Link(id, endpoint, cast(zmq.asyncio.Socket, socket), lambda: self._on_change())
+                self._links[id] = _Link(id, endpoint, cast(zmq.asyncio.Socket, socket), self._link_changed)
+
+    def _drop_unwanted(self) -> None:
+        """Keeps connected hosts that are missing from the list: it is empty when the cluster's registry was lost."""
+        for id, link in list(self._links.items()):
+            if self._wanted.get(id, link.endpoint if link.is_connected else "") != link.endpoint:
+                self._links.pop(id).close()
+
+    def _link_changed(self) -> None:
+        self._on_change()
+        self._loop.call_soon(self._drop_unwanted)  # a link must not be closed by its own task
 
     # --- calls of other hosts -----------------------------------------------------------------------------------------
 

@@ -40,6 +40,8 @@ METRICS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 SILENCE_S: Final = 30.0
+_SILENT_WAITS: Final = 3
+"""A silent process is killed after so many waits: if this process was stopped, one ends before messages are read."""
 _LASTED_S: Final = 5.0
 """A process that has run this long is restarted after the shortest pause."""
 _END_TIMEOUT_S: Final = 5.0
@@ -213,14 +215,17 @@ class _Keeper:
 
     async def _receive_heartbeats(self, control: ControlChannel, process: subprocess.Popen[bytes]) -> None:
         """Reads messages until the process ends. Before it serves, it may be silent for any length of time."""
-        message = await control.receive()
+        message, num_silent = await control.receive(), 0
         while isinstance(message, Serving):
             if not self.first_serves.done():
                 self.first_serves.set_result(None)
             try:
-                async with asyncio.timeout(self._silence_s):
-                    message = await control.receive()
+                async with asyncio.timeout(self._silence_s / _SILENT_WAITS):
+                    message, num_silent = await control.receive(), 0
             except TimeoutError:
+                num_silent += 1
+                if num_silent < _SILENT_WAITS:
+                    continue
                 log.error("%s (process %d) hangs; killing it", self._settings.name, process.pid)
                 process.kill()
                 return

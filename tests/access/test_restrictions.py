@@ -203,3 +203,19 @@ def test_reading_a_response_later_begins_no_inference() -> None:
     assert begins_no_inference("/v1/chat/completions/chatcmpl-1") and not begins_no_inference("/v1/chat/completions")
     assert not begins_no_inference("/v1/chat/completions/render") and not begins_no_inference("/v1/responses/compact")
     assert not begins_no_inference("/v1/responses") and not begins_no_inference("/v1/responses/input_tokens")
+
+
+@pytest.mark.parametrize(
+    ("path", "last_event_id", "begins_none"),
+    [
+        ("/v1/chat/completions", b"a:1", True),
+        ("/v1/completions", b"17", True),
+        ("/v2/models/m/versions/1/generate_stream", b"a", True),
+        ("/v1/completions", b" ", False),
+        ("/v1/completions", b"\xa0", False),
+        ("/v2/models/m/generate", b"a", False),
+        ("/v1/responses", b"a", False),
+    ],
+)
+def test_resuming_a_stream_begins_no_inference(path: str, last_event_id: bytes, begins_none: bool) -> None:
+    assert begins_no_inference(path, last_event_id) is begins_none

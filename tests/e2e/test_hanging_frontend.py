@@ -20,10 +20,12 @@ from llmbackend.frontends.limits import FrontendLimits
 from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS
 from llmbackend.frontends.shared_counts import SharedCounts
 from llmbackend.remote.host_endpoint import HostEndpoint
+from llmbackend.server import frontend_processes
 from llmbackend.server.frontend_processes import FrontendProcesses, FrontendsFailedError
 from llmbackend.server.frontend_settings import FrontendSettings, HostFolder
 from llmbackend.server.ports import ClaimedPorts, Endpoint
 from tests.helpers.mock_llm_host import MODEL, mock_llm_host
+from tests.helpers.waiting import eventually_async
 
 pytestmark = pytest.mark.slow
 NONE = Endpoint("127.0.0.1", 0, enabled=False)
@@ -55,6 +57,20 @@ async def test_a_frontend_that_cannot_be_started_fails_the_start(
     with pytest.raises(FrontendsFailedError, match="could not be started: no process id is free"):
         await processes.serve()
     await processes.stop(0)
+
+
+async def test_frontends_outlive_a_pause_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend_processes, "_MODULE", "tests.helpers.beating_frontend")
+    processes = FrontendProcesses([settings_of(HostFolder(tmp_path), 0)], silence_s=1)
+    processes.start()
+    await processes.serve()
+    before = processes.pids
+    time.sleep(2)  # the event loop stands still, as when the process is stopped
+    await asyncio.sleep(0.5)
+    assert processes.pids == before
+    os.kill(before[0], signal.SIGSTOP)
+    await eventually_async(lambda: processes.pids and processes.pids != before)
+    await processes.stop(1)
 
 
 def test_a_frontend_that_hangs_is_killed_and_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,10 +11,15 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from llmbackend.frontends.grpc import resumable
+from llmbackend.frontends.grpc import stream as grpc_stream
+from llmbackend.frontends.grpc.resumable import JournalAnswer
 from llmbackend.frontends.journals import stream_copies
+from llmbackend.frontends.journals.journal import Journal, StreamHead
+from llmbackend.frontends.journals.resumable_streams import ResumableStream
 from tests.helpers.linked_hosts import Hosts
 from tests.helpers.mock_llm_host import MODEL
-from tests.helpers.waiting import eventually
+from tests.helpers.waiting import eventually, eventually_async
 
 Response = Any
 
@@ -153,3 +158,61 @@ def test_without_its_client_it_is_cancelled_after_the_grace(hosts: Hosts) -> Non
     assert running.gate.open_inferences == 1
     running.call(running.streams.close())
     eventually(lambda: not running.gate.open_inferences)
+
+
+def test_a_call_reads_a_limited_number_of_streams_at_a_time(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client reads nothing at first."""
+    monkeypatch.setattr(grpc_stream, "MAX_RESUMED", 4)
+    whole = read(hosts, "a", request(200, resumable=True))
+    name = place(whole[0]).partition(":")[0]
+    (stream,) = hosts.all["a"].streams._kept.all(ResumableStream)
+    counts: list[int] = []
+    changed = stream.journal.on_readers
+
+    def on_readers(count: int) -> None:
+        counts.append(count)
+        changed(count)
+
+    stream.journal.on_readers = on_readers
+    with grpc.insecure_channel(hosts.all["a"].grpc) as channel:
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([back(name)] * 12), timeout=60)
+        eventually(lambda: 4 in counts)
+        assert len(list(call)) == 12 * len(whole)
+    assert max(counts) == 4
+
+
+def test_refused_requests_are_not_counted_as_streams(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_stream, "MAX_RESUMED", 1)
+    whole = read(hosts, "a", request(resumable=True))
+    found = read(hosts, "a", back("17"), back("18"), back(place(whole[0])), back(place(whole[0])))
+    assert [response for response in found if not response.error_message] == whole[1:] * 2
+
+
+async def test_a_message_is_copied_when_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+
+    def numbered(message: bytes, key: str, number: int) -> bytes:
+        written.append(number)
+        return message
+
+    monkeypatch.setattr(resumable, "numbered", numbered)
+    journal = Journal(1000)
+    journal.publish([b"a", b"b", b"c"])
+    journal.end()
+    stream = ResumableStream(owner="", key="k", journal=journal, head=StreamHead(key="k", path="grpc:m"))
+    waiting: list[JournalAnswer] = []
+    left: list[JournalAnswer] = []
+    answer = JournalAnswer(stream, 0, waiting.append, left.append)
+    await eventually_async(lambda: waiting)
+    assert not written
+    assert [answer.take() for _ in range(2)] == [b"b", b"c"] and written == [1, 2]
+    assert not answer.has_more
+    await eventually_async(lambda: left == [answer])
+
+
+def test_a_stream_of_a_large_request_is_not_copied(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resumable, "MAX_REQUEST_BYTES", 20)
+    before = hosts.copies("b").num_held + hosts.copies("c").num_held
+    begun = read(hosts, "a", request(resumable=True), at_most=3)
+    assert hosts.copies("b").num_held + hosts.copies("c").num_held == before
+    assert len(begun + read(hosts, "a", back(place(begun[-1])))) > 10

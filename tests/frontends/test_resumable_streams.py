@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.keyed_server import KeyedServer
 from llmbackend.frontends.access.settings import AccessSettings
 from llmbackend.frontends.journals import resumable_streams
 from llmbackend.frontends.journals.idempotency import IdempotentRequests
@@ -223,3 +224,20 @@ def test_a_reader_that_is_too_far_behind_is_told_so(
 def test_endpoints_that_can_not_refuse_it_by_name(http: httpx.Client, path: str, headers: dict[str, str]) -> None:
     response = http.post(path, json={"model": MODEL, "input": "x", "stream": True}, headers=headers)
     assert (response.status_code, f"a stream of {path} cannot" in response.text) == (400, True), response.text
+
+
+@pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
+def test_a_key_at_its_limit_gets_the_rest_of_its_stream(tmp_path: Path, path: str) -> None:
+    (tmp_path / "keys").write_text("one:sk-one tpm=5\n")
+    access = AccessControl(AccessSettings(api_key_file=tmp_path / "keys"))
+    with (
+        Running(tmp_path, start=mock_llm_host, access=access, kind=KeyedServer) as running,
+        httpx.Client(base_url=f"http://{running.http}", headers={"Authorization": "Bearer sk-one"}) as http,
+    ):
+        stream, found = begin(http, path, 1)
+        eventually(lambda: not running.gate.open_inferences)
+        for last, status in (("", 429), ("a" * 32, 404)):
+            assert http.post(path, json=body(path), headers={"Last-Event-ID": last}).status_code == status
+        found += resume_stream(http, path, found[-1][0])
+    assert [id for id, _ in found] == [f"{stream}:{number}" for number in range(len(found))]
+    assert len(found) >= TOKENS

@@ -11,7 +11,9 @@ from typing import Any
 import httpx
 
 from llmbackend.core.errors import unavailable
+from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.keyed_server import KeyedServer
 from llmbackend.frontends.grpc import resumable
 from llmbackend.frontends.journals.resumable_streams import regenerate
 from llmbackend.frontends.journals.stream_copies import StreamCopies
@@ -98,7 +100,8 @@ class Hosts:
         self.all = {name: self._host(root / name, name, access, engine) for name in ("a", "b", "c")}
 
     def _host(self, root: Path, name: str, access: AccessControl | None, engine: dict[str, Any]) -> Running:
-        running = Running(root, start=mock_llm_host, access=access, engine=engine)
+        kind = InferenceServer if access is None else KeyedServer
+        running = Running(root, start=mock_llm_host, access=access, engine=engine, kind=kind)
         running.call(self._link(running, name))
         return running
 

@@ -21,11 +21,13 @@ ENGINE = {
 }
 
 
-def mock_llm_host(root: Path, engine: Mapping[str, Any] | None = None, **options: Any) -> InferenceServer:
+def mock_llm_host(
+    root: Path, engine: Mapping[str, Any] | None = None, kind: type[InferenceServer] = InferenceServer, **options: Any
+) -> InferenceServer:
     version = root / "llm_models" / MODEL / "1"
     version.mkdir(parents=True)
     (version / "model.json").write_text(json.dumps(ENGINE | dict(engine or {})))
     (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
-    server = InferenceServer(ServerOptions(model_repositories=(root / "llm_models",), **options))
+    server = kind(ServerOptions(model_repositories=(root / "llm_models",), **options))
     server.start()
     return server

@@ -15,7 +15,8 @@ def read_events(
 ) -> list[Event]:
     """Of the answer to a POST; leaves after `at_most` of them."""
     found: list[Event] = []
-    with client.stream("POST", path, json=body, headers=headers) as response:
+    content: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
+    with client.stream("POST", path, **content, headers=headers) as response:
         assert response.status_code == 200, response.read()
         id = ""
         for line in response.iter_lines():

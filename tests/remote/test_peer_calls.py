@@ -114,6 +114,44 @@ def test_calls_and_their_ends(hosts: list[PeerHost]) -> None:
     eventually(lambda: a.calls.live() == ["c"])
 
 
+async def _nothing() -> None: ...
+
+
+def test_connected_hosts_are_kept_when_the_list_of_hosts_was_lost(hosts: list[PeerHost]) -> None:
+    """A new registry names only those that have joined it."""
+    a, b, _ = hosts
+    changes: list[int] = []
+    a.calls.on_change(lambda: changes.append(1))
+    a.endpoint.set_peers([])
+    a.on_loop(_nothing)
+    assert a.calls.live() == ["b", "c"] and a.calls.are_all_live() and not changes
+    b.cut()
+    eventually(lambda: a.calls.live() == ["c"] and a.calls.are_all_live())  # it is gone for good
+
+
+def test_a_host_that_was_started_again_replaces_its_former_self(hosts: list[PeerHost], tmp_path: Path) -> None:
+    a, b, _ = hosts
+    a.endpoint.set_peers([])
+    again = PeerHost(tmp_path / "again", "b")
+
+    async def answer(peer: str, payload: bytes) -> bytes:
+        return b"again"
+
+    again.calls.on_call("t", answer)
+    try:
+        a.endpoint.set_peers([HostPeer("b", again.endpoint.endpoint)])
+        a.on_loop(_nothing)
+        eventually(lambda: "b" in a.calls.live())
+        assert a.on_loop(lambda: a.calls.call("b", "t", b"")) == b"again"
+        b.cut()
+        assert a.on_loop(lambda: a.calls.call("b", "t", b"")) == b"again"
+        a.endpoint.set_peers([])
+        again.cut()
+        eventually(lambda: a.calls.live() == ["c"])
+    finally:
+        again.stop()
+
+
 def test_hosts_of_another_release_are_refused(tmp_path: Path) -> None:
     a, b = PeerHost(tmp_path, "a"), PeerHost(tmp_path, "b", release="2")
     try:

@@ -112,7 +112,8 @@ class HttpAccess:
             message = role_needed(account.name, account.role)
             return _error(request, 403, message, INVALID_REQUEST, "insufficient_permissions")
         identity = RequestIdentity(account, "http", self._metrics, is_counted=request.scope.get(IS_COUNTED, False))
-        if category is not Category.INFERENCE or request.method in _READING or begins_no_inference(request.path):
+        begins_none = begins_no_inference(request.path, request.headers.get("last-event-id", b""))
+        if category is not Category.INFERENCE or request.method in _READING or begins_none:
             self._metrics.decided(account, "http", "accepted")
         else:
             refusal = identity.take(1)

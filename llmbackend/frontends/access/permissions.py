@@ -49,6 +49,7 @@ _INDEX: Final = re.compile(r"/v2/repository(/[^/]+)?/index\n?")
 _NO_INFERENCE: Final = re.compile(
     rf"({_MODEL}/(stop|stopInfer)|/v2/engine/.+|/v1/responses/resp_.+|/v1/chat/completions/chatcmpl-.+)\n?", re.DOTALL
 )
+_RESUMED: Final = re.compile(rf"{_MODEL}/generate_stream|/v1/(chat/)?completions")
 _CATEGORIES: Final = tuple(
     # A router's "$" also matches before a final newline; such a path needs a category, too.
     (re.compile(rf"({pattern})\n?", re.DOTALL), category)
@@ -113,9 +114,11 @@ def needs_operator(path: str, category: Category | None) -> bool:
     return category in OPERATOR_CATEGORIES
 
 
-def begins_no_inference(path: str) -> bool:
-    """Whether requests to this HTTP path of Category.INFERENCE only stop an inference or read a stored answer."""
-    return _NO_INFERENCE.fullmatch(path) is not None
+def begins_no_inference(path: str, last_event_id: bytes = b"") -> bool:
+    """Whether a request to this HTTP path of Category.INFERENCE only stops an inference, reads a stored answer or
+    resumes a stream. last_event_id: its header"""
+    resumes = last_event_id.decode("latin-1").strip() and _RESUMED.fullmatch(path)
+    return bool(resumes or _NO_INFERENCE.fullmatch(path))
 
 
 def role_needed(name: str, role: Role) -> str:

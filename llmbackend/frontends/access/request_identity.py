@@ -5,6 +5,7 @@ Invariant: the access checks set it as a context variable, which tasks and threa
 
 from __future__ import annotations
 
+import sys
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -115,6 +116,12 @@ class RequestIdentity:
         self._metrics = metrics
         self._taken = 0
         self._is_decided = is_counted
+
+    def continuing(self) -> RequestIdentity:
+        """The identity of a request that another host has charged, and that continues here."""
+        continuing = RequestIdentity(self.account, self.protocol, self._metrics, is_counted=True)
+        continuing._taken = sys.maxsize
+        return continuing
 
     def take(self, prompts: int) -> Refusal | None:
         """Charges prompts in advance, all or none, so that `prompts` are charged in total."""

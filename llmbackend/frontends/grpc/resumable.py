@@ -23,6 +23,7 @@ from ..inference import Inference
 from ..inference_gate import InferenceGate
 from ..journals.journal import EventsGoneError, Recording, StreamRecord
 from ..journals.resumable_streams import MAX_STREAM_BYTES, ResumableStream, ResumableStreams
+from ..journals.stream_copies import MAX_REQUEST_BYTES
 from ..kserve.request_parameters import RequestOptions, options_from_proto
 from .codec import decode_request, outcome_message, stream_message
 from .messages import LargeRequest, OpenRequest, opened, parse_or_keep
@@ -77,7 +78,7 @@ async def begin(
 ) -> ResumableStream:
     """Sends the request, and opens the stream of its responses. data: the received message. Raises TritonError."""
     recording = None
-    if streams.copies is not None:
+    if streams.copies is not None and len(data) <= MAX_REQUEST_BYTES:
         recording = Recording()
         recording.request, recording.identity = data, _encode_parameters(dict(options.parameters))
     return await _opened(gate, streams, request, options, recording)
@@ -165,6 +166,9 @@ class JournalAnswer:
         self._enqueue = enqueue
         self._leave = leave
         self._messages: deque[bytes] = deque()
+        """Those of the journal, which are copied only when they are written: a call may have many that wait."""
+        self._number: int | None = None
+        """The event number of the first one; None: they have none."""
         self._taken: asyncio.Future[None] | None = None
         self._reading = asyncio.get_running_loop().create_task(self._read(after))
 
@@ -176,7 +180,11 @@ class JournalAnswer:
         return bool(self._messages)
 
     def take(self) -> bytes:
-        return self._messages.popleft()
+        message = self._messages.popleft()
+        if self._number is None:
+            return message
+        self._number += 1
+        return numbered(message, self._stream.key, self._number - 1)
 
     def end(self) -> None:
         """Never called, since has_ended is always False."""
@@ -186,12 +194,10 @@ class JournalAnswer:
         self._reading.cancel()
 
     async def _read(self, after: int) -> None:
-        journal, key = self._stream.journal, self._stream.key
-        reading = journal.follow(after)
+        reading = self._stream.journal.follow(after)
         try:
             async for events in reading:
-                numbers = enumerate(events.parts, events.first)
-                await self._write([numbered(message, key, number) for number, message in numbers])
+                await self._write(events.parts, events.first)
         except EventsGoneError:
             text = f"the client reads too slowly: more than {MAX_STREAM_BYTES} bytes were waiting for it"
             await self._write([outcome_message(self._stream.head.path.removeprefix(PATH), "", True, text)])
@@ -201,9 +207,10 @@ class JournalAnswer:
             await reading.aclose()
         self._leave(self)
 
-    async def _write(self, messages: Sequence[bytes]) -> None:
-        """Returns once all have been taken."""
+    async def _write(self, messages: Sequence[bytes], number: int | None = None) -> None:
+        """Returns once all have been taken. number: of the first event"""
         if messages:
+            self._number = number
             self._messages.extend(messages)
             self._taken = asyncio.get_running_loop().create_future()
             self._enqueue(self)

@@ -34,6 +34,8 @@ from .rpc import INTERNAL_ERROR, Context, StreamWriter, grpc_status, sampled
 _STRICT_ERRORS: Final = ("triton_grpc_error", "true")
 MAX_WAITING_REFUSALS: Final = 64
 """Beyond it, no further request is read: refused requests do not count as open inferences."""
+MAX_RESUMED: Final = 256
+"""Answers to `resume_from` at a time, which do not count as open inferences. Beyond it, no further request is read."""
 
 
 class _ClientGoneError(Exception):
@@ -217,6 +219,7 @@ class StreamSession:
         self._all_left.set()
         self._last_ordered: _InTurn | None = None
         self._may_refuse = asyncio.Semaphore(MAX_WAITING_REFUSALS)
+        self._may_resume = asyncio.Semaphore(MAX_RESUMED)
 
     async def run(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
         """Serves until the client half-closes and every request has ended, or until the first error in strict mode."""
@@ -264,14 +267,17 @@ class StreamSession:
         try:
             resuming = take_resuming(request)
             if is_back := bool(resuming.place):
-                self._read(*await resumed(self._resumable, request.model_name, resuming.place))
+                await self._may_resume.acquire()
+                found = await resumed(self._resumable, request.model_name, resuming.place)
+                self._read(*found, self._resumed_left)
                 return
             is_decoupled = self._gate.server.is_decoupled(request.model_name, model_version(request.model_version))
             options = options_from_proto(request.parameters)
             if self._forward:
                 options = self._forward.into(options, self._metadata)
             if resuming.is_requested:
-                self._read(await begin(self._gate, self._resumable, opened_request, options, data_of(arrived)), -1)
+                stream = await begin(self._gate, self._resumable, opened_request, options, data_of(arrived))
+                self._read(stream, -1, self._leave)
                 return
             given = await self._gate.with_shared_inputs(decode_request(opened_request, options))
             trace = sampled(self._gate.server, request.model_name, self._context, self._waiting_since_ns)
@@ -279,6 +285,8 @@ class StreamSession:
         except BaseException as error:
             if trace is not None:
                 trace.close()
+            if is_back:
+                self._may_resume.release()
             if not isinstance(error, Exception):
                 raise
             if is_back and self._strict_errors and isinstance(error, TritonError):
@@ -304,10 +312,14 @@ class StreamSession:
             )
         return self._streams
 
-    def _read(self, stream: ResumableStream, after: int) -> None:
+    def _read(self, stream: ResumableStream, after: int, leave: Callable[[JournalAnswer], None]) -> None:
         """Sends the messages of a resumable stream."""
-        self._answers.add(JournalAnswer(stream, after, self._enqueue, self._leave))
+        self._answers.add(JournalAnswer(stream, after, self._enqueue, leave))
         self._all_left.clear()
+
+    def _resumed_left(self, answer: JournalAnswer) -> None:
+        self._may_resume.release()
+        self._leave(answer)
 
     def _begin(self, answer: _Answer | _Refusal, in_order: bool) -> None:
         self._answers.add(answer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -22,6 +22,8 @@ from llmbackend.core.messages import Resume
 
 LoadEvents = Callable[[int], Awaitable[Sequence[bytes]]]
 """Loads events from a number on, at least one."""
+_STEP_BYTES: Final = 256 << 10
+"""Approximate size of the events that a reader gets at once."""
 
 
 class EventsGoneError(Exception):
@@ -80,7 +82,7 @@ class Journal:
             self._wake()
 
     async def follow(self, after: int = -1, quiet_s: float | None = None) -> AsyncGenerator[Events, None]:
-        """Yields the events after number `after`, as many as are available each time; none after `quiet_s` without one.
+        """Yields the events after number `after`, a limited size of them each time; none after `quiet_s` without one.
         Raises EventsGoneError for events that are no longer held, and the error of `end`."""
         number = after + 1
         with self.reading():
@@ -109,9 +111,19 @@ class Journal:
             self._count_readers(-1)
 
     def _from(self, number: int) -> Events:
-        """Collects from the right, since most readers need only the newest few events."""
-        newest = list(islice(reversed(self._held), self.next_number - number))
-        return Events(number, tuple(reversed(newest)))
+        """Some of the held events, counted from the nearer end: most readers need only the newest few."""
+        skipped, size_bytes = number - self.first_held, 0
+        if 2 * skipped < len(self._held):
+            events: Iterable[bytes] = islice(self._held, skipped, None)
+        else:
+            events = reversed(list(islice(reversed(self._held), len(self._held) - skipped)))
+        parts = []
+        for event in events:
+            parts.append(event)
+            size_bytes += len(event)
+            if size_bytes >= _STEP_BYTES:
+                break
+        return Events(number, tuple(parts))
 
     async def _loaded(self, number: int) -> Events:
         parts = () if self._load is None else tuple(await self._load(number))

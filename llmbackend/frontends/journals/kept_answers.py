@@ -30,6 +30,8 @@ class KeptAnswer:
     key: str
     """Unique for its kind and owner."""
     journal: Journal
+    request_bytes: int = 0
+    """Held for as long as the answer, besides its journal."""
     retention_s: float | None = None
     """How long it is retained after its end; None: as before its end, for the grace period without readers."""
     stop: Callable[[], None] = field(default=lambda: None)
@@ -71,6 +73,7 @@ class KeptAnswers:
 
     def add(self, answer: KeptAnswer) -> None:
         self._answers.setdefault((type(answer), answer.owner), {})[answer.key] = answer
+        self.held_bytes += answer.request_bytes
         answer.is_listed = True
         answer.journal.on_readers = partial(self._readers_changed, answer)
         self._readers_changed(answer, answer.journal.num_readers)
@@ -102,7 +105,7 @@ class KeptAnswers:
         if not self._answers[place]:
             del self._answers[place]
         self._ended.pop(answer, None)
-        self.held_bytes -= answer.journal.held_bytes
+        self.held_bytes -= answer.journal.held_bytes + answer.request_bytes
         self._forget_after(answer, None)
         answer.stop()
 

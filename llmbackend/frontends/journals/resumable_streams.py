@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message
 
 from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument, unavailable
 
+from ..access.request_identity import REQUEST_IDENTITY
 from ..errors import log_bug
 from ..http.errors import error_body, is_openai, openai_error_body
 from ..http.event_stream import EventStream
@@ -31,7 +32,7 @@ from ..http.request_scope import PRESENCE, ClientPresence, header
 from .journal import RECORDING, EventsGoneError, Journal, Recording, StreamHead, StreamRecord, settle
 from .kept_answers import KeptAnswer, KeptAnswers
 from .response_store import current_owner
-from .stream_copies import StreamCopies
+from .stream_copies import MAX_REQUEST_BYTES, StreamCopies
 
 _PLACE: Final = re.compile(r"(?P<stream>[0-9a-f]{32})(:(?P<number>\d{1,9}))?")
 MAX_STREAM_BYTES: Final = 4 << 20
@@ -95,6 +96,7 @@ class ResumableStreams:
             owner=head.owner,
             key=head.key,
             journal=Journal(MAX_STREAM_BYTES),
+            request_bytes=len(head.request),
             head=head,
             status=status,
             headers=headers or {},
@@ -166,8 +168,11 @@ class ResumableStreams:
 
     async def _take_over_stream(self, copies: StreamCopies, key: str, path: str, after: int) -> None:
         record = await copies.take(key, current_owner(), path, after)
-        if record is not None:
-            await copies.regenerate(record)
+        if record is None:
+            return
+        if (identity := REQUEST_IDENTITY.get()) is not None:
+            REQUEST_IDENTITY.set(identity.continuing())  # for this task alone
+        await copies.regenerate(record)
 
     def hand_over(self, key: str, owner: str, path: str) -> bool:
         """Ends a stream that another host continues. Returns whether this owner and path had it."""
@@ -233,10 +238,8 @@ STREAM_ID: Final = "x-stream-id"
 """Response header: the start of the ids of the stream's events."""
 _ASKED: Final = b"x-resumable-stream"
 _LAST_EVENT_ID: Final = b"last-event-id"
-_RECORDED_HEADERS: Final = frozenset(
-    (_ASKED, b"content-type", b"content-encoding", b"x-request-id", b"endpoint-load-metrics-format")
-)
-"""Request headers that its answer depends on; never credentials."""
+_RECORDED_HEADERS: Final = frozenset((_ASKED, b"content-type", b"x-request-id", b"endpoint-load-metrics-format"))
+"""Request headers that its answer depends on; never credentials. The recorded body is decompressed."""
 _END_OF_EVENT: Final = b"\n\n"
 _COMMENT: Final = b":"
 _PING: Final = b": ping\n\n"
@@ -266,7 +269,7 @@ def refuse_resuming(request: Request, instead: str = "") -> None:
 
 def begin_recording(streams: ResumableStreams, request: Request, body: bytes) -> Recording | None:
     """Starts to record a resumable stream that will be copied, before its inferences start; None for any other."""
-    if streams.copies is None or not is_resumable(request):
+    if streams.copies is None or len(body) > MAX_REQUEST_BYTES or not is_resumable(request):
         return None
     recording = Recording.of(request)
     if recording is None:

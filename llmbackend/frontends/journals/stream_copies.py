@@ -33,6 +33,8 @@ _RETRY_INTERVAL_S: Final = 0.5
 """Pause before retrying a host that did not answer."""
 _MESSAGE_BYTES: Final = 1 << 20
 """Approximate size of the records in one message."""
+MAX_REQUEST_BYTES: Final = 1 << 20
+"""A stream of a larger request is not copied."""
 _MAX_BYTES: Final = 256 << 20
 """Held for other hosts; beyond it, the records that have not grown for longest are dropped."""
 _RETENTION_S: Final = 600.0
@@ -282,7 +284,7 @@ class StreamCopies:
             if (growing := self._own.pop(key, None)) is not None:
                 growing.superseded()
         again = [self._own[key] for key in refused.unknown if key in self._own]
-        return not again or await self._sent(peer, [_Begin(growing.record) for growing in again])
+        return all([await self._sent(peer, some) for some in _in_messages(again)])
 
     async def _call(self, peer: str, payload: bytes) -> bytes:
         try:

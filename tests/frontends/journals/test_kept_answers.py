@@ -33,7 +33,8 @@ async def test_all_kinds_together_stay_within_the_bound(seed: int) -> None:
         running = [one for one in all_answers if one.is_listed and not one.journal.has_ended]
         match random.choice(("add", "publish", "publish", "publish", "end", "forget")):
             case "add" if store.has_capacity():
-                all_answers.append(kept(str(number), random.choice((KeptAnswer, Other))))
+                request_bytes = random.choice((0, 0, 20))
+                all_answers.append(kept(str(number), random.choice((KeptAnswer, Other)), request_bytes=request_bytes))
                 store.add(all_answers[-1])
             case "publish" if running:
                 store.publish(random.choice(running), [bytes(random.randint(1, 120))])
@@ -42,7 +43,7 @@ async def test_all_kinds_together_stay_within_the_bound(seed: int) -> None:
             case "forget" if all_answers:
                 store.forget(random.choice(all_answers))
         listed = [*store.all(KeptAnswer)]
-        assert store.held_bytes == sum(one.journal.held_bytes for one in listed) <= 2000
+        assert store.held_bytes == sum(one.journal.held_bytes + one.request_bytes for one in listed) <= 2000
         assert set(listed) == {one for one in all_answers if one.is_listed}
     for one in all_answers:
         store.forget(one)

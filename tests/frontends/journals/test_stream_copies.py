@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,10 +14,19 @@ import pytest
 from llmbackend.core.errors import unavailable
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings
-from llmbackend.frontends.journals import stream_copies
+from llmbackend.frontends.journals import resumable_streams, stream_copies
 from llmbackend.frontends.journals.journal import StreamHead, StreamRecord
-from llmbackend.frontends.journals.resumable_streams import ResumableStreams
-from llmbackend.frontends.journals.stream_copies import HeldRecords, StreamCopies, _Begin, _End, _Step
+from llmbackend.frontends.journals.resumable_streams import ResumableStream, ResumableStreams
+from llmbackend.frontends.journals.stream_copies import (
+    HeldRecords,
+    StreamCopies,
+    _Begin,
+    _decode_call,
+    _encode,
+    _End,
+    _Refused,
+    _Step,
+)
 from tests.helpers.linked_hosts import Hosts
 from tests.helpers.mock_llm_host import MODEL
 from tests.helpers.numbered_events import Event, read_events
@@ -131,6 +141,18 @@ def test_a_stream_is_made_again_where_its_client_comes_back(hosts: Hosts, name: 
             assert [id for id, _ in events] == [f"{stream['Last-Event-ID']}:{number}" for number in range(len(events))]
         assert hosts.all["c"].streams.num_streams >= 1
         hosts.network.down.clear()
+
+
+def test_a_stream_of_a_compressed_request_is_made_again(hosts: Hosts) -> None:
+    path, body = REQUESTS["chat"]
+    packed = gzip.compress(json.dumps(body).encode())
+    headers = ASK | {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    with hosts.client("a") as first, hosts.client("c") as other:
+        begun = read_events(first, path, packed, headers, 5)
+        hosts.network.down.add("a")
+        rest = read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]})
+        whole = read_events(other, path, {}, {"Last-Event-ID": begun[0][0].partition(":")[0]})
+    assert whole == begun + rest and whole[-1][1] == "[DONE]"
 
 
 def test_an_ended_stream_whose_last_events_were_lost_is_made_again(hosts: Hosts) -> None:
@@ -290,6 +312,42 @@ def test_a_stream_of_another_key_is_not_given(tmp_path: Path) -> None:
         hosts.stop()
 
 
+def test_a_key_at_its_limit_gets_the_rest_of_its_stream_elsewhere(tmp_path: Path) -> None:
+    """It is charged no second time, and the hosts have the same accounts here."""
+    (tmp_path / "keys").write_text("one:sk-one tpm=5 rpm=3\n")
+    hosts = Hosts(tmp_path, AccessControl(AccessSettings(api_key_file=tmp_path / "keys")), **ENGINE)
+    (path, body), one = REQUESTS["choices"], {"Authorization": "Bearer sk-one"}
+    try:
+        with hosts.client("a") as first, hosts.client("b") as other:
+            whole = read_events(first, path, body, ASK | one)
+            assert other.post(path, json=body, headers=one).status_code == 429
+            hosts.network.down.add("a")
+            assert read_events(other, path, {}, {"Last-Event-ID": whole[2][0]} | one) == whole[3:]
+    finally:
+        hosts.stop()
+
+
+def test_the_memory_of_requests_counts_and_large_ones_are_not_copied(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, body = REQUESTS["generate"]
+    running = hosts.all["a"]
+    kept = running.streams._kept
+    before = sum(hosts.copies(name).num_held for name in hosts.all)
+    with hosts.client("a") as client:
+        read_events(client, path, body, ASK)
+        (copied,) = kept.all(ResumableStream)
+        assert kept.held_bytes == copied.journal.held_bytes + len(copied.head.request) > copied.journal.held_bytes
+        monkeypatch.setattr(resumable_streams, "MAX_REQUEST_BYTES", 20)
+        begun = read_events(client, path, body, ASK, 3)
+        assert sum(hosts.copies(name).num_held for name in hosts.all) == before + 1
+        assert len(begun + read_events(client, path, {}, {"Last-Event-ID": begun[-1][0]})) > 10
+        _, other = kept.all(ResumableStream)
+        assert not other.head.request and other.recording is None
+    running.call(running.streams.close())
+    assert not kept.held_bytes
+
+
 def record(key: str, epoch: int = 0, *deltas: bytes) -> StreamRecord:
     return StreamRecord(StreamHead(key=key, epoch=epoch, path="/p", owner="o"), tuple((0, one) for one in deltas))
 
@@ -354,3 +412,31 @@ def test_an_error_in_one_stream_does_not_stop_the_others(caplog: pytest.LogCaptu
 
     asyncio.run(run())
     assert [one.getMessage().partition(":")[0] for one in caplog.records] == ["unexpected error in a copied stream"]
+
+
+class ForgetfulPeer(NoPeers):
+    """A host that has none of the records to which something is added."""
+
+    def __init__(self) -> None:
+        self.message_bytes: list[int] = []
+
+    def live(self) -> Sequence[str]:
+        return ("b",)
+
+    async def call(self, peer: str, topic: str, payload: bytes) -> bytes:
+        self.message_bytes.append(len(payload))
+        call: Any = _decode_call(payload)
+        return _encode(_Refused(unknown=tuple(item.key for item in call.items if isinstance(item, _Step))))
+
+
+async def test_records_that_are_sent_again_are_sent_in_several_messages() -> None:
+    peer = ForgetfulPeer()
+    copies = StreamCopies(peer, {}, ResumableStreams().hand_over)
+    for number in range(6):
+        await copies.begin(StreamRecord(StreamHead(key=str(number), path="/p", request=bytes(400_000))), lambda: None)
+    peer.message_bytes.clear()
+    shown = asyncio.Event()
+    for number in range(6):
+        copies.add(str(number), ((0, b"x"),), 1, shown.set)
+    await asyncio.wait_for(shown.wait(), 10)
+    assert sum(peer.message_bytes) > 6 * 400_000 and max(peer.message_bytes) < 2_000_000
