@@ -134,4 +134,5 @@ def restore_buffers(model: Any) -> None:
                 setattr(module, name, type(child)(config=child.config))
     embedding = model.get_input_embeddings()
     for name, buffer in list(embedding.named_buffers(recurse=False)):
-        setattr(embedding, name, torch.full(buffer.shape, float(embedding.weight.shape[1]) ** 0.5, dtype=buffer.dtype))
+        factor = getattr(embedding, "scalar_embed_scale", embedding.weight.shape[1] ** 0.5)
+        setattr(embedding, name, torch.full(buffer.shape, factor, dtype=buffer.dtype))
