@@ -18,7 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 logger = logging.getLogger(__name__)
 
-_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_LENGTH_NAMES = ("model_max_length", "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+"""The first one takes precedence (Command R)."""
 _STRETCHED = frozenset({"linear", "dynamic", "yarn"})
 """Scaling types whose factor multiplies the length in the config; with others, that length is already scaled."""
 _STATED_SCALED = ("gemma3",)
