@@ -7,6 +7,7 @@ unless the config allows it; a loaded model has passed `compatibility`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -481,7 +482,7 @@ def random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str,
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(config.seed)
         return auto_class(hf_config).from_config(
-            hf_config,
+            copy.deepcopy(hf_config),  # it notes the dtype in the config
             dtype=dtype,
             attn_implementation=interface.PAGED_ATTENTION,
             trust_remote_code=config.trust_remote_code,
