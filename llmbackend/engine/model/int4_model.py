@@ -7,6 +7,7 @@ buffer has a value in the end, under the name that it has in the files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -94,10 +95,12 @@ def _give_plain(
 ) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head.weight is embedding.weight
+    plan = model._get_dtype_plan(dtype)  # what transformers keeps in float32, by regular expressions
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         if name in tensors and name not in without:
             parent, _, attribute = name.rpartition(".")
-            value = tensors[name].to(dtype, copy=not are_owned)
+            kept_dtype = next((plan[part] for part in plan if re.search(part, name)), dtype)
+            value = tensors[name].to(kept_dtype, copy=not are_owned)
             setattr(model.get_submodule(parent), attribute, nn.Parameter(value, requires_grad=False))
     for name, parameter in list(model.named_parameters()):
         if name not in without and parameter.is_meta and (parts := _expert_parts(name, tensors)):
