@@ -394,7 +394,7 @@ def _instantiate(config: EngineConfig, opened: OpenedCheckpoint) -> Any:
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
             )
-        check_loading_info(info, opened.is_multimodal)
+        check_loading_info(info, hf_config, opened.is_multimodal)
     except (CheckpointError, SafetensorError) as error:
         raise bad_checkpoint(config.model, error) from error
     return model
