@@ -52,7 +52,7 @@ def fill(
     head = model.get_output_embeddings()
     if heads := [name for name, module in model.named_modules() if module is head and name in layers]:
         raise CheckpointError(f"its output head '{heads[0]}' is in 4 bits, expected a plain one")
-    experts = layers - {name for name, _ in model.named_modules()}
+    experts = {name for name in layers if ".experts." in name} - {name for name, _ in model.named_modules()}
     _check_biases(model, experts, tensors)
     with_experts = _WithExperts(tensors, form, experts)
     _give_plain(model, with_experts if place.dense else tensors, place.dtype, without=kept)

@@ -50,8 +50,9 @@ WITH_EXPERTS: dict[str, Any] = {
 def save(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """A random model with weights spread wide enough that greedy output does not repeat one token, biases included."""
     torch.manual_seed(5)
+    kind = tf.AutoModelForImageTextToText if hasattr(config, "vision_config") else tf.AutoModelForCausalLM
     # Its own attention: transformers 5.17 would choose torch's for Gemma 2, which has no soft cap.
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    model = kind.from_config(config, dtype=dtype, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):
