@@ -32,7 +32,11 @@ FAMILIES: dict[str, Any] = {
     "olmo2": tf.Olmo2Config(**SIZES),
     "granite": tf.GraniteConfig(**SIZES, logits_scaling=3.0, attention_multiplier=0.2, residual_multiplier=0.7),
     "smollm3": tf.SmolLM3Config(**SIZES),
-}
+    "granite 4": tf.GraniteMoeHybridConfig(
+        **SIZES, layer_types=["full_attention"] * 3, position_embedding_type="rope", num_local_experts=0,
+        shared_intermediate_size=96, mamba_n_heads=8, logits_scaling=3.0, residual_multiplier=0.7,
+    ),
+}  # fmt: skip
 CHOICES = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
 WITH_EXPERTS: dict[str, Any] = {
     "qwen3_moe": tf.Qwen3MoeConfig(
