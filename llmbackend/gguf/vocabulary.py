@@ -30,7 +30,7 @@ _SENTENCEPIECE: Final = {"bos": 1, "eos": 2, "unk": 0}
 """Defaults if the file does not say."""
 _ENDS: Final = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
-    "<EOT>", "<end_of_utterance>", "<|return|>", "<|call|>",
+    "<EOT>", "<end_of_utterance>", "<|return|>", "<|call|>", "<eos>",
 })  # fmt: skip
 """Tokens that end a response even if the file does not say so."""
 _HARMONY: Final = frozenset({"<|return|>", "<|call|>"})

@@ -28,6 +28,7 @@ from llmbackend.engine.model.checkpoint_files import (
 )
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model.located_files import files_of
+from tests.helpers.families import Family, save_model
 from tests.helpers.recurrent_models import RECURRENT
 from tests.helpers.tiny_models import FAMILIES
 
@@ -143,13 +144,28 @@ def test_what_checkpoints_carry_in_vain_is_harmless(tmp_path: Path) -> None:
     load(edit_weights(save(tmp_path / "old"), lambda weights: weights.update(extra)))
 
 
+def test_layers_that_draft_are_harmless_if_the_config_counts_them(tmp_path: Path) -> None:
+    """They follow those of the model, as in DeepSeek V3."""
+    save_model(Family("deepseek_v3"), 64, tmp_path)
+
+    def add(weights: Weights) -> None:
+        layer = {name: weights[name] for name in weights if name.startswith("model.layers.1.")}
+        weights |= {name.replace("layers.1", "layers.2"): tensor.clone() for name, tensor in layer.items()}
+        weights |= {f"model.layers.2.{name}.weight": torch.ones(256) for name in ("enorm", "hnorm")}
+        weights["model.layers.2.eh_proj.weight"] = torch.ones(256, 512)
+
+    load(edit_config(edit_weights(tmp_path, add), num_nextn_predict_layers=1))
+    edit_config(tmp_path, num_nextn_predict_layers=0)
+    assert "unexpected: model.layers.2." in refusal(tmp_path)
+
+
 def test_parts_for_images_may_be_there_or_not() -> None:
     nothing: dict[str, Any] = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
     vision = {"model.vision_tower.layers.0.mlp.fc1.weight", "visual.blocks.3.norm.weight"}
     for key in ("missing_keys", "unexpected_keys"):
-        check_loading_info(nothing | {key: vision}, multimodal=True)
+        check_loading_info(nothing | {key: vision}, tf.LlamaConfig(), multimodal=True)
         with pytest.raises(CheckpointError, match=r"visual\.blocks\.3\.norm\.weight"):
-            check_loading_info(nothing | {key: vision}, multimodal=False)
+            check_loading_info(nothing | {key: vision}, tf.LlamaConfig(), multimodal=False)
 
 
 def test_weights_in_8_bits_need_their_scales(tmp_path: Path) -> None:

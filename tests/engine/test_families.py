@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from llmbackend.engine.kernels import library
-from tests.helpers.families import ALL, FAMILIES, Family, results, tried
+from tests.helpers.families import ALL, FACTORS, FAMILIES, Family, Result, results, tried
 from tools import families
 
 pytestmark = [
@@ -25,6 +25,14 @@ pytestmark = [
 def test_a_family_is_computed_as_the_docs_say(family: Family, tmp_path: Path) -> None:
     """And gives the tokens of transformers; what `llmbackend check` says is the same."""
     assert tried(family, tmp_path) == results()[family.model_type]
+
+
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_granite_4_with_attention_layers_only_is_native(num_experts: int, tmp_path: Path) -> None:
+    """As Granite 4.0 Micro."""
+    changes = {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope", **FACTORS}
+    family = Family("granitemoehybrid", changes=changes | {"num_local_experts": num_experts})
+    assert tried(family, tmp_path) == Result("native")
 
 
 def test_the_docs_have_the_tables() -> None:

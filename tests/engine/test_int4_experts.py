@@ -24,6 +24,7 @@ from tests.engine.test_decoder_program import greedy
 from tests.engine.test_determinism import CONDITIONS, OUTPUT_TOKENS, requests, run
 from tests.engine.test_stored_int4 import FORMS, change, loaded_of
 from tests.helpers.gpu.int4_checkpoints import packed, save_int4
+from tests.helpers.small_configs import small_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -236,6 +237,18 @@ def test_experts_of_mixtral_may_have_others_names(tmp_path: Path) -> None:
     experts = experts_of(path, dtype="float32", quantization="int4")
     assert types_of(experts) == [Type.INT4_ZERO] * 3
     assert error_of(experts, tmp_path / "plain") < 0.02
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_routers_that_transformers_keeps_in_float32_are_not_rounded(quantization: str | None, tmp_path: Path) -> None:
+    save_int4(small_config("ernie4_5_moe", {}, 64), tmp_path, "awq")
+    path, tensors = tmp_path / "int4", load_file(tmp_path / "int4" / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("layers.1.mlp.moe_statics.e_score_correction_bias"))
+    correction = torch.rand_like(tensors[name])
+    change(path, {name: correction})
+    router = loaded_of(path, dtype="bfloat16", quantization=quantization).model.model.layers[1].mlp.gate
+    assert router.weight.dtype == torch.float32
+    assert torch.equal(router.moe_statics.e_score_correction_bias, correction)
 
 
 def test_on_an_accelerator_they_are_refused_by_name(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.kernels import library
 from llmbackend.engine.load_forecast import forecast
 from llmbackend.engine.messages import InferRequest, SamplingParams, TokenLogprobs
+from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model.module_runner import make_model_runner
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from tests.engine.test_determinism import SPECULATION, requests, run
@@ -194,6 +195,11 @@ def test_few_slots_of_states_let_requests_wait(model: Path) -> None:
 def test_room_for_no_state_is_refused_with_figures(model: Path) -> None:
     with pytest.raises(ValueError, match=r"'kv_cache_memory_bytes' is 64, expected at least \d+, the state of one"):
         core_of(model, kv_cache_memory_bytes=64)
+
+
+def test_a_checkpoint_in_bfloat16_stays_in_it(tmp_path: Path) -> None:
+    spread_model("lfm2").bfloat16().save_pretrained(tmp_path)
+    assert load_model(EngineConfig(model=str(tmp_path), transport="inline")).dtype == torch.bfloat16
 
 
 def test_what_needs_modules_is_refused_by_name(model: Path) -> None:

@@ -74,6 +74,11 @@ def test_gemma3_states_the_scaled_length(tmp_path: Path) -> None:
     assert length(tmp_path, gemma) == 64
 
 
+def test_command_r_states_its_length_by_another_name(tmp_path: Path) -> None:
+    """Beside a shorter max_position_embeddings."""
+    assert length(tmp_path, tf.CohereConfig(**BASE, model_max_length=256)) == 256
+
+
 def test_longrope_is_capped_unless_more_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "llmbackend.engine.model.rotary"):
         assert length(tmp_path, config("longrope")) == 16

@@ -125,6 +125,14 @@ def test_latent_attention_multiplies_by_what_the_numbers_stand_for(form: str, ho
     assert program == pytest.approx(modules, abs=0.25)
 
 
+def test_embeddings_have_the_factor_of_the_model(tmp_path: Path) -> None:
+    """Of MiniCPM 3 12, not the root of the width."""
+    path = saved(tmp_path, "AWQ", small_config("minicpm3", {"q_lora_rank": 64, "kv_lora_rank": 64}, 64))
+    prompt = tuple(token % VOCAB for token in PROMPT)
+    found, expected = (greedy(each, prompt, 4, dtype="float32") for each in (path, tmp_path / "plain"))
+    assert found[0] == expected[0] and found[1] == pytest.approx(expected[1], abs=1e-3)
+
+
 def test_with_a_dtype_its_weights_become_plain(tmp_path: Path) -> None:
     """In groups all over the matrix too, which are refused on a GPU alone."""
     path = saved(tmp_path, "GPTQ, desc_act")

@@ -12,11 +12,16 @@ import torch
 import transformers as tf
 
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.cpu.linear import NativeLinear
 from llmbackend.engine.kernels import library
+from llmbackend.engine.kernels.operations import Type
 from llmbackend.engine.load_forecast import forecast
 from llmbackend.engine.model.compatibility import auto_class
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model.module_runner import make_model_runner
+from tests.engine.test_decoder_program import greedy
+from tests.helpers.gpu.int4_checkpoints import save_int4
+from tests.helpers.recurrent_models import RECURRENT
 from tests.helpers.tiny_models import BASE, engine_tokens, expected_tokens, prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -39,6 +44,7 @@ SERVED: dict[str, Any] = {
 
 WIDE = BASE | {"hidden_size": 256}
 PIXELS = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+PROMPT = tuple((11 * i + 5) % 128 for i in range(40))
 QWEN_VISION = VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 256}
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}
 NATIVE: dict[str, Any] = {
@@ -58,6 +64,14 @@ NATIVE: dict[str, Any] = {
         vision_config=QWEN_VISION | {"deepstack_visual_indexes": [0]},
     ),
     "SmolVLM": tf.SmolVLMConfig(text_config=tf.LlamaConfig(**WIDE), vision_config=PIXELS),
+}
+
+LAYOUTS: dict[str, Any] = {
+    **{kind: NATIVE[kind] for kind in ("Gemma 3", "Mistral 3", "Qwen2.5-VL")},
+    "Qwen3.5": tf.Qwen3_5Config(
+        text_config=RECURRENT["qwen3_5"].to_dict(),
+        vision_config=VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 128},
+    ),
 }
 
 
@@ -92,6 +106,26 @@ def test_text_is_computed_natively(kind: str, tmp_path: Path) -> None:
     assert not [name for name, _ in text.named_parameters() if "vision" in name or "visual" in name]
     tokens, _ = engine_tokens(tmp_path, dtype="float32")
     assert [tokens[0], tokens[4]] == [expected_tokens(model, prompts()[i]) for i in (0, 4)]
+
+
+@pytest.mark.skipif(not library.available(), reason="no native kernels are built here")
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(kind, "awq") for kind in LAYOUTS] + [("Gemma 3", "compressed-tensors"), ("Qwen3.5", "gptq")],
+)
+def test_text_in_4_bits_is_that_of_the_plain_checkpoint(kind: str, method: str, tmp_path: Path) -> None:
+    """Of checkpoints that also have parts for images."""
+    save_int4(LAYOUTS[kind], tmp_path, method)
+    path, plain = tmp_path / "int4", tmp_path / "plain"
+    found, expected = (greedy(each, PROMPT, 8, dtype="float32") for each in (path, plain))
+    assert found[0] == expected[0] and found[1] == pytest.approx(expected[1], abs=1e-3)
+    config = EngineConfig(model=str(path), transport="inline", dtype="float32", quantization="int4")
+    assert forecast(config).why_not_faster == ""
+    loaded = load_model(config)
+    kinds = {each.packed.type for each in loaded.model.modules() if isinstance(each, NativeLinear)}
+    assert Type.INT4_ZERO in kinds and loaded.decoder is not None
+    kept = greedy(path, PROMPT, 1, dtype="float32", quantization="int4")[1]
+    assert kept == pytest.approx(expected[1][:1], abs=0.25)
 
 
 def test_an_encoder_is_refused_as_one(tmp_path: Path) -> None:

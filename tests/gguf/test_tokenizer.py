@@ -249,6 +249,17 @@ def test_ends_are_those_of_the_file_and_those_that_are_known_by_name(tmp_path: P
     assert tokenizer_config(vocabulary, "t.gguf")["eos_token"] == vocabulary.tokens[9]
 
 
+def test_both_ends_of_gemma_end_an_answer(tmp_path: Path) -> None:
+    """Files of Gemma 3 may name only <end_of_turn>."""
+    fields = bpe_fields("gpt-2")
+    fields["tokenizer.ggml.tokens"] += ["<eos>", "<end_of_turn>"]
+    fields["tokenizer.ggml.token_type"] += [3, 3]
+    tokens = fields["tokenizer.ggml.tokens"]
+    fields["tokenizer.ggml.eos_token_id"] = tokens.index("<end_of_turn>")
+    _, vocabulary = tokenizer_json(header(tmp_path, fields).fields)
+    assert [tokens[index] for index in vocabulary.ends if tokens[index] != SPECIAL] == ["<end_of_turn>", "<eos>"]
+
+
 @pytest.mark.parametrize(
     ("more", "named", "expected"),
     [

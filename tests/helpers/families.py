@@ -29,7 +29,7 @@ _SCALED_QUERIES: Final = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24,
     "llama_4_scaling_beta": 0.3,
 }  # fmt: skip
-_FACTORS: Final = {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7}
+FACTORS: Final = {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7}
 _UNKNOWN: Final = "its layers cannot be determined without weights"
 _MOST_PARAMETERS: Final = 30_000_000
 HEAD_DIMS: Final = (64, 128)
@@ -71,7 +71,7 @@ FAMILIES: Final = (
     Family("olmo", "OLMo"),
     Family("olmo2", "OLMo 2"),
     Family("olmo3", "OLMo 3", _MIXED),
-    Family("granite", "Granite 3, dense", _FACTORS),
+    Family("granite", "Granite 3, dense", FACTORS),
     Family("smollm3", "SmolLM3", {"no_rope_layers": [1, 0]}),
     Family("ernie4_5", "ERNIE 4.5, dense"),
     Family("glm", "GLM-4 9B"),
@@ -89,7 +89,7 @@ FAMILIES: Final = (
     Family("internlm3", "InternLM3"),
     Family("iquestcoder", "IQuest-Coder"),
     Family("jais2", "Jais 2"),
-    Family("hyperclovax", "HyperCLOVA X SEED", _FACTORS),
+    Family("hyperclovax", "HyperCLOVA X SEED", FACTORS),
     Family("cwm", "Code World Model", _MIXED),
     Family("apertus", "Apertus", note="xIELU, which has numbers of its own"),
     Family("bitnet", "BitNet b1.58", note="norms within attention and MLP"),
@@ -118,7 +118,7 @@ FAMILIES: Final = (
     Family("afmoe", "Arcee Trinity"),
     Family("laguna", "Laguna"),
     Family("deepseek_v2", "DeepSeek V2, V2 Lite, Coder V2"),
-    Family("deepseek_v3", "DeepSeek V3, V3.1, R1, Kimi K2"),
+    Family("deepseek_v3", "DeepSeek V3, V3.1, R1"),
     Family("deepseek_v32", "DeepSeek V3.2, up to 2,048 tokens"),
     Family("glm_moe_dsa", "GLM-5, up to 2,048 tokens", {"index_topk_freq": 2}),
     Family("glm4_moe_lite", "GLM-4.7 Flash"),

@@ -46,6 +46,8 @@ _HARMLESS = re.compile(
 """Tensors that a checkpoint may contain although the model does not use them."""
 _OTHER_MODALITY = re.compile(r"(^|\.)(vision|visual|vit|audio|speech|image|multi_?modal|mm)(_\w+)?\.")
 """Parts of a multimodal model that text does not use."""
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_DRAFTING_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 _SCALES = ("_scale_inv", "_scale")
 
 
@@ -77,7 +79,7 @@ def check_tensors(
         # The conversion needs real tensors; errors will show when the weights are read.
         logger.info("the checkpoint's tensors were not compared with the model: %r", error)
         return
-    check_loading_info(info, multimodal, spare)
+    check_loading_info(info, hf_config, multimodal, spare)
 
 
 def _loading_info(
@@ -104,9 +106,12 @@ def _loading_info(
     return found
 
 
-def check_loading_info(info: Mapping[str, Collection[Any]], multimodal: bool, spare: Collection[str] = ()) -> None:
-    """info: as returned by from_pretrained with output_loading_info. spare: as in `check_tensors`. Raises
+def check_loading_info(
+    info: Mapping[str, Collection[Any]], hf_config: Any, multimodal: bool, spare: Collection[str] = ()
+) -> None:
+    """info: as returned by from_pretrained with output_loading_info. The others: as in `check_tensors`. Raises
     CheckpointError."""
+    drafting = _drafting_layers(hf_config.get_text_config(decoder=True))
 
     def is_needed(name: str) -> bool:
         return not (multimodal and _OTHER_MODALITY.search(name))
@@ -114,6 +119,7 @@ def check_loading_info(info: Mapping[str, Collection[Any]], multimodal: bool, sp
     missing = sorted(filter(is_needed, info["missing_keys"]), key=_natural)
     unexpected = [name for name in sorted(info["unexpected_keys"], key=_natural) if not _HARMLESS.search(name)]
     unexpected = [name for name in unexpected if is_needed(name) and name not in spare]
+    unexpected = [name for name in unexpected if not ((layer := _LAYER.search(name)) and int(layer[1]) in drafting)]
     misshaped = [
         f"{name} is {list(found)} and not {list(expected)}"
         for name, found, expected in sorted(info["mismatched_keys"], key=lambda each: _natural(each[0]))
@@ -121,6 +127,13 @@ def check_loading_info(info: Mapping[str, Collection[Any]], multimodal: bool, sp
     parts = {"missing": missing, "of another shape": misshaped, "unexpected": unexpected}
     if text := "; ".join(f"{what}: {few(names)}" for what, names in parts.items() if names):
         raise CheckpointError(f"its tensors do not fit its config.json: {text}")
+
+
+def _drafting_layers(text_config: Any) -> range:
+    """Numbers of the layers after those of the model, which draft further tokens (DeepSeek V3, GLM-4.5)."""
+    first = int(getattr(text_config, "num_hidden_layers", None) or 0)
+    count = max(int(getattr(text_config, name, None) or 0) for name in _DRAFTING_LAYERS)
+    return range(first, first + count)
 
 
 def _check_scales(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> None:

@@ -1,7 +1,7 @@
 """What a decoder with recurrent layers computes, read off its transformers modules like decoder_description.py.
 
-Used by the loader. Invariant: as there; but since no modules run such a model here, a ProgramUnsupportedError refuses
-it with that message.
+Used by the loader, also for Granite 4 without such layers. Invariant: as there; but since no modules run a model with
+recurrent layers here, a ProgramUnsupportedError refuses it with that message.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ _ROTARY: Final = ("rotary_emb", "pos_emb")
 def describe_any(
     model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int, with_experts: bool = False
 ) -> Decoder:
-    """As `describe`, but also for models with recurrent layers. Any other exception becomes a reason too, because an
-    unknown module may break any assumption."""
+    """As `describe`, but also for models with recurrent layers, and those of their families without. Any other
+    exception becomes a reason too, because an unknown module may break any assumption."""
     try:
-        if not is_recurrent(model.config):
-            return describe(model, options, max_model_len, with_experts)
-        return _describe_hybrid(model, options, max_model_len)
+        layers = getattr(text_part(model), "layers", ())
+        if is_recurrent(model.config) or any(getattr(layer, "shared_mlp", None) is not None for layer in layers):
+            return _describe_hybrid(model, options, max_model_len)
+        return describe(model, options, max_model_len, with_experts)
     except ProgramUnsupportedError:
         raise
     except Exception as error:
@@ -310,7 +311,11 @@ def _layer_reader(base: Any) -> LayerReader:
     if {"linear_attn", "post_feedforward_layernorm"} <= names:
         return _normed_after
     for family in _FAMILIES:
-        wanted = {family.mixer, *family.norms, *filter(None, family.out_norms)}
+        wanted = {
+            *family.norms,
+            *filter(None, family.out_norms),
+            *({family.mixer} if is_recurrent(base.config) else ()),
+        }
         if wanted <= names and not names.isdisjoint(family.mlps):
             return family.read
     raise ProgramUnsupportedError(f"its layers consist of {', '.join(sorted(names))}")

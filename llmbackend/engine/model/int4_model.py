@@ -7,6 +7,7 @@ buffer has a value in the end, under the name that it has in the files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -51,7 +52,7 @@ def fill(
     head = model.get_output_embeddings()
     if heads := [name for name, module in model.named_modules() if module is head and name in layers]:
         raise CheckpointError(f"its output head '{heads[0]}' is in 4 bits, expected a plain one")
-    experts = layers - {name for name, _ in model.named_modules()}
+    experts = {name for name in layers if ".experts." in name} - {name for name, _ in model.named_modules()}
     _check_biases(model, experts, tensors)
     with_experts = _WithExperts(tensors, form, experts)
     _give_plain(model, with_experts if place.dense else tensors, place.dtype, without=kept)
@@ -94,10 +95,12 @@ def _give_plain(
 ) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head.weight is embedding.weight
+    plan = model._get_dtype_plan(dtype)  # what transformers keeps in float32, by regular expressions
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         if name in tensors and name not in without:
             parent, _, attribute = name.rpartition(".")
-            value = tensors[name].to(dtype, copy=not are_owned)
+            kept_dtype = next((plan[part] for part in plan if re.search(part, name)), dtype)
+            value = tensors[name].to(kept_dtype, copy=not are_owned)
             setattr(model.get_submodule(parent), attribute, nn.Parameter(value, requires_grad=False))
     for name, parameter in list(model.named_parameters()):
         if name not in without and parameter.is_meta and (parts := _expert_parts(name, tensors)):

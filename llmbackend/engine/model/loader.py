@@ -7,6 +7,7 @@ unless the config allows it; a loaded model has passed `compatibility`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ from .compatibility import (
     needs_program,
 )
 from .decoder_description import Decoder, why_not_on_accelerator
-from .gguf_model import fill_of_gguf
+from .gguf_model import KeptLayers, fill_of_gguf
 from .hybrid_description import check_layers, describe_any
 from .int4_formats import METHODS, PackedFormat, packed_format
 from .int4_model import Int4Placement, fill
@@ -149,14 +150,13 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     """
     opened = open_checkpoint(config, dense)
     device, dense, hf_config, max_len = opened.device, opened.dense, opened.hf_config, opened.max_model_len
-    stored = kept_matrices(config, hf_config, opened.int4, opened.is_gguf)
     if is_recurrent(hf_config):
         check_layers(random_model(config, hf_config, torch.float32, torch.device("meta")))
     with part("read checkpoint"):
         if config.load_format == "dummy" or (opened.int4 is None and not opened.is_gguf):
-            model = _instantiate(config, opened)
+            model, stored = _instantiate(config, opened), None
         else:
-            model = _filled_model(config, opened, stored)
+            model, stored = _filled_model(config, opened)
     keep_text(model)
     fix_frequencies(model, max_len)
     dtype = next(model.parameters()).dtype
@@ -393,15 +393,15 @@ def _instantiate(config: EngineConfig, opened: OpenedCheckpoint) -> Any:
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
             )
-        check_loading_info(info, opened.is_multimodal)
+        check_loading_info(info, hf_config, opened.is_multimodal)
     except (CheckpointError, SafetensorError) as error:
         raise bad_checkpoint(config.model, error) from error
     return model
 
 
-def _filled_model(config: EngineConfig, opened: OpenedCheckpoint, kept: StoredMatrices | None) -> Any:
-    """For weights that transformers does not read: in 4 bits, or in a GGUF file, of which some layers may be kept as
-    stored."""
+def _filled_model(config: EngineConfig, opened: OpenedCheckpoint) -> tuple[Any, StoredMatrices | None]:
+    """For weights that transformers does not read: in 4 bits, or in a GGUF file. Returns the model, and the matrices
+    that are kept as stored."""
     dtype = dtype_of(config, opened)
     files = files_of(config)
     try:
@@ -409,26 +409,31 @@ def _filled_model(config: EngineConfig, opened: OpenedCheckpoint, kept: StoredMa
         check_stored_tensors(config, opened, tensors)
         model = random_model(config, opened.hf_config, dtype, torch.device("meta"))
         if opened.int4 is None:
+            kept: StoredMatrices | None = KeptLayers(files) if config.quantization == "int4" else None
             fill_of_gguf(model, files, dtype, kept)
         else:
             if opened.int4.plain(tensors).keys() == tensors.keys():
                 logger.warning(_PLAIN_UNDER_A_LABEL)
+            named = module_tensors(files, model)
+            keep_text(model)
+            kept = kept_matrices(config, opened.int4, named)
             place = Int4Placement(opened.device, dtype, dense=not opened.dense, exact=config.batch_invariant)
             without = frozenset() if kept is None else kept_names(model, kept)
-            fill(model, opened.int4, module_tensors(files, opened.hf_config), place, without)
+            fill(model, opened.int4, named, place, without)
     except (CheckpointError, SafetensorError) as error:
         raise bad_checkpoint(config.model, error) from error
     with contextlib.suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(config.model)
-    return model
+    return model, kept
 
 
 def check_stored_tensors(config: EngineConfig, opened: OpenedCheckpoint, tensors: Mapping[str, TensorHeader]) -> None:
     """Raises CheckpointError if the files' tensors do not fit the model."""
     spare: frozenset[str] = frozenset()
     if opened.int4 is not None:
-        spare = reported_names(opened.int4.spare(tensors), opened.hf_config)
-        tensors = own_names(opened.int4.plain(tensors), opened.hf_config)
+        model = random_model(config, opened.hf_config, torch.float32, torch.device("meta"))
+        spare = reported_names(opened.int4.spare(tensors), model)
+        tensors = own_names(opened.int4.plain(tensors), model)
     check_tensors(*class_and_config(config, opened.hf_config), tensors, opened.is_multimodal, spare)
 
 
@@ -481,7 +486,7 @@ def random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str,
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(config.seed)
         return auto_class(hf_config).from_config(
-            hf_config,
+            copy.deepcopy(hf_config),  # it notes the dtype in the config
             dtype=dtype,
             attn_implementation=interface.PAGED_ATTENTION,
             trust_remote_code=config.trust_remote_code,

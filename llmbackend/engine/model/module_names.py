@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, WeightTransform
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from ..gpu.weights.stored import mapped_tensors
 
@@ -26,32 +26,28 @@ _NUMBERED: Final = {part: name for name, part in _PARTS.items()}
 _OF_EXPERT: Final = re.compile(rf"(?<=\.experts\.)(\d+)\.({'|'.join((*_PARTS, *_NUMBERED))})(?=\.)")
 
 
-def module_tensors(files: Iterable[Path], hf_config: Any) -> dict[str, torch.Tensor]:
-    """Views of the mapped files. hf_config: the model's. Raises SafetensorError or OSError."""
+def module_tensors(files: Iterable[Path], model: Any) -> dict[str, torch.Tensor]:
+    """Views of the mapped files. model: all of it, with or without memory. Raises SafetensorError or OSError."""
     tensors = mapped_tensors(files)
-    return {_with_parts(new, _PARTS): tensors[name] for name, new in _renamed(tensors, hf_config).items()}
+    return {_with_parts(new, _PARTS): tensors[name] for name, new in _renamed(tensors, model).items()}
 
 
-def own_names(tensors: Mapping[str, T], hf_config: Any) -> dict[str, T]:
+def own_names(tensors: Mapping[str, T], model: Any) -> dict[str, T]:
     """With single experts named as in the family's own checkpoints, for every program that writes them."""
-    patterns = [pattern for each in _transforms(hf_config) for pattern in each.source_patterns]
+    patterns = [pattern for each in get_model_conversion_mapping(model) for pattern in each.source_patterns]
     parts = _NUMBERED if any(".experts.*.w1." in pattern for pattern in patterns) else {}
     return {_with_parts(name, parts): tensor for name, tensor in tensors.items()}
 
 
-def reported_names(names: Iterable[str], hf_config: Any) -> frozenset[str]:
+def reported_names(names: Iterable[str], model: Any) -> frozenset[str]:
     """Of `own_names`, as transformers reports those that the model lacks."""
-    return frozenset(_renamed(own_names(dict.fromkeys(names), hf_config), hf_config).values())
+    return frozenset(_renamed(own_names(dict.fromkeys(names), model), model).values())
 
 
-def _renamed(names: Iterable[str], hf_config: Any) -> dict[str, str]:
+def _renamed(names: Iterable[str], model: Any) -> dict[str, str]:
     """The names that transformers gives them while reading, by the original ones."""
-    renamings = [each for each in _transforms(hf_config) if type(each) is WeightRenaming]
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
     return {name: functools.reduce(lambda new, each: each.rename_source_key(new)[0], renamings, name) for name in names}
-
-
-def _transforms(hf_config: Any) -> list[WeightTransform]:
-    return get_checkpoint_conversion_mapping(str(hf_config.model_type)) or []
 
 
 def _with_parts(name: str, parts: Mapping[str, str]) -> str:

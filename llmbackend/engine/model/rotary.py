@@ -18,7 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 logger = logging.getLogger(__name__)
 
-_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_LENGTH_NAMES = ("model_max_length", "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+"""The first one takes precedence (Command R)."""
 _STRETCHED = frozenset({"linear", "dynamic", "yarn"})
 """Scaling types whose factor multiplies the length in the config; with others, that length is already scaled."""
 _STATED_SCALED = ("gemma3",)
@@ -134,4 +135,5 @@ def restore_buffers(model: Any) -> None:
                 setattr(module, name, type(child)(config=child.config))
     embedding = model.get_input_embeddings()
     for name, buffer in list(embedding.named_buffers(recurse=False)):
-        setattr(embedding, name, torch.full(buffer.shape, float(embedding.weight.shape[1]) ** 0.5, dtype=buffer.dtype))
+        factor = getattr(embedding, "scalar_embed_scale", embedding.weight.shape[1] ** 0.5)
+        setattr(embedding, name, torch.full(buffer.shape, factor, dtype=buffer.dtype))

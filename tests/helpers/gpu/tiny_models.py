@@ -32,7 +32,11 @@ FAMILIES: dict[str, Any] = {
     "olmo2": tf.Olmo2Config(**SIZES),
     "granite": tf.GraniteConfig(**SIZES, logits_scaling=3.0, attention_multiplier=0.2, residual_multiplier=0.7),
     "smollm3": tf.SmolLM3Config(**SIZES),
-}
+    "granite 4": tf.GraniteMoeHybridConfig(
+        **SIZES, layer_types=["full_attention"] * 3, position_embedding_type="rope", num_local_experts=0,
+        shared_intermediate_size=96, mamba_n_heads=8, logits_scaling=3.0, residual_multiplier=0.7,
+    ),
+}  # fmt: skip
 CHOICES = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
 WITH_EXPERTS: dict[str, Any] = {
     "qwen3_moe": tf.Qwen3MoeConfig(
@@ -50,8 +54,9 @@ WITH_EXPERTS: dict[str, Any] = {
 def save(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """A random model with weights spread wide enough that greedy output does not repeat one token, biases included."""
     torch.manual_seed(5)
+    kind = tf.AutoModelForImageTextToText if hasattr(config, "vision_config") else tf.AutoModelForCausalLM
     # Its own attention: transformers 5.17 would choose torch's for Gemma 2, which has no soft cap.
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    model = kind.from_config(config, dtype=dtype, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):
