@@ -24,7 +24,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_PROMPT_LOGPROBS = 1 << 18
 """Entries over all tokens of a prompt: about 20 MB of JSON and half a second of Python."""
 MAX_LOGPROB_TOKEN_IDS = 128
-MAX_CHOICES = 64
+MAX_CHOICES = 128
 """Generations per prompt."""
 MAX_PARAMETERS = 256
 MAX_MESSAGES_BYTES = 4 << 20

@@ -96,8 +96,8 @@ def test_best_of_gives_those_with_the_largest_logprob(host: LlmHost) -> None:
 @pytest.mark.parametrize(
     ("sampling", "stream", "expected"),
     [
-        ({"n": 0}, False, "sampling parameter 'n' is 0, expected an integer from 1 to 64"),
-        ({"n": 65}, False, "expected an integer from 1 to 64"),
+        ({"n": 0}, False, "sampling parameter 'n' is 0, expected an integer from 1 to 128"),
+        ({"n": 129}, False, "expected an integer from 1 to 128"),
         ({"n": 3, "best_of": 2}, False, "sampling parameter 'best_of' is 2, expected at least n (3)"),
         ({"n": 1, "best_of": 2}, True, "sampling parameter 'best_of' is 2, expected n (1) in a stream"),
     ],

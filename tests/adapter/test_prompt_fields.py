@@ -157,6 +157,22 @@ def test_the_final_message_is_continued(host: LlmHost) -> None:
     assert "the last message is empty" in error_of(host.infer(messages=nothing, sampling=GREEDY))
 
 
+@pytest.mark.parametrize("text", ["d", "<|", "m_end|>"])
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_a_continued_text_may_occur_in_what_follows_it(host: LlmHost, text: str, as_parts: bool) -> None:
+    chatml = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    content: Any = [{"type": "text", "text": text}] if as_parts else text
+    messages = [MESSAGES[0], {"role": "assistant", "content": content}]
+    ids = prompt_ids(host, {}, messages=chat(messages, continue_final_message=True, chat_template=chatml))
+    assert bytes(ids).decode() == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{text}"
+
+
+def test_a_text_that_the_template_drops_cannot_be_continued(host: LlmHost) -> None:
+    dropping = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}I was about to"
+    call = host.infer(messages=chat(MESSAGES, continue_final_message=True, chat_template=dropping), sampling=GREEDY)
+    assert "not in what the chat template makes of it" in error_of(call)
+
+
 def test_a_template_of_the_request(host: LlmHost, with_bos: LlmHost) -> None:
     own = chat(MESSAGES[:1], chat_template="<{{ messages[0].content }}|{{ x }}>", chat_template_kwargs={"x": 3})
     assert bytes(prompt_ids(host, {}, messages=own)).decode() == "<hi|3>"

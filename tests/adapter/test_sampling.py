@@ -92,8 +92,8 @@ def test_values_may_be_strings_as_vllm_backends_clients_send_them() -> None:
         ("ignore_eos", "maybe", "true or false"),
         ("ignore_eos", 2, "true or false"),
         ("logprobs", 21, "from 0 to 20"),
-        ("n", 65, "from 1 to 64"),
-        ("best_of", 0, "from 1 to 64"),
+        ("n", 129, "from 1 to 128"),
+        ("best_of", 0, "from 1 to 128"),
     ],
 )
 def test_a_bad_value_is_refused_with_field_value_and_range(name: str, value: Any, expected: str) -> None:

@@ -340,7 +340,7 @@ def test_what_cannot_be_served_is_refused_by_name(name: str, value: Any) -> None
         ({"seed": [[1], [2]]}, "Expected batch size doesn't match batch size for tensor seed. Expected 1 got 2"),
         ({"stop_words_list": [[[1, 2], [2, 1]]]}, "Invalid format for word list: 'stop_words_list' has offset 1"),
         ({"stop_words_list": [[[1, 2], [3, -1]]]}, "Invalid format for word list: 'stop_words_list' has offset 3"),
-        ({"num_return_sequences": [[0]]}, "'num_return_sequences' is 0, expected 1 to 64"),
+        ({"num_return_sequences": [[0]]}, "'num_return_sequences' is 0, expected 1 to 128"),
         (
             {"stop_words_list": [[[1] * 257, [*range(1, 258)]]]},
             "'stop_words_list' has 257 words, expected at most 256",

@@ -291,7 +291,7 @@ ERRORS: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str, str]] = 
         {"messages": [{"role": "user", "content": "a " * 5000}]},
         anthropic.BadRequestError,
         "invalid_request_error",
-        "at most",
+        "prompt is too long: at least 4097 tokens > 4096 maximum",
     ),
     (
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}},

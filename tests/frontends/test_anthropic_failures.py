@@ -3,6 +3,7 @@ clients that go away."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,9 @@ import anthropic
 import httpx
 import pytest
 
+from llmbackend.core.errors import invalid_argument
+from llmbackend.frontends.anthropic.answers import error_event, error_response
+from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.limits import InferenceLimits
 from tests.helpers.fake_llm_server import FAILED, MODEL, REASON, FakeLlmServer
@@ -50,7 +54,12 @@ def says(text: str) -> dict[str, Any]:
         (says("overloaded"), anthropic.OverloadedError, "overloaded_error", "maximum queue size"),
         (BODY | {"model": "young"}, anthropic.OverloadedError, "overloaded_error", "not ready"),
         (BODY | {"model": FAILED}, anthropic.OverloadedError, "overloaded_error", REASON),
-        (says("too long"), anthropic.BadRequestError, "invalid_request_error", "99999 tokens"),
+        (
+            says("too long"),
+            anthropic.BadRequestError,
+            "invalid_request_error",
+            "prompt is too long: 99999 tokens > 2047 maximum",
+        ),
         (says("x" * 30_000), anthropic.RequestTooLargeError, "request_too_large", "20000 bytes"),
     ],
 )
@@ -63,6 +72,27 @@ def test_a_failure_before_the_answer(
     assert error["error"]["type"] == type_ and text in error["error"]["message"]
     assert error["request_id"] == raised.value.response.headers["request-id"]
     assert ("retry-after" in raised.value.response.headers) == (type_ == "overloaded_error")
+
+
+CLAUDE_CODES_PATTERN = re.compile(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", re.IGNORECASE)
+"""At an error with this text, Claude Code compacts the conversation."""
+
+
+@pytest.mark.parametrize(
+    ("message", "tokens", "most"),
+    [
+        ("the prompt has 5000 tokens, expected at most 4095: this model's maximum context length is 4096", 5000, 4095),
+        ("the prompt has 5000 tokens, expected at most 4000 (max_prompt_tokens)", 5000, 4000),
+        ("the prompt has 99999 characters, expected at most 9: this model's maximum context length is 16", 17, 16),
+        ("input 'messages' has 99 messages, expected at most 16: this model's maximum context length is 16", 17, 16),
+        ("The prompt is longer than the maximum model length of 64", 65, 64),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused_in_anthropics_words(message: str, tokens: int, most: int) -> None:
+    error = OpenAIError.of(invalid_argument(message))
+    for body in (error_response(error, "req_1").body, error_event(error, "req_1")):
+        found = CLAUDE_CODES_PATTERN.search(bytes(body).decode())
+        assert found is not None and (int(found[1]), int(found[2])) == (tokens, most)
 
 
 def test_a_failure_in_mid_stream_is_the_last_event(client: anthropic.Anthropic) -> None:

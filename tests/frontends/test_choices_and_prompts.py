@@ -33,8 +33,8 @@ def test_generate_gives_all_choices(running: Running) -> None:
     assert answer["text_output"] == [one["text_output"] for one in singles]
     assert bytes(answer["prompt_token_ids"]).decode() == PROMPT
     assert len(json.loads(answer["prompt_logprobs"])) == len(PROMPT)
-    refused = generate(running, parameters=SAMPLING | {"n": 65})
-    assert refused.status_code == 400 and "'n' is 65" in refused.json()["error"]
+    refused = generate(running, parameters=SAMPLING | {"n": 129})
+    assert refused.status_code == 400 and "'n' is 129" in refused.json()["error"]
 
 
 def test_generate_stream_names_the_choice(running: Running) -> None:

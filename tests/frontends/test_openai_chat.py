@@ -132,10 +132,12 @@ def test_fields_that_ask_for_what_happens_anyway_are_accepted(client: openai.Ope
 
 
 def test_messages_reach_the_template_in_its_form(client: openai.OpenAI, server: FakeLlmServer) -> None:
+    one = {"type": "text", "text": "one", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    two = {"type": "text", "text": "two", "prompt_cache_breakpoint": None}
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages: list[Any] = [
         {"role": "developer", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "eve"},
+        {"role": "user", "content": [one, two], "name": "eve"},
         {"role": "assistant", "content": None, "refusal": None, "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "1"},
         {"role": "assistant", "content": None, "refusal": "no", "audio": None, "annotations": [], "tool_calls": None},

@@ -115,10 +115,11 @@ def test_disconnect_cancels_all_choices(client: openai.OpenAI, server: FakeLlmSe
     assert all(handle.over.wait(10) for handle in server.handles[-2:])
 
 
-def test_a_refused_prompt_cancels_the_others(client: openai.OpenAI, server: FakeLlmServer) -> None:
+@pytest.mark.parametrize("num_others", [1, 100])
+def test_a_refused_prompt_cancels_the_others(client: openai.OpenAI, server: FakeLlmServer, num_others: int) -> None:
     with pytest.raises(openai.InternalServerError):
-        complete(client, prompt=["forever", "overloaded"])
-    assert server.handles[-1].over.wait(10)
+        complete(client, prompt=[*["forever"] * num_others, "overloaded"])
+    assert all(handle.over.wait(10) for handle in server.handles[-num_others:])
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -373,11 +373,28 @@ def test_choices_of_several_prompts_come_in_order(client: openai.OpenAI) -> None
     assert texts == alone and chunk.usage == answer.usage
 
 
+def test_as_many_prompts_and_choices_as_a_request_may_have(client: openai.OpenAI) -> None:
+    prompts = [f"{number:04}" for number in range(1024)]
+    body: dict[str, Any] = {"model": MODEL, "prompt": prompts, "max_tokens": 1, "temperature": 0, "echo": True}
+    answer = client.completions.create(**body)
+    assert [choice.text[:4] for choice in answer.choices] == prompts
+    chunks = [choice for chunk in client.completions.create(**body, stream=True) for choice in chunk.choices]
+    texts = [""] * len(prompts)
+    for choice in chunks:
+        texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in answer.choices]
+    for many in (
+        client.completions.create(**(body | {"prompt": prompts[:8]}), n=128),
+        client.chat.completions.create(model=MODEL, messages=USER_HI, max_tokens=1, n=128),
+    ):
+        assert len(many.choices) == 128 * (8 if many.object == "text_completion" else 1)
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
         ({"n": 129}, "'n' is 129, expected an integer from 1 to 128"),
-        ({"n": 65, "prompt": ["a", "b"]}, "'n' is 65, expected at most 64 for 2 prompts: 128 choices in one request"),
+        ({"n": 65, "prompt": ["a"] * 16}, "'n' is 65, expected at most 64 for 16 prompts: 1024 choices in one request"),
         ({"n": 3, "best_of": 2}, "'best_of' is 2, expected at least n (3)"),
         ({"best_of": 2, "stream": True}, "'best_of' is 2, expected n (1) in a stream"),
     ],

@@ -107,7 +107,7 @@ def test_bad_chat_fields_are_named(http: httpx.Client, fields: dict[str, Any], p
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
         ({"suffix": "end", "echo": True}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
@@ -139,7 +139,7 @@ def test_long_values_are_cut_in_messages(http: httpx.Client) -> None:
     [
         ({"logprobs": {"a": None}}, "'logprobs' is {\"a\": null}, expected"),
         ({"stop": ["a", ""]}, '\'stop\' is ["a", ""], expected'),
-        ({"prompt": ["a"] * 65}, "'prompt' holds 65 prompts, expected at most 64"),
+        ({"prompt": ["a"] * 1025}, "'prompt' holds 1025 prompts, expected at most 1024"),
     ],
 )
 def test_errors_quote_what_was_sent(http: httpx.Client, fields: dict[str, Any], quoted: str) -> None:
@@ -210,7 +210,7 @@ def test_model_without_the_input_an_endpoint_needs(client: openai.OpenAI) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_of_the_model_come_before_the_status(client: openai.OpenAI, stream: bool) -> None:
-    with pytest.raises(openai.BadRequestError, match="context is 2048") as caught:
+    with pytest.raises(openai.BadRequestError, match="context length is 2048") as caught:
         client.completions.create(model=MODEL, prompt="too long", stream=stream)
     assert caught.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError) as caught:

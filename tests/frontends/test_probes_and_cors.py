@@ -52,6 +52,18 @@ def test_what_is_no_probe_needs_a_key(running: Running, http: httpx.Client) -> N
     assert 0 < float(load) < 600
 
 
+def test_sagemakers_path_answers_chats_and_completions(http: httpx.Client) -> None:
+    prompt = {"model": MODEL, "prompt": "hi", "max_tokens": 3}
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", prompt)):
+        told, invoked = (http.post(one, json=body | {"seed": 1}, headers=KEY).json() for one in (path, "/invocations"))
+        assert (invoked["object"], invoked["choices"]) == (told["object"], told["choices"])
+        with http.stream("POST", "/invocations", json=body | {"stream": True}, headers=KEY) as stream:
+            assert list(stream.iter_lines())[-2:] == ["data: [DONE]", ""]
+    assert http.post("/invocations", json={"model": MODEL}, headers=KEY).json()["error"]["param"] == "prompt"
+    assert http.get("/invocations", headers=KEY).headers["allow"] == "POST"
+    assert http.post("/invocations", json=CHAT).status_code == 401
+
+
 def test_the_load_counts_inferences_that_run(http: httpx.Client) -> None:
     slow = CHAT | {"stream": True, "max_tokens": 100, "ignore_eos": True}
     with http.stream("POST", "/v1/chat/completions", json=slow, headers=KEY) as answer:

@@ -133,7 +133,8 @@ def _answer(request: InferenceRequest, callback: ResponseCallback, asked: dict[s
 def _send_all(request: InferenceRequest, callback: ResponseCallback, asked: dict[str, Any], handle: FakeHandle) -> None:
     said = asked["said"]
     if "too long" in said:
-        raise invalid_argument("the prompt has 99999 tokens, the model's context is 2048")
+        why = "this model's maximum context length is 2048 tokens, with room for at least one more"
+        raise invalid_argument(f"the prompt has 99999 tokens, expected at most 2047: {why}")
     if asked["sampling"].get("seed") == 13:
         raise invalid_argument("sampling parameter 'seed' is 13, which this model refuses", param="seed")
     if "silent" in said:

@@ -135,7 +135,7 @@ class PromptBuilder:
     def _render(self, text: bytes, value: Any, bounds: PromptBounds) -> str:
         chat = read_chat(text, bounds, value)
         options = {**self._limits.template_options, **chat.options}
-        return chat.prompt_of(self._tokenizer.render_chat(chat.messages, chat.tools, options, chat.template))
+        return chat.prompt_of(self._tokenizer.render_chat(chat.for_template, chat.tools, options, chat.template))
 
     def _checked_ids(self, ids: npt.NDArray[Any], bounds: PromptBounds) -> tuple[int, ...]:
         """Checks the array before creating a Python object for each id."""

@@ -31,6 +31,8 @@ _FIELDS = (
     "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents",
     "reasoning_effort", SYSTEM_IS_ANYWHERE, "chat_template",
 )  # fmt: skip
+_END_TAG: Final = "END_OF_FINAL_MESSAGE "
+"""Added to the text of a message that the model continues. It ends with a space so that trimming is noticed."""
 _INPUT = "input 'messages'"
 _JSON_NAMES: dict[type, str] = {list: "list", dict: "object"}
 
@@ -63,9 +65,14 @@ class ChatRequest:
     continues_final_message: bool = False
     """Whether the model continues the last message."""
 
+    @property
+    def for_template(self) -> Sequence[Message]:
+        """The messages that the template renders, to be passed to `prompt_of`."""
+        return _with_end_tag(self.messages) if self.continues_final_message else self.messages
+
     def prompt_of(self, rendered: str) -> str:
-        """The prompt, with all messages as rendered by the template. Raises TritonError INVALID_ARG."""
-        return _up_to_final_message(rendered, self.messages[-1]) if self.continues_final_message else rendered
+        """The prompt. rendered: `for_template` by the template. Raises TritonError INVALID_ARG."""
+        return _up_to_end_tag(rendered, self.messages[-1]) if self.continues_final_message else rendered
 
 
 def read_chat(text: bytes, bounds: PromptBounds, value: Any = None) -> ChatRequest:
@@ -122,20 +129,34 @@ def _own_template(chat: dict[str, Any], bounds: PromptBounds) -> str:
     return template
 
 
-def _up_to_final_message(rendered: str, message: Message) -> str:
+def _with_end_tag(messages: Sequence[Message]) -> list[Message]:
+    *others, last = messages
+    return [*others, {**last, "content": _tagged(last.get("content"))} if isinstance(last, dict) else last]
+
+
+def _tagged(content: Any) -> Any:
+    """Returns malformed content, which is refused later, unchanged."""
+    match content:
+        case str():
+            return content + _END_TAG
+        case [*parts, str() | dict() as last]:
+            return [*parts, _tagged(last)]
+        case {"text": str(text)}:
+            return {**content, "text": text + _END_TAG}
+    return content
+
+
+def _up_to_end_tag(rendered: str, message: Message) -> str:
     """The prompt up to the end of the last message's text, even if the template trims trailing spaces from it. Source:
     transformers' apply_chat_template."""
-    text = _content_text(-1, message.get("content"))
-    bare = text.strip()
-    found = rendered.rfind(bare) if bare else -1
+    found = rendered.rfind(_END_TAG.strip()) if _content_text(-1, message.get("content")).strip() else -1
     if found < 0:
         raise invalid_argument(
             "'continue_final_message' is true, but the text of the last message is empty, or not in what the chat "
             "template makes of it",
             param="continue_final_message",
         )
-    whole = text.lstrip()
-    return rendered[: found + len(whole if rendered.startswith(whole, found) else bare)]
+    return rendered[:found] if rendered.startswith(_END_TAG, found) else rendered[:found].rstrip()
 
 
 def _parsed(text: bytes, bounds: PromptBounds, value: Any) -> dict[str, Any]:

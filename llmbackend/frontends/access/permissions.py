@@ -70,7 +70,7 @@ _CATEGORIES: Final = tuple(
         (_MODEL, Category.METADATA),
         (r"/|/v2|/openapi\.json|/docs|/version", Category.METADATA),
         (r"/v1/models(/.*)?|/v1/(un)?load_lora_adapter", Category.MODEL_REPOSITORY),
-        (r"/v1(/.*)?|/(de)?tokenize|/tokenizer_info|/generative_scoring", Category.INFERENCE),
+        (r"/v1(/.*)?|/(de)?tokenize|/tokenizer_info|/generative_scoring|/invocations", Category.INFERENCE),
     )
 )
 

@@ -7,6 +7,7 @@ orjson call.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any, Final, Literal, NotRequired, Protocol
 
@@ -21,7 +22,7 @@ from ..generation.parsers import ContentDelta, Event, ReasoningDelta, ToolCallAr
 from ..generation.plan import AnswerPlan
 from ..generation.sealed_reasoning import SealingKey
 from ..generation.tensors import Delta, PromptDetails
-from ..http.errors import JsonObject, OpenAIError, anthropic_error_body
+from ..http.errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError, anthropic_error_body
 from ..http.responses import JSON
 from ..http.routing import Count
 from .requests import MessageRequest, UnsupportedThreadError
@@ -363,6 +364,8 @@ REQUEST_ID: Final = "request-id"
 """Header by which an operator can find a request."""
 _OVERLOADED: Final = 529
 _RETRIED: Final = (429, _OVERLOADED)
+_TOO_MANY_TOKENS: Final = re.compile(r"has (\d+) tokens, expected at most (\d+)")
+_CONTEXT: Final = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)")
 
 
 def status_of(error: OpenAIError) -> int:
@@ -370,13 +373,24 @@ def status_of(error: OpenAIError) -> int:
     return _OVERLOADED if error.status == 503 else error.status
 
 
+def _text_of(error: OpenAIError) -> str:
+    """The message; for a prompt that is too long in Anthropic's words, at which clients compact the conversation."""
+    if error.code != CONTEXT_LENGTH_EXCEEDED:
+        return error.message
+    if (found := _TOO_MANY_TOKENS.search(error.message)) is not None:
+        return f"prompt is too long: {found[1]} tokens > {found[2]} maximum"
+    if (found := _CONTEXT.search(error.message)) is not None:  # refused for its size, before it was tokenised
+        return f"prompt is too long: at least {int(found[1]) + 1} tokens > {found[1]} maximum"
+    return error.message
+
+
 def error_response(error: OpenAIError, request_id: str) -> Response:
     status = status_of(error)
     headers = {REQUEST_ID: request_id} | ({"Retry-After": error.retry_after} if status in _RETRIED else {})
     details = error.details if isinstance(error, UnsupportedThreadError) else None
-    body = anthropic_error_body(status, error.message, request_id, details)
+    body = anthropic_error_body(status, _text_of(error), request_id, details)
     return Response(body, status, headers, media_type=JSON)
 
 
 def error_event(error: OpenAIError, request_id: str) -> bytes:
-    return b"event: error\ndata: %b\n\n" % anthropic_error_body(status_of(error), error.message, request_id)
+    return b"event: error\ndata: %b\n\n" % anthropic_error_body(status_of(error), _text_of(error), request_id)

@@ -21,7 +21,7 @@ from ..http.errors import OpenAIError
 from ..http.event_stream import EventSource, EventStream, pieces_of
 from ..http.request_scope import LABELS, received, sampled, traced, unless_disconnected
 from ..inference_gate import InferenceGate
-from .inferences import Arrival, Generation, check_fields
+from .inferences import MANY_TOKENS, Arrival, Generation, check_fields
 from .models import ModelCatalog, Target
 from .request import GenerationRequest
 from .tensors import Delta, PromptDetails
@@ -86,7 +86,7 @@ class AnswerEvents:
         parts: list[bytes] = []
         try:
             while (arrival := generation.pop()) is not None:
-                if arrival[1].prompt is not None:
+                if self._is_long(arrival[1]):
                     self._held, self.needs_task = arrival, True
                     return b"".join(parts)
                 parts.append(self._writer.delta(*arrival))
@@ -119,9 +119,14 @@ class AnswerEvents:
         return self._writer.begin()
 
     async def _written(self, arrival: Arrival) -> bytes:
-        if arrival[1].prompt is None:
+        if not self._is_long(arrival[1]):
             return self._writer.delta(*arrival)
         return await self._generation.in_thread(partial(self._writer.delta, *arrival))
+
+    def _is_long(self, delta: Delta) -> bool:
+        """Whether its events list a prompt, or repeat many logprobs at the end of a text."""
+        is_end = delta.is_final or delta.finish_reason is not None
+        return delta.prompt is not None or (is_end and self._generation.num_logprobs > MANY_TOKENS)
 
     async def _end(self) -> bytes:
         self.is_over = True
@@ -129,18 +134,21 @@ class AnswerEvents:
             if self._error is not None:
                 raise self._error
             await self._generation.checked()
-            end = self._writer.end()
+            end = await self._at_end(self._writer.end)
         except Exception as error:
-            end = self._failed(error)
+            end = await self._failed(error)
         if self._before_end is not None:
             try:
                 await self._before_end()
             except Exception as error:
-                end = self._failed(error)
+                end = await self._failed(error)
         return end
 
-    def _failed(self, error: Exception) -> bytes:
-        return self._writer.fail(OpenAIError.of(error))
+    async def _failed(self, error: Exception) -> bytes:
+        return await self._at_end(partial(self._writer.fail, OpenAIError.of(error)))
+
+    async def _at_end(self, write: Callable[[], bytes]) -> bytes:
+        return await self._generation.in_thread_if_long(self._generation.num_logprobs, write)
 
 
 _LOGGED_CHARS = 64

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -52,6 +53,7 @@ from .tensors import (
 T = TypeVar("T")
 Arrival = tuple[int, Delta]
 """(index of the choice, its new tokens)"""
+_PROMPTS_AT_ONCE: Final = 32
 MANY_TOKENS: Final = 512
 """Tokens, with those in logprobs, that are parsed or rendered in about 2 ms."""
 
@@ -83,24 +85,47 @@ class Generation:
         self._listener: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._open = len(request.prompts)
+        self.num_logprobs = 0
+        """Of all deltas so far; the end of some answers repeats them."""
         self._recording = recording
         options = _options(request, target, plan)
         parameters: dict[str, ParameterValue] = {MAX_TOKENS_MUST_FIT: True} if request.max_tokens_field else {}
         backlog = gate.new_backlog(0 if recording is None else recording.num_known)
         gate.admit(request.num_generations)
         count = request.num_generations // len(request.prompts)
-        try:
-            for index in range(len(request.prompts)):
+
+        def submissions() -> Iterator[None]:
+            for index, prompt in enumerate(request.prompts):
                 part = trace.child() if trace is not None and index else trace
                 message = InferenceRequest(
                     model_name=target.name,
                     id=request_id,
                     trace=part,
-                    inputs=(target.model.reshaped(request.prompts[index]), *options),
+                    inputs=(target.model.reshaped(prompt), *options),
                     parameters=parameters,
                     resume=None if recording is None else recording.resume(index),
                 )
                 self._index_of[gate.submit(message, backlog, self._on_responses, count)] = index
+                yield
+
+        self._submissions = submissions()
+        try:
+            self._submit_some()
+        except BaseException:
+            self.close()
+            raise
+
+    def _submit_some(self) -> None:
+        for _ in islice(self._submissions, _PROMPTS_AT_ONCE):
+            pass
+
+    async def submit_all(self) -> None:
+        """Submits the prompts that the constructor left, so that the event loop is never kept for long. Raises as the
+        constructor does."""
+        try:
+            while len(self._index_of) < len(self._request.prompts):
+                await asyncio.sleep(0)
+                self._submit_some()
         except BaseException:
             self.close()
             raise
@@ -154,6 +179,8 @@ class Generation:
             delta = read_delta(*item)
         except TritonError as error:
             raise in_client_fields(OpenAIError.of(error), self._request, self._plan) from None
+        if delta.logprobs:
+            self.num_logprobs += sum(map(len, delta.logprobs))
         if delta.is_final:
             self._open -= 1
         choice = self._index_of[inference] * self._request.n + delta.sequence_index

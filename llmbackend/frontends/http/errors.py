@@ -99,7 +99,7 @@ def error_body(message: str) -> bytes:
 
 
 def is_openai(path: str) -> bool:
-    return path.startswith("/v1/") or path in ("/v1", "/tokenize", "/detokenize", "/tokenizer_info")
+    return path.startswith("/v1/") or path in ("/v1", "/invocations", "/tokenize", "/detokenize", "/tokenizer_info")
 
 
 def is_anthropic(path: str, version: bytes | None = None) -> bool:

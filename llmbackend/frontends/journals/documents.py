@@ -61,11 +61,17 @@ class Document:
     """What another process needs, besides the progress in the log, to continue a live document; b"": no process can."""
     labels: bytes = b""
     """JSON: what lists of its owner's documents can be filtered by; b"" for a document that is not in any list."""
+    output: bytes = b""
+    """JSON list: what follows `items` in the history of a document that continues this one. b"": only `body` has it."""
 
     @property
     def size_bytes(self) -> int:
-        parts = (self.body, self.items, self.continuation, self.labels, self.id, self.owner)
+        parts = (self.body, self.items, self.output, self.continuation, self.labels, self.id, self.owner)
         return sum(map(len, parts))
+
+    @property
+    def history_bytes(self) -> int:
+        return len(self.items) + len(self.output or self.body)
 
     @property
     def entry(self) -> Entry:
@@ -85,6 +91,8 @@ class Put:
     """Adds or replaces a document. The progress of a document that is not live is dropped."""
 
     document: Document
+    ancestors: tuple[str, ...] = ()
+    """Ids of the documents that it continues: they are kept as if they were put with it."""
 
     @property
     def id(self) -> str:
@@ -119,7 +127,8 @@ Write = Put | Append | Delete
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Capacity of one store. When it is full, the oldest documents are removed."""
+    """Capacity of one store. When it is full, documents are removed, first those that were not put or continued for
+    longest."""
 
     max_bytes: int
     max_documents_per_owner: int
@@ -143,6 +152,9 @@ class Storage(Protocol):
 
     def get(self, id: str, now_s: float) -> Document | None:
         """None if it does not exist or has expired."""
+
+    def get_history(self, id: str, now_s: float) -> Document | None:
+        """Like `get`, without the body if the document has `output`."""
 
     def events(self, id: str, first: int, max_bytes: int) -> list[bytes]:
         """Committed events from number `first` on, of about max_bytes; at least one if there is one."""

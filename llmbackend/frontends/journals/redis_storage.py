@@ -37,7 +37,7 @@ _VERSION: Final = 1
 _SETS_OF_OWNERS: Final = ("owned", "listed", "finished-of")
 _FIELDS: Final = (
     *("owner", "kind", "id", "body", "created_s", "expires_s", "items", "parent", "is_live", "continuation"),
-    "labels",
+    *("labels", "output"),
 )
 
 
@@ -46,12 +46,11 @@ class _Stored:
     """Sizes of a document before a write of a transaction, whose commands Redis executes at its end."""
 
     owner: str
+    expires_s: float = 0.0
     document_bytes: int = 0
     log_bytes: int = 0
     """Of its events and its progress."""
     progress_bytes: int = 0
-    expires_s: float | None = None
-    """None: unknown."""
 
     @property
     def size_bytes(self) -> int:
@@ -82,7 +81,7 @@ class RedisStorage:
 
     def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
         with self._errors():
-            refused = self._written(writes)
+            refused = self._written(writes, now_s)
             due = self._redis.zrangebyscore(_key("expiry"), 0, now_s, 0, _REMOVAL_BATCH)
             self._remove(due, now_s)
             if self._is_recount_due and len(due) < _REMOVAL_BATCH:
@@ -97,8 +96,12 @@ class RedisStorage:
 
     def get(self, id: str, now_s: float) -> Document | None:
         with self._errors():
-            document = self._document(id)
-        return None if document is None or document.expires_s <= now_s else document
+            return _unexpired(self._document(id), now_s)
+
+    def get_history(self, id: str, now_s: float) -> Document | None:
+        with self._errors():
+            has_body = not self._redis.hstrlen(_key("doc", id), "output")
+            return _unexpired(self._document(id, has_body=has_body), now_s)
 
     def num_events(self, id: str) -> int:
         with self._errors():
@@ -171,21 +174,22 @@ class RedisStorage:
 
     # --- writes -----------------------------------------------------------------------------------------------------
 
-    def _written(self, writes: Sequence[Write]) -> Collection[str]:
+    def _written(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
         """Returns the ids of documents that another server writes. Retries when a document changes during the
         transaction. Raises redis.RedisError."""
         import redis
 
         ids = {write.id for write in writes}
+        ancestors = {id for write in writes if isinstance(write, Put) for id in write.ancestors}
         for attempt in range(_ATTEMPTS):
             with self._redis.pipeline(transaction=True) as pipe:
                 if ids:
-                    pipe.watch(*(_key("doc", id) for id in ids))
+                    pipe.watch(*(_key("doc", id) for id in ids | ancestors))
                 refused = self._written_by_others(ids)
                 own = [write for write in writes if type(write) is Delete or write.id not in refused]
-                held = self._sizes({write.id for write in own})
+                held = self._sizes({write.id for write in own} | ancestors)
                 pipe.multi()
-                self._add(pipe, own, held)
+                self._add(pipe, own, held, now_s)
                 try:
                     pipe.execute()
                     return refused
@@ -194,11 +198,14 @@ class RedisStorage:
                         raise
         return ()
 
-    def _add(self, pipe: Pipeline, writes: Sequence[Write], held: dict[str, _Stored]) -> None:
+    def _add(self, pipe: Pipeline, writes: Sequence[Write], held: dict[str, _Stored], now_s: float) -> None:
         for write in writes:
             match write:
-                case Put(document):
-                    self._put(pipe, document, held.setdefault(document.id, _Stored(document.owner)))
+                case Put(document, ancestors):
+                    self._put(pipe, document, held.setdefault(document.id, _Stored(document.owner)), now_s)
+                    for id in ancestors:
+                        if id in held:
+                            self._continue(pipe, id, held[id], document)
                 case Append() if write.id in held:
                     self._append(pipe, write, held[write.id])
                 case Delete(id) if id in held:
@@ -216,15 +223,15 @@ class RedisStorage:
         ordered = sorted(ids)
         with self._redis.pipeline(transaction=False) as pipe:
             for id in ordered:
-                pipe.hmget(_key("doc", id), "owner", "size_bytes", "log_bytes", "progress_bytes")
+                pipe.hmget(_key("doc", id), "owner", "expires_s", "size_bytes", "log_bytes", "progress_bytes")
             rows = pipe.execute()
         return {
-            id: _Stored(owner.decode(), *(int(size or 0) for size in sizes))
-            for id, (owner, *sizes) in zip(ordered, rows, strict=True)
+            id: _Stored(owner.decode(), float(expires_s), *(int(size or 0) for size in sizes))
+            for id, (owner, expires_s, *sizes) in zip(ordered, rows, strict=True)
             if owner is not None
         }
 
-    def _put(self, pipe: Pipeline, document: Document, stored: _Stored) -> None:
+    def _put(self, pipe: Pipeline, document: Document, stored: _Stored, now_s: float) -> None:
         id, key = document.id, _key("doc", document.id)
         fields = {name: getattr(document, name) for name in _FIELDS} | {"is_live": int(document.is_live)}
         if stored.progress_bytes and not document.is_live:
@@ -244,10 +251,28 @@ class RedisStorage:
         else:
             pipe.hdel(_key("live"), id)
             pipe.delete(_key("progress", id))
-            pipe.zadd(_key("finished"), {id: document.created_s})
-            pipe.zadd(_key("finished-of", document.owner), {id: document.created_s})
+            self._use(pipe, id, document.owner, now_s)
+        self._expire(pipe, id, document.expires_s)
+
+    def _continue(self, pipe: Pipeline, id: str, stored: _Stored, document: Document) -> None:
+        """id: of an ancestor of `document`"""
+        self._use(pipe, id, stored.owner, document.created_s)
+        if document.expires_s > stored.expires_s:
+            stored.expires_s = document.expires_s
+            pipe.hset(_key("doc", id), "expires_s", document.expires_s)
+            pipe.zadd(_key("expiry"), {id: document.expires_s})
+            self._expire(pipe, id, document.expires_s)
+
+    @staticmethod
+    def _expire(pipe: Pipeline, id: str, expires_s: float) -> None:
         for name in ("doc", "events", "progress"):
-            pipe.expireat(_key(name, id), int(document.expires_s) + _EXPIRY_MARGIN_S)
+            pipe.expireat(_key(name, id), int(expires_s) + _EXPIRY_MARGIN_S)
+
+    @staticmethod
+    def _use(pipe: Pipeline, id: str, owner: str, used_s: float) -> None:
+        """Those that were unused for longest are evicted first."""
+        pipe.zadd(_key("finished"), {id: used_s})
+        pipe.zadd(_key("finished-of", owner), {id: used_s})
 
     def _append(self, pipe: Pipeline, step: Append, stored: _Stored) -> None:
         if step.events:
@@ -260,10 +285,7 @@ class RedisStorage:
         stored.log_bytes += step.size_bytes
         stored.progress_bytes += len(step.progress)
         if not step.first:  # lists are created by their first push
-            expires_s = stored.expires_s or self._redis.zscore(_key("expiry"), step.id)
-            for name in ("events", "progress"):
-                if expires_s is not None:
-                    pipe.expireat(_key(name, step.id), int(expires_s) + _EXPIRY_MARGIN_S)
+            self._expire(pipe, step.id, stored.expires_s)
 
     def _delete(self, pipe: Pipeline, id: str, stored: _Stored) -> None:
         pipe.delete(*(_key(name, id) for name in ("doc", "events", "progress")))
@@ -310,15 +332,26 @@ class RedisStorage:
                 return
             self._remove(oldest, now_s)
 
-    def _document(self, id: str) -> Document | None:
-        owner, kind, _, body, created_s, expires_s, items, parent, is_live, continuation, labels = self._redis.hmget(
-            _key("doc", id), *_FIELDS
-        )
-        if body is None:
+    def _document(self, id: str, *, has_body: bool = True) -> Document | None:
+        """has_body: False: without its body"""
+        names = [name for name in _FIELDS if has_body or name != "body"]
+        stored = dict(zip(names, self._redis.hmget(_key("doc", id), names), strict=True))
+        if stored["kind"] is None:
             return None
-        times = float(created_s), float(expires_s)
-        more = items, parent.decode(), is_live == b"1", continuation
-        return Document(owner.decode(), kind.decode(), id, body, *times, *more, labels=labels or b"")
+        return Document(
+            owner=stored["owner"].decode(),
+            kind=stored["kind"].decode(),
+            id=id,
+            body=stored.get("body", b""),
+            created_s=float(stored["created_s"]),
+            expires_s=float(stored["expires_s"]),
+            items=stored["items"],
+            parent=stored["parent"].decode(),
+            is_live=stored["is_live"] == b"1",
+            continuation=stored["continuation"],
+            labels=stored["labels"] or b"",
+            output=stored["output"] or b"",
+        )
 
     # --- leases -----------------------------------------------------------------------------------------------------
 
@@ -372,6 +405,10 @@ class RedisStorage:
             yield
         except redis.RedisError as error:
             raise StoreError(f"the response store '{self._shown}' failed: {error}") from None
+
+
+def _unexpired(document: Document | None, now_s: float) -> Document | None:
+    return None if document is None or document.expires_s <= now_s else document
 
 
 def _key(*parts: str) -> str:

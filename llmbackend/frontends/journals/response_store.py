@@ -153,13 +153,17 @@ class ResponseStore:
     def expires_s(self, created_s: float) -> float:
         return created_s + self.options.ttl_s
 
-    async def put(self, document: Document) -> None:
-        """Adds or replaces the document and waits for the commit. Raises StoreError."""
-        await self._commits.settled(self._add(document))
+    async def put(self, document: Document, ancestors: tuple[str, ...] = ()) -> None:
+        """Adds or replaces the document and waits for the commit. ancestors: see Put. Raises StoreError."""
+        await self._commits.settled(self._add(document, ancestors))
 
     async def get(self, owner: str, kind: Kind, id: str) -> Document:
         """Raises NotStoredError, StoreError."""
         return _of(owner, kind, id, await self._commits.read_in_time(lambda storage, now_s: storage.get(id, now_s)))
+
+    async def get_history(self, owner: str, kind: Kind, id: str) -> Document:
+        """Like `get`, without the body if the document has `output`."""
+        return await self._commits.read_in_time(partial(_history, owner, kind, id))
 
     async def delete(self, owner: str, kind: Kind, id: str) -> None:
         """Removes the document with its log and ends its journal. Raises NotStoredError, StoreError."""
@@ -169,7 +173,8 @@ class ResponseStore:
         await self._commits.settled(self._commits.add([Delete(id)]))
 
     async def lineage(self, owner: str, kind: Kind, id: str, max_bytes: int) -> list[Document]:
-        """The document and its ancestors, oldest first. Raises NotStoredError, LineageTooLongError, StoreError."""
+        """The document and its ancestors, oldest first, each like that of `get_history`. max_bytes: of all histories.
+        Raises NotStoredError, LineageTooLongError, StoreError."""
         return await self._commits.read_in_time(partial(_lineage, owner, kind, id, max_bytes))
 
     async def page(
@@ -206,9 +211,9 @@ class ResponseStore:
 
     # --- logs -------------------------------------------------------------------------------------------------------
 
-    def begin(self, document: Document) -> LiveLog:
-        """Adds a live document; the returned log takes its events."""
-        return self._opened(document, self._journal(document.id, 0))
+    def begin(self, document: Document, ancestors: tuple[str, ...] = ()) -> LiveLog:
+        """Adds a live document; the returned log takes its events. ancestors: see Put"""
+        return self._opened(document, self._journal(document.id, 0), ancestors)
 
     async def resume(self, document: Document) -> tuple[LiveLog, list[bytes]]:
         """The log of a live document that another process began, and its progress by step."""
@@ -226,9 +231,10 @@ class ResponseStore:
             journal.end()
         return journal
 
-    def _opened(self, document: Document, journal: Journal) -> LiveLog:
+    def _opened(self, document: Document, journal: Journal, ancestors: tuple[str, ...] = ()) -> LiveLog:
         forget = partial(self._live.pop, document.id, None)
-        log = LiveLog(document, journal, self._commits, self.options.max_log_bytes, self._add(document), forget)
+        added = self._add(document, ancestors)
+        log = LiveLog(document, journal, self._commits, self.options.max_log_bytes, added, forget)
         self._live[document.id] = log
         return log
 
@@ -270,9 +276,9 @@ class ResponseStore:
 
     # --- expiry -----------------------------------------------------------------------------------------------------
 
-    def _add(self, document: Document) -> asyncio.Future[None]:
+    def _add(self, document: Document, ancestors: tuple[str, ...]) -> asyncio.Future[None]:
         self._expire_at(document.expires_s)
-        return self._commits.add([Put(document)])
+        return self._commits.add([Put(document, ancestors)])
 
     def _expire_at(self, expires_s: float) -> None:
         if self._expiry is None:
@@ -407,12 +413,16 @@ def _of(owner: str, kind: Kind, id: str, document: Document | None) -> Document:
     return document
 
 
+def _history(owner: str, kind: Kind, id: str, storage: Storage, now_s: float) -> Document:
+    return _of(owner, kind, id, storage.get_history(id, now_s))
+
+
 def _lineage(owner: str, kind: Kind, id: str, max_bytes: int, storage: Storage, now_s: float) -> list[Document]:
     found: list[Document] = []
     size_bytes = 0
     while id:
-        document = _of(owner, kind, id, storage.get(id, now_s))
-        size_bytes += document.size_bytes
+        document = _history(owner, kind, id, storage, now_s)
+        size_bytes += document.history_bytes
         if size_bytes > max_bytes or len(found) >= MAX_LINEAGE:
             raise LineageTooLongError(f"at most {max_bytes} bytes in {MAX_LINEAGE} responses")
         found.append(document)

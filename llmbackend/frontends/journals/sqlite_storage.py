@@ -19,9 +19,9 @@ import msgspec
 
 from .documents import Append, Capacity, Delete, Document, Entry, Put, StoreError, Write
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 _LOCK_WAIT_S: Final = 2.0
-_OLDEST: Final = "WHERE is_live = 0 ORDER BY created_s LIMIT 32"
+_OLDEST: Final = "WHERE is_live = 0 ORDER BY used_s, rowid LIMIT 32"
 _SCHEMA: Final = """
 CREATE TABLE documents (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL, created_s REAL NOT NULL,
@@ -40,6 +40,21 @@ _SINCE_VERSION_2: Final = """
 ALTER TABLE documents ADD COLUMN labels BLOB NOT NULL DEFAULT x'';
 CREATE INDEX by_list ON documents (owner, created_s, id) WHERE labels <> x'';
 """
+_SINCE_VERSION_3: Final = """
+ALTER TABLE documents ADD COLUMN output BLOB NOT NULL DEFAULT x'';
+CREATE TABLE uses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, is_live INTEGER NOT NULL, used_s REAL NOT NULL, expires_s REAL NOT NULL
+);
+INSERT INTO uses SELECT id, owner, is_live, created_s, expires_s FROM documents;
+CREATE INDEX uses_by_expiry ON uses (expires_s);
+CREATE INDEX uses_by_age ON uses (is_live, used_s);
+CREATE INDEX uses_by_owner ON uses (owner, is_live, used_s);
+DROP INDEX by_expiry;
+DROP INDEX by_age;
+DROP INDEX by_owner;
+CREATE INDEX by_size ON documents (size_bytes);
+"""
+"""`uses` has what changes when a response is continued: SQLite rewrites whole rows."""
 _LOG_BYTES: Final = (
     "(SELECT COALESCE(SUM(LENGTH(parts)), 0) FROM events WHERE id = ?1) + "
     "(SELECT COALESCE(SUM(LENGTH(progress)), 0) FROM progress WHERE id = ?1)"
@@ -48,8 +63,11 @@ _HELD_BYTES: Final = (
     "SELECT (SELECT COALESCE(SUM(size_bytes), 0) FROM documents) + (SELECT COALESCE(SUM(LENGTH(parts)), 0) FROM events)"
     " + (SELECT COALESCE(SUM(LENGTH(progress)), 0) FROM progress)"
 )
-_FIELDS: Final = "owner, kind, id, body, created_s, expires_s, items, parent, is_live, continuation, labels"
+_FIELDS: Final = "owner, kind, id, body, created_s, expires_s, items, parent, is_live, continuation, labels, output"
 _NAMES: Final = _FIELDS.split(", ")
+_SELECTED: Final = ", ".join(("uses." if name == "expires_s" else "documents.") + name for name in _NAMES)
+_READ: Final = f"SELECT {_SELECTED} FROM documents JOIN uses USING (id)"
+_READ_HISTORY: Final = _READ.replace("documents.body", "CASE output WHEN x'' THEN body ELSE x'' END")
 _PARTS = msgspec.msgpack.Decoder(list[bytes])
 
 
@@ -79,15 +97,21 @@ class SqliteStorage:
     def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
         with self._errors(), self._transaction():
             for write in writes:
-                self._write(write)
+                self._write(write, now_s)
             for id in self._ids("WHERE expires_s <= ?", now_s):
                 self._remove(id)
             self._evict({write.document.owner for write in writes if isinstance(write, Put)})
         return ()
 
     def get(self, id: str, now_s: float) -> Document | None:
+        return self._read(_READ, id, now_s)
+
+    def get_history(self, id: str, now_s: float) -> Document | None:
+        return self._read(_READ_HISTORY, id, now_s)
+
+    def _read(self, query: str, id: str, now_s: float) -> Document | None:
         with self._errors():
-            found = self._rows(f"SELECT {_FIELDS} FROM documents WHERE id = ? AND expires_s > ?", id, now_s)
+            found = self._rows(f"{query} WHERE id = ? AND uses.expires_s > ?", id, now_s)
             return _document(found[0]) if found else None
 
     def num_events(self, id: str) -> int:
@@ -115,7 +139,7 @@ class SqliteStorage:
 
     def live(self) -> list[Document]:
         with self._errors():
-            return [_document(row) for row in self._rows(f"SELECT {_FIELDS} FROM documents WHERE is_live")]
+            return [_document(row) for row in self._rows(f"{_READ} WHERE uses.is_live = 1")]
 
     def listed(self, owner: str, after: Entry | None, most: int, *, is_descending: bool) -> list[Entry]:
         order, behind = ("DESC", "<") if is_descending else ("ASC", ">")
@@ -129,7 +153,7 @@ class SqliteStorage:
 
     def next_expiry_s(self) -> float | None:
         with self._errors():
-            expiry: float | None = self._rows("SELECT MIN(expires_s) FROM documents")[0][0]
+            expiry: float | None = self._rows("SELECT MIN(expires_s) FROM uses")[0][0]
             return expiry
 
     def close(self) -> None:
@@ -137,27 +161,35 @@ class SqliteStorage:
 
     # --- writes -----------------------------------------------------------------------------------------------------
 
-    def _write(self, write: Write) -> None:
+    def _write(self, write: Write, now_s: float) -> None:
         match write:
-            case Put(document):
-                self._put(document)
+            case Put(document, ancestors):
+                self._put(document, now_s)
+                self._connection.executemany(
+                    "UPDATE uses SET used_s = MAX(used_s, ?), expires_s = MAX(expires_s, ?) WHERE id = ?",
+                    ((document.created_s, document.expires_s, id) for id in ancestors),
+                )
             case Append():
                 self._append(write)
             case Delete(id):
                 self._remove(id)
 
-    def _put(self, document: Document) -> None:
+    def _put(self, document: Document, now_s: float) -> None:
         if not self.is_persistent:
             document = replace(document, continuation=b"")  # no other process can continue it
         before = self._rows("SELECT size_bytes FROM documents WHERE id = ?", document.id)
         self.held_bytes += document.size_bytes - (before[0][0] if before else 0)
         self._count_of[document.owner] += not before
         self._connection.execute(
-            f"INSERT INTO documents ({_FIELDS}, size_bytes, log_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0) "
+            f"INSERT INTO documents ({_FIELDS}, size_bytes, log_bytes) VALUES (?{', ?' * len(_NAMES)}, 0) "
             "ON CONFLICT (id) DO UPDATE SET body = excluded.body, items = excluded.items, is_live = excluded.is_live, "
-            "continuation = excluded.continuation, expires_s = excluded.expires_s, labels = excluded.labels, "
+            "continuation = excluded.continuation, labels = excluded.labels, output = excluded.output, "
             "size_bytes = excluded.size_bytes",
             (*(getattr(document, name) for name in _NAMES), document.size_bytes),
+        )
+        self._connection.execute(
+            "INSERT OR REPLACE INTO uses VALUES (?, ?, ?, ?, ?)",
+            (document.id, document.owner, document.is_live, now_s, document.expires_s),
         )
         if before and not document.is_live:
             self._drop_progress(document.id)
@@ -187,15 +219,15 @@ class SqliteStorage:
         owner, size_bytes, log_bytes = found[0]
         self.held_bytes -= size_bytes + log_bytes
         self._count_of[owner] -= 1
-        for table in ("documents", "events", "progress"):
+        for table in ("documents", "uses", "events", "progress"):
             self._connection.execute(f"DELETE FROM {table} WHERE id = ?", (id,))
 
     def _evict(self, owners: Collection[str]) -> None:
-        """Removes the oldest documents beyond the capacity."""
+        """Removes the documents beyond the capacity that were unused for longest."""
         for owner in owners:
             excess = self._count_of[owner] - self._capacity.max_documents_per_owner
             if excess > 0:
-                for id in self._ids("WHERE owner = ? AND is_live = 0 ORDER BY created_s LIMIT ?", owner, excess):
+                for id in self._ids("WHERE owner = ? AND is_live = 0 ORDER BY used_s, rowid LIMIT ?", owner, excess):
                     self._remove(id)
         while self._is_too_large and (oldest := self._ids(_OLDEST)):
             for id in oldest:
@@ -227,17 +259,17 @@ class SqliteStorage:
                     f"the response store '{self._path}' has version {version}, this server reads version {_VERSION}; "
                     "use another file"
                 )
-            for statement in "".join((_SCHEMA, _SINCE_VERSION_2)[version:]).split(";"):
+            for statement in "".join((_SCHEMA, _SINCE_VERSION_2, _SINCE_VERSION_3)[version:]).split(";"):
                 self._connection.execute(statement)
             self._connection.execute(f"PRAGMA user_version = {_VERSION}")
         self._count()
 
     def _count(self) -> None:
         self.held_bytes = self._rows(_HELD_BYTES)[0][0]
-        self._count_of = Counter(dict(self._rows("SELECT owner, COUNT(*) FROM documents GROUP BY owner")))
+        self._count_of = Counter(dict(self._rows("SELECT owner, COUNT(*) FROM uses GROUP BY owner")))
 
     def _ids(self, condition: str, *values: Any) -> list[str]:
-        return [row[0] for row in self._rows(f"SELECT id FROM documents {condition}", *values)]
+        return [row[0] for row in self._rows(f"SELECT id FROM uses {condition}", *values)]
 
     def _rows(self, query: str, *values: Any) -> list[Any]:
         return self._connection.execute(query, values).fetchall()
@@ -281,5 +313,5 @@ def _identity(path: Path | None) -> tuple[int, int] | None:
 
 
 def _document(row: Sequence[Any]) -> Document:
-    owner, kind, id, body, created_s, expires_s, items, parent, is_live, continuation, labels = row
-    return Document(owner, kind, id, body, created_s, expires_s, items, parent, bool(is_live), continuation, labels)
+    fields = dict(zip(_NAMES, row, strict=True))
+    return Document(**fields | {"is_live": bool(fields["is_live"])})

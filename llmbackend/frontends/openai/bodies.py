@@ -6,6 +6,7 @@ equal the result of one call with all positions.
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ class WholeAnswer:
         if self._prompts:
             return await generation.in_thread(self._json)
         num_tokens = sum(len(entries) for choice in self._choices for entries in choice.positions)
-        return await generation.in_thread_if_long(num_tokens, self._json)
+        return await generation.in_thread_if_long(num_tokens + len(self._choices), self._json)
 
     def _json(self) -> bytes:
         request = self._request
@@ -94,6 +95,7 @@ class WholeAnswer:
         body["usage"] = self._usage.total()
         if self._metrics is not None:
             body["metrics"] = self._metrics
+        self._choices, self._prompts = [], {}  # freeing many logprobs takes as long as reading them
         return orjson.dumps(body)
 
 
@@ -102,9 +104,13 @@ async def whole_response(generation: Generation, answer: WholeAnswer) -> bytes:
     while not generation.is_over:
         index, delta = await generation.next()
         await generation.in_thread_if_long(delta.num_listed_tokens, partial(answer.add, index, delta))
+        if index % _CHOICES_AT_ONCE == _CHOICES_AT_ONCE - 1:
+            await asyncio.sleep(0)
     return await answer.body(generation)
 
 
+_CHOICES_AT_ONCE = 16
+"""How many choices are added without letting other requests continue."""
 _NOTHING_OF_PROMPT: JsonObject = {"prompt_token_ids": None, "prompt_logprobs": None}
 """vLLM's fields if nothing was requested."""
 

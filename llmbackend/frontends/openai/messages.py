@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from ..conversation.turns import Turn, called
-from ..generation.validation import Items, NonEmpty, Only, refuse_unknown
+from ..generation.validation import AnyObject, Items, NonEmpty, Only, refuse_unknown
 from ..http.errors import JsonObject, missing
 
 _NULLS: JsonObject = {"additionalProperties": {"type": "null"}}
@@ -38,6 +38,7 @@ class TextPart(TypedDict):
     __pydantic_config__ = _config({"additionalProperties": False})  # type: ignore[misc]
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: NotRequired[Annotated[AnyObject | None, Field(description="Without effect.")]]
 
 
 class RefusalPart(TypedDict):
@@ -169,7 +170,7 @@ _KNOWN_FIELDS = frozenset[str]().union(*_FIELDS.values())
 _TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
 LEGACY_CALL_ID = "000000000"
 """Id of calls in the older form, which have none; some templates require ids of nine letters or digits."""
-_PART_FIELDS = {"text": frozenset(("type", "text")), "refusal": frozenset(("type", "refusal"))}
+_PART_FIELDS = {"text": frozenset(TextPart.__annotations__), "refusal": frozenset(RefusalPart.__annotations__)}
 _CALL_FIELDS = frozenset(ToolCall.__annotations__)
 _FUNCTION_FIELDS = frozenset(CalledFunction.__annotations__)
 

@@ -15,7 +15,13 @@ from ..generation.validation import read
 from ..http.errors import JsonObject, OpenAIError, refuse, requires
 from ..protocol_options import RequestDefaults
 from .messages import for_template
-from .schema import MAX_CHOICES, ChatCompletionRequest, ChatPromptFields, CompletionRequest, check_template_variables
+from .schema import (
+    MAX_GENERATIONS,
+    ChatCompletionRequest,
+    ChatPromptFields,
+    CompletionRequest,
+    check_template_variables,
+)
 
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
 """The first one that is set is the limit."""
@@ -166,8 +172,9 @@ def _choices(fields: ChatCompletionRequest | CompletionRequest, num_prompts: int
         raise refuse("best_of", f"at least n ({n})", best_of)
     if best_of > n and fields.stream:
         raise refuse("best_of", f"n ({n}) in a stream: the best choices are known only at the end", best_of)
-    if best_of * num_prompts > MAX_CHOICES:
-        most = f"at most {MAX_CHOICES // num_prompts} for {num_prompts} prompts: {MAX_CHOICES} choices in one request"
+    if best_of * num_prompts > MAX_GENERATIONS:
+        each = MAX_GENERATIONS // num_prompts
+        most = f"at most {each} for {num_prompts} prompts: {MAX_GENERATIONS} choices in one request"
         raise refuse("best_of" if best_of > n else "n", most, best_of)
     return n, best_of
 

@@ -80,7 +80,7 @@ def create_openai_router(context: FrontendContext) -> APIRouter:
         api.add_to(router)
     unknown = CatchAll(OpenAIEndpoints(context), partial(_refuse, tuple(router.routes)))
     router.routes[:0] = [Route(path, unknown) for path in _NOT_SERVED]
-    paths = ("/tokenize", "/detokenize", "/tokenizer_info", "/v1", "/v1/{path:path}")
+    paths = ("/invocations", "/tokenize", "/detokenize", "/tokenizer_info", "/v1", "/v1/{path:path}")
     router.routes += [Route(path, unknown) for path in paths]
     return router
 
@@ -114,6 +114,16 @@ class ModelEndpoints(OpenAIEndpoints):
         """Complete a text"""
         return await self._generate(http, parse_completion)
 
+    @post(
+        "/invocations",
+        body=ChatCompletionRequest | CompletionRequest,
+        answer=ChatCompletion | Completion,
+        streams=_CHUNKS,
+    )
+    async def invocations(self, http: Request) -> Response:
+        """Answer a conversation, or complete a text (SageMaker)"""
+        return await self._generate(http, lambda body: (parse_chat if "messages" in body else parse_completion)(body))
+
     async def _generate(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> Response:
         start_ns = time.monotonic_ns()
         if last_event_id(http):
@@ -144,6 +154,7 @@ class ModelEndpoints(OpenAIEndpoints):
             identity = identity.recorded(recording)
         plan = plan_answer(request, target)
         generation = Generation(self._gate, request, target, identity.id, plan=plan, trace=trace, recording=recording)
+        await generation.submit_all()
         release_body(http)
         headers = partial(load_headers, self._gate.server, http, target.name)
         keeper = self._keeper(request, identity, target)

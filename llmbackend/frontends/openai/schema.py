@@ -107,11 +107,13 @@ def check_template_variables(variables: JsonObject | None) -> None:
         raise refuse("chat_template_kwargs", f"variables other than {' and '.join(sorted(TEMPLATE_NAMES))}", min(taken))
 
 
-MAX_PROMPTS = 64
 REQUEST_ID = "^[!-~]{1,128}$"
 """The pattern of a client's request id."""
 MAX_CHOICES = 128
-"""Limit over all prompts of a request."""
+"""Of one prompt."""
+MAX_PROMPTS = 1024
+MAX_GENERATIONS = 1024
+"""Over all prompts of a request."""
 
 
 class StreamOptions(ClosedObject):

@@ -153,6 +153,62 @@ async def test_lineage(make_storage: MakeStorage) -> None:
             await store.lineage("", "response", "c", 1 << 20)
 
 
+def at(clock: Clock, id: str, parent: str = "") -> Document:
+    made = document(id, body=b"x" * 300, parent=parent)
+    return replace(made, created_s=clock.now_s, expires_s=clock.now_s + TTL_S)
+
+
+async def test_a_document_is_kept_as_long_as_one_that_continues_it(make_storage: MakeStorage) -> None:
+    clock = Clock()
+    async with opened(make_storage(), clock) as store:
+        chain: list[tuple[str, tuple[str, ...]]] = [("a", ()), ("b", ("a",)), ("c", ("a", "b"))]
+        for id, ancestors in chain:
+            await store.put(at(clock, id, "".join(ancestors[-1:])), ancestors)
+            clock.now_s += TTL_S - 1
+        assert [one.id for one in await store.lineage("", "response", "c", 1 << 20)] == ["a", "b", "c"]
+        log = store.begin(replace(at(clock, "live"), is_live=True), ("a", "b", "gone"))
+        await log.committed()
+        clock.now_s += TTL_S - 1
+        await store.put(at(clock, "another"))
+        assert [await is_stored(store, id) for id in ("a", "b", "c", "gone")] == [True, True, False, False]
+        clock.now_s += 1
+        await store.put(at(clock, "one more"))
+        assert [await is_stored(store, id) for id in ("a", "b", "another")] == [False, False, True]
+
+
+@pytest.mark.parametrize("capacity", [{"max_documents": 4}, {"max_bytes": 1300}])
+async def test_a_chain_in_use_is_evicted_after_what_is_not(make_storage: MakeStorage, capacity: dict[str, int]) -> None:
+    clock = Clock()
+    async with opened(make_storage(**capacity), clock) as store:
+        for id in "abc":
+            await store.put(at(clock, id))
+            clock.now_s += 1
+        await store.put(at(clock, "d", "a"), ("a",))
+        clock.now_s += 1
+        await store.put(at(clock, "e"))
+        assert [id for id in "abcde" if await is_stored(store, id)] == ["a", "c", "d", "e"]
+        clock.now_s += 1
+        await store.put(at(clock, "f", "d"), ("a", "d"))
+        clock.now_s += 1
+        await store.put(at(clock, "g", "f"), ("a", "d", "f"))  # the chain fills the store
+        assert [id for id in "adfg" if await is_stored(store, id)] == ["a", "d", "f", "g"]
+        clock.now_s += 1
+        await store.put(at(clock, "h", "g"), ("a", "d", "f", "g"))
+        assert await is_stored(store, "h")
+
+
+async def test_a_history_has_nothing_but_items_and_output(make_storage: MakeStorage) -> None:
+    async with opened(make_storage()) as store:
+        await store.put(replace(document("a", body=b"x" * 1000), items=b"[1]", output=b"[2]"))
+        (found,) = await store.lineage("", "response", "a", 6)
+        assert (found.items, found.output, found.body) == (b"[1]", b"[2]", b"")
+        assert (await store.get("", "response", "a")).body == b"x" * 1000
+        with pytest.raises(LineageTooLongError):
+            await store.lineage("", "response", "a", 5)
+        await store.put(document("b", body=b"[3]"))  # by an older server
+        assert (await store.get_history("", "response", "b")).body == b"[3]"
+
+
 async def test_all_events_of_one_turn_are_one_transaction(make_storage: MakeStorage) -> None:
     async with opened(make_storage()) as store:
         logs = [store.begin(document(f"r{index}", is_live=True)) for index in range(8)]

@@ -138,19 +138,29 @@ def test_held_bytes_are_what_is_in_the_file(tmp_path: Path) -> None:
     assert SqliteStorage(tmp_path / "store", CAPACITY).held_bytes == held
 
 
-def test_a_file_of_the_version_before_is_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_file_of_an_earlier_version_is_used(tmp_path: Path, version: int) -> None:
     with sqlite3.connect(tmp_path / "store") as before:
-        for statement in sqlite_storage._SCHEMA.split(";"):
+        for statement in "".join((sqlite_storage._SCHEMA, sqlite_storage._SINCE_VERSION_2)[:version]).split(";"):
             before.execute(statement)
-        row = ("a", "o", "response", b"{}", 1.0, 1e12, b"[]", "", 0, b"", 8, 0)
-        before.execute(f"INSERT INTO documents VALUES (?{', ?' * 11})", row)
-        before.execute("PRAGMA user_version = 1")
+        row = ("a", "o", "response", b"{}", 1.0, 1e9, b"[]", "", 0, b"", 8, 0)
+        names = [name for _, name, *_ in before.execute("PRAGMA table_info(documents)")][: len(row)]
+        before.execute(f"INSERT INTO documents ({', '.join(names)}) VALUES (?{', ?' * 11})", row)
+        before.execute(f"PRAGMA user_version = {version}")
     before.close()
+    old = Document("o", "response", "a", b"{}", 1.0, 1e9)
     for _ in range(2):
         storage = SqliteStorage(tmp_path / "store", CAPACITY)
-        assert storage.get("a", 1.0) == Document("o", "response", "a", b"{}", 1.0, 1e12)
+        assert storage.get("a", 1.0) == storage.get_history("a", 1.0) == old
         assert storage.listed("o", None, 9, is_descending=False) == []
+        assert (storage.held_bytes, storage.next_expiry_s()) == (8, 1e9)
         storage.close()
+    storage = SqliteStorage(tmp_path / "store", CAPACITY)
+    storage.commit([Put(replace(old, id="b", expires_s=2e9), ("a",))], 1.0)
+    assert storage.get("a", 1.5e9) == replace(old, expires_s=2e9)
+    storage.commit([], 2e9)
+    assert (storage.held_bytes, storage.next_expiry_s()) == (0, None)
+    storage.close()
 
 
 def test_files_that_can_not_be_used_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +172,9 @@ def test_files_that_can_not_be_used_are_refused_by_name(tmp_path: Path, monkeypa
         SqliteStorage(tmp_path / "store", CAPACITY)
     storage.close()
     with sqlite3.connect(tmp_path / "later") as later:
-        later.execute("PRAGMA user_version = 3")
+        later.execute("PRAGMA user_version = 4")
     later.close()
-    with pytest.raises(StoreError, match="has version 3, this server reads version 2"):
+    with pytest.raises(StoreError, match="has version 4, this server reads version 3"):
         SqliteStorage(tmp_path / "later", CAPACITY)
     (tmp_path / "text").write_text("no database " * 100)
     with pytest.raises(StoreError, match="not a database"):

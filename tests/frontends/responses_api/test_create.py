@@ -6,14 +6,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
 import openai
+import orjson
 import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel, TypeAdapter
@@ -27,6 +31,7 @@ from llmbackend.frontends.journals.documents import Capacity, Document, Put, Sto
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
+from llmbackend.frontends.openai.responses_api.output_items import OutputItem
 from llmbackend.frontends.openai.responses_api.response_state import Change, ResponseState
 from llmbackend.frontends.openai.responses_api.schema import ResponseObject
 from llmbackend.frontends.openapi import PlainJsonSchema
@@ -34,6 +39,7 @@ from tests.helpers.fake_llm_server import MODEL as FAKE_MODEL
 from tests.helpers.fake_llm_server import FakeLlmServer
 from tests.helpers.openai_live_server import openai_client, serve_openai
 from tests.helpers.scripted_text import MODEL, SAY
+from tests.helpers.waiting import eventually
 
 from .event_reader import EventReader, events_of
 
@@ -186,6 +192,30 @@ def test_a_stored_response_is_gone_on_from(client: openai.OpenAI) -> None:
     assert fourth.output_text == f"cloudy{asked.call_id}"
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}])
+def test_a_continued_response_is_kept_as_long_as_the_last_one(
+    scripted_host: InferenceServer, fields: dict[str, Any]
+) -> None:
+    storage = SqliteStorage(None, Capacity(1 << 20, 100))
+
+    def found(id: str) -> Document:
+        document = storage.get(id, 0.0)
+        assert document is not None
+        return document
+
+    with openai_client(scripted_host, store=ResponseStore(storage, StoreOptions(ttl_s=60))) as client:
+        first = client.responses.create(model=MODEL, input=f"{SAY}One.")
+        middle = client.responses.create(model=MODEL, input=f"{SAY}Two.", previous_response_id=first.id)
+        for id in (first.id, middle.id):
+            storage.commit([Put(replace(found(id), expires_s=time.time() + 30))], 0.0)
+        body = {"model": MODEL, "input": f"{SAY}Three.", "previous_response_id": middle.id} | fields
+        last_id = re.findall(r"resp_\w{32}", ask(client, body).text.replace(middle.id, ""))[0]
+        eventually(lambda: not found(last_id).is_live)
+        last = found(last_id)
+        assert found(first.id).expires_s == found(middle.id).expires_s == last.expires_s > time.time() + 30
+        assert orjson.loads(last.output) == orjson.loads(last.body)["output"] != []
+
+
 def test_what_is_not_stored_is_not_found(client: openai.OpenAI) -> None:
     hidden = client.responses.create(model=MODEL, input=f"{SAY}a", store=False)
     for id in (hidden.id, "resp_" + 32 * "0"):
@@ -324,6 +354,26 @@ def test_only_long_answers_are_read_in_a_thread(
     made = client.responses.create(model=MODEL, input=SAY + "x" * length, temperature=0, store=False)
     assert made.output_text == "x" * length
     assert [name.startswith("large-requests") for name in threads] == [is_long]
+
+
+@pytest.mark.parametrize("how", ["stream", "background", "store"])
+@pytest.mark.parametrize(("length", "is_long"), [(20, False), (MANY_TOKENS + 1, True)])
+def test_the_end_of_a_long_answer_with_logprobs_is_encoded_in_a_thread(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, how: str, length: int, is_long: bool
+) -> None:
+    threads: list[str] = []
+    as_json = OutputItem.as_json
+
+    def watched(item: OutputItem) -> dict[str, Any]:
+        threads.append(threading.current_thread().name)
+        return as_json(item)
+
+    monkeypatch.setattr(OutputItem, "as_json", watched)
+    body = {"model": MODEL, "input": SAY + "x" * length, "temperature": 0, how: True, "stream": how != "store"}
+    text = ask(client, body | {"include": ["message.output_text.logprobs"]}).text
+    assert text.count('"logprob":') >= length
+    is_in_thread = [name.startswith("large-requests") for name in threads]
+    assert is_in_thread == [is_long or how == "background"] * (1 if how == "store" else 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])

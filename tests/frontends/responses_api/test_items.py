@@ -155,6 +155,20 @@ def test_an_unfinished_answer_is_gone_on_with() -> None:
     assert chat(parsed(history, previous_response_id="resp_1", input=None))["continue_final_message"] is True
 
 
+def test_an_answer_and_its_continuation_are_one_message() -> None:
+    first, second = said("Once upon", status="incomplete"), said(" a time", status="incomplete")
+    items = [user("q"), first, second, said(".")]
+    told = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Once upon a time."}]
+    assert messages([*items, user("r")])[:2] == told
+    for body in ({"previous_response_id": "resp_1"}, {"conversation": "conv_1"}):
+        assert chat(parsed(History(tuple(items)), **body, input="r"))["messages"][:2] == told
+    going_on = chat(parsed(History((user("q"), first, second)), previous_response_id="resp_1", input=None))
+    assert going_on["continue_final_message"] is True
+    assert [one["content"] for one in going_on["messages"]] == ["q", "Once upon a time"]
+    for another in ([first, user("r"), said("b")], [said("", status="incomplete"), said("b")]):
+        assert messages([user("q"), *another, user("s")])[-2] == {"role": "assistant", "content": "b"}
+
+
 def test_reasoning_of_the_current_turn() -> None:
     items = [user("q"), thought("r"), said("a"), user("q"), thought("s"), call(), output("x")]
     shown = messages(items, reasoning={"context": "current_turn"})

@@ -33,25 +33,30 @@ def item(number: int, side: Any, text: str) -> dict[str, Any]:
     return {"id": item_id("message", response_id(number), side, 0), "type": "message", "content": text}
 
 
-def document(store: ResponseStore, number: int, owner: str = "") -> Document:
+def document(store: ResponseStore, number: int, owner: str = "", more: str = "") -> Document:
+    """more: other fields of the response, which is not one of an older server"""
+    output = [item(number, "o", f"answer {number}")]
     return Document(
         owner=owner,
         kind="response",
         id=response_id(number),
-        body=orjson.dumps({"output": [item(number, "o", f"answer {number}")]}),
+        body=orjson.dumps({"instructions": more, "output": output}),
         created_s=store.clock_s(),
         expires_s=store.expires_s(store.clock_s()),
         items=orjson.dumps([item(number, "i", f"question {number}")]),
         parent=response_id(number - 1) if number > 1 else "",
+        output=orjson.dumps(output) if more else b"",
     )
 
 
-def with_three_responses(use: Callable[[Fetch], Awaitable[None]], owner: str = "") -> None:
+def with_three_responses(
+    use: Callable[[Fetch], Awaitable[None]], owner: str = "", more: str = "", missing: int = 0
+) -> None:
     async def run() -> None:
         gate = InferenceGate(cast(InferenceServer, FakeLlmServer()))
         store = IN_MEMORY.open()
-        for number in (1, 2, 3):
-            await store.put(document(store, number, owner))
+        for number in {1, 2, 3} - {missing}:
+            await store.put(document(store, number, owner, more))
         conversations = Conversations(store, gate, MANY_BYTES)
         await use(lambda wanted, max_bytes: fetch_history(store, conversations, wanted, gate, max_bytes))
         await store.close()
@@ -65,8 +70,29 @@ def test_a_chain_of_responses_the_oldest_first() -> None:
         history = await fetch(WantedHistory(response_id(2)), MANY_BYTES)
         said = [one["content"] for one in history.items]
         assert said == ["question 1", "answer 1", "question 2", "answer 2"] and history.size_bytes > 200
+        assert history.ancestors == (response_id(1), response_id(2))
 
     with_three_responses(use)
+    with_three_responses(use, more="x")
+
+
+def test_the_response_that_is_missing_is_named_with_the_one_that_was_sent() -> None:
+    async def use(fetch: Fetch) -> None:
+        sent, missing = response_id(3), response_id(1)
+        with pytest.raises(OpenAIError, match=f"id '{sent}' not found: '{missing}', which it continues") as raised:
+            await fetch(WantedHistory(sent), MANY_BYTES)
+        assert (raised.value.param, raised.value.code) == ("previous_response_id", "previous_response_not_found")
+
+    with_three_responses(use, missing=1)
+
+
+def test_instructions_and_tools_of_earlier_responses_do_not_count() -> None:
+    async def use(fetch: Fetch) -> None:
+        references = tuple(item(number, "o", "")["id"] for number in (1, 2, 3))
+        for wanted in (WantedHistory(response_id(3)), WantedHistory(item_ids=references)):
+            assert 400 < (await fetch(wanted, 1000)).size_bytes < 1000
+
+    with_three_responses(use, more="x" * 10_000)
 
 
 def test_items_are_found_by_their_ids() -> None:

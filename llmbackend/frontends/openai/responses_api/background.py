@@ -37,6 +37,7 @@ from ...generation.sealed_reasoning import SealingKey
 from ...generation.tensors import Delta
 from ...http.errors import JsonObject, OpenAIError
 from ...http.request_body import release_body
+from ...inference_gate import InferenceGate
 from ...journals.documents import Document, StoreError
 from ...journals.response_store import LiveLog, ResponseStore, current_owner
 from ...operations.probes import load_headers
@@ -64,9 +65,15 @@ class BackgroundRun:
     """The generation of one background response. Used only on the event loop."""
 
     def __init__(
-        self, log: LiveLog, state: ResponseState, writer: ResponseWriter, before_end: Callable[[], Awaitable[None]]
+        self,
+        gate: InferenceGate,
+        log: LiveLog,
+        state: ResponseState,
+        writer: ResponseWriter,
+        before_end: Callable[[], Awaitable[None]],
     ) -> None:
         """before_end: awaited when the answer is complete, before its last event is sent"""
+        self._gate = gate
         self.log = log
         self._before_end = before_end
         self.is_over = False
@@ -152,20 +159,27 @@ class BackgroundRun:
             first = None
             while (arrival := generation.pop()) is not None:
                 deltas.append(arrival[1])
-            self._append(deltas)
+            self.log.append(await self._events(deltas), encode_deltas(deltas))
             await self.log.wait_for_capacity()
         await generation.checked()
         await self._complete()
 
     async def _complete(self) -> None:
         self._is_ending = True
-        events = self._writer.end_events()
+        events = await self._gate.run_in_thread(self._writer.end_events)
         await self._before_end()
         await self._finish(events)
 
-    def _append(self, deltas: Sequence[Delta]) -> None:
-        events = [event for delta in deltas for event in self._writer.delta_events(delta)]
-        self.log.append(events, encode_deltas(deltas))
+    async def _events(self, deltas: Sequence[Delta]) -> list[bytes]:
+        def written() -> list[bytes]:
+            return [event for delta in deltas for event in self._writer.delta_events(delta)]
+
+        if not deltas[-1].is_final:
+            return written()
+        self._is_ending = True  # a thread cannot be cancelled
+        events = await self._gate.run_in_thread(written)  # the last ones repeat all logprobs
+        self._is_ending = False
+        return events
 
     async def _give_up(self, error: OpenAIError) -> None:
         with suppress(StoreError):  # already reported where it occurred
@@ -173,7 +187,8 @@ class BackgroundRun:
 
     async def _finish(self, events: Sequence[bytes]) -> None:
         self._is_ending = self.is_over = True
-        await self.log.finish(replace(self.log.document, body=self._state.json()), events)
+        document = replace(self.log.document, body=self._state.json(), output=self._state.output_json())
+        await self.log.finish(document, events)
 
     def _store_failed(self, error: Exception) -> None:
         """Set as the log's `on_failure`."""
@@ -270,7 +285,7 @@ class BackgroundResponses:
             queued = response.state.json()
             events = response.writer.begin_events()
             document = prepared.document(current_owner(), identity, response.state, self._store, continuation)
-            run = self._run(self._store.begin(document), response)
+            run = self._run(self._store.begin(document, prepared.history.ancestors), response)
             run.log.append(events, b"")
             self._watch(run, run.begin(generation))
         except BaseException:
@@ -360,7 +375,7 @@ class BackgroundResponses:
 
     def _run(self, log: LiveLog, response: _Response) -> BackgroundRun:
         tell = partial(response.prepared.add_to_conversation, self._conversations, log.document.owner, response.state)
-        run = self._runs[log.id] = BackgroundRun(log, response.state, response.writer, tell)
+        run = self._runs[log.id] = BackgroundRun(self._gate, log, response.state, response.writer, tell)
         return run
 
     def _watch(self, run: BackgroundRun, task: asyncio.Task[None]) -> None:

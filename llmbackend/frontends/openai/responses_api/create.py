@@ -137,7 +137,7 @@ class ResponseCreation(OpenAIEndpoints):
         async def keep() -> None:
             await prepared.add_to_conversation(self._conversations, owner, state)
             if request.store:
-                await store.put(prepared.document(owner, identity, state, store))
+                await store.put(prepared.document(owner, identity, state, store), prepared.history.ancestors)
 
         return keep
 
@@ -172,9 +172,10 @@ async def collect(generation: Generation, state: ResponseState) -> None:
 
 async def _whole(generation: Generation, state: ResponseState, keep: Keep | None) -> bytes:
     await collect(generation, state)
+    body = await generation.in_thread_if_long(generation.num_logprobs, state.json)
     if keep is not None:
         await keep()
-    return state.json()
+    return body
 
 
 def _read(body: JsonObject) -> ReadBody:

@@ -49,6 +49,8 @@ class History:
     """The items that the body refers to."""
     size_bytes: int = 0
     """Size of its JSON."""
+    ancestors: tuple[str, ...] = ()
+    """Ids of the previous responses."""
 
 
 NO_HISTORY = History()
@@ -296,11 +298,14 @@ def _shown_text(sent: Mapping[str, Any]) -> JsonObject:
 
 class _Conversation(Turns):
     """Turns of items. The items of one answer, which are those between two inputs, become one assistant message, as in
-    a chat's history. A message directly after a message belongs to another answer."""
+    a chat's history. A message directly after a message continues it if that is unfinished, else it belongs to another
+    answer."""
 
     def __init__(self, key: SealingKey) -> None:
         super().__init__()
         self._key = key
+        self._is_unfinished = False
+        """Whether the last item is an unfinished answer."""
 
     def add_system(self, text: str) -> None:
         """System messages at the beginning are joined into one, because many templates accept only one."""
@@ -328,11 +333,13 @@ class _Conversation(Turns):
                 self._add_output(item, orjson.dumps(item["tools"]).decode())
             case "compaction":
                 self._add_summary(_unsealed(item["encrypted_content"], f"{param}.encrypted_content", self._key))
+        self._is_unfinished = _is_unfinished((item,))
 
     def _add_message(self, item: Mapping[str, Any]) -> None:
         text = _text(item["content"])
         if item["role"] == "assistant":
-            is_another = bool(self.all) and self.all[-1].role == "assistant" and self.all[-1].last_kind == "text"
+            last = self.all[-1] if self.all else Turn("")
+            is_another = last.role == "assistant" and last.last_kind == "text" and not self._is_unfinished
             turn = self.add(Turn("assistant")) if is_another else self._add_to_answer("text")
             turn.texts.append(text)
         elif item["role"] in ("system", "developer"):

@@ -51,7 +51,7 @@ async def fetch_history(
     previous = await _lineage(store, wanted.previous_response_id, max_bytes)
     referred = await _referred(store, wanted.item_ids, max_bytes)
     items: list[JsonObject] | None = None
-    size_bytes = sum(document.size_bytes for document in (*previous, *referred))
+    size_bytes = sum(document.history_bytes for document in (*previous, *referred))
     if wanted.conversation is not None:
         items, conversation_bytes = await _conversation(conversations, wanted.conversation, max_bytes)
         size_bytes += conversation_bytes
@@ -67,7 +67,8 @@ def _history(
 ) -> History:
     items = tuple(_items(previous) if conversation is None else conversation)
     by_id = {item["id"]: item for item in (*items, *_items(referred)) if "id" in item}
-    return History(items, {id: by_id[id] for id in wanted.item_ids if id in by_id}, size_bytes)
+    found = {id: by_id[id] for id in wanted.item_ids if id in by_id}
+    return History(items, found, size_bytes, tuple(document.id for document in previous))
 
 
 async def _conversation(conversations: Conversations, id: str, max_bytes: int) -> tuple[list[JsonObject], int]:
@@ -89,7 +90,9 @@ async def _lineage(store: ResponseStore, id: str | None, max_bytes: int) -> list
     try:
         found = await store.lineage(current_owner(), "response", id, max_bytes)
     except NotStoredError as error:
-        message = f"Previous response with id '{str(error)[:80]}' not found."
+        missing = str(error)
+        because = "" if missing == id else f": '{missing}', which it continues, is no longer stored"
+        message = f"Previous response with id '{id[:80]}' not found{because}."
         raise OpenAIError(message, param=_PREVIOUS, code="previous_response_not_found") from None
     except LineageTooLongError as error:
         message = f"'{_PREVIOUS}': the history of the response is too long, expected {error}"
@@ -108,8 +111,8 @@ async def _referred(store: ResponseStore, item_ids: tuple[str, ...], max_bytes: 
     for id in dict.fromkeys(map(response_of, item_ids)):
         if id is not None:
             with suppress(NotStoredError):  # the parser names the item
-                document = await store.get(current_owner(), "response", id)
-                max_bytes -= document.size_bytes
+                document = await store.get_history(current_owner(), "response", id)
+                max_bytes -= document.history_bytes
                 found.append(document)
         if max_bytes < 0:
             message = "'input' refers to items of responses that are too long to read"
@@ -120,7 +123,7 @@ async def _referred(store: ResponseStore, item_ids: tuple[str, ...], max_bytes: 
 def _items(documents: Iterable[Document]) -> Iterable[JsonObject]:
     for document in documents:
         yield from orjson.loads(document.items)
-        yield from orjson.loads(document.body).get("output", ())
+        yield from orjson.loads(document.output) if document.output else orjson.loads(document.body).get("output", ())
 
 
 def with_ids(items: Iterable[JsonObject], response_id: str) -> list[JsonObject]:
@@ -153,8 +156,7 @@ class PreparedResponse:
         """Adds input and output to the conversation, if the response has ended normally."""
         id = self.request.conversation
         if conversations is not None and id is not None and state.status in ("completed", "incomplete"):
-            answered = orjson.dumps(state.output())
-            parts = [part[1:-1] for part in (self.items, answered) if len(part) > len(b"[]")]
+            parts = [part[1:-1] for part in (self.items, state.output_json()) if len(part) > len(b"[]")]
             await conversations.append_answer(owner, id, b"[" + b",".join(parts) + b"]")
 
     def document(
@@ -177,6 +179,7 @@ class PreparedResponse:
             parent=self.request.previous_response_id or "",
             is_live=continuation is not None,
             continuation=continuation or b"",
+            output=b"" if continuation is not None else state.output_json(),
         )
 
     def state(self, identity: Identity, plan: AnswerPlan, key: SealingKey, target: Target) -> ResponseState:

@@ -255,6 +255,8 @@ class ResponseState:
         self._messages = RawMessages() if has_messages else None
         self._completed_at_s: int | None = None
         self._clock = clock
+        self._output = self._json = b""
+        """Those of a response that has ended, once they were encoded."""
         head = {"id": identity.id, "object": "response", "created_at": identity.created_s, "model": identity.model}
         self._head = orjson.dumps(head)[:-1]
         self._echo = b"," + echo[1:-1] if echo != b"{}" else b""
@@ -268,36 +270,52 @@ class ResponseState:
         return changes
 
     def end(self) -> None:
-        self.status = "incomplete" if self.builder.finish_reason == LENGTH else "completed"
+        self._set_status("incomplete" if self.builder.finish_reason == LENGTH else "completed")
         if self.status == "completed":
             self._completed_at_s = int(self._clock())
 
     def fail(self, error: OpenAIError) -> None:
         self.builder.stop()
-        self.status, self._completed_at_s = "failed", None
+        self._set_status("failed")
+        self._completed_at_s = None
         self._error = {"code": _ERROR_CODES.get(error.status, "server_error"), "message": error.message}
 
     def cancel(self) -> None:
         self.builder.stop()
-        self.status = "cancelled"
+        self._set_status("cancelled")
+
+    def _set_status(self, status: Status) -> None:
+        self.status = status
+        self._output = self._json = b""
 
     def output(self) -> list[JsonObject]:
         """The items so far, for orjson."""
         return [item.as_json() for item in self.builder.items]
 
+    def output_json(self) -> bytes:
+        """The items of a response that has ended; encoded once."""
+        self._output = self._output or orjson.dumps(self.output())
+        return self._output
+
     def json(self) -> bytes:
+        """The response; encoded once if it has ended."""
+        if self._json:
+            return self._json
         is_over = self.status not in ("queued", "in_progress")
         tail = {
             "status": self.status,
             "completed_at": self._completed_at_s,
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
-            "output": self.output() if is_over else [],
+            "output": orjson.Fragment(self.output_json()) if is_over else [],
             "usage": self.usage() if is_over else None,
         }
         if self._messages is not None and is_over:
             tail |= self._messages.fields()
-        return self._head + self._echo + b"," + orjson.dumps(tail)[1:]
+        json = self._head + self._echo + b"," + orjson.dumps(tail)[1:]
+        if is_over:
+            self._json = json
+        return json
 
     def usage(self) -> JsonObject | None:
         if (counted := self._usage.total()) is None:
