@@ -31,9 +31,10 @@ STRING = frozenset(("string",))
 class ValueWriter:
     """Converts one value to JSON, piece by piece."""
 
-    def __init__(self, sink: Sink, types: frozenset[str], *, trims_newline: bool) -> None:
+    def __init__(self, sink: Sink, types: frozenset[str], *, trims_newline: bool, strings_are_text: bool) -> None:
         self._sink = sink
         self._types = types
+        self._strings_are_text = strings_are_text
         self._trims = trims_newline
         self._pieces: list[str] = []
         self._num_chars = 0
@@ -95,7 +96,7 @@ class ValueWriter:
         elif is_cut_off:
             self._sink.arguments("".join(self._pieces))
         else:
-            self._sink.arguments(json_of("".join(self._pieces), self._types))
+            self._sink.arguments(json_of("".join(self._pieces), self._types, strings_are_text=self._strings_are_text))
 
 
 class TaggedCallReader:
@@ -164,7 +165,13 @@ class TaggedCallReader:
         self._sink.arguments(f"{', ' if self._has_any else '{'}{quoted(key['name'])}: ")
         self._has_any = True
         types = allowed_types(self._schemas.get(function), key["name"])
-        value = ValueWriter(self._sink, types, trims_newline=call.trims_newline)
+        is_marked = "text" in call.key.groupindex
+        value = ValueWriter(
+            self._sink,
+            types,
+            trims_newline=call.trims_newline,
+            strings_are_text=self._strings_are_text and not is_marked,
+        )
         if self._is_text(function, key, types):
             value.begin_string()
         found = yield from self._read_value(value)
@@ -289,7 +296,7 @@ class NestedCallReader:
         reader = self._reader
         reader.drop()
         types = types_of(description, self._schema)
-        value = ValueWriter(self._sink, types, trims_newline=False)
+        value = ValueWriter(self._sink, types, trims_newline=False, strings_are_text=self._strings_are_text)
         if is_any_string(description, self._schema) or (self._strings_are_text and types == STRING):
             value.begin_string()
         if not (yield from reader.until(self._marks, value.push)):
