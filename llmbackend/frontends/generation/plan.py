@@ -30,7 +30,7 @@ from .parsers import ReasoningFormat, ToolCallFormat
 from .request import MAX_SAMPLING_JSON_BYTES, STRUCTURED_OUTPUTS, GenerationRequest
 
 _PATH = re.compile(
-    "/structural_tag/\\S*?tags/(?P<index>\\d+)/content"
+    "/structural_tag/\\S*?tags/(?P<index>\\d+)(?:/elements/2)?/content"
     "(?:/elements/(?P<element>\\d+))?(?:/content)*/(?:grammar|pattern|json_schema(?P<path>/[^\\s:]*)?)"
 )
 """A location in a grammar of calls, as the model names it."""
