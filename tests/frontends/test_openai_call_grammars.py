@@ -369,7 +369,7 @@ def test_any_parameters_that_the_grammar_lets_through_are_read(name: str) -> Non
 
 
 def test_schemas_of_functions_that_are_not_strict_are_not_checked_under_auto() -> None:
-    many = {str(number): {} for number in range(600)}
+    many: dict[str, Any] = {str(number): {} for number in range(600)}
     schemas: list[dict[str, Any]] = [{"type": "array"}, {"properties": ["a"]}, {"properties": many}]
     for schema in schemas:
         asked = mixed_use(schema)
