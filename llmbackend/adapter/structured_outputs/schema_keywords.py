@@ -171,10 +171,15 @@ class Keywords:
         else:
             self._result["anyOf"] = alternatives
 
+    @property
+    def _has_only_one_of(self) -> bool:
+        """The compiler joins other keywords with each alternative, and cannot do so with one that refers to itself."""
+        return all(name == "oneOf" or name in _DEFINITIONS or is_annotation(name) for name in self._source)
+
     def _is_any_of(self, alternatives: list[object], place: RequestPath) -> bool:
         """Whether `oneOf` is written as `anyOf`, because they are equivalent or it is not enforced."""
         document = self._document
-        if document.exclude_each_other(alternatives, place):
+        if self._has_only_one_of and document.exclude_each_other(alternatives, place):
             return True
         is_compiled = "oneOf" not in document.options.not_compiled or len(alternatives) == 1
         if is_compiled and document.may_inline:

@@ -211,6 +211,14 @@ def test_alternatives_that_contain_each_other_are_told_apart_by_a_required_text(
         assert not accepts(COMPILER, text, **asked), text
 
 
+def test_alternatives_that_contain_each_other_may_have_keywords_beside_them() -> None:
+    schema = {**recursive_union(3, [{"const": kind} for kind in "abc"]), "type": "object"}
+    assert not_enforced(COMPILER, guided_json=schema) == ()
+    for kind, is_right in (("c", True), ("d", False)):
+        text = f'{{"kind": "a", "children": [{{"kind": "{kind}"}}]}}'
+        assert accepts(COMPILER, text, guided_json=schema) == is_right
+
+
 def test_alternatives_that_contain_each_other_and_cannot_be_told_apart_are_any_of_them() -> None:
     schema = recursive_union(20, [{"type": "string", "maxLength": 1 + number % 2} for number in range(20)])
     assert "structured_outputs#/json/oneOf" in not_enforced(COMPILER, structured_outputs={"json": schema})
