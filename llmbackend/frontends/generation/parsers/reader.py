@@ -87,7 +87,7 @@ class Reader:
         self._unread: deque[tuple[str, bool]] = deque()
         """Tokens after the current one that are read again."""
         self.num_unread_chars = 0
-        """In all."""
+        """Of all texts that were held when `unread` was called."""
 
     def feed(self, text: str, is_special: bool) -> None:
         """Sets the next token; the previous one has been read."""
@@ -113,7 +113,7 @@ class Reader:
         """Stops holding text. Returns the visible text before the piece `begin`; the others are read again."""
         held = self._held or []
         self._unread.extendleft(reversed([*held[begin:], (self.text[self.at :], self.is_special)]))
-        self.num_unread_chars += sum(len(text) for text, _ in held[begin:])
+        self.num_unread_chars += self._num_held_chars
         self.feed("", False)
         self._held = held[:begin]
         return self.release()
