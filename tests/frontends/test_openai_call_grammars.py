@@ -448,3 +448,14 @@ def test_calls_of_kimi_are_numbered_by_the_model() -> None:
     text = f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>"
     assert byte_grammars.accepts(COMPILER, text, **parameters)
     assert not byte_grammars.accepts(COMPILER, text.replace(":17", ":x"), **parameters)
+
+
+def test_functions_that_no_grammar_enforces_are_free() -> None:
+    plan = AnswerPlan(
+        tool_use=mixed_use({"type": "object"}, 2), tool_format=TOOL_CALL_FORMATS["qwen3_coder"], reasoning_format=None,
+        includes_reasoning=True, shows_special_tokens=False,
+    )  # fmt: skip
+    constrained = replace(plan, sampling={"structured_outputs": {}})
+    assert plan.free_functions == {"now", "f0", "f1"}
+    assert replace(constrained, enforces_all=False).free_functions == {"f0", "f1"}
+    assert constrained.free_functions == set()

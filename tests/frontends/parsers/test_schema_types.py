@@ -106,7 +106,7 @@ def test_quotes_are_part_of_a_string_that_may_be_null(format: str) -> None:
         "minimax_m3": 'M<tool_call>M<invoke name="f">M<a>{}M</a>M</invoke>M</tool_call>'.replace("M", "]<]minimax[>["),
     }[format]
     for value, expected in (('"exact phrase"', '"exact phrase"'), ("null", None), ("7", "7"), (' "a"', ' "a"')):
-        parser = OutputParser(TOOL_CALL_FORMATS[format], schemas={"f": schema}, strings_are_text=True)
+        parser = OutputParser(TOOL_CALL_FORMATS[format], schemas={"f": schema}, free_functions=("f",))
         events = parser.push(0, written.replace("{}", value), False) + parser.finish("stop")
         arguments = "".join(event.text for event in events if isinstance(event, ToolCallArguments))
         assert json.loads(arguments) == {"a": expected}, value
@@ -118,7 +118,8 @@ def test_a_string_that_its_schema_narrows_is_its_text_where_no_grammar_asks_for_
     narrowed = {"type": "string", "minLength": 1}
     count = {"type": "integer"}
     schema = {"type": "object", "properties": {"text": narrowed, "count": count, "any": {"type": ["string", "null"]}}}
-    parser = OutputParser(TOOL_CALL_FORMATS["qwen3_coder"], schemas={"f": schema}, strings_are_text=strings_are_text)
+    free = ("f",) if strings_are_text else ("g",)
+    parser = OutputParser(TOOL_CALL_FORMATS["qwen3_coder"], schemas={"f": schema}, free_functions=free)
     values = (("text", '"helo,"'), ("count", "3"), ("any", "null"))
     parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values)
     text = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"

@@ -46,14 +46,14 @@ class MarkedCallsReader:
         table: MarkedCalls,
         reasoning: ReasoningFormat | None,
         schemas: Schemas,
-        strings_are_text: bool,
+        free_functions: Collection[str],
     ) -> None:
         self._reader = reader
         self._sink = sink
         self._table = table
         self._reasoning = reasoning
         self._schemas = schemas
-        self._strings_are_text = strings_are_text
+        self._free_functions = free_functions
         self._content_begin = reasoning.content_begin if reasoning else ()
         self._content_end = reasoning.content_end if reasoning else ()
         self._begins = (*table.begin, *self._content_begin, *self._content_end)
@@ -201,10 +201,10 @@ class MarkedCallsReader:
             yield from read_headed_call(reader, sink, call)
         elif isinstance(call, TaggedCall):
             ends = (*self._table.end, *self._table.begin)
-            tagged = TaggedCallReader(reader, sink, call, self._schemas, ends, strings_are_text=self._strings_are_text)
+            tagged = TaggedCallReader(reader, sink, call, self._schemas, ends, self._free_functions)
             return (yield from tagged.read())
         elif isinstance(call, NestedCall):
-            nested = NestedCallReader(reader, sink, call, self._schemas, strings_are_text=self._strings_are_text)
+            nested = NestedCallReader(reader, sink, call, self._schemas, self._free_functions)
             yield from nested.read()
         else:
             yield from LiteralCallReader(reader, sink, call, self._schemas.keys()).read()
@@ -360,15 +360,15 @@ class OutputParser:
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
         reasoning_is_open: bool = False,
         shows_special_tokens: bool = False,
-        strings_are_text: bool = False,
+        free_functions: Collection[str] = (),
     ) -> None:
         """tool_call_format: None: calls are not parsed
         reasoning_format: None: the model does not reason
         schemas: JSON schema of the parameters, by function
         reasoning_is_open: the prompt ends inside reasoning
         shows_special_tokens: special tokens other than markers are content (skip_special_tokens is false)
-        strings_are_text: every tagged string is plain text; otherwise a string that its schema narrows may be JSON,
-        as grammars enforce it
+        free_functions: whose arguments no grammar enforces: every tagged string of theirs is plain text; otherwise, a
+        string that its schema narrows may be JSON, as grammars enforce it
         """
         self._reader = Reader(shows_special_tokens=shows_special_tokens)
         self._sink = Sink((schemas or {}).keys())
@@ -381,7 +381,7 @@ class OutputParser:
         elif messages is not None:
             self._body = MessagesReader(reader, sink, messages, reads_calls=False, names=())
         else:
-            self._body = MarkedCallsReader(reader, sink, body, reasoning_format, schemas or {}, strings_are_text)
+            self._body = MarkedCallsReader(reader, sink, body, reasoning_format, schemas or {}, free_functions)
         self._sink.is_reasoning = reasoning_is_open and reasoning_format is not None
         self._num_undecided_tokens = 0
         """Tokens in text that may become the marker or the header of reasoning."""

@@ -8,6 +8,7 @@ string. A call with an unread parameter has no end, and the text after it is con
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from .events import Sink
 from .json_calls import MAX_HEADER_CHARS, end, quoted, read_arguments, read_header, start
@@ -109,14 +110,13 @@ class TaggedCallReader:
         call: TaggedCall,
         schemas: Schemas,
         section_ends: tuple[str, ...],
-        *,
-        strings_are_text: bool,
+        free_functions: Collection[str],
     ) -> None:
         self._reader = reader
         self._sink = sink
         self._call = call
         self._schemas = schemas
-        self._strings_are_text = strings_are_text
+        self._free_functions = free_functions
         self._ends = (*call.end, *section_ends)
         self._options = tuple(filter(None, (call.key_begin, call.json_begin, *self._ends)))
         """Options after the header or a parameter."""
@@ -170,7 +170,7 @@ class TaggedCallReader:
             self._sink,
             types,
             trims_newline=call.trims_newline,
-            strings_are_text=self._strings_are_text and not is_marked,
+            strings_are_text=function in self._free_functions and not is_marked,
         )
         if self._is_text(function, key, types):
             value.begin_string()
@@ -197,7 +197,8 @@ class TaggedCallReader:
         """Whether the value can only be a string."""
         if "text" in self._call.key.groupindex:
             return key["text"] is not None
-        return is_plain_text(self._schemas.get(function), key["name"]) or (self._strings_are_text and types == STRING)
+        is_free = function in self._free_functions
+        return is_plain_text(self._schemas.get(function), key["name"]) or (is_free and types == STRING)
 
     def _read_key(self) -> Reading[re.Match[str] | None]:
         reader, call = self._reader, self._call
@@ -227,13 +228,15 @@ class NestedCallReader:
     """Reads one call."""
 
     def __init__(
-        self, reader: Reader, sink: Sink, call: NestedCall, schemas: Schemas, *, strings_are_text: bool
+        self, reader: Reader, sink: Sink, call: NestedCall, schemas: Schemas, free_functions: Collection[str]
     ) -> None:
         self._reader = reader
         self._sink = sink
         self._call = call
         self._schemas = schemas
-        self._strings_are_text = strings_are_text
+        self._free_functions = free_functions
+        self._strings_are_text = False
+        """Whether the called function is free."""
         self._marks = markers(frozenset((call.mark,)))
         self._schema: Schema = {}
         """The schema of the called function."""
@@ -244,6 +247,7 @@ class NestedCallReader:
         name, id, _ = yield from read_header(reader, call.header_end, call.header)
         start(reader, self._sink, name, id)
         self._schema = self._schemas.get(name) or {}
+        self._strings_are_text = name in self._free_functions
         if (yield from self._read_members(self._schema, is_list=False)):
             end(reader, self._sink)
         elif reader.is_at_end:
