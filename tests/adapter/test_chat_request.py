@@ -142,6 +142,44 @@ def test_reasoning_in_history_has_the_templates_name() -> None:
     assert rendered("{{ messages[0] | tojson }}", message) == json.dumps(message)
 
 
+_CALLS = [{"id": f"c{n}", "type": "function", "function": {"name": f"f{n}", "arguments": "{}"}} for n in range(2)]
+_SAID = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": _CALLS[:1]}
+_RESULTS = [{"role": "tool", "tool_call_id": f"c{n}", "content": f"r{n}"} for n in (1, 0)]
+_SHOWN = (
+    "{% for m in messages %}{{ m.role }}:{{ m.thinking }}|{{ m.content }}|"
+    "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %};{% endfor %}"
+)
+_ONE_KIND = (
+    "{% for m in messages if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endfor %}"
+)
+_ONE_CALL = "{% for m in messages if m.tool_calls and m.tool_calls[1:] %}{{ raise_exception('2') }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (_SHOWN, [_SAID], "assistant:Hm.|I look.|f0;"),
+        (_ONE_KIND + _SHOWN, [_SAID], "assistant:Hm.\n\nI look.||f0;"),
+        (_SHOWN, [_SAID | {"tool_calls": _CALLS}, *_RESULTS], "assistant:Hm.|I look.|f0f1;tool:|r1|;tool:|r0|;"),
+        (
+            _ONE_CALL + _SHOWN,
+            [HI, {"role": "assistant", "content": None, "tool_calls": _CALLS}, *_RESULTS, HI],
+            "user:|hi|;assistant:||f0;tool:|r0|;assistant:||f1;tool:|r1|;user:|hi|;",
+        ),
+    ],
+)
+def test_a_turn_with_calls_is_rendered_even_if_the_template_refuses_its_form(
+    template: str, messages: list[dict[str, Any]], expected: str
+) -> None:
+    assert rendered(template, *messages) == expected
+
+
+def test_the_error_of_a_template_is_that_of_the_messages_as_they_were_sent() -> None:
+    template = "{{ raise_exception(messages | length ~ ' messages') }}"
+    with pytest.raises(TritonError, match="refuses 'messages': 1 messages"):
+        rendered(template, {"role": "assistant", "content": "", "tool_calls": _CALLS})
+
+
 @pytest.mark.parametrize(
     ("template", "message", "expected"),
     [

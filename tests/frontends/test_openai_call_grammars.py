@@ -327,3 +327,135 @@ def test_a_schema_of_something_else_than_an_object_is_refused() -> None:
     with pytest.raises(OpenAIError, match="'type' is 'string', expected \"object\"") as raised:
         required_calls(use({"now": {}, "f": {"type": "string"}}), grammar_of("hermes"))
     assert raised.value.param == "tools[1].function.parameters"
+
+
+def mixed_use(schema: dict[str, Any], num_others: int = 1) -> ToolUse:
+    """An optional call of one strict function and of others that are not strict."""
+    strict = Function("now", SCHEMAS["now"], is_strict=True, param="tools[0].function.parameters")
+    others = (Function(f"f{index}", schema, is_strict=False) for index in range(num_others))
+    return ToolUse(tools=(), functions=(strict, *others), is_required=False, max_calls=None, is_legacy=False)
+
+
+@pytest.mark.parametrize("name", [name for name in TAGGED if not TOOL_CALL_FORMATS[name].only_required])
+def test_a_strict_function_does_not_bind_the_others(name: str) -> None:
+    """A call of a function that is not strict may have any parameters."""
+    schema = {"properties": {"b": {"type": "integer"}}, "required": ["b"], "minProperties": 1}
+    form, grammar = optional_calls(mixed_use(schema), TOOL_CALL_FORMATS[name], None), grammar_of(name)
+    values = {"x-y": f"{grammar.json_key_end or grammar.key_end}7"}
+    if (quote := grammar.text_quote) is not None:
+        values |= dict.fromkeys(("z", "b"), f"{grammar.key_end}{quote}a 7{quote}")
+    written = "".join(f"{grammar.key_begin}{key}{value}{value_end(key, grammar)}" for key, value in values.items())
+    text = f"{grammar.begin}{grammar.call_begin}f0{grammar.name_end}{written}{grammar.call_end}{grammar.end}"
+    assert byte_grammars.accepts(COMPILER, text, structured_outputs={"structural_tag": {"format": form}}), text
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_any_parameters_that_the_grammar_lets_through_are_read(name: str) -> None:
+    random, grammar = Random(name), grammar_of(name)
+    form = required_calls(use({"f": {"type": "object"}}), grammar)
+    compiled = byte_grammars.grammar(COMPILER, structured_outputs={"structural_tag": {"format": form}})
+    ends = (grammar.key_end, grammar.json_key_end, grammar.value_end, grammar.name_closes, grammar.call_end)
+    hints = [hint for hint in (grammar.key_begin, "b", "x-y", "7", '"', *ends) if hint]
+    num_calls = 0
+    for _ in range(40):
+        text = byte_grammars.walk(COMPILER, random, compiled, 800, hints)
+        if text is not None:
+            visible = seen(parse(Sample(text=text, tools=name, schemas={"f": {}}), [(text, False)]))
+            assert visible.calls and not visible.content, (text, visible)
+            for call in visible.calls:
+                assert call.is_complete and isinstance(json.loads(call.arguments), dict), (text, call)
+                num_calls += call.arguments != "{}"
+    assert num_calls
+
+
+def test_schemas_of_functions_that_are_not_strict_are_not_checked_under_auto() -> None:
+    many: dict[str, Any] = {str(number): {} for number in range(600)}
+    schemas: list[dict[str, Any]] = [{"type": "array"}, {"properties": ["a"]}, {"properties": many}]
+    for schema in schemas:
+        asked = mixed_use(schema)
+        assert optional_calls(asked, TOOL_CALL_FORMATS["qwen3_coder"], None)
+        assert len(list(unenforced_locations(asked, grammar_of("qwen3_coder")))) == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m3", "pythonic", "hermes"])
+@pytest.mark.parametrize("is_required", [True, False])
+def test_many_functions_have_a_grammar(name: str, is_required: bool) -> None:
+    """With the usual number of parameters, of which most are optional."""
+    one = {"type": "string", "enum": ["a", "b"]}
+    schema = {"type": "object", "properties": {f"p{n}": one for n in range(4)}, "required": ["p0"]}
+    asked = replace(mixed_use(schema, 127), is_required=is_required)
+    table = TOOL_CALL_FORMATS[name]
+    form = required_calls(asked, table.grammar) if is_required else optional_calls(asked, table, None)
+    assert byte_grammars.grammar(COMPILER, structured_outputs={"structural_tag": {"format": form}})
+
+
+CITY = {"properties": {"city": {"type": "string"}}, "required": ["city"]}
+DAYS = {"properties": {"days": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_open", "left_out"),
+    [
+        ({"type": "object"}, True, []),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, True, ["/additionalProperties"]),
+        ({**CITY, "additionalProperties": True}, True, ["/additionalProperties"]),
+        ({**CITY, "anyOf": [DAYS, {}]}, True, ["/anyOf"]),
+        (CITY, False, []),
+        ({**CITY, "additionalProperties": False}, False, []),
+        ({"type": "object", "properties": {}}, False, []),
+        ({"type": "object", "additionalProperties": False}, False, []),
+    ],
+)
+def test_a_required_call_may_have_other_parameters_if_the_schema_does_not_name_all(
+    schema: dict[str, Any], is_open: bool, left_out: list[str]
+) -> None:
+    asked = use({"f": schema})
+    city = "city" in schema.get("properties", {})
+    for name in ("qwen3_coder", "hermes"):
+        form = required_calls(asked, grammar_of(name))
+        parameters: dict[str, Any] = {"structured_outputs": {"structural_tag": {"format": form}}}
+        for with_days in (True, False):
+            values = ({"city": "Zürich"} if city else {}) | ({"days": 3} if with_days else {})
+            tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+            arguments = json.dumps(values, ensure_ascii=False)
+            text = {
+                "qwen3_coder": f"<tool_call>\n<function=f>\n{tags}</function>\n</tool_call>",
+                "hermes": f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>',
+            }[name]
+            assert byte_grammars.accepts(COMPILER, text, **parameters) == (is_open or not with_days), text
+    locations = unenforced_locations(asked, grammar_of("qwen3_coder"))
+    assert [place.partition("#")[2] for place in locations] == left_out
+
+
+@pytest.mark.parametrize(
+    "beside", [{"allOf": [DAYS]}, {"anyOf": [DAYS]}, {"oneOf": [DAYS]}, {"$ref": "#/$defs/d", "$defs": {"d": DAYS}}]
+)
+def test_members_that_the_schema_describes_beside_properties_are_arguments(beside: dict[str, Any]) -> None:
+    form = required_calls(use({"f": {**CITY, **beside}}), grammar_of("hermes"))
+    parameters: dict[str, Any] = {"structured_outputs": {"structural_tag": {"format": form}}}
+    for days, is_right in (("3", True), ('"x"', False)):
+        arguments = f'{{"city": "Zürich", "days": {days}}}'
+        written = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        assert byte_grammars.accepts(COMPILER, written, **parameters) == is_right, written
+
+
+def test_calls_of_kimi_are_numbered_by_the_model() -> None:
+    parameters = structure("kimi_k2")
+    calls = "".join(
+        f"<|tool_call_begin|>functions.now:{number}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        for number in (0, 17)
+    )
+    text = f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>"
+    assert byte_grammars.accepts(COMPILER, text, **parameters)
+    assert not byte_grammars.accepts(COMPILER, text.replace(":17", ":x"), **parameters)
+
+
+def test_functions_that_no_grammar_enforces_are_free() -> None:
+    plan = AnswerPlan(
+        tool_use=mixed_use({"type": "object"}, 2), tool_format=TOOL_CALL_FORMATS["qwen3_coder"], reasoning_format=None,
+        includes_reasoning=True, shows_special_tokens=False,
+    )  # fmt: skip
+    constrained = replace(plan, sampling={"structured_outputs": {}})
+    assert plan.free_functions == {"now", "f0", "f1"}
+    assert replace(constrained, enforces_all=False).free_functions == {"f0", "f1"}
+    assert constrained.free_functions == set()

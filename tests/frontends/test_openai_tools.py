@@ -229,6 +229,14 @@ def test_a_call_that_must_be_made_is_made_after_the_reasoning(client: openai.Ope
     assert isinstance(json.loads(arguments)["city"], str) and found["finish_reason"] == "tool_calls"
 
 
+def test_a_call_in_reasoning_without_an_end_is_made(client: openai.OpenAI) -> None:
+    script = "<think>The form is <tool_call>. So: " + call(PARIS)
+    _, found = both(client, script, tools=TOOLS)
+    assert found["reasoning"] == "The form is <tool_call>. So: " and found["content"] == ""
+    assert [one[1:] for one in found["calls"].values()] == [["get_weather", PARIS]]
+    assert found["finish_reason"] == "tool_calls"
+
+
 def test_strict_functions_follow_their_schema_when_they_are_called(client: openai.OpenAI) -> None:
     """Others are called with what the model writes, and text stays free."""
     strict = [{"type": "function", "function": {**WEATHER, "strict": True}}]

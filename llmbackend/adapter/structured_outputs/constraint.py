@@ -23,6 +23,8 @@ MAX_DEPTH = 64
 """Nesting depth of schemas, tags, and groups in a regular expression."""
 MAX_SCHEMA_NODES = 8192
 """Schemas and enumerated values, including their members, in one constraint."""
+MAX_INLINED_NODES = 2048
+"""Those of referenced alternatives of `oneOf`, as often as they are written, before further ones become `anyOf`."""
 MAX_ADDED_ALTERNATIVES = 600
 """For lists without repetition: enough for five lists of five values, which compile in 0.2 s."""
 MAX_LEFT_OUT = 64
@@ -43,7 +45,10 @@ MAX_STACK_KB = STACK_BYTES >> 11
 limit."""
 SCHEMA_KB, DEFINITION_KB, GROUP_KB = 7, 4, 2
 """Stack for a schema, and for a definition and a group in a grammar (measured: up to 6.7, 3.3 and 1.9)."""
+MAX_FORMATS = 4096
+"""In a structural tag: enough for the calls of 128 functions with 512 tagged parameters."""
 MAX_TAGS = 512
+"""In one list of a structural tag: triggers, excluded texts."""
 CHECK_LIMITS = dataclasses.replace(ENGINE_LIMITS, initial_lexer_fuel=500_000, max_grammar_size=100_000)
 """Limits of the compiler. None exceeds the engine's, so that everything accepted here compiles there."""
 PROBES, PROBE_MASKS = 2, 32

@@ -18,6 +18,7 @@ from urllib.parse import unquote
 from .constraint import (
     MAX_ADDED_ALTERNATIVES,
     MAX_DEPTH,
+    MAX_INLINED_NODES,
     MAX_LEFT_OUT,
     MAX_MULTIPLE_OF,
     MAX_SCHEMA_NODES,
@@ -62,6 +63,7 @@ class _Translation:
         """Definition by the pointer that refers to it."""
         self._waiting: list[tuple[str, RequestPath]] = []
         self._inlined: list[str] = []
+        self._num_inlined_nodes = 0
         self._steps = Fraction(1)
         """Least common multiple of all multipleOf."""
         self._references: dict[str, dict[str, bool]] = {"#": {}}
@@ -112,6 +114,7 @@ class _Translation:
 
     def _count(self, nodes: int, place: RequestPath) -> None:
         self._nodes += nodes
+        self._num_inlined_nodes += nodes if self._inlined else 0
         if self._nodes > MAX_SCHEMA_NODES:
             place.wrong(f"the schema has more than {MAX_SCHEMA_NODES} nodes (schemas and enumerated values)")
 
@@ -145,6 +148,30 @@ class _Translation:
             value = self._resolved[pointer] if pointer in self._resolved else self._target(pointer, place)
         self._resolved.update(dict.fromkeys(passed, value))
         return value
+
+    @property
+    def may_inline(self) -> bool:
+        return self._num_inlined_nodes <= MAX_INLINED_NODES
+
+    def exclude_each_other(self, alternatives: list[object], place: RequestPath) -> bool:
+        """Whether the alternatives are objects that one required member tells apart by its text."""
+        targets = [self.resolved(one, place / index / "$ref") for index, one in enumerate(alternatives)]
+        objects = [target for target in targets if isinstance(target, dict) and target.get("type") == "object"]
+        names = [set(filter(_is_text, _list(target, "required"))) for target in objects]
+        if len(objects) < len(targets):
+            return False
+        return any(self._distinguishes(name, objects, place) for name in set.intersection(*names))
+
+    def _distinguishes(self, name: str, objects: list[dict[str, Any]], place: RequestPath) -> bool:
+        known: set[str] = set()
+        for one in objects:
+            members = one.get("properties")
+            member = self.resolved(members.get(name), place) if isinstance(members, dict) else None
+            values = [member["const"]] if isinstance(member, dict) and "const" in member else _list(member, "enum")
+            if not values or not all(map(_is_text, values)) or not known.isdisjoint(values):
+                return False
+            known.update(values)
+        return True
 
     def alternative(self, value: object, place: RequestPath, is_in_place: bool) -> Schema | bool:
         """One alternative of `oneOf`. A reference is replaced by its target, so that the compiler can tell that
@@ -236,6 +263,15 @@ class _Translation:
             expected = f"a fraction of integers up to {MAX_MULTIPLE_OF}, also as common multiple with others"
             place.value_not_enforced(value, expected)
         return number
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _list(schema: object, keyword: str) -> list[Any]:
+    value = schema.get(keyword) if isinstance(schema, dict) else None
+    return value if isinstance(value, list) else []
 
 
 def _only_reference(value: object) -> str | None:

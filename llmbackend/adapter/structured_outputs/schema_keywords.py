@@ -80,6 +80,9 @@ class Document(Protocol):
     def has_room_for(self, alternatives: int) -> bool: ...
     def resolved(self, value: object, place: RequestPath) -> object: ...
     def schema(self, value: object, place: RequestPath, is_in_place: bool = False) -> Schema | bool: ...
+    @property
+    def may_inline(self) -> bool: ...
+    def exclude_each_other(self, alternatives: list[object], place: RequestPath) -> bool: ...
     def alternative(self, value: object, place: RequestPath, is_in_place: bool) -> Schema | bool: ...
     def reference(self, pointer: object, place: RequestPath, is_in_place: bool) -> str: ...
     def literal(self, value: object, place: RequestPath) -> object: ...
@@ -158,10 +161,8 @@ class Keywords:
     def _alternatives(self, name: str, value: object, place: RequestPath) -> None:
         if not isinstance(value, list) or not value:
             place.refuse(value, "a non-empty list of schemas")
-        read = self._document.alternative if name == "oneOf" else self._document.schema
-        is_any_of = name == "oneOf" and len(value) > 1 and name in self._document.options.not_compiled
-        if is_any_of:
-            self._document.leave_out(place)
+        is_any_of = name == "oneOf" and self._is_any_of(value, place)
+        read = self._document.alternative if name == "oneOf" and not is_any_of else self._document.schema
         alternatives = [read(item, place / index, self._is_in_place) for index, item in enumerate(value)]
         if not is_any_of:
             self._result.setdefault(name, []).extend(alternatives)  # `allOf` may have another keyword's schemas
@@ -169,6 +170,25 @@ class Keywords:
             self._result.setdefault("allOf", []).append({"anyOf": alternatives})
         else:
             self._result["anyOf"] = alternatives
+
+    @property
+    def _has_only_one_of(self) -> bool:
+        """The compiler joins other keywords with each alternative, and cannot do so with one that refers to itself."""
+        return all(name == "oneOf" or name in _DEFINITIONS or is_annotation(name) for name in self._source)
+
+    def _is_any_of(self, alternatives: list[object], place: RequestPath) -> bool:
+        """Whether `oneOf` is written as `anyOf`, because they are equivalent or it is not enforced."""
+        document = self._document
+        if self._has_only_one_of and document.exclude_each_other(alternatives, place):
+            return True
+        is_compiled = "oneOf" not in document.options.not_compiled or len(alternatives) == 1
+        if is_compiled and document.may_inline:
+            return False
+        if len(alternatives) > 1:
+            if document.options.is_strict:
+                place.not_enforced("the alternatives refer to each other too often to be told apart")
+            document.leave_out(place)
+        return True
 
     def _properties(self, name: str, value: object, place: RequestPath) -> None:
         members = _members(value, place)

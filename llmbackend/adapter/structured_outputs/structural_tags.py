@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import regular_expressions
-from .constraint import MAX_DEPTH, MAX_GRAMMAR_CHARS, MAX_LEFT_OUT, MAX_TAGS, RequestPath
+from .constraint import MAX_DEPTH, MAX_FORMATS, MAX_GRAMMAR_CHARS, MAX_LEFT_OUT, MAX_TAGS, RequestPath
 from .embedded_grammars import IN_JSON_STRING, as_text, ebnf, embedded_lark, embedded_regex
 from .json_schema import enforceable, parse_schema
 from .lark import NOTHING, TEXT, Rules, is_lark, without
@@ -56,7 +56,7 @@ class _Tags:
         self._depth += 1
         self._count += 1
         place.check_at_most(self._depth, MAX_DEPTH, "nested formats")
-        place.check_at_most(self._count, MAX_TAGS, "formats")
+        place.check_at_most(self._count, MAX_FORMATS, "formats")
         body = method(self, fields, place)
         self._depth -= 1
         return body
@@ -125,12 +125,12 @@ class _Tags:
         return self._rules.terminal(without(excluded)) if excluded else TEXT
 
     def _sequence(self, fields: dict[str, Any], place: RequestPath) -> str:
-        elements = _list(fields, "elements", place)
+        elements = _list(fields, "elements", place, MAX_FORMATS)
         bodies = [self.read(item, place / "elements" / index) for index, item in enumerate(elements)]
         return f"({' '.join(bodies) or NOTHING})"
 
     def _or(self, fields: dict[str, Any], place: RequestPath) -> str:
-        elements = _list(fields, "elements", place)
+        elements = _list(fields, "elements", place, MAX_FORMATS)
         if not elements:
             (place / "elements").refuse(elements, "a non-empty list")
         return f"({' | '.join(self.read(item, place / 'elements' / i) for i, item in enumerate(elements))})"
@@ -188,7 +188,7 @@ class _Tags:
             (place / "triggers").refuse(triggers, "a non-empty list of non-empty strings")
         _check_lengths(triggers, place / "triggers")
         remainders: dict[str, list[str]] = {trigger: [] for trigger in triggers}
-        for index, item in enumerate(_list(fields, "tags", place)):
+        for index, item in enumerate(_list(fields, "tags", place, MAX_FORMATS)):
             at = place / "tags" / index
             tag = _object(item, at)
             _check_keys(tag, at, ("type", "begin", "content", "end"))
@@ -197,7 +197,7 @@ class _Tags:
             if len(matching) != 1:
                 (at / "begin").refuse(begin, f"text that begins with exactly one of the triggers, not {len(matching)}")
             self._count += 1
-            at.check_at_most(self._count, MAX_TAGS, "formats")
+            at.check_at_most(self._count, MAX_FORMATS, "formats")
             rest = begin[len(matching[0]) :]
             marker = self._rules.marker(rest) if rest else ""
             remainders[matching[0]].append(f"{marker} {self._content_and_end(tag, at)}")
@@ -207,7 +207,7 @@ class _Tags:
         return {trigger: self._rules.rule(" | ".join(bodies)) for trigger, bodies in remainders.items()}
 
     def _separated(self, fields: dict[str, Any], place: RequestPath) -> str:
-        tags = _list(fields, "tags", place)
+        tags = _list(fields, "tags", place, MAX_FORMATS)
         if not tags:
             (place / "tags").refuse(tags, "a non-empty list")
         one = self._rules.rule(" | ".join(self.read(tag, place / "tags" / index) for index, tag in enumerate(tags)))
@@ -255,11 +255,11 @@ def _object(value: object, place: RequestPath) -> dict[str, Any]:
     return value
 
 
-def _list(fields: dict[str, Any], name: str, place: RequestPath) -> list[Any]:
+def _list(fields: dict[str, Any], name: str, place: RequestPath, most: int = MAX_TAGS) -> list[Any]:
     value = fields.get(name)
     if not isinstance(value, list):
         (place / name).refuse(value, "a list")
-    (place / name).check_at_most(len(value), MAX_TAGS, "elements")
+    (place / name).check_at_most(len(value), most, "elements")
     return value
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import jinja2
@@ -89,9 +90,14 @@ class ChatTemplate:
         return self._rendered(conversation, variables)
 
     def _rendered(self, conversation: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        """A conversation that the template refuses is rendered with simpler messages, if it has any calls."""
         try:
             return self._template.render(messages=conversation, **variables)
         except _TEMPLATE_ERRORS as error:
+            simpler = with_simple_calls(conversation)
+            if simpler != conversation:
+                with contextlib.suppress(*_TEMPLATE_ERRORS):
+                    return self._template.render(messages=simpler, **variables)
             raise invalid_argument(f"the model's chat template refuses 'messages': {error}") from error
 
     def _as_read(self, index: int, message: Message) -> Message:
@@ -211,6 +217,36 @@ def with_system_as_user(messages: Sequence[Message]) -> list[Message]:
         else:
             said.append({"role": "user", "content": "\n".join(message["content"] for _, message in members)})
     return said
+
+
+def with_simple_calls(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with one call in each message, followed by its result, and without content beside both reasoning
+    and calls: it is at the end of the reasoning. Some templates can write no others, although their models do."""
+    said: list[Message] = []
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        calls = message.get("tool_calls") or ()
+        simpler = _without_content_beside_reasoning(message) if calls else message
+        if len(calls) < 2:
+            said.append(simpler)
+            continue
+        results: defaultdict[str, list[Message]] = defaultdict(list)
+        while rest and rest[0]["role"] == "tool":
+            results[str(rest[0].get("tool_call_id"))].append(rest.popleft())
+        for call in calls:
+            said += [{**simpler, "tool_calls": [call]}, *results.pop(str(call.get("id")), ())]
+            simpler = {"role": message["role"], "content": ""}
+        said.extend(chain.from_iterable(results.values()))
+    return said
+
+
+def _without_content_beside_reasoning(message: Message) -> Message:
+    content, reasoning = message["content"], message.get("reasoning_content")
+    if not reasoning or not content or not isinstance(content, str):
+        return message
+    names = [name for name in ("reasoning_content", *_REASONING_NAMES) if name in message]
+    return message | dict.fromkeys(names, f"{reasoning}\n\n{content}") | {"content": ""}
 
 
 def _later(messages: Sequence[Message]) -> list[tuple[int, str]]:

@@ -213,7 +213,7 @@ class AnswerReader:
             schemas=self._plan.schemas,
             reasoning_is_open=bool(tokens) and tokens[0][0] == PROMPT_IN_REASONING,
             shows_special_tokens=self._plan.shows_special_tokens,
-            strings_are_text=not self._plan.has_grammar,
+            free_functions=self._plan.free_functions,
         )
 
     def _last(self, events: list[Event]) -> list[Event]:

@@ -8,8 +8,9 @@ documentation of structural tags for the forms of `format`.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
@@ -34,21 +35,29 @@ _ANNOTATIONS = frozenset(
     ("$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated")
 )
 _KNOWN = _ENFORCED | _ANNOTATIONS
+_IN_PLACE = (
+    *("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "dependencies"),
+    "unevaluatedProperties",
+)
+"""Keywords beside which 'properties' may not describe all members."""
 _NOT_NAMES = "'required' must be a list of names of 'properties'"
 _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 """A parameter name that the parser can read."""
+_ANY_TAG = r"""[^\s<>"'/](?:[^<>"'\n]{0,250}[^\s<>"'])?"""
+_ANY_WORD = r"""[^\s<>"',:=()\[\]{}]{1,250}"""
+"""A parameter name in formats whose values are literals."""
 
 
 def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
     """One or more calls and nothing else; the arguments follow the functions' schemas. Raises OpenAIError."""
-    _check_size(use, grammar)
+    _check_size(use.functions, grammar)
     return _section(use, grammar)
 
 
 def optional_calls(use: ToolUse, format: ToolCallFormat, reasoning: ReasoningFormat | None) -> JsonObject:
     """Free text with calls, wherever the format's parser would read one. A strict function's arguments follow its
     schema, others are any object. reasoning: its markers of content may be written, too. Raises OpenAIError."""
-    _check_size(use, format.grammar)
+    _check_size([function for function in use.functions if function.is_strict], format.grammar)
     if isinstance(format.body, Messages):
         return _messages(use, format.body, format.grammar)
     return _text_with_calls(use, format.body, format.grammar, _content_markers(reasoning))
@@ -79,16 +88,17 @@ def unenforced_locations(use: ToolUse, grammar: CallGrammar) -> Iterator[str]:
     if grammar.key_end:
         for function in use.functions:
             if function.input_grammar is None and not function.is_strict:
-                places = islice(_not_tagged(function.parameters), _MAX_LOCATIONS)
-                yield from (f"{function.param}#{path}" for path, _ in places)
+                with contextlib.suppress(_NotTaggedError):  # of a function that is not enforced at all
+                    places = islice(_not_tagged(function.parameters, is_strict=False), _MAX_LOCATIONS)
+                    yield from (f"{function.param}#{path}" for path, _ in places)
 
 
-def _check_size(use: ToolUse, grammar: CallGrammar) -> None:
+def _check_size(functions: Sequence[Function], grammar: CallGrammar) -> None:
     """Raises OpenAIError naming the function with which tagged parameters exceed a limit: of their number, or of the
     bytes of the definitions, which are repeated for each parameter that refers to them."""
     counts = {"properties": 0, "required": 0}
     num_bytes = 0
-    for function in use.functions if grammar.key_end else ():
+    for function in functions if grammar.key_end else ():
         schema = _resolved(function.parameters)
         for keyword in counts:
             value = schema.get(keyword)
@@ -112,10 +122,7 @@ def _section(
     allows only one call"""
     calls = {
         "type": "tags_with_separator",
-        "tags": [
-            _call(function, grammar, _arguments(function) if is_required or function.is_strict else _ANY_OBJECT)
-            for function in use.functions
-        ],
+        "tags": [_call(one, grammar, is_enforced=is_required or one.is_strict) for one in use.functions],
         "separator": grammar.separator,
         "at_least_one": True,
         "stop_after_first": use.max_calls == 1 if is_single is None else is_single,
@@ -125,16 +132,22 @@ def _section(
     return _sequence(_text(grammar.begin), calls, _text(grammar.end))
 
 
-def _call(function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -> JsonObject:
-    begin = f"{grammar.call_begin}{function.name}{grammar.name_end}"
+def _call(function: Function, grammar: CallGrammar, *, is_enforced: bool) -> JsonObject:
+    """is_enforced: whether the arguments follow the function's schema"""
     content: JsonObject
     if function.input_grammar is not None:
         content = _input(function.input_grammar, grammar)
     elif grammar.key_end:
-        content = _tagged(function, grammar)
+        content = _tagged(function, grammar) if is_enforced else _any_parameters(grammar)
     else:
+        schema = _arguments(function) if is_enforced else _ANY_OBJECT
         content = {"type": "json_schema", "json_schema": schema, "strict": function.is_strict}
-    return {"type": "tag", "begin": begin, "content": content, "end": grammar.call_end}
+    begin = f"{grammar.call_begin}{function.name}{grammar.name_end}"
+    tag: JsonObject = {"type": "tag", "begin": begin, "content": content, "end": grammar.call_end}
+    if not grammar.number:
+        return tag
+    begin, _, rest = begin.rpartition(grammar.number)
+    return _sequence(_text(begin), {"type": "regex", "pattern": "[0-9]{1,4}"}, {**tag, "begin": rest})
 
 
 def _input(wanted: InputGrammar, grammar: CallGrammar) -> JsonObject:
@@ -159,13 +172,18 @@ def _arguments(function: Function) -> JsonObject:
     if types != "object" and not (isinstance(types, list) and "object" in types):
         message = f"'{function.param}': 'type' is {shown(types)}, expected \"object\""
         raise OpenAIError(message, param=function.param)
-    closed = {"additionalProperties": False} if "properties" in schema else {}
+    closed = {"additionalProperties": False} if _lists_members(schema) else {}
     return {**closed, **schema, "type": "object"}
+
+
+def _lists_members(schema: Mapping[str, Any]) -> bool:
+    """Whether 'properties' describes all members that a model should write, if the schema does not say otherwise."""
+    return "properties" in schema and not any(keyword in schema for keyword in _IN_PLACE)
 
 
 def _tagged(function: Function, grammar: CallGrammar) -> JsonObject:
     try:
-        if function.is_strict and (found := next(_not_tagged(function.parameters), None)) is not None:
+        if function.is_strict and (found := next(_not_tagged(function.parameters, is_strict=True), None)) is not None:
             raise _NotTaggedError(found[1])
         return _parameters(function.parameters, grammar, is_strict=function.is_strict)
     except _NotTaggedError as error:
@@ -309,7 +327,32 @@ def _parameters(schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: b
     for name in written_properties(schema):
         tag = _parameter(name, root, grammar, is_strict=is_strict)
         elements.append(tag if name in required else {"type": "optional", "content": tag})
+    if not is_strict and _is_open(root):
+        elements.append(_any_parameters(grammar))
     return {"type": "sequence", "elements": elements}
+
+
+def _is_open(root: Mapping[str, Any]) -> bool:
+    """Whether there may be parameters besides those in 'properties'."""
+    return root.get("additionalProperties", not _lists_members(root)) is not False
+
+
+def _any_parameters(grammar: CallGrammar) -> JsonObject:
+    """Any number of parameters of any name, with any values that the parser can read."""
+    quote, end = grammar.text_quote, grammar.value_end
+    name: JsonObject = {"type": "regex", "pattern": _ANY_WORD if quote != "" else _ANY_TAG}
+    text, json = (
+        {"type": "any_text", "excludes": list(grammar.text_excludes)},
+        {"type": "json_schema", "json_schema": {}},
+    )
+    forms: list[tuple[str, JsonObject, str]] = [] if quote is None else [(grammar.key_end + quote, text, quote + end)]
+    if grammar.json_key_end:
+        forms.append((grammar.json_key_end, text, end))
+    if quote != "":
+        forms.append((grammar.key_end, json, end))
+    values = [{"type": "tag", "begin": begin, "content": content, "end": end} for begin, content, end in forms]
+    closing = [name, _text(grammar.name_closes)] if grammar.name_closes else []
+    return {"type": "star", "content": _sequence(_text(grammar.key_begin), name, _or(values), *closing)}
 
 
 def written_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -323,9 +366,12 @@ def property_path(name: str) -> str:
     return f"/properties/{name.replace('~', '~0').replace('/', '~1')}"
 
 
-def _not_tagged(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _not_tagged(schema: Mapping[str, Any], *, is_strict: bool) -> Iterator[tuple[str, str]]:
     """(path in the schema, reason) of what tagged parameters cannot enforce. Raises like _parameters."""
     root, required = _checked(schema)
+    others = root.get("additionalProperties", False)
+    if not is_strict and others is not False and (root.get("properties") or others not in (True, {})):
+        yield "/additionalProperties", "other parameters have any values"
     for key in root:
         if key not in _KNOWN:
             yield f"/{key}", f"'{key}' at the root is not enforced in this model's tool-call format"

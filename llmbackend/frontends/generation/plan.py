@@ -30,7 +30,7 @@ from .parsers import ReasoningFormat, ToolCallFormat
 from .request import MAX_SAMPLING_JSON_BYTES, STRUCTURED_OUTPUTS, GenerationRequest
 
 _PATH = re.compile(
-    "/structural_tag/\\S*?tags/(?P<index>\\d+)/content"
+    "/structural_tag/\\S*?tags/(?P<index>\\d+)(?:/elements/2)?/content"
     "(?:/elements/(?P<element>\\d+))?(?:/content)*/(?:grammar|pattern|json_schema(?P<path>/[^\\s:]*)?)"
 )
 """A location in a grammar of calls, as the model names it."""
@@ -54,6 +54,8 @@ class AnswerPlan:
     """Sampling parameters in addition to those of the request."""
     reads_tokens: bool = True
     """False: the answer is plain text, which is not parsed."""
+    enforces_all: bool = True
+    """Whether a grammar of calls enforces the arguments of all functions, not only of strict ones."""
 
     def is_about_calls(self, error: OpenAIError) -> bool:
         """Whether a model error is about the grammar of calls, which the client did not send."""
@@ -93,6 +95,13 @@ class AnswerPlan:
         return STRUCTURED_OUTPUTS in self.sampling
 
     @property
+    def free_functions(self) -> frozenset[str]:
+        """Functions whose arguments no grammar enforces."""
+        functions = self.tool_use.functions if self.tool_use is not None else ()
+        enforces_all = self.has_grammar and self.enforces_all
+        return frozenset(one.name for one in functions if not (enforces_all or (self.has_grammar and one.is_strict)))
+
+    @property
     def not_enforced(self) -> Iterator[str]:
         calls = self.tool_format
         if self.has_grammar and self.tool_use is not None and calls is not None:
@@ -124,12 +133,13 @@ def _plan(request: GenerationRequest, target: Target) -> AnswerPlan:
         reason = "has no tool-call parser configured, and none was detected from its chat template"
         raise _refused(target, use.field, reason)
     sampling: JsonObject = {}
+    wanted = None if use is None else _wanted(request, use)
     if formats.reasoning is not None:
         sampling["reasoning_markers"] = [formats.reasoning.start, formats.reasoning.end]
     if (budget := request.reasoning.budget_tokens) is not None:
         sampling["thinking_token_budget"] = budget
     if use is not None and formats.tool_calls is not None:
-        sampling |= _grammar_sampling(use, formats.tool_calls, formats.reasoning, _wanted(request, use), target)
+        sampling |= _grammar_sampling(use, formats.tool_calls, formats.reasoning, wanted, target)
     return AnswerPlan(
         tool_use=use,
         tool_format=formats.tool_calls if use is not None else None,
@@ -137,6 +147,7 @@ def _plan(request: GenerationRequest, target: Target) -> AnswerPlan:
         includes_reasoning=request.reasoning.is_included,
         shows_special_tokens=shows_special_tokens,
         sampling=sampling,
+        enforces_all=wanted is not None or (use is not None and use.is_required),
     )
 
 

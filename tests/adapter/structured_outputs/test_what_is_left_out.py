@@ -190,6 +190,44 @@ def test_an_alternative_that_may_match_twice_is_refused_in_each_strict_schema_bu
         grammar(COMPILER, structured_outputs={"json": json.dumps(OVERLAPPING), "strict": True})
 
 
+def recursive_union(count: int, kinds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Types that contain lists of each other, as pydantic writes them."""
+    union = {"oneOf": [{"$ref": f"#/$defs/T{number}"} for number in range(count)]}
+    members = {"children": {"type": "array", "items": union}}
+    definitions = {
+        f"T{number}": {"type": "object", "properties": {"kind": kinds[number], **members}, "required": ["kind"]}
+        for number in range(count)
+    }
+    return {**union, "$defs": definitions}
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_alternatives_that_contain_each_other_are_told_apart_by_a_required_text(is_strict: bool) -> None:
+    kinds: list[dict[str, Any]] = [*({"const": f"t{number}"} for number in range(20)), {"enum": ["u", "v"]}]
+    asked: dict[str, Any] = {"structured_outputs": {"json": recursive_union(21, kinds), "strict": is_strict}}
+    assert not_enforced(COMPILER, **asked) == ()
+    assert accepts(COMPILER, '{"kind": "t1", "children": [{"kind": "v", "children": [{"kind": "t19"}]}]}', **asked)
+    for text in ('{"kind": "t1", "children": [{"kind": "w"}]}', '{"children": []}', '{"kind": "t1", "children": [1]}'):
+        assert not accepts(COMPILER, text, **asked), text
+
+
+def test_alternatives_that_contain_each_other_may_have_keywords_beside_them() -> None:
+    schema = {**recursive_union(3, [{"const": kind} for kind in "abc"]), "type": "object"}
+    assert not_enforced(COMPILER, guided_json=schema) == ()
+    for kind, is_right in (("c", True), ("d", False)):
+        text = f'{{"kind": "a", "children": [{{"kind": "{kind}"}}]}}'
+        assert accepts(COMPILER, text, guided_json=schema) == is_right
+
+
+def test_alternatives_that_contain_each_other_and_cannot_be_told_apart_are_any_of_them() -> None:
+    schema = recursive_union(20, [{"type": "string", "maxLength": 1 + number % 2} for number in range(20)])
+    assert "structured_outputs#/json/oneOf" in not_enforced(COMPILER, structured_outputs={"json": schema})
+    for text, is_right in (('{"kind": "a", "children": [{"kind": "b"}]}', True), ('{"kind": "abc"}', False)):
+        assert accepts(COMPILER, text, structured_outputs={"json": schema}) == is_right
+    with pytest.raises(TritonError, match="/oneOf"):
+        grammar(COMPILER, structured_outputs={"json": schema, "strict": True})
+
+
 STILL_REFUSED: list[tuple[Any, str]] = [
     ({"type": "strnig"}, "/type"),
     ({"type": "object", "required": True}, "/required"),

@@ -40,6 +40,10 @@ class Case:
     max_calls: int = 3
     has_content: bool = True
     has_reasoning: bool = False
+    content_is_reasoning: bool = False
+    """Whether the template writes content beside calls as reasoning, after the actual one."""
+    between_calls: str = ""
+    """What separates the messages into which the calls are divided."""
     ids: str = "{number:09}"
     has_ids: bool = False
     """Whether the calls' ids are in the text."""
@@ -55,6 +59,7 @@ LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
 KIMI_K3 = ("<|open|>", "<|close|>", "<|sep|>")
 GIGACHAT = ("<|message_sep|>", "<|role_sep|>", "<|function_call|>")
 MISTRAL = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+LLAMA_BETWEEN = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 PYTHONIC = ("string", "integer", "boolean", "number", "object")
 CASES = (
     Case(package=TRL, template="qwen2_5", end="<|im_end|>"),
@@ -63,8 +68,16 @@ CASES = (
     Case(package=TRL, template="nemotron_3_nano", end="<|im_end|>", has_reasoning=True),
     Case(package=TRL, template="deepseekv3", end="<｜end▁of▁sentence｜>"),
     Case(package=TRL, template="glm4moe", end="", has_reasoning=True),
-    Case(package=TRL, template="llama3_1", end="<|eot_id|>", max_calls=1, has_content=False),
-    Case(package=TRL, template="gptoss", end="<|call|>", special=HARMONY, max_calls=1, has_content=False),
+    Case(package=TRL, template="llama3_1", end="<|eot_id|>", has_content=False, between_calls=LLAMA_BETWEEN),
+    Case(
+        package=TRL,
+        template="gptoss",
+        end="<|call|>",
+        special=HARMONY,
+        max_calls=1,
+        has_reasoning=True,
+        content_is_reasoning=True,
+    ),
     Case(package=TRL, template="gemma4", end="<|tool_response>", special=GEMMA, without="<", has_content=False),
     Case(package=TRL, template="lfm2_v2", end="<|im_end|>", special=LFM2, without="'\\", types=PYTHONIC),
     Case(package=AXOLOTL, template="mistral_v3_tekken", end="</s>", special=("[TOOL_CALLS]",), has_content=False),
@@ -175,8 +188,11 @@ def test_a_rendered_turn_parses_back(case: Case) -> None:
             assert json.loads(call.arguments) == sent["function"]["arguments"], text
             assert call.is_complete
             assert call.id == sent["id"] or not case.has_ids
-        assert found.content.strip() == turn["content"].strip(), text
-        assert found.reasons.strip() == turn.get("reasoning_content", "").strip(), text
+        content, reasons = turn["content"], turn.get("reasoning_content", "")
+        if case.content_is_reasoning:
+            content, reasons = "", f"{reasons}\n\n{content}"
+        assert found.content.strip() == content.strip(), text
+        assert found.reasons.strip() == reasons.strip(), text
 
 
 def rendered(template: ChatTemplate, case: Case, turn: dict[str, Any]) -> tuple[str, str]:
@@ -191,7 +207,8 @@ def rendered(template: ChatTemplate, case: Case, turn: dict[str, Any]) -> tuple[
     assert whole.startswith(prompt), (prompt[-200:], whole[len(prompt) - 100 :])
     text = whole[len(prompt) :].removeprefix("</think>")
     assert case.end in text, text
-    return text.rpartition(case.end)[0] if case.end else text, prompt
+    text = text.rpartition(case.end)[0] if case.end else text
+    return text.replace(case.between_calls, "") if case.between_calls else text, prompt
 
 
 def random_turn(case: Case, random: Random) -> dict[str, Any]:

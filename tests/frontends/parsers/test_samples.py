@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 
-from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, OutputParser
+from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, MarkedCalls, OutputParser
 from llmbackend.frontends.generation.parsers.reader import MAX_HELD_CHARS
 from tests.frontends.parsers.laws import Cuts, distinct_formats
 from tests.frontends.parsers.sample import Call, Sample, Seen, cut, parse, seen, tokens
@@ -83,3 +84,41 @@ def test_of_messages_those_of_reasoning_are_counted() -> None:
             parser.push(0, text, text in markers)
         counts.append(parser.num_reasoning_tokens)
     assert counts == [0, len(analysis), len(analysis), 2 * len(analysis)]
+
+
+IN_SECTIONS = [
+    sample
+    for sample in SAMPLES
+    if sample.calls
+    and not sample.reasoning
+    and isinstance(body := TOOL_CALL_FORMATS[sample.tools].body, MarkedCalls)
+    and sample.text.startswith(body.begin)
+    and not sample.content.startswith(body.begin)
+]
+
+
+@pytest.mark.parametrize("sample", IN_SECTIONS, ids=lambda sample: f"{sample.tools}-{sample.text[:20]}")
+def test_calls_end_reasoning_that_lacks_its_end(sample: Sample) -> None:
+    schemas = {call.name: sample.schemas.get(call.name, {}) for call in sample.calls}
+    inside = replace(sample, text=f"<think>Hm. {sample.text}", reasoning="qwen3", schemas=schemas)
+    expected = Seen(sample.content, "Hm. ", list(sample.calls))
+    for longest in (1, 5, 999):
+        assert seen(parse(inside, cut(tokens(inside), Random(0), longest))) == expected
+
+
+def test_reasoning_that_only_resembles_calls_is_linear_and_ends() -> None:
+    text = "<tool_call>{" * 10_000 + "</think>Yes." + "<tool_call>{" * 10_000
+    parser = OutputParser(TOOL_CALL_FORMATS["glm45"], REASONING_FORMATS["glm45"], reasoning_is_open=True)
+    events = [event for begin in range(0, len(text), 7) for event in parser.push(0, text[begin : begin + 7], False)]
+    visible = seen(events + parser.finish("stop"))
+    assert (visible.reasons + "</think>" + visible.content, visible.calls) == (text, [])
+
+
+def test_tokens_of_a_call_are_of_reasoning_only_if_its_end_follows() -> None:
+    call = ("<tool_call>", "{", '"name": "f"}', "</tool_call>")
+    for end, count in (((), 5), (("</think>", "Yes."), 10)):
+        parser = OutputParser(TOOL_CALL_FORMATS["hermes"], REASONING_FORMATS["qwen3"], schemas={"f": {}})
+        for text in ("<think>", "Hm", "<tool_call>", "{", "x", *call, *end):
+            parser.push(0, text, False)
+        parser.finish("stop")
+        assert parser.num_reasoning_tokens == count

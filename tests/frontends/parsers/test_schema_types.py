@@ -82,13 +82,44 @@ def test_what_a_text_means(text: str, types: set[str], expected: str) -> None:
     assert json_of(text, frozenset(types)) == expected
 
 
+def test_a_root_that_only_refers_to_descriptions() -> None:
+    text, number = {"properties": {"x": {"type": "string"}}}, {"properties": {"x": {"type": "integer"}}}
+    definitions = {"Text": text, "Number": number}
+    roots: list[tuple[dict[str, Any], set[str], bool]] = [
+        ({"$ref": "#/$defs/Text"}, {"string"}, True),
+        ({"allOf": [{"$ref": "#/$defs/Text"}]}, {"string"}, True),
+        ({"anyOf": [{"$ref": "#/$defs/Text"}, {"properties": {"y": {}}}]}, {"string"}, True),
+        ({"oneOf": [text, number]}, {"string", "integer"}, False),
+        ({"additionalProperties": {"type": "string"}}, {"string"}, True),
+        ({"properties": {"x": {"type": "null"}}, "additionalProperties": {"type": "string"}}, {"null"}, False),
+    ]
+    for root, types, is_text in roots:
+        schema = {**root, "$defs": definitions}
+        assert allowed_types(schema, "x") == types and is_plain_text(schema, "x") == is_text, root
+
+
+@pytest.mark.parametrize("format", ["qwen3_coder", "minimax_m3"])
+def test_quotes_are_part_of_a_string_that_may_be_null(format: str) -> None:
+    schema = {"properties": {"a": {"type": ["string", "null"]}}}
+    written = {
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>",
+        "minimax_m3": 'M<tool_call>M<invoke name="f">M<a>{}M</a>M</invoke>M</tool_call>'.replace("M", "]<]minimax[>["),
+    }[format]
+    for value, expected in (('"exact phrase"', '"exact phrase"'), ("null", None), ("7", "7"), (' "a"', ' "a"')):
+        parser = OutputParser(TOOL_CALL_FORMATS[format], schemas={"f": schema}, free_functions=("f",))
+        events = parser.push(0, written.replace("{}", value), False) + parser.finish("stop")
+        arguments = "".join(event.text for event in events if isinstance(event, ToolCallArguments))
+        assert json.loads(arguments) == {"a": expected}, value
+
+
 @pytest.mark.parametrize("strings_are_text", [True, False])
 def test_a_string_that_its_schema_narrows_is_its_text_where_no_grammar_asks_for_json(strings_are_text: bool) -> None:
     """Its quotes are part of it, as in a string of code; a grammar has the model write JSON, which is read as such."""
     narrowed = {"type": "string", "minLength": 1}
     count = {"type": "integer"}
     schema = {"type": "object", "properties": {"text": narrowed, "count": count, "any": {"type": ["string", "null"]}}}
-    parser = OutputParser(TOOL_CALL_FORMATS["qwen3_coder"], schemas={"f": schema}, strings_are_text=strings_are_text)
+    free = ("f",) if strings_are_text else ("g",)
+    parser = OutputParser(TOOL_CALL_FORMATS["qwen3_coder"], schemas={"f": schema}, free_functions=free)
     values = (("text", '"helo,"'), ("count", "3"), ("any", "null"))
     parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values)
     text = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"

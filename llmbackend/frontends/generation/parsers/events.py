@@ -7,6 +7,8 @@ after its start and before the next call's start.
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 
@@ -26,7 +28,7 @@ class ToolCallStart:
     """Position of the call in the output, from 0."""
     name: str
     id: str | None = None
-    """Set only if the model wrote one."""
+    """Set only if the model wrote one. If it repeats an earlier one, its number is the next free one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +64,23 @@ def merged(events: list[Event]) -> list[Event]:
     return result
 
 
+_NUMBERED = re.compile(r"(?P<prefix>.*:)(?P<number>\d{1,9})", re.DOTALL)
+
+
 class Sink:
     """Collects events. Owned by an OutputParser."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] = ()) -> None:
+        """names: the request's functions"""
+        self.names = names
         self._events: list[Event] = []
         self._ids: set[str] = set()
         self.num_calls = 0
         self.is_reasoning = False
         """Whether the output is inside reasoning."""
         self.may_reason = False
-        """Whether the output is in text that may become the marker or the header of reasoning."""
+        """Whether the output is in text that may become the marker or the header of reasoning, or in reasoning that
+        may become a call."""
 
     def take(self) -> list[Event]:
         """The events since the last call."""
@@ -88,8 +96,11 @@ class Sink:
             self._events.append(ReasoningDelta(text))
 
     def start(self, name: str, id: str | None = None) -> None:
-        """id: dropped if an earlier call has the same one"""
-        self._events.append(ToolCallStart(self.num_calls, name, None if id in self._ids else id))
+        """id: if an earlier call has the same one, it gets the next free number, or is dropped if it has none"""
+        while id is not None and id in self._ids:
+            numbered = _NUMBERED.fullmatch(id)
+            id = f"{numbered['prefix']}{int(numbered['number']) + 1}" if numbered else None
+        self._events.append(ToolCallStart(self.num_calls, name, id))
         self._ids |= {id} if id is not None else set()
         self.num_calls += 1
 

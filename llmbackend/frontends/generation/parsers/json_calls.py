@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection
 
 from .events import Sink
-from .reader import SPACE, NotACall, Reader, Reading
+from .reader import SPACE, CallInReasoning, NotACall, Reader, Reading
 from .tables import HeadedCall, JsonCall
 
 MAX_HEADER_CHARS = 512
@@ -152,7 +152,10 @@ def quoted(text: str) -> str:
 
 
 def start(reader: Reader, sink: Sink, name: str, id: str | None = None) -> None:
-    """Starts a call: the held text belongs to it and is not content."""
+    """Starts a call: the held text belongs to it and is not content. Within reasoning, raises CallInReasoning, or
+    NotACall if it names no function of the request: the model may think about the format."""
+    if sink.may_reason:
+        raise CallInReasoning if name in sink.names else NotACall
     reader.drop()
     sink.start(name, id)
 

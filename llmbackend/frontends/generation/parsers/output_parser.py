@@ -3,19 +3,21 @@
 Invariants: the joined pieces do not depend on how the text was split into tokens. Special tokens are not part of the
 text unless they are shown. The work is linear in the output, and held text is bounded. A section that turns out to
 contain no call is content, including its marker; only layout next to calls is dropped. Unclosed reasoning extends to
-the end of the output. In an output of messages, text without a header is content.
+the first call of one of the request's functions, or to the end of the output; a call is held until no end marker can
+follow. In an output of messages, text without a header is content.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from .events import Event, Sink
+from .events import Event, ReasoningDelta, Sink
 from .json_calls import MAX_HEADER_CHARS, JsonCallReader, read_headed_call
 from .literal_calls import LiteralCallReader
-from .reader import NotACall, Reader, Reading, markers
+from .reader import MAX_HELD_CHARS, CallInReasoning, NotACall, Reader, Reading, markers
 from .schema_types import Schemas
 from .tables import (
     CallSyntax,
@@ -44,14 +46,14 @@ class MarkedCallsReader:
         table: MarkedCalls,
         reasoning: ReasoningFormat | None,
         schemas: Schemas,
-        strings_are_text: bool,
+        free_functions: Collection[str],
     ) -> None:
         self._reader = reader
         self._sink = sink
         self._table = table
         self._reasoning = reasoning
         self._schemas = schemas
-        self._strings_are_text = strings_are_text
+        self._free_functions = free_functions
         self._content_begin = reasoning.content_begin if reasoning else ()
         self._content_end = reasoning.content_end if reasoning else ()
         self._begins = (*table.begin, *self._content_begin, *self._content_end)
@@ -97,10 +99,53 @@ class MarkedCallsReader:
             if marker != reasoning.start:
                 return marker
             self._reader.drop()
-        marker = yield from read_reasoning(self._reader, self._sink, reasoning)
-        if marker != reasoning.end:
-            return marker
-        return (yield from self._read_layout(options))
+        return (yield from self._read_reasoning(reasoning))
+
+    def _read_reasoning(self, table: ReasoningFormat) -> Reading[str | None]:
+        """Starts in reasoning, of which nothing is held. Returns the marker after it, if any, which is held."""
+        reader, sink = self._reader, self._sink
+        while True:
+            sink.is_reasoning, sink.may_reason = True, False
+            begins = self._table.begin if reader.num_unread_chars <= MAX_HELD_CHARS else ()
+            ends = (table.end, *begins)
+            marker = yield from reader.hold_marker((table.start, *ends))  # some models repeat the prompt's start marker
+            if marker is None:
+                sink.reasoning(reader.release())
+            if marker not in ends:
+                marker = yield from reader.until(markers(frozenset(ends)), sink.reasoning)
+            sink.is_reasoning = not marker
+            if not marker:
+                return None
+            if marker == table.end:
+                return (yield from self._read_layout((*self._begins, *self._table.bare_begin)))
+            if (yield from self._calls_end_reasoning(marker, table.end)):
+                return (yield from self._read_layout(self._begins))
+
+    def _calls_end_reasoning(self, marker: str, end: str) -> Reading[bool]:
+        """Whether the marker, which is held, begins calls that end the reasoning: `end` does not follow them. They are
+        unread then; otherwise, what was read is reasoning."""
+        reader, sink = self._reader, self._sink
+        begin = reader.num_held or 0
+        sink.may_reason = True
+        try:
+            yield from self._read_section(marker)
+        except CallInReasoning:
+            begin = yield from self._find(end)
+        sink.may_reason = False
+        sink.reasoning(reader.unread(begin))
+        return not begin
+
+    def _find(self, end: str) -> Reading[int]:
+        """Reads and holds text up to `end`. Returns the held piece that begins it; 0 if there is none within bounds."""
+        reader = self._reader
+        with contextlib.suppress(NotACall):
+            while (yield from reader.peek()):
+                begin = reader.num_held or 0
+                if (yield from reader.one_of((end,))):
+                    return begin
+                if begin == reader.num_held:
+                    reader.take()
+        return 0
 
     def _read_layout(self, options: Collection[str], *, keeps_space: bool = True) -> Reading[str | None]:
         """Reads white space and a marker, which is held; other text is content. keeps_space: white space at the end of
@@ -156,10 +201,10 @@ class MarkedCallsReader:
             yield from read_headed_call(reader, sink, call)
         elif isinstance(call, TaggedCall):
             ends = (*self._table.end, *self._table.begin)
-            tagged = TaggedCallReader(reader, sink, call, self._schemas, ends, strings_are_text=self._strings_are_text)
+            tagged = TaggedCallReader(reader, sink, call, self._schemas, ends, self._free_functions)
             return (yield from tagged.read())
         elif isinstance(call, NestedCall):
-            nested = NestedCallReader(reader, sink, call, self._schemas, strings_are_text=self._strings_are_text)
+            nested = NestedCallReader(reader, sink, call, self._schemas, self._free_functions)
             yield from nested.read()
         else:
             yield from LiteralCallReader(reader, sink, call, self._schemas.keys()).read()
@@ -176,20 +221,6 @@ def _value_ends(table: MarkedCalls) -> Iterator[str]:
     for end in (*table.end, *table.call_end):
         if not _OF_JSON.issuperset(end):
             yield from (end, f"\n{end}")
-
-
-def read_reasoning(reader: Reader, sink: Sink, table: ReasoningFormat) -> Reading[str | None]:
-    """Starts after the start marker, or at the beginning if the prompt has opened the reasoning. Returns the marker
-    that ended the reasoning, which is still held; None at the end of the output."""
-    sink.is_reasoning = True
-    ends = (table.end, *table.ended_by)
-    marker = yield from reader.hold_marker((table.start, *ends))  # some models repeat the prompt's start marker
-    if marker is None:
-        sink.reasoning(reader.release())
-    if marker not in ends:
-        marker = yield from reader.until(markers(frozenset(ends)), sink.reasoning)
-    sink.is_reasoning = not marker
-    return marker or None
 
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]{1,256})")
@@ -329,18 +360,18 @@ class OutputParser:
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
         reasoning_is_open: bool = False,
         shows_special_tokens: bool = False,
-        strings_are_text: bool = False,
+        free_functions: Collection[str] = (),
     ) -> None:
         """tool_call_format: None: calls are not parsed
         reasoning_format: None: the model does not reason
         schemas: JSON schema of the parameters, by function
         reasoning_is_open: the prompt ends inside reasoning
         shows_special_tokens: special tokens other than markers are content (skip_special_tokens is false)
-        strings_are_text: every tagged string is plain text; otherwise a string that its schema narrows may be JSON,
-        as grammars enforce it
+        free_functions: whose arguments no grammar enforces: every tagged string of theirs is plain text; otherwise, a
+        string that its schema narrows may be JSON, as grammars enforce it
         """
         self._reader = Reader(shows_special_tokens=shows_special_tokens)
-        self._sink = Sink()
+        self._sink = Sink((schemas or {}).keys())
         reader, sink = self._reader, self._sink
         body = tool_call_format.body if tool_call_format else NO_CALLS
         messages = reasoning_format.messages if reasoning_format and not tool_call_format else None
@@ -350,7 +381,7 @@ class OutputParser:
         elif messages is not None:
             self._body = MessagesReader(reader, sink, messages, reads_calls=False, names=())
         else:
-            self._body = MarkedCallsReader(reader, sink, body, reasoning_format, schemas or {}, strings_are_text)
+            self._body = MarkedCallsReader(reader, sink, body, reasoning_format, schemas or {}, free_functions)
         self._sink.is_reasoning = reasoning_is_open and reasoning_format is not None
         self._num_undecided_tokens = 0
         """Tokens in text that may become the marker or the header of reasoning."""
@@ -366,11 +397,13 @@ class OutputParser:
             self._reader.feed(text, is_special)
             next(self._reading)
         self._num_undecided_tokens += token_id >= 0
+        events = self._sink.take()
         if not self._sink.may_reason:
-            is_counted = was_reasoning or self._sink.is_reasoning
+            has_reasoned = any(isinstance(event, ReasoningDelta) for event in events)
+            is_counted = was_reasoning or self._sink.is_reasoning or has_reasoned
             self.num_reasoning_tokens += self._num_undecided_tokens if is_counted else 0
             self._num_undecided_tokens = 0
-        return self._sink.take()
+        return events
 
     def finish(self, finish_reason: str) -> list[Event]:
         """Returns the held text as events. An incomplete call gets no end event."""

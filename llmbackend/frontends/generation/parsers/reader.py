@@ -1,13 +1,15 @@
 """Reader: a model's output as symbols (characters and special tokens), as it arrives.
 
 The parts of the parser are generators that yield when they need more output. Invariants: the result does not depend on
-where the text was split; each symbol is read once, so the work is linear; held text is bounded by MAX_HELD_CHARS.
+where the text was split; held text is bounded by MAX_HELD_CHARS; each symbol is read once, except that parts of
+reasoning that only resemble calls are read again, so the work is linear.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable
 from typing import TypeVar
 
@@ -21,6 +23,10 @@ SPACE = " \n\r\t"
 
 class NotACall(Exception):  # noqa: N818 - control flow, not an error
     """The text that was read is content, not a call."""
+
+
+class CallInReasoning(Exception):  # noqa: N818
+    """A call begins in reasoning whose end may follow."""
 
 
 class Markers:
@@ -78,6 +84,10 @@ class Reader:
         self._shows_special = shows_special_tokens
         self._held: list[tuple[str, bool]] | None = None
         self._num_held_chars = 0
+        self._unread: deque[tuple[str, bool]] = deque()
+        """Tokens after the current one that are read again."""
+        self.num_unread_chars = 0
+        """Of all texts that were held when `unread` was called."""
 
     def feed(self, text: str, is_special: bool) -> None:
         """Sets the next token; the previous one has been read."""
@@ -98,6 +108,22 @@ class Reader:
         text = self.held_text()
         self._held = None
         return text
+
+    def unread(self, begin: int) -> str:
+        """Stops holding text. Returns the visible text before the piece `begin`; the others are read again."""
+        held = self._held or []
+        self._unread.extendleft(reversed([*held[begin:], (self.text[self.at :], self.is_special)]))
+        self.num_unread_chars += self._num_held_chars
+        self.feed("", False)
+        self._held = held[:begin]
+        return self.release()
+
+    def _begin_next(self) -> bool:
+        """Makes the next unread token the current one; returns False if there is none."""
+        if not self._unread:
+            return False
+        self.feed(*self._unread.popleft())
+        return True
 
     @property
     def num_held(self) -> int | None:
@@ -125,11 +151,13 @@ class Reader:
     @property
     def is_at_end(self) -> bool:
         """Whether the output is complete and was read entirely."""
-        return self.has_ended and self.at >= len(self.text)
+        return self.has_ended and self.at >= len(self.text) and not self._unread
 
     def peek(self) -> Reading[str]:
         """The next symbol, which stays unread: a character or a whole special token; "" at the end."""
         while self.at >= len(self.text):
+            if self._begin_next():
+                continue
             if self.has_ended:
                 return ""
             yield
@@ -179,6 +207,8 @@ class Reader:
         pending = ""
         while True:
             while self.at >= len(self.text):
+                if self._begin_next():
+                    continue
                 if self.has_ended:
                     emit(pending)
                     return ""

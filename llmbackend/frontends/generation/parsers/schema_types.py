@@ -33,7 +33,7 @@ _MAX_LITERAL_CHARS = 4096
 
 def allowed_types(schema: Schema | None, parameter: str) -> frozenset[str]:
     """The types that a function's schema names for a parameter; empty if it names none."""
-    return types_of(_described(schema, parameter), schema or {})
+    return types_of(member_of(schema or {}, parameter, schema or {}), schema or {})
 
 
 def types_of(description: object, schema: Schema) -> frozenset[str]:
@@ -43,7 +43,7 @@ def types_of(description: object, schema: Schema) -> frozenset[str]:
 
 def is_plain_text(schema: Schema | None, parameter: str) -> bool:
     """Whether a parameter is an unrestricted string, whose value is the text itself; others may be JSON."""
-    return is_any_string(_described(schema, parameter), schema or {})
+    return is_any_string(member_of(schema or {}, parameter, schema or {}), schema or {})
 
 
 def is_any_string(description: object, schema: Schema) -> bool:
@@ -53,12 +53,13 @@ def is_any_string(description: object, schema: Schema) -> bool:
 
 
 def member_of(description: object, name: str, schema: Schema) -> object:
-    """The schema of an object's member; None if there is none."""
-    for one in _alternatives(description, schema):
-        properties = one.get("properties")
-        if isinstance(properties, Mapping) and name in properties:
-            return properties[name]
-    return None
+    """The schema of an object's member, with all of its descriptions as `anyOf`; None if there is none."""
+    parts = list(_alternatives(description, schema))
+    found = [one["properties"][name] for one in parts if name in _object(one, "properties")]
+    found = found or [one["additionalProperties"] for one in parts if _object(one, "additionalProperties")]
+    if not found:
+        return None
+    return found[0] if all(one == found[0] for one in found) else {"anyOf": found}
 
 
 def item_of(description: object, schema: Schema) -> object:
@@ -78,9 +79,9 @@ def _alternatives(part: object, schema: Schema) -> Iterable[Schema]:
             parts.extend(_list(description, keyword))
 
 
-def _described(schema: Schema | None, parameter: str) -> object:
-    properties = (schema or {}).get("properties")
-    return properties.get(parameter) if isinstance(properties, Mapping) else None
+def _object(description: Schema, keyword: str) -> Schema:
+    value = description.get(keyword)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _resolved(description: object, schema: Schema) -> Schema:
@@ -123,13 +124,14 @@ def _list(description: Schema, keyword: str) -> list[object]:
     return value[:_MAX_PARTS] if isinstance(value, list) else []
 
 
-def json_of(text: str, types: frozenset[str]) -> str:
-    """JSON of the value of `text`, given the allowed types."""
+def json_of(text: str, types: frozenset[str], *, strings_are_text: bool = False) -> str:
+    """JSON of the value of `text`, given the allowed types. strings_are_text: quotes of a string are part of it"""
     stripped = text.strip()
     value, is_json = _parsed(stripped)
     if not is_json and (literal := _python_literal(stripped, types)) is not None:
         return literal
-    if is_json and (_is_allowed(value, types) or "string" not in types):
+    is_text = strings_are_text and isinstance(value, str) and "string" in types
+    if is_json and not is_text and (_is_allowed(value, types) or "string" not in types):
         return stripped
     return json.dumps(text, ensure_ascii=False)
 

@@ -152,6 +152,8 @@ class CallGrammar:
     begin: str = ""
     call_begin: str
     name_end: str
+    number: str = ""
+    """A number in `name_end` that the model counts."""
     call_end: str
     separator: str = ""
     end: str = ""
@@ -196,14 +198,12 @@ class ToolCallFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """Reasoning: `start` text `end`, before all content. Content may have markers too, which are ignored:
-    `content_begin` text `content_end`."""
+    """Reasoning: `start` text `end`, before all content. A call ends it, too, if the model omits `end`. Content may
+    have markers, which are ignored: `content_begin` text `content_end`."""
 
     name: str
     start: str
     end: str
-    ended_by: tuple[str, ...] = ()
-    """Markers of content or calls that end the reasoning if the model omits `end`."""
     content_begin: tuple[str, ...] = ()
     """Accepted after reasoning or calls and at the output's beginning. Optional."""
     content_end: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ string. A call with an unread parameter has no end, and the text after it is con
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from .events import Sink
 from .json_calls import MAX_HEADER_CHARS, end, quoted, read_arguments, read_header, start
@@ -31,9 +32,10 @@ STRING = frozenset(("string",))
 class ValueWriter:
     """Converts one value to JSON, piece by piece."""
 
-    def __init__(self, sink: Sink, types: frozenset[str], *, trims_newline: bool) -> None:
+    def __init__(self, sink: Sink, types: frozenset[str], *, trims_newline: bool, strings_are_text: bool) -> None:
         self._sink = sink
         self._types = types
+        self._strings_are_text = strings_are_text
         self._trims = trims_newline
         self._pieces: list[str] = []
         self._num_chars = 0
@@ -95,7 +97,7 @@ class ValueWriter:
         elif is_cut_off:
             self._sink.arguments("".join(self._pieces))
         else:
-            self._sink.arguments(json_of("".join(self._pieces), self._types))
+            self._sink.arguments(json_of("".join(self._pieces), self._types, strings_are_text=self._strings_are_text))
 
 
 class TaggedCallReader:
@@ -108,14 +110,13 @@ class TaggedCallReader:
         call: TaggedCall,
         schemas: Schemas,
         section_ends: tuple[str, ...],
-        *,
-        strings_are_text: bool,
+        free_functions: Collection[str],
     ) -> None:
         self._reader = reader
         self._sink = sink
         self._call = call
         self._schemas = schemas
-        self._strings_are_text = strings_are_text
+        self._free_functions = free_functions
         self._ends = (*call.end, *section_ends)
         self._options = tuple(filter(None, (call.key_begin, call.json_begin, *self._ends)))
         """Options after the header or a parameter."""
@@ -164,7 +165,13 @@ class TaggedCallReader:
         self._sink.arguments(f"{', ' if self._has_any else '{'}{quoted(key['name'])}: ")
         self._has_any = True
         types = allowed_types(self._schemas.get(function), key["name"])
-        value = ValueWriter(self._sink, types, trims_newline=call.trims_newline)
+        is_marked = "text" in call.key.groupindex
+        value = ValueWriter(
+            self._sink,
+            types,
+            trims_newline=call.trims_newline,
+            strings_are_text=function in self._free_functions and not is_marked,
+        )
         if self._is_text(function, key, types):
             value.begin_string()
         found = yield from self._read_value(value)
@@ -190,7 +197,8 @@ class TaggedCallReader:
         """Whether the value can only be a string."""
         if "text" in self._call.key.groupindex:
             return key["text"] is not None
-        return is_plain_text(self._schemas.get(function), key["name"]) or (self._strings_are_text and types == STRING)
+        is_free = function in self._free_functions
+        return is_plain_text(self._schemas.get(function), key["name"]) or (is_free and types == STRING)
 
     def _read_key(self) -> Reading[re.Match[str] | None]:
         reader, call = self._reader, self._call
@@ -220,13 +228,15 @@ class NestedCallReader:
     """Reads one call."""
 
     def __init__(
-        self, reader: Reader, sink: Sink, call: NestedCall, schemas: Schemas, *, strings_are_text: bool
+        self, reader: Reader, sink: Sink, call: NestedCall, schemas: Schemas, free_functions: Collection[str]
     ) -> None:
         self._reader = reader
         self._sink = sink
         self._call = call
         self._schemas = schemas
-        self._strings_are_text = strings_are_text
+        self._free_functions = free_functions
+        self._strings_are_text = False
+        """Whether the called function is free."""
         self._marks = markers(frozenset((call.mark,)))
         self._schema: Schema = {}
         """The schema of the called function."""
@@ -237,6 +247,7 @@ class NestedCallReader:
         name, id, _ = yield from read_header(reader, call.header_end, call.header)
         start(reader, self._sink, name, id)
         self._schema = self._schemas.get(name) or {}
+        self._strings_are_text = name in self._free_functions
         if (yield from self._read_members(self._schema, is_list=False)):
             end(reader, self._sink)
         elif reader.is_at_end:
@@ -289,7 +300,7 @@ class NestedCallReader:
         reader = self._reader
         reader.drop()
         types = types_of(description, self._schema)
-        value = ValueWriter(self._sink, types, trims_newline=False)
+        value = ValueWriter(self._sink, types, trims_newline=False, strings_are_text=self._strings_are_text)
         if is_any_string(description, self._schema) or (self._strings_are_text and types == STRING):
             value.begin_string()
         if not (yield from reader.until(self._marks, value.push)):

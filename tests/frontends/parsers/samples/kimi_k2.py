@@ -32,7 +32,18 @@ SAMPLES = (
         calls=(Call("f", "{}", "f:7"),),
     ),
     # The reasoning's end is missing: the calls end it too.
-    _kimi(reasoning="kimi_k2", text=f"<think>Which?{_TWO}", special=_SPECIAL, reasons="Which?", calls=_CALLS),
+    _kimi(
+        reasoning="kimi_k2",
+        text=f"<think>Which?{_TWO}",
+        special=_SPECIAL,
+        schemas={"get_weather": {}, "clock.now": {}},
+        reasons="Which?",
+        calls=_CALLS,
+    ),
+    _kimi(
+        text=_TWO.replace("functions.clock.now:1", "functions.get_weather:0"),
+        calls=(_CALLS[0], Call("get_weather", "{}", "functions.get_weather:1")),
+    ),
     _kimi(reasoning="kimi_k2", text="<think>Hm.</think>Hello", reasons="Hm.", content="Hello"),
     _kimi(
         finish_reason="length",

@@ -194,7 +194,7 @@ JSON_FORMATS = (
             end=(_KIMI_END,),
         ),
         grammar=CallGrammar.of(
-            f"{_KIMI_CALL}functions.…:0{_KIMI_ARGUMENTS}…{_KIMI_CALL_END}", begin=_KIMI, end=_KIMI_END
+            f"{_KIMI_CALL}functions.…:0{_KIMI_ARGUMENTS}…{_KIMI_CALL_END}", begin=_KIMI, end=_KIMI_END, number="0"
         ),
     ),
     # A list of JSON objects, or, since version 11, name and arguments of one call.

@@ -20,8 +20,8 @@ OPENAI = ToolCallFormat(
     grammar=CallGrammar.of(f"{_HARMONY_CALL}… <|constrain|>json<|message|>…<|call|>"),
 )
 _THINK = (
-    *("deepseek_r1", "deepseek_v3", "deepseek_v4", "gigachat35", "glm45", "glm47", "holo2", "mimo", "minimax_m2"),
-    *("nemotron_v3", "olmo3", "poolside_v1", "qwen3", "step3", "step3p5"),
+    *("deepseek_r1", "deepseek_v3", "deepseek_v4", "gigachat35", "glm45", "glm47", "holo2", "kimi_k2", "mimo"),
+    *("minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "qwen3", "step3", "step3p5"),
 )
 
 
@@ -38,7 +38,6 @@ REASONING = (
     *(ReasoningFormat(name=name, start="<think>", end="</think>") for name in _THINK),
     _in_parts("ernie45", "<think>", "</think>", ("<response>\n", "\n</response>")),
     _in_parts("hunyuan_a13b", "<think>", "</think>", ("<answer>\n", "\n</answer>")),
-    ReasoningFormat(name="kimi_k2", start="<think>", end="</think>", ended_by=("<|tool_calls_section_begin|>",)),
     ReasoningFormat(name="hy_v3", start="<think:opensource>", end="</think:opensource>"),
     ReasoningFormat(name="apertus", start="<|inner_prefix|>", end="<|inner_suffix|>"),
     _cohere("cohere_command3", "RESPONSE"),
@@ -56,7 +55,5 @@ REASONING = (
     ReasoningFormat(name="mistral", start="[THINK]", end="[/THINK]"),
     ReasoningFormat(name="openai_gptoss", start="<|channel|>analysis<|message|>", end="<|end|>", messages=_HARMONY),
     ReasoningFormat(name="seed_oss", start="<seed:think>", end="</seed:think>"),
-    ReasoningFormat(
-        name="solar_open2", start="<|think:start|>", end="<|think:end|>", ended_by=("<|tool_call:start|>",)
-    ),
+    ReasoningFormat(name="solar_open2", start="<|think:start|>", end="<|think:end|>"),
 )

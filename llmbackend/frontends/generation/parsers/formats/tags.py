@@ -86,6 +86,7 @@ def _dsml(name: str, section: str, tag: str = "｜DSML｜") -> ToolCallFormat:
 
 
 _MAYBE_QUOTED = re.compile(r"""\s*(?P<quote>["']?)(?P<name>[^\s"'<>]{1,256})(?P=quote)\s*""")
+_QUOTED_KEY = re.compile(r"""\s*(?P<quote>["'])(?P<name>[^\s"'<>](?:[^"'<>\n]*[^\s"'<>])?)(?P=quote)\s*""")
 _QUOTED = re.compile(r"""\s*(?P<quote>["'])(?P<name>[^\s"'<>]{1,256})(?P=quote)\s*""")
 
 
@@ -189,7 +190,7 @@ TAGGED_FORMATS = (
                     header=_QUOTED,
                     key_begin=_MINICPM_PARAMETER,
                     key_end=">",
-                    key=_QUOTED,
+                    key=_QUOTED_KEY,
                     value_end="</param>",
                     text_begin=_CDATA,
                     text_end=_CDATA_END,
