@@ -400,10 +400,8 @@ def _instantiate(config: EngineConfig, opened: OpenedCheckpoint) -> Any:
 
 
 def _filled_model(config: EngineConfig, opened: OpenedCheckpoint) -> tuple[Any, StoredMatrices | None]:
-    """For weights that transformers does not read: in 4 bits, or in a GGUF file. Returns the model, and the matrices
-    that are kept as stored."""
-    dtype = dtype_of(config, opened)
-    files = files_of(config)
+    """For weights in 4 bits or in a GGUF file, which transformers does not read. Also the matrices kept as stored."""
+    dtype, files = dtype_of(config, opened), files_of(config)
     try:
         tensors = read_headers(files) if opened.tensors is None else opened.tensors
         check_stored_tensors(config, opened, tensors)
@@ -418,8 +416,7 @@ def _filled_model(config: EngineConfig, opened: OpenedCheckpoint) -> tuple[Any, 
             keep_text(model)
             kept = kept_matrices(config, opened.int4, named)
             place = Int4Placement(opened.device, dtype, dense=not opened.dense, exact=config.batch_invariant)
-            without = frozenset() if kept is None else kept_names(model, kept)
-            fill(model, opened.int4, named, place, without)
+            fill(model, opened.int4, named, place, frozenset() if kept is None else kept_names(model, kept))
     except (CheckpointError, SafetensorError) as error:
         raise bad_checkpoint(config.model, error) from error
     with contextlib.suppress(OSError):  # it has none
