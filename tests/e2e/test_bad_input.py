@@ -46,7 +46,7 @@ HTTP_CASES: list[tuple[str, Any, int, str]] = [
     (CHAT, {"model": "mock", "messages": []}, 400, "messages"),
     (CHAT, {"model": "mock", "messages": [{"role": "user", "content": TOO_LONG}]}, 400, "512"),
     (CHAT, {"model": "mock", "messages": HELLO, "temperature": 9}, 400, "temperature"),
-    (CHAT, {"model": "mock", "messages": HELLO, "n": 65}, 400, "n"),
+    (CHAT, {"model": "mock", "messages": HELLO, "n": 129}, 400, "n"),
     (CHAT, {"model": "mock", "messages": HELLO, "no_such_field": 1}, 400, "no_such_field"),
     (CHAT, {"model": "mock", "messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools"),
     (CHAT, {"model": "mock", "messages": HELLO, "stream": True, "top_k": -7}, 400, "top_k"),

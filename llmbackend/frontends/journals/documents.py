@@ -93,6 +93,8 @@ class Put:
     document: Document
     ancestors: tuple[str, ...] = ()
     """Ids of the documents that it continues: they are kept as if they were put with it."""
+    is_end: bool = False
+    """Of a live document, which may have been deleted by another server: then it stays deleted."""
 
     @property
     def id(self) -> str:

@@ -69,6 +69,8 @@ class RedisStorage:
         self._capacity = capacity
         self._is_recount_due = False
         """Whether Redis has removed documents, whose bytes are still counted."""
+        self._claimed: set[str] = set()
+        """Live documents that this server may have claimed, and that `live` has yet to return."""
         self._instance = f"{_machine()}|{os.getpid()}|{uuid.uuid4().hex}"
         self._shown = url.rpartition("@")[2]
         self._redis = _client(url)
@@ -127,13 +129,15 @@ class RedisStorage:
         with self._errors():
             writers: dict[bytes, bytes] = self._redis.hgetall(_key("live"))
             ended = {writer for writer in set(writers.values()) if self._has_ended(writer.decode())}
-            ids = [
-                id.decode() for id, writer in writers.items() if writer in ended and self._claims(id.decode(), writer)
-            ]
-            documents = [(id, self._document(id)) for id in ids]
+            for key, writer in writers.items():
+                if writer in ended:
+                    self._claim(key.decode(), writer)
+            own = self._claimed - self._written_by_others(self._claimed)
+            documents = [(id, self._document(id)) for id in own]
             for id, found in documents:
                 if found is None or not found.is_live:  # it ended in the meantime
                     self._redis.hdel(_key("live"), id)
+            self._claimed = set()
             return [found for _, found in documents if found is not None and found.is_live]
 
     def listed(self, owner: str, after: Entry | None, most: int, *, is_descending: bool) -> list[Entry]:
@@ -201,7 +205,7 @@ class RedisStorage:
     def _add(self, pipe: Pipeline, writes: Sequence[Write], held: dict[str, _Stored], now_s: float) -> None:
         for write in writes:
             match write:
-                case Put(document, ancestors):
+                case Put(document, ancestors, is_end) if document.id in held or not is_end:
                     self._put(pipe, document, held.setdefault(document.id, _Stored(document.owner)), now_s)
                     for id in ancestors:
                         if id in held:
@@ -363,16 +367,16 @@ class RedisStorage:
             return True
         return not self._redis.exists(_key("instance", writer))
 
-    def _claims(self, id: str, writer: bytes) -> bool:
-        """Whether this server is the first to take it over."""
+    def _claim(self, id: str, writer: bytes) -> None:
+        """Makes this server the writer of the document if it is the first to take it over."""
         lock = _key("adopted", f"{id}|{writer.decode()}")
         if not self._redis.set(lock, self._instance, nx=True, ex=LEASE_S):
-            return False
+            return
+        self._claimed.add(id)  # before the transaction, whose answer may be lost
         with self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(_key("live"), id, self._instance)
             pipe.hset(_key("doc", id), "writer", self._instance)  # makes a transaction of the former writer fail
             pipe.execute()
-        return True
 
     def _keep_lease(self) -> None:
         while not self._closing.wait(_RENEW_INTERVAL_S):

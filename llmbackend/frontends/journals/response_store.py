@@ -30,6 +30,8 @@ _WATCH_INTERVAL_S = 0.25
 """Time between two reads of events that another server writes."""
 _EXPIRY_RETRY_S = 10.0
 """Time until the next attempt to remove expired documents after a failure of the store."""
+_END_RETRY_S = 1.0
+"""Time until the next attempt to store final documents after a failure of the store."""
 _LOAD_BYTES = 1 << 20
 """Bytes of events that are read at once."""
 _MAX_UNCOMMITTED_BYTES = 1 << 20
@@ -90,6 +92,10 @@ class ResponseStore:
         self._taking_over: asyncio.Task[None] | None = None
         self._claimed: list[Document] = []
         """Live documents that are this server's now, and that the producer has yet to take over."""
+        self._unstored: dict[str, Document] = {}
+        """Final documents whose commit failed, by id."""
+        self._storing: asyncio.Task[None] | None = None
+        """Stores them, once there are some."""
         self._watching: set[asyncio.Task[None]] = set()
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -141,7 +147,7 @@ class ResponseStore:
         """To be called after the last request. Ends the journals that are still in progress."""
         if self._expiry is not None:
             self._expiry.cancel()
-        for task in (self._expiring, self._taking_over, *self._watching):
+        for task in (self._expiring, self._taking_over, self._storing, *self._watching):
             if task is not None:
                 task.cancel()
         for log in list(self._live.values()):
@@ -170,6 +176,7 @@ class ResponseStore:
         await self.get(owner, kind, id)
         if (log := self._live.get(id)) is not None:
             log.abandon()
+        self._unstored.pop(id, None)
         await self._commits.settled(self._commits.add([Delete(id)]))
 
     async def lineage(self, owner: str, kind: Kind, id: str, max_bytes: int) -> list[Document]:
@@ -234,9 +241,25 @@ class ResponseStore:
     def _opened(self, document: Document, journal: Journal, ancestors: tuple[str, ...] = ()) -> LiveLog:
         forget = partial(self._live.pop, document.id, None)
         added = self._add(document, ancestors)
-        log = LiveLog(document, journal, self._commits, self.options.max_log_bytes, added, forget)
+        log = LiveLog(document, journal, self._commits, self.options.max_log_bytes, added, forget, self._store_later)
         self._live[document.id] = log
         return log
+
+    def _store_later(self, document: Document) -> None:
+        self._unstored[document.id] = document
+        if self._storing is None or self._storing.done():
+            self._storing = asyncio.get_running_loop().create_task(self._store_unstored())
+
+    async def _store_unstored(self) -> None:
+        """Without it, a response would stay in progress after a short failure of the store."""
+        while self._unstored:
+            await asyncio.sleep(_END_RETRY_S)
+            documents = tuple(self._unstored.values())
+            unexpired = [one for one in documents if one.expires_s > self.clock_s()]
+            with suppress(StoreError):  # logged by Commits
+                await asyncio.shield(self._commits.add([Put(one, is_end=True) for one in unexpired]))
+                for one in documents:
+                    self._unstored.pop(one.id, None)
 
     def _lost(self, id: str) -> None:
         """Another server has taken the document over after this one's lease expired; readers here get its events."""
@@ -312,8 +335,10 @@ class LiveLog:
         max_bytes: int,
         opened: asyncio.Future[None],
         forget: Callable[[], object],
+        store_later: Callable[[Document], None],
     ) -> None:
-        """opened: the commit of the document. forget: called when no event will follow"""
+        """opened: the commit of the document. forget: called when no event will follow. store_later: called with the
+        final document if its commit fails"""
         self.document = document
         self.journal = journal
         self.on_failure: Callable[[Exception], None] = lambda error: None
@@ -321,12 +346,15 @@ class LiveLog:
         self._commits = commits
         self._max_bytes = max_bytes
         self._forget = forget
+        self._store_later = store_later
         self._next = journal.next_number
         self._size_bytes = 0
         self._uncommitted_bytes = 0
         self._last = opened
         self._is_over = False
         self._is_lost = False
+        self._has_failed = False
+        """Whether a step was not committed: later ones would leave a gap."""
         opened.add_done_callback(partial(self._committed, ()))
 
     @property
@@ -335,7 +363,7 @@ class LiveLog:
 
     def append(self, events: Sequence[bytes], progress: bytes) -> None:
         """Adds one step."""
-        if self._is_over:
+        if self._is_over or self._has_failed:
             return
         step = self._step(events, progress)
         self._last = self._commits.add([step])
@@ -356,8 +384,8 @@ class LiveLog:
             return
         self._is_over = True
         self.document = replace(document, is_live=False, continuation=b"")
-        step = self._step(events, b"")
-        done = self._commits.add([step, Put(self.document)])
+        step, end = self._step(() if self._has_failed else events, b""), Put(self.document, is_end=True)
+        done = self._commits.add([step, end])
         done.add_done_callback(partial(self._committed, step.events))
         done.add_done_callback(lambda _: None if self._is_lost else self._end())
         await self._commits.settled(done)
@@ -389,7 +417,11 @@ class LiveLog:
         error = None if done.cancelled() else done.exception()
         if error is None:
             self.journal.publish(events)
-        elif not self.journal.has_ended and isinstance(error, Exception):
+            return
+        self._has_failed = True
+        if self._is_over and not self.document.is_live:
+            self._store_later(self.document)
+        if not self.journal.has_ended and isinstance(error, Exception):
             self.journal.end(error)
             self.on_failure(error)
 

@@ -163,7 +163,7 @@ class SqliteStorage:
 
     def _write(self, write: Write, now_s: float) -> None:
         match write:
-            case Put(document, ancestors):
+            case Put(document, ancestors, _):
                 self._put(document, now_s)
                 self._connection.executemany(
                     "UPDATE uses SET used_s = MAX(used_s, ?), expires_s = MAX(expires_s, ?) WHERE id = ?",

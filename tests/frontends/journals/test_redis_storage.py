@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
+import redis
 
 from llmbackend.frontends.journals.documents import Append, Capacity, Delete, Put, StoreError
 from llmbackend.frontends.journals.redis_storage import RedisStorage, _client
-from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
+from llmbackend.frontends.journals.response_store import NotStoredError, ResponseStore, StoreOptions
 from llmbackend.frontends.journals.store_settings import StoreSettings
 
 from .test_response_store import NOW_S, Clock, Collecting, document, events_of, opened
@@ -111,6 +113,33 @@ async def test_a_redis_that_is_away(redis_url: str) -> None:
         storage._redis = _client("redis://127.0.0.1:1/0")
         with pytest.raises(StoreError):
             await store.put(document("b"))
+
+
+def test_a_claim_is_not_lost_if_redis_fails_after_it(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert subprocess.run([sys.executable, "-c", _ENDED, redis_url], check=False).returncode == 9
+    storage = RedisStorage(redis_url, CAPACITY)
+    with monkeypatch.context() as away:
+        away.setattr(storage, "_document", Mock(side_effect=redis.ConnectionError))
+        with pytest.raises(StoreError):
+            storage.live()
+    assert [one.id for one in storage.live()] == ["a"] and storage.live() == []
+    storage.close()
+
+
+async def test_a_response_that_another_server_has_deleted_stays_deleted(redis_url: str) -> None:
+    first, second = (
+        ResponseStore(RedisStorage(redis_url, CAPACITY), StoreOptions(ttl_s=100.0), Clock()) for _ in range(2)
+    )
+    log = first.begin(document("a", is_live=True))
+    log.append([b"0"], b"p0")
+    await log.committed()
+    await second.delete("", "response", "a")
+    log.append([b"1"], b"p1")
+    await log.finish(document("a", body=b"[]"), [b"2"])
+    for store in (first, second):
+        with pytest.raises(NotStoredError):
+            await store.get("", "response", "a")
+        await store.close()
 
 
 async def test_a_server_that_was_taken_for_ended_is_refused(redis_url: str) -> None:

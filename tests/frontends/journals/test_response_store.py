@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,16 @@ from typing import Any, Protocol
 
 import pytest
 
-from llmbackend.frontends.journals.documents import Capacity, Delete, Document, Entry, Put, Storage
+from llmbackend.frontends.journals.documents import (
+    Capacity,
+    Delete,
+    Document,
+    Entry,
+    Put,
+    Storage,
+    StoreError,
+    Write,
+)
 from llmbackend.frontends.journals.journal import EventsGoneError, Journal
 from llmbackend.frontends.journals.redis_storage import RedisStorage
 from llmbackend.frontends.journals.response_store import (
@@ -254,6 +263,34 @@ async def test_a_log_has_a_bound(make_storage: MakeStorage) -> None:
         await asyncio.sleep(0.01)
         assert "more than 100 bytes" in str(failures[0])
         await log.finish(document("a"))
+
+
+async def test_a_document_ends_once_a_store_that_failed_works_again(
+    make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(writes: Sequence[Write], now_s: float) -> Collection[str]:
+        raise StoreError("no room")
+
+    monkeypatch.setattr("llmbackend.frontends.journals.response_store._END_RETRY_S", 0.01)
+    storage = make_storage()
+    async with opened(storage) as store:
+        log = store.begin(document("a", is_live=True))
+        log.append([b"0"], b"")
+        await log.committed()
+        with monkeypatch.context() as full:
+            full.setattr(storage, "commit", fail)
+            log.append([b"1"], b"")
+            with pytest.raises(StoreError):
+                await log.committed()
+            log.append([b"2"], b"")
+            with pytest.raises(StoreError):
+                await log.finish(document("a", body=b'"failed"'), [b"3"])
+            await asyncio.sleep(0.05)
+        async with asyncio.timeout(10):
+            while (await store.get("", "response", "a")).is_live:
+                await asyncio.sleep(0.01)
+        ended = await store.get("", "response", "a")
+        assert ended.body == b'"failed"' and await events_of(await store.journal(ended)) == [(0, b"0")]
 
 
 async def test_a_journal_that_is_nowhere_else_says_what_is_gone() -> None:
