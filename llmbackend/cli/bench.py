@@ -166,7 +166,7 @@ def further_arguments(text: str) -> dict[str, Any]:
     if own := _OWN_FLAGS & values.keys():
         raise bad_option(flag, f"{flag} names '{min(own)}', expected {flag_of(min(own))} instead")
     try:
-        msgspec.convert({"model": "mock", **values}, EngineConfig)
+        msgspec.convert({"model": "checkpoint", **values}, EngineConfig)
     except (msgspec.ValidationError, ValueError) as error:
         raise bad_option(flag, f"{flag} is '{text}': {error}") from None
     return values

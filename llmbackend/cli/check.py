@@ -31,6 +31,7 @@ from llmbackend.frontends.generation.parsers import detect
 from ..server.serve import reasons_with_flags
 from ..server.start_failure import failure_summary
 from .command_line import PlainHelpCommand, bad_option, takes_flag_groups
+from .flags import vllm_environment
 from .flags.engine import EngineFlags
 from .models import go_offline, local_model
 from .terminal_text import harmless, harmless_line
@@ -85,7 +86,7 @@ def _models(target: str, engine: EngineFlags) -> tuple[Path, list[str], str]:
     path = Path(target)
     if not path.is_dir() or (path / "config.json").is_file() or is_gguf_model(path):
         try:
-            single = engine.model(target)
+            single = engine.with_defaults(vllm_environment.engine_arguments(os.environ)).model(target)
         except typer.BadParameter as error:
             raise _about_target(error) from None
         assert single is not None

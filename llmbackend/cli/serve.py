@@ -76,6 +76,9 @@ def serve(
 
     for text in (*models.warnings(), *engine.warnings(), *inert.warnings(), *vllm_environment.warnings(os.environ)):
         warn(text)
+    levels = ("log_level", "log_verbose", "log_info", "log_warning", "log_error")
+    if not any(_is_given(context, name) for name in levels):
+        log = replace(log, log_level=vllm_environment.log_level(os.environ))
     endpoints = vllm.endpoints(http, grpc, metrics, bool(models.model_tag), partial(_is_given, context))
     _check_endpoints(endpoints)
     if server.frontend_processes > 1 or cluster.cluster is not None:
@@ -84,7 +87,7 @@ def serve(
     allow_client_shm = shared_memory.allowed(endpoints["HTTP"], endpoints["GRPC"])
     options = server_options(models, single, server, metrics_config.options(), allow_client_shm)
     settings = ServerSettings(
-        log=replace(log, log_level=log.log_level or vllm_environment.log_level(os.environ)).settings(),
+        log=log.settings(),
         options=replace(scheduling.applied_to(options), trace=trace.settings()),
         http=endpoints["HTTP"],
         grpc=endpoints["GRPC"],

@@ -58,7 +58,7 @@ class OpenTelemetrySink:
     takes_spans = True
 
     def __init__(self, options: OpenTelemetryOptions) -> None:
-        name = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": SERVICE_NAME}
+        name = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": SERVICE_NAME}
         resource = Resource.create(name | dict(options.resource))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False, span_limits=_LIMITS)
         self._exporter = _exporter(options)
@@ -151,8 +151,11 @@ def _exporter(options: OpenTelemetryOptions) -> SpanExporter:
     url = _with_scheme(options.url) or None
     if not options.uses_grpc:
         return OTLPSpanExporter(endpoint=url)
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcSpanExporter
-
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcSpanExporter
+    except ImportError as error:
+        missing = f"traces over gRPC need OpenTelemetry's exporter ({error.name} is missing)"
+        raise unsupported(f"{missing}: pip install 'llmbackend[opentelemetry]'") from None
     return GrpcSpanExporter(endpoint=url)
 
 

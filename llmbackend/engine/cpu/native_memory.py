@@ -177,15 +177,16 @@ def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     block_bytes = config.block_size * bytes_per_token
-    needed = 1
-    if config.given_max_model_len is not None:
-        needed = groups.max_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
+    needed = groups.count
+    if config.given_max_model_len is not None:  # small chunks need fewer blocks of windows, but take longer
+        chunk_tokens = 1 if config.kv_cache_memory_bytes else config.max_num_batched_tokens
+        needed = groups.max_blocks(max_model_len, chunk_tokens, config.block_size)
     memory_bytes = config.kv_cache_memory_bytes or max(DEFAULT_KV_BYTES, needed * block_bytes)
     num_blocks = memory_bytes // block_bytes if block_bytes else max(needed, _MAX_EMPTY_BLOCKS)
     if num_blocks < needed:
         raise ValueError(
             f"engine argument 'kv_cache_memory_bytes' is {memory_bytes}, expected at least {needed * block_bytes}: "
-            f"{f'1 block of {config.block_size}' if needed == 1 else f'one request of {max_model_len}'} tokens"
+            f"one request of {config.given_max_model_len or config.block_size} tokens"
         )
     # No more than all rows use at full length.
     return min(num_blocks, config.max_num_seqs * groups.count * -(-max_model_len // config.block_size))

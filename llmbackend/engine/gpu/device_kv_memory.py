@@ -2,10 +2,10 @@
 
 Used by the runner when it is created. Invariants: KV blocks leave room for the largest step and the graphs, both
 measured before, and for the staging buffers of host blocks; an engine that could not hold one sequence of max_model_len
-tokens does not start, and the error says what would help. A host block is one contiguous piece of pinned memory with
-the block's keys and values of all layers; a copy is ordered with the device's other work. Device kernels only gather
-blocks into a staging buffer or scatter them from it; transfers between buffer and host run concurrently, with
-neighbouring host blocks as one copy, and one buffer being filled while the other is drained.
+tokens does not start unless that is AUTO_CONTEXT, and the error says what would help. A host block is one contiguous
+piece of pinned memory with the block's keys and values of all layers; a copy is ordered with the device's other work.
+Device kernels only gather blocks into a staging buffer or scatter them from it; transfers between buffer and host run
+concurrently, with neighbouring host blocks as one copy, and one buffer being filled while the other is drained.
 
 Source of the names: vLLM's gpu_memory_utilization, num_gpu_blocks_override, kv_cache_memory_bytes, kv_cache_dtype.
 """
@@ -209,7 +209,7 @@ def num_kv_blocks(
     available = _available_bytes(config, memory, graph_bytes)
     num_blocks = min(max(available, 0) // bytes_per_block, _MAX_SLOTS // config.block_size)
     needed = groups.max_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
-    if num_blocks >= (1 if config.max_model_len == AUTO_CONTEXT else needed):
+    if num_blocks >= (groups.count if config.max_model_len == AUTO_CONTEXT else needed):
         return num_blocks
     source = "gpu_memory_utilization" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
     raise ValueError(

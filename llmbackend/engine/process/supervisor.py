@@ -11,6 +11,7 @@ for the next one ends without a failure; both together have the time limit of on
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -24,6 +25,7 @@ import msgspec
 
 from llmbackend.fork_server.client import restart_pause_s, wait_readable
 from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
+from llmbackend.gguf.files import stamp
 from llmbackend.waiting.wakeup import Wakeup
 
 from ..config import EngineConfig
@@ -305,6 +307,12 @@ class Supervisor:
         logger.error("%s; %s, the next start is in %.1f s%s", error, count, pause_s, output)
 
 
+_READ_BY_ENGINES: Final = (
+    *("*.safetensors", "*.safetensors.index.json", "*.gguf"),
+    *("config.json", "generation_config.json"),
+)
+
+
 @dataclass
 class _Shared:
     server: EngineForkServer
@@ -340,12 +348,11 @@ class ForkServers:
 
 
 def _key(config: EngineConfig, runners: str) -> bytes:
-    """With the state of the checkpoint's files, which may be replaced before a reload. A hub id has none yet."""
-    try:
-        states = [(path.name, path.stat()) for path in sorted(Path(config.model).iterdir())]
-    except OSError:
-        states = []
-    files = [(name, state.st_size, state.st_mtime_ns, state.st_ino) for name, state in states]
+    """With the state of the files that engines read, which may be replaced before a reload. A hub id has none yet."""
+    files = []
+    for path in sorted(path for pattern in _READ_BY_ENGINES for path in Path(config.model).glob(pattern)):
+        with contextlib.suppress(OSError):
+            files.append((path.name, *stamp(path)))
     return msgspec.json.encode((runners, config, files), order="sorted")
 
 

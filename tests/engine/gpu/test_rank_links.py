@@ -178,6 +178,14 @@ def test_an_address_that_is_taken_is_named(meeting: RankMeeting, listener: RankL
         RankListener(meeting)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def gloo_has_started() -> None:
+    """What Gloo keeps for the whole process is not left behind by a test."""
+    meeting, port = collectives.listen(LOOPBACK)
+    Ranks(RankPlace(0)).join(torch.device("cpu"), LOOPBACK, port, 30, meeting)
+    collectives.leave()
+
+
 def test_ranks_use_no_interface_but_that_of_their_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """To NCCL a name without = is a prefix of the names of several."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -10,7 +10,7 @@ Source: Triton's python backend and the texts of its checks; sys.path in golden 
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import logging
 import sys
@@ -44,7 +44,12 @@ def load_class(path: str, version_directory: str) -> Any:
         package.__path__ = [str(file.parent)]
         sys.modules[package.__name__] = package
         name = f"{package.__name__}.{name}"
-    module = importlib.import_module(name)
+        module = importlib.import_module(name)
+    else:  # by its path, because the environment may have a package of that name
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     found = getattr(module, "TritonPythonModel", None)
     if found is None:
         raise AttributeError(f"module '{file.name}' has no attribute 'TritonPythonModel'")
