@@ -25,6 +25,7 @@ from llmbackend.frontends.http.errors import OpenAIError
 from tests.frontends.parsers.laws import distinct_formats
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
 from tests.helpers import byte_grammars
+from trials.agents import codex_form
 
 NUM_WALKS = 6
 """Per format, with one call and with any number."""
@@ -292,6 +293,18 @@ def test_a_voluntary_call_of_a_custom_tool_follows_its_grammar(name: str) -> Non
     assert byte_grammars.accepts(COMPILER, f"{header}No patch is needed.", **parameters)
     assert byte_grammars.accepts(COMPILER, call_text(name, REAL_PATCH), **parameters)
     assert not byte_grammars.accepts(COMPILER, call_text(name, "*** Begin Patch\n"), **parameters)
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_the_masks_of_a_clients_grammar_beside_another_function_can_be_computed(name: str) -> None:
+    """The compiler has a limit of expressions, which a class of all Unicode spaces in a parameter's name exceeds."""
+    other = Function("run", {"type": "object", "properties": {"cmd": {"type": "string"}}}, is_strict=False)
+    asked = custom_use(definition=codex_form.PATCH_GRAMMAR, is_required=False)
+    asked = replace(asked, functions=(other, *asked.functions))
+    matcher = COMPILER.matcher(byte_grammars.grammar(COMPILER, **custom_structure(name, asked)))
+    for byte in call_text(name, REAL_PATCH).encode():
+        matcher.compute_bitmask()
+        assert matcher.try_consume_tokens([byte]) == 1, matcher.get_error()
 
 
 @pytest.mark.parametrize("is_required", [True, False])

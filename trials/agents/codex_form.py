@@ -16,7 +16,7 @@ from .workspace import Workspace
 
 THREAD = "0b6f3c52-6a40-78f2-a867-d78987f8c357"
 _HEADERS = {"session-id": THREAD, "thread-id": THREAD, "originator": "codex_exec", "x-client-request-id": THREAD}
-_PATCH_GRAMMAR = """start: first change+ last
+PATCH_GRAMMAR = """start: first change+ last
 first: "*** Begin Patch" LF
 last: "*** End Patch" LF?
 change: add | remove | update
@@ -55,7 +55,7 @@ TOOLS: list[dict[str, Any]] = [
         "type": "custom",
         "name": "apply_patch",
         "description": "Changes files.",
-        "format": {"type": "grammar", "syntax": "lark", "definition": _PATCH_GRAMMAR},
+        "format": {"type": "grammar", "syntax": "lark", "definition": PATCH_GRAMMAR},
     },
 ]
 

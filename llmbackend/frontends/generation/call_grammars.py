@@ -43,9 +43,10 @@ _IN_PLACE = (
 _NOT_NAMES = "'required' must be a list of names of 'properties'"
 _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 """A parameter name that the parser can read."""
-_ANY_TAG = r"""[^\s<>"'/](?:[^<>"'\n]{0,250}[^\s<>"'])?"""
-_ANY_WORD = r"""[^\s<>"',:=()\[\]{}]{1,250}"""
-"""A parameter name in formats whose values are literals."""
+_ANY_TAG = r"""[^\x00-\x20\x7f-\xa0<>"'/](?:[^<>"'\n]{0,250}[^\x00-\x20\x7f-\xa0<>"'])?"""
+_ANY_WORD = r"""[^\x00-\x20\x7f-\xa0<>"',:=()\[\]{}]{1,250}"""
+"""A parameter name in formats whose values are literals. Without Unicode's spaces: beside a client's grammar, such classes
+exceed the compiler's number of expressions."""
 
 
 def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
