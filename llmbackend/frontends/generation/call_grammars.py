@@ -45,8 +45,8 @@ _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 """A parameter name that the parser can read."""
 _ANY_TAG = r"""[^\x00-\x20\x7f-\xa0<>"'/](?:[^<>"'\n]{0,250}[^\x00-\x20\x7f-\xa0<>"'])?"""
 _ANY_WORD = r"""[^\x00-\x20\x7f-\xa0<>"',:=()\[\]{}]{1,250}"""
-"""A parameter name in formats whose values are literals. Without Unicode's spaces: beside a client's grammar, such classes
-exceed the compiler's number of expressions."""
+"""A parameter name in formats whose values are literals. Without a class of Unicode's spaces, which beside a client's
+grammar exceeds the compiler's limit of expressions."""
 
 
 def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
