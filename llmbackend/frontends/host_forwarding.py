@@ -35,7 +35,7 @@ from .http.tunnel import Tunnels
 
 MODEL_STREAM_INFER: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 _RPCS: Final = frozenset({"/inference.GRPCInferenceService/ModelInfer", MODEL_STREAM_INFER})
-_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages"})
+_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/invocations"})
 _MODEL_PREFIX: Final = "/v2/models/"
 _MODEL_WORDS: Final = frozenset({"infer", "generate", "generate_stream"})
 _KNOWN_RPCS: Final = frozenset(

@@ -211,6 +211,7 @@ def test_reading_a_response_later_begins_no_inference() -> None:
         ("/v1/chat/completions", b"a:1", True),
         ("/v1/completions", b"17", True),
         ("/v2/models/m/versions/1/generate_stream", b"a", True),
+        ("/invocations", b"a:1", True),
         ("/v1/completions", b" ", False),
         ("/v1/completions", b"\xa0", False),
         ("/v2/models/m/generate", b"a", False),

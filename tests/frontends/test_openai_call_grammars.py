@@ -24,6 +24,7 @@ from llmbackend.frontends.generation.plan import AnswerPlan
 from llmbackend.frontends.http.errors import OpenAIError
 from tests.frontends.parsers.laws import distinct_formats
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
+from tests.frontends.parsers.test_call_grammars import written
 from tests.helpers import byte_grammars
 from trials.agents import codex_form
 
@@ -293,6 +294,16 @@ def test_a_voluntary_call_of_a_custom_tool_follows_its_grammar(name: str) -> Non
     assert byte_grammars.accepts(COMPILER, f"{header}No patch is needed.", **parameters)
     assert byte_grammars.accepts(COMPILER, call_text(name, REAL_PATCH), **parameters)
     assert not byte_grammars.accepts(COMPILER, call_text(name, "*** Begin Patch\n"), **parameters)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "hermes"])
+def test_a_schema_that_forbids_other_members_stays_closed(name: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "unevaluatedProperties": False}
+    form = required_calls(use({"f": schema}), grammar_of(name))
+    parameters: dict[str, Any] = {"structured_outputs": {"structural_tag": {"format": form}}}
+    for member, is_right in (("a", True), ("b", False)):
+        text = written([("f", {member: "x"})], grammar_of(name))
+        assert byte_grammars.accepts(COMPILER, text, **parameters) == is_right, text
 
 
 @pytest.mark.parametrize("name", TAGGED)

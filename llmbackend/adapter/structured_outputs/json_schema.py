@@ -64,6 +64,8 @@ class _Translation:
         self._waiting: list[tuple[str, RequestPath]] = []
         self._inlined: list[str] = []
         self._num_inlined_nodes = 0
+        self._num_compared = 0
+        """Members by which alternatives were compared."""
         self._steps = Fraction(1)
         """Least common multiple of all multipleOf."""
         self._references: dict[str, dict[str, bool]] = {"#": {}}
@@ -154,10 +156,14 @@ class _Translation:
         return self._num_inlined_nodes <= MAX_INLINED_NODES
 
     def exclude_each_other(self, alternatives: list[object], place: RequestPath) -> bool:
-        """Whether the alternatives are objects that one required member tells apart by its text."""
+        """Whether the alternatives are objects that one required member tells apart by its text. False also after much
+        comparing, which no other limit bounds."""
+        if self._num_compared > MAX_SCHEMA_NODES:
+            return False
         targets = [self.resolved(one, place / index / "$ref") for index, one in enumerate(alternatives)]
         objects = [target for target in targets if isinstance(target, dict) and target.get("type") == "object"]
         names = [set(filter(_is_text, _list(target, "required"))) for target in objects]
+        self._num_compared += sum(map(len, names))
         if len(objects) < len(targets):
             return False
         return any(self._distinguishes(name, objects, place) for name in set.intersection(*names))

@@ -49,7 +49,7 @@ _INDEX: Final = re.compile(r"/v2/repository(/[^/]+)?/index\n?")
 _NO_INFERENCE: Final = re.compile(
     rf"({_MODEL}/(stop|stopInfer)|/v2/engine/.+|/v1/responses/resp_.+|/v1/chat/completions/chatcmpl-.+)\n?", re.DOTALL
 )
-_RESUMED: Final = re.compile(rf"{_MODEL}/generate_stream|/v1/(chat/)?completions")
+_RESUMED: Final = re.compile(rf"{_MODEL}/generate_stream|/v1/(chat/)?completions|/invocations")
 _CATEGORIES: Final = tuple(
     # A router's "$" also matches before a final newline; such a path needs a category, too.
     (re.compile(rf"({pattern})\n?", re.DOTALL), category)

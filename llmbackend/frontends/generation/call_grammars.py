@@ -179,7 +179,7 @@ def _arguments(function: Function) -> JsonObject:
 
 def _lists_members(schema: Mapping[str, Any]) -> bool:
     """Whether 'properties' describes all members that a model should write, if the schema does not say otherwise."""
-    return "properties" in schema and not any(keyword in schema for keyword in _IN_PLACE)
+    return "properties" in schema and not any(schema.get(keyword, False) is not False for keyword in _IN_PLACE)
 
 
 def _tagged(function: Function, grammar: CallGrammar) -> JsonObject:

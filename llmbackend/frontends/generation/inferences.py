@@ -53,7 +53,7 @@ from .tensors import (
 T = TypeVar("T")
 Arrival = tuple[int, Delta]
 """(index of the choice, its new tokens)"""
-_PROMPTS_AT_ONCE: Final = 32
+_PROMPTS_AT_ONCE: Final = 128
 MANY_TOKENS: Final = 512
 """Tokens, with those in logprobs, that are parsed or rendered in about 2 ms."""
 

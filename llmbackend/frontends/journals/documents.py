@@ -94,7 +94,7 @@ class Put:
     ancestors: tuple[str, ...] = ()
     """Ids of the documents that it continues: they are kept as if they were put with it."""
     is_end: bool = False
-    """Of a live document, which may have been deleted by another server: then it stays deleted."""
+    """Of a live document, which another server may have ended or deleted meanwhile: then it is left alone."""
 
     @property
     def id(self) -> str:

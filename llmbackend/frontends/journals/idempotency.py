@@ -36,7 +36,7 @@ _KEY: Final = b"idempotency-key"
 _MAX_KEY_CHARS: Final = 255
 _BODY_WAIT_S: Final = 1.0
 """How long a retry waits for the body of the earlier request with the same key."""
-_OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations")
 _MODELS: Final = "/v2/models/"
 _MODEL_ENDPOINTS: Final = ("/infer", "/generate", "/generate_stream")
 _FINGERPRINTED_HEADERS: Final = frozenset((b"content-type", b"content-encoding", b"inference-header-content-length"))

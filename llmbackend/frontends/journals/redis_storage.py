@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -30,6 +30,8 @@ _ATTEMPTS: Final = 5
 _TIMEOUT_S: Final = 5.0
 _EXPIRY_MARGIN_S: Final = 3600
 """Redis removes a document's keys this long after its expiry, if no server has."""
+_LEEWAY_S: Final = 60.0
+"""How much longer an ancestor is kept than asked, so that not every turn of a chain has to extend all of them."""
 _REMOVAL_BATCH: Final = 64
 _PREFIX: Final = "llmbackend:responses:"
 _VERSION: Final = 1
@@ -46,6 +48,7 @@ class _Stored:
     """Sizes of a document before a write of a transaction, whose commands Redis executes at its end."""
 
     owner: str
+    is_live: bool = False
     expires_s: float = 0.0
     document_bytes: int = 0
     log_bytes: int = 0
@@ -102,8 +105,10 @@ class RedisStorage:
 
     def get_history(self, id: str, now_s: float) -> Document | None:
         with self._errors():
-            has_body = not self._redis.hstrlen(_key("doc", id), "output")
-            return _unexpired(self._document(id, has_body=has_body), now_s)
+            document = self._document(id, has_body=False)
+            if document is not None and not document.output:
+                document = self._document(id)
+            return _unexpired(document, now_s)
 
     def num_events(self, id: str) -> int:
         with self._errors():
@@ -205,12 +210,12 @@ class RedisStorage:
     def _add(self, pipe: Pipeline, writes: Sequence[Write], held: dict[str, _Stored], now_s: float) -> None:
         for write in writes:
             match write:
-                case Put(document, ancestors, is_end) if document.id in held or not is_end:
+                case Put(document, ancestors, is_end) if not is_end or _is_live(held, document.id):
                     self._put(pipe, document, held.setdefault(document.id, _Stored(document.owner)), now_s)
                     for id in ancestors:
                         if id in held:
                             self._continue(pipe, id, held[id], document)
-                case Append() if write.id in held:
+                case Append() if _is_live(held, write.id):
                     self._append(pipe, write, held[write.id])
                 case Delete(id) if id in held:
                     self._delete(pipe, id, held.pop(id))
@@ -227,11 +232,12 @@ class RedisStorage:
         ordered = sorted(ids)
         with self._redis.pipeline(transaction=False) as pipe:
             for id in ordered:
-                pipe.hmget(_key("doc", id), "owner", "expires_s", "size_bytes", "log_bytes", "progress_bytes")
+                names = ("owner", "is_live", "expires_s", "size_bytes", "log_bytes", "progress_bytes")
+                pipe.hmget(_key("doc", id), *names)
             rows = pipe.execute()
         return {
-            id: _Stored(owner.decode(), float(expires_s), *(int(size or 0) for size in sizes))
-            for id, (owner, expires_s, *sizes) in zip(ordered, rows, strict=True)
+            id: _Stored(owner.decode(), is_live == b"1", float(expires_s), *(int(size or 0) for size in sizes))
+            for id, (owner, is_live, expires_s, *sizes) in zip(ordered, rows, strict=True)
             if owner is not None
         }
 
@@ -246,6 +252,7 @@ class RedisStorage:
         pipe.hset(key, mapping={**fields, "size_bytes": document.size_bytes})
         pipe.incrby(_key("bytes"), document.size_bytes - stored.document_bytes)
         stored.document_bytes, stored.expires_s = document.size_bytes, document.expires_s
+        stored.is_live = document.is_live
         pipe.zadd(_key("expiry"), {id: document.expires_s})
         pipe.zadd(_key("owned", document.owner), {id: document.created_s})
         if document.labels:
@@ -262,10 +269,10 @@ class RedisStorage:
         """id: of an ancestor of `document`"""
         self._use(pipe, id, stored.owner, document.created_s)
         if document.expires_s > stored.expires_s:
-            stored.expires_s = document.expires_s
-            pipe.hset(_key("doc", id), "expires_s", document.expires_s)
-            pipe.zadd(_key("expiry"), {id: document.expires_s})
-            self._expire(pipe, id, document.expires_s)
+            stored.expires_s = document.expires_s + _LEEWAY_S
+            pipe.hset(_key("doc", id), "expires_s", stored.expires_s)
+            pipe.zadd(_key("expiry"), {id: stored.expires_s})
+            self._expire(pipe, id, stored.expires_s)
 
     @staticmethod
     def _expire(pipe: Pipeline, id: str, expires_s: float) -> None:
@@ -409,6 +416,10 @@ class RedisStorage:
             yield
         except redis.RedisError as error:
             raise StoreError(f"the response store '{self._shown}' failed: {error}") from None
+
+
+def _is_live(held: Mapping[str, _Stored], id: str) -> bool:
+    return id in held and held[id].is_live
 
 
 def _unexpired(document: Document | None, now_s: float) -> Document | None:

@@ -142,6 +142,19 @@ async def test_a_response_that_another_server_has_deleted_stays_deleted(redis_ur
         await store.close()
 
 
+def test_an_end_does_not_replace_that_of_another_server(redis_url: str) -> None:
+    storages = [RedisStorage(redis_url, CAPACITY) for _ in range(2)]
+    first, second = storages
+    first.commit([Put(document("a", is_live=True)), Append("a", 0, (b"0",), b"")], NOW_S)
+    first._redis.hset("llmbackend:responses:live", "a", second._instance)  # it has taken the document over
+    second.commit([Append("a", 1, (b"1",), b""), Put(document("a", body=b'"whole"'), is_end=True)], NOW_S)
+    first.commit([Append("a", 1, (b"late",), b""), Put(document("a", body=b'"failed"'), is_end=True)], NOW_S)
+    found = first.get("a", NOW_S)
+    assert found is not None and found.body == b'"whole"' and first.events("a", 0, 100) == [b"0", b"1"]
+    for storage in storages:
+        storage.close()
+
+
 async def test_a_server_that_was_taken_for_ended_is_refused(redis_url: str) -> None:
     """It lost its lease while it stood still: what it writes afterwards does not count, and its readers go on with what
     the other server writes."""

@@ -28,7 +28,7 @@ class ToolCallStart:
     """Position of the call in the output, from 0."""
     name: str
     id: str | None = None
-    """Set only if the model wrote one. If it repeats an earlier one, its number is the next free one."""
+    """Set only if the model wrote one. If it repeats an earlier one, it gets a free number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,8 @@ class Sink:
         self.names = names
         self._events: list[Event] = []
         self._ids: set[str] = set()
+        self._next_numbers: dict[str, int] = {}
+        """By prefix of the ids: above all that were given to repeated ones."""
         self.num_calls = 0
         self.is_reasoning = False
         """Whether the output is inside reasoning."""
@@ -96,10 +98,14 @@ class Sink:
             self._events.append(ReasoningDelta(text))
 
     def start(self, name: str, id: str | None = None) -> None:
-        """id: if an earlier call has the same one, it gets the next free number, or is dropped if it has none"""
+        """id: if an earlier call has the same one, it gets a free number, or is dropped if it has no number"""
         while id is not None and id in self._ids:
-            numbered = _NUMBERED.fullmatch(id)
-            id = f"{numbered['prefix']}{int(numbered['number']) + 1}" if numbered else None
+            if (numbered := _NUMBERED.fullmatch(id)) is None:
+                id = None
+            else:
+                prefix = numbered["prefix"]
+                number = max(int(numbered["number"]) + 1, self._next_numbers.get(prefix, 0))
+                self._next_numbers[prefix], id = number + 1, f"{prefix}{number}"
         self._events.append(ToolCallStart(self.num_calls, name, id))
         self._ids |= {id} if id is not None else set()
         self.num_calls += 1

@@ -179,6 +179,8 @@ class BackgroundRun:
         self._is_ending = True  # a thread cannot be cancelled
         events = await self._gate.run_in_thread(written)  # the last ones repeat all logprobs
         self._is_ending = False
+        if self._failure is not None:  # which could not cancel the thread
+            raise self._failure
         return events
 
     async def _give_up(self, error: OpenAIError) -> None:
