@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from llmbackend.core.server_log import LogSettings
 from llmbackend.frontends.protocol_options import ProtocolOptions
 from llmbackend.server.ports import Endpoint, check_port_collision
 
@@ -76,9 +77,6 @@ def serve(
 
     for text in (*models.warnings(), *engine.warnings(), *inert.warnings(), *vllm_environment.warnings(os.environ)):
         warn(text)
-    levels = ("log_level", "log_verbose", "log_info", "log_warning", "log_error")
-    if not any(_is_given(context, name) for name in levels):
-        log = replace(log, log_level=vllm_environment.log_level(os.environ))
     endpoints = vllm.endpoints(http, grpc, metrics, bool(models.model_tag), partial(_is_given, context))
     _check_endpoints(endpoints)
     if server.frontend_processes > 1 or cluster.cluster is not None:
@@ -87,7 +85,7 @@ def serve(
     allow_client_shm = shared_memory.allowed(endpoints["HTTP"], endpoints["GRPC"])
     options = server_options(models, single, server, metrics_config.options(), allow_client_shm)
     settings = ServerSettings(
-        log=log.settings(),
+        log=_log_settings(context, log),
         options=replace(scheduling.applied_to(options), trace=trace.settings()),
         http=endpoints["HTTP"],
         grpc=endpoints["GRPC"],
@@ -110,6 +108,13 @@ def serve(
 
         raise typer.Exit(run_cluster_server(settings, cluster_settings))
     raise typer.Exit(run_server(settings))
+
+
+def _log_settings(context: typer.Context, log: LogFlags) -> LogSettings:
+    of_level = ("log_level", "log_verbose", "log_info", "log_warning", "log_error")
+    if not any(_is_given(context, name) for name in of_level):
+        log = replace(log, log_level=vllm_environment.log_level(os.environ))
+    return log.settings()
 
 
 def _check_endpoints(endpoints: Mapping[str, Endpoint]) -> None:

@@ -89,6 +89,7 @@ from llmbackend.fork_server.host_policy import HostPolicy
 from .activity.messages import InstanceActivity
 from .config_readers import (
     ACCELERATORS_FIELD,
+    ENVIRONMENT_PARAMETER,
     SERVED_MODEL_NAME,
     accelerator_names,
     config_to_json,
@@ -138,8 +139,8 @@ from .tracing.trace import Attributes, RequestTrace, SpanEvent, TraceSpan
 
 __all__ = [
     "ACCELERATORS_FIELD", "API_VERSION", "CONFIG_TYPE_OF_DATATYPE", "DATATYPE_OF_CONFIG_TYPE", "DATATYPE_OF_DTYPE",
-    "JSON", "LLMBACKEND_API_VERSION", "NO_TENANT", "NUMPY_DTYPE", "SERVED_MODEL_NAME", "Attributes", "Backend",
-    "BackendAttributes", "ErrorCode",
+    "ENVIRONMENT_PARAMETER", "JSON", "LLMBACKEND_API_VERSION", "NO_TENANT", "NUMPY_DTYPE", "SERVED_MODEL_NAME",
+    "Attributes", "Backend", "BackendAttributes", "ErrorCode",
     "ExecutionPolicy", "HostPolicy", "InferenceHandle", "InferenceRequest", "InferenceResponse", "InstanceActivity",
     "InstanceGroupKind", "JsonTensor", "MemoryType", "MemoryUsage", "MetricFamily", "MetricKind", "Model",
     "ModelConfig", "ModelInstance", "OutputLayout", "Outputs", "ParameterValue", "RawTensor", "ReleaseFlag", "Request",

@@ -12,6 +12,8 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 SERVED_MODEL_NAME = "served_model_name"
 """The parameter with further names of a model, separated by commas; they may hold slashes, dots and colons."""
 ACCELERATORS_FIELD = "optimization.execution_accelerators"
+ENVIRONMENT_PARAMETER = "EXECUTION_ENV_PATH"
+"""Of models of the python backend; a python-based backend may have an environment for its models."""
 
 
 def served_names(config: ModelConfig) -> tuple[str, ...]:

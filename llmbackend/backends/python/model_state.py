@@ -22,7 +22,14 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from llmbackend.core.backend_api import Model, ModelConfig, config_to_json, internal, invalid_argument
+from llmbackend.core.backend_api import (
+    ENVIRONMENT_PARAMETER,
+    Model,
+    ModelConfig,
+    config_to_json,
+    internal,
+    invalid_argument,
+)
 from llmbackend.fork_server.client import ForkServer, Program
 from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
 from llmbackend.fork_server.process_resources import OwnedFolder
@@ -34,7 +41,6 @@ from .stub_supervisor import Spare
 from .wire_messages import not_healthy
 
 STUB_PACKAGE = ("triton_python_backend_stub", str(Path(__file__).parent / "stub"))
-PARAMETER = "EXECUTION_ENV_PATH"
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 _INTERPRETERS = ("bin/python", "bin/python3")
 ACTIVATE_TIMEOUT_S = 30.0
@@ -65,7 +71,7 @@ class Environments:
         for name in _INTERPRETERS:
             if os.access(root / name, os.X_OK):
                 return self._fork_server(str(root / name), root)
-        raise internal(f"{PARAMETER} '{path}' has no executable {' or '.join(_INTERPRETERS)}")
+        raise internal(f"{ENVIRONMENT_PARAMETER} '{path}' has no executable {' or '.join(_INTERPRETERS)}")
 
     def close(self) -> None:
         with self._lock:
@@ -96,10 +102,10 @@ class Environments:
     def _path(self, setting: str, model_directory: Path) -> Path:
         path = Path(setting.replace(MODEL_DIRECTORY, str(model_directory)))
         if not path.exists():
-            raise invalid_argument(f"{PARAMETER} '{path}' does not exist")
+            raise invalid_argument(f"{ENVIRONMENT_PARAMETER} '{path}' does not exist")
         escapes = not path.resolve().is_relative_to(model_directory.resolve())
         if setting.startswith(MODEL_DIRECTORY) and ".." in path.parts and escapes:
-            raise invalid_argument(f"{PARAMETER} '{path}' must not escape from the model directory")
+            raise invalid_argument(f"{ENVIRONMENT_PARAMETER} '{path}' must not escape from the model directory")
         return path
 
     def _unpack(self, archive: Path) -> Path:
@@ -113,7 +119,7 @@ class Environments:
                         opened.extractall(folder.path, filter="tar")
                 except (tarfile.TarError, OSError, EOFError) as error:
                     folder.remove()
-                    raise internal(f"{PARAMETER} '{archive}' cannot be unpacked: {error}") from None
+                    raise internal(f"{ENVIRONMENT_PARAMETER} '{archive}' cannot be unpacked: {error}") from None
                 self._unpacked[key] = folder
             return self._unpacked[key].path
 
@@ -162,7 +168,7 @@ def _after(script: Path, variables: dict[str, str]) -> dict[str, str]:
             cause = str(error)
         if cause:
             messages.seek(0)
-            text = f"{PARAMETER}: '{script}' failed: {cause}\n{messages.read().decode(errors='replace')}"
+            text = f"{ENVIRONMENT_PARAMETER}: '{script}' failed: {cause}\n{messages.read().decode(errors='replace')}"
             raise internal(text.rstrip())
         output.seek(0)
         lines = os.fsdecode(output.read()).split("\0")
@@ -193,7 +199,7 @@ class ModelState:
         self._metrics = ModelMetrics(model.backend, shared.metric_users)
         self._file = _file_of(model)
         parameters = model.config.parameters
-        setting = parameters[PARAMETER].string_value if PARAMETER in parameters else ""
+        setting = parameters[ENVIRONMENT_PARAMETER].string_value if ENVIRONMENT_PARAMETER in parameters else ""
         self._fork_server = shared.environments.fork_server(setting, model.directory)
         self.spare: Spare[StubServices] = Spare()
         """The process that ran auto_complete_config."""

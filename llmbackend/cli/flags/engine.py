@@ -160,10 +160,14 @@ class EngineFlags:
 
     def warnings(self) -> tuple[str, ...]:
         """One text for each flag that was set and has no effect here."""
-        found = [f"{flag_of(name)} has no effect here: {NO_EFFECT[name]}" for name in self._given if name in NO_EFFECT]
+        return tuple(self._without_effect().values())
+
+    def _without_effect(self) -> dict[str, str]:
+        """The warning by argument."""
+        found = {name: f"{flag_of(name)} has no effect here: {why}" for name, why in NO_EFFECT.items()}
         if (stored := self._given.get("quantization")) in STORED_QUANTIZATION:
-            found.append(f"--quantization {stored} has no effect here: {STORED_QUANTIZATION_BECAUSE}")
-        return tuple(found)
+            found["quantization"] = f"--quantization {stored} has no effect here: {STORED_QUANTIZATION_BECAUSE}"
+        return {name: found[name] for name in self._given if name in found}
 
     def model(self, model: str, names: Sequence[str] = ()) -> SingleModel | None:
         """The checkpoint with these flags; None without `model`. names: the names under which it is served. Raises
@@ -174,9 +178,8 @@ class EngineFlags:
                 first = flag_of(next(iter(self._given)))
                 raise typer.BadParameter(f"{first} {message}", param_hint=first)
             return None
-        given = {name: value for name, value in self._given.items() if name not in NO_EFFECT}
-        if given.get("quantization") in STORED_QUANTIZATION:
-            del given["quantization"]
+        without_effect = self._without_effect()
+        given = {name: value for name, value in self._given.items() if name not in without_effect}
         if LORA_MODULES in given:
             given[LORA_MODULES] = _lora_modules(given[LORA_MODULES])
         for name in _WHOLE_NUMBERS:

@@ -22,7 +22,7 @@ from llmbackend import __version__
 from ..backend_manager import LoadedBackend
 from ..config.model_config import merge_auto_complete, set_instance_groups
 from ..config.model_config_rules import validate_config, validate_instance_groups, validate_tensors
-from ..config_readers import ACCELERATORS_FIELD, accelerator_names
+from ..config_readers import ACCELERATORS_FIELD, ENVIRONMENT_PARAMETER, accelerator_names
 from ..errors import unsupported
 from ..gpus import HostGpus
 from ..messages import ModelMetadata, TensorMetadata
@@ -81,8 +81,6 @@ def _is_set(message: Message, path: str) -> bool:
     return False
 
 
-ENVIRONMENT = "EXECUTION_ENV_PATH"
-"""Parameter of models of the python backend. A python-based backend may have an environment for its models."""
 SMALL_FILE_BYTES = 64 << 10
 """A fingerprint covers the content of files up to this size, and the names and sizes of larger ones."""
 
@@ -92,8 +90,8 @@ class ServedConfig:
         self.current = _copy(config)  # read-only; others get a copy from `copy`
         self.current.runtime = config.runtime or backend.runtime
         environment = backend.directory / f"pb_exec_env_{backend.runtime}.tar.gz"
-        if backend.runtime and ENVIRONMENT not in config.parameters and environment.is_file():
-            self.current.parameters[ENVIRONMENT].string_value = str(environment)
+        if backend.runtime and ENVIRONMENT_PARAMETER not in config.parameters and environment.is_file():
+            self.current.parameters[ENVIRONMENT_PARAMETER].string_value = str(environment)
         self._backend = backend
         self._gpus = gpus
         self._may_complete = may_complete

@@ -342,15 +342,12 @@ def _any_parameters(grammar: CallGrammar) -> JsonObject:
     """Any number of parameters of any name, with any values that the parser can read."""
     quote, end = grammar.text_quote, grammar.value_end
     name: JsonObject = {"type": "regex", "pattern": _ANY_WORD if quote != "" else _ANY_TAG}
-    text, json = (
-        {"type": "any_text", "excludes": list(grammar.text_excludes)},
-        {"type": "json_schema", "json_schema": {}},
-    )
+    text: JsonObject = {"type": "any_text", "excludes": list(grammar.text_excludes)}
     forms: list[tuple[str, JsonObject, str]] = [] if quote is None else [(grammar.key_end + quote, text, quote + end)]
     if grammar.json_key_end:
         forms.append((grammar.json_key_end, text, end))
     if quote != "":
-        forms.append((grammar.key_end, json, end))
+        forms.append((grammar.key_end, {"type": "json_schema", "json_schema": {}}, end))
     values = [{"type": "tag", "begin": begin, "content": content, "end": end} for begin, content, end in forms]
     closing = [name, _text(grammar.name_closes)] if grammar.name_closes else []
     return {"type": "star", "content": _sequence(_text(grammar.key_begin), name, _or(values), *closing)}

@@ -230,9 +230,9 @@ class RedisStorage:
     def _sizes(self, ids: Collection[str]) -> dict[str, _Stored]:
         """Those that exist."""
         ordered = sorted(ids)
+        names = ("owner", "is_live", "expires_s", "size_bytes", "log_bytes", "progress_bytes")
         with self._redis.pipeline(transaction=False) as pipe:
             for id in ordered:
-                names = ("owner", "is_live", "expires_s", "size_bytes", "log_bytes", "progress_bytes")
                 pipe.hmget(_key("doc", id), *names)
             rows = pipe.execute()
         return {
