@@ -246,7 +246,8 @@ def test_stop_finds_requests_of_every_protocol(running: Running, http: httpx.Cli
     for thread in threads:
         thread.join(20)
     assert got["generate"].status_code in (200, 400) and "error" in got["generate"].json()
-    assert got["stream"][-1] == "Client requested to stop"
+    # The second is the host's, for a request that has not left its queue.
+    assert got["stream"][-1] in ("Client requested to stop", "Request cancelled")
 
 
 def test_a_stopped_inference_is_told(running: Running, http: httpx.Client, stub: Any) -> None:
