@@ -289,8 +289,11 @@ ROWS = (
             Panel(
                 "Failed requests",
                 "reqps",
-                "REJECTED: full queue or queue timeout. CANCELED: by the client.",
-                [("{{model}} {{reason}}", rate("nv_inference_request_failure", "model, reason"))],
+                "REJECTED, refused by the model: full queue or timeout in it. CANCELED: by the client.",
+                [
+                    ("{{model}} {{reason}}", rate("nv_inference_request_failure", "model, reason")),
+                    ("{{model}} refused by the model", rate("llmbackend:refused_requests_total", "model")),
+                ],
             ),
             Panel(
                 "Requests ended because they killed engines",

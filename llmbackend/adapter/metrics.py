@@ -41,6 +41,7 @@ _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 
 
 _RECOVERED = "llmbackend:recovered_requests_total"
 _POISON = "llmbackend:poison_requests_total"
+_REFUSED = "llmbackend:refused_requests_total"
 _BREACHES = "llmbackend:invariant_breaches_total"
 _RECOVERY = "llmbackend:engine_recovery_seconds"
 _CONTEXT = "llmbackend:max_model_len_tokens"
@@ -76,6 +77,7 @@ _COUNTED_BY_ENGINES = {
 _COUNTERS = {
     _RECOVERED: "Requests that continued after their engine died.",
     _POISON: "Requests that were ended because they killed the engine.",
+    _REFUSED: "Requests that ended before an engine took them: full queue, timeout, or no engine.",
     **{name: description for name, (_, description) in _COUNTED_BY_ENGINES.items()},
 }
 _HISTOGRAMS = {
@@ -98,6 +100,8 @@ _LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 _LORA_REQUESTS = "vllm:lora_requests_info"
 _DEATHS = get_args(DeathKind)
 _FINISH_REASONS = ("stop", "length", "abort", "error")
+REFUSED = "refused"
+"""The finish reason of a request that no engine took, which vLLM's metrics do not count."""
 
 KV_BLOCK_FAMILY = "nv_trt_llm_kv_cache_block_metrics"
 _KV_LABELS = ("model", "version", "kv_cache_block_type")
@@ -268,6 +272,9 @@ class LlmMetrics:
     def poisoned(self) -> None:
         self._families[_POISON].increment(1, **self._labels)
 
+    def refused(self) -> None:
+        self._families[_REFUSED].increment(1, **self._labels)
+
     def recovered(self, duration_ns: int) -> None:
         """Called when a request gets output again, `duration_ns` after its engine died."""
         self._families[_RECOVERED].increment(1, **self._labels)
@@ -293,6 +300,9 @@ class LlmMetrics:
                 family.observe_all(next_s, **self._vllm_labels)
 
     def finished(self, task: InferTask, reason: str, now_ns: int) -> None:
+        if reason == REFUSED:
+            self.refused()
+            return
         self._success.increment(1, finished_reason=reason, **self._vllm_labels)
         self._families["vllm:request_prompt_tokens"].observe(task.num_prompt_tokens, **self._vllm_labels)
         self._families["vllm:request_generation_tokens"].observe(task.num_new_tokens, **self._vllm_labels)

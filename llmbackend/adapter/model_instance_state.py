@@ -14,6 +14,7 @@ from functools import partial
 
 from llmbackend.core.activity.messages import InstanceDescription
 from llmbackend.core.backend_api import (
+    ErrorCode,
     MemoryType,
     MemoryUsage,
     ModelInstance,
@@ -34,6 +35,7 @@ from llmbackend.engine.reports import Watch
 
 from .activity import NO_ENGINE, InstanceReports
 from .lora import LoraChange, lora_change
+from .metrics import REFUSED
 from .model_state import ModelState
 from .requests.conversion_pool import is_short
 from .schemas.schema import is_stop
@@ -341,7 +343,8 @@ class ModelInstanceState:
     def _end_stopped(self, task: InferTask, error: TritonError | None) -> None:
         """error: None ends the task with its output so far, because its client stopped it."""
         if error is not None:
-            self._model.fail(task, error, "abort")
+            is_refused = error.code is ErrorCode.UNAVAILABLE and not task.times.taken_ns
+            self._model.fail(task, error, REFUSED if is_refused else "abort")
             return
         try:
             now_ns = time.monotonic_ns()

@@ -48,7 +48,7 @@ from .engine_args import (
 from .limits import ModelLimits
 from .llmapi_config import ModelYaml
 from .lora import LoraChange, LoraRegistry
-from .metrics import LlmMetrics
+from .metrics import REFUSED, LlmMetrics
 from .requests.conversion_pool import Conversion, ConversionPool
 from .requests.resuming import Piece
 from .schemas.sampling import AUTO, NO_DEFAULTS, VLLM_DEFAULTS, read_sampling_defaults
@@ -100,6 +100,7 @@ class ModelState:
             submit=self.submit,
             stop=lambda task: self._request_stop(task.request_id, None),
             on_change=self.update_waiting_gauge,
+            on_refused=self.metrics.refused,
         )
         self._placement = DevicePlacement(is_llmapi=self.arguments.is_llmapi)
         self._lock = threading.Lock()
@@ -336,7 +337,7 @@ class ModelState:
             return
         if refusal := self.why_no_engine() or self.tasks.admit(*tasks):
             for task in tasks:
-                self.fail(task, self._refused(refusal))
+                self.fail(task, self._refused(refusal), REFUSED)
             return
         sender = tasks[0].sender
         if sender.activity.kinds:

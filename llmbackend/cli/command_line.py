@@ -49,8 +49,8 @@ def _fields(group: Any) -> dict[str, inspect.Parameter]:
     for name, hint in hints.items():
         for option in getattr(hint, "__metadata__", ()):
             option.rich_help_panel = option.rich_help_panel or panel
-            if get_args(hint)[0] is bool:
-                option.param_decls = option.param_decls or (f"--{name.replace('_', '-')}",)
+            if get_args(hint)[0] is bool and option.default is ...:  # an Annotated option's `default` is its first name
+                option.param_decls = (f"--{name.replace('_', '-')}",)
     return {
         field.name: inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]

@@ -15,7 +15,7 @@ import msgspec
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Unset fields have the default of the model's generation_config.json, else the value at the end of their line.
 
-    max_tokens                     limit of the output; None = the rest of the context; 16
+    max_tokens                     limit of the output; None = the model's, else the rest of the context; 16
     min_tokens                     the output does not end before this many tokens; 0
     temperature                    0 = always the most likely token; 1
     top_k                          sample from this many most likely tokens; 0 = all
@@ -49,7 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     priority                       priority level of the model, 1 first
     """
 
-    max_tokens: int | None = 16
+    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
     min_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None

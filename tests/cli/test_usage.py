@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,17 @@ def settings(command_line: CommandLine) -> Callable[..., ServerSettings]:
 )
 def test_wrong_usage_ends_with_2_and_names_the_flag(refusal: Run, arguments: list[str], expected: str) -> None:
     assert expected in refusal(*arguments)
+
+
+def test_help_names_each_flag_once_and_its_default(
+    command_line: CommandLine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("serve", "check"):
+        assert command_line.run(command, "--help") == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert not re.findall(r"(--[\w-]+), \1\b", text) and "--as-json" not in text
+        assert "auto: a GPU if there is one. (default: auto)" in text
+        assert "(default: 64; 256 on a GPU)" in text and "(default: 512; 8192 on a GPU)" in text
 
 
 def test_flags_may_be_abbreviated(settings: Callable[..., ServerSettings], tmp_path: Path) -> None:

@@ -60,6 +60,13 @@ def test_token_ids_are_a_prompt(engine: Engine) -> None:
     assert ids == text
 
 
+def test_a_given_limit_replaces_that_of_the_model() -> None:
+    with Engine("mock", **MOCK, override_generation_config={"max_new_tokens": 40}) as engine:
+        for given, expected in (({}, 40), ({"max_tokens": None}, 40), ({"max_tokens": 16}, 16)):
+            (generation,) = engine.generate(["one"], SamplingParams(**given, ignore_eos=True))
+            assert len(generation.token_ids) == expected
+
+
 def test_outputs_of_one_prompt_have_their_index_and_logprobs(engine: Engine) -> None:
     sampling = SamplingParams(max_tokens=4, n=3, seed=5, logprobs=2, prompt_logprobs=1, stop_token_ids=[1])
     (generation,) = engine.generate(["abc"], sampling)

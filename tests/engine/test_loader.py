@@ -158,6 +158,16 @@ def test_a_request_of_the_given_context_fits_the_kv_memory() -> None:
         blocks(max_model_len=4096, kv_cache_memory_bytes=1 << 30)
 
 
+def test_given_kv_memory_that_no_request_can_use_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    def blocks(**arguments: Any) -> int:
+        return num_kv_blocks(EngineConfig(model="m", block_size=32, max_num_seqs=2, **arguments), 1024, 64)
+
+    assert blocks() == blocks(kv_cache_memory_bytes=4 * 32 * 1024) == 4
+    assert not caplog.text
+    assert blocks(kv_cache_memory_bytes=1 << 20) == 4
+    assert "'kv_cache_memory_bytes' is 1048576, of which 131072 are used: 2 requests (max_num_seqs)" in caplog.text
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_linear_is_a_linear_layer_and_treats_rows_alike(dtype: torch.dtype, bias: bool) -> None:

@@ -114,8 +114,14 @@ def test_all_of_the_vocabulary_may_be_asked_for_where_the_server_allows_it(
     assert host.stop(timeout_s=20)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/generative_scoring", "/v1/embeddings"])
-def test_what_vllm_serves_and_this_server_does_not_is_refused_by_name(url: str, path: str) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/chat/completions/batch", "/generative_scoring", "/v1/embeddings", "/v1/moderations"),
+        *("/v1/audio/speech", "/v1/images/generations", "/v1/batches", "/v1/files"),
+    ],
+)
+def test_what_others_serve_and_this_server_does_not_is_refused_by_name(url: str, path: str) -> None:
     answer = httpx.post(url.removesuffix("/v1") + path, json={})
     assert (answer.status_code, f"{path} is not supported: " in answer.text) == (404, True)
 

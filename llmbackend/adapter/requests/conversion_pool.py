@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from llmbackend.core.backend_api import Request, Tenant, TritonError, cancelled, internal, unavailable
+from llmbackend.core.backend_api import ErrorCode, Request, Tenant, TritonError, cancelled, internal, unavailable
 from llmbackend.waiting.large_stacks import LargeStackExecutor
 from llmbackend.waiting.timer import Alarm, Timer
 
@@ -75,16 +75,19 @@ class ConversionPool:
         submit: Callable[[Sequence[InferTask]], None],
         stop: Callable[[InferTask], None],
         on_change: Callable[[], None],
+        on_refused: Callable[[], None],
     ) -> None:
         """submit: queues the tasks of a request, or answers them; never raises
         stop: ends a task with its output so far
         on_change: called when the number of requests in the pool has changed
+        on_refused: called when the queue is full, a deadline is over or the model is unloaded
         """
         self._tasks = tasks
         self._timer = timer
         self._submit_tasks = submit
         self._stop_task = stop
         self._on_change = on_change
+        self._on_refused = on_refused
         self._threads = LargeStackExecutor(MAX_THREADS, thread_name_prefix=f"{name}-conversion")
         self._changed = threading.Condition()
         self._live: set[Conversion] = set()
@@ -93,6 +96,7 @@ class ConversionPool:
         """Takes the request, or returns why the queue is too full for it."""
         refusal = self._tasks.reserve(conversion.level)
         if refusal:
+            self._on_refused()
             return refusal
         with self._changed:
             self._live.add(conversion)
@@ -133,6 +137,8 @@ class ConversionPool:
                 return
             conversion.has_begun = True
         self._tasks.release(conversion.level)
+        if error.code is not ErrorCode.CANCELLED:
+            self._on_refused()
         try:
             conversion.refuse(error)
         finally:

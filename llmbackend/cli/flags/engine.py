@@ -63,8 +63,8 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "weight_cache_size": (_MODEL, "Maximum size of that folder in GiB; 0 = store none. (default: 32)"),
     "max_model_len": (_MODEL, "Context limit in tokens (32k, 32K), or auto; default: the model's."),
     "seed": (_MODEL, "Seed of random weights."),
-    "max_num_seqs": (_MEMORY, "Maximum number of requests per step."),
-    "max_num_batched_tokens": (_MEMORY, "Token budget per step."),
+    "max_num_seqs": (_MEMORY, "Maximum number of requests per step. (default: 64; 256 on a GPU)"),
+    "max_num_batched_tokens": (_MEMORY, "Token budget per step. (default: 512; 8192 on a GPU)"),
     "step_target_ms": (_MEMORY, "Maximum duration of a step that mixes prefills and decodes, ms; 0 = no limit."),
     "long_prefill_token_threshold": (_MEMORY, "Prompts longer than this leave half of each step to shorter ones."),
     "kv_cache_memory_bytes": (_MEMORY, "KV cache memory (4G); default on CPU: 1 GiB, or more for --max-model-len."),
@@ -76,7 +76,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "kv_events_config": (_MEMORY, 'KV cache events for external routers: {"enable_kv_cache_events": true}.'),
     "kv_offloading_size": (_MEMORY, "Host memory for KV blocks that do not fit on a GPU, GiB."),
     "num_host_kv_blocks": (_MEMORY, "Host memory for KV blocks that do not fit on a GPU, in blocks."),
-    "device": (_COMPUTE, "cpu, cuda, cuda:N, or auto: a GPU if there is one."),
+    "device": (_COMPUTE, "cpu, cuda, cuda:N, or auto: a GPU if there is one. (default: auto)"),
     "tensor_parallel_size": (_COMPUTE, "Number of tensor-parallel ranks."),
     "pipeline_parallel_size": (_COMPUTE, "Number of pipeline stages."),
     "num_threads": (_COMPUTE, "CPU threads; 0 = one per usable CPU, one fewer with 8 or more."),
@@ -224,7 +224,8 @@ def _flag(field: msgspec.structs.FieldInfo) -> Any:
         option = typer.Option(flag_of(name), metavar="NAME=PATH", help=help_text, rich_help_panel=panel)
         return Annotated[list[str] | None, option]
     shown = help_text
-    if isinstance(field.default, int | float) or (isinstance(field.default, str) and field.default):
+    has_default = isinstance(field.default, int | float) or (isinstance(field.default, str) and field.default)
+    if has_default and "(default: " not in help_text:
         shown += f" (default: {field.default})"
     return _text_flag(name, panel, _metavar(kinds), shown.strip(), hidden=is_hidden)
 

@@ -33,7 +33,8 @@ class LogFlags:
     log_level: Annotated[
         str,
         typer.Option(
-            help="debug, info, warning, error or critical; replaces the flags above and below.",
+            help="debug, info, warning, error or critical; "
+            "replaces --log-verbose, --log-info, --log-warning and --log-error.",
             autocompletion=one_of(*LOG_LEVELS),
         ),
     ] = ""

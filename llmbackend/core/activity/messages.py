@@ -52,7 +52,7 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
     """A finished request. Counts are None when its backend counts no tokens.
 
     time             Unix time
-    finish_reason    "stop", "length", "abort", "error"; "" = unknown
+    finish_reason    "stop", "length", "abort", "error", "refused" (no engine took it); "" = unknown
     cached_tokens    prompt tokens found in the prefix cache
     num_preemptions  counted only while there were viewers
     """

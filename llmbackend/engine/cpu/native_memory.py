@@ -7,6 +7,7 @@ block's pages are committed when first written; released pages are still in thei
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import operator
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from ..kernels.library import KernelLibrary
 from ..kernels.operations import Type
 from ..kv_groups import KVGroups
 from ..step import Int32Array
+
+logger = logging.getLogger(__name__)
 
 
 def release_pages(address: int, size_bytes: int) -> None:
@@ -188,5 +191,10 @@ def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int
             f"engine argument 'kv_cache_memory_bytes' is {memory_bytes}, expected at least {needed * block_bytes}: "
             f"one request of {config.given_max_model_len or config.block_size} tokens"
         )
-    # No more than all rows use at full length.
-    return min(num_blocks, config.max_num_seqs * groups.count * -(-max_model_len // config.block_size))
+    usable = config.max_num_seqs * groups.count * -(-max_model_len // config.block_size)
+    if config.kv_cache_memory_bytes and num_blocks > usable:
+        logger.warning(
+            "'kv_cache_memory_bytes' is %d, of which %d are used: %d requests (max_num_seqs) of %d tokens need no more",
+            *(memory_bytes, usable * block_bytes, config.max_num_seqs, max_model_len),
+        )
+    return min(num_blocks, usable)

@@ -56,10 +56,15 @@ _NO_POOLING: Final = "only models that generate text are served"
 _NOT_SERVED: Final[Mapping[str, str]] = {
     "/v1/chat/completions/batch": "send one request per conversation; the server batches them",
     "/generative_scoring": "use /v1/completions with 'prompt_logprobs' or 'logprob_token_ids'",
-    **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), _NO_POOLING),
-    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "models read and write text only"),
+    **dict.fromkeys(("/v1/embeddings", "/v1/moderations", "/v1/rerank", "/v1/score"), _NO_POOLING),
+    **dict.fromkeys(
+        ("/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/generations"),
+        "models read and write text only",
+    ),
+    "/v1/batches": "send the requests themselves; the server batches them",
+    "/v1/files": "send the contents with the request, as text",
 }
-"""Paths of vLLM's server that are refused, and why."""
+"""Paths of OpenAI's and vLLM's servers that are refused, and why."""
 
 
 def create_openai_router(context: FrontendContext) -> APIRouter:
