@@ -119,8 +119,8 @@ def LLMBACKEND_ModelForecast(model: Model) -> dict[str, Any]:
     groups = list(model.config.instance_group)
     first = groups[0]
     instance_name, kind = f"{first.name}_0", InstanceGroupKind(type(first).Kind.Name(first.kind))
-    placement = DevicePlacement(is_llmapi=state.arguments.is_llmapi)
-    placed = placement.place(state.arguments.engine, instance_name, kind, first.gpus[0] if first.gpus else 0)
+    place = instance_name, kind, first.gpus[0] if first.gpus else 0
+    placed = DevicePlacement().place(state.arguments.engine, *place, state.arguments.is_llmapi)
     try:
         engine = forecast(state.arguments.with_device_defaults(placed))
     except (ValueError, OSError, RuntimeError) as error:

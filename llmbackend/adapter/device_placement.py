@@ -20,33 +20,42 @@ AUTO = "auto"
 
 
 class DevicePlacement:
-    """Assigns devices to the engines of one model. Thread-safe.
+    """Assigns devices to the engines of a process (HOST_DEVICES). Thread-safe.
 
-    KIND_GPU: the instance's own GPU. KIND_CPU: the CPU. KIND_MODEL: the GPU with the fewest engines of this model. In
-    TensorRT-LLM's llmapi layout KIND_CPU means the same as KIND_MODEL, because it refers to the process of model.py.
+    KIND_GPU: the instance's own GPU. KIND_CPU: the CPU. KIND_MODEL: the GPUs with the fewest engines. In TensorRT-LLM's
+    llmapi layout KIND_CPU means the same as KIND_MODEL, because it refers to the process of model.py.
     """
 
-    def __init__(self, *, is_llmapi: bool = False) -> None:
-        self._is_llmapi = is_llmapi
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._engines_at: Counter[str] = Counter()
+        self._ranks_at: Counter[str] = Counter()
 
-    def place(self, config: EngineConfig, instance_name: str, kind: InstanceGroupKind, device_id: int) -> EngineConfig:
+    def place(
+        self,
+        config: EngineConfig,
+        instance_name: str,
+        kind: InstanceGroupKind,
+        device_id: int,
+        is_llmapi: bool = False,
+    ) -> EngineConfig:
         """The arguments of an instance's engine with its device; pass them to `leave` when the engine has ended. Raises
         TritonError INVALID_ARG."""
         with self._lock:
-            device = self._device(config, instance_name, kind, device_id)
-            self._engines_at[device] += 1
-        return msgspec.structs.replace(config, device=device)
+            device = self._device(config, instance_name, kind, device_id, is_llmapi)
+            placed = msgspec.structs.replace(config, device=device)
+            self._ranks_at.update(_devices_of_ranks(placed))
+        return placed
 
     def leave(self, config: EngineConfig) -> None:
         with self._lock:
-            self._engines_at[config.device] -= 1
+            self._ranks_at.subtract(_devices_of_ranks(config))
 
-    def _device(self, config: EngineConfig, instance_name: str, kind: InstanceGroupKind, device_id: int) -> str:
+    def _device(
+        self, config: EngineConfig, instance_name: str, kind: InstanceGroupKind, device_id: int, is_llmapi: bool
+    ) -> str:
         if kind is InstanceGroupKind.GPU:
             return _own_gpu(config, device_id)
-        if kind is InstanceGroupKind.CPU and not self._is_llmapi:
+        if kind is InstanceGroupKind.CPU and not is_llmapi:
             if config.device not in (AUTO, "cpu"):
                 raise invalid_argument(
                     f"engine argument 'device' is '{config.device}', but the instance group of '{instance_name}' is "
@@ -64,8 +73,23 @@ class DevicePlacement:
         if gpus and len(gpus) < width:
             ranks = "" if config.pipeline_parallel_size == 1 else f", which makes {width} ranks"
             raise invalid_argument(f"{config.split}{ranks}, expected at most {len(gpus)}, the GPUs of this host")
-        starts = [f"cuda:{gpus[i]}" for i in range(0, len(gpus) - width + 1, width)]
-        return min(starts, key=lambda start: self._engines_at[start], default="cuda:0")
+        starts = [gpus[i] for i in range(0, len(gpus) - width + 1, width)]
+        first = min(starts, key=lambda start: sum(self._ranks_at[device] for device in _gpus(start, width)), default=0)
+        return f"cuda:{first}"
+
+
+HOST_DEVICES = DevicePlacement()
+"""Of the engines of all models that this process serves."""
+
+
+def _devices_of_ranks(config: EngineConfig) -> list[str]:
+    if not config.device.startswith("cuda"):
+        return [config.device]
+    return _gpus(int(config.device.partition(":")[2] or 0), config.num_ranks)
+
+
+def _gpus(first: int, count: int) -> list[str]:
+    return [f"cuda:{gpu}" for gpu in range(first, first + count)]
 
 
 def _own_gpu(config: EngineConfig, gpu: int) -> str:

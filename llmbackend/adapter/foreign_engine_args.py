@@ -97,7 +97,6 @@ NO_EFFECT: Mapping[str, str] = _by_name(
         "adapters use the model's data type and stay in memory": """
             fully_sharded_loras long_lora_scaling_factors lora_dtype lora_extra_vocab_size
             max_lora_cls_labels specialize_active_lora""",
-        "scales of keys and values come from the checkpoint, or are 1": "calculate_kv_scales",
         "hub files are stored under HF_HOME": "download_dir hf_token",
         "stream events are controlled by --stream-interval and by requests": "stream_interval",
         "the server's own flags limit queue and shutdown": "max_num_queued_reqs shutdown_timeout",
@@ -190,6 +189,7 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "quantization_config": (None,),
         "reasoning_config": (None,),
     },
+    "scales of keys and values are 1": {"calculate_kv_scales": (False,)},
     "KV blocks are not moved between servers": {"kv_transfer_config": (None,)},
     "answers have no watermarks": {"watermark_config": (None,)},
     "weights are read once, at startup": {"weight_transfer_config": (None,)},

@@ -35,7 +35,7 @@ from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Alarm, Timer
 
 from .activity import NO_ENGINE, NO_ROW, received
-from .device_placement import DevicePlacement
+from .device_placement import HOST_DEVICES
 from .engine_args import (
     LORA_MODELS,
     LORA_NAMES,
@@ -102,7 +102,6 @@ class ModelState:
             on_change=self.update_waiting_gauge,
             on_refused=self.metrics.refused,
         )
-        self._placement = DevicePlacement(is_llmapi=self.arguments.is_llmapi)
         self._lock = threading.Lock()
         self._engines: list[EngineHandle] = []
         self._engine_indices = itertools.count()
@@ -138,7 +137,8 @@ class ModelState:
     ) -> EngineHandle:
         """A new, unstarted engine on the device of `instance`."""
         index = next(self._engine_indices)
-        placed = self._placement.place(self.arguments.engine, instance.name, instance.kind, instance.device_id)
+        place = instance.name, instance.kind, instance.device_id
+        placed = HOST_DEVICES.place(self.arguments.engine, *place, self.arguments.is_llmapi)
         config = self.arguments.with_device_defaults(placed).of_instance(index)
         return EngineHandle(index, config, make_manager(config, index))
 
@@ -148,10 +148,10 @@ class ModelState:
         try:
             engine.info = engine.manager.start(meanwhile=self._prepare)
         except TritonError:
-            self._placement.leave(engine.config)
+            HOST_DEVICES.leave(engine.config)
             raise
         except RuntimeError as error:
-            self._placement.leave(engine.config)
+            HOST_DEVICES.leave(engine.config)
             raise internal(f"the engine of '{instance_name}' did not start: {error}") from error
         self.metrics.engine_started(engine.index, engine.info, engine.config)
         tokenizer = ModelTokenizer() if self._tokenizer is None else self._tokenizer.verified()
@@ -195,7 +195,7 @@ class ModelState:
         engine.manager.shutdown()
         self.loras.engine_ended(engine.index)
         self.prefixes.ended(engine)
-        self._placement.leave(engine.config)
+        HOST_DEVICES.leave(engine.config)
         with self._lock:  # others may have been stopped during the shutdown, or may be stopped now
             if not is_last:
                 self.tasks.hand_over(engine.assignment, self._engines[0].assignment)

@@ -44,9 +44,19 @@ def test_engines_over_several_gpus_share_the_host() -> None:
     placement = DevicePlacement()
     wide = [device(Kind.MODEL, placement=placement, tensor_parallel_size=2) for _ in range(3)]
     assert wide == ["cuda:0", "cuda:2", "cuda:0"]
-    placement.leave(EngineConfig(model="m", device="cuda:0"))
-    placement.leave(EngineConfig(model="m", device="cuda:0"))
+    for _ in range(2):
+        placement.leave(EngineConfig(model="m", device="cuda:0", tensor_parallel_size=2))
     assert device(Kind.MODEL, placement=placement, tensor_parallel_size=2) == "cuda:0"
+
+
+def test_models_share_the_gpus_of_the_host() -> None:
+    """An engine over two GPUs counts on both, and so does one on the GPU of its instance."""
+    placement = DevicePlacement()
+    assert device(Kind.MODEL, placement=placement, model="a", tensor_parallel_size=2) == "cuda:0"
+    assert device(Kind.GPU, 2, placement, model="b") == "cuda:2"
+    assert device(Kind.MODEL, placement=placement, model="c") == "cuda:3"
+    placement.leave(EngineConfig(model="a", device="cuda:0", tensor_parallel_size=2))
+    assert [device(Kind.MODEL, placement=placement, model="d") for _ in range(2)] == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,7 @@ def test_nothing_to_serve_says_what_was_looked_for(model: Path) -> None:
         ({"pipeline_parallel_size": 0}, "'pipeline_parallel_size' is 0, expected at least 1"),
         ({"pipeline_parallel_size": 2}, "'pipeline_parallel_size' is 2, expected 1 if 'model' is 'mock'"),
         ({"data_parallel_size": 2}, "'data_parallel_size' is 2, only 1 is supported"),
+        ({"calculate_kv_scales": True}, "only false is supported: scales of keys and values are 1"),
         ({"tensor_parallel_size": 0}, "'tensor_parallel_size' is 0, expected at least 1"),
         ({"quantization": "int3"}, "'quantization' is 'int3', expected 'int8' or 'int4' or 'fp8' or null"),
         ({"speculative_config": {"method": "eagle"}}, "'speculative_config' is {'method': 'eagle'}"),

@@ -153,6 +153,6 @@ def test_kind_cpu_leaves_the_engine_its_gpu(tmp_path: Path, monkeypatch: pytest.
     instance = "x", InstanceGroupKind.CPU, 0
     read = arguments(tmp_path, model="org/name")
     assert read.is_llmapi
-    placement = DevicePlacement(is_llmapi=True)
-    assert [placement.place(read.engine, *instance).device for _ in range(2)] == ["cuda:0", "cuda:1"]
+    placement = DevicePlacement()
+    assert [placement.place(read.engine, *instance, is_llmapi=True).device for _ in range(2)] == ["cuda:0", "cuda:1"]
     assert DevicePlacement().place(read.engine, *instance).device == "cpu"

@@ -26,7 +26,7 @@ from llmbackend.engine.model.checkpoint_files import (
     read_headers,
     weight_files,
 )
-from llmbackend.engine.model.loader import load_model
+from llmbackend.engine.model.loader import load_model, open_checkpoint
 from llmbackend.engine.model.located_files import files_of
 from tests.helpers.families import Family, save_model
 from tests.helpers.recurrent_models import RECURRENT
@@ -142,6 +142,18 @@ def test_what_checkpoints_carry_in_vain_is_harmless(tmp_path: Path) -> None:
     load(tmp_path / "tied")
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "mtp.fc.weight": torch.ones(2, 2)}
     load(edit_weights(save(tmp_path / "old"), lambda weights: weights.update(extra)))
+
+
+def test_scales_of_keys_and_values_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = "model.layers.0.self_attn.k_scale"
+    edit_weights(save(tmp_path), lambda weights: weights.update({name: torch.full((1,), 0.5)}))
+    open_checkpoint(EngineConfig(model=str(tmp_path)))
+    assert not caplog.records
+    open_checkpoint(EngineConfig(model=str(tmp_path), kv_cache_dtype="fp8"))
+    assert (
+        f"kv_cache_dtype is 'fp8': scales of keys and values are 1, those of the checkpoint are not used: {name}"
+        in (caplog.text)
+    )
 
 
 def test_layers_that_draft_are_harmless_if_the_config_counts_them(tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ class Graph(Protocol):
 class Memory(NamedTuple):
     free_bytes: int
     total_bytes: int
+    own_bytes: int
+    """Of this process: tensors, and what libraries have allocated since the device was opened."""
 
 
 class Mark(Protocol):
@@ -206,6 +208,11 @@ class GraphPool:
         self._graphs.add(graph)
 
 
+_MAX_LIBRARY_BYTES = 1 << 30
+"""Loaded kernels, workspaces of libraries. The driver does not say whose memory is used, so that of a process that
+starts at the same time is counted as well, up to this limit."""
+
+
 class CudaDevice:
     """An NVIDIA GPU: all work is on the current stream of the calling thread, except copies in `beside`."""
 
@@ -214,6 +221,7 @@ class CudaDevice:
         self._capture_stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._graph_pool = GraphPool(torch.cuda.graph_pool_handle)
         self._beside = _CudaLane(self._device)
+        self._foreign_bytes = self._used_beside_tensors()
 
     @property
     def beside(self) -> Lane:
@@ -285,7 +293,12 @@ class CudaDevice:
         return torch.cuda.get_device_capability(self._device) >= (8, 9)
 
     def memory(self) -> Memory:
-        return Memory(*torch.cuda.mem_get_info(self._device))
+        of_libraries = min(max(self._used_beside_tensors() - self._foreign_bytes, 0), _MAX_LIBRARY_BYTES)
+        return Memory(*torch.cuda.mem_get_info(self._device), self.held_bytes + of_libraries)
+
+    def _used_beside_tensors(self) -> int:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        return total_bytes - free_bytes - self.held_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -338,7 +351,7 @@ class CpuDevice:
 
     def memory(self) -> Memory:
         page_bytes = os.sysconf("SC_PAGE_SIZE")
-        return Memory(os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes)
+        return Memory(os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes, 0)
 
     @property
     def held_bytes(self) -> int:

@@ -34,6 +34,10 @@ STAGING_BYTES = 1 << 27
 """Size of both staging buffers together, unless a block is larger than one of them."""
 
 
+MAX_FREE_SHARE = 0.95
+"""Share of the free memory that KV blocks may take."""
+
+
 class HostBlocks:
     def __init__(self, device: Device, caches: Iterable[LayerCache], num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -211,14 +215,22 @@ def num_kv_blocks(
     needed = groups.max_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
     if num_blocks >= (groups.count if config.max_model_len == AUTO_CONTEXT else needed):
         return num_blocks
-    source = "gpu_memory_utilization" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
     raise ValueError(
         f"engine argument 'max_model_len' is {max_model_len}, whose KV blocks take {_gib(needed * bytes_per_block)}, "
-        f"but only {_gib(max(available, 0))} are available (of {_gib(memory.total_bytes)}, {_gib(memory.free_bytes)} "
-        f"are free after the weights and the largest step, and graphs take {_gib(graph_bytes)}): expected at most "
+        f"but only {_gib(max(available, 0))} are available (of {_gib(memory.total_bytes)}, weights and the largest "
+        f"step take {_gib(memory.own_bytes)}, {_gib(memory.free_bytes)} are free, and graphs take "
+        f"{_gib(graph_bytes)}): expected at most "
         f"{groups.max_request_tokens(config.block_size, num_blocks, config.max_num_batched_tokens)}, "
-        f"or a larger {source}"
+        f"or {_more_memory(config, memory)}"
     )
+
+
+def _more_memory(config: EngineConfig, memory: Memory) -> str:
+    if config.kv_cache_memory_bytes is not None:
+        return "a larger kv_cache_memory_bytes"
+    if _left_bytes(config, memory) <= _usable_bytes(memory):
+        return "a larger gpu_memory_utilization"
+    return "less memory used by other processes"
 
 
 def _gib(size_bytes: int) -> str:
@@ -228,8 +240,17 @@ def _gib(size_bytes: int) -> str:
 def _available_bytes(config: EngineConfig, memory: Memory, graph_bytes: int) -> int:
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
-    kept_free = memory.total_bytes * (1.0 - config.gpu_memory_utilization)
-    return int(memory.free_bytes - kept_free) - graph_bytes
+    return min(_left_bytes(config, memory), _usable_bytes(memory)) - graph_bytes
+
+
+def _left_bytes(config: EngineConfig, memory: Memory) -> int:
+    """What gpu_memory_utilization leaves this process, whatever others use."""
+    return int(memory.total_bytes * config.gpu_memory_utilization) - memory.own_bytes
+
+
+def _usable_bytes(memory: Memory) -> int:
+    """The rest is for what this process and others allocate from now on: not all of it was measured."""
+    return int(memory.free_bytes * MAX_FREE_SHARE)
 
 
 def kv_caches(

@@ -41,7 +41,7 @@ _HARMLESS = re.compile(
     r"|(^|\.)position_ids$|_extra_state$"
     r"|(^|\.)mtp(_\w+)?\."  # layers for drafting further tokens
     r"|^v_head\."  # a value head from training
-    r"|\.(input|activation|k|v|kv)_scale$"  # for activations and cached keys and values, which are not quantised here
+    r"|\.(input|activation|k|v|kv)_scale$"  # for activations; of cached keys and values, see note_unused_scales
 )
 """Tensors that a checkpoint may contain although the model does not use them."""
 _OTHER_MODALITY = re.compile(r"(^|\.)(vision|visual|vit|audio|speech|image|multi_?modal|mm)(_\w+)?\.")
@@ -49,6 +49,8 @@ _OTHER_MODALITY = re.compile(r"(^|\.)(vision|visual|vit|audio|speech|image|multi
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _DRAFTING_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 _SCALES = ("_scale_inv", "_scale")
+_KV_SCALE = re.compile(r"\.(k|v|kv)_scale$")
+PLAIN_UNDER_A_LABEL = "config.json states a quantization_config, but the weights are plain: using them as they are"
 
 
 def check_tensors(
@@ -146,6 +148,23 @@ def _check_scales(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> None:
     unscaled = [name for name in eight_bits if not any(f"{name}{scale}" in tensors for scale in _SCALES)]
     if unscaled:
         raise CheckpointError(f"its tensors do not fit its config.json: missing: the scales of {few(unscaled)}")
+
+
+def note_plain_weights(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> None:
+    """Warns of a quantization_config in a checkpoint with plain weights, which is accepted."""
+    is_packed = any(tensor.dtype.startswith("F8_E") or tensor.dtype == "U8" for tensor in tensors.values())
+    if getattr(hf_config, "quantization_config", None) is not None and not is_packed:
+        logger.warning(PLAIN_UNDER_A_LABEL)
+
+
+def note_unused_scales(kv_cache_dtype: str, names: Iterable[str]) -> None:
+    """Warns of tensors with scales for cached keys and values, if those are in 8 bits."""
+    found = sorted(filter(_KV_SCALE.search, names), key=_natural)
+    if found and kv_cache_dtype != "auto":
+        logger.warning(
+            "kv_cache_dtype is '%s': scales of keys and values are 1, those of the checkpoint are not used: %s",
+            *(kv_cache_dtype, few(found)),
+        )
 
 
 def _without_memory(tensor: TensorHeader, name: str) -> torch.Tensor:

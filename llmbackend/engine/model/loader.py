@@ -35,7 +35,14 @@ from ..kernels.library import NativeKernels
 from ..kernels.operations import Type
 from ..kernels.weights import TYPE_OF, NewMemory, WeightStore
 from ..load_progress import bar_hook, part, report
-from .checkpoint_check import check_loading_info, check_tensors, without_report
+from .checkpoint_check import (
+    PLAIN_UNDER_A_LABEL,
+    check_loading_info,
+    check_tensors,
+    note_plain_weights,
+    note_unused_scales,
+    without_report,
+)
 from .checkpoint_files import TensorHeader, are_gguf, bad_checkpoint, check_directory, read_headers
 from .compatibility import (
     CheckedModel,
@@ -65,7 +72,6 @@ from .text_part import keep_text
 
 logger = logging.getLogger(__name__)
 
-_PLAIN_UNDER_A_LABEL = "config.json states a quantization_config, but the weights are plain: using them as they are"
 _DEQUANTIZED = ("fp8",)  # quant_methods whose weights transformers dequantizes
 
 
@@ -133,6 +139,7 @@ def open_checkpoint(config: EngineConfig, dense: bool | None = None) -> OpenedCh
     device = device_of(config.device)
     dense = device.type != "cpu" if dense is None else dense
     tensors = _read_directory(config)
+    note_unused_scales(config.kv_cache_dtype, tensors or ())
     hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     check_config(hf_config)
     if (reason := why_modules(config)) and is_recurrent(hf_config):
@@ -381,7 +388,7 @@ def _instantiate(config: EngineConfig, opened: OpenedCheckpoint) -> Any:
     transformers.utils.logging.set_tqdm_hook(bar_hook)
     try:
         tensors = read_headers(hub_files(config)) if opened.tensors is None else opened.tensors
-        _note_plain_weights(hf_config, tensors)
+        note_plain_weights(hf_config, tensors)
         check_tensors(*class_and_config(config, hf_config), tensors, opened.is_multimodal)
         with without_report():
             model, info = auto_class(hf_config).from_pretrained(
@@ -411,7 +418,7 @@ def _filled_model(config: EngineConfig, opened: OpenedCheckpoint) -> tuple[Any, 
             fill_of_gguf(model, files, dtype, kept)
         else:
             if opened.int4.plain(tensors).keys() == tensors.keys():
-                logger.warning(_PLAIN_UNDER_A_LABEL)
+                logger.warning(PLAIN_UNDER_A_LABEL)
             named = module_tensors(files, model)
             keep_text(model)
             kept = kept_matrices(config, opened.int4, named)
@@ -432,13 +439,6 @@ def check_stored_tensors(config: EngineConfig, opened: OpenedCheckpoint, tensors
         spare = reported_names(opened.int4.spare(tensors), model)
         tensors = own_names(opened.int4.plain(tensors), model)
     check_tensors(*class_and_config(config, opened.hf_config), tensors, opened.is_multimodal, spare)
-
-
-def _note_plain_weights(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> None:
-    """Warns of a quantization_config in a checkpoint with plain weights, which is accepted."""
-    is_packed = any(tensor.dtype.startswith("F8_E") or tensor.dtype == "U8" for tensor in tensors.values())
-    if getattr(hf_config, "quantization_config", None) is not None and not is_packed:
-        logger.warning(_PLAIN_UNDER_A_LABEL)
 
 
 def dtype_of(config: EngineConfig, opened: OpenedCheckpoint) -> torch.dtype:

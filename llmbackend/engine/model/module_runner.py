@@ -177,9 +177,11 @@ def _on_gpu(config: EngineConfig, start_s: float) -> Runner:
     loaded = load_model(config)
     try:
         return start_on_cuda(config, loaded, start_s)
-    except ProgramUnsupportedError as reason:
-        logger.warning("%s runs as transformers modules, one step after the other: %s", loaded.model_type, reason)
-        return run_modules_on(CudaDevice(loaded.device), config, loaded, str(reason))
+    except ProgramUnsupportedError as error:
+        reason = str(error)
+    # Outside of the except block, because the error's traceback holds the program's memory.
+    logger.warning("%s runs as transformers modules, one step after the other: %s", loaded.model_type, reason)
+    return run_modules_on(CudaDevice(loaded.device), config, loaded, reason)
 
 
 def run_modules_on(device: Device, config: EngineConfig, loaded: LoadedModel, reason: str = "") -> ModelRunner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ import torch
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.errors import DeviceLostError
+from llmbackend.engine.errors import DeviceLostError, ProgramUnsupportedError
+from llmbackend.engine.gpu import make_gpu_runner
+from llmbackend.engine.gpu.device import Device
+from llmbackend.engine.gpu.make_gpu_runner import choose, start
 from llmbackend.engine.gpu.parallel import parts
 from llmbackend.engine.gpu.parallel.collectives import RankPlace, Ranks
+from llmbackend.engine.gpu.program import GpuProgram
 from llmbackend.engine.messages import InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.model import module_runner
-from llmbackend.engine.model.loader import load_model
+from llmbackend.engine.model.loader import LoadedModel, load_model
 from llmbackend.engine.model.module_runner import ModelRunner, make_model_runner, run_modules_on
 from llmbackend.engine.step import RowTable, Runner, SampledTokens, StepPlan
 from tests.helpers.gpu.fake_device import FakeDevice
@@ -233,3 +238,32 @@ def test_a_model_that_runs_as_modules_gets_the_memory_that_is_left(model: Path) 
     runner.close()
     few = config_for(model, num_kv_blocks=None, gpu_memory_utilization=0.75, max_num_seqs=1, max_model_len=16)
     assert run_modules_on(device, few, load_model(few, dense=True)).info.num_blocks == 2
+
+
+def test_the_memory_of_a_refused_program_is_free_when_the_modules_measure_theirs(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs: list[weakref.ref[GpuProgram]] = []
+
+    def refuse(program: GpuProgram, *_: object) -> None:
+        programs.append(weakref.ref(program))
+        raise ProgramUnsupportedError("its logits differ")
+
+    def start_here(config: EngineConfig, loaded: LoadedModel, start_s: float) -> Runner:
+        return start(config, loaded, FakeDevice(), *choose(config, loaded), start_s)
+
+    def run_here(device: Device, *arguments: Any) -> ModelRunner:
+        assert [program() for program in programs] == [None]
+        return run_modules_on(device, *arguments)
+
+    monkeypatch.setattr(GpuProgram, "verify", refuse)
+    monkeypatch.setattr(make_gpu_runner, "start_on_cuda", start_here)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(module_runner, "CudaDevice", lambda _: FakeDevice())
+    monkeypatch.setattr(module_runner, "load_model", lambda _: load_model(config_for(model), dense=True))
+    monkeypatch.setattr(module_runner, "run_modules_on", run_here)
+
+    runner = make_model_runner(config_for(model, device="cuda"))
+    assert runner.info.path_reason == "its logits differ"
+    runner.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,10 +12,11 @@ import torch
 
 from llmbackend.engine.config import AUTO_CONTEXT, EngineConfig
 from llmbackend.engine.gpu import device_kv_memory
-from llmbackend.engine.gpu.device import GraphPool, Memory
+from llmbackend.engine.gpu.device import CudaDevice, GraphPool, Memory
 from llmbackend.engine.gpu.device_kv_memory import num_kv_blocks
 from llmbackend.engine.gpu.device_rows import Padded
 from llmbackend.engine.gpu.graphs import StepGraphs, ladder, mixed_ladder
+from llmbackend.engine.gpu.parallel.parallel_runner import _AgreedDevice
 from llmbackend.engine.kv_groups import KVGroups
 from tests.helpers.gpu.fake_device import FakeDevice
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner
@@ -25,10 +27,18 @@ GIB = 1 << 30
 BYTES_PER_BLOCK = 1 << 20
 
 
-def blocks(model_len: int = 1024, graph_bytes: int = GIB, groups: KVGroups = KVGroups(), **options: Any) -> int:
-    """On a device of 100 GiB of which 60 are free."""
+def blocks(
+    model_len: int = 1024,
+    graph_bytes: int = GIB,
+    groups: KVGroups = KVGroups(),
+    own_bytes: int = 40 * GIB,
+    others_bytes: int = 0,
+    **options: Any,
+) -> int:
+    """On a device of 100 GiB."""
     config = EngineConfig(model="m", block_size=16, **options)
-    return num_kv_blocks(config, model_len, BYTES_PER_BLOCK, Memory(60 * GIB, 100 * GIB), graph_bytes, groups)
+    memory = Memory(100 * GIB - own_bytes - others_bytes, 100 * GIB, own_bytes)
+    return num_kv_blocks(config, model_len, BYTES_PER_BLOCK, memory, graph_bytes, groups)
 
 
 def test_blocks_get_what_is_left() -> None:
@@ -38,10 +48,40 @@ def test_blocks_get_what_is_left() -> None:
     assert blocks(num_kv_blocks=3, kv_cache_memory_bytes=7 * GIB) == 3
 
 
+def test_engines_share_a_device_by_their_utilizations() -> None:
+    """Memory of other processes counts only if they leave less, of which a part stays free."""
+    second: dict[str, Any] = {"graph_bytes": 0, "own_bytes": 2 * GIB, "others_bytes": 50 * GIB}
+    assert blocks(gpu_memory_utilization=0.45, **second) == (45 - 2) * 1024
+    assert blocks(gpu_memory_utilization=0.75, **second) == int(48 * 0.95 * 1024)
+    with pytest.raises(ValueError, match=r"46\.00 GiB are free, .* or less memory used by other processes"):
+        blocks(16 * 44 * 1024, gpu_memory_utilization=0.75, **(second | {"own_bytes": 4 * GIB}))
+
+
+def test_what_libraries_allocate_is_the_engines_own_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device of 100 GiB of which others, and the context, have 20."""
+    held_bytes = of_libraries = 0
+    others_bytes = 20 * GIB
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: held_bytes)
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda _: (100 * GIB - others_bytes - held_bytes - of_libraries, 100 * GIB)
+    )
+    device = CudaDevice(torch.device("cuda", 0))
+    held_bytes, of_libraries = 5 * GIB, GIB // 2
+    assert device.memory() == (74.5 * GIB, 100 * GIB, 5.5 * GIB)
+    others_bytes = 60 * GIB
+    assert device.memory().own_bytes == 6 * GIB
+    others_bytes = 0
+    assert device.memory().own_bytes == 5 * GIB
+    fuller: Any = SimpleNamespace(min_over_ranks=lambda own: list(map(min, own, (80 * GIB, 99 * GIB, -7 * GIB))))
+    assert _AgreedDevice(torch.device("cuda", 0), fuller).memory() == (80 * GIB, 99 * GIB, 7 * GIB)
+
+
 def test_a_device_without_room_for_one_sequence_is_refused() -> None:
     text = (
         r"'max_model_len' is 20000, whose KV blocks take 1\.22 GiB, but only 0\.00 GiB are available \(of 100\.00 GiB, "
-        r"60\.00 GiB are free .*, and graphs take 1\.00 GiB\): expected at most 0, or a larger gpu_memory_utilization"
+        r"weights and the largest step take 40\.00 GiB, 60\.00 GiB are free, and graphs take 1\.00 GiB\): "
+        r"expected at most 0, or a larger gpu_memory_utilization"
     )
     with pytest.raises(ValueError, match=text):
         blocks(20000, gpu_memory_utilization=0.4)
@@ -100,8 +140,8 @@ class SharedDevice(FakeDevice):
         return max((size.num_tokens for size in self._sizes), default=0) << 10
 
     def memory(self) -> Memory:
-        used_bytes = self.held_bytes + (5 << 10) * len(self._sizes) + self.others_bytes
-        return Memory(self.memory_bytes - used_bytes, self.memory_bytes)
+        own_bytes = self.held_bytes + (5 << 10) * len(self._sizes)
+        return Memory(self.memory_bytes - own_bytes - self.others_bytes, self.memory_bytes, own_bytes)
 
     def forget(self) -> None:
         self._sizes.clear()

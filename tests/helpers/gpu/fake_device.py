@@ -77,7 +77,7 @@ class FakeDevice:
         self._beside.run_until(self._beside.num_enqueued)
 
     def memory(self) -> Memory:
-        return Memory(self.memory_bytes - self.used_bytes, self.memory_bytes)
+        return Memory(self.memory_bytes - self.used_bytes, self.memory_bytes, self.used_bytes)
 
     @property
     def held_bytes(self) -> int:

@@ -57,10 +57,10 @@ def stored_before(splits, sequence):
 
 @triton.jit
 def decode_ends(splits, capacity):
-    """[SEQUENCES]: where the items of each sequence end in the list for one tile of heads. A sequence whose splits do
-    not fit in the workspace is one item."""
-    stored = tl.cumsum(tl.where(splits > 1, splits, 0), 0)
-    return tl.cumsum(tl.where(stored > capacity, tl.minimum(splits, 1), splits), 0)
+    """[SEQUENCES]: where the items of each sequence end in the list for one tile of heads; and how many items are one
+    split each. The sequences behind those do not fit in the workspace: each is one item."""
+    fits = tl.cumsum(tl.where(splits > 1, splits, 0), 0) <= capacity
+    return tl.cumsum(tl.where(fits, splits, tl.minimum(splits, 1)), 0), tl.sum(tl.where(fits, splits, 0), 0)
 
 
 @triton.jit
@@ -81,12 +81,20 @@ def owner_of(ends, item):
 
 
 @triton.jit
-def own_share(count):
-    """The items of this program, as evenly as possible; they are consecutive and share keys and queries."""
-    count, programs = count.to(tl.int64), tl.num_programs(0)
-    begin = count * tl.program_id(0) // programs
-    end = count * (tl.program_id(0) + 1) // programs
-    return begin.to(tl.int32), end.to(tl.int32)
+def own_share(num_splits, num_items):
+    """The items of this program, as evenly as possible. The first num_splits items are one split each: its own are
+    consecutive and share keys and queries. Each of the others is a whole sequence: programs take them in turn. Returns
+    begin, end and stop: items begin … end - 1, and stop - end of the whole sequences."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    begin = (num_splits.to(tl.int64) * program // programs).to(tl.int32)
+    end = (num_splits.to(tl.int64) * (program + 1) // programs).to(tl.int32)
+    return begin, end, end + (num_items - num_splits + programs - 1 - program) // programs
+
+
+@triton.jit
+def own_item(i, end, num_splits):
+    """The item for each i from begin to stop - 1, as own_share returned them."""
+    return tl.where(i < end, i, num_splits + tl.program_id(0) + (i - end) * tl.num_programs(0))
 
 
 # ---------------------------------------------------------------------------------------------- shared by both kernels
@@ -240,9 +248,12 @@ def decode_kernel(
     """
     HEAD_TILES: tl.constexpr = (GROUP + 15) // 16
     splits = decode_splits(query_start, seq_lens, num_sequences, window, HAS_WINDOW, SPLIT, SEQUENCES)
-    ends = decode_ends(splits, capacity) * (HEADS // GROUP * HEAD_TILES)
-    begin, end = own_share(tl.max(ends, 0))
-    for item in range(begin, end):
+    ends, num_splits = decode_ends(splits, capacity)
+    ends *= HEADS // GROUP * HEAD_TILES
+    num_splits *= HEADS // GROUP * HEAD_TILES
+    begin, end, stop = own_share(num_splits, tl.max(ends, 0))
+    for i in range(begin, stop):
+        item = own_item(i, end, num_splits)
         sequence, before = owner_of(ends, item)
         _decode_item(
             sequence, item - before, stored_before(splits, sequence), q, keys, values, table, rows, query_start,

@@ -128,6 +128,12 @@ def has_group_products() -> bool:
     return 90 <= _capability() < 110
 
 
+def has_tensor_memory() -> bool:
+    """Whether sums of matrix products are kept outside of registers (data-centre Blackwell), so that a tile whose sums
+    are rescaled at each step needs registers for them as well."""
+    return not knobs.runtime.interpret and 100 <= _capability() < 110
+
+
 def has_little_shared_memory() -> bool:
     """Whether a multiprocessor has 100 KiB of shared memory (8.6, 8.9, 12.x) instead of 164 KiB and more."""
     return not knobs.runtime.interpret and (_capability() in (86, 89) or _capability() >= 120)

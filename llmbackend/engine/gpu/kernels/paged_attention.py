@@ -13,7 +13,7 @@ import triton
 
 from ..ops.ops import AttendSpec, LayerCache, StepLayout
 from . import attention
-from .matmul import dot_dtype, has_group_products, has_little_shared_memory
+from .matmul import dot_dtype, has_group_products, has_little_shared_memory, has_tensor_memory
 
 SPLIT = 256
 """Keys per split. Not tunable, because results depend on it in their rounding: 256 keys of 128 dimensions are 128 KiB
@@ -69,7 +69,8 @@ def _choose_tiles(padded: int, dtype: torch.dtype, exact_chunks: bool) -> Tiles:
     if exact_chunks:
         return Tiles(keys, rows=16, warps=4, stages=5, decode_warps=4, decode_stages=5)
     if tall:
-        return Tiles(keys, rows=128 if padded <= 128 else 64, warps=8, stages=3, decode_warps=4, decode_stages=5)
+        rows = 128 if padded <= (64 if has_tensor_memory() else 128) else 64
+        return Tiles(keys, rows, warps=8, stages=3, decode_warps=4, decode_stages=5)
     if padded > 128:
         # More keys than rows, so that warps share the columns of the sums. If they shared the rows, a thread would hold
         # 128 numbers of this split and 128 of the previous ones, more than it has registers.

@@ -274,4 +274,6 @@ class _AgreedDevice(CudaDevice):
         self._ranks = ranks
 
     def memory(self) -> Memory:
-        return Memory(*self._ranks.min_over_ranks(super().memory()))
+        free_bytes, total_bytes, own_bytes = super().memory()
+        free_bytes, total_bytes, negative = self._ranks.min_over_ranks((free_bytes, total_bytes, -own_bytes))
+        return Memory(free_bytes, total_bytes, -negative)
