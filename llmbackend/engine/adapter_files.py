@@ -27,8 +27,14 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "modules_to_save": (None, []),
     "fan_in_fan_out": (False, None),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "target_parameters": (None, []),
+    "layer_replication": (None, []),
 }
-"""Fields of adapter_config.json that may require more than two matrices, with the values that do not."""
+"""Fields of adapter_config.json that may require more than two matrices per layer, with the values that do not."""
 _MAX_SCALE = 10_000
 """Limit of alpha / rank, which is 0.5 to 4 in trained adapters; larger values make activations overflow."""
 _TYPES: Final[dict[str, tuple[str, Callable[[npt.NDArray[Any]], Float32Array]]]] = {

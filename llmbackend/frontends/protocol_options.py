@@ -40,7 +40,7 @@ class RequestDefaults:
     force_include_usage: bool = False
     """Whether every chunk of every stream has the usage so far."""
     stream_interval_tokens: int = 1
-    """Tokens of a choice per chunk."""
+    """Tokens of a choice per chunk; requests can only ask for more."""
     per_request_metrics: bool = False
     """Whether answers with one choice include their timings, unless a request says otherwise."""
     sse_keep_alive_s: float | None = 15.0

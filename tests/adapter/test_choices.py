@@ -79,6 +79,19 @@ def test_whole_choices_in_responses_of_their_own(host: LlmHost) -> None:
     assert ids_by_index(call) == ids_by_index(ask(host, stream=True, n=3))
 
 
+@pytest.mark.parametrize("sequence_index", [{}, {"return_sequence_index": True}])
+def test_cached_tokens_of_ranked_choices_are_those_of_the_first_one(
+    tmp_path: Path, sequence_index: dict[str, Any]
+) -> None:
+    """The others find its prompt in the cache."""
+    flags = {"return_num_cached_tokens": True, "exclude_input_in_output": True} | sequence_index
+    with llm_host(tmp_path, block_size=8) as host:
+        for prompt, seed in (("fresh prompt, " * 6, 9), ("another one, " * 6, 10)):
+            sampling = SAMPLING | {"seed": seed, "max_tokens": 5, "n": 2, "best_of": 4}
+            call = host.infer(text_input=prompt, sampling=sampling, **flags)
+            assert call.error is None and {*call.all("num_cached_tokens")} == {0}
+
+
 def test_best_of_gives_those_with_the_largest_logprob(host: LlmHost) -> None:
     singles = [ask(host, seed=5 + index) for index in range(4)]
     best = sorted(singles, key=lambda one: -float(one.all("cumulative_logprob")[0]))

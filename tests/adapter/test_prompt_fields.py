@@ -75,6 +75,39 @@ def test_a_prompt_beyond_the_context_is_cut_to_what_has_room(host: LlmHost) -> N
     assert len(prompt_ids(host, {"truncate_prompt_tokens": -1}, input_ids=[1] * 1000)) == 252
 
 
+@pytest.mark.parametrize(
+    ("arguments", "num_reserved"),
+    [
+        ({}, 64),
+        ({"max_model_len": 32768, "num_kv_blocks": 4096}, 4096),
+        ({"override_generation_config": {"max_new_tokens": 100}}, 100),
+    ],
+)
+def test_a_cut_prompt_leaves_room_for_an_answer_without_limit(
+    tmp_path: Path, arguments: dict[str, Any], num_reserved: int
+) -> None:
+    """A quarter of the context, at most 4,096 tokens, unless the model has a limit."""
+    context = arguments.get("max_model_len", 256)
+    with llm_host(tmp_path, **arguments) as host:
+        asked = {"truncate_prompt_tokens": -1, "max_tokens": None}
+        ids = host.infer(
+            text_input="x" * (context + 9),
+            sampling=asked,
+            prompt_only=True,
+            exclude_input_in_output=True,
+            return_prompt_token_ids=True,
+        ).all("prompt_token_ids")
+    assert len(ids) == context - num_reserved
+
+
+def test_the_text_of_a_cut_prompt_is_that_of_its_tokens(host: LlmHost) -> None:
+    text = "the end is what stays"
+    flags = {"exclude_input_in_output": True, "return_prompt_text": True}
+    for keep, kept in ((5, "stays"), (100, text)):
+        call = host.infer(text_input=text, sampling=GREEDY | {"truncate_prompt_tokens": keep}, **flags)
+        assert call.all("prompt_text") == [kept.encode()]
+
+
 def test_a_text_of_more_characters_than_the_context_could_have_is_cut_as_well(host: LlmHost) -> None:
     text = "x" * 20_000 + "the end"
     assert prompt_ids(host, {"truncate_prompt_tokens": 7}, text_input=text) == list(b"the end")

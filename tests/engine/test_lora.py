@@ -140,6 +140,12 @@ def test_an_unknown_adapter_is_refused_by_name(tmp_path: Path) -> None:
         ({"use_dora": True}, "'use_dora' is true, only false is supported"),
         ({"bias": "all"}, '\'bias\' is "all", only "none" is supported'),
         ({"modules_to_save": ["lm_head"]}, "'modules_to_save' is"),
+        ({"alora_invocation_tokens": [3]}, "'alora_invocation_tokens' is [3], only null is supported"),
+        ({"arrow_config": {"top_k": 3}}, "'arrow_config' is"),
+        ({"use_qalora": True}, "'use_qalora' is true"),
+        ({"lora_bias": True}, "'lora_bias' is true"),
+        ({"target_parameters": ["experts.down_proj"]}, "'target_parameters' is"),
+        ({"layer_replication": [[0, 1], [0, 1]]}, "'layer_replication' is"),
         ({"r": 32}, "'r' is 32, expected an integer from 1 to 16 (engine argument 'max_lora_rank')"),
     ],
 )

@@ -137,10 +137,12 @@ def test_a_stream_says_what_the_requests_got(clients: Clients, operator: EventsV
 
 
 def test_a_request_with_choices_is_one_request_of_several_rows(clients: Clients, operator: EventsViewer) -> None:
-    usage = clients.ask(prompt="choices", n=3, max_tokens=6, temperature=1, seed=1).result()["usage"]
+    asked: dict[str, Any] = {"n": 3, "max_tokens": 6, "temperature": 1, "seed": 1}
+    usage = clients.ask(prompt="choices whose prompt has blocks", **asked).result()["usage"]
     operator.wait_for(lambda: operator.ended)
     ((number, end),) = operator.ended.items()
     assert (end["prompt_tokens"], end["output_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert end["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"] == 0
     assert operator.received[number]["max_tokens"] == 18
     assert max([row[0] for row in step["rows"]].count(number) for step in operator.steps) == 3
 

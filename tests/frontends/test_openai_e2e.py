@@ -379,6 +379,55 @@ def test_choices_of_several_prompts_come_in_order(client: openai.OpenAI) -> None
     assert texts == alone and chunk.usage == answer.usage
 
 
+def chunks_of(stream: Any) -> list[Any]:
+    return list(stream)
+
+
+def test_the_usage_of_a_chunk_is_that_of_its_choice(client: openai.OpenAI) -> None:
+    """From the first chunk on with the choice's own prompt; the last chunk has the sums."""
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    hot: dict[str, Any] = {"model": MODEL, "max_tokens": 4, "n": 2, "temperature": 1.5, "seed": 3, "stream": True}
+    hot |= {"stream_options": options, "extra_body": {"ignore_eos": True}}
+    lengths = len("one"), len("other prompt")
+    for fields in ({}, {"echo": True}, {"extra_body": {"ignore_eos": True, "return_token_ids": True}}):
+        *others, last = chunks_of(client.completions.create(**(hot | {"prompt": ["one", "other prompt"]} | fields)))
+        for index in range(4):
+            usages = [chunk.usage for chunk in others if chunk.choices[0].index == index]
+            assert {usage.prompt_tokens for usage in usages} == {lengths[index // 2]}
+            assert usages[-1].completion_tokens == 4
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (15, 16)
+    *others, last = chunks_of(client.chat.completions.create(messages=USER_HI, **hot))
+    assert [chunk.choices[0].delta.role for chunk in others[:3]] == ["assistant", "assistant", None]
+    counts = [(chunk.usage.prompt_tokens, chunk.usage.completion_tokens) for chunk in others]
+    assert {prompt for prompt, _ in counts} == {last.usage.prompt_tokens} != {0}
+    assert [completion for _, completion in counts[:2]] == [0, 0]
+    assert max(completion for _, completion in counts) == 4 and last.usage.completion_tokens == 8
+
+
+def test_cached_tokens_with_best_of_are_those_of_the_first_choice(client: openai.OpenAI) -> None:
+    for seed in (9, 10, 11):
+        prompt = f"{seed} is where this prompt differs from others, so that none of its blocks is cached"
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=5, temperature=1, seed=seed, best_of=4
+        )
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_echo_of_a_cut_prompt_is_what_was_kept(client: openai.OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "the end stays", "max_tokens": 3, "temperature": 0}
+    asked |= {"echo": True, "logprobs": 0, "stream": stream}
+    found = client.completions.create(**asked, extra_body={"truncate_prompt_tokens": 5, "ignore_eos": True})
+    text, tokens, offsets = "", [], []
+    for part in found if stream else [found]:
+        text += part.choices[0].text
+        tokens += part.choices[0].logprobs.tokens
+        offsets += part.choices[0].logprobs.text_offset
+    assert text.startswith("stays") and len(tokens) == 8
+    assert [text[offset] for offset in offsets[:5]] == tokens[:5] == list("stays")
+
+
 def test_as_many_prompts_and_choices_as_a_request_may_have(client: openai.OpenAI) -> None:
     prompts = [f"{number:04}" for number in range(1024)]
     body: dict[str, Any] = {"model": MODEL, "prompt": prompts, "max_tokens": 1, "temperature": 0, "echo": True}

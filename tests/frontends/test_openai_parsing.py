@@ -101,10 +101,31 @@ def test_the_operators_defaults_apply_to_fields_that_are_missing_or_null(missing
         assert parse_completion(with_defaults(body | {"logprobs": logprobs}, defaults)).logprobs == LogprobForm(
             logprobs, as_token_ids=True
         )
-    own = {"return_tokens_as_token_ids": False, "stream_interval": 2, "include_metrics": False, "logprobs": 0}
+    own = {"return_tokens_as_token_ids": False, "stream_interval": 5, "include_metrics": False, "logprobs": 0}
     request = parse_completion(with_defaults(body | own, defaults))
-    assert request.stream == StreamForm(True, True, 2)
+    assert request.stream == StreamForm(True, True, 5)
     assert (request.logprobs, request.include_metrics) == (LogprobForm(0), False)
+
+
+def test_the_operators_stream_interval_is_the_least() -> None:
+    defaults = RequestDefaults(stream_interval_tokens=4)
+    body = {"model": "m", "prompt": "hi", "stream": True}
+    assert parse_completion(with_defaults(body | {"stream_interval": 2}, defaults)).stream == StreamForm(None, None, 4)
+    for wrong in (0, -1, True, "2"):
+        with pytest.raises(OpenAIError) as refused:
+            parse_completion(with_defaults(body | {"stream_interval": wrong}, defaults))
+        assert refused.value.param == "stream_interval"
+    whole = {"model": "m", "prompt": "hi", "stream_interval": 2}
+    assert parse_completion(with_defaults(whole, defaults)).stream is None
+
+
+@pytest.mark.parametrize("logprobs", [{}, {"logprobs": False}])
+def test_no_top_logprobs_need_no_logprobs(logprobs: dict[str, Any]) -> None:
+    chat = {"model": "m", "messages": GOOD["messages"], **logprobs}
+    assert parse_chat(chat | {"top_logprobs": 0}).logprobs is None
+    for top in (1, -1):
+        with pytest.raises(OpenAIError, match="'logprobs': true"):
+            parse_chat(chat | {"top_logprobs": top})
 
 
 def test_a_content_part_that_is_no_object_is_refused_in_plain_words() -> None:

@@ -264,6 +264,8 @@ def test_a_thinking_budget_ends_the_reasoning(client: openai.OpenAI) -> None:
     whole, found = both(client, "<think>one two three", extra_body={"thinking_token_budget": 5}, max_tokens=30)
     assert found["reasoning"] == "one t"
     assert whole.usage.completion_tokens_details.reasoning_tokens == len("<think>one t</think>")
+    _, unlimited = both(client, "<think>one two three", extra_body={"thinking_token_budget": -1}, max_tokens=30)
+    assert unlimited["reasoning"] == "one two three"
 
 
 def test_the_older_form_is_answered_in_the_older_form(client: openai.OpenAI) -> None:
@@ -394,7 +396,7 @@ def test_only_long_answers_are_read_and_rendered_in_a_thread(
         ),
         ({"functions": [WEATHER], "tools": TOOLS}, "functions"),
         ({"functions": [WEATHER], "function_call": {"name": "other"}}, "function_call"),
-        ({"extra_body": {"thinking_token_budget": -1}}, "thinking_token_budget"),
+        ({"extra_body": {"thinking_token_budget": -2}}, "thinking_token_budget"),
         ({"extra_body": {"documents": [{"text": "a"}]}}, "documents"),
         ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood"),
     ],

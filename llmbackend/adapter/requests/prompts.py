@@ -15,7 +15,7 @@ import numpy.typing as npt
 from llmbackend.core.backend_api import TritonError, invalid_argument
 
 from ..limits import ModelLimits
-from ..schemas.sampling import parse_sampling_parameter
+from ..schemas.sampling import NO_DEFAULTS, parse_sampling_parameter, wanted_max_tokens
 from ..schemas.schema import LlmInputs, Prompt
 from ..text.chat import MAX_VALUES, PromptBounds, read_chat
 from ..text.tokenizer import ModelTokenizer, TooManyTokensError
@@ -24,6 +24,9 @@ MAX_DESCRIBED_TOKENS: Final = 1 << 20
 MAX_DESCRIBED_CHARS: Final = 4 << 20
 """Limits of a prompt that is only described and need not fit into the context. Tokenising this many characters takes a
 conversion thread one to two seconds."""
+
+MAX_RESERVED_TOKENS: Final = 4096
+"""Limit of the part of the context that is left free after a prompt that is cut, if nothing limits the output."""
 
 
 def _beyond_context(bounds: PromptBounds) -> PromptBounds:
@@ -44,9 +47,12 @@ def _suffix_refused(reason: str) -> TritonError:
 class PromptBuilder:
     """Read-only, hence thread-safe."""
 
-    def __init__(self, tokenizer: ModelTokenizer, limits: ModelLimits) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, limits: ModelLimits, sampling_defaults: Mapping[str, Any] = NO_DEFAULTS
+    ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+        self._sampling_defaults = sampling_defaults
         most = limits.max_tokens
         why = f"this model's maximum context length is {most} tokens"
         forms = limits.max_messages_bytes, limits.trusts_request_templates
@@ -74,9 +80,9 @@ class PromptBuilder:
 
     def _params(self, values: Mapping[str, Any]) -> tuple[bool | None, slice | None]:
         """add_special_tokens, and how many prompt tokens are kept; None = all."""
-        adds, keep, side, most = (
+        adds, keep, side = (
             parse_sampling_parameter(name, values.get(name))
-            for name in ("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "max_tokens")
+            for name in ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
         )
         longest = self._limits.max_tokens - 1
         if keep is not None and keep > longest:
@@ -86,19 +92,26 @@ class PromptBuilder:
                 param="truncate_prompt_tokens",
             )
         if keep == -1:
-            keep = max(longest + 1 - max(most or 1, 1), 1)
+            keep = max(longest + 1 - max(self._reserved_tokens(values), 1), 1)
             keep = min(keep, self._limits.max_prompt_tokens or keep)
         if keep is None:
             return adds, None
         return adds, slice(keep) if side == "right" else slice(-keep, None)
 
+    def _reserved_tokens(self, values: Mapping[str, Any]) -> int:
+        """How many tokens must fit after a prompt that is cut."""
+        wanted = wanted_max_tokens(values, self._sampling_defaults)
+        if wanted is None:
+            wanted = min(self._limits.max_tokens // 4, MAX_RESERVED_TOKENS)
+        return min(wanted, self._limits.max_output_tokens or wanted)
+
     def _prompt(self, inputs: LlmInputs, adds: bool | None, keep: slice | None, bounds: PromptBounds) -> Prompt:
         try:
             if inputs.text_input is not None:
-                return Prompt(inputs.text_input, self._encode(inputs.text_input, adds is not False, keep, bounds))
+                return self._tokenised(inputs.text_input, adds is not False, keep, bounds)
             if inputs.messages is not None:
                 rendered = self._render(inputs.messages, inputs.parsed_messages, bounds)
-                return Prompt(rendered, self._encode(rendered, bool(adds), keep, bounds))
+                return self._tokenised(rendered, bool(adds), keep, bounds)
             assert inputs.input_ids is not None
             ids = self._checked_ids(inputs.input_ids if keep is None else inputs.input_ids[keep], bounds)
             return Prompt(self._tokenizer.decode(ids) if inputs.options.prepend_prompt else "", ids)
@@ -123,11 +136,14 @@ class PromptBuilder:
             raise
         return Prompt(inputs.text_input, ids)
 
-    def _encode(self, text: str, add_special_tokens: bool, keep: slice | None, bounds: PromptBounds) -> tuple[int, ...]:
+    def _tokenised(self, text: str, add_special_tokens: bool, keep: slice | None, bounds: PromptBounds) -> Prompt:
+        """If it is cut, its text is that of the tokens that are kept."""
         _check_chars(len(text), bounds)
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, below=bounds.below_tokens)
-            return tuple(ids if keep is None else ids[keep])
+            kept = tuple(ids if keep is None else ids[keep])
+            is_cut = len(kept) < len(ids)
+            return Prompt(self._tokenizer.decode(kept, skip_special_tokens=False) if is_cut else text, kept)
         except TooManyTokensError as error:
             self._check_below(error.num_tokens, bounds)
             raise

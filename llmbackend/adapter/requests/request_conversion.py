@@ -117,7 +117,7 @@ class RequestConverter:
         self._policies = policies
         self._sampling_defaults = sampling_defaults
         self._loras = loras
-        self._prompts = PromptBuilder(tokenizer, limits)
+        self._prompts = PromptBuilder(tokenizer, limits, sampling_defaults)
         self._grammars = GrammarCompiler(tokenizer.special_text, limits.vocab_size)
 
     def convert(self, request: Request, instance: ModelInstance, exec_start_ns: int) -> list[InferTask]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ class Choice:
 
 
 class TaskUsage(NamedTuple):
-    """Token counts of a task. prompt_tokens: 0 if another task of its request has the same prompt."""
+    """Token counts of a task. prompt_tokens, cached_tokens: 0 if another task of its request has the same prompt."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -135,7 +135,7 @@ class ResponseSender:
                     time=time.time(),
                     finish_reason=reason,
                     prompt_tokens=prompt_tokens,
-                    cached_tokens=min(cached_tokens, prompt_tokens),
+                    cached_tokens=cached_tokens,
                     output_tokens=output_tokens,
                     num_preemptions=num_preemptions,
                 )
@@ -209,7 +209,7 @@ class CollectedChoices(ResponseSender):
     def __init__(self, *arguments: Any, joins: bool, of_prompt: frozenset[str]) -> None:
         """arguments: as for ResponseSender; if resumable, the first response's delta contains all choices
         joins: whether all choices go into one response
-        of_prompt: outputs that are equal for all choices and appear once in a joined response
+        of_prompt: outputs that describe the prompt: those of the first choice are sent, once in a joined response
         """
         super().__init__(*arguments)
         self._is_ranked = self.num_choices < self._num_tasks
@@ -254,9 +254,11 @@ class CollectedChoices(ResponseSender):
 
     def _responses(self) -> list[list[Tensor]]:
         choices = sorted(self._ended, key=self._rank)[: self.num_choices]
-        numbered = [_numbered(choice.outputs, index) for index, choice in enumerate(choices)]
-        # They come from the first choice, which may not be among the best.
-        numbered[0] += [tensor for choice in self._ended for tensor in choice.outputs if tensor.name in PROMPT_OUTPUTS]
+        # The prompt's are those of the first choice, which may not be among the best: others find it in the cache.
+        first = min(self._ended, key=lambda choice: choice.index).outputs
+        of_prompt = {tensor.name: tensor for tensor in first if tensor.name in self._of_prompt}
+        numbered = [_numbered(choice.outputs, index, of_prompt) for index, choice in enumerate(choices)]
+        numbered[0] += [tensor for tensor in first if tensor.name in PROMPT_OUTPUTS]
         return [joined(numbered, self._of_prompt)] if self._joins else numbered
 
     def _rank(self, choice: Choice) -> tuple[float, int]:
@@ -278,10 +280,12 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     return Tensor(parts[0].name, parts[0].datatype, tuple(data.shape), data)
 
 
-def _numbered(tensors: Sequence[Tensor], index: int) -> list[Tensor]:
-    """The outputs of the choice without those of the prompt, plus this index."""
+def _numbered(tensors: Sequence[Tensor], index: int, of_prompt: Mapping[str, Tensor]) -> list[Tensor]:
+    """The outputs of a choice with this index and those of the prompt, without PROMPT_OUTPUTS."""
     return [
-        Tensor.of(tensor.name, np.full_like(tensor.data, index)) if tensor.name == SEQUENCE_INDEX else tensor
+        Tensor.of(tensor.name, np.full_like(tensor.data, index))
+        if tensor.name == SEQUENCE_INDEX
+        else of_prompt.get(tensor.name, tensor)
         for tensor in tensors
         if tensor.name not in PROMPT_OUTPUTS
     ]

@@ -325,7 +325,8 @@ def parse_sampling_parameters(
         name: parse_sampling_parameter(name, value) for name, value in values.items() if name not in _READ_ELSEWHERE
     }
     constraint, reasoning = constraints.read(values), read_reasoning(values)
-    max_tokens = _max_tokens(fields, defaults, remaining_tokens)
+    max_tokens = wanted_max_tokens(fields, defaults)
+    max_tokens = remaining_tokens if max_tokens is None else min(max_tokens, remaining_tokens)
     chosen = {**defaults, **{name: value for name, value in fields.items() if value is not None}}
     chosen.pop("max_tokens", None)
     if chosen.get("top_p") == 0.0:  # greedy
@@ -349,12 +350,11 @@ def parse_sampling_parameters(
     return GenerationParams(sampling=sampling, constraint=constraint, reasoning=reasoning, **others)
 
 
-def _max_tokens(fields: dict[str, Any], defaults: Mapping[str, Any], remaining_tokens: int) -> int:
-    """Removes max_tokens from `fields` and returns it."""
-    max_tokens: int | None = fields.pop("max_tokens", defaults.get("max_tokens", DEFAULT_MAX_TOKENS))
-    if max_tokens is None:
-        max_tokens = defaults.get("max_tokens", remaining_tokens)
-    return min(max_tokens, remaining_tokens)
+def wanted_max_tokens(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> int | None:
+    """max_tokens as the request or the model's defaults say; None: as many as fit."""
+    given = values.get("max_tokens", defaults.get("max_tokens", DEFAULT_MAX_TOKENS))
+    max_tokens: int | None = parse_sampling_parameter("max_tokens", given)
+    return defaults.get("max_tokens") if max_tokens is None else max_tokens
 
 
 def _check_min_tokens(chosen: Mapping[str, Any], given: Any, max_tokens: int, remaining_tokens: int) -> None:

@@ -156,7 +156,7 @@ class Schema(Protocol):
     needs_tokenizer: bool
     """False = prompts and outputs are token ids, and the model needs no tokenizer."""
     outputs_of_prompt: frozenset[str]
-    """Outputs that describe the prompt and hence are equal for all its generations."""
+    """Outputs that describe the prompt; of several generations, those of the first one are sent."""
     has_model_defaults: bool
     """Whether the model's generation_config.json supplies the sampling parameters that a request omits."""
 

@@ -48,8 +48,10 @@ class ReasoningParams:
 def read_reasoning(parameters: Mapping[str, Any]) -> ReasoningParams | None:
     """None for a request without these parameters. Raises TritonError INVALID_ARG."""
     markers, budget = parameters.get(MARKERS), parameters.get(BUDGET)
-    if budget is not None and (type(budget) is not int or not 0 <= budget <= _MAX_BUDGET_TOKENS):
-        RequestPath(BUDGET).refuse(budget, f"an integer from 0 to {_MAX_BUDGET_TOKENS}")
+    if budget is not None and (type(budget) is not int or not -1 <= budget <= _MAX_BUDGET_TOKENS):
+        RequestPath(BUDGET).refuse(budget, f"an integer from 0 to {_MAX_BUDGET_TOKENS}, or -1 for no limit")
+    if budget == -1:
+        budget = None
     if markers is None:
         if budget is not None:
             RequestPath(BUDGET).wrong(f"expected it together with '{MARKERS}': the model has no known reasoning format")

@@ -130,6 +130,11 @@ class InferTask:
         return self._num_cached_tokens or 0
 
     @property
+    def num_own_cached_tokens(self) -> int:
+        """0 if another task of its request has the same prompt: this one's come from that task."""
+        return 0 if self._choice else self.num_cached_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.output_token_ids)
 
@@ -187,7 +192,9 @@ class InferTask:
     def count_end(self, reason: str) -> None:
         """Called when the generation has ended, before its last response."""
         self.sender.count_end(
-            TaskUsage(self.num_own_prompt_tokens, self.num_cached_tokens, self.num_new_tokens, self.num_preemptions),
+            TaskUsage(
+                self.num_own_prompt_tokens, self.num_own_cached_tokens, self.num_new_tokens, self.num_preemptions
+            ),
             reason,
         )
 
@@ -316,7 +323,7 @@ class TracedInferTask(InferTask):
     def _tell(self, finish_reason: str) -> None:
         usage = {
             "input_tokens": self.num_own_prompt_tokens,
-            "cache_read.input_tokens": 0 if self._choice else self.num_cached_tokens,
+            "cache_read.input_tokens": self.num_own_cached_tokens,
             "output_tokens": self.num_new_tokens,
         }
         self._spans.ended([*self._phases(time.monotonic_ns()), *self._recoveries], usage, finish_reason)

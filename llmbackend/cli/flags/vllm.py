@@ -58,7 +58,7 @@ class VllmServerFlags:
         bool, typer.Option(help="Every chunk of a streamed chat or completion has the usage so far.")
     ] = False
     stream_interval: Annotated[
-        int, typer.Option(min=1, help="Tokens of a choice per chunk of a stream, unless the request says otherwise.")
+        int, typer.Option(min=1, help="Tokens of a choice per chunk of a stream; a request can only ask for more.")
     ] = 1
     enable_per_request_metrics: Annotated[
         bool, typer.Option(help="Add timings (`metrics`) to chats and completions with one choice.")

@@ -21,7 +21,7 @@ from ..generation.inferences import Generation
 from ..generation.parsers import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from ..generation.plan import AnswerPlan
 from ..generation.sealed_reasoning import SealingKey
-from ..generation.tensors import Delta, PromptDetails
+from ..generation.tensors import Delta
 from ..http.errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError, anthropic_error_body
 from ..http.responses import JSON
 from ..http.routing import Count
@@ -309,7 +309,7 @@ class MessageWriter:
     def begin(self) -> bytes:
         return b""
 
-    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
+    def begin_choice(self, index: int, first: Delta) -> bytes:
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -74,49 +75,67 @@ class Usage:
         """n: number of choices of each prompt"""
         self._n = n
         self._prompt_tokens: dict[int, int] = {}
+        """By the index of the prompt."""
         self._cached_tokens: dict[int, int] = {}
+        """By the index of the prompt."""
+        self._output_tokens: defaultdict[int, int] = defaultdict(int)
+        """By the index of the choice."""
         self._reasoning_tokens: dict[int, int] = {}
-        self._completion_tokens = 0
-        self._reported_tokens: dict[int, int] = {}
-        """The latest counts of choices whose deltas carry totals."""
+        """By the index of the choice."""
 
     def add(self, index: int, delta: Delta) -> None:
+        num_input_tokens, num_cached_tokens = delta.num_input_tokens, delta.num_cached_tokens
         if delta.usage is not None:
-            self._prompt_tokens[index // self._n], num_output_tokens, num_cached_tokens = delta.usage
-            self._completion_tokens += num_output_tokens - self._reported_tokens.get(index, 0)
-            self._reported_tokens[index] = num_output_tokens
-            if not index % self._n:
-                self._cached_tokens[index // self._n] = num_cached_tokens
-            return
-        if delta.num_input_tokens:
-            self._prompt_tokens[index // self._n] = delta.num_input_tokens
-        if delta.num_cached_tokens is not None and not index % self._n:
-            self._cached_tokens[index // self._n] = delta.num_cached_tokens
-        self._completion_tokens += delta.num_output_tokens
+            num_input_tokens, self._output_tokens[index], num_cached_tokens = delta.usage
+        else:
+            self._output_tokens[index] += delta.num_output_tokens
+        if num_input_tokens:
+            self.set_prompt(index, num_input_tokens)
+        if num_cached_tokens is not None and not index % self._n:
+            self._cached_tokens[index // self._n] = num_cached_tokens
+
+    def set_prompt(self, index: int, num_tokens: int) -> None:
+        """num_tokens: of the prompt of choice `index`"""
+        self._prompt_tokens[index // self._n] = num_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        return self._completion_tokens
+        return sum(self._output_tokens.values())
 
     def set_reasoning(self, index: int, num_tokens: int) -> None:
         self._reasoning_tokens[index] = num_tokens
 
     def total(self) -> JsonObject | None:
         """The usage of a complete answer; None if the model does not count tokens."""
-        return self.as_json() if self._prompt_tokens or self._completion_tokens else None
+        return self.as_json() if self._prompt_tokens or self.num_output_tokens else None
 
     def as_json(self) -> JsonObject:
-        prompt = sum(self._prompt_tokens.values())
-        usage: JsonObject = {
-            "prompt_tokens": prompt,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": prompt + self._completion_tokens,
-        }
-        if self._cached_tokens:
-            usage["prompt_tokens_details"] = {"cached_tokens": sum(self._cached_tokens.values())}
-        if self._reasoning_tokens:
-            usage["completion_tokens_details"] = {"reasoning_tokens": sum(self._reasoning_tokens.values())}
-        return usage
+        counts = (self._prompt_tokens, self._output_tokens, self._cached_tokens, self._reasoning_tokens)
+        return _usage(*(sum(one.values()) if one else None for one in counts))
+
+    def of_choice(self, index: int) -> JsonObject:
+        """The usage of one choice so far, with its whole prompt."""
+        number = index // self._n
+        return _usage(
+            self._prompt_tokens.get(number),
+            self._output_tokens.get(index),
+            self._cached_tokens.get(number),
+            self._reasoning_tokens.get(index),
+        )
+
+
+def _usage(prompt: int | None, completion: int | None, cached: int | None, reasoning: int | None) -> JsonObject:
+    prompt, completion = prompt or 0, completion or 0
+    usage: JsonObject = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    if cached is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    if reasoning is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return usage
 
 
 def request_metrics(delta: Delta, num_output_tokens: int) -> JsonObject:

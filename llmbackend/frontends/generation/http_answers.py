@@ -24,14 +24,17 @@ from ..inference_gate import InferenceGate
 from .inferences import MANY_TOKENS, Arrival, Generation, check_fields
 from .models import ModelCatalog, Target
 from .request import GenerationRequest
-from .tensors import Delta, PromptDetails
+from .tensors import Delta
 
 
 class Writer(Protocol):
     """Formats the events of a stream."""
 
     def begin(self) -> bytes: ...
-    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes: ...
+    def begin_choice(self, index: int, first: Delta) -> bytes:
+        """first: the first delta of its prompt, which need not be this choice's"""
+        ...
+
     def delta(self, index: int, delta: Delta) -> bytes: ...
     def end(self) -> bytes: ...
 

@@ -303,7 +303,9 @@ def _options(request: GenerationRequest, target: Target, plan: AnswerPlan) -> li
 def _counts(request: GenerationRequest) -> tuple[bool, bool]:
     """Whether token counts are needed with each response, and at the end."""
     if request.stream is None:
-        return False, True
+        # RETURN_USAGE has the cached tokens of its own choice, but only the first one's do not come from the others.
+        is_ranked = request.num_generations > request.num_choices
+        return is_ranked, not is_ranked
     has_end = request.stored is not None or request.include_metrics
     is_requested = bool(request.stream.include_usage)
     has_each = request.stream.interval_tokens > 1 or (is_requested and bool(request.stream.continuous_usage_stats))

@@ -94,7 +94,7 @@ class PromptForm:
     """Which details of the prompts the answer includes."""
 
     has_text: bool = False
-    """`echo` of a prompt that was sent as token ids."""
+    """`echo` of a prompt that was sent as token ids, or that may be cut."""
     has_echoed_logprobs: bool = False
     """`echo` with logprobs."""
     has_rendered_text: bool = False

@@ -74,18 +74,22 @@ class ChunkWriter:
             self._chunk(index, self._text(text)) for index, text in enumerate(self._echo) if text
         )
 
-    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
-        """Replaces `begin` for a choice with details of its prompt."""
+    def begin_choice(self, index: int, first: Delta) -> bytes:
+        """Replaces `begin` for a choice whose first chunks have details of its prompt, or its number of tokens."""
+        if first.num_input_tokens:
+            self._usage.set_prompt(index, first.num_input_tokens)
+        prompt = first.prompt or PromptDetails()
         fields = orjson.dumps(self._prompt_form.fields(prompt))[1:-1]
         more = b"," + fields if fields else b""
         if self._shape is _CHAT:
             role = self._chunk(index, _ROLE)
-            first = role if index else self._opening + more + _CHOICES + role[len(self._head) :]
-            return first + (self._chunk(index, self._text(self._echo[index])) if self._echo[index] else b"")
+            start = role if index else self._opening + more + _CHOICES + role[len(self._head) :]
+            return start + (self._chunk(index, self._text(self._echo[index])) if self._echo[index] else b"")
         positions = self._prompt_form.positions(prompt)
         render = self._logprobs[index]
         logprobs = b"null" if render is None or not positions else orjson.dumps(render(positions))
-        return self._chunk(index, self._text(self._echo[index] + prompt.text), logprobs, more=more)
+        text = self._echo[index] + prompt.text
+        return self._chunk(index, self._text(text), logprobs, more=more) if text or more else b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """The text of a delta; b"" while it may be the start of a stop string."""
@@ -149,7 +153,7 @@ class ChunkWriter:
     ) -> bytes:
         tail = self._tail
         if self._has_continuous_usage:
-            tail = b'],"usage":' + orjson.dumps(self._usage.as_json()) + b"}\n\n"
+            tail = b'],"usage":' + orjson.dumps(self._usage.of_choice(index)) + b"}\n\n"
         return b'%b%b,"logprobs":%b,"finish_reason":%b%b}%b' % (
             self._head_of(index), text, logprobs, finish_reason, more, tail,
         )  # fmt: skip
@@ -207,8 +211,8 @@ class _WrappingWriter:
     def begin(self) -> bytes:
         return self._writer.begin()
 
-    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
-        return self._writer.begin_choice(index, prompt)
+    def begin_choice(self, index: int, first: Delta) -> bytes:
+        return self._writer.begin_choice(index, first)
 
     def delta(self, index: int, delta: Delta) -> bytes:
         return self._writer.delta(index, delta)
@@ -224,12 +228,13 @@ class _WrappingWriter:
 
 
 class PromptFirst(_WrappingWriter):
-    """Delays the deltas of a choice until the details of its prompt have been sent."""
+    """Begins all choices of a prompt once its details, or its number of tokens, are known; delays deltas until then."""
 
-    def __init__(self, writer: Writer, n: int) -> None:
-        """n: number of choices of each prompt"""
+    def __init__(self, writer: Writer, n: int, *, has_details: bool) -> None:
+        """n: number of choices of each prompt. has_details: whether one of its deltas has the prompt's details"""
         super().__init__(writer)
         self._n = n
+        self._has_details = has_details
         self._told: set[int] = set()
         self._held: defaultdict[int, list[tuple[int, Delta]]] = defaultdict(list)
         """By the index of the prompt."""
@@ -239,15 +244,15 @@ class PromptFirst(_WrappingWriter):
 
     def delta(self, index: int, delta: Delta) -> bytes:
         number = index // self._n
-        if delta.prompt is not None:
-            self._told.add(number)
-            choices = range(number * self._n, (number + 1) * self._n)
-            begun = b"".join(self._writer.begin_choice(choice, delta.prompt) for choice in choices)
-            return begun + self._writer.delta(index, delta) + self._released(number)
         if number in self._told:
             return self._writer.delta(index, delta)
-        self._held[number].append((index, delta))
-        return b""
+        if self._has_details and delta.prompt is None:
+            self._held[number].append((index, delta))
+            return b""
+        self._told.add(number)
+        choices = range(number * self._n, (number + 1) * self._n)
+        begun = b"".join(self._writer.begin_choice(choice, delta) for choice in choices)
+        return begun + self._writer.delta(index, delta) + self._released(number)
 
     def end(self) -> bytes:
         return b"".join(map(self._released, sorted(self._held))) + self._writer.end()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from ..conversation.tools import MAX_TOOLS, ChosenTool, ToolChoice
 from ..generation.request import FORMER_FIELDS, STRUCTURED_OUTPUTS
@@ -62,12 +62,17 @@ Effort = Annotated[
 ]
 
 
+ThinkingTokenBudget = Annotated[
+    Annotated[int, Range(-1)] | None,
+    AfterValidator(lambda tokens: None if tokens == -1 else tokens),
+    Field(description="Maximum number of reasoning tokens; -1: no limit."),
+]
+
+
 class ReasoningFields(ClosedObject):
     reasoning_effort: Effort | None = Field(None, description="Passed to the chat template.")
     include_reasoning: Flag | None = Field(None, description="false: the reasoning is left out of the answer.")
-    thinking_token_budget: Annotated[int, Range(0)] | None = Field(
-        None, description="Maximum number of reasoning tokens."
-    )
+    thinking_token_budget: ThinkingTokenBudget = None
 
 
 RESPONSE_FORMAT = "response_format"

@@ -37,7 +37,7 @@ _TEMPLATE_OPTIONS = (
 
 
 def with_defaults(body: JsonObject, defaults: RequestDefaults) -> JsonObject:
-    """The body with the operator's defaults for fields that are missing or null."""
+    """The body with the operator's defaults for fields that are missing or null; for `stream_interval`, the least."""
     if body.get("include_metrics") is True and not defaults.per_request_metrics:
         message = "'include_metrics' is not supported: the server was started without --enable-per-request-metrics"
         raise OpenAIError(message, param="include_metrics", code="unsupported_parameter")
@@ -46,8 +46,9 @@ def with_defaults(body: JsonObject, defaults: RequestDefaults) -> JsonObject:
     if defaults.return_tokens_as_token_ids and logprobs is not None and logprobs is not False:  # 0 is a number of them
         added["return_tokens_as_token_ids"] = True
     if body.get("stream") is True:
-        if defaults.stream_interval_tokens > 1:
-            added["stream_interval"] = defaults.stream_interval_tokens
+        least, own = defaults.stream_interval_tokens, body.get("stream_interval")
+        if least > 1 and (own is None or (type(own) is int and 0 < own < least)):  # others are valid, or refused later
+            body = body | {"stream_interval": least}
         options = body.get("stream_options")
         if defaults.force_include_usage and isinstance(options, dict | None):
             body = body | {"stream_options": (options or {}) | {"include_usage": True, "continuous_usage_stats": True}}
@@ -57,7 +58,7 @@ def with_defaults(body: JsonObject, defaults: RequestDefaults) -> JsonObject:
 def parse_chat(body: JsonObject) -> GenerationRequest:
     """Raises OpenAIError naming the first invalid, unknown or unsupported field."""
     fields = read(ChatCompletionRequest, body)
-    if fields.top_logprobs is not None and not fields.logprobs:
+    if fields.top_logprobs and not fields.logprobs:
         raise requires("top_logprobs", "'logprobs': true")
     tool_use = fields.tool_use()
     prompt, messages = chat_prompt(fields, body, tool_use)
@@ -107,9 +108,11 @@ def parse_completion(body: JsonObject) -> GenerationRequest:
         raise OpenAIError(message, param="suffix", code="unsupported_parameter")
     prompts = fields.prompts()
     tensors = tuple(text_tensor(item) if isinstance(item, str) else input_ids_tensor(item) for item in prompts)
-    echo = tuple(item if fields.echo and isinstance(item, str) else "" for item in prompts)
+    # The text of token ids, and of a prompt that may be cut, is the model's.
+    has_text = bool(fields.echo) and (isinstance(prompts[0], list) or fields.truncate_prompt_tokens is not None)
+    echo = tuple(item if fields.echo and not has_text and isinstance(item, str) else "" for item in prompts)
     form = PromptForm(
-        has_text=bool(fields.echo) and isinstance(prompts[0], list),
+        has_text=has_text,
         has_echoed_logprobs=bool(fields.echo) and fields.logprobs is not None,
         has_token_ids=bool(fields.return_token_ids),
         logprobs=fields.prompt_logprobs,
@@ -195,7 +198,6 @@ def _stream_form(fields: ChatCompletionRequest | CompletionRequest, body: JsonOb
     if fields.stream:
         usage = (None, None) if options is None else (options.include_usage, options.continuous_usage_stats)
         return StreamForm(*usage, interval_tokens or 1)
-    for name in ("stream_interval", "stream_options"):
-        if body.get(name) is not None:
-            raise requires(name, "'stream': true")
+    if options is not None:
+        raise requires("stream_options", "'stream': true")
     return None

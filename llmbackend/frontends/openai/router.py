@@ -246,7 +246,10 @@ def _writer(request: GenerationRequest, identity: Identity, form: StreamForm, pl
     writer: Writer = chunk_writer(request, identity, form, plan)
     if form.interval_tokens > 1:
         writer = IntervalWriter(writer, form.interval_tokens)
-    return PromptFirst(writer, request.n) if request.prompt_form.is_requested else writer
+    has_details = request.prompt_form.is_requested
+    if has_details or (form.include_usage and form.continuous_usage_stats):
+        return PromptFirst(writer, request.n, has_details=has_details)
+    return writer
 
 
 def _request_id(http: Request) -> str:

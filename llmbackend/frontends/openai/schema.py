@@ -227,7 +227,7 @@ class _Request(Sampling, StructuredOutputFields, Labels, UnservedFields):
         None, description="Choices to generate, of which the n most likely are returned; not streamed."
     )
     stream_interval: Annotated[int, Range(1)] | None = Field(
-        None, description="With stream: tokens of a choice per chunk."
+        None, description="With stream: tokens of a choice per chunk; at least the server's --stream-interval."
     )
     return_token_ids: Flag | None = Field(None, description="Return the answer's token ids.")
     return_tokens_as_token_ids: Flag | None = Field(
@@ -253,7 +253,7 @@ def is_true(field: str) -> JsonObject:
 _NUMBER_OF_LOGPROBS: JsonObject = {"properties": {"logprobs": {"type": "integer"}}, "required": ["logprobs"]}
 _NO_ECHO: JsonObject = {"properties": {"echo": {"enum": [False, None]}}}
 _NO_TOOLS: JsonObject = {"properties": {"tools": {"enum": [None, []]}, "tool_choice": {"type": "null"}}}
-_NEEDS_STREAM = needs("stream_options", is_true("stream")) | needs("stream_interval", is_true("stream"))
+_NEEDS_STREAM = needs("stream_options", is_true("stream"))
 
 
 class FunctionDefinition(ClosedObject):
@@ -330,7 +330,7 @@ class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, Unserve
         defer_build=False,
         json_schema_extra={
             "dependentSchemas": _NEEDS_STREAM
-            | needs("top_logprobs", is_true("logprobs"))
+            | {"top_logprobs": {"anyOf": [{"properties": {"top_logprobs": {"enum": [0, None]}}}, is_true("logprobs")]}}
             | needs("return_tokens_as_token_ids", is_true("logprobs"))
             | needs("logprob_token_ids", is_true("logprobs"))
             | needs("functions", {"properties": {"functions": {"maxItems": 0}}}, _NO_TOOLS)

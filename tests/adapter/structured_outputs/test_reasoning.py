@@ -29,7 +29,7 @@ def test_reasoning_is_open_where_the_prompt_ends_with_its_start(prompt: str, is_
     ("parameters", "param"),
     [
         ({"thinking_token_budget": 3}, "thinking_token_budget"),
-        ({"reasoning_markers": MARKERS, "thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"reasoning_markers": MARKERS, "thinking_token_budget": -2}, "thinking_token_budget"),
         ({"reasoning_markers": MARKERS, "thinking_token_budget": True}, "thinking_token_budget"),
         ({"reasoning_markers": ["a"]}, "reasoning_markers"),
         ({"reasoning_markers": "["}, "reasoning_markers"),
@@ -46,3 +46,9 @@ def test_what_is_refused_by_name(parameters: dict[str, Any], param: str) -> None
 
 def test_nothing_said_of_reasoning() -> None:
     assert read_reasoning({"max_tokens": 3}) is None
+
+
+def test_a_budget_of_minus_one_is_no_limit() -> None:
+    params = read_reasoning({"reasoning_markers": MARKERS, "thinking_token_budget": -1})
+    assert params is not None and params.max_tokens is None
+    assert read_reasoning({"thinking_token_budget": -1}) is None

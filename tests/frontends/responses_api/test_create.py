@@ -334,6 +334,11 @@ def test_input_tokens_are_those_of_the_response(client: openai.OpenAI) -> None:
         made = httpx.post(f"{client.base_url}responses", json=body | {"max_output_tokens": 1}, timeout=30).json()
         assert counted == {"object": "response.input_tokens", "input_tokens": made["usage"]["input_tokens"]}
     assert client.responses.input_tokens.count(model=MODEL, input=SAY + "Hello").input_tokens > 5
+    sizes = [
+        client.responses.input_tokens.count(model=MODEL, input="x" * 100_000, truncation=truncation).input_tokens
+        for truncation in ("auto", "disabled")
+    ]
+    assert sizes[0] == sizes[1] > 100_000
     for wrong in ({"stream": True}, {"store": False}, {"personality": "friendly"}):
         answer = httpx.post(f"{client.base_url}responses/input_tokens", json={"model": MODEL, "input": "x"} | wrong)
         assert answer.status_code == 400 and answer.json()["error"]["param"] in wrong

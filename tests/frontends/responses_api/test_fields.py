@@ -118,6 +118,8 @@ def test_logprobs() -> None:
 def test_truncation() -> None:
     assert generation(truncation="auto").sampling["truncate_prompt_tokens"] == -1
     assert "truncate_prompt_tokens" not in generation(truncation="disabled").sampling
+    for sent, budget in ((0, 0), (-1, None), (None, None)):
+        assert generation(thinking_token_budget=sent).reasoning.budget_tokens == budget
 
 
 def test_labels_are_bounded() -> None:

@@ -2,7 +2,7 @@
 
 Invariants: a response has the same generation and answer plan as a chat; a stored response can be retrieved as soon as
 its client has received its end; /v1/responses/input_tokens returns the `usage.input_tokens` of a response to the same
-body. Source: OpenAI's API reference.
+body, if nothing is truncated. Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ _FIELDS = frozenset((
     "reasoning", "text", "tool_choice", "tools", "truncation", "chat_template_kwargs",
 ))  # fmt: skip
 """The fields that determine the prompt, and others that OpenAI's clients may send."""
-_PROMPT_SAMPLING = ("truncate_prompt_tokens", "add_special_tokens")
 
 
 class InputTokensBody(ResponsesBody):
@@ -150,9 +149,9 @@ class ResponseCreation(OpenAIEndpoints):
         target = await self._catalog.require(request.model, request.prompts[0].name)
         check_fields(request, target)
         release_body(http)
-        sampling = {name: value for name, value in request.sampling.items() if name in _PROMPT_SAMPLING}
         (prompt,) = request.prompts
-        work = describe_prompt(self._gate, target, prompt, (RETURN_NUM_INPUT_TOKENS,), sampling=sampling)
+        # Without sampling parameters: `truncation` must not cut the prompt.
+        work = describe_prompt(self._gate, target, prompt, (RETURN_NUM_INPUT_TOKENS,))
         try:
             found = await unless_disconnected(http, work)
         except OpenAIError as error:

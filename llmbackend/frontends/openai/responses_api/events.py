@@ -13,7 +13,7 @@ from typing import Final
 import orjson
 
 from ...generation.http_answers import stream_headers
-from ...generation.tensors import Delta, PromptDetails
+from ...generation.tensors import Delta
 from ...http.errors import JsonObject, OpenAIError
 from ...http.event_stream import EventStream
 from ...journals.documents import StoreError
@@ -47,7 +47,7 @@ class ResponseWriter:
     def begin(self) -> bytes:
         return b"".join(self.begin_events())
 
-    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
+    def begin_choice(self, index: int, first: Delta) -> bytes:
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:

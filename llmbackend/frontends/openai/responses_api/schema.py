@@ -16,7 +16,7 @@ from ...generation.request import STRUCTURED_OUTPUTS
 from ...generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
 from ...http.errors import JsonObject, OpenAIError, missing, refuse, requires
 from ...http.routing import Count
-from ..fields import Effort, Labels, constraint_of
+from ..fields import Effort, Labels, ThinkingTokenBudget, constraint_of
 from ..schema import (
     TEMPLATE_NAMES,
     TEXT_ONLY,
@@ -174,9 +174,7 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
         None, description="One of json, regex, choice, grammar, json_object, structural_tag (a vLLM extra)."
     )
     prompt_logprobs: Annotated[Any, Only(reason=_NO_PLACE)] = None
-    thinking_token_budget: Annotated[int, Range(0)] | None = Field(
-        None, description="Maximum number of reasoning tokens."
-    )
+    thinking_token_budget: ThinkingTokenBudget = None
     chat_template_kwargs: AnyObject | None = Field(
         None, json_schema_extra={"propertyNames": {"not": {"enum": [*sorted(TEMPLATE_NAMES)]}}}
     )
