@@ -25,9 +25,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import Error
-from .json_reader import as_object, parse
+from .json_reader import as_object, dump, parse
 from .request_body import read_control
-from .responses import JSON, json_response
+from .responses import JSON, plain
 
 Json = dict[str, Any]
 Count = Annotated[int, Field(ge=0)]
@@ -101,12 +101,7 @@ class DescribedBy:
 
 
 class JsonBody(DescribedBy):
-    """Annotation of an endpoint's argument parsed from the JSON body; optional if the argument has a default."""
-
-    def __init__(self, model: Any, parse: Callable[..., Any] = as_object) -> None:
-        """parse: JSON value → the argument"""
-        super().__init__(model)
-        self.parse = parse
+    """Annotation of an endpoint's argument, an object in the JSON body; optional if the argument has a default."""
 
 
 def route(method: str, *paths: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
@@ -147,10 +142,10 @@ class Endpoints:
     def check(self, http: Request) -> None:
         """Raises an error if the request is refused regardless of its path."""
 
-    async def read(self, http: Request, body: JsonBody, *, may_be_empty: bool) -> Any:
+    async def read(self, http: Request, *, may_be_empty: bool) -> Any:
         """The argument; None: the body is empty. Raises the errors that `refusal` answers."""
         content = await read_control(http)
-        return None if may_be_empty and not content else body.parse(parse(content))
+        return None if may_be_empty and not content else as_object(parse(content))
 
     def refusal(self, http: Request, error: Exception) -> Response:
         """The response to `error`; re-raises what the application must answer."""
@@ -255,13 +250,13 @@ class ApiRoute(APIRoute):
 
     async def _answer(self, http: Request) -> Response:
         answer = await self.endpoint(http, **await self._arguments(http))
-        return answer if isinstance(answer, Response) else json_response(answer)
+        return answer if isinstance(answer, Response) else plain(dump(answer), content_type=JSON)
 
     async def _arguments(self, http: Request) -> Json:
         field = self.body_field
         if field is None or self._json_body is None:
             return {}
-        argument = await self._api.read(http, self._json_body, may_be_empty=not field.field_info.is_required())
+        argument = await self._api.read(http, may_be_empty=not field.field_info.is_required())
         return {} if argument is None else {field.name: argument}
 
 

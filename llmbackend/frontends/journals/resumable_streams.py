@@ -51,7 +51,6 @@ class ResumableStream(KeptAnswer):
     """One resumable stream."""
 
     head: StreamHead
-    status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     recording: Recording | None = None
     num_events: int = 0
@@ -68,17 +67,12 @@ class ResumableStreams:
         self.copies = copies
         self._taking_over: dict[str, asyncio.Future[None]] = {}
 
-    @property
-    def num_streams(self) -> int:
-        return sum(1 for _ in self._kept.all(ResumableStream))
-
     async def open(
         self,
         path: str,
         events: AsyncGenerator[Sequence[bytes], None],
         on_close: Callable[[], None],
         *,
-        status: int = 200,
         headers: Mapping[str, str] | None = None,
         recorded_headers: Sequence[tuple[bytes, bytes]] = (),
         recording: Recording | None = None,
@@ -98,7 +92,6 @@ class ResumableStreams:
             journal=Journal(MAX_STREAM_BYTES),
             request_bytes=len(head.request),
             head=head,
-            status=status,
             headers=headers or {},
             recording=recording,
         )
@@ -313,7 +306,7 @@ async def _events(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[Sequenc
 
 
 def _response(stream: ResumableStream, after: int) -> EventStream:
-    return EventStream(_pieces(stream, after), {**stream.headers, STREAM_ID: stream.key}, stream.status)
+    return EventStream(_pieces(stream, after), {**stream.headers, STREAM_ID: stream.key})
 
 
 async def _pieces(stream: ResumableStream, after: int) -> AsyncGenerator[bytes, None]:

@@ -148,10 +148,6 @@ class PreparedResponse:
     """The stored input items, as JSON."""
     history: History
 
-    @property
-    def id(self) -> str:
-        return ID_PREFIX + self.identity_suffix
-
     async def add_to_conversation(self, conversations: Conversations | None, owner: str, state: ResponseState) -> None:
         """Adds input and output to the conversation, if the response has ended normally."""
         id = self.request.conversation
