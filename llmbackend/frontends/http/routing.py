@@ -1,7 +1,7 @@
 """Routes on FastAPI: an endpoint is a method that declares its path, argument and answer; openapi.py documents them.
 
 Invariants: FastAPI parses nothing: `Endpoints.read` reads bodies within the server's limits, endpoints read paths and
-queries. GET implies HEAD only for APIs that say so; Triton's does not.
+queries. Only APIs with `answers_head` answer HEAD like GET; Triton's API does not.
 """
 
 from __future__ import annotations
@@ -85,6 +85,12 @@ def _refusals(error: Any, statuses: Iterable[int], content_types: Iterable[str])
         | ({"headers": _RETRY_AFTER} if status in (429, 503, 529) else {})
         for status in sorted({401, 403, 408, 413, 429, 431, *statuses})
     }
+
+
+def whole_number(text: str, low: int, high: int) -> int | None:
+    """The number in a path or query, in ASCII digits; None unless it is from `low` to `high`."""
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(high))
+    return number if is_number and low <= (number := int(text)) <= high else None
 
 
 class DescribedBy:

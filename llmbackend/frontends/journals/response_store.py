@@ -43,7 +43,12 @@ _MAX_PAGE_BYTES = 8 << 20
 
 
 class NotStoredError(Exception):
-    """The owner has no such document; the argument is its id."""
+    """The owner has no such document."""
+
+    def __init__(self, kind: Kind, id: str) -> None:
+        super().__init__(f"no {kind} with the id '{id}' is stored")
+        self.kind = kind
+        self.id = id
 
 
 class LineageTooLongError(Exception):
@@ -439,7 +444,7 @@ def _entries(owner: str, after: Entry | None, storage: Storage, now_s: float, *,
 
 def _of(owner: str, kind: Kind, id: str, document: Document | None) -> Document:
     if document is None or document.owner != owner or document.kind != kind:
-        raise NotStoredError(id)
+        raise NotStoredError(kind, id)
     return document
 
 
