@@ -95,7 +95,7 @@ class IsTokenIds:
 
 
 class Only:
-    """A field without an effect: null, or one of `accepted`, the values that ask for the behaviour that applies anyway.
+    """A field without an effect: null, or one of `accepted`: values that request what the server does anyway.
 
     reason: why other values are refused
     """

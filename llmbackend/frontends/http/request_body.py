@@ -46,7 +46,8 @@ class BodyBudget:
     """The memory of all request bodies of one server, compressed and decompressed, from their first byte on.
     Thread-safe.
 
-    No client may hold more than it leaves free: one gets a half, two get a third each, and a new one always finds some.
+    No client may hold more memory than remains free after it: one gets a half, two get a third each, and a new one
+    always finds some.
     """
 
     def __init__(self, max_bytes: int, owner_of: Callable[[Scope], str] = address_of) -> None:
