@@ -239,7 +239,7 @@ class KeyShares:
         if not limit and not account.is_only_one and held + count > free:
             raise LimitReachedError(
                 f"API key '{account.name}' has reached its share of the server's concurrent requests: it has {held} "
-                f"open and asks for {count} more, which is more than would remain free for other keys"
+                f"open and asks for {count} more, together more than would remain free for other keys"
             )
 
     def held(self, account: Account) -> int:
