@@ -160,7 +160,7 @@ class HostApplication:
         return bool(self._websocket_path) and target.startswith(self._websocket_path)
 
     def websocket_refusal(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """Refuses none: the host checks them itself."""
+        """Always "": the host checks websocket requests itself."""
         return ""
 
     async def connect(self, make_protocol: Callable[[], P]) -> P:

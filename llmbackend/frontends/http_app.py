@@ -96,45 +96,35 @@ def _application(routers: Sequence[APIRouter], gate: InferenceGate) -> _App:
         telemetry={"auto_configure": False, "tracing": False, "metrics": False, "logs": False},
     )
     install_error_handlers(app)
-    app.direct = DirectRoutes.of(routers[0])
+    app.direct = _direct_handlers(routers[0])
     app.bodies = gate.bodies
     return app
 
 
-class DirectRoutes:
-    """Inference handlers, found by path without the routers, whose middleware costs more than a small inference.
+def _direct_handlers(router: APIRouter) -> dict[str, Handler]:
+    """The handlers of inference by the last word of their path. They are called without the routers, whose middleware
+    costs more than a small inference. The routes consist of a model's path and one word, and read their bodies
+    themselves."""
+    prefix = f"{MODEL_PATHS[0]}/"
+    return {
+        route.path.removeprefix(prefix): route.endpoint
+        for route in router.routes
+        if isinstance(route, ApiRoute) and route.is_direct and route.path.startswith(prefix)
+    }
 
-    A request that is found here is handled and answered exactly as through the routers; all others, including near
-    matches, go through them.
-    """
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
-        self._handlers = handlers
-
-    @classmethod
-    def of(cls, router: APIRouter) -> DirectRoutes:
-        """The POST routes of `router` that consist of a model's path and one word, and read their bodies themselves."""
-        prefix = f"{MODEL_PATHS[0]}/"
-        return cls(
-            {
-                route.path.removeprefix(prefix): route.endpoint
-                for route in router.routes
-                if isinstance(route, ApiRoute) and route.is_direct and route.path.startswith(prefix)
-            }
-        )
-
-    def find(self, scope: Scope) -> Handler | None:
-        """The handler, after the path parameters were put into `scope`; None: use the routers."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope.get("root_path"):
-            return None
-        match = _MODEL_PATH(scope["path"])
-        if match is None:
-            return None
-        name, version, action = match.groups()
-        handler = self._handlers.get(action)
-        if handler is not None:
-            scope["path_params"] = {"name": name} if version is None else {"name": name, "version": version}
-        return handler
+def _direct_handler(handlers: Mapping[str, Handler], scope: Scope) -> Handler | None:
+    """The handler, after the path parameters were put into `scope`; None: use the routers, also for near matches."""
+    if scope["type"] != "http" or scope["method"] != "POST" or scope.get("root_path"):
+        return None
+    match = _MODEL_PATH(scope["path"])
+    if match is None:
+        return None
+    name, version, action = match.groups()
+    handler = handlers.get(action)
+    if handler is not None:
+        scope["path_params"] = {"name": name} if version is None else {"name": name, "version": version}
+    return handler
 
 
 async def _serve(handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,7 +143,7 @@ async def _serve(handler: Handler, scope: Scope, receive: Receive, send: Send) -
 class _App(FastAPI):
     """Replays stored responses to retried requests, and gives each request a lease of the body budget."""
 
-    direct: DirectRoutes
+    direct: Mapping[str, Handler]
     bodies: BodyBudget
     idempotent: IdempotentRequests | None = None
 
@@ -166,7 +156,7 @@ class _App(FastAPI):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         lease = scope[BODY_LEASE] = BodyLease(self.bodies)
         try:
-            handler = self.direct.find(scope)
+            handler = _direct_handler(self.direct, scope)
             if handler is None:
                 await super().__call__(scope, receive, send)
             else:

@@ -75,7 +75,8 @@ class InferenceGate:
         return self._shares.held(account)
 
     def new_backlog(self, num_known_responses: int = 0) -> Backlog:
-        """The backlog of one client. num_known_responses: responses repeated to it at once when it resumes"""
+        """The backlog of one client. num_known_responses: responses that are sent again, all at once, when
+        the client resumes"""
         return Backlog(self._limits.max_stream_buffer_bytes + num_known_responses * _KNOWN_RESPONSE_BYTES)
 
     def check_capacity(self, count: int = 1) -> None:

@@ -63,10 +63,6 @@ class PageProcess:
         """The socket through which the pages reach the server's API."""
         return self._folder / "api.sock"
 
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
     async def connect(self, make_protocol: Callable[[], P]) -> P:
         """A connection to the process, started if necessary; counted until `left`. Raises PagesUnavailableError."""
         if self._num_connections >= _MAX_CONNECTIONS:

@@ -160,10 +160,6 @@ class WorkerProcess:
             self._connection.close()
             raise
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def call(self, message: Any) -> Any:
         """message: (function, arguments). Blocks. Raises WorkerLostError, and what the function raised."""
         try:

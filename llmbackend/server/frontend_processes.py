@@ -41,7 +41,8 @@ _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 SILENCE_S: Final = 30.0
 _SILENT_WAITS: Final = 3
-"""A silent process is killed after so many waits: if this process was stopped, one ends before messages are read."""
+"""A silent process is killed after this many timeouts. One is not enough: if this process itself was stopped (SIGSTOP),
+a timeout fires before waiting messages are read."""
 _LASTED_S: Final = 5.0
 """A process that has run this long is restarted after the shortest pause."""
 _END_TIMEOUT_S: Final = 5.0

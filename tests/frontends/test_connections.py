@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import trustme
 
-from llmbackend.frontends.http.acceptor import Acceptor, Place, Places
-from llmbackend.frontends.limits import FrontendLimits, networks
+from llmbackend.frontends.http.acceptor import _SERVED, Acceptor, Place, Places
+from llmbackend.frontends.limits import FrontendLimits, HttpLimits, networks
 from llmbackend.server.process import DescriptorRoom, fitted
 from tests.helpers.waiting import eventually_async
 
@@ -27,8 +27,12 @@ def enter(places: Places, address: str) -> Place:
     return place
 
 
+def num_connections(places: Places) -> int:
+    return places._counts.held(_SERVED) + places._refused
+
+
 def test_places_are_counted_in_all_and_per_peer() -> None:
-    places = Places(3, 2)
+    places = Places(HttpLimits(max_connections=3, max_connections_per_peer=2))
     first, second = enter(places, "10.0.0.1"), enter(places, "10.0.0.1")
     assert enter(places, "10.0.0.1").refusal == "the server is at its limit of 2 connections from one address"
     assert not enter(places, "10.0.0.2").refusal
@@ -38,22 +42,23 @@ def test_places_are_counted_in_all_and_per_peer() -> None:
     assert not enter(places, "::ffff:10.0.0.1").refusal, "the same peer, and its place is free"
     assert enter(places, "10.0.0.4").refusal
     second.leave()
-    assert places.count == 2 + 3
+    assert num_connections(places) == 2 + 3
 
 
 def test_a_connection_that_was_to_be_refused_is_served_when_others_have_left() -> None:
-    places = Places(2, 1)
+    places = Places(HttpLimits(max_connections=2, max_connections_per_peer=1))
     first, second, third = (enter(places, "10.0.0.1") for _ in range(3))
     assert second.reevaluate() and third.reevaluate()
     first.leave()
     assert not third.reevaluate() and second.reevaluate()
     third.leave()
     second.leave()
-    assert not places.count
+    assert not num_connections(places)
 
 
 def test_one_ipv6_network_is_one_peer_and_trusted_ones_are_none() -> None:
-    places = Places(MANY, 1, networks(["10.0.0.0/8,fd00::/8", "192.0.2.7"]))
+    proxies = networks(["10.0.0.0/8,fd00::/8", "192.0.2.7"])
+    places = Places(HttpLimits(max_connections_per_peer=1, trusted_proxies=proxies))
     assert not enter(places, "2001:db8::1").refusal
     assert enter(places, "2001:db8::2").refusal and not enter(places, "2001:db8:0:1::1").refusal
     for address in ("10.1.2.3", "::ffff:10.1.2.3", "fd00::1", "192.0.2.7") * 3:
@@ -63,7 +68,7 @@ def test_one_ipv6_network_is_one_peer_and_trusted_ones_are_none() -> None:
 
 
 def test_there_is_an_end_to_what_is_refused_with_an_answer() -> None:
-    places = Places(1, 0)
+    places = Places(HttpLimits(max_connections=1))
     enter(places, "10.0.0.1")
     refused = [enter(places, "10.0.0.1") for _ in range(64)]
     assert places.enter("10.0.0.1") is None
@@ -107,7 +112,7 @@ class Listening:
 @asynccontextmanager
 async def listening(tls: ssl.SSLContext | None = None, first_reserved: int = MANY) -> AsyncIterator[Listening]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        running = Listening(Places(MANY, 0), listener.getsockname()[1])
+        running = Listening(Places(HttpLimits()), listener.getsockname()[1])
 
         class Held(asyncio.Protocol):
             def __init__(self, place: Place) -> None:
@@ -135,13 +140,13 @@ async def test_a_tls_handshake_is_a_connection_and_ends_in_time() -> None:
     authority.configure_trust(trusting)
     async with listening(context) as running:
         silent = asyncio.create_task(running.read())
-        await eventually_async(lambda: running.places.count == 1)
-        assert await silent == b"" and running.places.count == 0
-        assert await running.read(b"GET / HTTP/1.1\r\n\r\n" * 100) == b"" and running.places.count == 0
+        await eventually_async(lambda: num_connections(running.places) == 1)
+        assert await silent == b"" and num_connections(running.places) == 0
+        assert await running.read(b"GET / HTTP/1.1\r\n\r\n" * 100) == b"" and num_connections(running.places) == 0
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port, ssl=trusting)
-        assert await reader.read(5) == b"hello" and running.places.count == 1
+        assert await reader.read(5) == b"hello" and num_connections(running.places) == 1
         writer.close()
-        await eventually_async(lambda: running.places.count == 0)
+        await eventually_async(lambda: num_connections(running.places) == 0)
 
 
 def test_a_connection_whose_descriptor_is_reserved_is_refused_at_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -150,14 +155,14 @@ def test_a_connection_whose_descriptor_is_reserved_is_refused_at_once(caplog: py
             for _ in range(3):
                 answer = await running.read()
                 assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 1\r\n" in answer
-            assert not running.lost and not running.places.count
+            assert not running.lost and not num_connections(running.places)
 
     asyncio.run(run())
     assert len(caplog.records) == 1 and "reserved for engines and files" in caplog.text
 
 
 def test_websockets_are_counted_per_peer_and_bounded() -> None:
-    places = Places(MANY, 0, networks(["192.0.2.7"]), websockets_per_peer=2)
+    places = Places(HttpLimits(max_websockets_per_peer=2, trusted_proxies=networks(["192.0.2.7"])))
     first, second, third = (enter(places, "10.0.0.1") for _ in range(3))
     assert not first.enter_websocket() and not second.enter_websocket()
     assert third.enter_websocket() == "the server is at its limit of 2 websockets from one address"

@@ -18,6 +18,7 @@ from llmbackend.frontends.journals.idempotency import IdempotentRequests
 from llmbackend.frontends.journals.kept_answers import KeptAnswers
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.journals.store_settings import IdempotencyLimits
+from tests.helpers.held_answers import num_answers, num_streams
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import MODEL, mock_llm_host
 from tests.helpers.waiting import eventually
@@ -167,7 +168,7 @@ def test_a_stream_without_a_client_is_cancelled_after_its_grace(hasty: Running, 
         hasty.wait_until_nothing_is_open()
         response = http.post(path, json=body(path), headers={"Last-Event-ID": stream})
         assert (response.status_code, "no longer available" in response.text) == (404, True)
-    assert not hasty.streams.num_streams
+    assert not num_streams(hasty.streams)
 
 
 def test_a_stream_is_its_keys_alone(tmp_path: Path) -> None:
@@ -196,14 +197,14 @@ def test_what_streams_and_retried_requests_hold_is_bounded_together(tmp_path: Pa
             asked = body(COMPLETIONS, max_tokens=80, stream=False)
             assert http.post(COMPLETIONS, json=asked, headers={"Idempotency-Key": key}).status_code == 200
         begin(http, COMPLETIONS, max_tokens=100)
-        assert kept.held_bytes > 15_000 and idempotent.num_answers() == 2
+        assert kept.held_bytes > 15_000 and num_answers(idempotent) == 2
         stream, _ = begin(http, COMPLETIONS, 1, max_tokens=200)  # what had ended makes room for it
-        eventually(lambda: kept.held_bytes > 28_200 and streams.num_streams == 1)
+        eventually(lambda: kept.held_bytes > 28_200 and num_streams(streams) == 1)
         for headers in (ASK, {"Idempotency-Key": "three"}):
             refused = http.post(COMPLETIONS, json=body(COMPLETIONS), headers=headers)
             assert refused.status_code in (429, 503) and "other retained answers hold" in refused.text
         eventually(lambda: not running.gate.open_inferences)
-        assert not idempotent.num_answers() and kept.held_bytes <= 30_000
+        assert not num_answers(idempotent) and kept.held_bytes <= 30_000
         gone = http.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})
         assert (gone.status_code, "are no longer available" in gone.text) == (404, True)
 

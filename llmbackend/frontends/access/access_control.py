@@ -246,7 +246,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _refusing(code: grpc.StatusCode, text: str, trailers: tuple[tuple[str, str], ...] = ()) -> Handler:
-    """A handler that ends the call. It is bidirectional streaming, and so runs before any message is read."""
+    """A handler that ends the call. A bidirectional-streaming handler, because that runs before any message is read."""
 
     async def refuse(requests: Any, context: Context) -> None:
         await context.abort(code, text, trailers)

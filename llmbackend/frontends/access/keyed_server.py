@@ -33,7 +33,7 @@ _SWITCHES: Final = {f"return_{name}": name for name in (_PROMPT_TOKENS, _GENERAT
 
 
 class KeyedServer(InferenceServer):
-    """Methods without `by` act for the current key."""
+    """If `by` is not given, a method acts for the current key."""
 
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
         """Also raises LimitReachedError if the request exceeds the key's rate limit."""

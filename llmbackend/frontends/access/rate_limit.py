@@ -224,8 +224,8 @@ def duration(seconds: float) -> str:
 class KeyShares:
     """The open inferences of each key.
 
-    If there are several keys, one without its own limit may hold no more than it leaves free: one busy key gets a half,
-    two get a third each, and a new one always finds some capacity.
+    If there are several keys, a key without a limit of its own may use at most as many requests as remain free: one
+    busy key gets a half, two get a third each, and a new one always finds some capacity.
     """
 
     def __init__(self, counts: Counts) -> None:
@@ -238,8 +238,8 @@ class KeyShares:
             raise LimitReachedError(f"API key '{account.name}' is at its limit of {limit} concurrent requests")
         if not limit and not account.is_only_one and held + count > free:
             raise LimitReachedError(
-                f"API key '{account.name}' has reached its share of the server's concurrent requests: with {held} open "
-                f"and {count} requested, it would leave fewer free than it uses"
+                f"API key '{account.name}' has reached its share of the server's concurrent requests: it has {held} "
+                f"open and asks for {count} more, together more than would remain free for other keys"
             )
 
     def held(self, account: Account) -> int:

@@ -32,7 +32,15 @@ from ..conversation.turns import Turn, Turns, called
 from ..generation.sealed_reasoning import SealingKey
 from ..http.errors import JsonObject, OpenAIError, as_json, missing, refuse
 from ..openai.schema import TEXT_ONLY
-from .schema import RedactedThinkingBlock, TextBlock, ThinkingBlock, Tool, ToolResultBlock, ToolUseBlock
+from .schema import (
+    NO_SERVER_TOOLS,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    Tool,
+    ToolResultBlock,
+    ToolUseBlock,
+)
 
 log = logging.getLogger(__name__)
 _MAX_LOGGED_FIELDS: Final = 16
@@ -121,7 +129,6 @@ _BILLING_HEADER: Final = "x-anthropic-billing-header:"
 """Start of Claude Code's system prompt. The line changes with every request, so no prefix could be shared."""
 _ERROR: Final = "Error: "
 """Prefix of a tool result that is an error: chat templates have no other way to mark one."""
-_NO_SERVER_TOOLS: Final = "this server has no tools of its own"
 _REFUSED_BLOCKS: Final = {
     "image": TEXT_ONLY,
     "document": TEXT_ONLY,
@@ -258,7 +265,7 @@ class _Reader(Turns):
         if kind == "text" and block.get("citations") not in (None, []):
             self._beta.unserved(f"{param}.citations", "citations refer to documents, which this server does not read")
         if kind == "tool_use" and (block.get("caller") or {"type": "direct"}) != {"type": "direct"}:
-            self._beta.unserved(f"{param}.caller", _NO_SERVER_TOOLS)
+            self._beta.unserved(f"{param}.caller", NO_SERVER_TOOLS)
         self._beta.check_names(block, _FIELDS[kind], param)
 
     def _tool_use(self, block: JsonObject, param: str) -> JsonObject:
@@ -316,7 +323,7 @@ def _wrong_block(kind: Any, param: str, role: str) -> OpenAIError:
         return missing(param)
     if not isinstance(kind, str):
         return refuse(param, "a string", kind)
-    reason = _REFUSED_BLOCKS.get(kind) or (_NO_SERVER_TOOLS if "tool" in kind and kind not in _FIELDS else "")
+    reason = _REFUSED_BLOCKS.get(kind) or (NO_SERVER_TOOLS if "tool" in kind and kind not in _FIELDS else "")
     expected = f"expected one of {', '.join(_ALLOWED[role])}"
     message = f"'{param}' is {as_json(kind)}, {expected}" + (f": {reason}" if reason else "")
     return OpenAIError(message, param=param, code="unsupported_parameter" if reason else "invalid_value")

@@ -33,7 +33,7 @@ from ..generation.tensors import RETURN_NUM_INPUT_TOKENS
 from ..http.errors import AnthropicErrorBody, JsonObject, OpenAIError, as_json, refuse
 from ..http.request_body import release_body
 from ..http.request_scope import LABELS, unless_disconnected
-from ..http.routing import CatchAll, post
+from ..http.routing import CatchAll, post, whole_number
 from ..journals.resumable_streams import refuse_resuming
 from ..openai.endpoints import OpenAIEndpoints
 from ..operations.probes import load_headers
@@ -84,9 +84,9 @@ def model_page(request: Request, models: list[JsonObject]) -> JsonObject:
 def _limit(text: str | None) -> int:
     if text is None:
         return _DEFAULT_LIMIT
-    if not (text.isascii() and text.isdigit() and len(text) <= 4 and 1 <= int(text) <= _MOST):
+    if (limit := whole_number(text, 1, _MOST)) is None:
         raise refuse("limit", f"an integer from 1 to {_MOST}", text)
-    return int(text)
+    return limit
 
 
 def _position(ids: list[str], id: str, param: str) -> int:

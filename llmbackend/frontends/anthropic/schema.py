@@ -14,7 +14,7 @@ from ..conversation.tools import NAME_PATTERN
 from ..generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
 from ..http.routing import DescribedBy
 
-_NO_SERVER_TOOLS = "this server has no tools of its own"
+NO_SERVER_TOOLS = "this server has no tools of its own"
 _ONE_SPEED = "the server has one speed"
 _NO_ACCOUNTS = "this server has no workspaces, only API keys"
 _NO_EDITING = "this server does not edit conversations; send what the model should see"
@@ -163,7 +163,7 @@ class UnservedFields(ClosedObject):
     """Refused by name; ignored with an `anthropic-beta` header."""
 
     container: Annotated[Any, Only(reason="this server has no containers")] = None
-    mcp_servers: Annotated[Any, Only([], reason=_NO_SERVER_TOOLS)] = None
+    mcp_servers: Annotated[Any, Only([], reason=NO_SERVER_TOOLS)] = None
     context_management: Annotated[Any, Only({}, {"edits": []}, reason=_NO_EDITING)] = None
     compaction: Annotated[Any, Only(reason=_NO_EDITING)] = None
     diagnostics: Annotated[Any, Only(reason=_NO_DIAGNOSTICS)] = None

@@ -236,8 +236,8 @@ def _text_with_calls(use: ToolUse, body: MarkedCalls, grammar: CallGrammar, cont
 
 
 def _markers(body: MarkedCalls) -> tuple[str, ...]:
-    """Texts that begin a section anywhere, none of which contains another. So does a long text that the parser reads
-    only at the output's beginning: no other text begins with it."""
+    """Texts that begin a section anywhere, none of which contains another. Long texts that the parser reads only at the
+    beginning of the output are included: ordinary text does not begin with them."""
     texts = (*body.begin, *(text for text in body.bare_begin if len(text) > 1))
     return tuple(text for text in texts if not any(other != text and other in text for other in texts))
 
@@ -252,8 +252,8 @@ def _content_markers(reasoning: ReasoningFormat | None) -> tuple[str, ...]:
 
 
 def _after(marker: str, body: MarkedCalls, grammar: CallGrammar) -> str:
-    """What is between a section's marker and the first function's name. After a marker that the grammar itself does not
-    write, it is the same as after the grammar's own, with the bracket of a list."""
+    """What is between a section's marker and the first function's name. For markers that the grammar never writes, it
+    is what follows the grammar's own marker, including a list's bracket."""
     written = grammar.begin or grammar.call_begin
     if marker in body.begin and marker in written:
         return written.partition(marker)[2]

@@ -234,7 +234,7 @@ class ModelCatalog:
 
     def _known_target(self, model: str) -> Target | None:
         """A model whose own name contains the separator takes precedence, then an adapter that is named like a model.
-        None: perhaps the index has it."""
+        None: not known yet; the index may list it."""
         if (found := self._language_model(model)) is not None:
             return Target(found.name, "", found)
         name, lora_name = self._adapters().get(model), model

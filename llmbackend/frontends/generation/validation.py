@@ -4,7 +4,7 @@ Invariant: an invalid body becomes one OpenAIError with the field's path, its va
 list stops at its first invalid item, so the number of errors is bounded by the number of known fields.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from types import MappingProxyType
@@ -95,7 +95,7 @@ class IsTokenIds:
 
 
 class Only:
-    """A field without an effect: null, or one of `accepted`, the values that ask for the behaviour that applies anyway.
+    """A field without an effect: null, or one of `accepted`: values that request what the server does anyway.
 
     reason: why other values are refused
     """
@@ -124,17 +124,22 @@ class OfTypes:
 
     def __init__(
         self,
-        served: Iterable[str],
+        forms: Mapping[str, Any],
         refused: Mapping[str, str] = MappingProxyType({}),
         type_of: Callable[[Mapping[str, Any]], object] = itemgetter("type"),
     ) -> None:
-        """refused: known types → why they are refused; type_of: for objects that may omit `type`"""
-        self._served = frozenset(served)
+        """forms: by the served type; refused: known types → why they are refused
+        type_of: for objects that may omit `type`
+        """
+        self._forms = forms
         self._refused = refused
         self._type_of = type_of
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._check, handler(source))
+        choices = {f"({kind})": handler.generate_schema(form) for kind, form in self._forms.items()}
+        only, *others = choices.values()
+        union = core_schema.tagged_union_schema(choices, lambda value: f"({self._type_of(value)})")
+        return core_schema.no_info_before_validator_function(self._check, union if others else only)
 
     def _check(self, value: object) -> object:
         if not isinstance(value, dict):
@@ -143,10 +148,10 @@ class OfTypes:
             kind = self._type_of(value)
         except KeyError:
             kind = None
-        if isinstance(kind, str) and kind in self._served:
+        if isinstance(kind, str) and kind in self._forms:
             return value
         reason = self._refused.get(kind) if isinstance(kind, str) else None
-        expected = "" if reason else " or ".join(f"'{name}'" for name in sorted(self._served))
+        expected = "" if reason else " or ".join(f"'{name}'" for name in sorted(self._forms))
         context = {"kind": kind, "reason": reason or "", "expected": expected}
         raise PydanticCustomError("wrong_type", "wrong type", context)
 

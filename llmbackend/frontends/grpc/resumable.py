@@ -149,8 +149,8 @@ def numbered(message: bytes, key: str, number: int) -> bytes:
 
 
 class JournalAnswer:
-    """The messages of one resumable stream, from one position on, for one gRPC stream. It is in the gRPC stream's queue
-    while messages wait, and reads more when they are written."""
+    """The messages of one resumable stream, from one position on, for one gRPC stream. It stays in the stream's queue
+    while it has messages, and reads more from the journal once they are written."""
 
     has_ended = False
     """Constant: this answer leaves the queue by itself."""
@@ -166,7 +166,7 @@ class JournalAnswer:
         self._enqueue = enqueue
         self._leave = leave
         self._messages: deque[bytes] = deque()
-        """Those of the journal, which are copied only when they are written: a call may have many that wait."""
+        """References to the journal's messages; each is copied only when it is written, since many may wait."""
         self._number: int | None = None
         """The event number of the first one; None: they have none."""
         self._taken: asyncio.Future[None] | None = None

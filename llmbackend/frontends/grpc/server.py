@@ -98,23 +98,19 @@ async def create_grpc_server(
 
     Raises RuntimeError if the address cannot be bound.
     """
-    limits, protocol, server = limits or context.limits.grpc, context.options, context.server
+    limits = limits or context.limits.grpc
     arguments = [
         ("grpc.max_send_message_length", INT32_MAX),
-        ("grpc.so_reuseport", int(protocol.grpc_reuse_port)),
+        ("grpc.so_reuseport", int(context.options.grpc_reuse_port)),
         *limits.channel_arguments(),
     ]
     grpc_server = grpc.aio.server(interceptors=list(interceptors), options=arguments)
     yield_to_event_loop()
-    gate, timeout_s, credentials = context.gate, limits.write_timeout_s, context.access.grpc_credentials()
-    servicer: InferenceRpcs
-    if isinstance(server, InferenceServer):
-        servicer = InferenceServicer(server, gate, timeout_s, protocol, context.log, context.streams)
-    else:
-        servicer = InferenceRpcs(gate, timeout_s, protocol, None)
+    rpcs = InferenceServicer if isinstance(context.server, InferenceServer) else InferenceRpcs
     services = TolerantServices(grpc_server, _LARGE_MESSAGES)
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, services)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(gate), services)
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(rpcs(context, limits.write_timeout_s), services)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(context.gate), services)
+    credentials = context.access.grpc_credentials()
     try:
         if credentials is not None:
             return grpc_server, grpc_server.add_secure_port(address, credentials)

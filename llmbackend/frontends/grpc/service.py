@@ -19,10 +19,10 @@ from tritonclient.grpc import service_pb2_grpc
 from llmbackend.core.errors import invalid_argument, unavailable, unsupported
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import TensorMetadata
-from llmbackend.core.server_log import ServerLog
 from llmbackend.core.shared_memory import MemoryKind
 
-from ..inference_gate import LARGE_BODY_BYTES, InferenceGate
+from ..context import FrontendContext
+from ..inference_gate import LARGE_BODY_BYTES
 from ..journals.resumable_streams import ResumableStreams
 from ..kserve.infer_codec import single_response
 from ..kserve.request_parameters import options_from_proto
@@ -33,7 +33,6 @@ from ..operations.settings import (
     trace_changes_from_proto,
     updated_trace_settings,
 )
-from ..protocol_options import ProtocolOptions
 from .codec import decode_request, model_version, response_parts
 from .messages import opened
 from .rpc import Context, close_when_sent, name_trace, rpc, sampled
@@ -41,9 +40,9 @@ from .stream import StreamSession
 
 
 class DescriptionRpcs(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    def __init__(self, gate: InferenceGate) -> None:
-        self._server = gate.server
-        self._gate = gate
+    def __init__(self, context: FrontendContext) -> None:
+        self._server = context.server
+        self._gate = context.gate
 
     @rpc
     async def ServerLive(self, request: Any, context: Context) -> Any:
@@ -95,19 +94,14 @@ _COMPRESSION: Final = {
 
 
 class InferenceRpcs(DescriptionRpcs):
-    def __init__(
-        self,
-        gate: InferenceGate,
-        write_timeout_s: float,
-        protocol: ProtocolOptions,
-        streams: ResumableStreams | None,
-    ) -> None:
-        """streams: those of resumable requests; None if another process has them"""
-        super().__init__(gate)
-        self._streams = streams
+    _streams: ResumableStreams | None = None
+    """Those of resumable requests; None if another process has them."""
+
+    def __init__(self, context: FrontendContext, write_timeout_s: float) -> None:
+        super().__init__(context)
         self._write_timeout_s = write_timeout_s
-        self._forward = protocol.grpc_forward
-        self._compression = _COMPRESSION[protocol.grpc_response_compression]
+        self._forward = context.options.grpc_forward
+        self._compression = _COMPRESSION[context.options.grpc_response_compression]
 
     @rpc
     async def ModelInfer(self, request: Any, context: Context) -> Any:
@@ -152,18 +146,14 @@ async def _joined(parts: Sequence[bytes | memoryview]) -> bytes:
 
 
 class InferenceServicer(InferenceRpcs):
-    def __init__(
-        self,
-        server: InferenceServer,
-        gate: InferenceGate,
-        write_timeout_s: float,
-        protocol: ProtocolOptions,
-        log: ServerLog,
-        streams: ResumableStreams,
-    ) -> None:
-        super().__init__(gate, write_timeout_s, protocol, streams)
-        self._server: InferenceServer = server
-        self._log = log
+    """For a host in this process."""
+
+    _server: InferenceServer
+
+    def __init__(self, context: FrontendContext, write_timeout_s: float) -> None:
+        super().__init__(context, write_timeout_s)
+        self._streams = context.streams
+        self._log = context.log
 
     @rpc
     async def ModelConfig(self, request: Any, context: Context) -> Any:

@@ -13,10 +13,10 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
-from ..limits import Network
+from ..limits import HttpLimits
 from ..shared_counts import Counts, LocalCounts
 from .errors import refusal_bytes
 
@@ -185,37 +185,17 @@ class Place:
 class Places:
     """The connections of one endpoint, including those refused with a response. Used on its event loop."""
 
-    def __init__(
-        self,
-        limit: int,
-        limit_per_peer: int,
-        trusted: Sequence[Network] = (),
-        counts: Counts | None = None,
-        websockets_per_peer: int = 0,
-        max_refused: int = 64,
-    ) -> None:
-        """limit_per_peer, websockets_per_peer: 0 = no limit
-        max_refused: connections beyond the limit that are refused with a response
-        trusted: proxies; no limit per peer applies to them
-        counts: shared with the other processes that serve this endpoint
-        """
-        self._limit = limit
-        self._limit_per_peer = limit_per_peer
-        self._websockets_per_peer = websockets_per_peer
-        self._trusted = trusted
+    def __init__(self, limits: HttpLimits, counts: Counts | None = None) -> None:
+        """counts: shared with the other processes that serve this endpoint"""
+        self._limits = limits
         self._counts = counts or LocalCounts()
-        self._max_refused = max_refused
         self._refused = 0
-
-    @property
-    def count(self) -> int:
-        return self._counts.held(_SERVED) + self._refused
 
     def enter(self, address: str) -> Place | None:
         """A place for a connection from `address` ("": a unix socket); None: no capacity even to send a refusal."""
         peer = self._peer_of(address) if address else ""
         refusal = self.refusal_of(peer)
-        if refusal and self._refused >= self._max_refused:
+        if refusal and self._refused >= self._limits.max_refused_connections:
             return None
         place = Place(self, peer, refusal)
         self.count_in(place, 1)
@@ -223,7 +203,7 @@ class Places:
 
     def enter_websocket(self, peer: str) -> str:
         """The refusal, or ""."""
-        limit = self._websockets_per_peer
+        limit = self._limits.max_websockets_per_peer
         if peer and limit and self._counts.held(_WEBSOCKETS_OF + peer) >= limit:
             return f"the server is at its limit of {limit} websockets from one address"
         self._counts.add(_WEBSOCKETS_OF + peer, 1)
@@ -237,14 +217,15 @@ class Places:
             self._refused += change
             return
         self._counts.add(_SERVED, change)
-        if place.peer and self._limit_per_peer:
+        if place.peer and self._limits.max_connections_per_peer:
             self._counts.add(_SERVED_TO + place.peer, change)
 
     def refusal_of(self, peer: str) -> str:
-        if self._counts.held(_SERVED) >= self._limit:
-            return f"the server is at its limit of {self._limit} connections"
-        if peer and self._limit_per_peer and self._counts.held(_SERVED_TO + peer) >= self._limit_per_peer:
-            return f"the server is at its limit of {self._limit_per_peer} connections from one address"
+        limit, peer_limit = self._limits.max_connections, self._limits.max_connections_per_peer
+        if self._counts.held(_SERVED) >= limit:
+            return f"the server is at its limit of {limit} connections"
+        if peer and peer_limit and self._counts.held(_SERVED_TO + peer) >= peer_limit:
+            return f"the server is at its limit of {peer_limit} connections from one address"
         return ""
 
     def _peer_of(self, text: str) -> str:
@@ -252,7 +233,7 @@ class Places:
         address = ipaddress.ip_address(text.partition("%")[0])
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
             address = address.ipv4_mapped
-        if any(address in network for network in self._trusted):
+        if any(address in network for network in self._limits.trusted_proxies):
             return ""
         if address.version == 6:
             return str(ipaddress.IPv6Network((address, _PEER_PREFIX_V6), strict=False))

@@ -34,7 +34,7 @@ class BodyPieces:
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._heads = count()
-        """Counter of chunk headers. Asking for its value increments it, too, for which `_heads_before` compensates."""
+        """Counter of chunk headers. Reading it also increments it; `_heads_before` corrects for that."""
         self._heads_before = 0
         """Chunk headers seen before this request's first chunk."""
         self.is_dense = False

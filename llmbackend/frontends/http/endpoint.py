@@ -76,14 +76,7 @@ class HttpEndpoint:
         self._socket.listen(_BACKLOG)
         acceptor = Acceptor(
             self._socket,
-            Places(
-                limits.max_connections,
-                limits.max_connections_per_peer,
-                limits.trusted_proxies,
-                counts,
-                limits.max_websockets_per_peer,
-                limits.max_refused_connections,
-            ),
+            Places(limits, counts),
             make_protocol,
             self._tls,
             limits.handshake_timeout_s,

@@ -46,7 +46,8 @@ class BodyBudget:
     """The memory of all request bodies of one server, compressed and decompressed, from their first byte on.
     Thread-safe.
 
-    No client may hold more than it leaves free: one gets a half, two get a third each, and a new one always finds some.
+    No client may hold more memory than remains free after it: one gets a half, two get a third each, and a new one
+    always finds some.
     """
 
     def __init__(self, max_bytes: int, owner_of: Callable[[Scope], str] = address_of) -> None:
@@ -54,12 +55,8 @@ class BodyBudget:
         self._max_bytes = max_bytes
         self.owner_of = owner_of
         self._held: Counter[str] = Counter()
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._lock = threading.Lock()
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held_bytes
 
     def raise_to_fit(self, body_bytes: int) -> None:
         """Raises the budget, if needed, to one that fits a body of this size."""
@@ -69,12 +66,12 @@ class BodyBudget:
         """Raises TritonError UNAVAILABLE, without taking anything, if the budget would be exceeded."""
         with self._lock:
             held = self._held[owner] + size_bytes
-            if size_bytes > 0 and held > self._max_bytes - self._held_bytes - size_bytes:
+            if size_bytes > 0 and held > self._max_bytes - self.held_bytes - size_bytes:
                 raise unavailable(
                     f"the server has no memory for the rest of this request's body: of {self._max_bytes} bytes for all "
-                    f"bodies, {self._held_bytes} are in use, {self._held[owner]} of them by this client"
+                    f"bodies, {self.held_bytes} are in use, {self._held[owner]} of them by this client"
                 )
-            self._held_bytes += size_bytes
+            self.held_bytes += size_bytes
             self._held[owner] = held
             if not held:
                 del self._held[owner]

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import httptools
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import RETRY_AFTER_S
-from .json_reader import dump
 from .request_body import Encoding
 
 JSON: Final = "application/json"
@@ -31,10 +30,6 @@ def plain(
 ) -> Response:
     """The content type is exactly `content_type`; Starlette would add a charset."""
     return Response(content, status, {"content-type": content_type, **(headers or {})})
-
-
-def json_response(value: Any) -> Response:
-    return plain(dump(value), content_type=JSON)
 
 
 def pieces(part: bytes | memoryview) -> Iterator[bytes]:

@@ -1,7 +1,7 @@
 """Routes on FastAPI: an endpoint is a method that declares its path, argument and answer; openapi.py documents them.
 
 Invariants: FastAPI parses nothing: `Endpoints.read` reads bodies within the server's limits, endpoints read paths and
-queries. GET implies HEAD only for APIs that say so; Triton's does not.
+queries. Only APIs with `answers_head` answer HEAD like GET; Triton's API does not.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import Error
-from .json_reader import as_object, parse
+from .json_reader import as_object, dump, parse
 from .request_body import read_control
-from .responses import JSON, json_response
+from .responses import JSON, plain
 
 Json = dict[str, Any]
 Count = Annotated[int, Field(ge=0)]
@@ -87,6 +87,12 @@ def _refusals(error: Any, statuses: Iterable[int], content_types: Iterable[str])
     }
 
 
+def whole_number(text: str, low: int, high: int) -> int | None:
+    """The number in a path or query, in ASCII digits; None unless it is from `low` to `high`."""
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(high))
+    return number if is_number and low <= (number := int(text)) <= high else None
+
+
 class DescribedBy:
     """Annotation of a value that pydantic documents as the type `model` but does not check."""
 
@@ -101,12 +107,7 @@ class DescribedBy:
 
 
 class JsonBody(DescribedBy):
-    """Annotation of an endpoint's argument parsed from the JSON body; optional if the argument has a default."""
-
-    def __init__(self, model: Any, parse: Callable[..., Any] = as_object) -> None:
-        """parse: JSON value → the argument"""
-        super().__init__(model)
-        self.parse = parse
+    """Annotation of an endpoint's argument, an object in the JSON body; optional if the argument has a default."""
 
 
 def route(method: str, *paths: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
@@ -147,10 +148,10 @@ class Endpoints:
     def check(self, http: Request) -> None:
         """Raises an error if the request is refused regardless of its path."""
 
-    async def read(self, http: Request, body: JsonBody, *, may_be_empty: bool) -> Any:
+    async def read(self, http: Request, *, may_be_empty: bool) -> Any:
         """The argument; None: the body is empty. Raises the errors that `refusal` answers."""
         content = await read_control(http)
-        return None if may_be_empty and not content else body.parse(parse(content))
+        return None if may_be_empty and not content else as_object(parse(content))
 
     def refusal(self, http: Request, error: Exception) -> Response:
         """The response to `error`; re-raises what the application must answer."""
@@ -255,13 +256,13 @@ class ApiRoute(APIRoute):
 
     async def _answer(self, http: Request) -> Response:
         answer = await self.endpoint(http, **await self._arguments(http))
-        return answer if isinstance(answer, Response) else json_response(answer)
+        return answer if isinstance(answer, Response) else plain(dump(answer), content_type=JSON)
 
     async def _arguments(self, http: Request) -> Json:
         field = self.body_field
         if field is None or self._json_body is None:
             return {}
-        argument = await self._api.read(http, self._json_body, may_be_empty=not field.field_info.is_required())
+        argument = await self._api.read(http, may_be_empty=not field.field_info.is_required())
         return {} if argument is None else {field.name: argument}
 
 

@@ -192,7 +192,6 @@ class Commits:
         self._committing: asyncio.Future[None] | None = None
         """The future of the writes that are being committed."""
         self._flushing: asyncio.Task[None] | None = None
-        self.num_transactions = 0
         self.on_refused: Callable[[str], None] = lambda id: None
         """Called with the id of a document that another server now writes, before its commit is done."""
 
@@ -250,7 +249,6 @@ class Commits:
             while self._waiting:
                 writes, done = self._waiting, self._waiting_done
                 self._waiting, self._waiting_done, self._committing = [], None, done
-                self.num_transactions += 1
                 error: StoreError | None = StoreError("the response store was closed")
                 try:
                     error = await self._commit(writes)

@@ -86,9 +86,6 @@ class IdempotentRequests:
             return False
         return any(name == _KEY for name, _ in scope["headers"]) and _begins_inference(scope)
 
-    def num_answers(self, owner: str = "") -> int:
-        return len(self._kept.of(_Answer, owner))
-
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers the request with `app`, or with the answer to an earlier one."""
         key = _key_of(scope)

@@ -68,7 +68,8 @@ class Journal:
         self._wake()
 
     def shed(self, num_bytes: int, keep: int) -> int:
-        """Drops the oldest events, at least `num_bytes` of them, except the last `keep`. Returns the bytes dropped."""
+        """Drops the oldest events until `num_bytes` bytes are free, but keeps the last `keep` events. Returns the bytes
+        dropped."""
         before = self.held_bytes
         while before - self.held_bytes < num_bytes and len(self._held) > keep:
             self.held_bytes -= len(self._held.popleft())

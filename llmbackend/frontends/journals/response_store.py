@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -43,18 +43,16 @@ _MAX_PAGE_BYTES = 8 << 20
 
 
 class NotStoredError(Exception):
-    """The owner has no such document; the argument is its id."""
+    """The owner has no such document."""
+
+    def __init__(self, kind: Kind, id: str) -> None:
+        super().__init__(f"no {kind} with the id '{id}' is stored")
+        self.kind = kind
+        self.id = id
 
 
 class LineageTooLongError(Exception):
     """The chain that a document continues is too long; the text contains the limit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreOptions:
-    ttl_s: float
-    max_log_bytes: int = 64 << 20
-    """Events and progress of one live document."""
 
 
 def current_owner() -> str:
@@ -76,8 +74,17 @@ class Producer(Protocol):
 class ResponseStore:
     """Used on one event loop."""
 
-    def __init__(self, storage: Storage, options: StoreOptions, clock_s: Callable[[], float] = time.time) -> None:
-        self.options = options
+    def __init__(
+        self,
+        storage: Storage,
+        ttl_s: float,
+        clock_s: Callable[[], float] = time.time,
+        *,
+        max_log_bytes: int = 64 << 20,
+    ) -> None:
+        """max_log_bytes: limit of the events and progress of one live document"""
+        self._ttl_s = ttl_s
+        self._max_log_bytes = max_log_bytes
         self.clock_s = clock_s
         self.is_persistent = storage.is_persistent
         self._commits = Commits(storage, clock_s)
@@ -98,10 +105,6 @@ class ResponseStore:
         """Stores them, once there are some."""
         self._watching: set[asyncio.Task[None]] = set()
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    @property
-    def num_transactions(self) -> int:
-        return self._commits.num_transactions
 
     async def start(self) -> None:
         """The producer takes over the live documents of servers that have ended. Raises StoreError if the store is this
@@ -157,7 +160,7 @@ class ResponseStore:
     # --- documents --------------------------------------------------------------------------------------------------
 
     def expires_s(self, created_s: float) -> float:
-        return created_s + self.options.ttl_s
+        return created_s + self._ttl_s
 
     async def put(self, document: Document, ancestors: tuple[str, ...] = ()) -> None:
         """Adds or replaces the document and waits for the commit. ancestors: see Put. Raises StoreError."""
@@ -241,7 +244,7 @@ class ResponseStore:
     def _opened(self, document: Document, journal: Journal, ancestors: tuple[str, ...] = ()) -> LiveLog:
         forget = partial(self._live.pop, document.id, None)
         added = self._add(document, ancestors)
-        log = LiveLog(document, journal, self._commits, self.options.max_log_bytes, added, forget, self._store_later)
+        log = LiveLog(document, journal, self._commits, self._max_log_bytes, added, forget, self._store_later)
         self._live[document.id] = log
         return log
 
@@ -441,7 +444,7 @@ def _entries(owner: str, after: Entry | None, storage: Storage, now_s: float, *,
 
 def _of(owner: str, kind: Kind, id: str, document: Document | None) -> Document:
     if document is None or document.owner != owner or document.kind != kind:
-        raise NotStoredError(id)
+        raise NotStoredError(kind, id)
     return document
 
 

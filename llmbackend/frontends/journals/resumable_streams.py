@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from ..access.request_identity import REQUEST_IDENTITY
 from ..errors import log_bug
 from ..http.errors import error_body, is_openai, openai_error_body
 from ..http.event_stream import EventStream
+from ..http.request_body import release_body
 from ..http.request_scope import PRESENCE, ClientPresence, header
 from .journal import RECORDING, EventsGoneError, Journal, Recording, StreamHead, StreamRecord, settle
 from .kept_answers import KeptAnswer, KeptAnswers
@@ -51,7 +52,6 @@ class ResumableStream(KeptAnswer):
     """One resumable stream."""
 
     head: StreamHead
-    status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     recording: Recording | None = None
     num_events: int = 0
@@ -68,17 +68,12 @@ class ResumableStreams:
         self.copies = copies
         self._taking_over: dict[str, asyncio.Future[None]] = {}
 
-    @property
-    def num_streams(self) -> int:
-        return sum(1 for _ in self._kept.all(ResumableStream))
-
     async def open(
         self,
         path: str,
         events: AsyncGenerator[Sequence[bytes], None],
         on_close: Callable[[], None],
         *,
-        status: int = 200,
         headers: Mapping[str, str] | None = None,
         recorded_headers: Sequence[tuple[bytes, bytes]] = (),
         recording: Recording | None = None,
@@ -98,7 +93,6 @@ class ResumableStreams:
             journal=Journal(MAX_STREAM_BYTES),
             request_bytes=len(head.request),
             head=head,
-            status=status,
             headers=headers or {},
             recording=recording,
         )
@@ -298,8 +292,11 @@ async def open_stream(
     return _response(stream, -1)
 
 
-async def resume_stream(streams: ResumableStreams, request: Request) -> Response:
-    """The rest of a stream after the request's `Last-Event-ID`. Raises TritonError as ResumableStreams.find."""
+async def resume_stream(streams: ResumableStreams, request: Request, body: Awaitable[bytes]) -> Response:
+    """The rest of a stream after the request's `Last-Event-ID`. body: read and dropped, since clients send it again.
+    Raises TritonError as ResumableStreams.find."""
+    await body
+    release_body(request)
     found = await streams.find(request.url.path, last_event_id(request), "the header 'Last-Event-ID'")
     return _response(*found)
 
@@ -313,7 +310,7 @@ async def _events(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[Sequenc
 
 
 def _response(stream: ResumableStream, after: int) -> EventStream:
-    return EventStream(_pieces(stream, after), {**stream.headers, STREAM_ID: stream.key}, stream.status)
+    return EventStream(_pieces(stream, after), {**stream.headers, STREAM_ID: stream.key})
 
 
 async def _pieces(stream: ResumableStream, after: int) -> AsyncGenerator[bytes, None]:

@@ -62,10 +62,10 @@ class StoreSettings:
 
     def store_on(self, storage: Storage) -> ResponseStore:
         """A store on top of an opened storage."""
-        from .response_store import ResponseStore, StoreOptions  # not needed to read flags
+        from .response_store import ResponseStore  # not needed to read flags
 
         ttl_s = self.ttl_s or (_MEMORY_TTL_S if self.url == MEMORY else _PERSISTENT_TTL_S)
-        return ResponseStore(storage, StoreOptions(ttl_s=ttl_s))
+        return ResponseStore(storage, ttl_s)
 
     @property
     def _path(self) -> str:

@@ -355,9 +355,9 @@ class StopEndpoint(Endpoints):
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
 
-    async def read(self, http: Request, body: JsonBody, *, may_be_empty: bool) -> Any:
+    async def read(self, http: Request, *, may_be_empty: bool) -> Any:
         model_of(http)  # a path that is not a model version is a 404, whatever the body
-        return await super().read(http, body, may_be_empty=may_be_empty)
+        return await super().read(http, may_be_empty=may_be_empty)
 
     @post(*model_paths("/stop"), *model_paths("/stopInfer"))
     async def stop(

@@ -317,7 +317,7 @@ class GenerateEndpoints(Endpoints):
     async def generate_stream(self, request: Request) -> Response:
         """One request, a stream of responses"""
         if last_event_id(request):
-            return await self._resume(request)
+            return await resume_stream(self._streams, request, read_body(request, self._max_body_bytes))
         model = self._model(request)
         trace = sampled(self._gate.server, model.name, request)
         return await traced(trace, self._generate_stream(request, model, trace))
@@ -351,12 +351,6 @@ class GenerateEndpoints(Endpoints):
             inference.close()
             raise
         return EventStream(pieces_of(events, DirectBody.of(request.scope)), headers, status, inference.close)
-
-    async def _resume(self, request: Request) -> Response:
-        """The rest of a stream. The body, which clients send again, is ignored."""
-        await read_body(request, self._max_body_bytes)
-        release_body(request)
-        return await resume_stream(self._streams, request)
 
     def _headers(self, request: Request, content_type: str) -> dict[str, str]:
         load = load_headers(self._gate.server, request, model_name_of(request))

@@ -16,10 +16,10 @@ from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict onl
 
 from llmbackend.core.messages import TensorMetadata
 
-from ..http.routing import ENCODED_SLASH, Count
+from ..http.routing import ENCODED_SLASH, Count, whole_number
 
 MODEL_PATHS: Final = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
-_MAX_VERSION_DIGITS: Final = 18
+_MAX_VERSION: Final = 10**18 - 1
 
 
 def model_paths(action: str = "") -> tuple[str, ...]:
@@ -37,9 +37,9 @@ def model_of(request: Request) -> tuple[str, int]:
     name, version = model_name_of(request), request.path_params.get("version")
     if version is None:
         return name, -1
-    if not (version.isascii() and version.isdecimal() and len(version) <= _MAX_VERSION_DIGITS):
+    if (number := whole_number(version, 0, _MAX_VERSION)) is None:
         raise HTTPException(404)
-    return name, int(version)
+    return name, number
 
 
 Datatype = Literal[

@@ -5,7 +5,7 @@ Invariants: bodies are read within the server's limits, large ones are parsed in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -21,9 +21,10 @@ from ..errors import BodyTooLargeError
 from ..http.errors import JsonObject, OpenAIError, OpenAIErrorBody, refuse
 from ..http.json_reader import check_depth, check_objects
 from ..http.request_body import ENCODINGS, IDENTITY, content_encoding
-from ..http.routing import Endpoints
+from ..http.routing import Endpoints, whole_number
 from ..inference_gate import InferenceGate
-from ..journals.response_store import ResponseStore
+from ..journals.documents import Kind
+from ..journals.response_store import NotStoredError, ResponseStore
 
 _OBJECT_BYTES = 128
 """Reading a small object, such as a message, takes about 8 µs, so at most 2,048 are read on the event loop."""
@@ -114,7 +115,7 @@ class OpenAIEndpoints(Endpoints):
     def refusal(self, http: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        return OpenAIError.of(error).response()
+        return (not_found(error) if isinstance(error, NotStoredError) else OpenAIError.of(error)).response()
 
     async def body_of(self, http: Request) -> bytes:
         check_content_type(http)
@@ -125,6 +126,19 @@ class OpenAIEndpoints(Endpoints):
 
     async def parsed_body(self, body: bytes, parse: Callable[[JsonObject], T]) -> T:
         return await self._gate.decode_in_thread(decode_cost(body), lambda: parse(json_object(body)))
+
+
+_NOT_FOUND: Final[Mapping[Kind, tuple[str, str]]] = {
+    "response": ("Response", "response_not_found"),
+    "conversation": ("Conversation", "not_found"),
+    "chat.completion": ("Chat completion", "not_found"),
+}
+"""(name, error code) of each kind of document."""
+
+
+def not_found(error: NotStoredError, param: str | None = None) -> OpenAIError:
+    name, code = _NOT_FOUND[error.kind]
+    return OpenAIError(f"{name} with id '{error.id[:80]}' not found.", param=param, status=404, code=code)
 
 
 def json_answer(body: bytes) -> Response:
@@ -182,12 +196,12 @@ def read_page_query(
     known = ("after", "limit", "order", *(INCLUDE_NAMES if includable else ()))
     check_names(parameters, known, QUERY_PARAMETER)
     read_include(parameters, includable)
-    limit, order = parameters.get("limit", "20"), parameters.get("order", default_order)
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= _MAX_ITEMS):
-        raise refuse("limit", f"an integer from 1 to {_MAX_ITEMS}", limit)
+    text, order = parameters.get("limit", "20"), parameters.get("order", default_order)
+    if (limit := whole_number(text, 1, _MAX_ITEMS)) is None:
+        raise refuse("limit", f"an integer from 1 to {_MAX_ITEMS}", text)
     if order not in ("asc", "desc"):
         raise refuse("order", '"asc" or "desc"', order)
-    return PageQuery(parameters.get("after") or None, int(limit), order == "desc")
+    return PageQuery(parameters.get("after") or None, limit, order == "desc")
 
 
 def page(items: Sequence[JsonObject], query: PageQuery) -> JsonObject:

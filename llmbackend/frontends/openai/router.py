@@ -132,7 +132,7 @@ class ModelEndpoints(OpenAIEndpoints):
     async def _generate(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> Response:
         start_ns = time.monotonic_ns()
         if last_event_id(http):
-            return await self._resume(http)
+            return await resume_stream(self._streams, http, read_body(self._gate, http, self._max_body_bytes))
         self._gate.check_capacity()
         body = await self.body_of(http)
         request = await self.parsed_body(body, lambda fields: parse(with_defaults(fields, self._defaults)))
@@ -184,12 +184,6 @@ class ModelEndpoints(OpenAIEndpoints):
         self, http: Request, events: EventSource, on_close: Callable[[], None], headers: Mapping[str, str]
     ) -> Response:
         return await open_stream(self._streams, http, pieces_of(events), on_close, headers)
-
-    async def _resume(self, http: Request) -> Response:
-        """The rest of a stream. The body, which a client may send again, is ignored."""
-        await read_body(self._gate, http, self._max_body_bytes)
-        release_body(http)
-        return await resume_stream(self._streams, http)
 
 
 def _handed_over(http: Request, body: bytes) -> Response:

@@ -20,7 +20,7 @@ from ..generation.answer import Identity
 from ..generation.models import Target
 from ..generation.request import GenerationRequest, StoredParts
 from ..generation.validation import ClosedObject, read
-from ..http.errors import JsonObject, OpenAIError
+from ..http.errors import JsonObject
 from ..http.routing import delete, get, post
 from ..journals.documents import Document, Kind
 from ..journals.response_store import NotStoredError, ResponseStore, current_owner
@@ -107,7 +107,7 @@ class StoredChatEndpoints(OpenAIEndpoints):
                 current_owner(), _KIND, query.after, query.limit, is_descending=query.is_descending, matches=matches
             )
         except NotStoredError as error:
-            raise not_listed(str(error)) from None
+            raise not_listed(error.id) from None
         ids = orjson.dumps(
             {
                 "first_id": found[0].id if found else None,
@@ -138,10 +138,7 @@ class StoredChatEndpoints(OpenAIEndpoints):
         """Delete a stored chat completion"""
         id = _id(http)
         async with self._store.lock(id):
-            try:
-                await self._store.delete(current_owner(), _KIND, id)
-            except NotStoredError:
-                raise _not_found(id) from None
+            await self._store.delete(current_owner(), _KIND, id)
         return json_answer(orjson.dumps({"object": "chat.completion.deleted", "id": id, "deleted": True}))
 
     @get(f"{_ONE}/messages", answer=ChatMessageList, parameters=PAGE_PARAMETERS)
@@ -157,19 +154,12 @@ class StoredChatEndpoints(OpenAIEndpoints):
         return json_answer(await self._gate.decode_in_thread(len(document.items), listed))
 
     async def _document(self, http: Request) -> Document:
-        try:
-            return await self._store.get(current_owner(), _KIND, _id(http))
-        except NotStoredError:
-            raise _not_found(_id(http)) from None
+        return await self._store.get(current_owner(), _KIND, _id(http))
 
 
 def _id(http: Request) -> str:
     id: str = http.path_params["completion_id"]
     return id
-
-
-def _not_found(id: str) -> OpenAIError:
-    return OpenAIError(f"Chat completion with id '{id[:80]}' not found.", status=404, code="not_found")
 
 
 def _completion(document: Document) -> bytes:

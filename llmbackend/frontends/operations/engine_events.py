@@ -41,7 +41,7 @@ from llmbackend.core.server_log import LogLine, RecentLog
 
 from ..errors import PermissionDeniedError
 from ..http.event_stream import EventStream
-from ..http.routing import Endpoints, Json, get
+from ..http.routing import Endpoints, Json, get, whole_number
 
 _RECEIVED: Final = len(b'{"received":[')
 _ENDED: Final = len(b'{"ended":')
@@ -161,7 +161,8 @@ class EventWriter:
         return seen if seen is None or isinstance(seen, bytes) else to_json(seen)
 
     def _seen(self, event: Any) -> Any:
-        """What the holder of a key may see of an event. Hidden events are also passed: they tell whose a request is."""
+        """What the holder of a key may see of an event. Must also be called for events that are not shown: they say
+        which requests belong to the key."""
         own = self._own
         if isinstance(event, RequestsReceived):
             received = self._own_requests(event.received)
@@ -267,14 +268,13 @@ def _kinds(given: list[str] | None) -> frozenset[EventKind]:
 def _interval_ms(given: list[str] | None) -> int:
     if given is None:
         return DEFAULT_INTERVAL_MS
-    text = given[-1]
-    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_INTERVAL_MS))
-    if not is_number or not MIN_INTERVAL_MS <= int(text) <= MAX_INTERVAL_MS:
+    interval_ms = whole_number(given[-1], MIN_INTERVAL_MS, MAX_INTERVAL_MS)
+    if interval_ms is None:
         raise invalid_argument(
-            f"query parameter 'interval_ms' is {shown(text)}, "
+            f"query parameter 'interval_ms' is {shown(given[-1])}, "
             f"expected a whole number from {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}"
         )
-    return int(text)
+    return interval_ms
 
 
 class EngineEventsEndpoint(Endpoints):

@@ -27,14 +27,14 @@ from ..access.permissions import Role
 from ..access.rate_limit import Account
 from ..access.request_identity import KeyTotals
 from ..errors import PermissionDeniedError
-from ..http.routing import Count, Endpoints, get, post
+from ..http.routing import Count, Endpoints, get, post, whole_number
 from ..inference_gate import InferenceGate
 from .engine_events import EngineEventsEndpoint
 
 NO_FAULTS: Final = "this server does not kill engines: it was started without --allow-fault-injection"
 MAX_KEYS: Final = 1000
 """Limit of one report; a key file may have ten thousand keys."""
-_MAX_DIGITS: Final = 18
+_MAX_NUMBER: Final = 10**18 - 1
 _Limit = Annotated[int, Field(ge=1)] | None
 _Use = Literal["accepted", "rate_limited", "forbidden", "restricted", "prompt_tokens", "generated_tokens"]
 
@@ -105,9 +105,9 @@ class EngineControlEndpoints(Endpoints):
 def _number(http: Request, name: str, expected: str) -> int:
     """A number in the path. Raises TritonError INVALID_ARG naming it."""
     text: str = http.path_params[name]
-    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
+    if (number := whole_number(text, 0, _MAX_NUMBER)) is None:
         raise invalid_argument(f"{name} is {shown(text)}, expected {expected}")
-    return int(text)
+    return number
 
 
 class Flag(TypedDict):

@@ -18,7 +18,6 @@ from llmbackend.core.tracing.trace import UNLIMITED_COUNT, TraceChanges, TraceFi
 
 from ..http.json_reader import as_array, as_bool, as_string, as_unsigned
 
-_MAX_VERBOSE: Final = (1 << 31) - 1
 _LOG_FIELDS: Final[Mapping[str, tuple[LogField, Callable[[Any], Any], str, str]]] = {
     "log_info": ("info", as_bool, "bool_param", "boolean"),
     "log_warning": ("warning", as_bool, "bool_param", "boolean"),
@@ -46,8 +45,8 @@ def log_changes_from_json(document: Any) -> dict[str, Any]:
     changes: dict[str, Any] = {
         field: read(fields[key]) for key, (field, read, _, _) in _LOG_FIELDS.items() if fields.get(key) is not None
     }
-    if changes.get("verbose", 0) > _MAX_VERBOSE:
-        raise invalid_argument(f"log_verbose_level is {changes['verbose']}, expected at most {_MAX_VERBOSE}")
+    if changes.get("verbose", 0) > _INT32_MAX:
+        raise invalid_argument(f"log_verbose_level is {changes['verbose']}, expected at most {_INT32_MAX}")
     if changes.get("format", "default") not in LOG_FORMATS:
         raise unavailable(f"invalid argument for --log_format, got: {changes['format']}")
     return changes

@@ -9,7 +9,12 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import (
+    Any,
+    Final,
+    Literal,
+    Self,  # in typing only from Python 3.11 on
+)
 
 import msgspec
 
@@ -92,7 +97,21 @@ INTERRUPTED: Final = "interrupted"
 """Finish reasons of answers that the model did not finish."""
 
 
-class UnfinishedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class _Stored:
+    """Stored in the browser, as JSON."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of_json(cls, text: str) -> Self:
+        """Raises ValueError."""
+        return msgspec.json.decode(text, type=cls)
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+class UnfinishedAnswer(_Stored, msgspec.Struct, frozen=True, kw_only=True):
     """An answer that is being generated, as stored in the browser, so that a reloaded page can continue it."""
 
     key: str
@@ -109,14 +128,6 @@ class UnfinishedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def new(cls, index: int, base: Turn) -> UnfinishedAnswer:
         return cls(key=secrets.token_hex(16), index=index, base=base, turn=base)
-
-    @classmethod
-    def of_json(cls, text: str) -> UnfinishedAnswer:
-        """Raises ValueError."""
-        return msgspec.json.decode(text, type=cls)
-
-    def to_json(self) -> str:
-        return msgspec.json.encode(self).decode()
 
 
 class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +152,7 @@ class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
     with_probabilities: bool = False
 
 
-class Chat(msgspec.Struct, kw_only=True):
+class Chat(_Stored, msgspec.Struct, kw_only=True):
     id: str
     title: str = ""
     settings: ChatSettings = ChatSettings()
@@ -150,14 +161,6 @@ class Chat(msgspec.Struct, kw_only=True):
     @classmethod
     def new(cls, settings: ChatSettings) -> Chat:
         return cls(id=secrets.token_hex(8), settings=settings)
-
-    @classmethod
-    def of_json(cls, text: str) -> Chat:
-        """Raises ValueError."""
-        return msgspec.json.decode(text, type=cls)
-
-    def to_json(self) -> str:
-        return msgspec.json.encode(self).decode()
 
     @property
     def shown_title(self) -> str:
@@ -203,9 +206,9 @@ class Chat(msgspec.Struct, kw_only=True):
         if stop := [line for line in settings.stop.split("\n") if line]:
             body["stop"] = stop
         if settings.tools.strip():
-            body["tools"] = tools_of(settings.tools)
+            body["tools"] = json_setting("tools", settings.tools)
         if settings.schema.strip():
-            schema = {"name": "answer", "schema": schema_of(settings.schema)}
+            schema = {"name": "answer", "schema": json_setting("schema", settings.schema)}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         if settings.with_probabilities:
             body |= {"logprobs": True, "top_logprobs": _TOP_LOGPROBS}
@@ -235,29 +238,23 @@ def _versions(tail: Sequence[Turn]) -> tuple[tuple[Turn, ...], ...]:
     return (*first.others[: first.place], own, *first.others[first.place :])
 
 
-def tools_of(text: str) -> list[Any]:
-    """Raises ValueError with a text for the viewer."""
-    tools = _json("Tools", text)
-    if not isinstance(tools, list):
-        raise ValueError(f"Tools is a JSON {_KINDS[type(tools)]}, expected a list as in OpenAI's API")
-    return tools
-
-
-def schema_of(text: str) -> dict[str, Any]:
-    """Raises ValueError with a text for the viewer."""
-    schema = _json("JSON schema", text)
-    if not isinstance(schema, dict):
-        raise ValueError(f"JSON schema is a JSON {_KINDS[type(schema)]}, expected an object")
-    return schema
-
-
+JSON_SETTINGS: Final = {
+    "tools": ("Tools", list, "a list as in OpenAI's API"),
+    "schema": ("JSON schema", dict, "an object"),
+}
+"""Settings that are JSON: (name shown to the viewer, type, expectation)."""
 _KINDS: Final = {
     dict: "object", list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"
 }  # fmt: skip
 
 
-def _json(what: str, text: str) -> Any:
+def json_setting(setting: str, text: str) -> Any:
+    """The value of one of JSON_SETTINGS. Raises ValueError with a text for the viewer."""
+    name, kind, expected = JSON_SETTINGS[setting]
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{what} is not JSON: {error}") from None
+        raise ValueError(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is a JSON {_KINDS[type(value)]}, expected {expected}")
+    return value

@@ -80,7 +80,7 @@ class Highlighter:
             return await asyncio.to_thread(_answer, process, code)
         except (OSError, ValueError):
             self._process = None
-            log.info("code in %.32r took too long to colour", code.language)
+            log.info("highlighting code in %.32r took too long", code.language)
             self._retry_at_s[code.language] = asyncio.get_running_loop().time() + _LANGUAGE_RETRY_S
             return None
         except BaseException:  # cancelled: the next caller would read this answer

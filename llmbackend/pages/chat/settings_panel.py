@@ -6,14 +6,14 @@ marked, does not change the settings, and blocks sending.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 from nicegui import ui
 
-from .conversation import ChatSettings, schema_of, tools_of
+from .conversation import JSON_SETTINGS, ChatSettings, json_setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,6 @@ _WHOLE: Final = frozenset({"top_k", "max_tokens", "seed"})
 _TOOLS_EXAMPLE: Final = """[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", \
 "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]"""
 _SCHEMA_EXAMPLE: Final = '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}'
-_READERS: Final[Mapping[str, Callable[[str], object]]] = {"tools": tools_of, "schema": schema_of}
-"""Parsers of the JSON fields; they raise ValueError."""
 
 
 class SettingsPanel:
@@ -79,7 +77,7 @@ class SettingsPanel:
     @property
     def problem(self) -> str:
         """Error of the first invalid field; "" = all are valid."""
-        problems = (_problem_of(name, self._fields[name].value) for name in _READERS)
+        problems = (_problem_of(name, self._fields[name].value) for name in JSON_SETTINGS)
         return next((problem for problem in problems if problem), "")
 
     def show(self, settings: ChatSettings) -> None:
@@ -128,10 +126,10 @@ class SettingsPanel:
 
 def _problem_of(name: str, text: Any) -> str | None:
     """Error of a JSON field; None for valid JSON and for other fields."""
-    if name not in _READERS or not text or not text.strip():
+    if name not in JSON_SETTINGS or not text or not text.strip():
         return None
     try:
-        _READERS[name](text)
+        json_setting(name, text)
     except ValueError as error:
         return str(error)
     return None

@@ -11,7 +11,7 @@ import pytest
 
 from llmbackend.frontends.journals import response_store
 from llmbackend.frontends.journals.documents import Capacity, Commits, Document, Put, Storage, StoreError, Write
-from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
+from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 from tests.helpers.waiting import eventually_async
 
@@ -92,7 +92,7 @@ async def test_a_shared_store_that_fails_at_the_start_is_tried_again() -> None:
     storage = Away()
     storage.commit([Put(document("a", is_live=True))], NOW_S)
     storage.errors = [StoreError("away"), StoreError("away")]
-    store = ResponseStore(storage, StoreOptions(ttl_s=TTL_S), Clock())
+    store = ResponseStore(storage, TTL_S, Clock())
     store.producer = producer = Interrupted()
     await store.start()
     await eventually_async(lambda: bool(producer.found), 10)
@@ -117,7 +117,7 @@ def test_what_can_not_be_read_is_logged(caplog: pytest.LogCaptureFixture) -> Non
 async def test_expiry_is_tried_again_behind_a_store_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "_EXPIRY_RETRY_S", 0.0)
     storage, clock = Failing(), Clock()
-    store = ResponseStore(storage, StoreOptions(ttl_s=TTL_S), clock)
+    store = ResponseStore(storage, TTL_S, clock)
     await store.start()
     await store.put(document("a"))
     clock.now_s = NOW_S + TTL_S + 1

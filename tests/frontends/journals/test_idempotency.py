@@ -23,6 +23,7 @@ from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence
 from llmbackend.frontends.journals.idempotency import IdempotentRequests
 from llmbackend.frontends.journals.kept_answers import KeptAnswers
 from llmbackend.frontends.journals.store_settings import IdempotencyLimits
+from tests.helpers.held_answers import num_answers
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import MODEL, mock_llm_host
 from tests.helpers.waiting import eventually
@@ -128,7 +129,7 @@ def test_a_request_that_nobody_comes_back_to_is_cancelled(tmp_path: Path) -> Non
             with client.stream("POST", COMPLETIONS, json=asked, headers={"Idempotency-Key": "left"}) as response:
                 next(response.iter_lines())
         eventually(lambda: not running.gate.open_inferences)
-        eventually(lambda: not running.idempotent.num_answers())
+        eventually(lambda: not num_answers(running.idempotent))
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, GENERATE])
@@ -170,12 +171,12 @@ def test_a_key_that_is_none_is_refused(client: httpx.Client, key: str) -> None:
 
 
 def test_other_endpoints_pass_the_header_over(running: Running, client: httpx.Client) -> None:
-    before = running.idempotent.num_answers()
+    before = num_answers(running.idempotent)
     for _ in range(2):
         assert client.post(
             "/tokenize", json={"model": MODEL, "prompt": "a"}, headers={"Idempotency-Key": "t"}
         ).is_success
-    assert running.idempotent.num_answers() == before
+    assert num_answers(running.idempotent) == before
 
 
 def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
@@ -186,12 +187,12 @@ def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
     ):
         for number in range(4):
             assert post(client, COMPLETIONS, f"bounded {number}").status_code == 200
-            assert running.idempotent.num_answers() <= 2
+            assert num_answers(running.idempotent) <= 2
         assert post(client, COMPLETIONS, "bounded 3").headers["idempotent-replayed"] == "true"
         large = post(client, STREAM, "bounded bytes", body(STREAM, 30))
         assert len(large.content) > limits.max_bytes
         assert "idempotent-replayed" not in post(client, STREAM, "bounded bytes", body(STREAM, 30)).headers
-        eventually(lambda: not running.idempotent.num_answers())
+        eventually(lambda: not num_answers(running.idempotent))
 
 
 def test_a_stream_too_large_to_be_kept_is_sent_once(tmp_path: Path) -> None:
@@ -244,7 +245,7 @@ def test_keys_of_tenants_are_their_own(tmp_path: Path) -> None:
             ]
         assert answers[0].content == answers[2].content != answers[1].content
         owners = [ApiKey(name, digest_of(f"sk-{name}"), NO_LIMITS).owner for name in ("one", "two")]
-        assert [running.idempotent.num_answers(owner) for owner in owners] == [1, 1]
+        assert [num_answers(running.idempotent, owner) for owner in owners] == [1, 1]
 
 
 def test_a_client_that_leaves_while_it_sends_its_body_leaves_the_key_free(
@@ -273,7 +274,7 @@ def test_a_request_does_not_wait_for_a_body_that_does_not_come(running: Running,
     asked = client.build_request("POST", COMPLETIONS, json=body(COMPLETIONS)).content
     with socket.create_connection((host, int(port)), timeout=30) as slow:
         slow.sendall(f"{head}Content-Length: {len(asked)}\r\n\r\n".encode() + asked[:5])
-        eventually(lambda: running.idempotent.num_answers() and post(client, COMPLETIONS, "slow").status_code == 409)
+        eventually(lambda: num_answers(running.idempotent) and post(client, COMPLETIONS, "slow").status_code == 409)
         assert "is still being sent" in post(client, COMPLETIONS, "slow").json()["error"]["message"]
         slow.sendall(asked[5:])
         assert slow.recv(1 << 16).startswith(b"HTTP/1.1 200")

@@ -15,7 +15,7 @@ import redis
 
 from llmbackend.frontends.journals.documents import Append, Capacity, Delete, Put, StoreError
 from llmbackend.frontends.journals.redis_storage import RedisStorage, _client
-from llmbackend.frontends.journals.response_store import NotStoredError, ResponseStore, StoreOptions
+from llmbackend.frontends.journals.response_store import NotStoredError, ResponseStore
 from llmbackend.frontends.journals.store_settings import StoreSettings
 
 from .test_response_store import NOW_S, Clock, Collecting, document, events_of, opened
@@ -35,7 +35,7 @@ os._exit(9)
 
 async def test_one_server_takes_over_what_an_ended_one_has_left(redis_url: str) -> None:
     assert subprocess.run([sys.executable, "-c", _ENDED, redis_url], check=False).returncode == 9
-    stores = [ResponseStore(RedisStorage(redis_url, CAPACITY), StoreOptions(ttl_s=100.0), Clock()) for _ in range(2)]
+    stores = [ResponseStore(RedisStorage(redis_url, CAPACITY), 100.0, Clock()) for _ in range(2)]
     for store in stores:
         store.producer = Collecting()
         await store.start()
@@ -127,9 +127,7 @@ def test_a_claim_is_not_lost_if_redis_fails_after_it(redis_url: str, monkeypatch
 
 
 async def test_a_response_that_another_server_has_deleted_stays_deleted(redis_url: str) -> None:
-    first, second = (
-        ResponseStore(RedisStorage(redis_url, CAPACITY), StoreOptions(ttl_s=100.0), Clock()) for _ in range(2)
-    )
+    first, second = (ResponseStore(RedisStorage(redis_url, CAPACITY), 100.0, Clock()) for _ in range(2))
     log = first.begin(document("a", is_live=True))
     log.append([b"0"], b"p0")
     await log.committed()
@@ -158,7 +156,7 @@ def test_an_end_does_not_replace_that_of_another_server(redis_url: str) -> None:
 async def test_a_server_that_was_taken_for_ended_is_refused(redis_url: str) -> None:
     """It lost its lease while it stood still: what it writes afterwards does not count, and its readers go on with what
     the other server writes."""
-    stores = [ResponseStore(RedisStorage(redis_url, CAPACITY), StoreOptions(ttl_s=100.0), Clock()) for _ in range(2)]
+    stores = [ResponseStore(RedisStorage(redis_url, CAPACITY), 100.0, Clock()) for _ in range(2)]
     for store in stores:
         store.producer = Collecting()
     first, second = stores

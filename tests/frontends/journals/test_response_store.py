@@ -27,7 +27,6 @@ from llmbackend.frontends.journals.response_store import (
     LineageTooLongError,
     NotStoredError,
     ResponseStore,
-    StoreOptions,
 )
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 
@@ -65,7 +64,7 @@ def document(id: str, owner: str = "", body: bytes = b"{}", parent: str = "", is
 async def opened(
     storage: Storage, clock: Clock | None = None, max_log_bytes: int = 1 << 20
 ) -> AsyncIterator[ResponseStore]:
-    store = ResponseStore(storage, StoreOptions(ttl_s=TTL_S, max_log_bytes=max_log_bytes), clock or Clock())
+    store = ResponseStore(storage, TTL_S, clock or Clock(), max_log_bytes=max_log_bytes)
     await store.start()
     try:
         yield store
@@ -218,18 +217,28 @@ async def test_a_history_has_nothing_but_items_and_output(make_storage: MakeStor
         assert (await store.get_history("", "response", "b")).body == b"[3]"
 
 
-async def test_all_events_of_one_turn_are_one_transaction(make_storage: MakeStorage) -> None:
-    async with opened(make_storage()) as store:
+async def test_all_events_of_one_turn_are_one_transaction(
+    make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = make_storage()
+    commit, transactions = storage.commit, list[Sequence[Write]]()
+
+    def counted(writes: Sequence[Write], now_s: float) -> Any:
+        transactions.append(writes)
+        return commit(writes, now_s)
+
+    monkeypatch.setattr(storage, "commit", counted)
+    async with opened(storage) as store:
         logs = [store.begin(document(f"r{index}", is_live=True)) for index in range(8)]
         await asyncio.sleep(0.01)
-        before = store.num_transactions
+        before = len(transactions)
 
         async def produce(index: int) -> None:
             logs[index].append([b"event"], b"")
 
         await asyncio.gather(*(produce(index) for index in range(8)))
         await logs[0].finish(document("r0"))
-        assert store.num_transactions - before <= 2
+        assert len(transactions) - before <= 2
         for log in logs[1:]:
             await log.finish(document(log.id))
 

@@ -17,7 +17,7 @@ import pytest
 
 from llmbackend.frontends.journals import sqlite_storage
 from llmbackend.frontends.journals.documents import Append, Capacity, Document, Put, StoreError
-from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
+from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 from llmbackend.frontends.journals.store_settings import StoreSettings
 
@@ -85,7 +85,7 @@ def test_another_process_goes_on_with_a_log(tmp_path: Path) -> None:
 
     async def second() -> None:
         storage = SqliteStorage(tmp_path / "store", CAPACITY)
-        store = ResponseStore(storage, StoreOptions(ttl_s=100.0), Clock())
+        store = ResponseStore(storage, 100.0, Clock())
         producer = store.producer = Collecting()
         await store.start()
         [found] = producer.found
@@ -100,7 +100,7 @@ def test_another_process_goes_on_with_a_log(tmp_path: Path) -> None:
         await store.close()
 
     async def third() -> None:
-        store = ResponseStore(SqliteStorage(tmp_path / "store", CAPACITY), StoreOptions(ttl_s=100.0), Clock())
+        store = ResponseStore(SqliteStorage(tmp_path / "store", CAPACITY), 100.0, Clock())
         producer = store.producer = Collecting()
         await store.start()
         assert producer.found == []

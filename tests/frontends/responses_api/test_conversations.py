@@ -18,7 +18,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import Capacity
-from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
+from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
 from llmbackend.frontends.openai.responses_api.conversations import Conversations
@@ -34,7 +34,7 @@ CALL: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": 
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = InferenceServer(ServerOptions(model_repositories=[Path(tmp_path_factory.mktemp("repository"))]))
     server.start()
-    store = ResponseStore(SqliteStorage(None, Capacity(1 << 20, 1000)), StoreOptions(ttl_s=3600))
+    store = ResponseStore(SqliteStorage(None, Capacity(1 << 20, 1000)), 3600)
     with serve_openai(server, store=store, max_body_bytes=64 << 10) as base:
         yield f"{base}/v1"
     assert server.stop(timeout_s=20)

@@ -28,7 +28,7 @@ from llmbackend.frontends.access.settings import AccessSettings
 from llmbackend.frontends.generation.inferences import MANY_TOKENS
 from llmbackend.frontends.generation.tensors import Delta
 from llmbackend.frontends.journals.documents import Capacity, Document, Put, StoreError, Write
-from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
+from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
 from llmbackend.frontends.openai.responses_api.output_items import OutputItem
@@ -203,7 +203,7 @@ def test_a_continued_response_is_kept_as_long_as_the_last_one(
         assert document is not None
         return document
 
-    with openai_client(scripted_host, store=ResponseStore(storage, StoreOptions(ttl_s=60))) as client:
+    with openai_client(scripted_host, store=ResponseStore(storage, 60)) as client:
         first = client.responses.create(model=MODEL, input=f"{SAY}One.")
         middle = client.responses.create(model=MODEL, input=f"{SAY}Two.", previous_response_id=first.id)
         for id in (first.id, middle.id):
@@ -312,7 +312,7 @@ class FullStorage(SqliteStorage):
 
 
 def test_a_response_that_can_not_be_stored_fails(scripted_host: InferenceServer) -> None:
-    store = ResponseStore(FullStorage(None, Capacity(1 << 20, 100)), StoreOptions(ttl_s=60))
+    store = ResponseStore(FullStorage(None, Capacity(1 << 20, 100)), 60)
     with openai_client(scripted_host, store=store) as client:
         body = {"model": MODEL, "input": f"{SAY}Hi"}
         response = EventReader().read_all(events_of(ask(client, body | {"stream": True}).content))

@@ -161,7 +161,7 @@ def start(reader: Reader, sink: Sink, name: str, id: str | None = None) -> None:
 
 
 def end(reader: Reader, sink: Sink) -> None:
-    """Ends a call. The text after it is treated as layout until it turns out to be content."""
+    """Ends a call. Following text is held; it is dropped if only white space precedes the next call."""
     sink.end()
     reader.hold()
 

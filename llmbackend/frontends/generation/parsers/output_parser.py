@@ -3,8 +3,8 @@
 Invariants: the joined pieces do not depend on how the text was split into tokens. Special tokens are not part of the
 text unless they are shown. The work is linear in the output, and held text is bounded. A section that turns out to
 contain no call is content, including its marker; only layout next to calls is dropped. Unclosed reasoning extends to
-the first call of one of the request's functions, or to the end of the output; a call is held until no end marker can
-follow. In an output of messages, text without a header is content.
+the first call of one of the request's functions, or to the end of the output; a call inside reasoning is held until it
+is certain that no end marker follows. If the output consists of messages, text outside of any message is content.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class Reader:
 
     def one_of(self, options: Collection[str]) -> Reading[str | None]:
         """Reads the longest of `options` that comes next, as characters or special tokens. None if none matches, in
-        which case a partial match may have been read; the option "" applies when no other one begins here."""
+        which case a partial match may have been read; the option "" matches if no other option begins here."""
         read, found = "", "" if "" in options else None
         while True:
             rest = [option for option in options if len(option) > len(read) and option.startswith(read)]

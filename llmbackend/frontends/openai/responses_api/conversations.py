@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
 
@@ -62,8 +63,8 @@ class Conversations:
         return document
 
     async def get(self, id: str) -> Document:
-        """Raises OpenAIError 404."""
-        return await self._get(current_owner(), id)
+        """Raises NotStoredError."""
+        return await self._store.get(current_owner(), "conversation", id)
 
     async def items(self, id: str) -> Items:
         """All items, oldest first."""
@@ -77,10 +78,7 @@ class Conversations:
 
     async def delete(self, id: str) -> None:
         async with self._store.lock(id):
-            try:
-                await self._store.delete(current_owner(), "conversation", id)
-            except NotStoredError:
-                raise _not_found(id) from None
+            await self._store.delete(current_owner(), "conversation", id)
 
     async def add(self, id: str, items: Sequence[JsonObject]) -> Items:
         """Returns the added items with their ids."""
@@ -106,11 +104,8 @@ class Conversations:
             known = {item["id"] for item in before}
             return [*before, *(item for item in orjson.loads(items) if item["id"] not in known)]
 
-        try:
+        with suppress(NotStoredError):
             await self._change(owner, id, longer, more_bytes=len(items))
-        except OpenAIError as error:
-            if error.status != 404:
-                raise
 
     async def _change(
         self,
@@ -122,7 +117,7 @@ class Conversations:
     ) -> Document:
         """more_bytes: how much JSON `change` reads in addition to the items"""
         async with self._store.lock(id):
-            document = await self._get(owner, id)
+            document = await self._store.get(owner, "conversation", id)
             text = await self._gate.decode_in_thread(
                 len(document.items) + more_bytes, lambda: orjson.dumps(change(orjson.loads(document.items)))
             )
@@ -135,12 +130,6 @@ class Conversations:
         kept = replace(document, expires_s=self._store.expires_s(self._store.clock_s()))
         await self._store.put(kept)
         return kept
-
-    async def _get(self, owner: str, id: str) -> Document:
-        try:
-            return await self._store.get(owner, "conversation", id)
-        except NotStoredError:
-            raise _not_found(id) from None
 
     async def read(self, document: Document) -> Items:
         """The items of a document."""
@@ -157,10 +146,6 @@ def with_new_ids(items: Sequence[JsonObject]) -> Items:
     """Complete items with new ids, because a client's id may belong to another item."""
     seed = uuid.uuid4().hex
     return [item | {"id": item_id(str(item["type"]), seed, "i", index)} for index, item in enumerate(items)]
-
-
-def _not_found(id: str) -> OpenAIError:
-    return OpenAIError(f"Conversation with id '{id[:80]}' not found.", status=404, code="not_found")
 
 
 def item_not_found(id: str, item_id: str) -> OpenAIError:

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict onl
 from ...generation.validation import AnyObject, Expected, Items, OfTypes, Only, refuse_unknown
 from ...http.errors import JsonObject
 from ..schema import TEXT_ONLY
-from .tools import HOSTED, Tools
+from .tools import DIRECT_ONLY, HOSTED, Tools
 
 REFUSED_PARTS: Mapping[str, str] = dict.fromkeys(("input_image", "input_file", "input_audio"), TEXT_ONLY)
 REFUSED_ITEMS: Mapping[str, str] = {
@@ -34,7 +34,6 @@ REFUSED_ITEMS: Mapping[str, str] = {
     "configuration_update": "these are fields of the request",
 }  # fmt: skip
 _DIRECT = {"type": "direct"}
-_NOT_PROGRAMMATIC = "only the model calls tools"
 _Status = (
     Annotated[
         Literal["in_progress", "completed", "incomplete"],
@@ -78,10 +77,6 @@ class SummaryText(_Closed):
     text: str
 
 
-def _tag(value: object) -> str | None:
-    return f"({item_type(value)})" if isinstance(value, dict) else None
-
-
 def item_type(item: Mapping[str, Any]) -> object:
     """Short messages and references may omit their type."""
     kind = item.get("type")
@@ -100,13 +95,9 @@ def _form(value: object) -> str:
     return "(text)" if isinstance(value, str) else "(list)"
 
 
-_InputPart = Annotated[Annotated[InputText, Tag("(input_text)")], OfTypes(("input_text",), REFUSED_PARTS)]
+_InputPart = Annotated[Any, OfTypes({"input_text": InputText}, REFUSED_PARTS)]
 _MessagePart = Annotated[
-    Annotated[InputText, Tag("(input_text)")]
-    | Annotated[OutputText, Tag("(output_text)")]
-    | Annotated[RefusalPart, Tag("(refusal)")],
-    Discriminator(_tag),
-    OfTypes(("input_text", "output_text", "refusal"), REFUSED_PARTS),
+    Any, OfTypes({"input_text": InputText, "output_text": OutputText, "refusal": RefusalPart}, REFUSED_PARTS)
 ]
 MessageContent = Annotated[
     Annotated[str, Tag("(text)")] | Annotated[list[_MessagePart], Items(), Tag("(list)")],
@@ -141,8 +132,8 @@ class ReasoningItem(_Closed):
 
     type: Literal["reasoning"]
     id: NotRequired[str | None]
-    summary: NotRequired[Annotated[list[Annotated[SummaryText, OfTypes(("summary_text",))]], Items()] | None]
-    content: NotRequired[Annotated[list[Annotated[ReasoningText, OfTypes(("reasoning_text",))]], Items()] | None]
+    summary: NotRequired[Annotated[list[Annotated[Any, OfTypes({"summary_text": SummaryText})]], Items()] | None]
+    content: NotRequired[Annotated[list[Annotated[Any, OfTypes({"reasoning_text": ReasoningText})]], Items()] | None]
     encrypted_content: NotRequired[str | None]
     status: NotRequired[_Status]
 
@@ -152,7 +143,7 @@ class _OfTool(_Closed):
     call_id: str
     namespace: NotRequired[str | None]
     status: NotRequired[_Status]
-    caller: NotRequired[Annotated[Any, Only(_DIRECT, reason=_NOT_PROGRAMMATIC)]]
+    caller: NotRequired[Annotated[Any, Only(_DIRECT, reason=DIRECT_ONLY)]]
 
 
 class _Call(_OfTool):
@@ -241,21 +232,7 @@ ITEM_FORMS: Mapping[str, type] = {
     "compaction": CompactionItem,
     "item_reference": ItemReference,
 }
-Item = Annotated[
-    Annotated[MessageItem, Tag("(message)")]
-    | Annotated[ReasoningItem, Tag("(reasoning)")]
-    | Annotated[FunctionCallItem, Tag("(function_call)")]
-    | Annotated[FunctionCallOutputItem, Tag("(function_call_output)")]
-    | Annotated[CustomToolCallItem, Tag("(custom_tool_call)")]
-    | Annotated[CustomToolCallOutputItem, Tag("(custom_tool_call_output)")]
-    | Annotated[ToolSearchCallItem, Tag("(tool_search_call)")]
-    | Annotated[ToolSearchOutputItem, Tag("(tool_search_output)")]
-    | Annotated[AdditionalToolsItem, Tag("(additional_tools)")]
-    | Annotated[CompactionItem, Tag("(compaction)")]
-    | Annotated[ItemReference, Tag("(item_reference)")],
-    Discriminator(_tag),
-    OfTypes(ITEM_FORMS, REFUSED_ITEMS, item_type),
-]
+Item = Annotated[Any, OfTypes(ITEM_FORMS, REFUSED_ITEMS, item_type)]
 Input = Annotated[
     Annotated[str, Tag("(text)")] | Annotated[list[Item], Items(), Tag("(list)")],
     Discriminator(_form),

@@ -22,6 +22,7 @@ from ...http.errors import JsonObject, OpenAIError
 from ...inference_gate import InferenceGate
 from ...journals.documents import Document
 from ...journals.response_store import LineageTooLongError, NotStoredError, ResponseStore, current_owner
+from ..endpoints import not_found
 from .conversations import Conversations
 from .output_items import ID_PREFIX, item_id, response_of
 from .parsing import NO_HISTORY, History, ReadBody, ResponsesRequest, WantedHistory, effective_sampling, parse_responses
@@ -75,9 +76,8 @@ async def _conversation(conversations: Conversations, id: str, max_bytes: int) -
     """The conversation's items, and the size of their JSON."""
     try:
         document = await conversations.get(id)
-    except OpenAIError as error:
-        error.param = error.param or _CONVERSATION
-        raise
+    except NotStoredError as error:
+        raise not_found(error, _CONVERSATION) from None
     if len(document.items) > max_bytes:
         message = f"'{_CONVERSATION}': the conversation has {len(document.items)} bytes, expected at most {max_bytes}"
         raise OpenAIError(message, param=_CONVERSATION, code="invalid_value")
@@ -90,8 +90,7 @@ async def _lineage(store: ResponseStore, id: str | None, max_bytes: int) -> list
     try:
         found = await store.lineage(current_owner(), "response", id, max_bytes)
     except NotStoredError as error:
-        missing = str(error)
-        because = "" if missing == id else f": '{missing}', which it continues, is no longer stored"
+        because = "" if error.id == id else f": '{error.id}', which it continues, is no longer stored"
         message = f"Previous response with id '{id[:80]}' not found{because}."
         raise OpenAIError(message, param=_PREVIOUS, code="previous_response_not_found") from None
     except LineageTooLongError as error:
@@ -147,10 +146,6 @@ class PreparedResponse:
     items: bytes
     """The stored input items, as JSON."""
     history: History
-
-    @property
-    def id(self) -> str:
-        return ID_PREFIX + self.identity_suffix
 
     async def add_to_conversation(self, conversations: Conversations | None, owner: str, state: ResponseState) -> None:
         """Adds input and output to the conversation, if the response has ended normally."""

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from ...context import FrontendContext
 from ...generation.sealed_reasoning import SealingKey
 from ...http.errors import JsonObject, OpenAIError, refuse, requires
-from ...http.routing import delete, get, post
+from ...http.routing import delete, get, post, whole_number
 from ...journals.documents import Document
-from ...journals.response_store import NotStoredError, current_owner
+from ...journals.response_store import current_owner
 from ..endpoints import (
     INCLUDE_NAMES,
     PAGE_PARAMETERS,
@@ -34,7 +34,7 @@ from .events import journal_stream
 from .schema import ENCRYPTED_REASONING, INCLUDABLE, ItemList, ResponseDeleted, ResponseObject
 
 _PARAMETERS = (*INCLUDE_NAMES, "include_obfuscation", "starting_after", "stream")
-_MAX_DIGITS = 9
+_MAX_EVENT_NUMBER = 10**9 - 1
 _ONE = "/v1/responses/{response_id}"
 _CURSOR: tuple[JsonObject, ...] = (
     {"name": "stream", "in": "query", "schema": {"type": "boolean"}, "description": "Return its events."},
@@ -66,10 +66,7 @@ class StoredResponseEndpoints(OpenAIEndpoints):
         document = await self._document(http)
         if self._background is not None:
             await self._background.cancel(document.id)
-        try:
-            await self._store.delete(current_owner(), "response", document.id)
-        except NotStoredError:  # deleted or expired in the meantime
-            raise _not_found(document.id) from None
+        await self._store.delete(current_owner(), "response", document.id)
         return json_answer(orjson.dumps({"id": document.id, "object": "response.deleted", "deleted": True}))
 
     @post(f"{_ONE}/cancel", answer=ResponseObject)
@@ -97,11 +94,7 @@ class StoredResponseEndpoints(OpenAIEndpoints):
         return await self._json(len(document.items), lambda: page(orjson.loads(document.items), query))
 
     async def _document(self, http: Request) -> Document:
-        id = http.path_params["response_id"]
-        try:
-            return await self._store.get(current_owner(), "response", id)
-        except NotStoredError:
-            raise _not_found(id) from None
+        return await self._store.get(current_owner(), "response", http.path_params["response_id"])
 
     async def _stream(self, document: Document, after: int) -> Response:
         journal = await self._store.journal(document)
@@ -114,10 +107,6 @@ class StoredResponseEndpoints(OpenAIEndpoints):
 
     async def _json(self, size_bytes: int, make: Callable[[], JsonObject]) -> Response:
         return json_answer(await self._gate.decode_in_thread(size_bytes, lambda: orjson.dumps(make())))
-
-
-def _not_found(id: str) -> OpenAIError:
-    return OpenAIError(f"Response with id '{id[:80]}' not found.", status=404, code="response_not_found")
 
 
 def _included(query: QueryParams) -> set[str]:
@@ -138,9 +127,9 @@ def _cursor(query: Mapping[str, str]) -> tuple[bool, int]:
         return stream == "true", -1
     if stream == "false":
         raise requires("starting_after", "stream=true")
-    if not (after.isascii() and after.isdigit() and len(after) <= _MAX_DIGITS):
+    if (number := whole_number(after, 0, _MAX_EVENT_NUMBER)) is None:
         raise refuse("starting_after", "the sequence_number of an event", after)
-    return True, int(after)
+    return True, number
 
 
 def _with_sealed_reasoning(body: bytes, key: SealingKey) -> JsonObject:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, PlainValidator, StringConstraints, Tag, WithJsonSchema
+from pydantic import Field, PlainValidator, StringConstraints, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12 on
 
 from ...conversation.tools import (
@@ -44,7 +44,7 @@ from ...generation.validation import (
 from ...http.errors import JsonObject, OpenAIError, refuse
 from ..fields import MODES, closed, read_allowed
 
-_DIRECT_ONLY = "only the model calls tools"
+DIRECT_ONLY = "only the model calls tools"
 HOSTED = "this server has no tools of its own"
 _OTHER_FORM = "the tool has a format of its own; send it as a function or custom tool"
 WEB_SEARCHES = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
@@ -64,7 +64,7 @@ class _Offered(ClosedObject):
     name: ToolName
     description: str | None = None
     defer_loading: Flag | None = Field(None, description="Only for tools that a client's search has found.")
-    allowed_callers: Annotated[Any, Only(["direct"], reason=_DIRECT_ONLY)] = None
+    allowed_callers: Annotated[Any, Only(["direct"], reason=DIRECT_ONLY)] = None
     async_: Annotated[Any, Only(False, reason="calls do not run asynchronously"), Field(alias="async")] = None
 
 
@@ -85,23 +85,9 @@ class GrammarFormat(ClosedObject):
     definition: NonEmpty
 
 
-def _tag(value: object) -> str | None:
-    if isinstance(value, ClosedObject):
-        return f"({value.__dict__['type']})"
-    kind = value.get("type") if isinstance(value, dict) else None
-    return "(web_search)" if kind in WEB_SEARCHES else f"({kind})"
-
-
-InputFormat = Annotated[
-    Annotated[TextFormat, Tag("(text)")] | Annotated[GrammarFormat, Tag("(grammar)")],
-    Discriminator(_tag),
-    OfTypes(("text", "grammar")),
-]
-
-
 class CustomToolFields(_Offered):
     type: Literal["custom"]
-    format: InputFormat | None = None
+    format: Annotated[Any, OfTypes({"text": TextFormat, "grammar": GrammarFormat})] | None = None
 
 
 class ToolSearchFields(ClosedObject):
@@ -119,29 +105,23 @@ class WebSearchFields(TypedDict):
     type: Literal["web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"]
 
 
-NamespacedTool = Annotated[
-    Annotated[FunctionToolFields, Tag("(function)")] | Annotated[CustomToolFields, Tag("(custom)")],
-    Discriminator(_tag),
-    OfTypes(("function", "custom")),
-]
+_NAMED_FORMS = {"function": FunctionToolFields, "custom": CustomToolFields}
 
 
 class NamespaceFields(ClosedObject):
     type: Literal["namespace"]
     name: ToolName
     description: str | None = None
-    tools: Annotated[list[NamespacedTool], Items(1, MAX_TOOLS)]
+    tools: Annotated[list[Annotated[Any, OfTypes(_NAMED_FORMS)]], Items(1, MAX_TOOLS)]
 
 
-Tool = Annotated[
-    Annotated[FunctionToolFields, Tag("(function)")]
-    | Annotated[CustomToolFields, Tag("(custom)")]
-    | Annotated[ToolSearchFields, Tag("(tool_search)")]
-    | Annotated[NamespaceFields, Tag("(namespace)")]
-    | Annotated[WebSearchFields, Tag("(web_search)")],
-    Discriminator(_tag),
-    OfTypes(("function", "custom", "tool_search", "namespace", *WEB_SEARCHES), REFUSED_TOOLS),
-]
+_FORMS: Mapping[str, type] = {
+    **_NAMED_FORMS,
+    "tool_search": ToolSearchFields,
+    "namespace": NamespaceFields,
+    **dict.fromkeys(WEB_SEARCHES, WebSearchFields),
+}
+Tool = Annotated[Any, OfTypes(_FORMS, REFUSED_TOOLS)]
 Tools = Annotated[list[Tool], Items(0, MAX_TOOLS)]
 
 
