@@ -17,7 +17,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.fork_server.process_resources import OwnedFolder
 
-from ..c_api.compiled_agent import CompiledAgent
+from ..c_api.library import CompiledAgent
 from ..config.model_config import read_config
 from ..errors import TritonError, internal, invalid_argument, unavailable
 from ..files import call_entry_point, import_file, load_library
