@@ -9,6 +9,7 @@ Source: the `args` of TritonPythonModel.initialize; python_backend's response_se
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import logging
@@ -148,9 +149,7 @@ class TritonModel:
 
     @property
     def config(self) -> ModelConfig:
-        copy = ModelConfig()
-        copy.CopyFrom(self._config)
-        return copy
+        return copy.deepcopy(self._config)
 
     def set_config(self, config: ModelConfig) -> None:
         raise unsupported("inside Triton only auto_complete_config completes a configuration")

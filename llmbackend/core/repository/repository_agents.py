@@ -5,6 +5,7 @@ An agent stays loaded as long as a model uses it. Source: repo_agent.cc and Trit
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -89,9 +90,7 @@ class LoadedAgentModel:
 
     @property
     def config(self) -> ModelConfig:
-        copy = ModelConfig()
-        copy.CopyFrom(self._config)
-        return copy
+        return copy.deepcopy(self._config)
 
     def acquire_location(self) -> Path:
         if self._acquired is None:
