@@ -340,7 +340,7 @@ def _unencodable(item: RawItem) -> RawItem:
 
 def _too_slow(response: InferenceResponse, limit_bytes: int) -> InferenceResponse:
     error: TritonError = cancelled(
-        f"the request was cancelled: its frontend reads too slowly: more than {limit_bytes} bytes were waiting for it"
+        f"the request was cancelled because its frontend reads too slowly: more than {limit_bytes} bytes were waiting"
     )
     return InferenceResponse(response.model_name, response.model_version, response.request_id, error=error)
 

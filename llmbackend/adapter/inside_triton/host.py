@@ -135,7 +135,7 @@ class TritonModel:
     """backend_api.Model."""
 
     auto_complete_config = False
-    """Triton has it completed earlier, in another process."""
+    """Triton completes the configuration earlier, in another process."""
 
     def __init__(self, backend: TritonBackend, arguments: Mapping[str, str]) -> None:
         """`arguments`: those of TritonPythonModel.initialize."""

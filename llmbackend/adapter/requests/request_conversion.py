@@ -186,8 +186,8 @@ class RequestConverter:
         joins = params.n > 1 and SEQUENCE_INDEX not in options.outputs
         if options.stream and is_ranked:
             raise invalid_argument(
-                f"sampling parameter 'best_of' is {params.best_of}, expected n ({params.n}) in a stream: which choices "
-                "are the best is known at the end",
+                f"sampling parameter 'best_of' is {params.best_of}; in a stream it must be equal to n ({params.n}), "
+                "because the best choices are known only at the end",
                 param="best_of",
             )
         client_error = self._schema.client_error

@@ -175,7 +175,7 @@ def _sampling(row: Row) -> dict[str, Any]:
     if adapter := row.text("lora_name"):
         values["lora_name"] = adapter
     elif names := [name for name in _OF_ADAPTERS if row.number(name)]:
-        raise invalid_argument(f"input '{names[0]}' is given, expected 'lora_name' with it", param=names[0])
+        raise invalid_argument(f"input '{names[0]}' is given without 'lora_name'", param=names[0])
     return values
 
 

@@ -222,8 +222,8 @@ class VllmSchema:
             raise invalid_argument("When streaming, `exclude_input_in_output` = False is not allowed.")
         if prepend and goes_on:
             raise invalid_argument(
-                "input 'exclude_input_in_output' is false, expected true or none with 'prior_output_ids': the prompt "
-                "was sent before them",
+                "input 'exclude_input_in_output' is false; with 'prior_output_ids' it must be true or absent: the "
+                "prompt has already been sent",
                 param="exclude_input_in_output",
             )
         enabled = {name for name in OUTPUTS if name == "text_output" or _flag(request, f"return_{name}")}
@@ -326,7 +326,7 @@ class VllmReply(Reply):
         self._outputs = inputs.options.outputs
         self._stream = inputs.options.stream
         self.waits_for_text = "text_output" in self._outputs
-        """then a response's text and tokens belong together"""
+        """If it is, a response's text and tokens must be sent together."""
         names = [name for name in _TEXTS if name in self._outputs]
         is_text = "text_output" in names and len(names) == len(self._outputs) and self._stream
         self._text_layout = layout_of(tuple(names), ("BYTES",) * len(names)) if is_text else None

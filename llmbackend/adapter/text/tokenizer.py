@@ -114,7 +114,8 @@ class ModelTokenizer:
         return chosen.render(messages, tools=tools, options=options)
 
     def token_text(self, token_id: int) -> str:
-        """The text of a single token, for lists of logprobs; U+FFFD if it is part of a character."""
+        """The text of a single token, for lists of logprobs; U+FFFD if the token holds only part of a
+        character."""
         return ""
 
     def partial_bytes(self, token_id: int) -> bytes | None:

@@ -97,7 +97,8 @@ def _find(model: Model) -> Path:
     path = model.version_directory / (model.config.default_model_filename or _FILE)
     if not path.exists():
         raise unavailable(
-            f"unable to find '{path}' for model '{model.name}'; 'default_model_filename' names a file of another format"
+            f"unable to find '{path}' for model '{model.name}'; for a file in another format, set "
+            "'default_model_filename'"
         )
     return path
 

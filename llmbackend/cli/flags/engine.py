@@ -182,7 +182,7 @@ class EngineFlags:
                 given[name] = whole_number(given[name])
         if short := {_SPECULATION[name]: given.pop(name) for name in _SPECULATION if name in given}:
             if "speculative_config" in given:
-                raise bad_option("--speculative-config", "--speculative-config and --spec-… are given, expected one")
+                raise bad_option("--speculative-config", "give either --speculative-config or --spec-…, not both")
             given["speculative_config"] = json.dumps(short)
         _check_parsers(given)
         try:

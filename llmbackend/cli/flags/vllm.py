@@ -111,7 +111,7 @@ class VllmServerFlags:
         """Raises BadParameter for a flag that would not reach the other processes, which have the connections."""
         for flag, value in (("--uds", self.uds), ("--middleware", self.middleware)):
             if value:
-                raise bad_option(flag, f"{flag} is given, expected neither --frontend-processes nor --cluster with it")
+                raise bad_option(flag, f"{flag} cannot be combined with --frontend-processes or --cluster")
 
     def applied_to(self, options: ProtocolOptions) -> ProtocolOptions:
         return replace(
