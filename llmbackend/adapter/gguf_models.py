@@ -1,8 +1,10 @@
-"""Resolves engine arguments that name a GGUF file, or a directory containing one, to a model directory made from it.
+"""Resolves engine arguments that name a GGUF file, or a directory containing one, to a model directory made from it,
+and decides whether quantized weights (2 to 8 bits) stay quantized on a CPU.
 
-Used when engine arguments are read. Independent of requests and of the content of such files. Invariant: the engine and
-the tokenizer loader always get a directory. It is stored next to the packed weights or, without a weight cache, in a
-temporary folder of this process.
+Used when engine arguments are read. Independent of requests and of how such weights are laid out. Invariants: the
+engine and the tokenizer loader always get a directory, stored next to the packed weights or, without a weight cache, in
+a temporary folder of this process; of weights, only file headers are read. A hub id is not inspected before its
+download, and keeps its 4 bits only with quantization=int4.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ from pathlib import Path
 import msgspec
 
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.errors import CheckpointError
+from llmbackend.engine.kernels.library import available
+from llmbackend.engine.model.checkpoint_files import has_four_bits
 from llmbackend.engine.weight_cache.cache_folder import usable_directory
 from llmbackend.fork_server.process_resources import OwnedFolder
 from llmbackend.gguf.errors import GgufError
 from llmbackend.gguf.model_directory import gguf_files, model_directory
+from llmbackend.gguf.stored import FileMatrices
 
-from .quantized_weights import keeps_quantized_weights
 from .text.template_trial import check_template
 
 _FOLDER = "gguf"
@@ -38,14 +43,28 @@ def is_gguf_model(path: Path) -> bool:
 
 def with_directories(config: EngineConfig, has_gpu: Callable[[], bool] = lambda: False) -> EngineConfig:
     """The configuration with directories in place of GGUF files, and with `quantization` int4 if the model's weights
-    stay quantized (quantized_weights.py). has_gpu: called if the configuration does not set the device. Raises
+    stay quantized. has_gpu: called if the configuration does not set the device. Raises
     ValueError that names the argument and the file."""
     given = {field: value for field in _FIELDS if (value := getattr(config, field)) and is_gguf_model(Path(value))}
-    keeps = keeps_quantized_weights(config) and (config.device == "cpu" or not has_gpu())
+    keeps = _keeps_quantized_weights(config) and (config.device == "cpu" or not has_gpu())
     if not given and not keeps:
         return config
     directories = {field: str(_directory(field, config)) for field in given}
     return msgspec.structs.replace(config, **directories, quantization="int4" if keeps else config.quantization)
+
+
+def _keeps_quantized_weights(config: EngineConfig) -> bool:
+    """Whether the model has weights in 2 to 8 bits that native kernels can multiply, and the configuration leaves their
+    storage open."""
+    is_open = config.quantization is None and config.dtype == "auto" and config.kernels != "torch"
+    if not is_open or config.device.startswith("cuda") or config.load_format == "dummy":
+        return False
+    try:
+        files = gguf_files(Path(config.model))
+        found = FileMatrices(files).count > 0 if files else has_four_bits(Path(config.model))
+    except (GgufError, CheckpointError, OSError):  # later steps report it better
+        return False
+    return found and bool(available())
 
 
 def _directory(field: str, config: EngineConfig) -> Path:

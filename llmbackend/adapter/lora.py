@@ -442,7 +442,3 @@ class LoraRegistry:
             self._wanted = {one: path for one, path in self._wanted.items() if one != key}
         self._copies.remove(copy)
         self._on_change()
-
-
-NO_LORAS = LoraRegistry(None, Timer(), lambda: None)
-"""The registry of a model that accepts no adapters."""

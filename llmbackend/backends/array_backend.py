@@ -79,7 +79,7 @@ def boolean(text: str) -> bool:
 
 
 def thread_count(text: str) -> int:
-    """0 = the framework's default. As in Triton, negative numbers too."""
+    """0 means the framework's default. Negative numbers mean 0, as in Triton."""
     return max(int(text), 0)
 
 
@@ -180,8 +180,8 @@ class ArrayInstance(ABC):
     def set_input_tensors(self, requests: Sequence[Request]) -> Arrays:
         """The inputs of all requests by name (concatenated by rows, ragged ones flattened), and the batch inputs."""
         first = requests[0].inputs
-        joined = [ragged_input(requests, name) for name in self._ragged_inputs if name in first]
-        ragged = {tensor.name: tensor.data for tensor in (*joined, *batch_inputs(self._config, requests))}
+        ragged = {name: ragged_input(requests, name) for name in self._ragged_inputs if name in first}
+        ragged |= batch_inputs(self._config, requests)
         names = [name for name in first if name not in ragged]
         if len(requests) == 1:
             return {**ragged, **{name: first[name].data for name in names}}
@@ -264,20 +264,18 @@ def batch_input_names(config: ModelConfig) -> list[str]:
     return [name for item in config.batch_input for name in item.target_name]
 
 
-def ragged_input(requests: Sequence[Request], name: str) -> Tensor:
+def ragged_input(requests: Sequence[Request], name: str) -> Array:
     """An `allow_ragged_batch` input of the whole batch: all elements in one dimension, in request order."""
-    parts = [request.inputs[name] for request in requests]
-    joined = np.concatenate([part.data.reshape(-1) for part in parts])
-    return Tensor(name, parts[0].datatype, joined.shape, joined)
+    return np.concatenate([request.inputs[name].data.reshape(-1) for request in requests])
 
 
-def batch_inputs(config: ModelConfig, requests: Sequence[Request]) -> list[Tensor]:
-    """The tensors of `batch_input`."""
-    return [
-        Tensor.of(target, _batch_input(item, requests).astype(_dtype(item.data_type)))
+def batch_inputs(config: ModelConfig, requests: Sequence[Request]) -> dict[str, Array]:
+    """The tensors of `batch_input` by name."""
+    return {
+        target: _batch_input(item, requests).astype(_dtype(item.data_type))
         for item in config.batch_input
         for target in item.target_name
-    ]
+    }
 
 
 def _batch_input(item: BatchInput, requests: Sequence[Request]) -> Array:

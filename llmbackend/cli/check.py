@@ -25,6 +25,7 @@ from llmbackend.core.config.model_config import CONFIG_FILE_NAME
 from llmbackend.core.config_readers import config_to_json
 from llmbackend.core.errors import StartupError, TritonError
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.metrics.nv_metrics import memory_bytes
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.generation.parsers import detect
 
@@ -293,25 +294,15 @@ def _context(engine: Mapping[str, Any]) -> str:
 
 def _free_memory(engine: Mapping[str, Any]) -> str:
     """Pages for keys and values are allocated when first used."""
-    available = _available_bytes()
-    if engine["device"] != "cpu" or not available or not engine["weight_bytes"]:
+    if engine["device"] != "cpu" or not engine["weight_bytes"]:
         return ""
+    available = memory_bytes()[1]
     weights = engine["weight_bytes"] + engine["embedding_bytes"]
     whole = weights + (engine["kv_bytes"] or 0)
     text = f"{_size(available)} of memory are free"
     if weights > available:
         return f"{text}: less than the weights"
     return f"{text}: less than weights and all KV memory ({_size(whole)})" if whole > available else text
-
-
-def _available_bytes() -> int:
-    """Memory available to new processes on this machine; 0 = unknown."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 0
 
 
 def _chat_template(finding: Finding) -> str:

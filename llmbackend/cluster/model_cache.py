@@ -294,7 +294,7 @@ def _copy(model: ModelManifest, problem: str, connect: Connect) -> HeldModel:
         cache = machine_cache()
         if cache is None:
             raise ModelFilesError(
-                f"{what}. Expected the same files at the same path on each machine of the cluster, or {SIZE} above 0, "
+                f"{what}. Put the same files at the same path on every machine of the cluster, or set {SIZE} above 0 "
                 "to have them sent"
             )
         held = cache.hold(model, connect)

@@ -68,8 +68,7 @@ class Tensor:
     @classmethod
     def text(cls, name: str, *values: str | bytes) -> Tensor:
         """A BYTES tensor of shape [len(values)]."""
-        data = np.empty(len(values), dtype=np.object_)
-        data[:] = [_to_bytes(value) for value in values]
+        data = np.array([_to_bytes(value) for value in values], np.object_)
         return cls(name, "BYTES", data.shape, data)
 
 

@@ -59,8 +59,7 @@ class Engine:
 
         Raises TritonError if a prompt or parameter is refused, and cancels the other prompts.
         """
-        _check_prompts(prompts)
-        room = self._max_concurrent_prompts(sampling)
+        room = self._max_concurrent(prompts, sampling)
         found: list[Generation] = []
         running: deque[_Call] = deque()
         try:
@@ -82,8 +81,7 @@ class Engine:
 
     async def generate_async(self, prompts: Iterable[Prompt], sampling: SamplingParams = _DEFAULTS) -> list[Generation]:
         """`generate` for an event loop. Cancelling the task ends its generations."""
-        _check_prompts(prompts)
-        room = self._max_concurrent_prompts(sampling)
+        room = self._max_concurrent(prompts, sampling)
         found: list[Generation] = []
         running: deque[_AsyncCall] = deque()
         try:
@@ -104,8 +102,11 @@ class Engine:
             async for completion in completions:
                 yield completion
 
-    def _max_concurrent_prompts(self, sampling: SamplingParams) -> int:
-        """How many prompts to compute at the same time."""
+    def _max_concurrent(self, prompts: object, sampling: SamplingParams) -> int:
+        """How many of the prompts to compute at the same time. Raises TypeError for a single prompt."""
+        if isinstance(prompts, str | Mapping):
+            kind = "text" if isinstance(prompts, str) else "object"
+            raise TypeError(f"'prompts' is a single {kind}, expected a list of prompts")
         return max(self._max_waiting // max(sampling.n or 1, sampling.best_of or 1), 1)
 
     def close(self) -> None:
@@ -168,9 +169,3 @@ class _AsyncCall:
                     return
         finally:
             self.cancel()
-
-
-def _check_prompts(prompts: object) -> None:
-    if isinstance(prompts, str | Mapping):
-        kind = "text" if isinstance(prompts, str) else "object"
-        raise TypeError(f"'prompts' is a single {kind}, expected a list of prompts")

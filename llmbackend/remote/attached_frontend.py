@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, cast
@@ -341,7 +340,7 @@ def _unencodable(item: RawItem) -> RawItem:
 
 def _too_slow(response: InferenceResponse, limit_bytes: int) -> InferenceResponse:
     error: TritonError = cancelled(
-        f"the request was cancelled: its frontend reads too slowly: more than {limit_bytes} bytes were waiting for it"
+        f"the request was cancelled because its frontend reads too slowly: more than {limit_bytes} bytes were waiting"
     )
     return InferenceResponse(response.model_name, response.model_version, response.request_id, error=error)
 
@@ -393,11 +392,11 @@ class HostStates:
 
     def announce(self, timeout_s: float = ANNOUNCED_WITHIN_S) -> bool:
         """Blocks until every frontend has read the current state. Returns False if one has not within `timeout_s`."""
-        number, deadline_s = self.ask(), time.monotonic() + timeout_s
+        number = self.ask()
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._is_closed or (self._number >= number and self._all_have_read(number)),
-                deadline_s - time.monotonic(),
+                timeout_s,
             )
 
     def leave(self, timeout_s: float) -> bool:

@@ -112,7 +112,7 @@ def test_best_of_gives_those_with_the_largest_logprob(host: LlmHost) -> None:
         ({"n": 0}, False, "sampling parameter 'n' is 0, expected an integer from 1 to 128"),
         ({"n": 129}, False, "expected an integer from 1 to 128"),
         ({"n": 3, "best_of": 2}, False, "sampling parameter 'best_of' is 2, expected at least n (3)"),
-        ({"n": 1, "best_of": 2}, True, "sampling parameter 'best_of' is 2, expected n (1) in a stream"),
+        ({"n": 1, "best_of": 2}, True, "sampling parameter 'best_of' is 2; in a stream it must be equal to n (1)"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(

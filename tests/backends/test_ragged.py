@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,8 +33,8 @@ def TRITONBACKEND_ModelInstanceExecute(instance, requests):
     STAGE.wait("go")
     config = instance.model.config
     joined = ragged_input(requests, "X")
-    STAGE.kept.append({tensor.name: tensor.data.tolist() for tensor in batch_inputs(config, requests)})
-    for request, part in zip(requests, scattered_output(config, "Y", joined.data * 2, requests)):
+    STAGE.kept.append({name: array.tolist() for name, array in batch_inputs(config, requests).items()})
+    for request, part in zip(requests, scattered_output(config, "Y", joined * 2, requests)):
         response = request.new_response()
         response.add_output(Tensor.of("Y", part))
         response.send(ResponseFlag.FINAL)
@@ -61,31 +62,31 @@ class FakeRequest:
         self.inputs = {"X": Tensor.of("X", np.arange(np.prod(shape), dtype=np.float32).reshape(shape))}
 
 
-def told(*shapes: tuple[int, ...]) -> dict[str, Tensor]:
+def told(*shapes: tuple[int, ...]) -> dict[str, Any]:
     config = parse_text(f'name: "m" max_batch_size: 8 {IO} {BATCH_IO}', "test")
-    return {tensor.name: tensor for tensor in batch_inputs(config, [FakeRequest(*shape) for shape in shapes])}  # type: ignore[misc]
+    return batch_inputs(config, [FakeRequest(*shape) for shape in shapes])  # type: ignore[misc]
 
 
 def test_batch_inputs_tell_the_model_where_each_request_is() -> None:
     found = told((1, 3), (2, 2), (1, 1))
-    assert found["count"].data.tolist() == [3, 4, 1] and found["count"].datatype == "INT32"
-    assert found["ends"].data.tolist() == [3, 7, 8] and found["ends"].datatype == "FP32"
-    assert found["bounds"].data.tolist() == [0, 3, 7, 8]
+    assert found["count"].tolist() == [3, 4, 1] and found["count"].dtype == np.int32
+    assert found["ends"].tolist() == [3, 7, 8] and found["ends"].dtype == np.float32
+    assert found["bounds"].tolist() == [0, 3, 7, 8]
     assert found["longest"].shape == (4,)
-    assert found["shapes"].data.tolist() == [[3], [2], [2], [1]]  # one row per item
-    assert found["flat_shapes"].data.tolist() == [3, 2, 2, 1]
+    assert found["shapes"].tolist() == [[3], [2], [2], [1]]  # one row per item
+    assert found["flat_shapes"].tolist() == [3, 2, 2, 1]
 
 
 def test_item_shapes_have_a_column_per_dimension() -> None:
     found = told((1, 3, 5), (2, 2, 4))
-    assert found["shapes"].data.tolist() == [[3, 5], [2, 4], [2, 4]]
+    assert found["shapes"].tolist() == [[3, 5], [2, 4], [2, 4]]
     assert found["flat_shapes"].shape == (6,)
 
 
 def test_a_model_that_gives_the_wrong_number_of_elements_is_an_error() -> None:
     config = parse_text(f'name: "m" max_batch_size: 8 {IO} {BATCH_IO}', "test")
     requests = [FakeRequest(1, 3), FakeRequest(1, 2)]
-    joined = ragged_input(requests, "X").data  # type: ignore[arg-type]
+    joined = ragged_input(requests, "X")  # type: ignore[arg-type]
     parts = scattered_output(config, "Y", joined, requests)  # type: ignore[arg-type]
     assert [part.shape for part in parts] == [(1, 3), (1, 2)]
     with pytest.raises(TritonError, match="batch output 'Y' has 4 elements, expected 5"):

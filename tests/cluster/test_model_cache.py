@@ -242,7 +242,7 @@ class TestLocalFiles:
         models = manifests(EngineConfig(model=str(model)))
         (model / WEIGHTS).unlink()
         monkeypatch.setenv(SIZE, "0")
-        with pytest.raises(ModelFilesError, match=rf"'{model}' cannot be used .*{WEIGHTS} differs.*or {SIZE} above 0"):
+        with pytest.raises(ModelFilesError, match=rf"'{model}' cannot be used .*{WEIGHTS} differs.*set {SIZE} above 0"):
             local_files(models, sender.connect)
 
     def test_a_size_that_is_no_number_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def test_performance_numbers_are_those_of_the_request(server: ServerProcess, pro
     [
         ({"streaming": True}, "Streaming is only supported in decoupled mode."),
         ({"image_url": "data:,"}, "input 'image_url' is not supported"),
-        ({"lora_path": "/adapters/a"}, "input 'lora_path' is given, expected 'lora_name' with it"),
+        ({"lora_path": "/adapters/a"}, "input 'lora_path' is given without 'lora_name'"),
         ({"lora_name": "a"}, "LoRA feature is not enabled."),
         ({"sampling_param_top_p": 2.0}, "sampling parameter 'top_p' is 2.0"),
         ({"text_input": ["a", "b"]}, "Expected a scalar tensor for tensor text_input"),

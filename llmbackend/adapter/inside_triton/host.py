@@ -9,6 +9,7 @@ Source: the `args` of TritonPythonModel.initialize; python_backend's response_se
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import logging
@@ -134,7 +135,7 @@ class TritonModel:
     """backend_api.Model."""
 
     auto_complete_config = False
-    """Triton has it completed earlier, in another process."""
+    """Triton completes the configuration earlier, in another process."""
 
     def __init__(self, backend: TritonBackend, arguments: Mapping[str, str]) -> None:
         """`arguments`: those of TritonPythonModel.initialize."""
@@ -148,9 +149,7 @@ class TritonModel:
 
     @property
     def config(self) -> ModelConfig:
-        copy = ModelConfig()
-        copy.CopyFrom(self._config)
-        return copy
+        return copy.deepcopy(self._config)
 
     def set_config(self, config: ModelConfig) -> None:
         raise unsupported("inside Triton only auto_complete_config completes a configuration")

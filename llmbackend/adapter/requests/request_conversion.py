@@ -21,9 +21,9 @@ from llmbackend.engine.messages import InferRequest, Reasoning, StepOutput, own_
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 from ..limits import MAX_PROMPT_LOGPROBS, ModelLimits
-from ..lora import NO_LORAS, AdapterHandle, LoraRegistry
+from ..lora import AdapterHandle, LoraRegistry
 from ..schemas.prompt_description import SAMPLING_PARAMETERS, described, sampling_json
-from ..schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameter, parse_sampling_parameters
+from ..schemas.sampling import GenerationParams, parse_sampling_parameter, parse_sampling_parameters
 from ..schemas.schema import SEQUENCE_INDEX, LlmInputs, Prompt, Schema, TaskTimes
 from ..structured_outputs.compilation import NO_GRAMMAR, Grammar, GrammarCompiler
 from ..structured_outputs.constraint import Constraint
@@ -108,8 +108,8 @@ class RequestConverter:
         tokenizer: ModelTokenizer,
         limits: ModelLimits,
         policies: QueuePolicies,
-        sampling_defaults: Mapping[str, Any] = NO_DEFAULTS,
-        loras: LoraRegistry = NO_LORAS,
+        sampling_defaults: Mapping[str, Any],
+        loras: LoraRegistry,
     ) -> None:
         self._schema = schema
         self._tokenizer = tokenizer
@@ -186,8 +186,8 @@ class RequestConverter:
         joins = params.n > 1 and SEQUENCE_INDEX not in options.outputs
         if options.stream and is_ranked:
             raise invalid_argument(
-                f"sampling parameter 'best_of' is {params.best_of}, expected n ({params.n}) in a stream: which choices "
-                "are the best is known at the end",
+                f"sampling parameter 'best_of' is {params.best_of}; in a stream it must be equal to n ({params.n}), "
+                "because the best choices are known only at the end",
                 param="best_of",
             )
         client_error = self._schema.client_error

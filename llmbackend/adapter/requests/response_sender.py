@@ -218,7 +218,7 @@ class CollectedChoices(ResponseSender):
         self._ended: list[Choice] = []
         self._error: TritonError | None = None
         self._failed: tuple[Piece, ...] = ()
-        """The error of the first choice that failed, if any."""
+        """The piece of the first choice that failed, if any."""
         self._is_useless_taken = False
 
     def take_useless(self) -> Sequence[str]:

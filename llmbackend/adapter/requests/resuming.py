@@ -58,12 +58,12 @@ def replay(prior: StepOutput, assembler: OutputAssembler) -> None:
 def _check_reproducible(params: GenerationParams, is_seeded: bool) -> None:
     if params.best_of > 1:
         raise _output_refused(
-            f"has the tokens of one choice, expected 'n' and 'best_of' to be 1, got {params.n} and {params.best_of}"
+            f"holds the tokens of one choice, so 'n' and 'best_of' must be 1, got {params.n} and {params.best_of}"
         )
     if params.sampling.temperature > 0 and not is_seeded:
         raise invalid_argument(
-            f"sampling parameter 'seed' is missing, expected the one that the tokens of '{INPUT}' were drawn with "
-            f"(or a temperature of 0; it is {params.sampling.temperature})",
+            f"sampling parameter 'seed' is missing: give the seed with which the tokens of '{INPUT}' were drawn, or "
+            f"temperature 0 (it is {params.sampling.temperature})",
             param="seed",
         )
 

@@ -27,6 +27,14 @@ from ..text.output_assembler import Chunk
 from ..text.tokenizer import ModelTokenizer
 from .sampling import SEED_MASK
 from .schema import (
+    FLAG,
+    FLOAT,
+    FLOATS,
+    INT,
+    INTS,
+    LONG,
+    TEXT,
+    TEXTS,
     Generation,
     LlmInputs,
     OutputOptions,
@@ -38,59 +46,50 @@ from .schema import (
     wanted_outputs,
 )
 from .tensorrtllm import Row, Rows, performance
+from .tensorrtllm_tensors import TIMES_AND_DRAFTS
 from .vllm import INPUTS as VLLM_INPUTS
 from .vllm import OUTPUTS as VLLM_OUTPUTS
 from .vllm import VllmSchema
 
-_TEXT, _TEXTS = TensorType("TYPE_STRING"), TensorType("TYPE_STRING", (-1,))
-_INT, _INTS, _LONG = TensorType("TYPE_INT32"), TensorType("TYPE_INT32", (-1,)), TensorType("TYPE_UINT64")
-_FLOAT, _FLOATS = TensorType("TYPE_FP32"), TensorType("TYPE_FP32", (-1,))
-_FLAG, _TIME = TensorType("TYPE_BOOL"), TensorType("TYPE_INT64")
 _SAMPLING = "sampling_param_"
 INPUTS: dict[str, TensorType] = {
-    "text_input": _TEXTS,
-    "image_url": _TEXTS,
-    "streaming": _FLAG,
-    "sampling_param_best_of": _INT,
-    "sampling_param_temperature": _FLOAT,
-    "sampling_param_top_k": _INT,
-    "sampling_param_top_p": _FLOAT,
-    "sampling_param_frequency_penalty": _FLOAT,
-    "sampling_param_presence_penalty": _FLOAT,
-    "sampling_param_max_tokens": _INT,
-    "sampling_param_stop": _TEXTS,
-    "sampling_param_seed": _LONG,
-    "sampling_param_exclude_input_from_output": _FLAG,
-    "sampling_param_return_perf_metrics": _FLAG,
-    "sampling_param_logits_post_processor_name": _TEXT,
-    "return_finish_reason": _FLAG,
-    "return_stop_reason": _FLAG,
-    "return_cumulative_logprob": _FLAG,
-    "stop": _FLAG,
-    "lora_id": _LONG,
-    "lora_name": _TEXT,
-    "lora_path": _TEXT,
-    "lora_ckpt_source": _TEXT,
+    "text_input": TEXTS,
+    "image_url": TEXTS,
+    "streaming": FLAG,
+    "sampling_param_best_of": INT,
+    "sampling_param_temperature": FLOAT,
+    "sampling_param_top_k": INT,
+    "sampling_param_top_p": FLOAT,
+    "sampling_param_frequency_penalty": FLOAT,
+    "sampling_param_presence_penalty": FLOAT,
+    "sampling_param_max_tokens": INT,
+    "sampling_param_stop": TEXTS,
+    "sampling_param_seed": LONG,
+    "sampling_param_exclude_input_from_output": FLAG,
+    "sampling_param_return_perf_metrics": FLAG,
+    "sampling_param_logits_post_processor_name": TEXT,
+    "return_finish_reason": FLAG,
+    "return_stop_reason": FLAG,
+    "return_cumulative_logprob": FLAG,
+    "stop": FLAG,
+    "lora_id": LONG,
+    "lora_name": TEXT,
+    "lora_path": TEXT,
+    "lora_ckpt_source": TEXT,
 }
 _PERF_OUTPUTS: dict[str, TensorType] = {
-    "kv_cache_reused_block": _INTS,
-    "kv_cache_missed_block": _INTS,
-    "kv_cache_alloc_new_blocks": _INTS,
-    "kv_cache_alloc_total_blocks": _INTS,
-    "kv_cache_hit_rate": _FLOATS,
-    "arrival_time_ns": _TIME,
-    "first_scheduled_time_ns": _TIME,
-    "first_token_time_ns": _TIME,
-    "last_token_time_ns": _TIME,
-    "acceptance_rate": _FLOAT,
-    "total_accepted_draft_tokens": _INT,
-    "total_draft_tokens": _INT,
+    "kv_cache_reused_block": INTS,
+    "kv_cache_missed_block": INTS,
+    "kv_cache_alloc_new_blocks": INTS,
+    "kv_cache_alloc_total_blocks": INTS,
+    "kv_cache_hit_rate": FLOATS,
+    **TIMES_AND_DRAFTS,
 }
 OUTPUTS: dict[str, TensorType] = {
-    "text_output": _TEXTS,
-    "finish_reason": _TEXTS,
-    "stop_reason": _TEXTS,
-    "cumulative_logprob": _FLOATS,
+    "text_output": TEXTS,
+    "finish_reason": TEXTS,
+    "stop_reason": TEXTS,
+    "cumulative_logprob": FLOATS,
     **_PERF_OUTPUTS,
 }
 _ENABLED_BY: Mapping[str, tuple[str, ...]] = {
@@ -176,7 +175,7 @@ def _sampling(row: Row) -> dict[str, Any]:
     if adapter := row.text("lora_name"):
         values["lora_name"] = adapter
     elif names := [name for name in _OF_ADAPTERS if row.number(name)]:
-        raise invalid_argument(f"input '{names[0]}' is given, expected 'lora_name' with it", param=names[0])
+        raise invalid_argument(f"input '{names[0]}' is given without 'lora_name'", param=names[0])
     return values
 
 

@@ -143,7 +143,7 @@ def _named(name: str) -> str:
     return f"sampling parameter '{name}'"
 
 
-def _from_json_text(name: str, value: Any) -> Any:
+def _from_json_text(value: Any) -> Any:
     """Request parameters can only be scalars, so lists and objects are passed as JSON text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -192,7 +192,7 @@ def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _token_ids(name: str, value: Any, most: int = MAX_STOP_TOKEN_IDS) -> tuple[int, ...]:
-    items = _from_json_text(name, value)
+    items = _from_json_text(value)
     if not isinstance(items, list):
         raise _refuse(name, value, "a list of token ids")
     check_at_most(_named(name), len(items), most, "token ids")
@@ -201,7 +201,7 @@ def _token_ids(name: str, value: Any, most: int = MAX_STOP_TOKEN_IDS) -> tuple[i
 
 
 def _bad_words(name: str, value: Any) -> tuple[str, ...]:
-    words = _from_json_text(name, value)
+    words = _from_json_text(value)
     if not isinstance(words, list) or not all(_is_text(word) and word.strip() for word in words):
         raise _refuse(name, value, "a list of strings that are not empty")
     check_stops(_named(name), words, "words", "characters")
@@ -226,7 +226,7 @@ def _one_of(*choices: str) -> Parser:
 
 def _logit_bias(name: str, value: Any) -> dict[Any, float]:
     """Invalid keys are kept: `_check_vocabulary` names all of them in one error."""
-    items = _from_json_text(name, value)
+    items = _from_json_text(value)
     if not isinstance(items, dict):
         raise _refuse(name, value, "an object of token id to bias")
     check_at_most(_named(name), len(items), MAX_LOGIT_BIAS, "token ids")
@@ -278,10 +278,7 @@ _OF_PROMPT = ("add_special_tokens", "suffix", "truncate_prompt_tokens", "truncat
 """Parameters read by requests/prompts.py."""
 _READ_ELSEWHERE = _READ_TOGETHER.union(_OF_PROMPT, IGNORED_REQUEST_PARAMETERS)
 ACCEPTED = tuple(sorted((*_PARSERS, *_READ_TOGETHER)))
-_OUTSIDE_SAMPLING = (
-    "stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "lora_name", "n", "best_of",
-    "spaces_between_special_tokens", "bad_words", "priority",
-)  # fmt: skip
+_OUTSIDE_SAMPLING = GenerationParams.__dataclass_fields__.keys() & _PARSERS.keys()
 """Parameters that are not fields of SamplingParams."""
 
 

@@ -6,6 +6,7 @@ schema reads a request completely; its tensors are not read later.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,6 +199,13 @@ class TensorType:
         return f"{self.data_type}{list(self.dims)}"
 
 
+TEXT, TEXTS = TensorType("TYPE_STRING"), TensorType("TYPE_STRING", (-1,))
+INT, INTS = TensorType("TYPE_INT32"), TensorType("TYPE_INT32", (-1,))
+LONG, LONGS = TensorType("TYPE_UINT64"), TensorType("TYPE_UINT64", (-1,))
+FLOAT, FLOATS = TensorType("TYPE_FP32"), TensorType("TYPE_FP32", (-1,))
+FLAG, TIME = TensorType("TYPE_BOOL"), TensorType("TYPE_INT64")
+
+
 def complete_config(
     config: ModelConfig, inputs: Mapping[str, TensorType], outputs: Mapping[str, TensorType]
 ) -> ModelConfig:
@@ -206,8 +214,7 @@ def complete_config(
 
     Raises TritonError INVALID_ARG for a declared tensor that is not in the table, or has a different type or shape.
     """
-    completed = model_config_pb2.ModelConfig()
-    completed.CopyFrom(config)
+    completed = copy.deepcopy(config)
     _complete_tensors("input", completed.input, inputs)
     _complete_tensors("output", completed.output, outputs)
     if not completed.HasField("model_transaction_policy"):

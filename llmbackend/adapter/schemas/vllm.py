@@ -46,8 +46,13 @@ from .prompt_description import (
     TOKENIZER_CONFIG,
 )
 from .schema import (
+    FLAG,
+    FLOATS,
+    INTS,
     PROMPT_OUTPUTS,
     SEQUENCE_INDEX,
+    TEXT,
+    TEXTS,
     Generation,
     LlmInputs,
     LoraError,
@@ -65,73 +70,73 @@ from .schema import (
 
 _encode_json = msgspec.json.encode
 
-_TEXT, _FLAG, _COUNT = TensorType("TYPE_STRING"), TensorType("TYPE_BOOL"), TensorType("TYPE_UINT32")
+_COUNT, _COUNTS = TensorType("TYPE_UINT32"), TensorType("TYPE_UINT32", (-1,))
 INPUTS: dict[str, TensorType] = {
-    "text_input": _TEXT,
-    "image": TensorType("TYPE_STRING", (-1,)),
-    "stream": _FLAG,
-    "sampling_parameters": _TEXT,
-    "exclude_input_in_output": _FLAG,
-    "return_finish_reason": _FLAG,
-    "return_cumulative_logprob": _FLAG,
-    "return_logprobs": _FLAG,
-    "return_num_input_tokens": _FLAG,
-    "return_num_output_tokens": _FLAG,
-    "embedding_request": _TEXT,
+    "text_input": TEXT,
+    "image": TEXTS,
+    "stream": FLAG,
+    "sampling_parameters": TEXT,
+    "exclude_input_in_output": FLAG,
+    "return_finish_reason": FLAG,
+    "return_cumulative_logprob": FLAG,
+    "return_logprobs": FLAG,
+    "return_num_input_tokens": FLAG,
+    "return_num_output_tokens": FLAG,
+    "embedding_request": TEXT,
     # Additions by this backend: a conversation for the chat template, token ids in place of text, the generated token
     # ids, the tokens with the text that each added, and the number of prompt tokens found in the prefix cache.
-    "messages": _TEXT,
-    "input_ids": TensorType("TYPE_INT32", (-1,)),
-    "return_output_ids": _FLAG,
-    "return_stop_reason": _FLAG,
-    "return_text_tokens": _FLAG,
-    "return_num_cached_tokens": _FLAG,
+    "messages": TEXT,
+    "input_ids": INTS,
+    "return_output_ids": FLAG,
+    "return_stop_reason": FLAG,
+    "return_text_tokens": FLAG,
+    "return_num_cached_tokens": FLAG,
     # To which of `n` choices a response belongs; without it, and without a stream, one response contains all of them.
-    "return_sequence_index": _FLAG,
-    "return_prompt_token_ids": _FLAG,
+    "return_sequence_index": FLAG,
+    "return_prompt_token_ids": FLAG,
     # The prompt as text, and the text of its first token, which `prompt_logprobs` omits.
-    "return_prompt_text": _FLAG,
-    "return_prompt_first_token": _FLAG,
+    "return_prompt_text": FLAG,
+    "return_prompt_first_token": FLAG,
     # Nothing is generated, and no engine gets the request: the answer describes the prompt, which may be empty or
     # longer than the context. Available only with it: the names of the prompt's tokens as a JSON list, the context
     # length, and the tokenizer's configuration.
-    "prompt_only": _FLAG,
-    "return_prompt_tokens": _FLAG,
-    "return_max_model_len": _FLAG,
-    "return_tokenizer_config": _FLAG,
+    "prompt_only": FLAG,
+    "return_prompt_tokens": FLAG,
+    "return_max_model_len": FLAG,
+    "return_tokenizer_config": FLAG,
     # The request is checked as if for a generation, and the answer contains its effective sampling parameters.
-    "return_sampling_parameters": _FLAG,
+    "return_sampling_parameters": FLAG,
     # Tokens that an interrupted generation has sent; this request continues after them.
-    "prior_output_ids": TensorType("TYPE_INT32", (-1,)),
+    "prior_output_ids": INTS,
     # All counts of a generation so far, in its first and last responses, so that the others contain only text.
-    "return_usage": _FLAG,
+    "return_usage": FLAG,
     # The keywords of the request's JSON schemas that are not enforced, in the first response.
-    "return_not_enforced": _FLAG,
+    "return_not_enforced": FLAG,
     # When the generation arrived, was taken by an engine, and had its first and last tokens (ns, same clock).
-    "return_times": _FLAG,
+    "return_times": FLAG,
 }
 OUTPUTS: dict[str, TensorType] = {
-    "text_output": TensorType("TYPE_STRING", (-1,)),
-    "finish_reason": TensorType("TYPE_STRING", (-1,)),
-    "stop_reason": TensorType("TYPE_STRING", (-1,)),
-    "cumulative_logprob": TensorType("TYPE_FP32", (-1,)),
-    "logprobs": TensorType("TYPE_STRING", (-1,)),
+    "text_output": TEXTS,
+    "finish_reason": TEXTS,
+    "stop_reason": TEXTS,
+    "cumulative_logprob": FLOATS,
+    "logprobs": TEXTS,
     "num_input_tokens": _COUNT,
-    "num_output_tokens": TensorType("TYPE_UINT32", (-1,)),
-    "output_ids": TensorType("TYPE_INT32", (-1,)),
-    "text_tokens": TensorType("TYPE_STRING", (-1,)),
+    "num_output_tokens": _COUNTS,
+    "output_ids": INTS,
+    "text_tokens": TEXTS,
     "num_cached_tokens": _COUNT,
-    "sequence_index": TensorType("TYPE_UINT32", (-1,)),
-    "prompt_token_ids": TensorType("TYPE_INT32", (-1,)),
-    "prompt_logprobs": _TEXT,
-    "prompt_text": _TEXT,
-    "prompt_first_token": _TEXT,
-    PROMPT_TOKENS: _TEXT,
+    "sequence_index": _COUNTS,
+    "prompt_token_ids": INTS,
+    "prompt_logprobs": TEXT,
+    "prompt_text": TEXT,
+    "prompt_first_token": TEXT,
+    PROMPT_TOKENS: TEXT,
     MAX_MODEL_LEN: _COUNT,
-    TOKENIZER_CONFIG: _TEXT,
-    SAMPLING_PARAMETERS: _TEXT,
-    "usage": TensorType("TYPE_UINT32", (-1,)),
-    "not_enforced": TensorType("TYPE_STRING", (-1,)),
+    TOKENIZER_CONFIG: TEXT,
+    SAMPLING_PARAMETERS: TEXT,
+    "usage": _COUNTS,
+    "not_enforced": TEXTS,
     "times": TensorType("TYPE_INT64", (-1,)),
 }
 _JSON_OUTPUTS = ("stop_reason", "logprobs", "text_tokens", "not_enforced")
@@ -217,8 +222,8 @@ class VllmSchema:
             raise invalid_argument("When streaming, `exclude_input_in_output` = False is not allowed.")
         if prepend and goes_on:
             raise invalid_argument(
-                "input 'exclude_input_in_output' is false, expected true or none with 'prior_output_ids': the prompt "
-                "was sent before them",
+                "input 'exclude_input_in_output' is false; with 'prior_output_ids' it must be true or absent: the "
+                "prompt has already been sent",
                 param="exclude_input_in_output",
             )
         enabled = {name for name in OUTPUTS if name == "text_output" or _flag(request, f"return_{name}")}
@@ -321,7 +326,7 @@ class VllmReply(Reply):
         self._outputs = inputs.options.outputs
         self._stream = inputs.options.stream
         self.waits_for_text = "text_output" in self._outputs
-        """then a response's text and tokens belong together"""
+        """If it is, a response's text and tokens must be sent together."""
         names = [name for name in _TEXTS if name in self._outputs]
         is_text = "text_output" in names and len(names) == len(self._outputs) and self._stream
         self._text_layout = layout_of(tuple(names), ("BYTES",) * len(names)) if is_text else None

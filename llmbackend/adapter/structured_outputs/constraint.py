@@ -104,7 +104,7 @@ class RequestPath:
 
     def check_size(self, num_chars: int) -> None:
         """Refuses a grammar that the engine would refuse."""
-        self.check_at_most(num_chars, MAX_GRAMMAR_BYTES, "characters of the grammar that it makes")
+        self.check_at_most(num_chars, MAX_GRAMMAR_BYTES, "characters in the grammar compiled from it")
 
     def check_encodable(self, text: str) -> None:
         """Refuses half of a surrogate pair, which a JSON string may contain."""

@@ -184,7 +184,7 @@ class _Writer:
         body = self._text(node)
         if self._followers is None:
             return self._named(body)
-        followers = self._followers.behind(node)
+        followers = self._followers.behind[node]
         if (text := self.constant(node)) is not None:
             self._check_constant(text, followers)
             return self._named(body)
@@ -305,16 +305,13 @@ class _Followers:
         self._writer = writer
         self._first: dict[str, tuple[frozenset[str], bool]] = dict.fromkeys(rules, (frozenset(), False))
         self._behind_rule: dict[str, frozenset[str]] = dict.fromkeys(rules, frozenset())
-        self._behind: dict[Node, frozenset[str]] = {}
+        self.behind: dict[Node, frozenset[str]] = {}
+        """Of each terminal: the union over all its uses."""
         while self._grow_first():
             pass
         self._behind_rule[writer.start] = frozenset((END, writer.around.end[:1]))
         while self._grow_followers():
             pass
-
-    def behind(self, node: Node) -> frozenset[str]:
-        """The union over all uses of a terminal."""
-        return self._behind[node]
 
     def _grow_first(self) -> bool:
         before = dict(self._first)
@@ -339,14 +336,14 @@ class _Followers:
         return found, True
 
     def _grow_followers(self) -> bool:
-        before = dict(self._behind_rule), dict(self._behind)
+        before = dict(self._behind_rule), dict(self.behind)
         for name, node in self._rules.items():
             self._visit(node, self._behind_rule[name])
-        return (self._behind_rule, self._behind) != before
+        return (self._behind_rule, self.behind) != before
 
     def _visit(self, node: Node, behind: frozenset[str]) -> None:
         if self._writer.is_text(node):
-            self._behind[node] = self._behind.get(node, frozenset()) | behind
+            self.behind[node] = self.behind.get(node, frozenset()) | behind
         elif node.kind == "name":
             self._behind_rule[node.text] |= behind
         elif node.kind == "all":

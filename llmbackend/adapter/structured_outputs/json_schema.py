@@ -78,7 +78,7 @@ class _Translation:
 
     def result(self) -> Schema:
         if self._root is False:
-            self._place.refuse(False, "a schema that something matches")
+            self._place.refuse(False, "a schema that at least one value satisfies")
         if not isinstance(self._root, dict | bool):
             self._place.refuse(self._root, "a JSON schema, which is an object")
         schema = self.schema(self._root, self._place, is_in_place=True)

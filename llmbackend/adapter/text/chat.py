@@ -152,8 +152,8 @@ def _up_to_end_tag(rendered: str, message: Message) -> str:
     found = rendered.rfind(_END_TAG.strip()) if _content_text(-1, message.get("content")).strip() else -1
     if found < 0:
         raise invalid_argument(
-            "'continue_final_message' is true, but the text of the last message is empty, or not in what the chat "
-            "template makes of it",
+            "'continue_final_message' is true, but the last message has no text, or the chat template leaves its text "
+            "out",
             param="continue_final_message",
         )
     return rendered[:found] if rendered.startswith(_END_TAG, found) else rendered[:found].rstrip()

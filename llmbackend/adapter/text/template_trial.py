@@ -90,7 +90,7 @@ def _render(template: Any, messages: list[dict[str, Any]], tools: list[Any] | No
     except TritonError:  # requires other roles, or does not support tools
         return
     if len(prompt) > MAX_PROMPT_CHARACTERS:
-        _end(f"it makes {len(prompt)} characters of a short conversation, expected at most {MAX_PROMPT_CHARACTERS}")
+        _end(f"it turns a short conversation into {len(prompt)} characters, expected at most {MAX_PROMPT_CHARACTERS}")
 
 
 def _end(reason: str) -> None:

@@ -114,7 +114,8 @@ class ModelTokenizer:
         return chosen.render(messages, tools=tools, options=options)
 
     def token_text(self, token_id: int) -> str:
-        """The text of a single token, for lists of logprobs; U+FFFD if it is part of a character."""
+        """The text of a single token, for lists of logprobs; U+FFFD if the token holds only part of a
+        character."""
         return ""
 
     def partial_bytes(self, token_id: int) -> bytes | None:
@@ -238,7 +239,7 @@ class HuggingFaceTokenizer(ModelTokenizer):
         self._special_ids = frozenset(self._special_texts)
         self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._texts, self._texts_with_special = TokenTexts(self._shown_bytes), TokenTexts(self._token_bytes)
-        self.token_text = functools.lru_cache(_CACHED_TOKEN_TEXTS)(self._decode_one)  # type: ignore[method-assign]
+        self.token_text = functools.lru_cache(_CACHED_TOKEN_TEXTS)(lambda token_id: self._decode_all([token_id]))  # type: ignore[method-assign]
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         if len(text) <= _SHORT_CHARS:
@@ -289,9 +290,6 @@ class HuggingFaceTokenizer(ModelTokenizer):
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
-
-    def _decode_one(self, token_id: int) -> str:
-        return self._decode_all([token_id])
 
     def _shown_bytes(self, token_id: int) -> bytes:
         """Like `_token_bytes`, but empty for special tokens."""

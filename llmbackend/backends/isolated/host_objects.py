@@ -6,6 +6,7 @@ host only if it returns something, or if the host may refuse it.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -152,9 +153,7 @@ class ModelObject:
 
     @property
     def config(self) -> ModelConfig:
-        copy = ModelConfig()
-        copy.CopyFrom(self._config)
-        return copy
+        return copy.deepcopy(self._config)
 
     def take_config(self, serialized: bytes) -> None:
         self._config = ModelConfig.FromString(serialized)

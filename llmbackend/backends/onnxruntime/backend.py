@@ -7,7 +7,7 @@ Only configured outputs are computed. Source: the parameters and auto-complete r
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +70,6 @@ _THREAD_POOL = frozenset({"enable-global-threadpool", "intra_op_thread_count", "
 _QUIET = 3
 """ONNX Runtime's log level for errors only."""
 
-_OPTIONS = {
-    "intra_op_thread_count": "intra_op_num_threads",
-    "inter_op_thread_count": "inter_op_num_threads",
-    "execution_mode": "execution_mode",
-    "level": "graph_optimization_level",
-    "enable_mem_arena": "enable_cpu_mem_arena",
-    "enable_mem_pattern": "enable_mem_pattern",
-}
-
 
 def _one_of(values: dict[str, Any]) -> Any:
     def read(text: str) -> Any:
@@ -89,14 +80,15 @@ def _one_of(values: dict[str, Any]) -> Any:
     return read
 
 
-_PARAMETERS = {
-    "intra_op_thread_count": thread_count,
-    "inter_op_thread_count": thread_count,
-    "execution_mode": _one_of(_MODES),
-    "level": _one_of(_LEVELS),
-    "enable_mem_arena": boolean,
-    "enable_mem_pattern": boolean,
+_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "intra_op_thread_count": ("intra_op_num_threads", thread_count),
+    "inter_op_thread_count": ("inter_op_num_threads", thread_count),
+    "execution_mode": ("execution_mode", _one_of(_MODES)),
+    "level": ("graph_optimization_level", _one_of(_LEVELS)),
+    "enable_mem_arena": ("enable_cpu_mem_arena", boolean),
+    "enable_mem_pattern": ("enable_mem_pattern", boolean),
 }
+"""By parameter: the option of a session, and how its value is read."""
 
 
 class ModelState:
@@ -104,12 +96,12 @@ class ModelState:
         """Raises TritonError that names the wrong file or field."""
         self.name = model.name
         self.path = _find(model)
-        settings = read_parameters(model.config, _PARAMETERS)
+        settings = read_parameters(model.config, {name: read for name, (_, read) in _OPTIONS.items()})
         warn_of_accelerators(model.config)
         all_levels = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
         self._options = {
             "graph_optimization_level": _GRAPH_LEVELS.get(model.config.optimization.graph.level, all_levels),
-            **{_OPTIONS[key]: value for key, value in settings.items()},
+            **{_OPTIONS[name][0]: value for name, value in settings.items()},
         }
 
     def load_model(self, instance: ModelInstance) -> onnxruntime.InferenceSession:
@@ -223,17 +215,13 @@ def _scalars(configured: Iterable[ModelInput], tensors: Iterable[Any]) -> frozen
 
 
 def _texts(array: Array) -> Array:
-    texts = np.empty(array.size, np.object_)
-    texts[:] = [bytes(item).decode() for item in array.ravel()]
-    return texts.reshape(array.shape)
+    return np.array([bytes(item).decode() for item in array.ravel()], np.object_).reshape(array.shape)
 
 
 def _bytes(array: Array) -> Array:
     if array.dtype != np.object_:
         return array
-    items = np.empty(array.size, np.object_)
-    items[:] = [str(item).encode() for item in array.ravel()]
-    return items.reshape(array.shape)
+    return np.array([str(item).encode() for item in array.ravel()], np.object_).reshape(array.shape)
 
 
 def TRITONBACKEND_Initialize(backend: Backend) -> None:

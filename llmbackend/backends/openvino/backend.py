@@ -29,10 +29,9 @@ from llmbackend.core.backend_api import (
 )
 
 from ..array_backend import Array, ArrayInstance, Arrays, output_names
-from .auto_complete import complete
 from .parameters import Settings
 from .runtime import openvino, reason
-from .shapes import by_name, check_names, check_shapes, convert_types, dims_of, name_of, reshape_inputs
+from .shapes import by_name, check_names, check_shapes, complete, convert_types, dims_of, name_of, reshape_inputs
 from .tensors import fill, to_array
 
 _FILE = "model.xml"
@@ -98,7 +97,8 @@ def _find(model: Model) -> Path:
     path = model.version_directory / (model.config.default_model_filename or _FILE)
     if not path.exists():
         raise unavailable(
-            f"unable to find '{path}' for model '{model.name}'; 'default_model_filename' names a file of another format"
+            f"unable to find '{path}' for model '{model.name}'; for a file in another format, set "
+            "'default_model_filename'"
         )
     return path
 

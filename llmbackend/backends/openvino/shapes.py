@@ -1,8 +1,9 @@
-"""Shapes and data types: checks the configuration's against the model's, and applies them to the model.
+"""Shapes and data types: completes the configuration's from the model, checks them against the model's, and applies
+them to the model.
 
 Invariant: with max_batch_size above 0, the first dimension of every input is the batch dimension, either variable or
-fixed at max_batch_size. Source: ValidateInputs, ValidateOutputs and CompareDimsSupported of Triton's OpenVINO backend,
-which always fixes it.
+fixed at max_batch_size. Source: the auto-complete rules, ValidateInputs, ValidateOutputs and CompareDimsSupported of
+Triton's OpenVINO backend, which always fixes it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from tritonclient.grpc.model_config_pb2 import ModelInput, ModelOutput
 
 from llmbackend.core.backend_api import ModelConfig, TritonError, invalid_argument
 
-from ..array_backend import batch_input_names, output_names, sequence_inputs
+from ..array_backend import add_dims, batch_input_names, output_names, sequence_inputs
 from .parameters import Settings
 from .runtime import openvino, reason
-from .tensors import element_type
+from .tensors import data_type, element_type
 
 VARIABLE = -1
 
@@ -37,6 +38,45 @@ def dims_of(port: Any) -> list[int]:
     if shape.rank.is_dynamic:
         raise invalid_argument(f"tensor '{name_of(port)}' may have any number of dimensions, expected a fixed number")
     return [VARIABLE if dim.is_dynamic else dim.get_length() for dim in shape]
+
+
+def complete(config: ModelConfig, network: Any, default_max_batch_size: int) -> None:
+    """Adds missing tensors, and batching if all layouts have a batch dimension. Raises TritonError INVALID_ARG for
+    a tensor that the host cannot represent."""
+    if _has_batches([*network.inputs, *network.outputs]) and _leaves_out_batch(config, network):
+        config.max_batch_size = config.max_batch_size or max(default_max_batch_size, 1)
+        if config.max_batch_size > 1 and config.WhichOneof("scheduling_choice") is None:
+            config.dynamic_batching.SetInParent()
+    for tensors, ports in ((config.input, network.inputs), (config.output, network.outputs)):
+        if not tensors:
+            for port in ports:
+                _add(config, tensors, port)
+
+
+def _has_batches(ports: Sequence[Any]) -> bool:
+    """Whether all layouts begin with the batch dimension, N."""
+    layouts = [openvino.layout_helpers.get_layout(port) for port in ports]
+    helpers = openvino.layout_helpers
+    return all(helpers.has_batch(layout) and helpers.batch_idx(layout) == 0 for layout in layouts)
+
+
+def _leaves_out_batch(config: ModelConfig, network: Any) -> bool:
+    """Whether no configured tensor has as many dimensions as the corresponding one of the model."""
+    for tensors, ports in ((config.input, network.inputs), (config.output, network.outputs)):
+        indices = by_name(ports)
+        for tensor in tensors:
+            if tensor.name in indices and len(tensor.dims) >= len(dims_of(ports[indices[tensor.name]])):
+                return False
+    return True
+
+
+def _add(config: ModelConfig, tensors: Any, port: Any) -> None:
+    try:
+        kind = data_type(port.element_type)
+    except ValueError as error:
+        raise invalid_argument(f"model '{config.name}': tensor '{name_of(port)}' {error}") from None
+    added = tensors.add(name=name_of(port), data_type=kind)
+    add_dims(added, dims_of(port), batches=config.max_batch_size > 0)
 
 
 def check_names(config: ModelConfig, network: Any, settings: Settings) -> None:
@@ -170,7 +210,7 @@ def _types(tensors: Iterable[ModelInput | ModelOutput]) -> dict[str, int]:
 def _convert(types: Mapping[str, int], ports: Sequence[Any], part: Callable[[int], Any]) -> bool:
     """Returns whether any differs."""
     indices = by_name(ports)
-    different = {indices[name]: element_type(data_type) for name, data_type in types.items()}
+    different = {indices[name]: element_type(kind) for name, kind in types.items()}
     different = {index: wanted for index, wanted in different.items() if ports[index].element_type != wanted}
     for index, wanted in different.items():
         part(index).tensor().set_element_type(wanted)

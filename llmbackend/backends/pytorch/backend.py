@@ -212,9 +212,7 @@ def to_torch(array: Array, device: str) -> Any:
 
 def to_numpy(output: Any) -> Array:
     if isinstance(output, list):
-        texts = np.empty(len(output), np.object_)
-        texts[:] = [str(item).encode() for item in output]
-        return texts
+        return np.array([str(item).encode() for item in output], np.object_)
     tensor = output.detach().cpu().contiguous()
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(_BF16)  # type: ignore[no-any-return]

@@ -142,17 +142,12 @@ class EngineFlags:
             if name not in GIVEN_ELSEWHERE
         }
 
-    @property
-    def tokenizer(self) -> str:
-        """Empty = the model's tokenizer."""
-        return str(self._given.get("tokenizer", ""))
+    def get(self, name: str) -> Any:
+        """None = not set."""
+        return self._given.get(name)
 
-    @property
-    def trusts_remote_code(self) -> bool:
-        return bool(self._given.get("trust_remote_code"))
-
-    def with_tokenizer(self, folder: str) -> EngineFlags:
-        return EngineFlags(**self._given | {"tokenizer": folder})
+    def with_values(self, values: Mapping[str, Any]) -> EngineFlags:
+        return EngineFlags(**{**self._given, **values})
 
     def with_defaults(self, values: Mapping[str, Any]) -> EngineFlags:
         """values: of flags that were not set."""
@@ -187,7 +182,7 @@ class EngineFlags:
                 given[name] = whole_number(given[name])
         if short := {_SPECULATION[name]: given.pop(name) for name in _SPECULATION if name in given}:
             if "speculative_config" in given:
-                raise bad_option("--speculative-config", "--speculative-config and --spec-… are given, expected one")
+                raise bad_option("--speculative-config", "give either --speculative-config or --spec-…, not both")
             given["speculative_config"] = json.dumps(short)
         _check_parsers(given)
         try:

@@ -111,7 +111,7 @@ class VllmServerFlags:
         """Raises BadParameter for a flag that would not reach the other processes, which have the connections."""
         for flag, value in (("--uds", self.uds), ("--middleware", self.middleware)):
             if value:
-                raise bad_option(flag, f"{flag} is given, expected neither --frontend-processes nor --cluster with it")
+                raise bad_option(flag, f"{flag} cannot be combined with --frontend-processes or --cluster")
 
     def applied_to(self, options: ProtocolOptions) -> ProtocolOptions:
         return replace(
@@ -162,11 +162,10 @@ class VllmServerFlags:
         if self.download_dir is not None:
             os.environ["HF_HUB_CACHE"] = os.environ[DIRECTORY] = str(self.download_dir.expanduser().resolve())
         if self.tokenizer_revision:
-            tokenizer = engine.tokenizer or model
-            engine = engine.with_tokenizer(
-                _fetched(tokenizer, "tokenizer-revision", self.tokenizer_revision, TOKENIZER)
-            )
-        code = (CODE,) if engine.trusts_remote_code else ()
+            tokenizer = engine.get("tokenizer") or model
+            folder = _fetched(tokenizer, "tokenizer-revision", self.tokenizer_revision, TOKENIZER)
+            engine = engine.with_values({"tokenizer": folder})
+        code = (CODE,) if engine.get("trust_remote_code") else ()
         return _fetched(model, "revision", self.revision, (*CHECKPOINT, *code)), engine
 
 

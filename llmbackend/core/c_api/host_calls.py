@@ -54,7 +54,7 @@ WireTensor = tuple[str, str, tuple[int, ...], Any]
 """Name, datatype, shape, and an object with the buffer protocol that holds the raw bytes."""
 _metric_lock = threading.Lock()
 _metric_uses: Counter[tuple[MetricFamily, frozenset[tuple[str, str]]]] = Counter()
-"""How many TRITONSERVER_Metric stand for one metric; the last one that is deleted removes it."""
+"""Number of TRITONSERVER_Metric objects per metric. Deleting the last one removes the metric."""
 family_makers: list[Callable[..., MetricFamily]] = []
 """`Backend.metric_family` of what is loaded: families, which belong to the server, are made through any of them."""
 

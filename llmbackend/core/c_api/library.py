@@ -1,4 +1,5 @@
-"""Loads compiled backends, batching strategies and response caches, and presents them to the host as Python objects.
+"""Loads compiled backends, batching strategies, response caches and repository agents, and presents them to the host as
+Python objects.
 
 Invariants: the C API's library is loaded into the process's global scope before any other, so that the calls of a
 library reach it whatever that library was linked with; a C object lives from its Initialize until after its Finalize.
@@ -40,6 +41,7 @@ from ..backend_api import (
     common_tenant,
 )
 from ..errors import ErrorCode, internal, not_found, unsupported
+from ..repoagent_api import Action, Agent, AgentModel
 from ..tensors import wire_view
 from . import host_calls
 
@@ -47,6 +49,8 @@ _log = logging.getLogger(__name__)
 _KINDS: Final = (InstanceGroupKind.AUTO, InstanceGroupKind.CPU, InstanceGroupKind.GPU, InstanceGroupKind.MODEL)
 """In the order of TRITONSERVER_InstanceGroupKind."""
 _POLICIES: Final = (ExecutionPolicy.BLOCKING, ExecutionPolicy.DEVICE_BLOCKING)
+_ACTIONS: Final = tuple(Action)
+"""In the order of TRITONREPOAGENT_ActionType."""
 _SERVER_LIBRARY: Final = re.compile(rb"\0(libtritonserver[^\0/]*\.so[^\0/]*)\0")
 _SERVER_SONAME: Final = "libtritonserver.so"
 STRATEGY_FUNCTIONS: Final = (
@@ -273,6 +277,47 @@ class CompiledCache:
         error = self._api.finalize(self._finalize, self._cache)
         host_calls.family_makers.remove(self._metric_family)
         raise_error(error)
+
+
+class CompiledAgent:
+    """A repository agent. TRITONREPOAGENT_ModelAction is absent if the library does not export it."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises TritonError: INTERNAL with the loader's message, UNSUPPORTED without the C API."""
+        self._api = api()
+        self._library = load(file)
+        if self._address("ModelAction"):
+            self.TRITONREPOAGENT_ModelAction = self._act
+
+    def TRITONREPOAGENT_Initialize(self, agent: Agent) -> None:
+        agent.state = self._api.new_agent()
+        self._call_agent("Initialize", agent)
+
+    def TRITONREPOAGENT_Finalize(self, agent: Agent) -> None:
+        self._call_agent("Finalize", agent)
+        agent.state = None
+
+    def TRITONREPOAGENT_ModelInitialize(self, agent: Agent, model: AgentModel) -> None:
+        model.state = self._api.new_agent_model(model, tuple(sorted(model.parameters.items())))
+        self._call_model("ModelInitialize", agent, model)
+
+    def TRITONREPOAGENT_ModelFinalize(self, agent: Agent, model: AgentModel) -> None:
+        self._call_model("ModelFinalize", agent, model)
+        model.state = None
+
+    def _act(self, agent: Agent, model: AgentModel, action: Action) -> None:
+        self._call_model("ModelAction", agent, model, _ACTIONS.index(action))
+
+    def _address(self, name: str) -> int:
+        return address_of(self._library, name, "TRITONREPOAGENT_")
+
+    def _call_agent(self, name: str, agent: Agent) -> None:
+        if address := self._address(name):
+            raise_error(self._api.call(address, agent.state))
+
+    def _call_model(self, name: str, agent: Agent, model: AgentModel, action: int = -1) -> None:
+        if (address := self._address(name)) and model.state is not None:
+            raise_error(self._api.call_agent(address, agent.state, model.state, action))
 
 
 class Handle:

@@ -104,7 +104,7 @@ class ModelVersions:
         self._lock = threading.Lock()
         self._models: dict[str, ModelEntry] = {}
         self._draining: set[LoadedModel] = set()
-        self._is_closing = False
+        self.is_closing = False
 
     # --- look-up ----------------------------------------------------------------------------------------------------
 
@@ -173,13 +173,9 @@ class ModelVersions:
 
     # --- changes, for ModelLifecycle --------------------------------------------------------------------------------
 
-    @property
-    def is_closing(self) -> bool:
-        return self._is_closing
-
     def refuse_loads(self) -> None:
         with self._lock:
-            self._is_closing = True
+            self.is_closing = True
 
     def record_without_versions(self, name: str) -> None:
         """Records a model without a version to load, until it is unloaded. A serving model keeps serving."""
@@ -190,7 +186,7 @@ class ModelVersions:
         """Versions that do not serve become LOADING; the others keep serving. can_update: which of the latter are
         updated in place. `end_load` must follow. Raises TritonError UNAVAILABLE after `refuse_loads`."""
         with self._lock:
-            if self._is_closing:
+            if self.is_closing:
                 raise unavailable(STOPPING)
             self.operations.enter()
             entry = self._models.setdefault(spec.key, ModelEntry({}))

@@ -272,7 +272,7 @@ class _Reading(NamedTuple):
 
     @classmethod
     def now(cls) -> _Reading:
-        return cls(time.monotonic(), *_cpu_times(), *_memory_bytes())
+        return cls(time.monotonic(), *_cpu_times(), *memory_bytes())
 
 
 class CpuMetrics:
@@ -314,7 +314,7 @@ def _cpu_times() -> tuple[float, float]:
     return float(total - ticks[3] - ticks[4]), float(total)
 
 
-def _memory_bytes() -> tuple[int, int]:
+def memory_bytes() -> tuple[int, int]:
     """(total, available) in bytes."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:

@@ -43,24 +43,20 @@ class InFlight:
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
-        self._count = 0
+        self.count = 0
         self._entered = 0
-
-    @property
-    def count(self) -> int:
-        return self._count
 
     def enter(self) -> None:
         with self._changed:
-            self._count += 1
+            self.count += 1
             self._entered += 1
 
     def leave(self) -> int | None:
         """Closes one handle. If it was the last open one, returns how many were ever opened; otherwise None."""
         with self._changed:
-            assert self._count > 0, "leave() without enter()"
-            self._count -= 1
-            if self._count:
+            assert self.count > 0, "leave() without enter()"
+            self.count -= 1
+            if self.count:
                 return None
             self._changed.notify_all()
             return self._entered
@@ -68,12 +64,12 @@ class InFlight:
     def is_idle_since(self, entered: int) -> bool:
         """Whether no handle has been opened since `leave` returned `entered`."""
         with self._changed:
-            return self._count == 0 and self._entered == entered
+            return self.count == 0 and self._entered == entered
 
     def wait_for_zero(self, timeout_s: float | None = None) -> bool:
         """Blocks until no handle is open; False after `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._count == 0, timeout_s)
+            return self._changed.wait_for(lambda: self.count == 0, timeout_s)
 
 
 class LiveRequests:

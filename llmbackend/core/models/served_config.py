@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -87,7 +88,7 @@ SMALL_FILE_BYTES = 64 << 10
 
 class ServedConfig:
     def __init__(self, config: ModelConfig, backend: LoadedBackend, gpus: HostGpus, may_complete: bool) -> None:
-        self.current = _copy(config)  # read-only; others get a copy from `copy`
+        self.current = deepcopy(config)  # read-only; others get a copy from `copy`
         self.current.runtime = config.runtime or backend.runtime
         environment = backend.directory / f"pb_exec_env_{backend.runtime}.tar.gz"
         if backend.runtime and ENVIRONMENT_PARAMETER not in config.parameters and environment.is_file():
@@ -98,7 +99,7 @@ class ServedConfig:
         self._is_open = False
 
     def copy(self) -> ModelConfig:
-        return _copy(self.current)
+        return deepcopy(self.current)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -190,9 +191,3 @@ def fingerprint(config: ModelConfig, version_directory: Path) -> str:
 def _tensor_metadata(tensor: ModelInput | ModelOutput, max_batch_size: int) -> TensorMetadata:
     shape = (-1, *tensor.dims) if max_batch_size > 0 else tuple(tensor.dims)
     return TensorMetadata(tensor.name, DATATYPE_OF_CONFIG_TYPE[DataType.Name(tensor.data_type)], shape)
-
-
-def _copy(config: ModelConfig) -> ModelConfig:
-    copy = ModelConfig()
-    copy.CopyFrom(config)
-    return copy

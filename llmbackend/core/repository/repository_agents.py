@@ -5,6 +5,7 @@ An agent stays loaded as long as a model uses it. Source: repo_agent.cc and Trit
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.fork_server.process_resources import OwnedFolder
 
-from ..c_api.compiled_agent import CompiledAgent
+from ..c_api.library import CompiledAgent
 from ..config.model_config import read_config
 from ..errors import TritonError, internal, invalid_argument, unavailable
 from ..files import call_entry_point, import_file, load_library
@@ -89,9 +90,7 @@ class LoadedAgentModel:
 
     @property
     def config(self) -> ModelConfig:
-        copy = ModelConfig()
-        copy.CopyFrom(self._config)
-        return copy
+        return copy.deepcopy(self._config)
 
     def acquire_location(self) -> Path:
         if self._acquired is None:

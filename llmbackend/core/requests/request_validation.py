@@ -228,7 +228,7 @@ class RequestValidator:
             if isinstance(tensor, RawTensor):
                 return self._strings(tensor, shown_name, tag)
             if (expected := self._expected_strings(tensor.shape)) != tensor.data.size:
-                raise self._wrong_count(tensor, shown_name, expected, str(tensor.data.size), tag)
+                raise self._wrong_count(shown_name, expected, str(tensor.data.size), tag)
         else:
             got = len(tensor.raw) if isinstance(tensor, RawTensor) else tensor.data.nbytes
             expected = NUMPY_DTYPE[tensor.datatype].itemsize
@@ -257,7 +257,7 @@ class RequestValidator:
         beyond, offset = count_strings(tensor.raw, offset, _COUNTED_BEYOND)
         got = len(elements) + beyond
         if beyond == _COUNTED_BEYOND:
-            raise self._wrong_count(tensor, shown_name, expected, f"at least {got}", tag)
+            raise self._wrong_count(shown_name, expected, f"at least {got}", tag)
         rest = len(tensor.raw) - offset
         if 0 < rest < 4:
             raise invalid_argument(
@@ -266,7 +266,7 @@ class RequestValidator:
                 f"length indicator is in one buffer."
             )
         if got + (rest > 0) != expected:  # the last one may be incomplete
-            raise self._wrong_count(tensor, shown_name, expected, str(got + (rest > 0)), tag)
+            raise self._wrong_count(shown_name, expected, str(got + (rest > 0)), tag)
         (length,) = struct.unpack_from("<I", tensor.raw, offset)
         raise invalid_argument(
             f"incomplete string data for inference input '{shown_name}', expecting string of length {length} but "
@@ -278,7 +278,7 @@ class RequestValidator:
             shape = (max(shape[0] & 0xFFFFFFFF, 1), *shape[1:])
         return element_count(shape)
 
-    def _wrong_count(self, tensor: AnyTensor, shown_name: str, expected: int, got: str, tag: str) -> TritonError:
+    def _wrong_count(self, shown_name: str, expected: int, got: str, tag: str) -> TritonError:
         return invalid_argument(
             f"{tag}expected {expected} string elements for inference input '{shown_name}' for model "
             f"'{self._model}', got {got}"

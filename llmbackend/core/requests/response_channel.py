@@ -122,9 +122,9 @@ class ResponseChannel:
     """
 
     __slots__ = (
-        "_aborted", "_callback", "_cancelled", "_count", "_dequeue", "_final_ns", "_handles", "_is_counted",
-        "_lock", "_on_cancel", "instance", "number", "observer", "owner", "request_id", "response_indices", "start_ns",
-        "tenant", "trace",
+        "_aborted", "_callback", "_count", "_dequeue", "_final_ns", "_handles", "_is_counted", "_lock",
+        "_on_cancel", "instance", "is_cancelled", "number", "observer", "owner", "request_id",
+        "response_indices", "start_ns", "tenant", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -147,7 +147,7 @@ class ResponseChannel:
         self._final_ns = 0
         self._count: Callable[[int], None] | None = None
         self._is_counted = False
-        self._cancelled = False
+        self.is_cancelled = False
         self._aborted = False
         self._on_cancel: list[Callable[[], None]] = []
         self._dequeue: Callable[[], None] | None = None
@@ -155,10 +155,6 @@ class ResponseChannel:
         self.trace = request.trace
         if self.trace is not None:
             self.trace.begin(owner.name, owner.version, request.id, self.start_ns)
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._cancelled
 
     @property
     def is_final(self) -> bool:
@@ -265,7 +261,7 @@ class ResponseChannel:
     def cancel(self) -> None:
         """Asks the request to stop. Idempotent; may be called from any thread; no effect after FINAL."""
         with self._lock:
-            if self._cancelled or self._final_ns:
+            if self.is_cancelled or self._final_ns:
                 return
             callbacks = self._begin_cancel()
         self._call_cancel_callbacks(callbacks)
@@ -284,7 +280,7 @@ class ResponseChannel:
 
     def _begin_cancel(self) -> list[Callable[[], None]]:
         """The callbacks to call after the lock is released. The caller holds it."""
-        self._cancelled = True
+        self.is_cancelled = True
         callbacks = [*self._on_cancel, *([self._dequeue] if self._dequeue else [])]
         self._on_cancel.clear()
         return callbacks
@@ -301,7 +297,7 @@ class ResponseChannel:
         with self._lock:
             if self._final_ns:
                 return
-            if not self._cancelled:
+            if not self.is_cancelled:
                 self._on_cancel.append(callback)
                 return
         callback()

@@ -144,10 +144,8 @@ def _top(tensor: Tensor, count: int, labels: Sequence[str], batches: bool) -> Te
             f"output '{tensor.name}' has {wanted} classes in this request, at most {MAX_CLASSES} are accepted"
         )
     texts = [text for row in rows for text in _classes(row, count, labels)]
-    data = np.empty(len(texts), dtype=np.object_)
-    data[:] = texts
     shape = (*batch, min(count, rows.shape[-1]))
-    return Tensor(tensor.name, "BYTES", shape, data.reshape(shape))
+    return Tensor(tensor.name, "BYTES", shape, np.array(texts, np.object_).reshape(shape))
 
 
 def _classes(row: npt.NDArray[Any], count: int, labels: Sequence[str]) -> list[bytes]:

@@ -209,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (tools(excludes=["<" * 1000] * 17), "structural_tag", "/format/excludes: 17000 characters in all"),
     (free_text(["]"] * 17), "structural_tag", "/format/elements/0/end: 17 ends, expected at most 16"),
     (free_text(["]" * 1025]), "structural_tag", "/format/elements/0/end: 1025 characters in one text"),
-    (free_text(LONG_ENDS, count=16), "structural_tag", "characters of the grammar that it makes, expected at most"),
+    (free_text(LONG_ENDS, count=16), "structural_tag", "characters in the grammar compiled from it, expected at most"),
     (free_text(["\ud800"]), "structural_tag", "text without halves of surrogate pairs"),
     (
         {"structural_tag": {"format": {"type": "grammar", "grammar": "\n" * 70000 + "x ::= y"}}},
@@ -369,7 +369,7 @@ def test_definitions_that_only_refer_to_themselves_are_no_chain(compiling: Large
 def test_alternatives_that_are_written_several_times_are_bounded(repeated: dict[str, Any]) -> None:
     """Otherwise it would take minutes."""
     schema = {"$defs": {"d": repeated}, "oneOf": [{"$ref": "#/$defs/d"}] * 6000}
-    with pytest.raises(TritonError, match="characters of the grammar that it makes, expected at most"):
+    with pytest.raises(TritonError, match="characters in the grammar compiled from it, expected at most"):
         grammar(COMPILER, guided_json=schema)
 
 

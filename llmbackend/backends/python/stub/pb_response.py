@@ -103,10 +103,13 @@ class InferenceResponse:
 
 
 class Exchange:
-    """The responses of one request: what its sender and the end of `execute` may still send. Any thread may send."""
+    """The responses of one request: what its sender and the end of `execute` may still send. Any thread may send.
+
+    output_names: the outputs to send: the requested ones, and the states of the request's sequence
+    """
 
     __slots__ = (
-        "_decoupled", "_is_cancelled", "_is_closed", "_is_over", "_link", "_lock", "_output_names", "number",
+        "_decoupled", "_is_cancelled", "_is_closed", "_is_over", "_link", "_lock", "number", "output_names",
         "release_flags",
     )  # fmt: skip
 
@@ -116,7 +119,7 @@ class Exchange:
         self.number = number
         self.release_flags = RELEASE_ALL
         self._link = link
-        self._output_names = states.union(wanted) if states else wanted
+        self.output_names: Container[str] = states.union(wanted) if states else wanted
         self._decoupled = decoupled
         self._lock = threading.RLock()
         self._is_closed = False  # the model has sent FINAL
@@ -127,15 +130,6 @@ class Exchange:
     @property
     def is_cancelled(self) -> bool:
         return self._is_cancelled or self._link.cancellations.is_requested(self.number)
-
-    @property
-    def is_over(self) -> bool:
-        return self._is_over
-
-    @property
-    def output_names(self) -> Container[str]:
-        """The outputs to send: the requested ones, and the states of the request's sequence."""
-        return self._output_names
 
     def send(self, response: InferenceResponse | None, flags: int) -> None:
         """Raises TritonModelException if the response may not be sent."""
@@ -189,7 +183,7 @@ class Exchange:
 
     def _post_response(self, response: InferenceResponse, is_last: bool) -> None:
         parts: list[object] = []
-        packed = response._pack(self._output_names, parts)
+        packed = response._pack(self.output_names, parts)
         if is_last:
             self._end()
         self._link.post(("response", self.number, packed, is_last), parts)

@@ -163,9 +163,8 @@ def _name(value: str | bytes) -> str:
 def _of_bytes(array: Array) -> Array:
     if array.dtype == np.object_ and all(type(item) is bytes for item in array.flat):
         return array
-    converted = np.empty(array.size, dtype=np.object_)
-    converted[:] = [bytes(item) if isinstance(item, bytes) else str(item).encode() for item in array.flat]
-    return converted.reshape(array.shape)
+    items = [bytes(item) if isinstance(item, bytes) else str(item).encode() for item in array.flat]
+    return np.array(items, np.object_).reshape(array.shape)
 
 
 def _bfloat16() -> Any:
@@ -218,10 +217,7 @@ def serialize_byte_tensor(input_tensor: Array) -> Array | None:
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
     """The inverse: an object array [n] of bytes. Raises ValueError if a length exceeds the buffer."""
-    items = list(_split(memoryview(encoded_tensor)))
-    array = np.empty(len(items), dtype=np.object_)
-    array[:] = items
-    return array
+    return np.array(list(_split(memoryview(encoded_tensor))), np.object_)
 
 
 def _split(buffer: memoryview) -> Iterator[bytes]:

@@ -81,8 +81,7 @@ class SequenceControls:
             return {}
         name, datatype = self._correlation_id
         if datatype == "BYTES":
-            data = np.empty(1, dtype=np.object_)
-            data[0] = str(correlation_id).encode()
+            data = np.array([str(correlation_id).encode()], np.object_)
         else:
             dtype = NUMPY_DTYPE[datatype]
             data = np.frombuffer(_id_bytes(correlation_id, dtype.itemsize), dtype=dtype)
