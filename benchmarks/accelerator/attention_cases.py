@@ -77,7 +77,7 @@ class Step:
     def attended(self) -> Any:
         """The output, of memory that was NaN before."""
         self.out.fill_(float("nan"))
-        self.attention.poison()
+        self.attention._workspace.fill_(float("nan"))
         self.launch()
         return self.out.clone()
 

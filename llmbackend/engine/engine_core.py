@@ -432,7 +432,6 @@ class EngineCore:
             last_sample_s=sample_s,
             num_invariant_breaches=self._num_invariant_breaches,
             num_host_blocks=host_tier.num_blocks,
-            num_cached_host_blocks=host_tier.num_cached_blocks,
             num_offloaded_blocks=host_tier.num_offloaded,
             num_reloaded_blocks=host_tier.num_reloaded,
             prefix_cache_queries=self._scheduler.num_queried_tokens,

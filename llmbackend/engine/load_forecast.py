@@ -26,7 +26,8 @@ class LoadForecast(msgspec.Struct, frozen=True, kw_only=True):
     device            "cpu", "cuda:0" …
     threads           on CPU
     weight_bytes      in memory, as packed; without embedding_bytes, of which a step reads only a few rows
-    kv_bytes_per_token  None = unknown until the weights are loaded; then the next four are unknown too
+    kv_bytes_per_token  None = unknown until the weights are loaded; num_kv_blocks, kv_bytes, full_length_requests and
+                      max_request_tokens are then None too
     state_bytes       recurrent state of one sequence; 0 = no recurrent layers, or unknown
     num_kv_blocks     blocks in the whole KV memory; None = unknown until loaded, as on an accelerator
     kv_bytes          the whole KV memory, whose pages are committed when first used; None as for num_kv_blocks

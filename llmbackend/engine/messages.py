@@ -222,7 +222,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     last_sample_s             of them, spent on sampling
     num_invariant_breaches  + self-checks that failed
     num_host_blocks           KV blocks in host memory
-    num_cached_host_blocks    of them, in the prefix cache
     num_offloaded_blocks    + blocks copied to host memory
     num_reloaded_blocks     + blocks copied back
     prefix_cache_queries    + tokens of admitted requests
@@ -245,7 +244,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     last_sample_s: float = 0.0
     num_invariant_breaches: int = 0
     num_host_blocks: int = 0
-    num_cached_host_blocks: int = 0
     num_offloaded_blocks: int = 0
     num_reloaded_blocks: int = 0
     prefix_cache_queries: int = 0

@@ -109,9 +109,9 @@ class StepPlan:
     Drafts are predictions of what a row will sample. The d drafts of a row are table.token_ids[row, num_tokens :
     num_tokens + d], the last d of its scheduled tokens; only rows that sample have any. Such a row samples 1 + d
     tokens from the logits of its last 1 + d scheduled tokens, each as if the drafts before it were output tokens: the
-    j-th has position num_tokens[row] + j. The control side decides which of them are accepted; in a launched step the
-    runner decides it too, because it needs the result for the next step. There, a row's drafts may all be
-    PENDING_TOKEN: the runner then looks them up in the row's text (`look_up`).
+    j-th has position num_tokens[row] + j. The control side decides which of them are accepted. For a launched step the
+    runner decides it as well, because the next step depends on it. In such a step all drafts of a row may be
+    PENDING_TOKEN; the runner then looks them up in the row's text (`look_up`).
     """
 
     rows: Int32Array

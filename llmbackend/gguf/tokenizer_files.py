@@ -69,7 +69,7 @@ TEMPLATE_FILES: Final = {
 
 
 def chat_template(fields: Mapping[str, Any], name: str = "chat_template") -> str:
-    """ "": there is none. name: of TEMPLATE_FILES"""
+    """The template, or "" if there is none. name: a key of TEMPLATE_FILES."""
     text = Fields(fields, "tokenizer").text(name, "")
     if len(text) > MAX_TEMPLATE_CHARACTERS:
         raise GgufError(

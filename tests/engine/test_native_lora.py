@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from llmbackend.engine.adapter_files import LoraArrays
-from llmbackend.engine.cpu.lora import GroupedTokens, PackedAdapter, pack_adapter
-from llmbackend.engine.cpu.lora_ops import splits_of
+from llmbackend.engine.cpu.lora import GroupedTokens, PackedAdapter, pack_adapter, splits_of
 from llmbackend.engine.cpu.packed_parts import PackedPart
 from llmbackend.engine.kernels.library import PANEL, NativeKernels, op_pointers
 from llmbackend.engine.kernels.operations import (

@@ -23,9 +23,9 @@ from llmbackend.engine.kernels.operations import Type
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.model.compatibility import CheckedModel
 from llmbackend.engine.model.int4_formats import Int4Format, packed_format
+from llmbackend.engine.model.kept_matrices import StoredInt4
 from llmbackend.engine.model.loader import LoadedModel, load_model
 from llmbackend.engine.model.packing import pack_model
-from llmbackend.engine.model.stored_int4 import StoredInt4
 from llmbackend.engine.model.unloaded_model import unloaded_model
 from tests.engine.test_decoder_program import greedy
 from tests.helpers.gpu.int4_checkpoints import save_int4, write_config

@@ -15,9 +15,9 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.operations import Type
 from llmbackend.engine.make_runner import make_runner
+from llmbackend.engine.model.kept_matrices import StoredMxfp4
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model.native_experts import NativeExperts
-from llmbackend.engine.model.stored_mxfp4 import StoredMxfp4
 from tests.engine.test_decoder_program import MIXED, SIZES, greedy
 from tests.helpers.gpu.mxfp4_checkpoints import save_mxfp4
 

@@ -21,10 +21,8 @@ from ..kernels.library import PANEL, NativeKernels, op_pointers
 from ..kernels.operations import Activation, EmbedOp, Epilogue, Kind, LinearOp, LoraOp, NormOp, Rows, Step, Type
 from ..step import FlatStep, Int32Array
 from .attention_operations import attention_gate, attention_op, rotary_op
-from .buffers import Buffer
-from .expert_buffers import ExpertBuffers
-from .latent_buffers import LatentBuffers
-from .lora_ops import Input, LoraOps, ProgramAdapters, adapt
+from .buffers import Buffer, ExpertBuffers, LatentBuffers
+from .lora import Input, LoraOps, ProgramAdapters, adapt
 from .native_memory import NativeKVMemory, NativeLayerCache
 from .operations import ROLE_OF, Operation, Role
 from .packed_decoder import PackedAttention, PackedExpertMatrix, PackedExperts, PackedLayer, PackedMlp, PackedModel

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -105,8 +105,8 @@ def swap_linears(
     quantization "int8": all these weights become int8, including the output head; "int4": the head and values that
     several queries share become int8, the others 4 bits (accuracy: benchmarks/perplexity.py). stored: matrices that
     int4 keeps as stored in the checkpoint, including the head; all others become int8. experts: packed after the linear
-    layers. headed: the layers, by name, that become a HeadedLinear; next to matrices kept as stored, its transposed
-    ones become int8.
+    layers. headed: the layers, by name, that become a HeadedLinear; if the layer itself is kept as stored, its
+    transposed matrices become int8.
     """
     found, headed = dict(_plain_linears(model)), headed or {}
     matrices = {path: _matrix(linear) for path, linear in found.items()}
@@ -225,10 +225,15 @@ def _are_shared_values(path: str, found: Mapping[str, Any]) -> bool:
 def _common_type(together: list[str], types: Mapping[str, Type], stored: StoredMatrices) -> Type | None:
     """None = they have no type in common, or need different input permutations."""
     kinds = {types[path] for path in together}
-    if kinds == {Type.INT4, Type.INT4_ZERO}:
-        kinds = {Type.INT4_ZERO}
     orders = {stored.order_of(path) for path in together} if kinds <= set(FOUR_BITS) else {b""}
-    return kinds.pop() if len(kinds) == len(orders) == 1 else None
+    return one_type(kinds) if len(orders) == 1 else None
+
+
+def one_type(kinds: Set[Type | None]) -> Type | None:
+    """The type that can represent all layers of these types; None = there is none."""
+    if kinds == {Type.INT4, Type.INT4_ZERO}:
+        return Type.INT4_ZERO
+    return next(iter(kinds)) if len(kinds) == 1 else None
 
 
 def kept_weights(model: Any, stored: StoredMatrices) -> frozenset[str]:

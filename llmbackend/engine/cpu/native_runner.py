@@ -21,8 +21,7 @@ from ..sampling.rows import SamplingRows
 from ..sampling.sampler import PIECE_TOKENS, HostSteps, Sampler
 from ..step import FlatStep, Int32Array, RowTable, SampledTokens, StepPlan, flatten
 from .decoder_program import DecoderProgram, Float32Array
-from .lora import NativeAdapters
-from .lora_ops import ProgramAdapters
+from .lora import NativeAdapters, ProgramAdapters
 from .native_memory import BLOCK_MULTIPLE, FilePages, num_kv_blocks
 from .packed_decoder import PackedDecoder, PackedModel
 from .recurrent_operations import StepStates

@@ -244,8 +244,8 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_groups(self) -> LayerGroups:
-        """Which layers with attention share KV blocks. Beside recurrent layers all blocks are kept: what a state lacks
-        after a step that failed is computed again, maybe from the first token on."""
+        """Which layers with attention share KV blocks. In a model with recurrent layers, blocks behind windows are
+        kept: a state lost in a failed step is recomputed, possibly from the first token."""
         attentions = self.attentions
         are_alike = len({each.kv for each in attentions}) == 1
         windows = [0 if self.state_bytes else each.sliding_window for each in attentions]

@@ -76,7 +76,7 @@ class PackedScan(msgspec.Struct, frozen=True, kw_only=True, tag="scan"):
     """float32 [num_heads]"""
     rate_limits: tuple[float, float]
     norm: PackedNorm | None
-    """Over all num_heads * value_dim channels, or the same over each group."""
+    """Its weight covers all num_heads * value_dim channels, or is one weight shared by all groups."""
     norm_groups: int
     norm_is_last: bool
     """Whether the norm follows the gate."""

@@ -137,26 +137,21 @@ class SlotContents:
 
 def flatten_from(plan: StepPlan, table: RowTable, behind: Int32Array) -> FlatStep:
     """The plan's step, preceded by this many already computed tokens of each row."""
-    earlier = copy.copy(table)
-    earlier.num_computed_tokens = table.num_computed_tokens.copy()
-    earlier.num_computed_tokens[plan.rows] -= behind
-    return flatten(replace(plan, num_scheduled_tokens=plan.num_scheduled_tokens + behind), earlier)
+    longer = replace(plan, num_scheduled_tokens=plan.num_scheduled_tokens + behind)
+    return _flatten_at(longer, table, table.num_computed_tokens[plan.rows] - behind)
 
 
 def part_of_row(table: RowTable, row: int, begin: int, end: int) -> FlatStep:
     """A step that computes a row's tokens begin..end-1 and samples nothing."""
-    positions = np.arange(begin, end, dtype=np.int32)
-    blocks = table.block_tables[:, row, : -(-end // table.block_size)]
-    if (blocks < 0).any():
+    if (table.block_tables[:, row, : -(-end // table.block_size)] < 0).any():
         raise RuntimeError("a state is lost, and so are keys and values with which it could be computed again")
-    slots = blocks[0, positions // table.block_size] * np.int32(table.block_size) + positions % table.block_size
-    return FlatStep(
-        rows=np.array([row], np.int32),
-        query_lens=np.array([end - begin], np.int32),
-        seq_lens=np.array([end], np.int32),
-        query_start=np.array([0, end - begin], np.int32),
-        token_ids=table.token_ids[row, begin:end],
-        positions=positions,
-        slots=slots,
-        sampled_tokens=np.zeros(0, np.int32),
-    )
+    plan = StepPlan(np.array([row], np.int32), np.array([end - begin], np.int32), np.zeros(1, np.bool_))
+    return _flatten_at(plan, table, begin)
+
+
+def _flatten_at(plan: StepPlan, table: RowTable, num_computed_tokens: Int32Array | int) -> FlatStep:
+    """The plan's step if its rows had computed this many tokens."""
+    earlier = copy.copy(table)
+    earlier.num_computed_tokens = table.num_computed_tokens.copy()
+    earlier.num_computed_tokens[plan.rows] = num_computed_tokens
+    return flatten(plan, earlier)

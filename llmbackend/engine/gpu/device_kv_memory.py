@@ -1,9 +1,10 @@
 """KV memory of a device: how many blocks fit, those blocks, and blocks in host memory.
 
 Used by the runner when it is created. Invariants: KV blocks leave room for the largest step and the graphs, both
-measured before, and for the staging buffers of host blocks; an engine that could not hold one sequence of max_model_len
-tokens does not start unless that is AUTO_CONTEXT, and the error says what would help. A host block is one contiguous
-piece of pinned memory with the block's keys and values of all layers; a copy is ordered with the device's other work.
+measured before, and for the staging buffers of host blocks. An engine whose memory cannot hold one sequence of
+max_model_len tokens does not start, unless max_model_len is AUTO_CONTEXT; the error says which argument to change. A
+host block is one contiguous piece of pinned memory with the block's keys and values of all layers; a copy is ordered
+with the device's other work.
 Device kernels only gather blocks into a staging buffer or scatter them from it; transfers between buffer and host run
 concurrently, with neighbouring host blocks as one copy, and one buffer being filled while the other is drained.
 

@@ -3,9 +3,9 @@
 Used by the runner. A row's tokens are sent once, with its first step; later messages contain changes of its block
 table, the rows of the step, and how far each is computed. Token ids, positions and slots are computed on the device,
 which is the first to know the tokens of the previous step. Invariants: a message depends only on the plan and the
-table, and is complete when `write` returns; its memory is reused only after the event that follows its step; the
-content of an unsent message is sent with the next one; `layout` reads memory only at fixed addresses, so it can be
-captured; nothing here waits for the device.
+table, and is complete when `write` returns; its memory is reused only after the event that follows its step; if a
+message is never sent, its changes are sent with the next one; `layout` reads memory only at fixed addresses, so it can
+be captured; nothing here waits for the device.
 """
 
 from __future__ import annotations

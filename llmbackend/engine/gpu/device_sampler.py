@@ -161,7 +161,7 @@ class DeviceSampler:
             if (edits := all_rows.edits.get(row)) is not None:
                 _write_edits(records[i], edits, self._spans[row])
         words = records.view(np.int64).reshape(len(rows), NUM_WORDS)
-        return self._staged(np.concatenate((np.array(rows, np.int64)[:, None], words), axis=1))
+        return _staged(np.concatenate((np.array(rows, np.int64)[:, None], words), axis=1), self._device)
 
     def _edit_lists(self) -> torch.Tensor:
         """The biases and stops of all rows, row by row; sets `_spans`."""
@@ -176,10 +176,8 @@ class DeviceSampler:
             values += edits.bias_values, np.zeros(len(edits.stop_ids), np.float32)
             bias_begin = stop_end
             self._dirty.add(row)
-        return self._staged(np.stack((np.concatenate(ids).astype(np.int32), np.concatenate(values).view(np.int32))))
-
-    def _staged(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return _staged(array, self._device)
+        lists = np.stack((np.concatenate(ids).astype(np.int32), np.concatenate(values).view(np.int32)))
+        return _staged(lists, self._device)
 
 
 def _staged(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -127,7 +127,7 @@ class GpuRunner:
         with noticing_loss(parts.device.synchronize):
             sampling = parts.sampling.begin(plan, table)
             message = parts.messages.write(plan, table, padded)
-            prompts = prompt_pieces(plan, table, parts.device, parts.program.max_samples)
+            prompts = prompt_pieces(plan, table, parts.device)
             try:
                 launched = self._enqueue(step_id, message, padded, plan.num_samples, sampling, prompts)
             except BaseException:
@@ -216,22 +216,13 @@ def _sample(parts: RunnerParts, sampling: StepSampling, logits: torch.Tensor) ->
     sampling.enqueue(logits, parts.rows, parts.device)
 
 
-class HostSampling:
+class HostSampling(TorchSampler):
     """The CPU path's sampler, for devices without their own."""
 
     max_steps_in_flight = 1
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._sampler = TorchSampler(max_num_seqs, vocab_size, eos_token_ids)
-
-    def add_row(self, row: int, request: InferRequest) -> None:
-        self._sampler.add_row(row, request)
-
-    def remove_row(self, row: int) -> None:
-        self._sampler.remove_row(row)
-
     def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
-        return _HostStep(self._sampler, plan, table)
+        return _HostStep(self, plan, table)
 
 
 class _HostStep:
@@ -258,7 +249,7 @@ class PromptPiece:
     same number of rows, so a token's logprobs do not depend on how many others are computed.
 
     token_ids  the tokens whose logprobs were requested
-    places     int32 [2, room], padded: places in the step's batch of the preceding tokens, and token_ids
+    places     int32 [2, PIECE_TOKENS], padded: places in the step's batch of the preceding tokens, and token_ids
     count      number of top logprobs requested
     fetched    set by `enqueue`: logprobs, ranks, and ids and logprobs of the most likely tokens
     """
@@ -293,24 +284,22 @@ class PromptPiece:
         ]
 
 
-def prompt_pieces(plan: StepPlan, table: RowTable, device: Device, max_samples: int) -> list[PromptPiece]:
-    """The pieces for the rows of the plan. max_samples: of the largest step."""
+def prompt_pieces(plan: StepPlan, table: RowTable, device: Device) -> list[PromptPiece]:
+    """The pieces for the rows of the plan."""
     pieces: list[PromptPiece] = []
-    room = min(PIECE_TOKENS, max_samples)
     for span in prompt_spans(plan, table):
-        for first in range(span.first, span.end, room):
-            token_ids = table.token_ids[span.row, first : min(first + room, span.end)]
-            places = _places(plan, table, span.row, first, token_ids, room)
-            tensor = torch.from_numpy(places)
+        for first, end in span.pieces():
+            token_ids = table.token_ids[span.row, first:end]
+            tensor = torch.from_numpy(_places(plan, table, span.row, first, token_ids))
             pinned = tensor.pin_memory() if device.torch_device.type == "cuda" else tensor
             pieces.append(PromptPiece(span.row, token_ids.tolist(), pinned, span.count))
     return pieces
 
 
-def _places(plan: StepPlan, table: RowTable, row: int, first: int, token_ids: Int32Array, room: int) -> Int32Array:
+def _places(plan: StepPlan, table: RowTable, row: int, first: int, token_ids: Int32Array) -> Int32Array:
     index = int(np.flatnonzero(plan.rows == row)[0])
     begin = int(plan.num_scheduled_tokens[:index].sum()) - int(table.num_computed_tokens[row])
-    places = np.zeros((2, room), np.int32)
+    places = np.zeros((2, PIECE_TOKENS), np.int32)
     count = len(token_ids)
     places[0, :count] = begin + np.arange(first - 1, first - 1 + count)
     places[0, count:] = places[0, count - 1]

@@ -6,9 +6,9 @@ step is padded up to the next size, with sequences and tokens that write no KV a
 of a mixed step ends before the logits, which are computed only for the sampled tokens.
 
 The memory of all graphs of an engine is estimated by capturing two of each kind before KV blocks are made. Tensors are
-counted by the allocator of this process, so other processes on the device have no effect. The driver's memory for a
-graph's launches shows only in the device's free memory, and its estimate is bounded because other processes change that
-too.
+counted by the allocator of this process, so other processes on the device have no effect. The driver's own memory for
+a graph can only be seen as a decrease of the device's free memory. Other processes change that too, so the estimate has
+an upper bound.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class LoraSlots:
 
 
 def slots_for(config: EngineConfig, loaded: LoadedModel) -> LoraSlots | None:
-    """None = the config enables no adapters. There is one spare slot, because a reloaded adapter coexists with the
-    previous one while requests use that."""
+    """None = the config enables no adapters. One slot is spare: while requests still use the previous version of a
+    reloaded adapter, both are in memory."""
     if not config.enable_lora:
         return None
     num_slots = max(config.max_loras, len(config.lora_modules)) + 1

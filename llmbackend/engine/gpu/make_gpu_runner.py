@@ -28,6 +28,7 @@ from ..messages import ModelInfo
 from ..model.compatibility import MAX_PROBE_TOKENS
 from ..model.decoder_description import Decoder
 from ..model.loader import LoadedModel
+from ..sampling.sampler import PIECE_TOKENS
 from ..step import Int32Array, LookupLengths, RowTable, Runner, StepPlan
 from . import device_kv_memory as kv_memory
 from .device import CudaDevice, Device
@@ -98,7 +99,7 @@ def _make_parts(
     """All parts except KV memory and graphs; the program has been verified with a few blocks."""
     assert loaded.decoder is not None
     max_tokens = max(config.max_num_batched_tokens, MAX_PROBE_TOKENS)
-    max_samples = max(config.max_step_samples, MAX_PROBE_TOKENS)
+    max_samples = max(config.max_step_samples, MAX_PROBE_TOKENS, PIECE_TOKENS)
     few, num_groups = layers.groups.count * -(-MAX_PROBE_TOKENS // config.block_size), layers.groups.count
     precise = _caches(loaded, layers, few, config.block_size, loaded.dtype)
     loras, group_of = slots_for(config, loaded), layers.group_of
@@ -231,8 +232,6 @@ def _check_invariance(config: EngineConfig, by_kernels: bool) -> None:
         return
     if not by_kernels:
         raise ValueError("engine argument 'batch_invariant' is true, which needs a GPU, triton and its kernels")
-    if config.quantization == "fp8":  # the library multiplies; integer products are exact in any order
-        raise ValueError("engine argument 'quantization' is 'fp8', expected null or 'int8' with batch_invariant")
     if config.tensor_parallel_size > 1:  # the order of sums across devices depends on their size
         size = config.tensor_parallel_size
         raise ValueError(f"engine argument 'tensor_parallel_size' is {size}, expected 1 with batch_invariant")

@@ -194,7 +194,7 @@ class GpuProgram:
         self._layers = [self._layer(layer, caches[layer.module]) for layer in decoder.layers]
         self._norm, self._head = decoder.norm, self._base(decoder.head)
         self._logit_factor, self._logit_softcap = decoder.logit_factor, decoder.logit_softcap
-        self._max_tokens, self.max_samples = max_tokens, max_samples
+        self._max_tokens, self._max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
 
     def use_caches(self, caches: Mapping[nn.Module, LayerCache]) -> None:
@@ -218,7 +218,7 @@ class GpuProgram:
     def run_layers(self, layout: StepLayout, block_table: torch.Tensor) -> None:
         """As `forward`, but without the logits (`logits_behind`)."""
         num_tokens = len(layout.token_ids)
-        if num_tokens > self._max_tokens or len(layout.sampled_tokens) > self.max_samples:
+        if num_tokens > self._max_tokens or len(layout.sampled_tokens) > self._max_samples:
             raise RuntimeError(
                 f"a step of {num_tokens} tokens and {len(layout.sampled_tokens)} samples exceeds the program's buffers"
             )

@@ -3,8 +3,8 @@
 Used for the message of a step, and for other ranks, which have their own tables. Invariants: the tokens of the
 sequences are the plan's, in its order. A draft is a sequence of one query that shares the blocks of its row: every
 layer writes the keys of the step before it attends, so a draft attends to the drafts before it, and the kernels and
-graphs are those of a decode step. Every message contains all that the host knows about rows with drafts, so a step can
-be repeated after a failed one. A reader that has applied all changes knows every block that the step reads.
+graphs are those of a decode step. Each message repeats everything the host knows about rows with drafts, so a failed
+step can be repeated. A reader that has applied all changes knows every block that the step reads.
 """
 
 from __future__ import annotations

@@ -320,11 +320,7 @@ def _error_of_blocks(kernels: NativeKernels, kind: Type) -> float:
     packed = kernels.library.memory(packed_bytes(N, _BLOCKS_K, kind))
     kernels.pack_blocks(blocks.ctypes.data, kind, (N, _BLOCKS_K), packed.ctypes.data)
     x = random.standard_normal((ROWS, _BLOCKS_K)).astype(np.float32)
-    op = LinearOp(
-        kind=Kind.LINEAR, weight=packed.ctypes.data, x=x.ctypes.data, y=y.ctypes.data, n=N, k=_BLOCKS_K,
-        x_stride=_BLOCKS_K, y_stride=N, weight_type=kind, x_type=Type.FLOAT32, y_type=Type.FLOAT32, factor=1.0,
-    )  # fmt: skip
-    kernels.run(op_pointers([op]), 1, Step(num_tokens=ROWS))
+    _run_linear(kernels, packed, kind, x, Type.FLOAT32, y)
     return _difference(x, weight, y)
 
 
@@ -344,10 +340,17 @@ def _multiply(
     kernels.pack(
         weight.ctypes.data, source_type, (N, K), K, packed.ctypes.data, rounded_to, scale.ctypes.data, sums.ctypes.data
     )
+    _run_linear(kernels, packed, weight_type, x, x_type, y, scale=scale.ctypes.data, sums=sums.ctypes.data)
+
+
+def _run_linear(
+    kernels: NativeKernels, packed: Array, weight_type: Type, x: Array, x_type: Type, y: Array, **scales: int
+) -> None:
+    """y = x · weightᵀ"""
+    k = x.shape[1]
     op = LinearOp(
-        kind=Kind.LINEAR, weight=packed.ctypes.data, scale=scale.ctypes.data, sums=sums.ctypes.data, x=x.ctypes.data,
-        y=y.ctypes.data, n=N, k=K, x_stride=K, y_stride=N, weight_type=weight_type, x_type=x_type,
-        y_type=Type.FLOAT32, factor=1.0,
+        kind=Kind.LINEAR, weight=packed.ctypes.data, x=x.ctypes.data, y=y.ctypes.data, n=N, k=k, x_stride=k,
+        y_stride=N, weight_type=weight_type, x_type=x_type, y_type=Type.FLOAT32, factor=1.0, **scales,
     )  # fmt: skip
     kernels.run(op_pointers([op]), 1, Step(num_tokens=ROWS))
 

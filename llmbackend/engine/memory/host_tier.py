@@ -37,11 +37,6 @@ class HostTier:
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._copies: list[_Copy] = []
 
-    @property
-    def num_cached_blocks(self) -> int:
-        """Host blocks in the prefix cache."""
-        return len(self._kept)
-
     def offload(self, block: int) -> None:
         """Keeps the contents of a registered device block that is about to be reused, if they can still be found and
         not all host blocks are being reloaded."""

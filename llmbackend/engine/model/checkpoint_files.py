@@ -246,8 +246,8 @@ def check_numbers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]
 def check_inner_widths(
     config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], dimensions: Collection[int]
 ) -> None:
-    """As `check_numbers`, for dimensions that the model may not use. dimensions: those of all weights of the model that
-    config describes, without memory."""
+    """As `check_numbers`, for widths that only some models use. dimensions: of all weights of the model that config
+    describes."""
     largest_dimension = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
     for name, value in _numbers(config, 0):
         is_wide = name in _INNER_WIDTHS and value > max(largest_dimension, _HARMLESS_COUNT)

@@ -144,8 +144,8 @@ class CheckedModel:
     options: Mapping[nn.Module, AttentionOptions]
     """What each attention module requested, in the same order."""
     sequences: tuple[torch.Tensor, ...]
-    """Token ids of the probes, int64 [tokens] each; empty = the model's own logits are unknown, and nothing is compared
-    with them."""
+    """Token ids of the probes, int64 [tokens] each; empty = the model's own logits are unknown, so programs are not
+    compared with them."""
     logits: torch.Tensor
     """Of all tokens of the probes [tokens, vocab], computed one sequence at a time."""
     quantization: str | None = None

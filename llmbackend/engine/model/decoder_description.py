@@ -2,15 +2,15 @@
 
 Used by cpu/decoder_program.py and gpu/program.py, which compute it with native kernels and on an accelerator.
 Invariants: modules are read, never changed; anything not recognised, by name or by a probe, raises
-ProgramUnsupportedError, and the model runs as its modules. What a description misses is found when the program's logits
-are compared with the modules' (CheckedModel.verify), before the program is used.
+ProgramUnsupportedError, and the model runs as its modules. What a description leaves out shows when the program's
+logits are compared with the modules' (CheckedModel.verify), before the program is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from .projections import (
     qkv_of,
 )
 from .recognition import NORMS_BY_PLACE, NORMS_OF_PARALLEL, embedding_factor_of, finish_of, norm_of
+from .recurrent_layers import Scan, ShortConv
 from .rotation import GATES, GateFunction, Heads, Rotation, Rotations, query_scale_of
 from .text_part import text_part
 
@@ -83,14 +84,6 @@ class Experts:
     """If each expert's n is split over ranks: sums the parts' results in place."""
 
 
-class Mixer(Protocol):
-    """A recurrent layer's replacement for attention (recurrent_layers.py)."""
-
-    @property
-    def state_floats(self) -> int:
-        """Per sequence."""
-
-
 @dataclass(frozen=True, slots=True)
 class Layer:
     """h += factor * out_norm(block(in_norm(h))), for attention and then for the MLP. A norm or block that is None is
@@ -108,8 +101,8 @@ class Layer:
     mlp_out_norm: Norm | None
     residual_factor: float
     """For all blocks without a factor of their own."""
-    mixer: Mixer | None = None
-    """If there is attention too, both read the same input."""
+    mixer: ShortConv | Scan | None = None
+    """A recurrent layer's replacement for attention. If there is attention too, both read the same input."""
     mixer_factor: float | None = None
     mlp_factor: float | None = None
     is_parallel: bool = False
@@ -184,12 +177,19 @@ def describe(
     if not with_experts and any(_has_plain_experts(layer) for layer in base.layers):
         raise ProgramUnsupportedError("its layers have experts that are not packed")
     layers = tuple(_layer(i, layer, options, config, rotations) for i, layer in enumerate(base.layers))
+    norm = norm_of(getattr(base, norm_name), base.embed_tokens.weight.shape[1])
+    return decoder_of(model, base.embed_tokens, layers, norm)
+
+
+def decoder_of(model: Any, embeddings: Any, layers: tuple[Layer, ...], norm: Norm) -> Decoder:
+    """With the model's head, and what is done to embeddings and logits."""
+    config = model.config.get_text_config(decoder=True)
     logit_factor, logit_softcap = finish_of(model, config)
     return Decoder(
-        embedding=base.embed_tokens.weight.detach(),
-        embedding_factor=embedding_factor_of(base.embed_tokens, config),
+        embedding=embeddings.weight.detach(),
+        embedding_factor=embedding_factor_of(embeddings, config),
         layers=layers,
-        norm=norm_of(getattr(base, norm_name), base.embed_tokens.weight.shape[1]),
+        norm=norm,
         head=projection_of(model.get_output_embeddings()),
         logit_factor=logit_factor,
         logit_softcap=logit_softcap,

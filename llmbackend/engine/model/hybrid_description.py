@@ -1,7 +1,8 @@
 """What a decoder with recurrent layers computes, read off its transformers modules like decoder_description.py.
 
-Used by the loader, also for Granite 4 without such layers. Invariant: as there; but since no modules run a model with
-recurrent layers here, a ProgramUnsupportedError refuses it with that message.
+Used by the loader, also for Granite 4 without such layers. The invariant of decoder_description.py holds, except that a
+model with recurrent layers cannot fall back to its modules: a ProgramUnsupportedError refuses the model with its
+message.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..attention.interface import AttentionOptions
 from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import Norm
 from .compatibility import is_recurrent, layer_types, needs_program
-from .decoder_description import Attention, Decoder, Experts, Layer, describe, experts_of, gates_of
+from .decoder_description import Attention, Decoder, Experts, Layer, decoder_of, describe, experts_of, gates_of
 from .mixture_description import Mixture
 from .projections import (
     Mlp,
@@ -31,7 +32,7 @@ from .projections import (
     projection_of,
     qkv_of,
 )
-from .recognition import embedding_factor_of, finish_of, mlp_activation, norm_of
+from .recognition import mlp_activation, norm_of
 from .recurrent_layers import reader_of
 from .rotation import GATES, Heads, Rotation, Rotations
 from .text_part import text_part
@@ -84,16 +85,8 @@ def _describe_hybrid(model: Any, options: Mapping[nn.Module, AttentionOptions], 
     tables = None if rotary is None else Rotations(rotary, max_model_len, embeddings.weight.device, kinds)
     layers = tuple(read_layer(layer, options, tables) for layer in base.layers)
     factor = float(getattr(config, "residual_multiplier", None) or 1.0)
-    logit_factor, logit_softcap = finish_of(model, config)
-    return Decoder(
-        embedding=embeddings.weight.detach(),
-        embedding_factor=embedding_factor_of(embeddings, config),
-        layers=tuple(replace(layer, residual_factor=factor * layer.residual_factor) for layer in layers),
-        norm=norm_of(getattr(base, norm)),
-        head=projection_of(model.get_output_embeddings()),
-        logit_factor=logit_factor,
-        logit_softcap=logit_softcap,
-    )
+    layers = tuple(replace(layer, residual_factor=factor * layer.residual_factor) for layer in layers)
+    return decoder_of(model, embeddings, layers, norm_of(getattr(base, norm)))
 
 
 def _one_of(base: Any, names: tuple[str, ...]) -> str:

@@ -31,7 +31,8 @@ from ..gpu.weights.int4 import MIN_GROUP, PLAIN_ZERO, Int4Weight
 from .checkpoint_files import PACKED_NUMBERS, TensorHeader, few
 
 _GROUP: Final = 32
-_BLOCKS, _SCALES = "_blocks", "_scales"
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Suffixes of the tensors of experts in mxfp4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,10 @@ class Mxfp4Format:
     bytes_per_number: float = 0.5 + 1 / _GROUP
 
     def plain(self, tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-        weights = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
-        if missing := [scales for name in weights if (scales := f"{name}{_SCALES}") not in tensors]:
+        weights = [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
+        if missing := [scales for name in weights if (scales := f"{name}{SCALES}") not in tensors]:
             raise CheckpointError(f"its tensors do not fit its quantization_config: missing: {few(missing)}")
-        own = {f"{name}{ending}" for name in weights for ending in (_BLOCKS, _SCALES)}
+        own = {f"{name}{ending}" for name in weights for ending in (BLOCKS, SCALES)}
         plain = {name: TensorHeader("BF16", _shape(tensors, name)) for name in weights}
         return {name: header for name, header in tensors.items() if name not in own} | plain
 
@@ -55,12 +56,12 @@ class Mxfp4Format:
         return set()
 
     def has_experts(self, tensors: Mapping[str, torch.Tensor], module: str) -> bool:
-        return f"{module}.down_proj{_BLOCKS}" in tensors
+        return f"{module}.down_proj{BLOCKS}" in tensors
 
     def read_experts(
         self, tensors: Mapping[str, torch.Tensor], module: str, name: str, device: torch.device, exact: bool
     ) -> Int4Experts:
-        blocks, scales = (tensors[f"{module}.{name}{ending}"] for ending in (_BLOCKS, _SCALES))
+        blocks, scales = (tensors[f"{module}.{name}{ending}"] for ending in (BLOCKS, SCALES))
         experts = [
             Int4Weight.of(_numbers(block.to(device)), scale.to(device), None, _GROUP, exact, is_float=True)
             for block, scale in zip(blocks, scales, strict=True)
@@ -69,16 +70,16 @@ class Mxfp4Format:
 
 
 def _shape(tensors: Mapping[str, TensorHeader], name: str) -> tuple[int, ...]:
-    blocks, scales = (tensors[f"{name}{ending}"] for ending in (_BLOCKS, _SCALES))
+    blocks, scales = (tensors[f"{name}{ending}"] for ending in (BLOCKS, SCALES))
     if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[-1] != _GROUP // 2:
         raise CheckpointError(
-            f"its tensor '{name}{_BLOCKS}' is of type {blocks.dtype} and shape {list(blocks.shape)}, expected U8 and "
+            f"its tensor '{name}{BLOCKS}' is of type {blocks.dtype} and shape {list(blocks.shape)}, expected U8 and "
             f"[experts, outputs, inputs / {_GROUP}, {_GROUP // 2}]"
         )
     num_experts, n, groups, _ = blocks.shape
     if scales.dtype != "U8" or tuple(scales.shape) != (num_experts, n, groups):
         raise CheckpointError(
-            f"its tensor '{name}{_SCALES}' is of type {scales.dtype} and shape {list(scales.shape)}, expected U8 and "
+            f"its tensor '{name}{SCALES}' is of type {scales.dtype} and shape {list(scales.shape)}, expected U8 and "
             f"{[num_experts, n, groups]}"
         )
     return num_experts, groups * _GROUP, n

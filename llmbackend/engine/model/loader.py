@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,8 @@ from .int4_formats import METHODS, PackedFormat, packed_format
 from .int4_model import Int4Placement, fill
 from .kept_matrices import kept_matrices
 from .latent_attention import headed_linears
-from .located_files import files_of, hub_files
-from .lora import LoraBatch, ModuleAdapters, load_adapters, wrap_linears
+from .located_files import files_of
+from .lora import LoraBatch, ModuleAdapters, wrap_linears
 from .module_names import module_tensors, own_names, reported_names
 from .native_experts import ExpertsToPack, kept_names
 from .rotary import fix_frequencies
@@ -92,15 +92,15 @@ class LoadedModel:
     linear_kind: str
     """How linear layers compute, for the log."""
     checked: CheckedModel
-    kernels: NativeKernels | None
-    """The native kernels, if they compute the linear layers."""
-    store: WeightStore | None
-    """The memory of the packed weights, if the native kernels compute them."""
     decoder: Decoder | None
     """What a program would compute; None = the model runs as modules."""
     why_modules: str
     """Why there is no decoder; empty if there is one."""
-    adapters: ModuleAdapters | None
+    kernels: NativeKernels | None = None
+    """The native kernels, if they compute the linear layers."""
+    store: WeightStore | None = None
+    """The memory of the packed weights, if the native kernels compute them."""
+    adapters: ModuleAdapters | None = None
     """None until `with_module_adapters`."""
 
     @property
@@ -197,7 +197,6 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
         store=store,
         decoder=decoder,
         why_modules=why_modules,
-        adapters=None,
     )
 
 
@@ -234,7 +233,7 @@ def with_module_adapters(config: EngineConfig, loaded: LoadedModel) -> LoadedMod
         _swap_linears(plain, linears, loaded.dtype, loaded.kernels)
         return linears
 
-    return replace(loaded, adapters=load_adapters(config, wrapped, batch, loaded.dtype, place))
+    return replace(loaded, adapters=ModuleAdapters(config, wrapped, batch, loaded.dtype, place))
 
 
 def _place(
@@ -264,9 +263,7 @@ def _place(
 def _native_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> NativeKernels | None:
     """The native kernels, if they can compute this model's layers. Raises ValueError as `library_choice` does."""
     choice = library_choice(config, dtype) if device.type == "cpu" else None
-    if choice is None:
-        return None
-    return NativeKernels(choice.library, engine_threads(config))
+    return None if choice is None else NativeKernels(choice.library, engine_threads(config))
 
 
 def library_choice(config: EngineConfig, dtype: torch.dtype) -> Choice | None:
@@ -294,7 +291,7 @@ def why_not_native(config: EngineConfig, dtype: torch.dtype) -> str:
 def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> PackedFormat | None:
     """Raises ValueError for weights in a format that neither path supports. Lets transformers dequantise the formats it
     can, and hides from it 4-bit weights, which this loader reads."""
-    if config.quantization == "fp8" and config.batch_invariant:
+    if config.quantization == "fp8" and config.batch_invariant:  # torch's library multiplies; int8 products are exact
         raise ValueError(
             "engine argument 'quantization' is 'fp8', expected 'int8' or null where 'batch_invariant' is true"
         )
@@ -386,10 +383,8 @@ def _instantiate(config: EngineConfig, opened: OpenedCheckpoint) -> Any:
         return random_model(config, hf_config, dtype, opened.device)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_tqdm_hook(bar_hook)
+    note_plain_weights(hf_config, stored_tensors(config, opened, files_of(config)))
     try:
-        tensors = read_headers(hub_files(config)) if opened.tensors is None else opened.tensors
-        note_plain_weights(hf_config, tensors)
-        check_tensors(*class_and_config(config, hf_config), tensors, opened.is_multimodal)
         with without_report():
             model, info = auto_class(hf_config).from_pretrained(
                 config.model,
@@ -409,10 +404,9 @@ def _instantiate(config: EngineConfig, opened: OpenedCheckpoint) -> Any:
 def _filled_model(config: EngineConfig, opened: OpenedCheckpoint) -> tuple[Any, StoredMatrices | None]:
     """For weights in 4 bits or in a GGUF file, which transformers does not read. Also the matrices kept as stored."""
     dtype, files = dtype_of(config, opened), files_of(config)
+    tensors = stored_tensors(config, opened, files)
+    model = random_model(config, opened.hf_config, dtype, torch.device("meta"))
     try:
-        tensors = read_headers(files) if opened.tensors is None else opened.tensors
-        check_stored_tensors(config, opened, tensors)
-        model = random_model(config, opened.hf_config, dtype, torch.device("meta"))
         if opened.int4 is None:
             kept: StoredMatrices | None = KeptLayers(files) if config.quantization == "int4" else None
             fill_of_gguf(model, files, dtype, kept)
@@ -431,14 +425,19 @@ def _filled_model(config: EngineConfig, opened: OpenedCheckpoint) -> tuple[Any, 
     return model, kept
 
 
-def check_stored_tensors(config: EngineConfig, opened: OpenedCheckpoint, tensors: Mapping[str, TensorHeader]) -> None:
-    """Raises CheckpointError if the files' tensors do not fit the model."""
-    spare: frozenset[str] = frozenset()
-    if opened.int4 is not None:
-        model = random_model(config, opened.hf_config, torch.float32, torch.device("meta"))
-        spare = reported_names(opened.int4.spare(tensors), model)
-        tensors = own_names(opened.int4.plain(tensors), model)
-    check_tensors(*class_and_config(config, opened.hf_config), tensors, opened.is_multimodal, spare)
+def stored_tensors(config: EngineConfig, opened: OpenedCheckpoint, files: Sequence[Path]) -> Mapping[str, TensorHeader]:
+    """The tensors of the files. Raises ValueError if they do not fit the model."""
+    try:
+        tensors = read_headers(files) if opened.tensors is None else opened.tensors
+        plain, spare = tensors, frozenset[str]()
+        if opened.int4 is not None:
+            model = random_model(config, opened.hf_config, torch.float32, torch.device("meta"))
+            spare = reported_names(opened.int4.spare(tensors), model)
+            plain = own_names(opened.int4.plain(tensors), model)
+        check_tensors(*class_and_config(config, opened.hf_config), plain, opened.is_multimodal, spare)
+    except CheckpointError as error:
+        raise bad_checkpoint(config.model, error) from error
+    return tensors
 
 
 def dtype_of(config: EngineConfig, opened: OpenedCheckpoint) -> torch.dtype:

@@ -63,7 +63,7 @@ _RANK_MULTIPLE = 32
 
 _ADAPTABLE = nn.Linear, QuantizedLinear, NativeLinear, HeadedLinear, PackedLinear
 AdaptableLinear = nn.Linear | QuantizedLinear | NativeLinear | PackedLinear
-"""Quantised: a 4-bit checkpoint on a GPU."""
+"""QuantizedLinear occurs only for 4-bit checkpoints on a GPU."""
 
 
 class LoraBatch:
@@ -156,16 +156,22 @@ class ModuleAdapters:
 
     def __init__(
         self,
-        reader: AdapterReader,
+        config: EngineConfig,
         layers: Mapping[str, LoraLinear],
         batch: LoraBatch,
+        dtype: torch.dtype,
         place: Callable[[nn.ModuleList], nn.ModuleList],
     ) -> None:
-        """place: moves plain linear layers to the model's device, in the format in which its own layers compute"""
-        self._reader = reader
+        """Loads the adapters named in the config; others may be added later. place: moves plain linear layers to the
+        model's device, in the format in which its own layers compute. Raises ValueError naming adapter, file and
+        reason."""
+        shapes = {name: layer.shape for name, layer in layers.items()}
+        self._reader = AdapterReader(shapes, dtype, config.max_lora_rank)
         self._layers = layers
         self._place = place
         self.batch = batch
+        for name, path in first_adapters(config):
+            self.add(name, self.read(name, path))
 
     def read(self, name: str, path: str) -> AdapterMatrices:
         """The validated adapter in the folder `path`. Raises ValueError naming adapter, file and reason."""
@@ -190,23 +196,6 @@ class ModuleAdapters:
         for layer in self._layers.values():
             layer.pairs.pop(name, None)
         self.batch.remove(name)
-
-
-def load_adapters(
-    config: EngineConfig,
-    wrapped: Mapping[str, LoraLinear],
-    batch: LoraBatch,
-    dtype: torch.dtype,
-    place: Callable[[nn.ModuleList], nn.ModuleList],
-) -> ModuleAdapters:
-    """Loads the adapters named in the config; others may be added later. Raises ValueError naming adapter, file and
-    reason."""
-    shapes = {name: layer.shape for name, layer in wrapped.items()}
-    reader = AdapterReader(shapes, dtype, config.max_lora_rank)
-    adapters = ModuleAdapters(reader, wrapped, batch, place)
-    for name, path in first_adapters(config):
-        adapters.add(name, adapters.read(name, path))
-    return adapters
 
 
 def _linear(matrix: torch.Tensor) -> nn.Linear:

@@ -40,7 +40,7 @@ def own_names(tensors: Mapping[str, T], model: Any) -> dict[str, T]:
 
 
 def reported_names(names: Iterable[str], model: Any) -> frozenset[str]:
-    """Of `own_names`, as transformers reports those that the model lacks."""
+    """The names under which transformers reports them if the model lacks them."""
     return frozenset(_renamed(own_names(dict.fromkeys(names), model), model).values())
 
 

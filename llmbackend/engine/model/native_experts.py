@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from ..cpu.linear import StoredMatrices, kept_weights, pack_stored
+from ..cpu.linear import StoredMatrices, kept_weights, one_type, pack_stored
 from ..cpu.native_memory import release_pages
 from ..errors import ProgramUnsupportedError
 from ..gpu.ops.ops import ACTIVATIONS, Activation, gated
@@ -266,11 +266,9 @@ class ExpertsToPack:
             return None
         experts = [[plain.expert(index, name) for name in names] for index in range(plain.down.shape[0])]
         kinds = {stored.type_of(layer) for layers in experts for layer in layers}
-        if kinds == {Type.INT4, Type.INT4_ZERO}:
-            kinds = {Type.INT4_ZERO}
         if any(len({stored.order_of(layer) for layer in layers}) > 1 for layers in experts):
             return None
-        return kinds.pop() if len(kinds) == 1 else None
+        return one_type(kinds)
 
     def _orders(self, plain: _Plain, name: str) -> Order | None:
         """Input permutations of all experts' layers with this name, [experts, k]; None = none."""

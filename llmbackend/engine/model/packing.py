@@ -51,10 +51,10 @@ from ..kernels.library import ALIGN_BYTES, aligned
 from ..kernels.operations import Type
 from ..kernels.weights import PackedWeight, WeightStore
 from ..load_progress import part
-from ..step import FlatStep, Int32Array
+from ..step import RowTable, StepPlan, flatten
 from . import native_experts
 from .compatibility import MAX_PROBE_TOKENS
-from .decoder_description import Attention, Experts, Layer, Mixer
+from .decoder_description import Attention, Experts, Layer
 from .latent_attention import Latent, split_kept
 from .loader import LoadedModel, library_choice
 from .lora import adaptable_linears
@@ -96,29 +96,17 @@ def _verify(packed: PackedModel, loaded: LoadedModel, block_size: int) -> None:
         raise ProgramUnsupportedError(str(error)) from error
 
     def logits(token_ids: torch.Tensor) -> torch.Tensor:
-        step = _whole_sequence(token_ids.numpy().astype(np.int32))
-        blocks = np.arange(num_groups, dtype=np.int32)[:, None, None]  # one block of each group
-        slots = blocks[:, 0] * np.int32(block_size) + step.slots
-        states = _first_states(len(token_ids)) if packed.decoder.state_bytes else None
-        return torch.from_numpy(program.forward(step, slots, blocks, states).copy())
+        count = len(token_ids)
+        table = RowTable(1, count, block_size, num_groups)
+        table.token_ids[0] = token_ids.numpy()
+        table.block_tables[:, 0, 0] = np.arange(num_groups)
+        row, counts = np.zeros(1, np.int32), np.array([count], np.int32)
+        step = flatten(StepPlan(row, counts, np.ones(1, np.bool_), counts - 1), table)  # samples at every token
+        states = _first_states(count) if packed.decoder.state_bytes else None
+        logits = program.forward(step, step.slots_of_groups(table), step.blocks_in_use(table), states)
+        return torch.from_numpy(logits.copy())
 
     loaded.checked.verify(logits)
-
-
-def _whole_sequence(token_ids: Int32Array) -> FlatStep:
-    """A step that computes one sequence from its start in block 0, and samples at every token."""
-    length = np.array([len(token_ids)], np.int32)
-    places = np.arange(len(token_ids), dtype=np.int32)
-    return FlatStep(
-        rows=np.zeros(1, np.int32),
-        query_lens=length,
-        seq_lens=length,
-        query_start=np.array([0, len(token_ids)], np.int32),
-        token_ids=token_ids,
-        positions=places,
-        slots=places,
-        sampled_tokens=places,
-    )
 
 
 def _first_states(num_tokens: int) -> StepStates:
@@ -234,10 +222,9 @@ def _layer(layer: Layer, shape: LayerShape | None, packer: _Packer, names: _Name
     )
 
 
-def _mixer(mixer: Mixer, packer: _Packer, names: _Names) -> PackedShortConv | PackedScan:
+def _mixer(mixer: ShortConv | Scan, packer: _Packer, names: _Names) -> PackedShortConv | PackedScan:
     if isinstance(mixer, Scan):
         return _scan(mixer, packer, names)
-    assert isinstance(mixer, ShortConv), "a mixer is one of these"
     return PackedShortConv(
         project=_projection(mixer.project, packer, _named_parts(mixer.project, names)),
         taps=packer.array(mixer.taps),

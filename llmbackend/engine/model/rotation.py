@@ -54,7 +54,7 @@ class Heads:
     k_norm: Norm | None
     norm_whole: bool
     gates: Mapping[str, int] = field(default_factory=dict)
-    """Likewise for the projection that yields the gates of heads' outputs, if there is one."""
+    """The same for the projection that yields the gates of heads' outputs, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Models whose queries read only some of the positions (an indexer chooses at most a given number, or a query reads its
-own chunk), in sequences so short that these are all positions.
+"""Sparse attention (an indexer selects positions, or a query reads only its own chunk) in sequences so short that every
+position is read anyway.
 
 Used by the loader. Independent of families by name and of how indexers score positions. Invariant: a model is refused
 if its sequences may be longer than that.

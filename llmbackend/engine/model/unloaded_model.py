@@ -23,11 +23,10 @@ from ..config import EngineConfig
 from ..cpu.linear import swap_linears
 from ..cpu.native_memory import can_hold
 from ..cpu.native_runner import why_modules
-from ..errors import CheckpointError, ProgramUnsupportedError
+from ..errors import ProgramUnsupportedError
 from ..kernels.choice import Choice
 from ..kernels.library import NativeKernels
 from ..kv_groups import LayerGroups, layer_groups
-from .checkpoint_files import bad_checkpoint
 from .compatibility import architecture_name, check_calls, is_recurrent, needs_program
 from .decoder_description import Decoder
 from .hybrid_description import describe_any
@@ -35,11 +34,11 @@ from .int4_formats import Mxfp4Format, PackedFormat
 from .latent_attention import headed_linears
 from .loader import (
     OpenedCheckpoint,
-    check_stored_tensors,
     dtype_of,
     library_choice,
     open_checkpoint,
     random_model,
+    stored_tensors,
     why_not_native,
 )
 from .native_experts import ExpertsToPack, packed_routers
@@ -91,7 +90,8 @@ def unloaded_model(config: EngineConfig) -> UnloadedModel:
     """Raises ValueError or OSError as `load_model` does."""
     transformers.utils.logging.disable_progress_bar()
     opened = open_checkpoint(config)
-    _check_tensors(config, opened)
+    if opened.tensors is not None:
+        stored_tensors(config, opened, ())
     dtype = dtype_of(config, opened)
     model = meta_model(config, opened, dtype)
     attention = _attention_of(model)
@@ -120,15 +120,6 @@ def unloaded_model(config: EngineConfig) -> UnloadedModel:
         why_modules=reason,
         kernels="" if choice is None else choice.report,
     )
-
-
-def _check_tensors(config: EngineConfig, opened: OpenedCheckpoint) -> None:
-    if opened.tensors is None:
-        return
-    try:
-        check_stored_tensors(config, opened, opened.tensors)
-    except CheckpointError as error:
-        raise bad_checkpoint(config.model, error) from error
 
 
 def meta_model(config: EngineConfig, opened: OpenedCheckpoint, dtype: torch.dtype) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -52,15 +51,6 @@ class _Samples(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class NativeLogits:
-    """Rows of logits in memory; stride: elements from row to row."""
-
-    address: int
-    stride: int
-    type: Type
-
-
 class NativeSampling:
     """Samples with the native kernels; only one thread at a time calls it and them."""
 
@@ -99,21 +89,23 @@ class NativeSampling:
     ) -> tuple[Int32Array, SampleLogprobs | None]:
         """As TokenChooser.sample; the logits of a row must be contiguous. Raises MemoryError."""
         assert logits.dtype == np.float32 and logits.strides[-1] == 4, "logits are rows of float32"
-        at = NativeLogits(int(logits.ctypes.data), logits.strides[0] // 4, Type.FLOAT32)
-        return self.sample_from(at, rows, positions, table, masks)
+        address, stride = int(logits.ctypes.data), logits.strides[0] // 4
+        return self.sample_from(address, stride, Type.FLOAT32, rows, positions, table, masks)
 
     def take(self, logits: Float32Array, samples: Int64Array, token_ids: Int64Array) -> Float32Array:
         values: Float32Array = logits[samples, token_ids]
         return values
 
     def sample_from(
-        self, logits: NativeLogits, rows: Int32Array, positions: Int32Array, table: RowTable, masks: TokenMasks | None
-    ) -> tuple[Int32Array, SampleLogprobs | None]:
-        """As TokenChooser.sample. Raises MemoryError."""
+        self, address: int, stride: int, kind: Type, rows: Int32Array, positions: Int32Array, table: RowTable,
+        masks: TokenMasks | None,
+    ) -> tuple[Int32Array, SampleLogprobs | None]:  # fmt: skip
+        """As TokenChooser.sample, from logits of this type at this address; stride: elements from row to row. Raises
+        MemoryError."""
         rows, positions = (np.ascontiguousarray(array, np.int32) for array in (rows, positions))
         token_ids = np.empty(len(rows), np.int32)
         samples = self._samples
-        samples.logits, samples.stride, samples.logits_type = logits.address, logits.stride, logits.type
+        samples.logits, samples.stride, samples.logits_type = address, stride, kind
         samples.rows, samples.positions = rows.ctypes.data, positions.ctypes.data
         samples.token_ids, samples.num_samples = token_ids.ctypes.data, len(rows)
         samples.masks = samples.mask_index = None

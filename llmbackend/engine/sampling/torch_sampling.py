@@ -20,7 +20,7 @@ from ..kernels.library import NativeKernels
 from ..kernels.weights import TYPE_OF
 from ..step import NO_TOKEN, Int32Array, RowTable
 from ..token_masks import FORBIDDEN, TokenMasks, as_bools
-from .native_sampling import NativeLogits, NativeSampling
+from .native_sampling import NativeSampling
 from .rows import RowEdits, SampleLogprobs, SamplingRows, uniform
 from .sampler import Sampler
 
@@ -160,8 +160,8 @@ class NativeTensorSampling:
     ) -> tuple[Int32Array, SampleLogprobs | None]:
         if logits.dtype not in TYPE_OF or logits.stride(-1) != 1:
             logits = logits.float().contiguous()
-        at = NativeLogits(logits.data_ptr(), logits.stride(0), TYPE_OF[logits.dtype])
-        return self._native.sample_from(at, rows, positions, table, masks)
+        address, kind = logits.data_ptr(), TYPE_OF[logits.dtype]
+        return self._native.sample_from(address, logits.stride(0), kind, rows, positions, table, masks)
 
 
 def _take(logits: torch.Tensor, samples: Int64Array, token_ids: Int64Array) -> Float32Array:

@@ -62,9 +62,9 @@ class Speculator:
     """Owns the state of drafting rows. One thread calls it."""
 
     def __init__(self, config: SpeculativeConfig, table: RowTable, max_step_tokens: int, looks_up: bool = True) -> None:
-        """max_step_tokens: size of the largest step with drafts, these included. looks_up: False if the runner looks
-        drafts up and this class only decides how many; an attempt that finds nothing then costs as much as a failed
-        one."""
+        """max_step_tokens: size of the largest step with drafts, these included. looks_up: whether this class looks
+        drafts up. If the runner does, this class only decides how many; an attempt that finds nothing then costs as
+        much as one that is rejected."""
         self._table = table
         self._looks_up = looks_up
         self._max_pause_steps = MAX_PAUSE_STEPS if looks_up else MAX_LOOKUP_PAUSE_STEPS

@@ -12,11 +12,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
-from ..step import NO_TOKEN, PENDING_TOKEN, BoolArray, Int32Array, RowTable, Runner, SampledTokens, StepPlan
+from ..step import (
+    NO_TOKEN,
+    PENDING_TOKEN,
+    BoolArray,
+    Int32Array,
+    OverlappingRunner,
+    RowTable,
+    Runner,
+    SampledTokens,
+    StepPlan,
+)
 from .sequence import Rows
 
 
@@ -42,15 +51,6 @@ class CompletedStep:
     planned_s: float
     sampled: SampledTokens
     num_guesses: Int32Array | None
-
-
-class Launcher(Protocol):
-    """The part of an OverlappingRunner that launches and collects steps."""
-
-    @property
-    def max_steps_in_flight(self) -> int: ...
-    def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None: ...
-    def collect(self) -> tuple[int, SampledTokens]: ...
 
 
 class ComputingLauncher:
@@ -99,7 +99,7 @@ class _LaunchedStep:
 class StepsInFlight:
     """Owns the launched steps of one runner."""
 
-    def __init__(self, runner: Launcher, rows: Rows) -> None:
+    def __init__(self, runner: OverlappingRunner | ComputingLauncher, rows: Rows) -> None:
         self._runner = runner
         self._rows = rows
         self._table = rows.table

@@ -54,8 +54,8 @@ _IN_MEMORY: Final = "weights"
 NewMemory = Callable[[int], Bytes]
 """Allocates this many bytes, as `KernelLibrary.memory` does: on huge pages, aligned, zeroed."""
 _SHARES: Final = {None: 0.95, "int8": 0.45, "int4": 0.25}
-"""By quantisation: resident memory relative to the checkpoint's size in 16 bits; rather an underestimate. The
-loader refuses others."""
+"""By quantisation: estimated resident memory as a fraction of the checkpoint's size in 16 bits, slightly too low. The
+loader refuses other quantisations."""
 _decode = msgspec.msgpack.Decoder(PackedDecoder).decode
 
 

@@ -56,21 +56,16 @@ _PREFAULT_BYTES: Final = 8 << 20
 _MADV_POPULATE_WRITE: Final = 23
 
 
-def map_pages(descriptor: int, offset_bytes: int, size_bytes: int, *, writable: bool = False) -> Bytes:
-    """Maps a part of the file, shared with whoever else maps it. Huge pages start at its multiples of 2 MiB. Raises
-    OSError."""
+def map_pages(
+    descriptor: int, offset_bytes: int, size_bytes: int, *, writable: bool = False, huge: bool = False
+) -> Bytes:
+    """Maps a part of the file, shared with whoever else maps it, on huge pages if `huge` and possible; these start at
+    its multiples of 2 MiB. Raises OSError."""
     rights = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     pages = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, rights, offset=offset_bytes)
-    return np.frombuffer(pages, np.uint8)
-
-
-def prefer_huge_pages(memory: Bytes) -> None:
-    """memory: everything that `map_pages` returned."""
-    pages = memory.base
-    if isinstance(pages, memoryview):
-        pages = pages.obj
-    if isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)
 
 
 class Prefault:
@@ -162,8 +157,7 @@ def image_bytes(resident_bytes: int, mapped_bytes: int, description_bytes: int) 
 def new_resident(descriptor: int, size_bytes: int) -> Bytes | None:
     """The resident memory of a new image, to be filled in place; None = not on huge pages, so not worth it. The disk
     must have space for it: see `CacheFolder.reserve`. Raises OSError."""
-    memory = map_pages(descriptor, RESIDENT_OFFSET_BYTES, whole_pages(size_bytes), writable=True)
-    prefer_huge_pages(memory)
+    memory = map_pages(descriptor, RESIDENT_OFFSET_BYTES, whole_pages(size_bytes), writable=True, huge=True)
     memory[0] = 0
     return memory[:size_bytes] if huge_bytes(memory) else None
 
@@ -294,8 +288,7 @@ class ImageFile:
         whole = part.size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if not whole:
             return None
-        memory = map_pages(self.descriptor, part.offset_bytes, part.size_bytes)
-        prefer_huge_pages(memory)
+        memory = map_pages(self.descriptor, part.offset_bytes, part.size_bytes, huge=True)
         memory[0]  # the first page, and the last whole one
         memory[whole - 1]
         if huge_bytes(memory) < min(whole, 2 * HUGE_PAGE_BYTES):

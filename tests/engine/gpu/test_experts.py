@@ -16,7 +16,7 @@ from llmbackend.engine.gpu.kernels import experts as kernels
 from llmbackend.engine.gpu.ops.ops import ExpertScratch, ExpertSpec, Ops
 from llmbackend.engine.gpu.ops.torch_ops import TorchOps
 from llmbackend.engine.gpu.ops.triton_ops import TritonOps
-from llmbackend.engine.gpu.parallel.collectives import Collectives
+from llmbackend.engine.gpu.parallel.collectives import StageGroup
 from llmbackend.engine.gpu.weights.experts import DenseExperts, ExpertProjection, Int4Experts
 from llmbackend.engine.gpu.weights.int4 import Int4Weight
 from llmbackend.engine.messages import InferRequest, SamplingParams
@@ -191,7 +191,7 @@ def test_columns_of_experts_that_do_not_divide_are_refused_by_name(tmp_path: Pat
     odd = replace(layer, mlp=replace(layer.mlp, down=down))
     loaded = replace(loaded, decoder=replace(loaded.decoder, layers=(odd,)))
 
-    def refusal(ranks: Collectives) -> str:
+    def refusal(ranks: StageGroup) -> str:
         with pytest.raises(UnshardableError) as caught:
             part_of(loaded, ranks)
         return str(caught.value)

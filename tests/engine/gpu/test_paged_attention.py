@@ -130,7 +130,7 @@ class Memory:
             exact_chunks=exact_chunks,
             num_multiprocessors=num_multiprocessors,
         )
-        attention.poison()
+        attention._workspace.fill_(float("nan"))
         layout = self.layout(parts, padding, max_seq_len, empty)
         tokens, width = len(layout.positions), shape.heads * shape.dim
         kv_width = 2 * shape.kv_heads * shape.dim

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from llmbackend.engine.errors import UnshardableError
-from llmbackend.engine.gpu.parallel.collectives import Collectives
+from llmbackend.engine.gpu.parallel.collectives import StageGroup
 from llmbackend.engine.model.projections import Mlp
 from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
 from tests.helpers.gpu.tiny_programs import all_logits, load, on_ranks, part_of, program_of_rank, prompts
@@ -72,7 +72,7 @@ def test_what_does_not_divide_is_refused_by_name(family: str, size: int, why: st
     save(FAMILIES[family], tmp_path)
     loaded = load(tmp_path)
 
-    def refusal(ranks: Collectives) -> str:
+    def refusal(ranks: StageGroup) -> str:
         with pytest.raises(UnshardableError) as caught:
             part_of(loaded, ranks)
         return str(caught.value)

@@ -16,7 +16,7 @@ from llmbackend.engine.attention.interface import LayerShape
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.gpu.ops.ops import PADDING_SLOT, LayerCache, StepLayout
 from llmbackend.engine.gpu.ops.torch_ops import TorchOps
-from llmbackend.engine.gpu.parallel.collectives import Collectives
+from llmbackend.engine.gpu.parallel.collectives import StageGroup
 from llmbackend.engine.gpu.parallel.sharding import Sharding
 from llmbackend.engine.gpu.program import GpuProgram, library_matmul
 from llmbackend.engine.gpu.weights.dense import Matmul
@@ -98,11 +98,11 @@ CPU = torch.device("cpu")
 T = TypeVar("T")
 
 
-class Thread:
+class Thread(StageGroup):
     """One of the ranks that share `board`, a place for each."""
 
     def __init__(self, rank: int, board: list[torch.Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, len(board)
+        super().__init__(rank, len(board))
         self._board, self._barrier = board, barrier
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,19 +116,19 @@ class Thread:
         x.copy_(self.all_gather(x).sum(0))
 
 
-def on_ranks(size: int, work: Callable[[Collectives], T]) -> list[T]:
+def on_ranks(size: int, work: Callable[[StageGroup], T]) -> list[T]:
     board, barrier = [torch.empty(0)] * size, threading.Barrier(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, [Thread(rank, board, barrier) for rank in range(size)]))
 
 
-def part_of(loaded: LoadedModel, ranks: Collectives) -> tuple[Decoder, dict[nn.Module, LayerShape]]:
+def part_of(loaded: LoadedModel, ranks: StageGroup) -> tuple[Decoder, dict[nn.Module, LayerShape]]:
     assert loaded.decoder is not None, loaded.why_modules
     sharding = Sharding(ranks, CPU, loaded.dtype)
     return sharding.decoder(loaded.decoder, loaded.layer_shapes), sharding.layer_shapes(loaded.layer_shapes)
 
 
-def program_of_rank(loaded: LoadedModel, ranks: Collectives) -> GpuProgram:
+def program_of_rank(loaded: LoadedModel, ranks: StageGroup) -> GpuProgram:
     decoder, shapes = part_of(loaded, ranks)
     caches = {
         module: LayerCache(*(torch.full((NUM_BLOCKS, shape.num_kv_heads, BLOCK_SIZE, shape.key_dim), 77.0),) * 2)

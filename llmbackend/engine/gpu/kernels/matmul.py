@@ -43,14 +43,16 @@ class Tile:
 
 def choose_tile(num_rows: int, dtype: torch.dtype) -> Tile:
     """Few rows are limited by memory, and get narrow tiles, so that even a small matrix has enough of them for all
-    multiprocessors, with many loads in flight. Many rows are limited by the tensor cores, and get large tiles."""
+    multiprocessors, with many loads in flight. Many rows are limited by the tensor cores, and get large tiles. A tile
+    has the same number of bytes in 16 and in 8 bits."""
     if dtype == torch.float32:  # no tensor cores; meant for verification, not for speed
         return Tile(rows=32, columns=32, depth=32, warps=4, stages=2)
+    depth = 128 // dtype.itemsize
     if num_rows <= 64:
-        return Tile(rows=64, columns=32, depth=64, warps=4, stages=8)
+        return Tile(rows=64, columns=32, depth=depth, warps=4, stages=8)
     if num_rows <= 256:
-        return Tile(rows=64, columns=64, depth=64, warps=4, stages=6)
-    return Tile(rows=128, columns=128, depth=64, warps=8, stages=4)
+        return Tile(rows=64, columns=64, depth=depth, warps=4, stages=6)
+    return Tile(rows=128, columns=128, depth=depth, warps=8, stages=4)
 
 
 @triton.jit
@@ -143,15 +145,6 @@ def _capability() -> int:
     return int(driver.active.get_current_target().arch)
 
 
-def choose_scaled_tile(num_rows: int) -> Tile:
-    """As for 16-bit matrices, whose tiles have the same number of bytes at half the depth."""
-    if num_rows <= 64:
-        return Tile(rows=64, columns=32, depth=128, warps=4, stages=8)
-    if num_rows <= 256:
-        return Tile(rows=64, columns=64, depth=128, warps=4, stages=6)
-    return Tile(rows=128, columns=128, depth=128, warps=8, stages=4)
-
-
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x_scale", "weight_scale", "bias"])
 def scaled_matmul_kernel(
     x, x_scale, weight, weight_scale, bias, out, num_rows, n, k,
@@ -191,7 +184,7 @@ def scaled_matmul(
     (num_rows, k), n = x.shape, weight.shape[0]
     if num_rows == 0:
         return
-    tile = choose_scaled_tile(num_rows)
+    tile = choose_tile(num_rows, x.dtype)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)
     scaled_matmul_kernel[grid](
         x, x_scale, weight, weight_scale, weight_scale if bias is None else bias, out, num_rows, n, k,

@@ -108,10 +108,6 @@ class PagedAttention:
         self._num_multiprocessors = num_multiprocessors or _multiprocessors(device)
         self._exact_chunks = exact_chunks
 
-    def poison(self) -> None:
-        """Fills the workspace with NaN, so that tests detect reads of unwritten memory."""
-        self._workspace.fill_(float("nan"))
-
     def attend(
         self,
         qkv: torch.Tensor,

@@ -97,8 +97,8 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """x / sqrt(mean(x²) + eps) * weight, computed in float32. Centred (not supported by any operation here): of x -
-    mean(x) instead of x, plus a bias."""
+    """x / sqrt(mean(x²) + eps) * weight, computed in float32. If centred, x - mean(x) takes the place of x and the bias
+    is added; no operation here supports this."""
 
     weight: torch.Tensor
     """float32 [width]"""

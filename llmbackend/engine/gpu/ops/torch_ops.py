@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from ...step import LookupLengths
-from ..weights.dense import EightBitRows, Rows, eight_bit_rows
+from ..weights.dense import EightBitRows, Rows, as_bytes, eight_bit_rows
 from ..weights.experts import ExpertProjection
 from .ops import (
     NO_ADAPTER,
@@ -313,17 +313,12 @@ def _write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
     is padding too, it writes the content of slot 0 to slot 0.
     """
     block_size, limit = cache.shape[2], torch.finfo(cache.dtype).max
-    stored = _bytes(torch.nan_to_num(x, nan=0.0).clamp(-limit, limit).to(cache.dtype))
-    memory = _bytes(cache)
+    stored = as_bytes(torch.nan_to_num(x, nan=0.0).clamp(-limit, limit).to(cache.dtype))
+    memory = as_bytes(cache)
     source = torch.where(slots[:1] >= 0, stored[:1], memory[:1, :, 0])
     stored = torch.where((slots >= 0)[:, None, None], stored, source)
     slots = torch.where(slots >= 0, slots, slots[:1].clamp(min=0))
     memory[slots // block_size, :, slots % block_size] = stored
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """8-bit types as bytes: torch supports 8-bit floats only in some operations."""
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _visible_keys(
@@ -339,5 +334,5 @@ def _visible_keys(
 
 def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """float32 [tokens, num_kv_heads, n * block_size, head_dim]"""
-    gathered = _bytes(cache)[blocks].view(cache.dtype).float()
+    gathered = as_bytes(cache)[blocks].view(cache.dtype).float()
     return gathered.transpose(1, 2).flatten(2, 3)

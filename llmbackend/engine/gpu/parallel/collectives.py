@@ -16,7 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,22 +74,6 @@ _NETWORK_INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 """Variables for the interface through which ranks find each other (data between the GPUs of one host does not use it),
 and what precedes its name: NCCL takes a name without = as a prefix, so that eno1 would also mean eno12."""
 _SIOCGIFADDR = 0x8915
-
-
-class Collectives(Protocol):
-    """Collective operations among the ranks of one stage."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def all_reduce(self, x: torch.Tensor) -> None:
-        """x = the sum of all ranks' x, in place. x is contiguous."""
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' x, by rank: [size, *x.shape]. x is contiguous."""
 
 
 class Ranks:
@@ -160,7 +144,7 @@ class Ranks:
 
 
 class StageGroup:
-    """The ranks of this rank's stage."""
+    """The ranks of this rank's stage, and their collective operations."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -168,10 +152,12 @@ class StageGroup:
         self.group: Any = None
 
     def all_reduce(self, x: torch.Tensor) -> None:
+        """x = the sum of all ranks' x, in place. x is contiguous."""
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' x, by rank: [size, *x.shape]. x is contiguous."""
         if self.size == 1:
             return x[None]
         gathered = x.new_empty((self.size, *x.shape))

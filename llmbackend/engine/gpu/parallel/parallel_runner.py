@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -123,16 +123,6 @@ class _SharedMasks:
         return masks
 
 
-class SamplingRanks(Protocol):
-    """Ranks, of which only those in the last stage sample."""
-
-    @property
-    def is_last(self) -> bool: ...
-
-    def from_sampler(self, x: torch.Tensor) -> None:
-        """As Ranks.from_sampler."""
-
-
 class _Extras(msgspec.Struct, frozen=True, array_like=True):
     """The fields of SampledTokens other than token ids."""
 
@@ -148,7 +138,7 @@ _decode = msgspec.msgpack.Decoder(_Extras).decode
 class SharedSampling:
     max_steps_in_flight = 1
 
-    def __init__(self, ranks: SamplingRanks, own: StepSampler) -> None:
+    def __init__(self, ranks: Ranks, own: StepSampler) -> None:
         """own: the sampler of this rank. The last stage samples with it; other stages only use it to check requests."""
         self._ranks = ranks
         self._own = own
@@ -166,7 +156,7 @@ class SharedSampling:
 
 
 class _SampledHere:
-    def __init__(self, ranks: SamplingRanks, step: StepSampling) -> None:
+    def __init__(self, ranks: Ranks, step: StepSampling) -> None:
         self._ranks, self._step = ranks, step
         self._sampled = SampledTokens(np.empty(0, np.int32))
 
@@ -191,7 +181,7 @@ class _SampledHere:
 
 
 class _SampledElsewhere:
-    def __init__(self, ranks: SamplingRanks, plan: StepPlan) -> None:
+    def __init__(self, ranks: Ranks, plan: StepPlan) -> None:
         self._ranks, self._plan = ranks, plan
         self._sampled = SampledTokens(np.empty(0, np.int32))
 

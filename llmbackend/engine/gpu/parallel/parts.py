@@ -15,7 +15,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -28,21 +27,20 @@ from transformers import GenerationConfig
 from ...attention.interface import AttentionOptions
 from ...config import EngineConfig
 from ...cpu_threads import usable_cpus
-from ...errors import CheckpointError, ProgramUnsupportedError
+from ...errors import ProgramUnsupportedError
 from ...model import lean_imports
-from ...model.checkpoint_files import bad_checkpoint, read_headers
+from ...model.checkpoint_files import bad_checkpoint
 from ...model.compatibility import MAX_PROBE_TOKENS, CheckedModel, architecture_name, check_calls, check_model
 from ...model.decoder_description import Attention, Decoder
 from ...model.loader import (
     LoadedModel,
-    OpenedCheckpoint,
-    check_stored_tensors,
     describe_or_why,
     dtype_of,
     eos_token_ids,
     load_model,
     open_checkpoint,
     random_model,
+    stored_tensors,
 )
 from ...model.located_files import files_of
 from ...model.rotary import fix_frequencies, restore_buffers
@@ -169,7 +167,7 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
     if opened.is_gguf:
         raise ProgramUnsupportedError("its weights are in a GGUF file")
     files = files_of(config)
-    _check(config, opened, files)
+    stored_tensors(config, opened, files)
     dtype = dtype_of(config, opened)
     model = meta_model(config, opened, dtype)
     try:
@@ -198,21 +196,9 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
         model_type=str(opened.hf_config.model_type),
         linear_kind="torch",
         checked=CheckedModel(recorder.shapes, options, (), torch.empty(0)),
-        kernels=None,
-        store=None,
         decoder=decoder,
         why_modules=why_modules,
-        adapters=None,
     )
-
-
-def _check(config: EngineConfig, opened: OpenedCheckpoint, files: list[Path]) -> None:
-    """The checks of the loader."""
-    try:
-        tensors = read_headers(files) if opened.tensors is None else opened.tensors
-        check_stored_tensors(config, opened, tensors)
-    except CheckpointError as error:
-        raise bad_checkpoint(config.model, error) from error
 
 
 @torch.no_grad()
@@ -321,7 +307,8 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
 
 
 def _compare(small: Decoder, real: Decoder) -> None:
-    """Compares what is not read from the files and would be wrong if a module without memory was completed wrongly."""
+    """Compares the values that no file contains; they are wrong if a module built without memory was completed
+    wrongly."""
     pairs = zip(small.layers, real.layers, strict=False)
     factors = math.isclose(small.embedding_factor, real.embedding_factor, rel_tol=_ROUNDING)
     if not factors or not all(_same_rotation(a.attending, b.attending) for a, b in pairs):

@@ -22,9 +22,11 @@ from ...errors import UnshardableError
 from ...model.decoder_description import Attention, Decoder, Experts, Layer
 from ...model.projections import Mlp, Projection
 from ..ops.ops import Norm, gate_up_rows
-from ..weights.dense import DenseWeight, DeviceWeight, Matmul, Rows, SplittableWeight
+from ..weights.dense import DenseWeight, DeviceWeight, Matmul, QuantizedWeight, Rows
 from ..weights.experts import ExpertProjection
-from .collectives import Collectives, RankPlace
+from ..weights.int4 import Int4Weight
+from ..weights.stored import StoredWeight
+from .collectives import RankPlace, StageGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +34,7 @@ class SummedWeight:
     """This rank's input columns of a matrix; the product is the sum of all ranks' products."""
 
     local: DeviceWeight
-    ranks: Collectives
+    ranks: StageGroup
 
     @property
     def n(self) -> int:
@@ -60,7 +62,7 @@ class GatheredWeight:
     products."""
 
     local: DeviceWeight
-    ranks: Collectives
+    ranks: StageGroup
     n: int
 
     @property
@@ -120,7 +122,7 @@ class Sharding:
 
     def __init__(
         self,
-        ranks: Collectives,
+        ranks: StageGroup,
         device: torch.device,
         dtype: torch.dtype,
         place: RankPlace | None = None,
@@ -319,8 +321,9 @@ def _heads(heads: range, head_dim: int) -> torch.Tensor:
 
 
 def _splittable(projection: Projection) -> Any:
-    """A SplittableWeight; typed Any because the types do not say that gate and up are of the same kind."""
-    assert isinstance(projection.weight, SplittableWeight), "a model that was loaded for programs has such weights"
+    """The weight; typed Any because the types do not say that gate and up are of the same kind."""
+    kinds = DenseWeight, QuantizedWeight, Int4Weight, StoredWeight
+    assert isinstance(projection.weight, kinds), "a model that was loaded for programs has such weights"
     return projection.weight
 
 

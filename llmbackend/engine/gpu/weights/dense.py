@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, Literal, Protocol, Self, cast, runtime_checkable
+from typing import Final, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -109,31 +109,6 @@ class DeviceWeight(Protocol):
         matrices use `matmul`."""
 
 
-@runtime_checkable
-class SplittableWeight(Protocol):
-    """A weight [n, k] that can be split among ranks."""
-
-    @property
-    def n(self) -> int: ...
-
-    @property
-    def k(self) -> int: ...
-
-    def part(self, start: int, n: int) -> Self:
-        """Rows start .. start + n - 1, in the same memory."""
-
-    def rows(self, rows: torch.Tensor) -> Self:
-        """A copy of these rows."""
-
-    def columns(self, columns: range) -> Self:
-        """A copy of these columns."""
-
-    def above(self, other: Self) -> Self:
-        """A copy with the rows of the other appended."""
-
-    def to(self, device: torch.device) -> Self: ...
-
-
 def follows(below: torch.Tensor, above: torch.Tensor) -> bool:
     """Whether the rows of `below` follow those of `above` in the same allocation; both are contiguous."""
     if below.untyped_storage().data_ptr() != above.untyped_storage().data_ptr():
@@ -165,6 +140,7 @@ class DenseWeight:
         matmul(x, self.tensor, bias, out)
 
     def part(self, start: int, n: int) -> DenseWeight:
+        """Rows start .. start + n - 1, in the same memory."""
         return DenseWeight(self.tensor[start : start + n])
 
     def joined(self, other: DenseWeight) -> DenseWeight | None:
@@ -174,12 +150,15 @@ class DenseWeight:
         return DenseWeight(self.tensor.as_strided((self.n + other.n, self.k), (self.k, 1)))
 
     def rows(self, rows: torch.Tensor) -> DenseWeight:
+        """A copy of these rows."""
         return DenseWeight(self.tensor[rows])
 
     def columns(self, columns: range) -> DenseWeight:
+        """A copy of these columns."""
         return DenseWeight(self.tensor[:, columns.start : columns.stop].clone())
 
     def above(self, other: DenseWeight) -> DenseWeight:
+        """A copy with the rows of the other appended."""
         return DenseWeight(torch.cat((self.tensor, other.tensor)))
 
     def to(self, device: torch.device) -> DenseWeight:
@@ -274,13 +253,13 @@ class QuantizedWeight:
         return QuantizedWeight(self.data.as_strided((n, self.k), (self.k, 1)), self.scale.as_strided((n,), (1,)))
 
     def rows(self, rows: torch.Tensor) -> QuantizedWeight:
-        return QuantizedWeight(_bytes(self.data)[rows].view(self.data.dtype), self.scale[rows])
+        return QuantizedWeight(as_bytes(self.data)[rows].view(self.data.dtype), self.scale[rows])
 
     def columns(self, columns: range) -> QuantizedWeight:
         return QuantizedWeight(self.data[:, columns.start : columns.stop].contiguous(), self.scale)
 
-    def above(self, other: Self) -> QuantizedWeight:
-        data = torch.cat((_bytes(self.data), _bytes(other.data))).view(self.data.dtype)
+    def above(self, other: QuantizedWeight) -> QuantizedWeight:
+        data = torch.cat((as_bytes(self.data), as_bytes(other.data))).view(self.data.dtype)
         return QuantizedWeight(data, torch.cat((self.scale, other.scale)))
 
     def to(self, device: torch.device) -> QuantizedWeight:
@@ -369,6 +348,6 @@ def eight_bit_rows(x: torch.Tensor, dtype: torch.dtype) -> EightBitRows:
     return EightBitRows((numbers if dtype == FP8 else numbers.round()).to(dtype), scale)
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """x as bytes: torch supports 8-bit floats only in some operations."""
-    return x.view(torch.uint8)
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """8-bit types as bytes: torch supports 8-bit floats only in some operations."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

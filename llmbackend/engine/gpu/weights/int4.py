@@ -3,8 +3,8 @@
 Used by the loader, and by programs and modules that multiply by the loaded weights. The numbers of a row are in blocks
 of 2 * slab columns, padded with zeros: byte j of a block contains number j of the block in its low nibble and number
 slab + j in its high nibble. Invariants: the matrix is (number - zero) * scale, with the scale of the checkpoint, or, in
-4-bit floats (mxfp4), the e2m1 value times a power of two; a slab lies within one group; parts, neighbours and columns
-represent the same numbers.
+4-bit floats (mxfp4), the e2m1 value times a power of two; a slab lies within one group. Splitting, joining or selecting
+columns never changes the numbers.
 """
 
 from __future__ import annotations
