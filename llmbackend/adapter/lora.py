@@ -215,13 +215,10 @@ class AdapterHandle:
 NO_ADAPTER = AdapterHandle("")
 
 
-LORA_CHANGE: Final = "triton_lora_change"
-"""A request parameter: JSON of a LoraChange. Only a frontend that has checked the API key's role can send it: the names
-of clients' parameters never begin with `triton_`."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoraChange:
+    """A request's `command`, as JSON."""
+
     action: Literal["load", "unload"]
     name: str
     folder: str = ""
@@ -237,8 +234,7 @@ _decode_change = msgspec.json.Decoder(LoraChange).decode
 
 def lora_change(request: Request) -> LoraChange | None:
     """None for an inference request."""
-    value = request.parameters.get(LORA_CHANGE)
-    return None if value is None else _decode_change(str(value))
+    return _decode_change(request.command) if request.command else None
 
 
 @dataclass(eq=False, slots=True)

@@ -402,6 +402,10 @@ class Request(Protocol):
         """See Resume. Not in Triton's API; None inside NVIDIA's Triton."""
 
     @property
+    def command(self) -> str:
+        """See InferenceRequest. Not in Triton's API; "" inside NVIDIA's Triton."""
+
+    @property
     def is_cancelled(self) -> bool: ...
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once when the request is cancelled, on the cancelling thread, or immediately if it has

@@ -105,6 +105,8 @@ class InferenceRequest:
     classes: by output, how many of the largest elements are returned as text (classification)
     trace: set if the client's request is sampled; requests made by models inherit it
     resume: None = the request is not resumable
+    command: what an operator asks of the backend instead of an inference, in the backend's format; "" = an inference.
+        Set only by frontends that have checked the client's role
     """
 
     model_name: str
@@ -124,6 +126,7 @@ class InferenceRequest:
     trace: RequestTrace | None = None
     tenant: Tenant = NO_TENANT
     resume: Resume | None = None
+    command: str = ""
 
 
 class InferenceResponse(msgspec.Struct, frozen=True):

@@ -36,6 +36,13 @@ class PermissionDeniedError(TritonError):
         super().__init__(message, ErrorCode.UNAVAILABLE)
 
 
+class UnauthenticatedError(TritonError):
+    """The API key of an open gRPC stream is no longer valid: UNAUTHENTICATED, Triton code UNAVAILABLE."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ErrorCode.UNAVAILABLE)
+
+
 class BodyTooLargeError(TritonError):
     """An HTTP body is longer than --http-max-input-size. INVALID_ARG."""
 

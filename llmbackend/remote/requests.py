@@ -50,6 +50,7 @@ def packed_request(
                 request.tenant,
                 trace,
                 resume,
+                request.command,
             )
         )
     except (OverflowError, UnicodeEncodeError) as error:
@@ -77,6 +78,7 @@ def unpacked_request(submit: Submit, frames: Sequence[Frame]) -> InferenceReques
         classes=submit.classes,
         tenant=submit.tenant,
         resume=submit.resume,
+        command=submit.command,
     )
 
 

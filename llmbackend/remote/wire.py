@@ -122,6 +122,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     tenant: Tenant
     trace: TraceStart | None
     resume: Resume | None
+    command: str
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -233,6 +233,38 @@ def test_a_changed_file_opens_and_closes_without_a_restart(server: Guarded) -> N
     assert status("sk-alice") == 200
 
 
+def test_an_open_stream_has_the_keys_of_the_file(server: Guarded) -> None:
+    """Each of its requests is checked: for the limits that its key has now, and whether there is the key at all."""
+    sent: queue.Queue[pb.ModelInferRequest | None] = queue.Queue()
+    request = pb.ModelInferRequest(model_name="mock")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(PROMPT.encode())
+    request.parameters["max_tokens"].int64_param = 1
+
+    def error_of_next(call: Any) -> str:
+        sent.put(request)
+        return str(next(call).error_message)
+
+    def changed(text: str) -> None:
+        server.key_file.write_text(KEYS + text)
+        time.sleep(1.1)
+
+    changed("leaves:sk-leaves\n")
+    with grpc.insecure_channel(server.process.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        call = stub.ModelStreamInfer(iter(sent.get, None), metadata=list(bearer("sk-leaves").items()))
+        assert error_of_next(call) == ""
+        changed("leaves:sk-leaves rpm=1\n")
+        assert error_of_next(call) == ""
+        assert "Rate limit reached for requests per minute (RPM): limit 1." in error_of_next(call)
+        changed("")
+        with pytest.raises(grpc.RpcError) as ended:
+            error_of_next(call)
+        sent.put(None)
+    assert (ended.value.code(), ended.value.details()) == (
+        *(grpc.StatusCode.UNAUTHENTICATED, "Incorrect API key provided."),
+    )
+
+
 # --- limits ---
 
 

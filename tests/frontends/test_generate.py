@@ -120,6 +120,14 @@ def test_a_refusal_first_is_a_503_that_says_when_to_try_again(http: httpx.Client
             *('{"text_input":"x","extra":null}', 400),
             "parameter 'extra' has invalid type. It should be either 'int', 'bool', or 'string'.",
         ),
+        (
+            *('{"text_input":"x","triton_lora_change":"{}"}', 400),
+            "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified.",
+        ),
+        (
+            *('{"text_input":"x","parameters":{"triton_x":1}}', 400),
+            "Converting keyword: 'parameters': parameter keys starting with 'triton_' are reserved",
+        ),
         ('{"text_input":"x","id":7}', 500, "Unable to parse 'id': attempt to access JSON non-string as string"),
         ('{"text_input":"a","text_input":"b"}', 400, "[request id: <id_unknown>] input 'text_input' already exists"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -223,6 +224,24 @@ def test_nesting_depth(text: str, deep: bool) -> None:
             parse(text.encode())
     else:
         parse(text.encode())
+
+
+def cpu_time_s(data: list[Any]) -> float:
+    began_s = time.process_time()
+    infer_codec.flatten(data)
+    return time.process_time() - began_s
+
+
+def test_leaves_are_read_once_however_deep_a_list_beside_them_is() -> None:
+    assert infer_codec.flatten([1, [], [2, [[3], 4], []], [[[5]]], 6]) == [1, 2, 3, 4, 5, 6]
+    assert infer_codec.flatten("a") == ["a"] and infer_codec.flatten([[]]) == []
+    flat = list(range(100_000))
+    deep: Any = 0
+    for _ in range(95):
+        deep = [deep]
+    assert infer_codec.flatten([deep, *flat]) == [0, *flat]
+    shallow_s = min(cpu_time_s([[0], *flat]) for _ in range(3))
+    assert min(cpu_time_s([deep, *flat]) for _ in range(3)) < 10 * shallow_s
 
 
 def test_options_default_to_nothing() -> None:

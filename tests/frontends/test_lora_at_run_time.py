@@ -18,8 +18,10 @@ from safetensors.torch import load_file, save_file
 from llmbackend.adapter.lora import AdapterCopies
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
+from llmbackend.core.tensors import Tensor
 from llmbackend.frontends.protocol_options import ProtocolOptions
 from tests.frontends.test_lora_clients import CHECKPOINT, PROMPT, write_adapter
+from tests.helpers.core_host import send
 from tests.helpers.openai_live_server import serve_openai
 
 pytestmark = pytest.mark.slow
@@ -144,6 +146,15 @@ def test_running_requests_keep_their_adapter(url: str, client: openai.OpenAI) ->
         change(url, "unload", lora_name="pet")
         text += "".join(chunk.choices[0].text for chunk in chunks)
     assert text == expected
+
+
+def test_a_parameter_changes_no_adapter(server: InferenceServer, client: openai.OpenAI, folder: Path) -> None:
+    """Its name may be a client's, through a model that passes parameters on."""
+    command = json.dumps({"action": "load", "name": "cat", "folder": str(folder), "path": "cat"})
+    text = Tensor.text("text_input", PROMPT.encode())
+    answer = send(server, MODEL, text, parameters={"triton_lora_change": command}).responses()[-1]
+    assert answer.error is None and answer.outputs[0].name == "text_output"
+    assert [model.id for model in client.models.list()] == [MODEL]
 
 
 def test_a_changed_file_changes_no_loaded_adapter(url: str, client: openai.OpenAI, folder: Path) -> None:

@@ -16,6 +16,8 @@ from llmbackend.core.messages import InferenceRequest, RequestFlag
 from llmbackend.core.tensors import RawTensor, Tensor, to_wire
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.remote.remote_server import RemoteServer
+from llmbackend.remote.requests import packed_request, unpacked_request
+from llmbackend.remote.wire import Submit, decode_to_host
 from tests.helpers.kserve_scripted import RECORD, start_host
 from tests.helpers.waiting import eventually_async
 from tests.remote.linked_host import answers, attached, served, shown
@@ -165,3 +167,11 @@ async def test_requests_are_cancelled(host: InferenceServer, tmp_path: Path, how
                 await eventually_async(RECORD.cancelled[how].is_set)
             gate.close()
         await eventually_async(RECORD.cancelled[how].is_set)
+
+
+@pytest.mark.parametrize("command", ["", '{"action": "unload", "name": "cat"}'])
+def test_a_command_of_an_operator_arrives(command: str) -> None:
+    request = InferenceRequest("llm", command=command)
+    header, *frames = packed_request(1, request, is_confirmed=True, trace=None, resume=None)
+    submit = decode_to_host(header)
+    assert isinstance(submit, Submit) and unpacked_request(submit, frames) == request

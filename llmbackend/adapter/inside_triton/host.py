@@ -262,6 +262,8 @@ class TritonRequest:
     """Triton does not identify clients."""
     resume = None
     """Triton has no resumable requests."""
+    command = ""
+    """Triton has no commands."""
 
     def __init__(self, request: Any, channel: Channel, watch: CancelWatch) -> None:
         """Raises TritonError for a tensor of an unknown type."""

@@ -37,6 +37,8 @@ MAX_CHOICE_CHARS = 65536
 MAX_REGEX_CHARS = 8192
 MAX_REGEX_LENGTH = 100_000
 """Characters of a regular expression with its repetitions expanded."""
+MAX_JOINT_PATTERNS = 8
+"""Regular expressions that must all match one value, and `&`s in one terminal: each doubles the compiler's time."""
 MAX_MULTIPLE_OF = 10_000
 """Numerator and denominator of multipleOf: the compiler creates a state for each remainder."""
 MAX_GRAMMAR_CHARS = 65536

@@ -26,6 +26,7 @@ from .constraint import (
     RequestPath,
     check_stack,
 )
+from .joint_patterns import check_joint_patterns
 from .schema_keywords import Keywords, Schema, SchemaOptions, is_annotation
 from .schema_values import encodable, number_of
 
@@ -86,7 +87,9 @@ class _Translation:
         definitions = self._definitions()
         self._check_cycles()
         check_stack(self._place, {name: SCHEMA_KB * depth for name, depth in self._depths.items()}, self._references)
-        return {**result, "$defs": definitions} if definitions else result
+        whole = {**result, "$defs": definitions} if definitions else result
+        check_joint_patterns(whole, self._place)
+        return whole
 
     def _definitions(self) -> Schema:
         definitions: Schema = {}

@@ -13,7 +13,15 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .constraint import DEFINITION_KB, GROUP_KB, MAX_STACK_KB, MAX_TAGS, RequestPath, check_stack
+from .constraint import (
+    DEFINITION_KB,
+    GROUP_KB,
+    MAX_JOINT_PATTERNS,
+    MAX_STACK_KB,
+    MAX_TAGS,
+    RequestPath,
+    check_stack,
+)
 from .json_schema import enforceable
 from .schema_keywords import SchemaOptions
 
@@ -199,6 +207,8 @@ class _Definitions:
         self._depths = {self._owner: 0}
         """How deep groups nest in each."""
         self._uses: dict[str, set[str]] = {self._owner: set()}
+        self._num_joined: dict[str, int] = {}
+        """How many `&`s are in each."""
         self._num_open = 0
         self._name = ""
         """The last name: that of the next definition, if a colon or the brackets of its attributes follow."""
@@ -219,6 +229,8 @@ class _Definitions:
             self._depths[self._owner] = max(self._depths[self._owner], self._num_open)
         elif character in ")]}":
             self._num_open = max(self._num_open - 1, 0)
+        elif character == "&":
+            self._num_joined[self._owner] = self._num_joined.get(self._owner, 0) + 1
         elif character == ":" and not self._num_open and self._name:
             self._owner, self._name = self._name, ""
             self._depths.setdefault(self._owner, 0)
@@ -228,6 +240,25 @@ class _Definitions:
         self._uses[self._owner].add(self._name)
         each_kb = {name: DEFINITION_KB + GROUP_KB * depth for name, depth in self._depths.items()}
         check_stack(place, each_kb, self._uses, limit_kb)
+        if sum(self._num_joined.values()) > MAX_JOINT_PATTERNS:
+            self._check_joined(place)
+
+    def _check_joined(self, place: RequestPath) -> None:
+        """Terminals, whose names are in capitals, are one regular expression with those that they use."""
+        num_joined: dict[str, int] = {}
+
+        def count(name: str) -> int:
+            if name not in num_joined:
+                num_joined[name] = 0  # of a terminal that uses itself, which the compiler refuses
+                used = sum(count(used) for used in self._uses.get(name, ()) if used.isupper())
+                num_joined[name] = min(self._num_joined.get(name, 0) + used, MAX_JOINT_PATTERNS + 1)
+            return num_joined[name]
+
+        for name in self._num_joined:
+            if count(name) > MAX_JOINT_PATTERNS:
+                place.wrong(
+                    f"the terminal '{name[:40]}' has more than {MAX_JOINT_PATTERNS} '&', with those that it uses"
+                )
 
 
 def _schema(

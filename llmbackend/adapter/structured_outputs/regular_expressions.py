@@ -235,7 +235,7 @@ class _Translation:
             self._at += len(kind)
             if kind != "?:":
                 end = self._pattern.find(">", self._at)
-                if not self._pattern[self._at : end].isidentifier():
+                if end < 0 or not self._pattern[self._at : end].isidentifier():
                     self._refuse("the name of a group")
                 self._at = end + 1
         self._depth += 1

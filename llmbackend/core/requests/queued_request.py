@@ -66,6 +66,7 @@ class QueuedRequest:
         self.parameters: Mapping[str, ParameterValue] = request.parameters
         self.tenant = request.tenant
         self.resume = request.resume
+        self.command = request.command
         self.requested_outputs = valid.requested_outputs
         self.batch_size = valid.batch_size
         self.queue_start_ns = 0

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 
+from ..errors import UnauthenticatedError
 from ..http.errors import INVALID_REQUEST, body_for, error_body, is_anthropic, is_openai
 from ..http.request_scope import IS_COUNTED, LABELS
 from ..http.responses import JSON, TEXT, plain
@@ -221,15 +222,34 @@ class GrpcAccess(grpc.aio.ServerInterceptor):
             text = f"This protocol is restricted, expecting header '{header}'"
             return _refusing(grpc.StatusCode.UNAVAILABLE, text), account
         if account is not None:
-            handler = self._admit(account, method, category, handler)
+            identity = RequestIdentity(account, "grpc", self._metrics)
+            if handler.stream_stream is not None:
+                handler = self._rechecked(handler, headers, identity)
+            handler = self._admit(identity, method, category, handler)
         return handler, account
 
-    def _admit(self, account: Account, method: str, category: Category | None, handler: Handler) -> Handler:
+    def _rechecked(self, handler: Handler, headers: dict[str, bytes], identity: RequestIdentity) -> Handler:
+        """Checks the key again with each request of the stream, whose identity gets the key's present account."""
+
+        async def checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            assert self._keys is not None
+            async for request in requests:
+                account = self._keys.find(bearer_token(headers) or b"")
+                if account is None:
+                    self._metrics.decided(None, "grpc", "unauthenticated")
+                    raise UnauthenticatedError(WRONG_KEY)
+                identity.account = account
+                yield request
+
+        call = handler.stream_stream
+        return handler._replace(stream_stream=lambda requests, context: call(checked(requests), context))
+
+    def _admit(self, identity: RequestIdentity, method: str, category: Category | None, handler: Handler) -> Handler:
         """Checks the role first. Rate limits apply to inference; within a stream, to each request (keyed_server.py)."""
+        account = identity.account
         if account.role is not Role.OPERATOR and method in OPERATOR_RPCS:
             self._metrics.decided(account, "grpc", "forbidden")
             return _refusing(grpc.StatusCode.PERMISSION_DENIED, role_needed(account.name, account.role))
-        identity = RequestIdentity(account, "grpc", self._metrics)
         if category is not Category.INFERENCE:
             self._metrics.decided(account, "grpc", "accepted")
             return _identified(handler, identity)

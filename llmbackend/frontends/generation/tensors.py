@@ -71,10 +71,7 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
 }
 """The other inputs, with their datatypes."""
 MAX_TOKENS_MUST_FIT: Final = "triton_max_tokens_must_fit"
-"""Request parameter: a max_tokens beyond the context is refused instead of reduced. Clients of the other protocols
-cannot send parameters with this prefix."""
-LORA_CHANGE: Final = "triton_lora_change"
-"""Request parameter: JSON of an adapter that the model loads or unloads. The request has no inputs."""
+"""Request parameter: a max_tokens beyond the context is refused instead of reduced."""
 _NONE = ResponseFlag.NONE
 TokenEntries = dict[str, dict[str, Any]]
 """{token id: {logprob, rank, decoded_token}} at one position; the first entry is the chosen token's (as in vLLM)."""

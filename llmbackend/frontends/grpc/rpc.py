@@ -19,7 +19,7 @@ from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
 
-from ..errors import LimitReachedError, PermissionDeniedError, log_bug
+from ..errors import LimitReachedError, PermissionDeniedError, UnauthenticatedError, log_bug
 
 INTERNAL_ERROR: Final = "internal error, see the server's log"
 
@@ -42,6 +42,8 @@ def grpc_status(error: TritonError) -> grpc.StatusCode:
         return grpc.StatusCode.RESOURCE_EXHAUSTED
     if isinstance(error, PermissionDeniedError):
         return grpc.StatusCode.PERMISSION_DENIED
+    if isinstance(error, UnauthenticatedError):
+        return grpc.StatusCode.UNAUTHENTICATED
     return GRPC_STATUS[error.code]
 
 

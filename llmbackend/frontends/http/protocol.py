@@ -34,6 +34,12 @@ _MAX_DISCARDED_BYTES: Final = 64 << 20
 """How much of the rest of a body is read and dropped after its request was answered."""
 _MAX_DISCARDED_CHUNKS: Final = 1024
 """Limit of discarded chunks; beyond it nothing is parsed, and the connection is closed."""
+_MAX_WAITING: Final = 64
+"""Pipelined requests behind the one that runs: each takes 2 KiB. They are parsed a few at a time; more can come only at
+the end of a long body."""
+_MANY_HEADS: Final = 4
+_MANY_PARSED_AT_ONCE_BYTES: Final = 1 << 10
+"""Of data with more heads than that: less than _MAX_WAITING."""
 _RESET: Final = struct.pack("ii", 1, 0)
 """A value of SO_LINGER: close at once, with a reset."""
 _OVERLOAD_HEADER_TIMEOUT_S: Final = 2.0
@@ -84,7 +90,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
         self._closes_when_received = False
         self._unparsed = b""
-        """Received data with many chunks, parsed in later turns of the event loop."""
+        """Received data that is parsed later: many chunks in later turns of the event loop, further pipelined requests
+        once none waits. Reading is paused meanwhile."""
         self._drops_input = False
         """Whether further data (the rest of a body whose request was answered) is dropped unparsed."""
 
@@ -112,11 +119,18 @@ class GuardedProtocol(HttpToolsProtocol):
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._unparsed:
+        if self.pipeline:
+            self._keep_until_none_waits(self._unparsed + data)
+        elif self._unparsed:
             self._unparsed += data
             self.transport.pause_reading()  # the application may have resumed it
         else:
             self._parse_at_length(data)
+
+    def _keep_until_none_waits(self, data: bytes) -> None:
+        self._unparsed = data
+        self.flow.resume_reading()  # so that no application that reads its body resumes it later
+        self.transport.pause_reading()
 
     def _parse_rest(self) -> None:
         data, self._unparsed = self._unparsed, b""
@@ -125,17 +139,28 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.resume_reading()
 
     def _parse_at_length(self, data: bytes) -> None:
-        """Parses `data`, over several turns of the event loop if it has many chunks."""
+        """Parses `data`, over several turns of the event loop if it has many chunks, and while no request waits."""
         rest = memoryview(data)
         while rest and not self.transport.is_closing() and self._opening is None:
-            part = rest[: self._pieces.parsed_at_once_bytes]
+            part = self._next_part(rest)
             rest = rest[len(part) :]
             self._parse(part)
-            if rest and self._pieces.is_dense and not self._drops_input:
+            if len(self.pipeline) > _MAX_WAITING:
+                self._end(429, f"more than {_MAX_WAITING} pipelined requests wait")
+            elif rest and self.pipeline:
+                self._keep_until_none_waits(rest.tobytes())
+                return
+            elif rest and self._pieces.is_dense and not self._drops_input:
                 self._unparsed = rest.tobytes()
                 self.transport.pause_reading()
                 self.loop.call_soon(self._parse_rest)
                 return
+
+    def _next_part(self, rest: memoryview) -> memoryview:
+        part = rest[: self._pieces.parsed_at_once_bytes]
+        is_within_long_body = self._receiving == "body" and self._body_bytes > self._pieces.parsed_at_once_bytes
+        has_many_heads = not is_within_long_body and part.tobytes().count(b"\r\n\r\n") > _MANY_HEADS
+        return part[:_MANY_PARSED_AT_ONCE_BYTES] if has_many_heads else part
 
     def _parse(self, data: memoryview) -> None:
         if self._drops_input:
@@ -382,7 +407,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._write_clock.stop()
 
     def on_response_complete(self) -> None:
+        was_waited_for = bool(self.pipeline)
         super().on_response_complete()
+        if was_waited_for and not self.pipeline:
+            self._begin_measuring()
+            self.loop.call_soon(self._parse_rest)
         if self._receiving == "body" and self.cycle.response_complete:
             self._clock.start(self._limits.linger_s, self._end_of_lingering)
         self._watch_closing()

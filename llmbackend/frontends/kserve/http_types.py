@@ -256,8 +256,9 @@ class InferResponse(TypedDict, total=False):
 
 
 class GenerateRequest(_WithScalars):
-    """A key that names an input of the model becomes that tensor, any other a request parameter. Listed are inputs of
-    the `llm` backend, whose parameters are sampling parameters with vLLM's names."""
+    """A key that names an input of the model becomes that tensor, any other a request parameter; those that
+    start with `triton_` are reserved. Listed are inputs of the `llm` backend, whose parameters are sampling parameters
+    with vLLM's names."""
 
     id: str = ""
     text_input: str | Annotated[list[str], Field(min_length=1, max_length=1)] = ""

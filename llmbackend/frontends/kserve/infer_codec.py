@@ -73,9 +73,20 @@ def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any
 
 def flatten(data: Any) -> list[Any]:
     """The leaves of nested lists in row-major order; a scalar is one leaf."""
-    leaves = data if isinstance(data, list) else [data]
-    while list in set(map(type, leaves)):
-        leaves = [leaf for item in leaves for leaf in (item if type(item) is list else (item,))]
+    if not isinstance(data, list):
+        return [data]
+    if list not in set(map(type, data)):
+        return data
+    leaves: list[Any] = []
+    open_lists = [iter(data)]
+    while open_lists:
+        for item in open_lists[-1]:
+            if type(item) is list:
+                open_lists.append(iter(item))
+                break
+            leaves.append(item)
+        else:
+            open_lists.pop()
     return leaves
 
 

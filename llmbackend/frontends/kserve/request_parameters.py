@@ -75,10 +75,6 @@ def options_from_json(parameters: Mapping[str, Any]) -> RequestOptions:
         return _NO_OPTIONS
     values: dict[str, ParameterValue] = {}
     for key, value in parameters.items():
-        if key.startswith(_RESERVED_PREFIX):
-            raise invalid_argument(
-                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
-            )
         values[key] = _known_json_value(key, value) if key in _JSON_KEYS else json_parameter(key, value)
     return _options(values, binary_data_output=bool(values.pop("binary_data_output", False)))
 
@@ -93,7 +89,12 @@ def _known_json_value(key: str, value: Any) -> ParameterValue:
 
 
 def json_parameter(key: str, value: Any) -> ParameterValue:
-    """A custom parameter. Raises TritonError unless it is a string, 64-bit integer, boolean or double."""
+    """A custom parameter. Raises TritonError for a reserved key, and unless it is a string, 64-bit integer, boolean or
+    double."""
+    if key.startswith(_RESERVED_PREFIX):
+        raise invalid_argument(
+            "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
+        )
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise internal("attempt to access JSON non-signed-integer as signed-integer")
     if isinstance(value, str | int | bool | float):

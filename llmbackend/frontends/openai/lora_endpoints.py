@@ -18,7 +18,6 @@ from starlette.responses import PlainTextResponse, Response
 from llmbackend.core.messages import InferenceRequest
 
 from ..context import FrontendContext
-from ..generation.tensors import LORA_CHANGE
 from ..generation.validation import ClosedObject, Expected, Flag, NonEmpty, Only, read
 from ..http.errors import JsonObject, OpenAIError
 from ..http.request_body import release_body
@@ -101,8 +100,8 @@ class LoraEndpoints(OpenAIEndpoints):
     async def _send(self, model: str, change: JsonObject) -> None:
         """Waits for the change, even if the client disconnects."""
         self._gate.admit(1)
-        parameters = {LORA_CHANGE: orjson.dumps(change).decode()}
-        inference = self._gate.submit(InferenceRequest(model_name=model, parameters=parameters))
+        request = InferenceRequest(model_name=model, command=orjson.dumps(change).decode())
+        inference = self._gate.submit(request)
         try:
             responses = await inference.collect(1)
         finally:

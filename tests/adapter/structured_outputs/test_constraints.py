@@ -185,6 +185,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "(?=a)b"}, "guided_regex", "(?=a"),
     ({"guided_regex": "((a{100}){100}){100}"}, "guided_regex", "repetitions written out"),
     ({"guided_regex": "a" * 9000}, "guided_regex", "at most 8192"),
+    ({"guided_regex": "(?<ab"}, "guided_regex", "the name of a group in the regular expression at character 3"),
     ({"guided_grammar": "root ::= other"}, "guided_grammar", "'other', which is not defined"),
     ({"guided_grammar": "rule ::= [a]"}, "guided_grammar", "no rule 'root'"),
     ({"guided_grammar": "root ::= (= [a]) [b]"}, "guided_grammar", "line 1"),
@@ -224,6 +225,53 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+def runs(number: int) -> list[dict[str, Any]]:
+    """Strings with runs of different lengths."""
+    return [{"type": "string", "pattern": f"a{{{length}}}"} for length in range(100, 100 + number)]
+
+
+def terminal(name: str, number: int) -> str:
+    return f"{name}: " + " & ".join(f"/(?s:.*)a{{{length}}}(?s:.*)/" for length in range(100, 100 + number)) + "\n"
+
+
+REFUSED += [
+    (
+        {"guided_json": {"allOf": runs(20)}},
+        "guided_json",
+        "20 regular expressions apply to the value, expected at most 8",
+    ),
+    (
+        {"guided_json": {"allOf": [{"type": "object", "properties": {"p": one}} for one in runs(20)]}},
+        *("guided_json", "20 regular expressions apply to the value at /p,"),
+    ),
+    (
+        {"guided_json": {"allOf": [{"type": "array", "items": one} for one in runs(20)]}},
+        *("guided_json", "20 regular expressions apply to the value at /*,"),
+    ),
+    (
+        {
+            "guided_json": {
+                "$defs": {f"d{n}": one | {"$ref": f"#/$defs/d{n + 1}"} for n, one in enumerate(runs(20))} | {"d20": {}},
+                "$ref": "#/$defs/d0",
+            }
+        },
+        *("guided_json", "20 regular expressions apply to the value,"),
+    ),
+    (
+        {"guided_json": {"allOf": [{"anyOf": [one, INTEGER]} for one in runs(20)]}},
+        "guided_json",
+        "too many combinations of schemas",
+    ),
+    ({"guided_grammar": "start: T\n" + terminal("T", 20)}, "guided_grammar", "the terminal 'T' has more than 8 '&'"),
+    (
+        {"guided_grammar": "start: T\nT: A & B\n" + terminal("A", 6) + terminal("B", 6)},
+        *("guided_grammar", "the terminal 'T' has more than 8 '&', with those that it uses"),
+    ),
+    ({"guided_grammar": f"start: %json {json.dumps({'allOf': runs(20)})}"}, "guided_grammar", "20 regular expressions"),
+]
+"""Those of one value or one terminal: the compiler would take minutes."""
+
+
 @pytest.mark.parametrize(("parameters", "param", "text"), REFUSED)
 def test_what_is_refused_by_name(parameters: dict[str, Any], param: str, text: str) -> None:
     with pytest.raises(TritonError) as caught:
@@ -232,6 +280,20 @@ def test_what_is_refused_by_name(parameters: dict[str, Any], param: str, text: s
     assert caught.value.param == param
     assert f"'{param}'" in caught.value.message
     assert text in caught.value.message
+
+
+def test_any_number_of_regular_expressions_for_different_values() -> None:
+    names = {f"p{number}": {"type": "string", "pattern": f"^{number}$"} for number in range(12)}
+    node = {"allOf": [{"$ref": "#/$defs/base"}, {"properties": {"children": {"items": {"$ref": "#/$defs/node"}}}}]}
+    definitions = {"base": {"type": "object", "properties": names}, "node": node}
+    schema = {"$defs": definitions, "$ref": "#/$defs/node"}
+    assert accepts(COMPILER, '{"p0": "0", "children": [{"p11": "11"}]}', guided_json=schema)
+    assert not accepts(COMPILER, '{"p0": "0", "children": [{"p11": "12"}]}', guided_json=schema)
+    one_of_them = [{"properties": {"p": one}, "type": "object", "required": ["p"]} for one in names.values()]
+    assert accepts(COMPILER, '{"p": "11"}', guided_json={"anyOf": one_of_them})
+    terminals = "".join(f"T{number}: /[a-z]+/ & /{number:c}.*/\n" for number in range(97, 109))
+    text = "start: " + " ".join(f"T{number}" for number in range(97, 109)) + "\n" + terminals
+    assert grammar(COMPILER, guided_grammar=text)
 
 
 def test_nothing_asked_is_no_constraint() -> None:
