@@ -212,6 +212,7 @@ class ModelState:
         self._conversions.close()
         self._timer.stop()
         self.metrics.close()
+        del self._conversions, self.loras, self.converter  # their callbacks refer to this object
 
     def vocabulary(self) -> Vocabulary | None:
         """The tokenizer's vocabulary, for requests with a grammar."""
