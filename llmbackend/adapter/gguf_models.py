@@ -8,6 +8,8 @@ temporary folder of this process.
 from __future__ import annotations
 
 import functools
+import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.weight_cache.cache_folder import usable_directory
 from llmbackend.fork_server.process_resources import OwnedFolder
 from llmbackend.gguf.errors import GgufError
-from llmbackend.gguf.model_directory import gguf_files, model_directory
+from llmbackend.gguf.model_directory import gguf_files, hold, is_made_of_gguf, model_directory
 
 from .quantized_weights import keeps_quantized_weights
 from .text.template_trial import check_template
@@ -46,6 +48,14 @@ def with_directories(config: EngineConfig, has_gpu: Callable[[], bool] = lambda:
         return config
     directories = {field: str(_directory(field, config)) for field in given}
     return msgspec.structs.replace(config, **directories, quantization="int4" if keeps else config.quantization)
+
+
+def hold_directories(config: EngineConfig, user: object) -> None:
+    """Prevents their removal, after the load of many other models, as long as `user` exists: engines that are started
+    again read them. Raises OSError."""
+    for directory in {Path(getattr(config, field)) for field in _FIELDS}:
+        if is_made_of_gguf(directory):
+            weakref.finalize(user, os.close, hold(directory))
 
 
 def _directory(field: str, config: EngineConfig) -> Path:
