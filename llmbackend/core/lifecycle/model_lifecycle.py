@@ -211,6 +211,7 @@ class ModelLifecycle:
         if not self.versions.is_closing:
             gc.collect()  # a backend's objects may reference each other, and may hold the model's weights
             give_back_freed_memory()
+        self.versions.operations.leave()
 
     def _finalize_when_idle(self, model: LoadedModel) -> None:
         """Waits for the model's last request, finalises the model, and notifies its agents and the version table."""
@@ -226,7 +227,6 @@ class ModelLifecycle:
         self.versions.end_draining(model)
         if agents is not None:
             agents.version_unloaded()
-        self.versions.operations.leave()
 
 
 def is_instance_update(model: LoadedModel, new: ModelSpec) -> bool:
