@@ -15,7 +15,6 @@ from torch import nn
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from tests.helpers.framework_host import begin, infer, serving, texts, version_directory
-from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -244,4 +243,5 @@ def test_the_weights_of_an_exported_program_are_freed_when_it_is_unloaded(tmp_pa
         server.load_model("exported")
         assert num_weights() > 0
         server.unload_model("exported")
-        eventually(lambda: num_weights() == 0)
+        assert server._versions.operations.wait_for_zero(20)
+        assert num_weights() == 0
