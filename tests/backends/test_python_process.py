@@ -457,8 +457,9 @@ def test_an_archive_without_an_interpreter_is_not_kept(tmp_path: Path, monkeypat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     tarfile.open(tmp_path / "env.tar", "w").close()
+    environments = model_state.Environments()
     with pytest.raises(TritonError, match="has no executable bin/python"):
-        model_state.Environments().acquire(str(tmp_path / "env.tar"), tmp_path)
+        environments.acquire(str(tmp_path / "env.tar"), tmp_path)
     assert not list((tmp_path / "tmp").iterdir())
 
 
