@@ -125,6 +125,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def no_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Only reference counts free objects."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def conservation() -> Iterator[None]:
     """Fails a test that leaves something behind. The first fixture of a test to begin and the last one to end."""

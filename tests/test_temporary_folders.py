@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
 import tempfile
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from llmbackend.fork_server import process_resources
 from llmbackend.fork_server.process_resources import OwnedFolder, remove_abandoned
 
 PROGRAM = """
@@ -56,6 +59,18 @@ kept = AdapterCopies()
 with suppress(TritonError):
     kept.copy("/", "none")
 """
+ENGINE = """
+from llmbackend.engine.process.transport import ProcessTransport
+class NoForkServer:
+    config = None
+    def fork_engine(self, *arguments):
+        raise OSError("none")
+kept = ProcessTransport(NoForkServer(), 0)
+try:
+    kept.launch()
+except Exception:
+    pass
+"""
 
 
 def start(program: str = PROGRAM, *arguments: str) -> tuple[subprocess.Popen[str], Path]:
@@ -67,7 +82,9 @@ def start(program: str = PROGRAM, *arguments: str) -> tuple[subprocess.Popen[str
 
 
 @pytest.mark.parametrize(
-    "holder", [UPLOAD, AGENT, ENVIRONMENT, ADAPTER], ids=["upload", "agent", "environment", "adapter"]
+    "holder",
+    [UPLOAD, AGENT, ENVIRONMENT, ADAPTER, ENGINE],
+    ids=["upload", "agent", "environment", "adapter", "engine"],
 )
 def test_what_a_killed_server_had_in_temporary_folders_is_removed(
     holder: str, temporary_folder: Path, tmp_path_factory: pytest.TempPathFactory
@@ -80,6 +97,38 @@ def test_what_a_killed_server_had_in_temporary_folders_is_removed(
         killed.wait()
     remove_abandoned()
     assert not list(temporary_folder.iterdir())
+
+
+@pytest.mark.parametrize("release", ["this", "earlier"])
+@pytest.mark.parametrize("namespace", ["the same", "another"])
+def test_a_folder_is_in_use_as_long_as_its_process_in_any_container(
+    release: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, left = start()
+    running, used = start()
+    with killed, running:
+        if release == "earlier":
+            for process, folder in ((killed, left), (running, used)):
+                (folder / ".owner").write_text(process_resources._identity(process.pid))
+                (folder / ".locked").unlink()
+        killed.kill()
+        killed.wait()
+        if namespace == "another":
+            monkeypatch.setattr(process_resources, "_namespace", lambda: "pid:[1]")
+        remove_abandoned()
+        assert used.is_dir()
+        assert left.exists() == (release == "earlier" and namespace == "another"), "its process cannot be seen"
+        running.communicate("")
+
+
+def test_a_folder_is_locked_against_removal_by_systemd() -> None:
+    folder = OwnedFolder("pages")
+    descriptor = os.open(folder.path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    folder.remove()
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
 
 
 def test_the_folder_of_a_killed_process_is_removed_and_no_other() -> None:

@@ -10,6 +10,8 @@ download, and keeps its 4 bits only with quantization=int4.
 from __future__ import annotations
 
 import functools
+import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from llmbackend.engine.model.checkpoint_files import has_four_bits
 from llmbackend.engine.weight_cache.cache_folder import usable_directory
 from llmbackend.fork_server.process_resources import OwnedFolder
 from llmbackend.gguf.errors import GgufError
-from llmbackend.gguf.model_directory import gguf_files, model_directory
+from llmbackend.gguf.model_directory import gguf_files, hold, is_made_of_gguf, model_directory
 from llmbackend.gguf.stored import FileMatrices
 
 from .text.template_trial import check_template
@@ -65,6 +67,14 @@ def _keeps_quantized_weights(config: EngineConfig) -> bool:
     except (GgufError, CheckpointError, OSError):  # later steps report it better
         return False
     return found and bool(available())
+
+
+def hold_directories(config: EngineConfig, user: object) -> None:
+    """Prevents their removal, after the load of many other models, as long as `user` exists: engines that are started
+    again read them. Raises OSError."""
+    for directory in {Path(getattr(config, field)) for field in _FIELDS}:
+        if is_made_of_gguf(directory):
+            weakref.finalize(user, os.close, hold(directory))
 
 
 def _directory(field: str, config: EngineConfig) -> Path:

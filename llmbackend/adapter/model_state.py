@@ -45,6 +45,7 @@ from .engine_args import (
     check_checkpoint,
     read_model_arguments,
 )
+from .gguf_models import hold_directories
 from .limits import ModelLimits
 from .llmapi_config import ModelYaml
 from .lora import LoraChange, LoraRegistry
@@ -83,6 +84,7 @@ class ModelState:
         self.arguments = read_model_arguments(model, model_yaml)
         engine = self.arguments.engine
         check_checkpoint(engine)
+        hold_directories(engine, self)
         self._sampling_defaults = _sampling_defaults(model.name, schema, engine)
         reads_text = schema.needs_tokenizer and not engine.skip_tokenizer_init
         self._tokenizer = TokenizerLoader(engine) if reads_text else None
@@ -213,6 +215,7 @@ class ModelState:
         self._conversions.close()
         self._timer.stop()
         self.metrics.close()
+        del self._conversions, self.loras, self.converter  # their callbacks refer to this object
 
     def vocabulary(self) -> Vocabulary | None:
         """The tokenizer's vocabulary, for requests with a grammar."""

@@ -60,7 +60,8 @@ class HostRegistry:
 
     async def watch(self, host: str, version: int) -> tuple[int, list[bytes]]:
         """The version of the list, and all hosts. Waits like `EngineActor.watch`. Hosts not listed should join."""
-        self._heard_at_s[host] = time.monotonic()
+        if host in self._hosts:
+            self._heard_at_s[host] = time.monotonic()
         self._forget_silent()
         if self._version == version:
             changed = self._changed
@@ -79,7 +80,7 @@ class HostRegistry:
         limit_s = time.monotonic() - LEASE_S
         silent = [host for host in self._hosts if self._heard_at_s.get(host, 0.0) < limit_s]
         for host in silent:
-            del self._hosts[host]
+            del self._hosts[host], self._heard_at_s[host]
         if silent:
             self._change()
 

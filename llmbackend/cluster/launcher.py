@@ -14,11 +14,9 @@ import logging
 import os
 import pickle
 import platform
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import uuid
 from dataclasses import replace
 from importlib.metadata import version
@@ -29,6 +27,7 @@ import msgspec
 
 from llmbackend import __version__
 from llmbackend.core.server_log import ServerLog
+from llmbackend.fork_server.process_resources import OwnedFolder, remove_abandoned
 from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.server.frontend_processes import FrontendProcesses, FrontendsFailedError
 from llmbackend.server.frontend_settings import open_host_folder
@@ -117,7 +116,9 @@ class _Launcher:
         self._node = node
         self._host_id = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         self._is_serving = False
-        self._folder = Path(tempfile.mkdtemp(prefix="host-", dir=cluster.run_folder))
+        remove_abandoned("host", cluster.run_folder)
+        self._owned = OwnedFolder("host", cluster.run_folder)
+        self._folder = self._owned.path
 
     async def run(self) -> int:
         ready_descriptor, stop = take_ready_descriptor(), stop_on_signal()
@@ -127,7 +128,7 @@ class _Launcher:
             self._frontends = MachineFrontends(self._settings, self._folder, self._secrets.curve_keys)
         except (OSError, ValueError) as error:
             print_error(f"cannot listen: {error}. Stop the process that uses the port, or choose another port.")
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._owned.remove()
             return 1
         reload_on_hangup(stop, (self._reload,))
         stopped = asyncio.create_task(stop.wait())
@@ -228,7 +229,7 @@ class _Launcher:
         if self._node.pid:
             await in_thread(self._node.end)
             await in_thread(end_engines, self._cluster.run_folder)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._owned.remove()
         log.info("left the cluster")
         return code
 

@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from logging.handlers import WatchedFileHandler
 from typing import Any, Final, Literal
 
 MAX_LINES: Final = 300
@@ -191,8 +192,14 @@ class _BoundedHandler(logging.Handler):
             print(f"a log line cannot be written: {error}{since}", file=sys.stderr, flush=True)
 
 
-class _FileHandler(_BoundedHandler, logging.FileHandler):
-    pass
+class _FileHandler(_BoundedHandler, WatchedFileHandler):
+    """Opens the file again if it has been moved or removed, as logrotate does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # it cannot be opened again
+            self.handleError(record)
 
 
 class _StreamHandler(_BoundedHandler, logging.StreamHandler[Any]):

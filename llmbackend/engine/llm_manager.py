@@ -274,6 +274,7 @@ class LlmManager:
             self._call(self._on.send_responses, outputs)
         self._supervisor.close()
         self._call(self._on.state_changed, self._history.stopped())
+        del self._on  # the callbacks refer to their owner, which refers to this object
 
     def _turn(self) -> None:
         if not self._first_load.done():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import tempfile
@@ -12,29 +13,63 @@ import weakref
 from pathlib import Path
 from typing import Final
 
+_LOCKED: Final = ".locked"
 _OWNER: Final = ".owner"
+"""In folders of earlier releases, instead of a lock."""
 _PREFIX: Final = "llmbackend-"
 
 
 class OwnedFolder:
-    """A temporary folder accessible only to this user. Removed by `remove`, or when the interpreter exits."""
+    """A temporary folder accessible only to this user. Removed by `remove`, or when the interpreter exits.
 
-    def __init__(self, kind: str) -> None:
-        """kind: a part of its name. Raises OSError."""
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
-        self.remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # if the disk is full, only this process removes it
-            new = self.path / f"{_OWNER}.new"
-            new.write_text(_identity(os.getpid()))
-            new.rename(self.path / _OWNER)  # so that readers never see an incomplete file
+    A lock on it tells other processes, also those in other containers, that it is in use; systemd-tmpfiles does not
+    remove locked folders.
+    """
+
+    def __init__(self, kind: str, parent: Path | None = None) -> None:
+        """kind: a part of its name. parent: None = the system's folder for temporary files. Raises OSError."""
+        self.path = Path(tempfile.mkdtemp(prefix=_prefix(kind, parent), dir=parent))
+        try:
+            descriptor = _opened(self.path)
+        except OSError:
+            self.path.rmdir()
+            raise
+        self.remove = weakref.finalize(self, _remove, self.path, descriptor)
+        with contextlib.suppress(OSError):  # without locks, or with a full disk, only this process removes it
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            (self.path / _LOCKED).touch()
 
 
-def remove_abandoned() -> None:
+def _prefix(kind: str, parent: Path | None) -> str:
+    return f"{_PREFIX}{kind}-" if parent is None else f"{kind}-"  # a short name leaves room for those of sockets
+
+
+def remove_abandoned(kind: str = "*", parent: Path | None = None) -> None:
     """Removes this user's folders left behind by processes that have ended."""
-    for owner in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
-        with contextlib.suppress(OSError, ValueError):  # owned by another user, or removed meanwhile
-            if owner.lstat().st_uid == os.getuid() and _has_ended(owner.read_text()):
-                shutil.rmtree(owner.parent, ignore_errors=True)
+    for folder in Path(parent or tempfile.gettempdir()).glob(f"{_prefix(kind, parent)}*"):
+        with contextlib.suppress(OSError, ValueError):  # another user's, in use, or removed meanwhile
+            if folder.lstat().st_uid == os.getuid():
+                _remove_if_abandoned(folder)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    """Raises OSError or ValueError if it is in use, or not an OwnedFolder."""
+    descriptor = _opened(folder)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if (folder / _LOCKED).exists() or _has_ended((folder / _OWNER).read_text()):
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _opened(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _remove(folder: Path, descriptor: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(descriptor)
 
 
 def _has_ended(identity: str) -> bool:

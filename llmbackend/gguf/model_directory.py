@@ -1,13 +1,14 @@
 """A GGUF file as a model directory: a checkpoint's small files, next to links to the file and its parts.
 
 Used by the code that reads the engine argument `model`. Invariants: a directory appears complete, by a rename; it is
-used only for the same files (size, times, inode) and the same program; the least recently used are removed. Takes
-seconds for a new file, milliseconds for a known one.
+used only for the same files (size, times, inode) and the same program; the least recently used are removed, unless a
+process holds them. Takes seconds for a new file, milliseconds for a known one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -163,4 +164,27 @@ def _remove_old(parent: Path, new: Path) -> None:
             if path.is_dir() and not path.is_symlink() and path != new:
                 found.append((path.stat().st_mtime_ns, path))
     for _, path in sorted(found)[: max(len(found) - MAX_DIRECTORIES + 1, 0)]:
-        shutil.rmtree(path, ignore_errors=True)
+        if not _is_held(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def hold(directory: Path) -> int:
+    """A descriptor; as long as it is open, no process removes the directory. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _is_held(directory: Path) -> bool:
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # another process has removed it
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False

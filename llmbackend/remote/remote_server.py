@@ -79,6 +79,7 @@ class RemoteServer:
         self._wait_for_host_s = wait_for_host_s
         hello = Hello(PROTOCOL, release, name, tuple(metric_families))
         self._new_link = partial(HostLink, owner=self, hello=hello, keys=keys, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._given_endpoints = frozenset(endpoints)
         self._links = [self._new_link(endpoint) for endpoint in endpoints]
         self._numbers = itertools.count(1)
         self._open: dict[int, OpenRequest] = {}
@@ -241,6 +242,7 @@ class RemoteServer:
         self.tracing.is_idle = not any(known.state.is_tracing for known in attached)
         if link.host is not None:
             self._attach_to(peer.endpoint for peer in link.host.state.peers)
+            self._drop_unwanted(attached)
         self._attached.set()
         for opened in list(self._waiting):
             if self._link_for(opened) is not None:
@@ -259,9 +261,18 @@ class RemoteServer:
                 self._links.append(link := self._new_link(endpoint))
                 link.open()
 
+    def _drop_unwanted(self, attached: Sequence[KnownHost]) -> None:
+        """Keeps attached hosts that no list names: lists are empty when the cluster's registry was lost."""
+        wanted = self._given_endpoints.union(peer.endpoint for known in attached for peer in known.state.peers)
+        for link in list(self._links):
+            if link.host is None and link.endpoint not in wanted:
+                self._links.remove(link)
+                link.close()
+
     def link_lost(self, link: HostLink) -> None:
         if attached := self._attached_hosts():
             self._known = attached[0]
+            self._drop_unwanted(attached)
         for opened in self._opened_on(link):
             del self._open[opened.number]
             if opened.is_cancelled or opened.can_move():

@@ -442,7 +442,9 @@ class UnixConnection:
 
 
 def _flush_within(messages: MessageSocket, seconds: float) -> None:
+    poll = select.poll()  # unlike select.select, for any descriptor
+    poll.register(messages, select.POLLOUT)
     deadline_s = time.monotonic() + seconds
     while messages.is_waiting and (left_s := deadline_s - time.monotonic()) > 0:
-        select.select((), (messages,), (), left_s)
+        poll.poll(1e3 * left_s)
         messages.flush()

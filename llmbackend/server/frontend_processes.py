@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from subprocess import DEVNULL, PIPE
 from typing import Final
 
+from llmbackend.frontends.access.process_counters import add_ended
+
 from .frontend_settings import (
     ControlChannel,
     Drain,
@@ -36,7 +38,7 @@ log = logging.getLogger(__name__)
 _MODULE: Final = "llmbackend.server.frontend_process"
 METRICS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 """When prometheus_client is imported, it reads from this variable the folder for files with counters
-(access/request_identity.py)."""
+(access/process_counters.py)."""
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 SILENCE_S: Final = 30.0
@@ -212,6 +214,10 @@ class _Keeper:
         await asyncio.wait((logging_its_lines, hearing), timeout=_LAST_LINES_S)
         control.close()
         self._on_end(self._settings.number)
+        try:
+            add_ended(self._settings.host.metrics, process.pid)
+        except (OSError, RuntimeError) as error:
+            log.error("the counters of %s (process %d) cannot be read: %s", self._settings.name, process.pid, error)
         return code
 
     async def _receive_heartbeats(self, control: ControlChannel, process: subprocess.Popen[bytes]) -> None:

@@ -12,12 +12,13 @@ import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.adapter.engine_args import check_checkpoint, read_given_arguments, read_model_arguments
-from llmbackend.adapter.gguf_models import with_directories
+from llmbackend.adapter.gguf_models import hold_directories, with_directories
 from llmbackend.adapter.text import template_trial
 from llmbackend.adapter.text.template_trial import TemplateRefusedError, check_template
 from llmbackend.adapter.text.tokenizer_loading import TokenizerLoader, may_be_rebuilt
 from llmbackend.core.backend_api import TritonError
 from llmbackend.engine.config import EngineConfig
+from llmbackend.gguf import model_directory
 from llmbackend.gguf.model_directory import is_made_of_gguf
 from tests.helpers.gguf_files import llama_fields, write_fields
 
@@ -50,6 +51,26 @@ def test_a_version_directory_may_hold_a_gguf_file(tmp_path: Path, cache: Path) -
     assert directory.parent == cache / "gguf"
     assert (directory / "anything.gguf").resolve() == file.resolve()
     check_checkpoint(EngineConfig(model=str(directory)))
+
+
+class User:
+    """Of a model's directory."""
+
+
+def test_directories_in_use_are_not_removed(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_directory, "MAX_DIRECTORIES", 1)
+
+    def directory(name: str) -> Path:
+        write(tmp_path / name / "1" / f"{name}.gguf")
+        return Path(engine_of(tmp_path / name).model)
+
+    user, used = User(), directory("used")
+    hold_directories(EngineConfig(model=str(used)), user)
+    other = directory("other")
+    assert used.is_dir() and other.is_dir()
+    del user
+    last = directory("last")
+    assert list((cache / "gguf").iterdir()) == [last]
 
 
 def test_model_and_tokenizer_may_be_gguf_files(tmp_path: Path, cache: Path) -> None:

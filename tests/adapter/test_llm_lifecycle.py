@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -282,3 +283,14 @@ def test_a_reload_removes_the_series_of_a_cache_that_is_gone(tmp_path: Path) -> 
         eventually(lambda count=count: num_blocks() == [count])  # type: ignore[misc]
     assert server.stop(10)
     assert num_blocks() == []
+
+
+def test_an_unloaded_model_is_freed_without_the_garbage_collector(tmp_path: Path, no_garbage_collector: None) -> None:
+    server = explicit_server(tmp_path)
+    files: dict[str, Any] = {"config": json.dumps({"backend": "llm"}), "file:1/model.json": json.dumps(ENGINE).encode()}
+    server.load_model(MODEL, files)
+    model = weakref.ref(server._versions.live_models()[0])
+    directory = model().directory  # type: ignore[union-attr]
+    server.unload_model(MODEL)
+    eventually(lambda: model() is None and not directory.exists())
+    assert server.stop(10)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
+from google.protobuf import json_format, text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.core.backend_api import TritonError
 from tests.helpers.python_host import Host
 from tests.helpers.python_models import ECHO, ECHO_CONFIG, TEXT_CONFIG, answer_line, body, numbers, text, values
+from tests.helpers.waiting import eventually
 
 
 def test_auto_complete_config_completes_a_model_without_a_file(host: Host) -> None:
@@ -209,3 +213,12 @@ def test_worker_processes_that_are_not_forked_import_the_model(tmp_path: Path, m
     said = b"X pb_utils.is_model_ready works only in the process of a model instance"
     assert values(host.infer("m", text("x")).one())["R"] == [said]
     assert host.server.stop(10.0)
+
+
+def test_an_unloaded_model_is_freed_without_the_garbage_collector(host: Host, no_garbage_collector: None) -> None:
+    config = json_format.MessageToJson(text_format.Parse(ECHO_CONFIG, ModelConfig()))
+    host.server.load_model("m", {"config": config, "file:1/model.py": ECHO.encode()})
+    model = weakref.ref(host.server._versions.live_models()[0])
+    directory = model().directory  # type: ignore[union-attr]
+    host.server.unload_model("m")
+    eventually(lambda: model() is None and not directory.exists())

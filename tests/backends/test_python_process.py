@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -442,9 +443,24 @@ def test_execution_env_path_names_an_archive_that_models_share(host: Host, envir
         assert found == "None"
         roots.add(Path(root))
     (unpacked,) = roots
-    assert unpacked.is_dir()
-    assert host.server.stop(10.0)
-    assert not unpacked.exists()
+    host.server.unload_model("m")
+    eventually(lambda: host.server._versions.operations.wait_for_zero(0))
+    assert unpacked.is_dir(), "n uses it"
+    host.server.load_model("m")
+    assert said(host.infer("m", text("x")).one()).split()[0] == str(unpacked)
+    for name in ("m", "n"):
+        host.server.unload_model(name)
+    eventually(lambda: not unpacked.exists())
+
+
+def test_an_archive_without_an_interpreter_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    tarfile.open(tmp_path / "env.tar", "w").close()
+    environments = model_state.Environments()
+    with pytest.raises(TritonError, match="has no executable bin/python"):
+        environments.acquire(str(tmp_path / "env.tar"), tmp_path)
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 ACTIVATED_MODEL = body(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from pathlib import Path
@@ -218,3 +219,29 @@ def test_parameters_without_effect_are_warned_about(tmp_path: Path, caplog: pyte
     with serving(tmp_path) as server, caplog.at_level(logging.WARNING):
         server.load_model("script")
     assert "parameter 'ENABLE_NVFUSER' has no effect" in caplog.text
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 1237))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x @ self.weight, y
+
+
+def test_the_weights_of_an_exported_program_are_freed_when_it_is_unloaded(tmp_path: Path) -> None:
+    directory = version_directory(tmp_path, "exported", two_tensors())
+    example = (torch.ones(1, 3), torch.ones(1, 3))
+    torch.export.save(torch.export.export(Weighted(), example), directory / "model.pt2")
+
+    def num_weights() -> int:
+        return sum(type(one) is nn.Parameter and one.shape == (3, 1237) for one in gc.get_objects())
+
+    gc.collect()
+    with serving(tmp_path) as server:
+        server.load_model("exported")
+        assert num_weights() > 0
+        server.unload_model("exported")
+        assert server._versions.operations.wait_for_zero(20)
+        assert num_weights() == 0

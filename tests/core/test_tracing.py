@@ -15,7 +15,7 @@ import pytest
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.tensors import Tensor
-from llmbackend.core.tracing.manager import TraceManager
+from llmbackend.core.tracing.manager import TraceFile, TraceManager
 from llmbackend.core.tracing.trace import (
     MAX_REPORTS,
     UNLIMITED_COUNT,
@@ -265,6 +265,19 @@ def test_a_file_that_can_not_be_written_costs_a_log_line(tmp_path: Path, caplog:
     sampled(manager)
     manager.close()
     assert "failed creating trace file" in caplog.text
+
+
+def test_a_file_that_was_moved_or_emptied_is_begun_again(path: Path) -> None:
+    """As logrotate does."""
+    file, moved = TraceFile(str(path)), path.with_suffix(".1")
+    file.append(['{"id":1}'])
+    path.rename(moved)
+    file.append(['{"id":2}'])
+    assert (items(moved), items(path)) == ([{"id": 1}], [{"id": 2}])
+    path.write_bytes(b"")
+    file.append(['{"id":3}'])
+    file.append(['{"id":4}'])
+    assert items(path) == [{"id": 3}, {"id": 4}]
 
 
 # --- what a trace holds -----------------------------------------------------------------------------------------------

@@ -123,6 +123,11 @@ def test_an_abort_while_it_runs(transport: Transport) -> None:
     assert outcome.finish_reason == "abort"
 
 
+def folder_of(transport: ProcessTransport) -> Path:
+    assert transport._folder is not None
+    return transport._folder.path
+
+
 def test_close_in_the_middle_of_work_leaves_nothing(transport: Transport) -> None:
     transport.send(EngineInput((make_request("r", max_tokens=4000, ignore_eos=True),)))
     transport.receive()
@@ -131,7 +136,7 @@ def test_close_in_the_middle_of_work_leaves_nothing(transport: Transport) -> Non
     assert not names & {"llm-engine", "llm-engine-stderr"}
     if isinstance(transport, ProcessTransport):
         assert not is_alive(pid_of(transport))
-        assert not Path(transport._directory).exists()
+        assert not folder_of(transport).exists()
 
 
 def test_a_kill_waits_for_no_fork_server_that_hangs(
@@ -144,7 +149,7 @@ def test_a_kill_waits_for_no_fork_server_that_hangs(
     pid = pid_of(process)
     process.close(force=True)
     eventually(lambda: not is_alive(pid))
-    assert not Path(process._directory).exists()
+    assert not folder_of(process).exists()
 
 
 @pytest.mark.parametrize("kind", ["inline", "process"])
@@ -173,8 +178,8 @@ def test_descriptors_do_not_leak(wakeup: Wakeup, make_fork_server: MakeForkServe
 
 
 def test_a_running_engine_has_no_files_that_a_crash_could_leave(process: ProcessTransport) -> None:
-    assert process._directory.startswith(tempfile.gettempdir())
-    assert not Path(process._directory).exists()
+    assert folder_of(process).is_relative_to(tempfile.gettempdir())
+    assert not folder_of(process).exists()
     request = make_request("r")
     process.send(EngineInput((request,)))
     expect_oracle(collect(process, 1)["r"], request)
@@ -186,7 +191,7 @@ def test_an_engine_whose_socket_was_removed_from_tmp_after_it_connected_is_used(
     transport = ProcessTransport(fork_server, wakeup.fileno())
     transport.launch()
     assert transport._socket.poll(60_000)
-    shutil.rmtree(transport._directory)
+    shutil.rmtree(folder_of(transport))
     while transport.receive_started(None) is None:
         pass
     request = make_request("r")

@@ -126,6 +126,24 @@ def test_changed_settings_change_what_is_logged(untouched_logging: None, tmp_pat
     assert path.read_text().startswith("before\n")
 
 
+def test_a_file_that_was_moved_is_opened_again(untouched_logging: None, tmp_path: Path) -> None:
+    """As logrotate does."""
+    path = tmp_path / "folder" / "server.log"
+    path.parent.mkdir()
+    ServerLog(LogSettings(file=str(path))).install()
+    log = logging.getLogger("llmbackend.test")
+    log.info("first")
+    path.rename(path.with_suffix(".1"))
+    log.info("second")
+    assert "first" in path.with_suffix(".1").read_text()
+    assert "second" in path.read_text() and "first" not in path.read_text()
+    path.parent.rename(tmp_path / "moved")
+    log.info("lost")
+    path.parent.mkdir()
+    log.info("third")
+    assert "third" in path.read_text()
+
+
 def record(text: str) -> logging.LogRecord:
     made = logging.LogRecord("n", logging.WARNING, "/a/server.py", 7, text, None, None)
     made.created, made.process = 1_732_158_184.000123, 42

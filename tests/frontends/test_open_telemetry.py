@@ -152,6 +152,22 @@ def test_a_backend_gets_the_context_of_its_models_span_and_children_nest(collect
     assert f"-{outer.trace_id.hex()}-{outer.span_id.hex()}-" in trace.context
 
 
+def test_a_step_of_the_clock_moves_later_traces(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = TraceManager(settings(collector))
+    manager.start()
+    now_ns = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns + 3600 * 10**9)
+    trace = manager.sample("stepped", lambda name: None)
+    assert trace is not None
+    trace.begin("stepped", 1, "", time.monotonic_ns())
+    trace.end()
+    trace.close()
+    manager.close()
+    span = collector.named("stepped")
+    assert span.start_time_unix_nano >= now_ns + 3600 * 10**9
+    assert span.end_time_unix_nano >= span.start_time_unix_nano
+
+
 OUTER = """
 import numpy as np
 import triton_python_backend_utils as pb_utils

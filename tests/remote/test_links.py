@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -238,3 +239,22 @@ async def test_a_host_tells_of_others(host: InferenceServer, tmp_path: Path, key
     ):
         first.set_peers([HostPeer("second", second.endpoint)])
         await eventually_async(lambda: len(server._attached_hosts()) == 2)
+
+
+async def test_hosts_that_are_no_longer_told_of_are_forgotten(
+    host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None
+) -> None:
+    """A host that is started again has another port."""
+    async with served(host, tmp_path, keys=keys) as first, attached(first.endpoint, keys=keys) as server:
+        num_files = len(os.listdir("/proc/self/fd"))
+        for index in range(5):
+            (tmp_path / f"{index}").mkdir()
+            async with served(host, tmp_path / f"{index}", keys=keys) as second:
+                first.set_peers([HostPeer("second", second.endpoint)])
+                await eventually_async(lambda: len(server._attached_hosts()) == 2)
+                assert len(server._links) <= 3, "the host, its present peer, and the one before"
+                first.set_peers([])
+                await asyncio.sleep(0)
+                assert len(server._attached_hosts()) == 2, "the list is empty, too, when the registry is lost"
+        await eventually_async(lambda: len(server._links) == 1)
+        await eventually_async(lambda: len(os.listdir("/proc/self/fd")) <= num_files)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
+import resource
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from llmbackend.remote.unix_sockets import CHECKS, MessageSocket
+from llmbackend.remote.unix_sockets import CHECKS, MessageSocket, _flush_within
+from tests.helpers.waiting import eventually
 
 Pair = tuple[MessageSocket, MessageSocket]
 MESSAGES = [
@@ -94,6 +98,32 @@ def test_what_was_sent_before_the_end_is_received_before_it(pair: Pair) -> None:
         other.receive()
     with pytest.raises(OSError):
         other.send([b"nobody is there"])
+
+
+def test_the_last_messages_are_sent_over_a_descriptor_of_any_number(request: pytest.FixtureRequest) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    near, far = socket.socketpair()
+    high = socket.socket(fileno=fcntl.fcntl(near, fcntl.F_DUPFD_CLOEXEC, 1024))
+    near.close()
+    messages, other = MessageSocket(high), MessageSocket(far)
+    large = [b"x" * (4 << 20)]
+    messages.send(large)
+    assert messages.is_waiting
+    found: list[list[bytes]] = []
+
+    def has_come() -> bool:
+        found.extend(received(other))
+        return bool(found)
+
+    reader = threading.Thread(target=eventually, args=(has_come,))
+    reader.start()
+    _flush_within(messages, 20)
+    reader.join()
+    assert found == [large]
+    messages.close()
+    other.close()
 
 
 def test_what_speaks_something_else_is_found_out() -> None:

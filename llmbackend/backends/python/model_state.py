@@ -16,6 +16,7 @@ import sys
 import tarfile
 import tempfile
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,24 +55,33 @@ MAX_PROCESSES = max(64, 4 * (os.cpu_count() or 1))
 
 class Environments:
     """The fork servers of stubs, one per environment, and the directories of unpacked archives, one per archive. Both
-    exist as long as the backend. An archive cannot write outside its directory."""
+    exist as long as a model uses them; the server of the host's own environment, as long as the backend. An archive
+    cannot write outside its directory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._unpacked: dict[tuple[str, int, int], OwnedFolder] = {}
         self._fork_servers: dict[str, ForkServer] = {}
+        self._num_users: Counter[str] = Counter()
+        """Both by the path of the interpreter."""
 
-    def fork_server(self, setting: str, model_directory: Path) -> ForkServer:
-        """Forks stubs in the environment EXECUTION_ENV_PATH (`setting`); "" = the host's own. Raises TritonError
-        INVALID_ARG if the path does not exist, INTERNAL if it contains no interpreter or cannot be activated."""
-        if not setting:
-            return self._fork_server(sys.executable, None)
-        path = self._path(setting, model_directory)
-        root = path if path.is_dir() else self._unpack(path)
-        for name in _INTERPRETERS:
-            if os.access(root / name, os.X_OK):
-                return self._fork_server(str(root / name), root)
-        raise internal(f"{ENVIRONMENT_PARAMETER} '{path}' has no executable {' or '.join(_INTERPRETERS)}")
+    def acquire(self, setting: str, model_directory: Path) -> ForkServer:
+        """Forks stubs in the environment EXECUTION_ENV_PATH (`setting`); "" = the host's own. `release` must follow.
+        Raises TritonError INVALID_ARG if the path does not exist, INTERNAL if it contains no interpreter or cannot be
+        activated."""
+        with self._lock:
+            try:
+                fork_server = self._fork_server(*self._interpreter(setting, model_directory))
+            except BaseException:
+                self._remove_unused()
+                raise
+            self._num_users[fork_server.interpreter] += 1
+            return fork_server
+
+    def release(self, fork_server: ForkServer) -> None:
+        with self._lock:
+            self._num_users[fork_server.interpreter] -= 1
+            self._remove_unused()
 
     def close(self) -> None:
         with self._lock:
@@ -82,22 +92,40 @@ class Environments:
                 folder.remove()
             self._unpacked.clear()
 
+    def _remove_unused(self) -> None:
+        for interpreter in self._fork_servers.keys() - {sys.executable}:
+            if not self._num_users[interpreter]:
+                self._fork_servers.pop(interpreter).close()
+                del self._num_users[interpreter]
+        for archive, folder in list(self._unpacked.items()):
+            if not any(Path(interpreter).is_relative_to(folder.path) for interpreter in self._fork_servers):
+                self._unpacked.pop(archive).remove()
+
+    def _interpreter(self, setting: str, model_directory: Path) -> tuple[str, Path | None]:
+        """Its path and its environment; None = the host's."""
+        if not setting:
+            return sys.executable, None
+        path = self._path(setting, model_directory)
+        root = path if path.is_dir() else self._unpack(path)
+        for name in _INTERPRETERS:
+            if os.access(root / name, os.X_OK):
+                return str(root / name), root
+        raise internal(f"{ENVIRONMENT_PARAMETER} '{path}' has no executable {' or '.join(_INTERPRETERS)}")
+
     def _fork_server(self, interpreter: str, root: Path | None) -> ForkServer:
-        """root: the environment of the interpreter; None = the host's."""
-        with self._lock:
-            if interpreter not in self._fork_servers:
-                variables, libraries = (dict(os.environ), "") if root is None else _activated(root)
-                program = Program(
-                    "stubs",
-                    f"{STUB_PACKAGE[0]}.main",
-                    (libraries,),
-                    interpreter=interpreter,
-                    environment=variables,
-                    package=STUB_PACKAGE,
-                    ends_children=True,
-                )
-                self._fork_servers[interpreter] = ForkServer(program, _log)
-            return self._fork_servers[interpreter]
+        if interpreter not in self._fork_servers:
+            variables, libraries = (dict(os.environ), "") if root is None else _activated(root)
+            program = Program(
+                "stubs",
+                f"{STUB_PACKAGE[0]}.main",
+                (libraries,),
+                interpreter=interpreter,
+                environment=variables,
+                package=STUB_PACKAGE,
+                ends_children=True,
+            )
+            self._fork_servers[interpreter] = ForkServer(program, _log)
+        return self._fork_servers[interpreter]
 
     def _path(self, setting: str, model_directory: Path) -> Path:
         path = Path(setting.replace(MODEL_DIRECTORY, str(model_directory)))
@@ -111,17 +139,16 @@ class Environments:
     def _unpack(self, archive: Path) -> Path:
         facts = archive.stat()
         key = (str(archive.resolve()), facts.st_mtime_ns, facts.st_size)
-        with self._lock:
-            if key not in self._unpacked:
-                folder = OwnedFolder("python-env")
-                try:
-                    with tarfile.open(archive) as opened:
-                        opened.extractall(folder.path, filter="tar")
-                except (tarfile.TarError, OSError, EOFError) as error:
-                    folder.remove()
-                    raise internal(f"{ENVIRONMENT_PARAMETER} '{archive}' cannot be unpacked: {error}") from None
-                self._unpacked[key] = folder
-            return self._unpacked[key].path
+        if key not in self._unpacked:
+            folder = OwnedFolder("python-env")
+            try:
+                with tarfile.open(archive) as opened:
+                    opened.extractall(folder.path, filter="tar")
+            except (tarfile.TarError, OSError, EOFError) as error:
+                folder.remove()
+                raise internal(f"{ENVIRONMENT_PARAMETER} '{archive}' cannot be unpacked: {error}") from None
+            self._unpacked[key] = folder
+        return self._unpacked[key].path
 
 
 def _log(line: str) -> None:
@@ -200,7 +227,8 @@ class ModelState:
         self._file = _file_of(model)
         parameters = model.config.parameters
         setting = parameters[ENVIRONMENT_PARAMETER].string_value if ENVIRONMENT_PARAMETER in parameters else ""
-        self._fork_server = shared.environments.fork_server(setting, model.directory)
+        self._environments = shared.environments
+        self._fork_server = self._environments.acquire(setting, model.directory)
         self.spare: Spare[StubServices] = Spare()
         """The process that ran auto_complete_config."""
 
@@ -247,6 +275,7 @@ class ModelState:
     def close(self) -> None:
         if (spare := self.spare.take()) is not None:
             spare.process.close(0.0)
+        self._environments.release(self._fork_server)
         self._metrics.close()
 
 

@@ -238,6 +238,7 @@ class StubProcess:
                 self.on_end()
         except Exception:
             log.exception("the end of stub process '%s' could not be handled", self.name)
+        del self._on_message  # its receiver refers to this object
         self._is_over.set()
         with self._progress:
             self._progress.notify_all()

@@ -155,11 +155,13 @@ class StubSupervisor(Generic[Stub]):
             starting.process.kill()
         if self._restarter is not None:
             self._restarter.join()
+        del self._launch, self._prepare  # they refer to the owner of this object
         if self._stub is None:
             return
         if was_ready:
             self._finalize(self._stub, timeout_s)
         self._stub.process.close(max(deadline_s - time.monotonic(), 0.0))
+        self._stub.process.on_end = None  # it refers to this object
 
     def _finalize(self, stub: Stub, timeout_s: float) -> None:
         try:

@@ -7,6 +7,7 @@ transcripts 06, 07, 50, 51.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import threading
@@ -15,6 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from llmbackend.fork_server.process_resources import give_back_freed_memory
 
 from ..errors import LoadError, TritonError, as_triton_error, internal, request_tag, unavailable
 from ..models.model import LoadedModel
@@ -200,9 +203,15 @@ class ModelLifecycle:
     def _retire(self, models: Iterable[LoadedModel]) -> None:
         """Uses a thread per model, as Triton does: a model that drains slowly must not delay others."""
         for model in models:
-            threading.Thread(
-                target=self._finalize_when_idle, args=(model,), name=f"unload-{model.name}", daemon=True
-            ).start()
+            threading.Thread(target=self._retire_one, args=([model],), name=f"unload-{model.name}", daemon=True).start()
+
+    def _retire_one(self, models: list[LoadedModel]) -> None:
+        """models: with one element, which is removed, so that the thread's arguments do not keep it alive"""
+        self._finalize_when_idle(models.pop())
+        if not self.versions.is_closing:
+            gc.collect()  # a backend's objects may reference each other, and may hold the model's weights
+            give_back_freed_memory()
+        self.versions.operations.leave()
 
     def _finalize_when_idle(self, model: LoadedModel) -> None:
         """Waits for the model's last request, finalises the model, and notifies its agents and the version table."""
@@ -218,7 +227,6 @@ class ModelLifecycle:
         self.versions.end_draining(model)
         if agents is not None:
             agents.version_unloaded()
-        self.versions.operations.leave()
 
 
 def is_instance_update(model: LoadedModel, new: ModelSpec) -> bool:

@@ -37,7 +37,7 @@ class TraceFile:
         text = ",".join(items).encode()
         with self._lock:
             try:
-                if not self._has_content:
+                if not self._is_begun():
                     self._path.write_bytes(b"[%b]" % text)
                     self._has_content = True
                     return
@@ -46,6 +46,10 @@ class TraceFile:
                     file.write(b",%b]" % text)
             except OSError as error:
                 log.error("failed creating trace file: %s", error)
+
+    def _is_begun(self) -> bool:
+        """Whether it has traces of this server. It may have been moved or emptied since."""
+        return self._has_content and self._path.exists() and self._path.stat().st_size > 0
 
     def write_numbered(self, items: Iterable[str]) -> None:
         """Writes a separate file, `<path>.<n>`."""

@@ -71,7 +71,6 @@ class OpenTelemetrySink:
             )
         )
         self._tracer = self._provider.get_tracer(_TRACER)
-        self._wall_clock_offset_ns = time.time_ns() - time.monotonic_ns()
 
     def parent_of(self, header: Callable[[str], str | None]) -> Context | None:
         carrier = {name: value for name in _CARRIED if (value := header(name))}
@@ -81,12 +80,14 @@ class OpenTelemetrySink:
         return context if api.get_current_span(context).get_span_context().is_valid else None
 
     def begin(self, trace: Trace) -> None:
-        trace.root_span = self._start(ROOT_SPAN, time.monotonic_ns(), trace.parent_context or Context())
+        trace.wall_clock_offset_ns = time.time_ns() - time.monotonic_ns()  # steps of the clock change it
+        trace.root_span = self._start(trace, ROOT_SPAN, time.monotonic_ns(), trace.parent_context or Context())
         trace.traceparent = _carrier(trace.root_span)["traceparent"]
 
     def begin_model(self, report: RequestTrace, start_ns: int) -> None:
         parent = None if report.parent is None else report.parent.span
-        report.span = self._start(report.model_name, start_ns, _below(parent or report.trace.root_span))
+        trace = report.trace
+        report.span = self._start(trace, report.model_name, start_ns, _below(parent or trace.root_span))
         attributes = {
             "triton.model_name": report.model_name,
             "triton.model_version": report.model_version,
@@ -100,7 +101,7 @@ class OpenTelemetrySink:
         for report in trace.reports:
             self._complete_model(report)
         rest = {activity for _, activity, _ in trace.root.items} - {*_MODEL, *_COMPUTE}
-        self._end(trace.root_span, _marks(trace.root, rest))
+        _end(trace, trace.root_span, _marks(trace.root, rest))
 
     def close(self) -> None:
         """Sends waiting spans for up to CLOSE_TIMEOUT_S; those left are dropped."""
@@ -115,36 +116,35 @@ class OpenTelemetrySink:
             return
         model, compute = _marks(report, _MODEL), _marks(report, _COMPUTE)
         if compute:
-            self._end(self._start("compute", compute[0][0], _below(report.span)), compute)
+            span = self._start(report.trace, "compute", compute[0][0], _below(report.span))
+            _end(report.trace, span, compute)
         for told in report.spans:
-            self._add(told, report.span)
+            self._add(report.trace, told, report.span)
         report.span.set_attributes(report.attributes)
         if report.error_type:
             report.span.set_attribute("error.type", report.error_type)
             report.span.set_status(api.StatusCode.ERROR)
-        self._end(report.span, model)
+        _end(report.trace, report.span, model)
 
-    def _add(self, told: TraceSpan, parent: Span) -> None:
+    def _add(self, trace: Trace, told: TraceSpan, parent: Span) -> None:
         """Adds a backend's span."""
-        start_ns, attributes = self._wall_ns(told.start_ns), dict(told.attributes)
+        start_ns, attributes = told.start_ns + trace.wall_clock_offset_ns, dict(told.attributes)
         span = self._tracer.start_span(told.name, context=_below(parent), attributes=attributes, start_time=start_ns)
         for event in told.events:
-            span.add_event(event.name, dict(event.attributes), timestamp=self._wall_ns(event.ns))
+            span.add_event(event.name, dict(event.attributes), timestamp=event.ns + trace.wall_clock_offset_ns)
         if told.is_error:
             span.set_status(api.StatusCode.ERROR)
-        span.end(self._wall_ns(told.end_ns))
+        span.end(told.end_ns + trace.wall_clock_offset_ns)
 
-    def _start(self, name: str, ns: int, context: Context) -> Span:
-        kind = api.SpanKind.SERVER
-        return self._tracer.start_span(name, context=context, kind=kind, start_time=self._wall_ns(ns))
+    def _start(self, trace: Trace, name: str, ns: int, context: Context) -> Span:
+        kind, wall_ns = api.SpanKind.SERVER, ns + trace.wall_clock_offset_ns
+        return self._tracer.start_span(name, context=context, kind=kind, start_time=wall_ns)
 
-    def _end(self, span: Span, marks: list[tuple[int, str]]) -> None:
-        for ns, name in marks:
-            span.add_event(name, timestamp=self._wall_ns(ns))
-        span.end(self._wall_ns(marks[-1][0] if marks else time.monotonic_ns()))
 
-    def _wall_ns(self, monotonic_ns: int) -> int:
-        return monotonic_ns + self._wall_clock_offset_ns
+def _end(trace: Trace, span: Span, marks: list[tuple[int, str]]) -> None:
+    for ns, name in marks:
+        span.add_event(name, timestamp=ns + trace.wall_clock_offset_ns)
+    span.end((marks[-1][0] if marks else time.monotonic_ns()) + trace.wall_clock_offset_ns)
 
 
 def _exporter(options: OpenTelemetryOptions) -> SpanExporter:

@@ -175,7 +175,8 @@ class Trace:
         self._lock = threading.Lock()
         self._open = 1
         self.root_span: Any = None
-        """For use by the sink."""
+        self.wall_clock_offset_ns = 0
+        """Both for use by the sink."""
         self.traceparent = ""
         """W3C's name of the root span (mode opentelemetry), or ""."""
         self.root = RequestTrace(self, new_id(), None)

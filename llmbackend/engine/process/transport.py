@@ -15,11 +15,9 @@ import importlib
 import logging
 import math
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -31,7 +29,7 @@ import zmq
 
 from llmbackend.fork_server.client import ForkedProcess, ForkServer, OutputReader, Program, environment, how_it_ended
 from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
-from llmbackend.fork_server.process_resources import num_ended_for_memory
+from llmbackend.fork_server.process_resources import OwnedFolder, num_ended_for_memory
 
 from ..config import EngineConfig
 from ..errors import LOST_RANK_EXIT_CODE, DeathKind, EngineDeadError, is_shortage
@@ -42,9 +40,9 @@ from .engine_link import EngineOrder, Transport
 
 logger = logging.getLogger(__name__)
 
-DESCRIPTORS_OF_AN_ENGINE = 24
-"""Descriptors that starting an engine opens here: libzmq's, the lifeline, its output, the fork server's sockets and
-pipes."""
+DESCRIPTORS_OF_AN_ENGINE = 25
+"""Descriptors that starting an engine opens here: libzmq's, the lifeline, its output, its folder, the fork server's
+sockets and pipes."""
 CLOSE_TIMEOUT_S = 5.0
 KILLED_TIMEOUT_S = 5.0
 """How long a process may take to end after SIGKILL; only one in an uninterruptible system call takes longer."""
@@ -248,7 +246,7 @@ class ProcessTransport(PairTransport):
         self._is_forked = False
         """Whether the fork server has said which process it is, or why there is none."""
         self._ended_for_memory = num_ended_for_memory()
-        self._directory = ""
+        self._folder: OwnedFolder | None = None
         self._output: OutputReader | None = None
 
     @property
@@ -260,15 +258,14 @@ class ProcessTransport(PairTransport):
     def receive_started(self, timeout_s: float | None) -> ModelInfo | ModelPrepared | None:
         started = super().receive_started(timeout_s)
         if started is not None:
-            # Connected: a killed host leaves no file from now on. Something else may have removed old files of /tmp.
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._remove_folder()  # connected: nothing needs it from now on
         if isinstance(started, ModelInfo) and started.needs_torch:
             self._fork_server.is_whole = True
         return started
 
     def launch(self) -> None:
-        self._directory = tempfile.mkdtemp(prefix="llmbackend-")
-        endpoint = f"ipc://{self._directory}/engine"
+        self._folder = OwnedFolder("engine")
+        endpoint = f"ipc://{self._folder.path}/engine"
         self._socket.bind(endpoint)
         reader_fd, output_fd = os.pipe()
         try:
@@ -312,9 +309,12 @@ class ProcessTransport(PairTransport):
                 return False
         if self._output is not None:
             self._output.wait()
-        if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._remove_folder()
         return True
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.remove()
 
     def _has_ended_after_kill(self, process: ForkedProcess) -> bool:
         """Waits. The fork server reports the end of its children; if it hangs, it is killed, and `fork` starts another

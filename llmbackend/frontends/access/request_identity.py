@@ -8,51 +8,17 @@ from __future__ import annotations
 import sys
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import Metric
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 from starlette.types import Scope
 
 from ..http.request_body import address_of
+from .process_counters import ProcessCounters, total_samples
 from .rate_limit import Account, Refusal
-
-
-class ProcessCounters(Collector):
-    def __init__(self, own: CollectorRegistry, folder: Path) -> None:
-        """own: the counters of this process. folder: contains those of the other processes"""
-        self._own = own
-        self._folder = str(folder)
-
-    def collect(self) -> Iterator[Metric]:
-        of_files: Any = MultiProcessCollector
-        others = {family.name: family for family in of_files(None, self._folder).collect()}
-        for family in self._own.collect():
-            other = others.get(family.name)
-            yield family if other is None else _sum(family, other)
-
-
-def _sum(*families: Metric) -> Metric:
-    first = families[0]
-    total = Metric(first.name, first.documentation, first.type)
-    values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-    for sample in _samples(families):
-        key = sample.name, frozenset(sample.labels.items())
-        values[key] = values.get(key, 0.0) + sample.value
-    for (name, labels), value in values.items():
-        total.add_sample(name, dict(labels), value)
-    return total
-
-
-def _samples(families: Iterable[Metric]) -> Iterator[Sample]:
-    return (sample for family in families for sample in family.samples if sample.name.endswith("_total"))
-
 
 Protocol = Literal["http", "grpc"]
 Outcome = Literal["accepted", "rate_limited", "restricted", "forbidden", "unauthenticated"]
@@ -91,7 +57,7 @@ class AccessMetrics:
         """Totals since the server's start, by name, of the keys that sent something."""
         found: defaultdict[str, KeyTotals] = defaultdict(KeyTotals)
         collectors = (self._requests, self._tokens) if self._summed is None else (self._summed,)
-        for sample in _samples(metric for collector in collectors for metric in collector.collect()):
+        for sample in total_samples(metric for collector in collectors for metric in collector.collect()):
             what = sample.labels.get("outcome") or f"{sample.labels['kind']}_tokens"
             found[sample.labels["key_name"]][what] += int(sample.value)
         return dict(found)

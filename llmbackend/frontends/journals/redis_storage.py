@@ -306,21 +306,27 @@ class RedisStorage:
         pipe.decrby(_key("bytes"), stored.size_bytes)
 
     def _remove(self, ids: Sequence[bytes], now_s: float, owner: str = "") -> None:
-        """owner: of all of them, if known"""
+        """owner: of all of them, if known. Removes none if other servers change them all the time."""
+        import redis
+
         if not ids:
             return
         names = {id.decode() for id in ids}
-        stored = self._sizes(names)
-        gone = names - stored.keys()
-        for id in gone:  # another server has removed it; or Redis has, since no server ran when it expired
-            expires_s = self._redis.zscore(_key("expiry"), id)
-            self._is_recount_due |= expires_s is not None and expires_s + _EXPIRY_MARGIN_S <= now_s
-        with self._redis.pipeline(transaction=True) as pipe:
-            for id, one in stored.items():
-                self._delete(pipe, id, one)
-            for id in gone:
-                self._delete(pipe, id, _Stored(owner))
-            pipe.execute()
+        for _ in range(_ATTEMPTS):
+            with self._redis.pipeline(transaction=True) as pipe, suppress(redis.WatchError):
+                pipe.watch(*(_key("doc", id) for id in names))  # removed twice, they would be subtracted twice
+                stored = self._sizes(names)
+                gone = names - stored.keys()
+                for id in gone:  # another server has removed it; or Redis has, since no server ran when it expired
+                    expires_s = self._redis.zscore(_key("expiry"), id)
+                    self._is_recount_due |= expires_s is not None and expires_s + _EXPIRY_MARGIN_S <= now_s
+                pipe.multi()
+                for id, one in stored.items():
+                    self._delete(pipe, id, one)
+                for id in gone:
+                    self._delete(pipe, id, _Stored(owner))
+                pipe.execute()
+                return
 
     def _recount(self) -> None:
         """Sets the number of bytes to that of the existing documents; not if other servers write all the time."""

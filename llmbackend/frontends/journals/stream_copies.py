@@ -39,6 +39,7 @@ _MAX_BYTES: Final = 256 << 20
 """Held for other hosts; beyond it, the records that have not grown for longest are dropped."""
 _RETENTION_S: Final = 600.0
 """How long a record is retained without an update."""
+_FORGET_INTERVAL_S: Final = 60.0
 _TAKEN_RETENTION_S: Final = 30.0
 """How long a record is retained after it was taken over."""
 _MAX_TAKEN: Final = 10_000
@@ -170,6 +171,7 @@ class StreamCopies:
         self._flushing: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._held = HeldRecords()
+        self._forgetting: asyncio.TimerHandle | None = None
         peers.on_call(TOPIC, self._answer)
         peers.on_change(self._peers_changed)
         self._peers_changed()
@@ -253,6 +255,8 @@ class StreamCopies:
             self._retry = asyncio.get_running_loop().call_later(_RETRY_INTERVAL_S, self._try_again)
 
     def _peers_changed(self) -> None:
+        now_s = time.monotonic()
+        self._failed_s = {peer: at_s for peer, at_s in self._failed_s.items() if at_s + _RETRY_INTERVAL_S > now_s}
         if self._peer is not None and self._peer not in self._peers.live():
             log.warning("host '%s', to which streams were copied, is gone", self._peer)
             self._peer = None
@@ -325,9 +329,18 @@ class StreamCopies:
 
     async def _answer(self, peer: str, payload: bytes) -> bytes:
         call = _decode_call(payload)
-        if isinstance(call, _Batch):
-            return _encode(self._held.add(call.items))
-        return _encode(self._record_for_taker(call))
+        answer = self._held.add(call.items) if isinstance(call, _Batch) else self._record_for_taker(call)
+        self._forget_later()
+        return _encode(answer)
+
+    def _forget_later(self) -> None:
+        if self._held and self._forgetting is None:
+            self._forgetting = asyncio.get_running_loop().call_later(_FORGET_INTERVAL_S, self._forget)
+
+    def _forget(self) -> None:
+        self._forgetting = None
+        self._held.forget_old()
+        self._forget_later()
 
     def _record_for_taker(self, call: _Take) -> StreamRecord | None:
         """The record is retained: its taker may end before another host has a copy."""
@@ -375,12 +388,13 @@ class HeldRecords:
                     superseded[record.head.key] = None
                 case _Step(key):
                     superseded[key] = None
-        self._forget_oldest()
+        self.forget_old()
         return _Refused(tuple(superseded), tuple(unknown))
 
     def take(self, key: str, owner: str, path: str, after: int) -> StreamRecord | None:
         """Refuses epochs older than the taker's from now on. The record is retained for a while, because its taker may
         end before another host has a copy."""
+        self.forget_old()
         growing = self._records.get(key)
         if growing is None or not growing.is_for(owner, path, after):
             return None
@@ -407,7 +421,7 @@ class HeldRecords:
         if (growing := self._records.pop(key, None)) is not None:
             self._bytes -= growing.size_bytes
 
-    def _forget_oldest(self) -> None:
+    def forget_old(self) -> None:
         while self._records:
             key, oldest = next(iter(self._records.items()))
             if self._bytes <= self._max_bytes and oldest.news_s > self._clock_s() - _RETENTION_S:

@@ -7,7 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -99,6 +103,27 @@ def test_what_another_server_has_removed_is_not_counted_again(redis_url: str) ->
     storages[0].commit([Delete("a")], NOW_S)
     storages[1]._remove([b"a"], NOW_S)
     assert held_bytes(storages[1]) == document("b").size_bytes and not storages[1]._is_recount_due
+    for storage in storages:
+        storage.close()
+
+
+def test_what_two_servers_remove_at_once_is_subtracted_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storages = [RedisStorage(redis_url, CAPACITY) for _ in range(2)]
+    storages[0].commit([Put(document(id)) for id in ("a", "b")], NOW_S)
+    both_have_read = threading.Barrier(2)
+    for storage in storages:
+
+        def sizes(ids: Collection[str], storage: RedisStorage = storage) -> object:
+            found = RedisStorage._sizes(storage, ids)
+            monkeypatch.setattr(storage, "_sizes", partial(RedisStorage._sizes, storage))
+            both_have_read.wait(20)
+            return found
+
+        monkeypatch.setattr(storage, "_sizes", sizes)
+    with ThreadPoolExecutor() as pool:
+        for removed in [pool.submit(storage._remove, [b"a"], NOW_S) for storage in storages]:
+            removed.result()
+    assert held_bytes(storages[0]) == document("b").size_bytes
     for storage in storages:
         storage.close()
 

@@ -20,6 +20,7 @@ from llmbackend.frontends.journals.resumable_streams import ResumableStream, Res
 from llmbackend.frontends.journals.stream_copies import (
     HeldRecords,
     StreamCopies,
+    _Batch,
     _Begin,
     _decode_call,
     _encode,
@@ -31,7 +32,7 @@ from tests.helpers.held_answers import num_streams
 from tests.helpers.linked_hosts import Hosts
 from tests.helpers.mock_llm_host import MODEL
 from tests.helpers.numbered_events import Event, read_events
-from tests.helpers.waiting import eventually
+from tests.helpers.waiting import eventually, eventually_async
 
 GENERATE = f"/v2/models/{MODEL}/generate_stream"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -384,6 +385,24 @@ def test_a_record_can_be_taken_again_while_its_taker_may_have_ended() -> None:
     now_s = 31.0
     held.add([])
     assert held.take("k", "o", "/p", -1) is None
+
+
+def test_an_old_record_is_not_taken() -> None:
+    now_s = 0.0
+    held = HeldRecords(clock_s=lambda: now_s)
+    held.add([_Begin(record("k", 0, b"a"))])
+    now_s = 601.0
+    assert held.take("k", "o", "/p", -1) is None and not len(held)
+
+
+async def test_old_records_are_forgotten_without_further_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_copies, "_RETENTION_S", 0.1)
+    monkeypatch.setattr(stream_copies, "_FORGET_INTERVAL_S", 0.01)
+    copies = StreamCopies(NoPeers(), {}, ResumableStreams().hand_over)
+    await copies._answer("other", _encode(_Batch((_Begin(record("k", 0, b"prompt")),))))
+    assert copies.num_held == 1
+    await eventually_async(lambda: copies.num_held == 0)
+    assert copies._forgetting is None
 
 
 class NoPeers:
