@@ -329,9 +329,19 @@ class StreamCopies:
 
     async def _answer(self, peer: str, payload: bytes) -> bytes:
         call = _decode_call(payload)
+        if isinstance(call, _Batch):
+            self._end_superseded(call.items)
         answer = self._held.add(call.items) if isinstance(call, _Batch) else self._record_for_taker(call)
         self._forget_later()
         return _encode(answer)
+
+    def _end_superseded(self, items: Sequence[_Begin | _Step | _End]) -> None:
+        """A host that was cut off may copy to one host, and hear from another one that this one runs its streams."""
+        for head in (item.record.head for item in items if isinstance(item, _Begin)):
+            own = self._own.get(head.key)
+            if own is not None and own.head.epoch < head.epoch:
+                del self._own[head.key]
+                own.superseded()
 
     def _forget_later(self) -> None:
         if self._held and self._forgetting is None:

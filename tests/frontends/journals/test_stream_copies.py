@@ -194,6 +194,25 @@ def test_a_host_that_was_cut_off_is_refused_and_ends_its_stream(hosts: Hosts) ->
         eventually(lambda: not hosts.all["a"].gate.open_inferences)
 
 
+def test_a_host_that_copies_elsewhere_after_a_cut_is_told_by_the_copies_of_its_streams(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """a chooses b, because c has just failed; c, which took the stream over, chooses a."""
+    path, body = generation(2000)  # longer than the cut
+    hosts.network.down.add("b")
+    hosts.network.tell()
+    eventually(lambda: hosts.copies("a").holder == "c")
+    with hosts.client("a") as first, hosts.client("c") as other:
+        begun = read_events(first, path, body, ASK, 2)
+        hosts.network.down.add("a")
+        read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]}, 3)
+        monkeypatch.setattr(stream_copies, "_RETRY_INTERVAL_S", 60.0)
+        eventually(lambda: hosts.copies("a")._flushing is None)  # c is not being asked
+        hosts.network.down.clear()
+        eventually(lambda: not num_streams(hosts.all["a"].streams))
+        eventually(lambda: not hosts.all["a"].gate.open_inferences)
+
+
 def test_a_record_that_lacks_events_of_the_client_is_not_continued(hosts: Hosts) -> None:
     """A host that is cut off goes on without copies. Another host, which has an older record, makes no other events in
     place of those that the client has."""
