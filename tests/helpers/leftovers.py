@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -105,6 +106,10 @@ class Conservation:
             self.breaches.append(f"an engine core: {error}")
 
 
+_OF_THE_PROCESS = tuple(f"{tempfile.gettempdir()}/llmbackend-{kind}-" for kind in ("repository", "host", "gguf"))
+"""Temporary folders that exist, and are locked, until the process ends."""
+
+
 def _threads() -> list[threading.Thread]:
     """Without the objects that Python 3.11 keeps for ended threads of a compiled backend."""
     return [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
@@ -141,7 +146,8 @@ def _children() -> Iterator[int]:
 def _descriptors() -> Iterator[tuple[str, str]]:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of this listing
-            yield number, os.readlink(f"/proc/self/fd/{number}")
+            if not (what := os.readlink(f"/proc/self/fd/{number}")).startswith(_OF_THE_PROCESS):
+                yield number, what
 
 
 def _excused_or_name(pid: int) -> str:
