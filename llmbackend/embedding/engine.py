@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, ClassVar, Final
+from weakref import WeakKeyDictionary, ref
 
 from llmbackend.core.errors import StartupError, internal
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import InferenceResponse, ResponseFlag, is_final
+from llmbackend.core.messages import InferenceResponse, ResponseFlag, is_final, wake_receiver
 from llmbackend.core.server_options import ServerOptions
 
 from ..server.settings import SingleModel
@@ -144,17 +145,54 @@ class _Call:
             self.cancel()
 
 
+class _Arrivals:
+    """Carries responses to an event loop, which an engine's step wakes once for all of them."""
+
+    _of_loops: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Arrivals]] = WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = ref(loop)
+        self._arrived: deque[tuple[asyncio.Queue[_Response], _Response]] = deque()
+        self._is_woken = False
+        """As in the frontends' Mailbox: at worst the loop is woken once too often."""
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> _Arrivals:
+        """Called on the loop."""
+        found = cls._of_loops.get(loop)
+        if found is None:
+            found = cls._of_loops[loop] = cls(loop)
+        return found
+
+    def put(self, queue: asyncio.Queue[_Response], response: _Response) -> None:
+        """Thread-safe."""
+        self._arrived.append((queue, response))
+        if not self._is_woken:
+            self._is_woken = True
+            wake_receiver(self._wake)
+
+    def _wake(self) -> None:
+        if (loop := self._loop()) is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False
+        for _ in range(len(self._arrived)):
+            queue, response = self._arrived.popleft()
+            queue.put_nowait(response)
+
+
 class _AsyncCall:
     """A request whose responses a task of an event loop waits for."""
 
     def __init__(self, host: InferenceServer, prompt: Prompt, sampling: SamplingParams, *, stream: bool) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._arrivals = _Arrivals.of(asyncio.get_running_loop())
         self._responses: asyncio.Queue[_Response] = asyncio.Queue()
         self._handle = host.infer_async(request_of(prompt, sampling, stream=stream), self._deliver)
 
     def _deliver(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._responses.put_nowait, (response, flags))
+        self._arrivals.put(self._responses, (response, flags))
 
     def cancel(self) -> None:
         self._handle.cancel()

@@ -19,6 +19,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmbackend.core.inference_server import InferenceServer
@@ -97,6 +98,7 @@ def _application(routers: Sequence[APIRouter], gate: InferenceGate) -> _App:
     )
     install_error_handlers(app)
     app.direct = _direct_handlers(routers[0])
+    app.direct_paths = _direct_paths(app.router.routes)
     app.bodies = gate.bodies
     return app
 
@@ -113,10 +115,24 @@ def _direct_handlers(router: APIRouter) -> dict[str, Handler]:
     }
 
 
-def _direct_handler(handlers: Mapping[str, Handler], scope: Scope) -> Handler | None:
+def _direct_paths(routes: Sequence[BaseRoute]) -> dict[str, Handler]:
+    """The same for paths without parameters, where the router would choose that route."""
+    found: dict[str, Handler] = {}
+    for route in routes:
+        if isinstance(route, ApiRoute) and route.is_direct and route.methods == {"POST"} and "{" not in route.path:
+            scope: Scope = {"type": "http", "method": "POST", "path": route.path, "headers": []}
+            chosen = next(one for one in routes if one.matches(scope)[0] is Match.FULL)
+            if chosen is route:
+                found[route.path] = route.get_route_handler()
+    return found
+
+
+def _direct_handler(handlers: Mapping[str, Handler], paths: Mapping[str, Handler], scope: Scope) -> Handler | None:
     """The handler, after the path parameters were put into `scope`; None: use the routers, also for near matches."""
     if scope["type"] != "http" or scope["method"] != "POST" or scope.get("root_path"):
         return None
+    if (handler := paths.get(scope["path"])) is not None:
+        return handler
     match = _MODEL_PATH(scope["path"])
     if match is None:
         return None
@@ -144,6 +160,7 @@ class _App(FastAPI):
     """Replays stored responses to retried requests, and gives each request a lease of the body budget."""
 
     direct: Mapping[str, Handler]
+    direct_paths: Mapping[str, Handler]
     bodies: BodyBudget
     idempotent: IdempotentRequests | None = None
 
@@ -156,7 +173,7 @@ class _App(FastAPI):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         lease = scope[BODY_LEASE] = BodyLease(self.bodies)
         try:
-            handler = _direct_handler(self.direct, scope)
+            handler = _direct_handler(self.direct, self.direct_paths, scope)
             if handler is None:
                 await super().__call__(scope, receive, send)
             else:

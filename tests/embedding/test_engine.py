@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,23 @@ def test_an_event_loop_gets_the_same(engine: Engine) -> None:
     whole = engine.generate(PROMPTS, GREEDY)
     assert [one.token_ids for one in generations] == [one.token_ids for one in whole]
     assert joined(parts)[0] == whole[0].text
+
+
+def test_a_step_wakes_an_event_loop_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes: list[object] = []
+
+    async def read_all() -> int:
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda call, *args: [wakes.append(call), wake(call, *args)])
+        streams = [engine.stream_async(prompt, GREEDY) for prompt in ("a", "b", "c", "d", "e", "f", "g", "h")]
+
+        async def read(stream: AsyncIterator[Completion]) -> int:
+            return sum([len(part.token_ids) async for part in stream])
+
+        return sum(await asyncio.gather(*map(read, streams)))
+
+    assert asyncio.run(read_all()) == 8 * 12 > 2 * len(wakes)
 
 
 def test_token_ids_are_a_prompt(engine: Engine) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -226,7 +226,7 @@ class VllmSchema:
                 "prompt has already been sent",
                 param="exclude_input_in_output",
             )
-        enabled = {name for name in OUTPUTS if name == "text_output" or _flag(request, f"return_{name}")}
+        enabled = _requested(request) | {"text_output"}
         if needing := enabled & ONLY_DESCRIPTION_OUTPUTS:
             raise invalid_argument(f"'return_{min(needing)}' is true, expected 'prompt_only' to be true with it")
         has_choices = str(sampling.get("n") or 1) != "1"
@@ -247,9 +247,18 @@ class VllmSchema:
         )
 
 
+_OUTPUT_OF_FLAG: Final = {f"return_{name}": name for name in OUTPUTS}
+
+
+def _requested(request: Request) -> set[str]:
+    """The outputs whose flags are set."""
+    flags = request.inputs.items()
+    return {_OUTPUT_OF_FLAG[name] for name, tensor in flags if name in _OUTPUT_OF_FLAG and single(tensor)}
+
+
 def _described(request: Request) -> OutputOptions:
     """The options of a request that generates nothing."""
-    enabled = {name for name in OUTPUTS if _flag(request, f"return_{name}")}
+    enabled = _requested(request)
     if others := enabled - DESCRIPTION_OUTPUTS:
         raise invalid_argument(f"'return_{min(others)}' is true, but 'prompt_only' generates nothing")
     if _prior_output_ids(request) is not None:

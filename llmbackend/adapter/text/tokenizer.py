@@ -262,7 +262,7 @@ class HuggingFaceTokenizer(ModelTokenizer):
         if self._byte_level:
             return ByteDetokenizer(self._texts if skip_special_tokens else self._texts_with_special)
         skip = self._special_ids if skip_special_tokens else frozenset()
-        window = WindowDetokenizer(self._decode_all, prompt_token_ids[-CONTEXT_TOKENS:], skip)
+        window = WindowDetokenizer(self._decode_window, prompt_token_ids[-CONTEXT_TOKENS:], skip)
         is_plain = spaces_between_special_tokens or skip_special_tokens
         return window if is_plain else UnspacedSpecialTokens(window, self.special_text)
 
@@ -290,6 +290,10 @@ class HuggingFaceTokenizer(ModelTokenizer):
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _decode_window(self, token_ids: Sequence[int]) -> str:
+        """As `_decode_all`. Half of the windows are a single token, whose text is kept."""
+        return self.token_text(token_ids[0]) if len(token_ids) == 1 else self._decode_all(token_ids)
 
     def _shown_bytes(self, token_id: int) -> bytes:
         """Like `_token_bytes`, but empty for special tokens."""

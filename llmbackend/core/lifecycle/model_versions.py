@@ -143,11 +143,12 @@ class ModelVersions:
     def ready_models(self, name: ModelIdentifier | None = None) -> list[LoadedModel]:
         """The serving versions of one model, or of all, sorted by name and version."""
         with self._lock:
+            entries = self._models.values() if name is None else filter(None, [self._models.get(name)])
             found = [
                 version.model
-                for model_name, entry in self._models.items()
+                for entry in entries
                 for version in entry.versions.values()
-                if version.model is not None and version.state is ModelReadyState.READY and name in (None, model_name)
+                if version.model is not None and version.state is ModelReadyState.READY
             ]
         return sorted(found, key=lambda model: (model.name, model.version))
 
