@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +22,7 @@ import msgspec
 from llmbackend import __version__
 from llmbackend.core.errors import TritonError, internal, unavailable
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import responses_together
+from llmbackend.core.messages import InferenceHandle, responses_together
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.links.secrets import ClusterSecrets
 
@@ -96,6 +97,7 @@ class HostEndpoint:
         self._on_peers: Callable[[Sequence[HostPeer] | None], None] = lambda peers: None
         self._peers: Sequence[HostPeer] | None = None
         """None = unknown."""
+        self._to_cancel: deque[InferenceHandle] = deque()
         self._is_closing = False
         self._probe_until_s = 0.0
         self._states = HostStates(server, host_id, lambda: list(self._frontends.values()))
@@ -164,11 +166,13 @@ class HostEndpoint:
             self._leave_lost()
         for frontend in self._frontends.values():
             frontend.lost()
+        self._cancel_waiting()  # last: those that are no longer among a frontend's requests
 
     def _read_messages(self) -> bool:
         """Returns whether there may be more."""
         messages = self._socket.receive()
         with responses_together():
+            self._cancel_waiting()
             for sender, (header, *frames) in messages:
                 try:
                     self._handle(sender, header, frames)
@@ -217,8 +221,19 @@ class HostEndpoint:
             )
             return
         send = partial(self._socket.send, sender)
-        self._frontends[sender] = AttachedFrontend(hello.name, hello.families, send, self._max_unread_bytes)
+        self._frontends[sender] = AttachedFrontend(
+            hello.name, hello.families, send, self._cancel_later, self._max_unread_bytes
+        )
         self._states.ask()
+
+    def _cancel_later(self, handle: InferenceHandle) -> None:
+        """Called on any thread."""
+        self._to_cancel.append(handle)
+        self._socket.wake()
+
+    def _cancel_waiting(self) -> None:
+        while self._to_cancel:
+            self._to_cancel.popleft().cancel()
 
     def _called(self, sender: Sender, call: Call) -> None:
         if self._on_call is None or call.release != self._release:

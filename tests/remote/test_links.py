@@ -17,6 +17,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from llmbackend.core.backend_api import is_final
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseFlag
@@ -26,6 +27,8 @@ from llmbackend.remote.host_endpoint import LARGE_BYTES, HostEndpoint
 from llmbackend.remote.remote_server import RemoteServer
 from llmbackend.remote.requests import unpacked_request
 from llmbackend.remote.wire import Frame, HostPeer, Submit
+from tests.helpers.core_host import STAGE, WAIT_S, Repository, serving, version_of, x
+from tests.helpers.ensemble_host import chain, parts
 from tests.helpers.kserve_scripted import RECORD, start_host
 from tests.helpers.server_process import ROOT
 from tests.helpers.waiting import eventually_async
@@ -132,6 +135,33 @@ async def test_a_request_ends_whose_frontend_is_behind_and_others_go_on(
     assert last is not None and last.code is ErrorCode.CANCELLED and "1048576 bytes" in last.message
     assert len(got["flood"]) < 4000
     assert [response.error for response in got["one"]] == [None]
+
+
+async def test_an_ensemble_ends_whose_frontend_is_behind(tmp_path: Path) -> None:
+    """Its response callback runs under a lock that its cancellation takes."""
+    STAGE.clear()
+    repository = Repository(tmp_path)
+    parts(repository, "gate", "repeat")
+    chain(repository, "e", "gate", "repeat")
+    ends: list[InferenceResponse | None] = []
+
+    def callback(response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        if is_final(flags):
+            ends.append(response)
+
+    with serving(repository, "e") as host:
+        async with (
+            served(host, tmp_path, max_unread_bytes=1) as endpoint,
+            attached(endpoint.endpoint) as server,
+        ):
+            server.infer_async(InferenceRequest("e", inputs=(x(*range(5)),)), callback)
+            await eventually_async(lambda: "execute gate" in STAGE.events)
+            STAGE.open("gate")
+            model = version_of(host, "e")
+            assert model.in_flight.wait_for_zero(WAIT_S)  # the loop of the frontend does not run
+            await eventually_async(lambda: bool(ends))
+    error = ends[0].error if ends[0] is not None else None
+    assert error is not None and error.code is ErrorCode.CANCELLED and "reads too slowly" in error.message
 
 
 def test_large_requests_beyond_the_limit_are_refused_before_they_are_decoded(
