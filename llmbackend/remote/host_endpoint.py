@@ -269,9 +269,10 @@ class HostEndpoint:
     def _submit(self, frontend: AttachedFrontend, submit: Submit, frames: list[memoryview], num_bytes: int) -> None:
         request = frontend.requests[submit.number] = HostedRequest(submit.number, frontend)
         if num_bytes <= LARGE_BYTES:
-            self._infer(frontend, request, submit, frames)
+            self._infer(frontend, request, submit, frames, self._sampled(frontend, submit))
         elif self._takes_large(num_bytes):
-            self._large.submit(self._infer_large, frontend, request, submit, frames, num_bytes)
+            trace = self._sampled(frontend, submit)  # before the frontend's next message, which may end the trace
+            self._large.submit(self._infer_large, frontend, request, submit, frames, trace, num_bytes)
         else:
             limit = self._max_waiting_bytes
             text = f"the host is at its limit of {limit} bytes of large requests that wait to be decoded"
@@ -290,11 +291,12 @@ class HostEndpoint:
         request: HostedRequest,
         submit: Submit,
         frames: list[memoryview],
+        trace: RequestTrace | None,
         num_bytes: int,
     ) -> None:
         try:
             if not frontend.is_lost:
-                self._infer(frontend, request, submit, frames)
+                self._infer(frontend, request, submit, frames, trace)
         finally:
             with self._waiting_lock:
                 self._waiting_bytes -= num_bytes
@@ -304,9 +306,13 @@ class HostEndpoint:
         frontend.decided(Decision(submit.number, WireError.of(error)))
 
     def _infer(
-        self, frontend: AttachedFrontend, request: HostedRequest, submit: Submit, frames: Sequence[Frame]
+        self,
+        frontend: AttachedFrontend,
+        request: HostedRequest,
+        submit: Submit,
+        frames: Sequence[Frame],
+        trace: RequestTrace | None,
     ) -> None:
-        trace = self._sampled(frontend, submit)
         try:
             message = unpacked_request(submit, frames)
             if trace is not None:
