@@ -5,12 +5,21 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from llmbackend.fork_server.client import ForkedProcess, ForkServer, OutputReader, Program, restart_pause_s
+from llmbackend.fork_server import client
+from llmbackend.fork_server.client import (
+    ForkedProcess,
+    ForkServer,
+    OutputReader,
+    Program,
+    restart_pause_s,
+    wait_readable,
+)
 from tests.helpers.processes import is_alive
 from tests.helpers.waiting import eventually
 
@@ -91,6 +100,25 @@ def test_the_kernel_ends_a_child_before_its_host_when_memory_runs_out(make_serve
     child = Child(make_server(), "end")
     ours, its = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (os.getpid(), child.process.pid))
     assert its == min(ours + 300, 1000)
+    child.close()
+
+
+def test_each_of_two_callers_gets_the_process_id(
+    make_server: Callable[..., ForkServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = Child(make_server(), "end")
+    process, pids = child.process, list[int]()
+
+    def wait_after_another(descriptor: int, timeout_s: float | None) -> bool:
+        monkeypatch.setattr(client, "wait_readable", wait_readable)
+        pids.append(process.pid)  # the other caller takes the message
+        return wait_readable(descriptor, timeout_s)
+
+    monkeypatch.setattr(client, "wait_readable", wait_after_another)
+    caller = threading.Thread(target=lambda: pids.append(process.pid), daemon=True)
+    caller.start()
+    caller.join(10.0)
+    assert len(pids) == 2 and pids[0] == pids[1] > 0
     child.close()
 
 

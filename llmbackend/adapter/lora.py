@@ -300,7 +300,7 @@ class LoraRegistry:
         """Begins to copy the adapter and load it into the engines. `answer` is called once all engines have it, if it
         cannot be loaded, or with UNAVAILABLE at the deadline.
 
-        engines: returns the running engines; called when the files have been copied
+        engines: returns the running engines; called under a lock when the files have been copied
         Raises TritonError if the load cannot begin; then `answer` is not called.
         """
         with self._lock:
@@ -327,22 +327,23 @@ class LoraRegistry:
             logger.exception("a LoRA adapter could not be read")
             self._give_up(key, internal(f"the adapter could not be read: {error}"))
         else:
-            self._offer(key, copy, set(engines()))
+            self._offer(key, copy, engines)
         finally:
             with self._lock:
                 self._num_reads -= 1
 
-    def _offer(self, key: str, copy: str, engines: set[int]) -> None:
+    def _offer(self, key: str, copy: str, engines: Callable[[], Iterable[int]]) -> None:
         """Offers the copy to the engines, unless the load has been given up in the meantime."""
         with self._lock:
+            running = set(engines())  # under the lock: `engine_ended` comes before, or finds the load
             loading = self._loading.get(key)
-            if loading is None or not engines:
+            if loading is None or not running:
                 self._copies.remove(copy)
             else:
-                loading.copy, loading.handle, loading.engines = copy, AdapterHandle(key, loading.change.name), engines
+                loading.copy, loading.handle, loading.engines = copy, AdapterHandle(key, loading.change.name), running
                 weakref.finalize(loading.handle, self._retire, key, copy).atexit = False
                 self._wanted = {**self._wanted, key: copy}
-        if not engines:
+        if not running:
             self._give_up(key, unavailable("no engine is running"))
         self._on_change()
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import get_args
 
 from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind
@@ -108,8 +109,13 @@ _KV_LABELS = ("model", "version", "kv_cache_block_type")
 _KV_TYPES = ("max", "used", "free", "tokens_per", "fraction")
 
 
+NumQueued = Callable[[], int]
+"""Returns how many requests are in the model's queue. Called under a lock."""
+
+
 class SeriesUsers:
     """Counts the loaded models that write each series: during a reload, the new one starts before the old one ends.
+    Creates and removes series under its lock, so that none is removed that another model has just created.
 
     Owner: the backend's state slot.
     """
@@ -118,18 +124,19 @@ class SeriesUsers:
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, ...]] = Counter()
 
-    def enter(self, labels: tuple[str, ...]) -> None:
+    def enter(self, labels: Mapping[str, str], create: Callable[[], None]) -> None:
         with self._lock:
-            self._counts[labels] += 1
+            self._counts[tuple(labels.values())] += 1
+            create()
 
-    def leave(self, labels: tuple[str, ...]) -> bool:
-        """Returns whether no model writes the series any more."""
+    def leave(self, labels: Mapping[str, str], remove: Callable[[], None]) -> None:
+        """Calls `remove` if no model writes the series any more."""
+        key = tuple(labels.values())
         with self._lock:
-            self._counts[labels] -= 1
-            if self._counts[labels]:
-                return False
-            del self._counts[labels]
-            return True
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]
+                remove()
 
 
 class _Unreported:
@@ -147,8 +154,8 @@ class _Unreported:
 
 
 class LlmMetrics:
-    """The metrics of one model version, written once per step. `_lock` guards the engines' latest snapshots and the
-    names of adapters."""
+    """The metrics of one model version, written once per step. `_lock` guards the engines' latest snapshots, the names
+    of adapters, and the gauges made from them, so that the latest values are written last."""
 
     def __init__(self, backend: Backend, model: str, version: int, reports_vllm: bool, client_name: str) -> None:
         """reports_vllm: whether to write metrics with vLLM's names. client_name: the model's name for clients."""
@@ -168,7 +175,6 @@ class LlmMetrics:
         self._lora_labels: dict[str, str] = {}
         self._served_adapters: set[str] = set()
         self._users: SeriesUsers = backend.state
-        self._users.enter(tuple(self._labels.values()))
         self._lock = threading.Lock()
         self._engines: dict[int, EngineStats] = {}
         self._families: dict[str, MetricFamily] = {}
@@ -192,7 +198,7 @@ class LlmMetrics:
         self._first_token = self._families["vllm:time_to_first_token_seconds"]
         self._next_token = [self._families[name] for name in ("vllm:inter_token_latency_seconds", _PER_TOKEN)]
         self._kv_blocks = KvBlockMetrics(backend, self._labels)
-        self._create_series()
+        self._users.enter(self._labels, self._create_series)
 
     def set_max_tokens(self, max_tokens: int) -> None:
         """Sets the model's context length, known once an engine has been loaded."""
@@ -206,10 +212,9 @@ class LlmMetrics:
                 return
             self._served_adapters ^= {name}
             if is_served:
-                self._users.enter(tuple(labels.values()))
-                self._adapters.set(1, **labels)
-            elif self._users.leave(tuple(labels.values())):
-                self._adapters.remove(**labels)
+                self._users.enter(labels, partial(self._adapters.set, 1, **labels))
+            else:
+                self._users.leave(labels, partial(self._adapters.remove, **labels))
 
     def engine_started(self, engine: int, info: ModelInfo, config: EngineConfig) -> None:
         self._set(_LOAD, info.load_s)
@@ -218,53 +223,52 @@ class LlmMetrics:
         labels |= {name: str(getattr(config, name)) for name in ("enable_prefix_caching", "gpu_memory_utilization")}
         self._remove_cache_config(engine)
         self._cache_labels[engine] = labels
-        self._users.enter(tuple(labels.values()))
-        self._cache_config.set(1, **labels)
+        self._users.enter(labels, partial(self._cache_config.set, 1, **labels))
         self._kv_blocks.engine_started(engine, info.num_blocks, info.block_size)
 
     def _remove_cache_config(self, engine: int) -> None:
         labels = self._cache_labels.pop(engine, None)
-        if labels is not None and self._users.leave(tuple(labels.values())):
-            self._cache_config.remove(**labels)
+        if labels is not None:
+            self._users.leave(labels, partial(self._cache_config.remove, **labels))
 
-    def set_lora_requests(self, running: Collection[str], waiting: Collection[str], max_loras: int) -> None:
-        """Sets the adapters of running requests, and of waiting requests."""
-        labels = {**self._vllm_labels, "max_lora": str(max_loras)}
-        labels |= {"running_lora_adapters": ",".join(sorted(running))}
-        labels |= {"waiting_lora_adapters": ",".join(sorted(waiting))}
-        if labels != self._lora_labels:
-            self._remove_lora_requests()
-            self._lora_labels = labels
-            self._users.enter(tuple(labels.values()))
-            self._lora_requests.set(time.time(), **labels)
+    def set_lora_requests(self, names: Callable[[], tuple[Collection[str], Collection[str]]], max_loras: int) -> None:
+        """names: returns the adapters of running requests, and of waiting requests"""
+        with self._lock:
+            running, waiting = names()
+            labels = {**self._vllm_labels, "max_lora": str(max_loras)}
+            labels |= {"running_lora_adapters": ",".join(sorted(running))}
+            labels |= {"waiting_lora_adapters": ",".join(sorted(waiting))}
+            if labels != self._lora_labels:
+                self._remove_lora_requests()
+                self._lora_labels = labels
+                self._users.enter(labels, partial(self._lora_requests.set, time.time(), **labels))
 
     def _remove_lora_requests(self) -> None:
-        if self._lora_labels and self._users.leave(tuple(self._lora_labels.values())):
-            self._lora_requests.remove(**self._lora_labels)
+        """The caller holds the lock."""
+        if labels := self._lora_labels:
+            self._users.leave(labels, partial(self._lora_requests.remove, **labels))
 
-    def engine_stats(self, engine: int, stats: EngineStats, num_queued: int) -> None:
-        """Records one engine's snapshot after a step. num_queued: requests in the model's queue."""
+    def engine_stats(self, engine: int, stats: EngineStats, num_queued: NumQueued) -> None:
+        """Records one engine's snapshot after a step."""
         with self._lock:
             before = self._engines.get(engine, EngineStats())
             self._engines[engine] = stats
-            engines = list(self._engines.values())
+            self._update_gauges(num_queued)
         self._kv_blocks.engine_stats(engine, stats)
-        self._update_gauges(engines, num_queued)
         for name, (field, _) in _COUNTED_BY_ENGINES.items():
             if (after := getattr(stats, field)) != (earlier := getattr(before, field)):
                 grown = after - earlier if after > earlier else after
                 self._families[name].increment(grown, **self._labels_of(name))
 
-    def engine_removed(self, engine: int, num_queued: int) -> None:
+    def engine_removed(self, engine: int, num_queued: NumQueued) -> None:
         """Called when an engine was stopped while others continue: its requests and blocks no longer count."""
         with self._lock:
             self._engines.pop(engine, None)
-            engines = list(self._engines.values())
+            self._update_gauges(num_queued)
         self._kv_blocks.engine_removed(engine)
         self._remove_cache_config(engine)
-        self._update_gauges(engines, num_queued)
 
-    def engine_lost(self, engine: int, cause: DeathKind, num_queued: int) -> None:
+    def engine_lost(self, engine: int, cause: DeathKind, num_queued: NumQueued) -> None:
         """Called when an engine has died; its successor with the same index counts from zero."""
         self.engine_stats(engine, EngineStats(), num_queued)
         self._restarts.increment(1, cause=cause, **self._labels)
@@ -283,10 +287,11 @@ class LlmMetrics:
     def invariant_broken(self) -> None:
         self._families[_BREACHES].increment(1, **self._labels)
 
-    def set_num_queued(self, num_queued: int) -> None:
+    def queue_changed(self, num_queued: NumQueued) -> None:
         """Updates the waiting gauge between steps."""
-        in_engines = sum(stats.num_requests_waiting for stats in tuple(self._engines.values()))
-        self._set("vllm:num_requests_waiting", num_queued + in_engines)
+        with self._lock:
+            in_engines = sum(stats.num_requests_waiting for stats in self._engines.values())
+            self._set("vllm:num_requests_waiting", num_queued() + in_engines)
 
     def taken_by_engine(self, task: InferTask, now_ns: int) -> None:
         self._observe_seconds("vllm:request_queue_time_seconds", now_ns - task.times.exec_start_ns)
@@ -316,18 +321,11 @@ class LlmMetrics:
 
     def close(self) -> None:
         """Removes the model's series, except those that another load of the same version writes."""
-        self._remove_lora_requests()
+        with self._lock:
+            self._remove_lora_requests()
         for engine in list(self._cache_labels):
             self._remove_cache_config(engine)
-        if not self._users.leave(tuple(self._labels.values())):
-            return
-        self._kv_blocks.close()
-        for name, family in self._families.items():
-            family.remove(**self._labels_of(name))
-        for reason in _FINISH_REASONS:
-            self._success.remove(finished_reason=reason, **self._vllm_labels)
-        for cause in _DEATHS:
-            self._restarts.remove(cause=cause, **self._labels)
+        self._users.leave(self._labels, self._remove_series)
 
     def _create_series(self) -> None:
         """Creates all series at 0, so that rates are correct from the first request on."""
@@ -342,16 +340,26 @@ class LlmMetrics:
         for cause in _DEATHS:
             self._restarts.increment(0, cause=cause, **self._labels)
 
-    def _update_gauges(self, engines: Sequence[EngineStats], num_queued: int) -> None:
+    def _remove_series(self) -> None:
+        self._kv_blocks.close()
+        for name, family in self._families.items():
+            family.remove(**self._labels_of(name))
+        for reason in _FINISH_REASONS:
+            self._success.remove(finished_reason=reason, **self._vllm_labels)
+        for cause in _DEATHS:
+            self._restarts.remove(cause=cause, **self._labels)
+
+    def _update_gauges(self, num_queued: NumQueued) -> None:
+        """The caller holds the lock."""
         running = waiting = 0
         usage = 0.0
-        for one in engines:
+        for one in self._engines.values():
             running += one.num_requests_running
             waiting += one.num_requests_waiting
             usage += one.kv_cache_usage
         self._set("vllm:num_requests_running", running)
-        self._set("vllm:num_requests_waiting", num_queued + waiting)
-        self._set("vllm:kv_cache_usage_perc", usage / max(len(engines), 1))
+        self._set("vllm:num_requests_waiting", num_queued() + waiting)
+        self._set("vllm:kv_cache_usage_perc", usage / max(len(self._engines), 1))
 
     def _set(self, name: str, value: float) -> None:
         self._families[name].set(value, **self._labels_of(name))

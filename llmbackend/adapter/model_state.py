@@ -295,7 +295,7 @@ class ModelState:
     def report_lora_requests(self) -> None:
         """Called on the engine's loop after a step."""
         if self.arguments.engine.enable_lora:
-            self.metrics.set_lora_requests(*self.tasks.lora_names(), self.arguments.engine.max_loras)
+            self.metrics.set_lora_requests(self.tasks.lora_names, self.arguments.engine.max_loras)
 
     # --- requests come ------------------------------------------------------------------------------------------------
 
@@ -389,7 +389,7 @@ class ModelState:
 
     def update_waiting_gauge(self) -> None:
         """Called after a change of the queue. Steps update the gauge too."""
-        self.metrics.set_num_queued(self.tasks.num_waiting)
+        self.metrics.queue_changed(self.tasks.num_waiting)
 
     def _refused(self, reason: str) -> TritonError:
         return unavailable(f"model '{self.name}' accepts no more requests: {reason}")

@@ -1,6 +1,7 @@
 """The log of a server process: Triton's line formats, adjustable levels, suppression of repeated errors.
 
-One record is one line, except for tables; errors with the same cause are logged once a minute.
+One record is one line, except for tables; errors with the same cause are logged once a minute. Locks are reentrant:
+while one is held, a garbage collection may call a finalizer that logs.
 Source: Triton's logging extension, its --log-* flags and `--log-format`.
 """
 
@@ -42,13 +43,12 @@ Follower = Callable[[LogLine], None]
 
 
 class RecentLog:
-    """The most recent log lines. Thread-safe. Followers are called on the logging thread while a lock is held: they
-    must only enqueue."""
+    """The most recent log lines. Thread-safe. Followers are called on the logging thread: they must only enqueue."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._lines: deque[LogLine] = deque(maxlen=MAX_LINES)
-        self._followers: list[Follower] = []
+        self._followers: tuple[Follower, ...] = ()
 
     def add(self, record: logging.LogRecord) -> bool:
         """A logging filter that runs after those that drop records; passes all records."""
@@ -59,8 +59,9 @@ class RecentLog:
         line = LogLine(record.created, record.levelname, text.encode("utf-8", "replace").decode())
         with self._lock:
             self._lines.append(line)
-            for follower in self._followers:
-                follower(line)
+            followers = self._followers
+        for follower in followers:
+            follower(line)
         return True
 
     def lines(self) -> list[LogLine]:
@@ -71,7 +72,7 @@ class RecentLog:
     def follow(self, follower: Follower) -> None:
         """Calls `follower` with each further line."""
         with self._lock:
-            self._followers.append(follower)
+            self._followers += (follower,)
 
 
 LogFormat = Literal["default", "ISO8601"]
@@ -117,7 +118,7 @@ class RepeatedErrors:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._seen: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
 
     def take(self, cause: Hashable) -> int | None:

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S: Final = 5.0
 SERVER_END_TIMEOUT_S: Final = 2.0
 """How long the server may take to end after end-of-file on a child's status socket."""
+PID_POLL_S: Final = 0.05
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 60.0
 _SERVER_PACKAGE = ("llmbackend_fork_server", str(Path(__file__).parent))
@@ -268,7 +269,7 @@ class ForkedProcess:
     def pid(self) -> int:
         """Blocks until the child is forked. 0 if that failed."""
         while not self._pid and self.returncode is None:
-            wait_readable(self._descriptor, None)
+            wait_readable(self._descriptor, PID_POLL_S)  # another caller may take the message: then none follows
             self.take_status()
         return self._pid
 

@@ -83,10 +83,16 @@ class HostedRequest:
             handle.cancel()
 
     def cancel(self) -> None:
-        """Called by any thread, possibly before `accepted`."""
+        """May precede `accepted`. Not in response callbacks, whose callers may hold a lock that cancelling takes."""
         self._is_cancelled = True
         if self._handle is not None:
             self._handle.cancel()
+
+    def cancel_later(self) -> None:
+        """Like `cancel`, for response callbacks."""
+        self._is_cancelled = True
+        if self._handle is not None:
+            self._frontend.cancel_later(self._handle)
 
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         frontend = self._frontend
@@ -119,7 +125,7 @@ class HostedRequest:
         code = 0 if flags is _NONE else int(flags)
         if frontend.is_behind and response is not None and frontend.has_not_read(self._sent_at):
             response, code = _too_slow(response, frontend.max_unread_bytes), _FINAL
-            self.cancel()
+            self.cancel_later()
         if code:
             self._is_over = is_final(ResponseFlag(code))
         item, frames = self._item(response, code)
@@ -173,10 +179,17 @@ class AttachedFrontend:
     """`requests` may be read by any thread. is_behind: whether more than `max_unread_bytes` are unread."""
 
     def __init__(
-        self, name: str, families: tuple[str, ...], send: Send, max_unread_bytes: int = MAX_UNREAD_BYTES
+        self,
+        name: str,
+        families: tuple[str, ...],
+        send: Send,
+        cancel_later: Callable[[InferenceHandle], None],
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
+        """cancel_later: cancels a request on a thread that holds no lock"""
         self.name = name
         self.families = families
+        self.cancel_later = cancel_later
         self.max_unread_bytes = max_unread_bytes
         self.requests: dict[int, HostedRequest] = {}
         self.traces: dict[int, RequestTrace] = {}
@@ -250,7 +263,7 @@ class AttachedFrontend:
             log.exception("responses to frontend '%s' are lost", self.name)
         for number in failed:
             if (request := self.requests.get(number)) is not None:
-                request.cancel()
+                request.cancel_later()
 
     def _encoded(
         self,

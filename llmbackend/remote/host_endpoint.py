@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +22,7 @@ import msgspec
 from llmbackend import __version__
 from llmbackend.core.errors import TritonError, internal, unavailable
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import responses_together
+from llmbackend.core.messages import InferenceHandle, responses_together
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.links.secrets import ClusterSecrets
 
@@ -96,6 +97,7 @@ class HostEndpoint:
         self._on_peers: Callable[[Sequence[HostPeer] | None], None] = lambda peers: None
         self._peers: Sequence[HostPeer] | None = None
         """None = unknown."""
+        self._to_cancel: deque[InferenceHandle] = deque()
         self._is_closing = False
         self._probe_until_s = 0.0
         self._states = HostStates(server, host_id, lambda: list(self._frontends.values()))
@@ -164,11 +166,13 @@ class HostEndpoint:
             self._leave_lost()
         for frontend in self._frontends.values():
             frontend.lost()
+        self._cancel_waiting()  # last: those that are no longer among a frontend's requests
 
     def _read_messages(self) -> bool:
         """Returns whether there may be more."""
         messages = self._socket.receive()
         with responses_together():
+            self._cancel_waiting()
             for sender, (header, *frames) in messages:
                 try:
                     self._handle(sender, header, frames)
@@ -217,8 +221,19 @@ class HostEndpoint:
             )
             return
         send = partial(self._socket.send, sender)
-        self._frontends[sender] = AttachedFrontend(hello.name, hello.families, send, self._max_unread_bytes)
+        self._frontends[sender] = AttachedFrontend(
+            hello.name, hello.families, send, self._cancel_later, self._max_unread_bytes
+        )
         self._states.ask()
+
+    def _cancel_later(self, handle: InferenceHandle) -> None:
+        """Called on any thread."""
+        self._to_cancel.append(handle)
+        self._socket.wake()
+
+    def _cancel_waiting(self) -> None:
+        while self._to_cancel:
+            self._to_cancel.popleft().cancel()
 
     def _called(self, sender: Sender, call: Call) -> None:
         if self._on_call is None or call.release != self._release:
@@ -254,9 +269,10 @@ class HostEndpoint:
     def _submit(self, frontend: AttachedFrontend, submit: Submit, frames: list[memoryview], num_bytes: int) -> None:
         request = frontend.requests[submit.number] = HostedRequest(submit.number, frontend)
         if num_bytes <= LARGE_BYTES:
-            self._infer(frontend, request, submit, frames)
+            self._infer(frontend, request, submit, frames, self._sampled(frontend, submit))
         elif self._takes_large(num_bytes):
-            self._large.submit(self._infer_large, frontend, request, submit, frames, num_bytes)
+            trace = self._sampled(frontend, submit)  # before the frontend's next message, which may end the trace
+            self._large.submit(self._infer_large, frontend, request, submit, frames, trace, num_bytes)
         else:
             limit = self._max_waiting_bytes
             text = f"the host is at its limit of {limit} bytes of large requests that wait to be decoded"
@@ -275,11 +291,12 @@ class HostEndpoint:
         request: HostedRequest,
         submit: Submit,
         frames: list[memoryview],
+        trace: RequestTrace | None,
         num_bytes: int,
     ) -> None:
         try:
             if not frontend.is_lost:
-                self._infer(frontend, request, submit, frames)
+                self._infer(frontend, request, submit, frames, trace)
         finally:
             with self._waiting_lock:
                 self._waiting_bytes -= num_bytes
@@ -289,9 +306,13 @@ class HostEndpoint:
         frontend.decided(Decision(submit.number, WireError.of(error)))
 
     def _infer(
-        self, frontend: AttachedFrontend, request: HostedRequest, submit: Submit, frames: Sequence[Frame]
+        self,
+        frontend: AttachedFrontend,
+        request: HostedRequest,
+        submit: Submit,
+        frames: Sequence[Frame],
+        trace: RequestTrace | None,
     ) -> None:
-        trace = self._sampled(frontend, submit)
         try:
             message = unpacked_request(submit, frames)
             if trace is not None:

@@ -103,6 +103,21 @@ def test_one_engine_that_cannot_load_it_is_enough(registry: Registry) -> None:
     eventually(lambda: not copy.exists())
 
 
+def test_a_load_ends_with_an_engine_that_ends_while_it_is_offered(registry: Registry) -> None:
+    ending = threading.Thread(target=registry.engine_ended, args=(1,))
+
+    def running() -> tuple[int, ...]:
+        ending.start()
+        ending.join(0.1)  # as far as it gets
+        return 0, 1
+
+    registry.load(LoraChange("load", "a", str(registry.folder), "cat"), running, registry.answers.append)
+    eventually(lambda: registry.answers)
+    ending.join()
+    [error] = registry.answers
+    assert error is not None and "has exited" in error.message
+
+
 def test_what_an_engine_died_of_is_not_given_to_the_next_one(registry: Registry) -> None:
     old = registry.serve("a")
     registry.ask("b")

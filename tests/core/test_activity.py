@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ from llmbackend.core.activity.messages import (
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.messages import Tenant
-from tests.helpers.core_host import KEEPING_BACKEND, STAGE, Repository, send, serving
+from tests.helpers.core_host import KEEPING_BACKEND, STAGE, WAIT_S, Repository, send, serving
 
 LOADS: frozenset[EventKind] = frozenset({"load"})
 SOURCE = Source("m", "1", "m_0")
@@ -180,6 +181,26 @@ def test_reports_of_many_threads() -> None:
     assert [entry.sequence for entry in found] == list(range(1, 2001))
     for thread_number in range(4):
         assert done([entry for entry in found if entry.source.model == str(thread_number)]) == list(range(500))
+
+
+def test_a_finalizer_reports_while_its_thread_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may run when an entry is allocated, and asyncio logs exceptions that nobody retrieved."""
+    hub = ActivityHub()
+    viewer, garbage = opened(hub), [load(2)]
+
+    def allocate(*fields: Any) -> Entry:
+        if garbage:
+            hub.report(SOURCE, garbage.pop())
+        return Entry(*fields)
+
+    monkeypatch.setattr(hub_module, "Entry", allocate)
+    thread = threading.Thread(target=hub.report, args=(SOURCE, load(1)), daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    entries, _ = viewer.read()
+    assert [entry.sequence for entry in entries] == [1, 2]
+    assert done(entries) == [2, 1]
 
 
 # --- backends that report nothing -------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.lifecycle import model_lifecycle
+from llmbackend.core.lifecycle.model_lifecycle import ModelLifecycle
+from llmbackend.core.repository.model_repository import ModelSpec
 from tests.helpers.core_backends import VERSIONED_BACKEND, answer, refused, states, write_version
 from tests.helpers.core_host import (
     ECHO_BACKEND,
@@ -232,6 +234,22 @@ def test_a_load_overtaken_by_an_unload_undoes_itself(versioned: Repository) -> N
         )
         eventually(lambda: "finalize gate" in STAGE.events)
         assert states(server) == [("1", "UNAVAILABLE", "unloaded")]
+
+
+def test_a_load_that_overtakes_an_unload_keeps_its_names(
+    versioned: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_version(versioned, "one", config=served_as("org/m"))
+    with serving(versioned) as server:
+        load = ModelLifecycle.load
+
+        def unload_first(lifecycle: ModelLifecycle, spec: ModelSpec) -> None:
+            server.unload_model("m")  # another operator's, which has forgotten the names when the versions load
+            load(lifecycle, spec)
+
+        monkeypatch.setattr(ModelLifecycle, "load", unload_first)
+        server.load_model("m")
+        assert answer(server, "m") == answer(server, "org/m") == "one"
 
 
 def test_versions_are_all_loaded_or_none(versioned: Repository) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,27 @@ def test_a_follower_gets_what_is_logged_from_then_on(server_log: ServerLog) -> N
     assert [line.level for line in lines] == ["WARNING", "ERROR"]
     assert lines[1].text.startswith("third\nTraceback") and lines[1].text.endswith("ValueError: of the test")
     assert before[0].time <= lines[0].time <= lines[1].time
+
+
+def test_a_finalizer_logs_while_its_thread_logs(server_log: ServerLog) -> None:
+    """As asyncio logs an exception that nobody retrieved, wherever the garbage collector runs: here in a follower, and
+    while the errors of the same cause are looked up."""
+
+    garbage = [True]
+
+    class Cause:
+        def __hash__(self) -> int:
+            if garbage and garbage.pop():
+                log.error("of a finalizer")
+            return 1
+
+    server_log.recent.follow(lambda line: log.info("of a follower") if line.text == "first" else None)
+    for work in (lambda: log.warning("first"), lambda: log.error("last", extra={"cause": Cause()})):
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert [line.text for line in server_log.recent.lines()] == ["first", "of a follower", "of a finalizer", "last"]
 
 
 def test_only_what_is_logged_is_kept_and_errors_are_not_repeated(server_log: ServerLog) -> None:

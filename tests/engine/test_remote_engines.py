@@ -22,7 +22,13 @@ import llmbackend
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.messages import EngineStarted, EngineStats, InferRequest, StepResult
-from llmbackend.engine.process.served.locating import EngineAddress, remote_engines, stop_loads, use_locator
+from llmbackend.engine.process.served.locating import (
+    EngineAddress,
+    EngineUsers,
+    remote_engines,
+    stop_loads,
+    use_locator,
+)
 from llmbackend.engine.process.served.remote import RemoteTransport
 from llmbackend.engine.process.served.remote_messages import STARTED, WELCOME, Head, Welcome, boot_id
 from llmbackend.engine.process.served.served_engine import Keeper, KeptTransport, listen
@@ -225,6 +231,28 @@ def test_a_host_that_stops_does_not_wait_for_an_engine_that_never_came(
         loading.join(WAIT_S)
     use_locator(None)
     assert errors and errors[0].startswith("this host is stopping and no longer waits for engines")
+
+
+def test_an_engine_is_not_released_when_its_next_user_has_located_it() -> None:
+    config, wanted = EngineConfig(model="mock"), {0}
+
+    class Locator(FixedLocator):
+        def release(self, index: int, config: EngineConfig) -> None:
+            entering.start()
+            entering.join(0.1)  # as far as it gets
+            wanted.discard(index)
+
+    def enter() -> None:
+        users.enter(0, config, lambda: None)
+        wanted.add(0)  # located
+
+    entering = threading.Thread(target=enter)
+    users = EngineUsers(Locator())
+    wake = threading.Event().set
+    users.enter(0, config, wake)
+    users.leave(0, config, wake)
+    entering.join()
+    assert wanted == {0}
 
 
 @pytest.mark.slow

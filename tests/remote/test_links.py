@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,19 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from llmbackend.core.backend_api import is_final
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseFlag
 from llmbackend.core.tensors import Tensor
+from llmbackend.core.tracing.trace import TraceLevel, TraceSettings
 from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import LARGE_BYTES, HostEndpoint
 from llmbackend.remote.remote_server import RemoteServer
 from llmbackend.remote.requests import unpacked_request
 from llmbackend.remote.wire import Frame, HostPeer, Submit
+from tests.helpers.core_host import STAGE, WAIT_S, Repository, serving, version_of, x
+from tests.helpers.ensemble_host import chain, parts
 from tests.helpers.kserve_scripted import RECORD, start_host
 from tests.helpers.server_process import ROOT
 from tests.helpers.waiting import eventually_async
@@ -134,12 +139,36 @@ async def test_a_request_ends_whose_frontend_is_behind_and_others_go_on(
     assert [response.error for response in got["one"]] == [None]
 
 
-def test_large_requests_beyond_the_limit_are_refused_before_they_are_decoded(
-    host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A host that is slow to decode holds no more of them than its limit; others go on."""
-    got: dict[str, list[InferenceResponse]] = {"first": [], "second": [], "small": []}
-    num_ended = dict.fromkeys(got, 0)
+async def test_an_ensemble_ends_whose_frontend_is_behind(tmp_path: Path) -> None:
+    """Its response callback runs under a lock that its cancellation takes."""
+    STAGE.clear()
+    repository = Repository(tmp_path)
+    parts(repository, "gate", "repeat")
+    chain(repository, "e", "gate", "repeat")
+    ends: list[InferenceResponse | None] = []
+
+    def callback(response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        if is_final(flags):
+            ends.append(response)
+
+    with serving(repository, "e") as host:
+        async with (
+            served(host, tmp_path, max_unread_bytes=1) as endpoint,
+            attached(endpoint.endpoint) as server,
+        ):
+            server.infer_async(InferenceRequest("e", inputs=(x(*range(5)),)), callback)
+            await eventually_async(lambda: "execute gate" in STAGE.events)
+            STAGE.open("gate")
+            model = version_of(host, "e")
+            assert model.in_flight.wait_for_zero(WAIT_S)  # the loop of the frontend does not run
+            await eventually_async(lambda: bool(ends))
+    error = ends[0].error if ends[0] is not None else None
+    assert error is not None and error.code is ErrorCode.CANCELLED and "reads too slowly" in error.message
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hosts decode large requests once it is set."""
     gate = threading.Event()
 
     def slow(submit: Submit, frames: Sequence[Frame]) -> InferenceRequest:
@@ -147,6 +176,36 @@ def test_large_requests_beyond_the_limit_are_refused_before_they_are_decoded(
         return unpacked_request(submit, frames)
 
     monkeypatch.setattr("llmbackend.remote.host_endpoint.unpacked_request", slow)
+    return gate
+
+
+async def test_the_trace_of_a_large_request_ends_whose_client_leaves_before_it_is_decoded(
+    tmp_path: Path, decoding: threading.Event
+) -> None:
+    settings = TraceSettings(level=TraceLevel.TIMESTAMPS, rate=1, file=str(tmp_path / "traces"))
+    host = start_host(tmp_path / "traced", trace=settings)
+    ends: list[InferenceResponse | None] = []
+    async with served(host, tmp_path) as endpoint, attached(endpoint.endpoint) as server:
+        large = InferenceRequest("llm", inputs=(Tensor.text("text_input", "n=1".ljust(LARGE_BYTES)),))
+        for _ in range(3):  # one more than are decoded at a time
+            trace = server.tracing.sample("llm", lambda name: None)
+            assert trace is not None
+            request = replace(large, trace=trace)
+            server.infer_async(request, lambda response, flags: ends.append(response) if is_final(flags) else None)
+            trace.close()
+        await answers(server, InferenceRequest("identity", inputs=(INPUT,)))
+        decoding.set()
+        await eventually_async(lambda: len(ends) == 3)
+        await eventually_async(lambda: host.tracing.open_count == 0)
+    assert host.stop(10)
+
+
+def test_large_requests_beyond_the_limit_are_refused_before_they_are_decoded(
+    host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None, decoding: threading.Event
+) -> None:
+    """A host that is slow to decode holds no more of them than its limit; others go on."""
+    got: dict[str, list[InferenceResponse]] = {"first": [], "second": [], "small": []}
+    num_ended = dict.fromkeys(got, 0)
 
     def submit(server: RemoteServer, name: str, size: int) -> None:
         def callback(response: InferenceResponse | None, flags: ResponseFlag) -> None:
@@ -166,7 +225,7 @@ def test_large_requests_beyond_the_limit_are_refused_before_they_are_decoded(
             submit(server, "small", 8)
             await eventually_async(lambda: bool(num_ended["second"] and num_ended["small"]))
             assert not got["first"]
-            gate.set()
+            decoding.set()
             await eventually_async(lambda: bool(num_ended["first"]))
             submit(server, "second", 2 * LARGE_BYTES)
             await eventually_async(lambda: num_ended["second"] == 2)

@@ -108,7 +108,6 @@ class TaskMap:
     def num_queued(self) -> int:
         return len(self._queue)
 
-    @property
     def num_waiting(self) -> int:
         """Queued requests, and those that are being converted."""
         with self._lock:

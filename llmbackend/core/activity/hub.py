@@ -50,14 +50,14 @@ class WatchedInstance(Protocol):
         """Thread-safe."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
-    """An event: its number, from 1, its type, and the event as JSON, without its source."""
+    """An event: its type, the event as JSON, without its source, and its number, from 1."""
 
-    sequence: int
     source: Source
     event: type[Activity | LogActivity]
     data: bytes
+    sequence: int = 0
 
 
 class Reporter:
@@ -119,7 +119,8 @@ class Viewer:
 
 
 class ActivityHub:
-    """Thread-safe. `_viewers_lock` is taken before `_log_lock`, and never while reporting."""
+    """Thread-safe. `_viewers_lock` is taken before `_log_lock`, and never while reporting. `_log_lock` is reentrant:
+    while it is held, a garbage collection may call a finalizer whose log line is reported."""
 
     def __init__(self) -> None:
         self.epoch = f"{int(time.time()):x}{secrets.token_hex(2)}"
@@ -130,7 +131,7 @@ class ActivityHub:
         self._viewers_lock = threading.Lock()
         self._viewers: list[Viewer] = []
         self._instances: dict[WatchedInstance, None] = {}
-        self._log_lock = threading.Lock()
+        self._log_lock = threading.RLock()
         self._log: deque[Entry] = deque()
         self._log_bytes = 0
         self._asleep: list[Viewer] = []
@@ -211,9 +212,10 @@ class ActivityHub:
         if KIND_OF[type(activity)] not in self.kinds:
             return
         data = to_json(activity)
+        entry = Entry(source, type(activity), data)
         with self._log_lock:
-            self.last_sequence += 1
-            self._log.append(Entry(self.last_sequence, source, type(activity), data))
+            self.last_sequence = entry.sequence = self.last_sequence + 1
+            self._log.append(entry)
             self._log_bytes += len(data) + _ENTRY_BYTES
             while self._log_bytes > MAX_UNREAD_BYTES:
                 self._log_bytes -= len(self._log.popleft().data) + _ENTRY_BYTES
@@ -227,8 +229,9 @@ class ActivityHub:
         """The events after `sequence` that are still stored, and how many have been dropped."""
         with self._log_lock:
             count = self.last_sequence - sequence
-            held = min(count, len(self._log))
-            return [self._log[i] for i in range(-held, 0)], count - held
+            num_stored = len(self._log)
+            held = min(count, num_stored)
+            return [self._log[index] for index in range(num_stored - held, num_stored)], count - held
 
     def wake_for(self, viewer: Viewer, sequence: int) -> None:
         with self._log_lock:

@@ -204,7 +204,10 @@ class ModelLoader:
             self.names.serve_as(spec.key, served_names(spec.config))
         try:
             self.lifecycle.load(spec)
-            if is_reload:  # until then, and after a failure, the old version serves under its own names
+            is_serving = self.lifecycle.versions.loaded_spec(spec.key) is spec
+            # An unload that came before the load but after the names were added has discarded them. Until a reload
+            # ends, and after a failure, the old version serves under its own names.
+            if is_serving and (self.names.add(spec.name, spec.key) or is_reload):
                 self.names.serve_as(spec.key, served_names(spec.config))
         finally:
             if spec.agents is not None:

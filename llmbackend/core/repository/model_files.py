@@ -43,10 +43,13 @@ class ModelNames:
         self._keys: dict[str, set[str]] = {}
         self._served: dict[str, ModelIdentifier] = {}
 
-    def add(self, name: str, key: ModelIdentifier) -> None:
+    def add(self, name: str, key: ModelIdentifier) -> bool:
+        """Returns whether the model is new."""
         with self._lock:
+            is_new = key not in self._names
             self._names[key] = name
             self._keys.setdefault(name, set()).add(key)
+            return is_new
 
     def serve_as(self, key: ModelIdentifier, served_names: Sequence[str]) -> None:
         """Replaces the model's additional names, unless it has been discarded. A name that several models claim belongs

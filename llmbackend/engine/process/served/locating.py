@@ -82,7 +82,7 @@ class EngineUsers:
             if self._counts[key]:
                 return
             del self._counts[key]
-        self._locator.release(index, config)
+            self._locator.release(index, config)  # before another one enters, which needs the engine
 
     def stop_loads(self) -> None:
         """The process is about to end: loads that wait for their first engine fail."""
