@@ -142,19 +142,25 @@ class ModelState:
         place = instance.name, instance.kind, instance.device_id
         placed = HOST_DEVICES.place(self.arguments.engine, *place, self.arguments.is_llmapi)
         config = self.arguments.with_device_defaults(placed).of_instance(index)
-        return EngineHandle(index, config, make_manager(config, index))
+        try:
+            return EngineHandle(index, config, make_manager(config, index))
+        except BaseException:
+            HOST_DEVICES.leave(config)
+            raise
 
     def start_engine(self, engine: EngineHandle, instance_name: str) -> None:
         """Starts an engine and returns when its model is loaded. Raises TritonError: INTERNAL with the engine's reason,
-        INVALID_ARG if the tokenizer cannot be loaded."""
+        INVALID_ARG if the tokenizer cannot be loaded. After any exception, the engine has ended."""
         try:
-            engine.info = engine.manager.start(meanwhile=self._prepare)
-        except TritonError:
-            HOST_DEVICES.leave(engine.config)
+            self._start_engine(engine, instance_name)
+        except BaseException as error:
+            self.stop_engine(engine)
+            if isinstance(error, RuntimeError):
+                raise internal(f"the engine of '{instance_name}' did not start: {error}") from error
             raise
-        except RuntimeError as error:
-            HOST_DEVICES.leave(engine.config)
-            raise internal(f"the engine of '{instance_name}' did not start: {error}") from error
+
+    def _start_engine(self, engine: EngineHandle, instance_name: str) -> None:
+        engine.info = engine.manager.start(meanwhile=self._prepare)
         self.metrics.engine_started(engine.index, engine.info, engine.config)
         tokenizer = ModelTokenizer() if self._tokenizer is None else self._tokenizer.verified()
         from .requests.request_conversion import RequestConverter

@@ -107,7 +107,10 @@ class ConversionPool:
             self._timer.start()
             self._timer.set(conversion.alarm, conversion.deadline_ns)
         self._on_change()
-        self._threads.submit(self._run, conversion)
+        try:
+            self._threads.submit(self._run, conversion)
+        except RuntimeError as error:  # no thread can be started; another one may have taken it meanwhile
+            self._end(conversion, unavailable(f"the request cannot be converted now: {error}"))
         return ""
 
     def stop(self, client_id: str, by: Tenant) -> None:
