@@ -27,7 +27,7 @@ from llmbackend.waiting.thread_pool import ThreadPool
 from .activity.hub import Source, Viewer
 from .activity.messages import EventKind, InstanceDescription, LogActivity
 from .backend_manager import BackendManager
-from .errors import StartupError, TritonError, not_found, shown_name, unavailable
+from .errors import StartupError, TritonError, internal, not_found, shown_name, unavailable
 from .host_protocol import InThread
 from .host_services import HostServices
 from .lifecycle.model_lifecycle import cut_off, wait_until_drained
@@ -113,10 +113,13 @@ class InferenceServer:
             self.tracing.start()
             self._exclude_repositories()
             names = self._loader.startup_models()
+            errors = self._loader.load_together(dict.fromkeys(names))
         except TritonError:
             self._fail_to_start(timeout_s=0.0)
             raise
-        errors = self._loader.load_together(dict.fromkeys(names))
+        except RuntimeError as shortage:  # no thread can be started
+            self._fail_to_start(timeout_s=0.0)
+            raise internal(f"the server cannot start: {shortage}") from shortage
         if self.is_exiting:
             raise unavailable(STOPPING)
         for error in errors.values():

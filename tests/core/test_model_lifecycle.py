@@ -554,6 +554,16 @@ def test_a_load_for_which_no_thread_can_be_started_fails(versioned: Repository) 
         assert STAGE.events == ["initialize one"]
 
 
+@pytest.mark.parametrize("prefix", ["reaper", "timer", "load"])
+def test_a_server_that_lacks_threads_does_not_start(versioned: Repository, prefix: str) -> None:
+    for name in ("m", "n"):
+        (versioned.model(name, "v") / "1" / "text").write_text("one")
+    server = InferenceServer(versioned.options(startup_models=("m", "n")))
+    with no_new_threads(prefix), pytest.raises(TritonError, match="the server cannot start: can't start new thread"):
+        server.start()
+    assert not server.is_live()
+
+
 def test_a_model_is_unloaded_although_no_thread_can_be_started(versioned: Repository) -> None:
     write_version(versioned, "one")
     with serving(versioned, "m") as server:
