@@ -284,6 +284,7 @@ class ModelState:
     def _limits(self) -> ModelLimits:
         infos, engine = [engine.info for engine in self._engines], self.arguments.engine
         vocab_size = min(info.vocab_size for info in infos)
+        as_parts = {CONTENT_AS_PARTS: True} if engine.chat_template_content_format == "openai" else {}
         return ModelLimits(
             max_tokens=min(info.max_request_tokens for info in infos),
             vocab_size=vocab_size,
@@ -294,7 +295,7 @@ class ModelState:
             structured_outputs=engine.structured_outputs_config,
             max_messages_bytes=self.arguments.max_messages_bytes,
             trusts_request_templates=engine.trust_request_chat_template,
-            template_options=_template_options(engine),
+            template_options={**engine.default_chat_template_kwargs, **as_parts},
             max_logprobs=vocab_size if engine.max_logprobs < 0 else engine.max_logprobs,
         )
 
@@ -472,11 +473,6 @@ class ModelState:
             self._timer.clear(alarm)
         self.metrics.finished(task, reason, now_ns)
         task.count_end(reason)
-
-
-def _template_options(config: EngineConfig) -> dict[str, Any]:
-    as_parts = {CONTENT_AS_PARTS: True} if config.chat_template_content_format == "openai" else {}
-    return {**config.default_chat_template_kwargs, **as_parts}
 
 
 def _max_output_tokens(arguments: ModelArguments, defaults: Mapping[str, Any]) -> int:
