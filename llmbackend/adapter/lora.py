@@ -32,6 +32,7 @@ from typing import Any, BinaryIO, Final, Literal
 import msgspec
 
 from llmbackend.core.backend_api import ErrorCode, Request, TritonError, internal, invalid_argument, unavailable
+from llmbackend.engine.errors import is_shortage
 from llmbackend.engine.messages import AdapterResult
 from llmbackend.fork_server.process_resources import OwnedFolder
 from llmbackend.waiting.timer import Alarm, Timer
@@ -77,8 +78,13 @@ class AdapterCopies:
             if self._is_closed:
                 raise unavailable("the model was unloaded")
             if self._root is None:
-                self._root = OwnedFolder("lora")
-                self._remover.start()
+                root = OwnedFolder("lora")
+                try:
+                    self._remover.start()
+                except BaseException:
+                    root.remove()
+                    raise
+                self._root = root
         target = Path(tempfile.mkdtemp(dir=self._root.path))
         try:
             with _opened_below(folder, path) as descriptor:
@@ -194,6 +200,8 @@ def _why(path: str, error: OSError) -> TritonError:
     if isinstance(error, FileNotFoundError):
         missing = "" if error.filename in (None, *path.split("/")) else f": it has no '{error.filename}'"
         return TritonError(f"No adapter found for '{path}'{missing}", ErrorCode.NOT_FOUND, "lora_path")
+    if is_shortage(error):
+        return unavailable(f"the adapter '{path}' cannot be copied now: {error.strerror}")
     text = f"which cannot be read: {error.strerror}"
     if isinstance(error, NotADirectoryError) or error.errno == errno.ELOOP:  # a symbolic link
         text = "expected a folder of plain files, without symbolic links"
@@ -303,6 +311,7 @@ class LoraRegistry:
         engines: returns the running engines; called under a lock when the files have been copied
         Raises TritonError if the load cannot begin; then `answer` is not called.
         """
+        self._timer.start()
         with self._lock:
             self._check_name(change.name, change.in_place)
             if self._num_reads >= _MAX_READS:
@@ -314,7 +323,6 @@ class LoraRegistry:
             threading.Thread(target=self._read, args=(key, change, engines), name="lora-read", daemon=True).start()
             self._num_reads += 1
             self._loading[key] = loading
-        self._timer.start()
         self._timer.set(loading.alarm, time.monotonic_ns() + int(self._load_timeout_s * 1e9))
 
     def _read(self, key: str, change: LoraChange, engines: Callable[[], Iterable[int]]) -> None:

@@ -142,19 +142,25 @@ class ModelState:
         place = instance.name, instance.kind, instance.device_id
         placed = HOST_DEVICES.place(self.arguments.engine, *place, self.arguments.is_llmapi)
         config = self.arguments.with_device_defaults(placed).of_instance(index)
-        return EngineHandle(index, config, make_manager(config, index))
+        try:
+            return EngineHandle(index, config, make_manager(config, index))
+        except BaseException:
+            HOST_DEVICES.leave(config)
+            raise
 
     def start_engine(self, engine: EngineHandle, instance_name: str) -> None:
         """Starts an engine and returns when its model is loaded. Raises TritonError: INTERNAL with the engine's reason,
-        INVALID_ARG if the tokenizer cannot be loaded."""
+        INVALID_ARG if the tokenizer cannot be loaded. After any exception, the engine has ended."""
         try:
-            engine.info = engine.manager.start(meanwhile=self._prepare)
-        except TritonError:
-            HOST_DEVICES.leave(engine.config)
+            self._start_engine(engine, instance_name)
+        except BaseException as error:
+            self.stop_engine(engine)
+            if isinstance(error, RuntimeError):
+                raise internal(f"the engine of '{instance_name}' did not start: {error}") from error
             raise
-        except RuntimeError as error:
-            HOST_DEVICES.leave(engine.config)
-            raise internal(f"the engine of '{instance_name}' did not start: {error}") from error
+
+    def _start_engine(self, engine: EngineHandle, instance_name: str) -> None:
+        engine.info = engine.manager.start(meanwhile=self._prepare)
         self.metrics.engine_started(engine.index, engine.info, engine.config)
         tokenizer = ModelTokenizer() if self._tokenizer is None else self._tokenizer.verified()
         from .requests.request_conversion import RequestConverter
@@ -278,6 +284,7 @@ class ModelState:
     def _limits(self) -> ModelLimits:
         infos, engine = [engine.info for engine in self._engines], self.arguments.engine
         vocab_size = min(info.vocab_size for info in infos)
+        as_parts = {CONTENT_AS_PARTS: True} if engine.chat_template_content_format == "openai" else {}
         return ModelLimits(
             max_tokens=min(info.max_request_tokens for info in infos),
             vocab_size=vocab_size,
@@ -288,7 +295,7 @@ class ModelState:
             structured_outputs=engine.structured_outputs_config,
             max_messages_bytes=self.arguments.max_messages_bytes,
             trusts_request_templates=engine.trust_request_chat_template,
-            template_options=_template_options(engine),
+            template_options={**engine.default_chat_template_kwargs, **as_parts},
             max_logprobs=vocab_size if engine.max_logprobs < 0 else engine.max_logprobs,
         )
 
@@ -466,11 +473,6 @@ class ModelState:
             self._timer.clear(alarm)
         self.metrics.finished(task, reason, now_ns)
         task.count_end(reason)
-
-
-def _template_options(config: EngineConfig) -> dict[str, Any]:
-    as_parts = {CONTENT_AS_PARTS: True} if config.chat_template_content_format == "openai" else {}
-    return {**config.default_chat_template_kwargs, **as_parts}
 
 
 def _max_output_tokens(arguments: ModelArguments, defaults: Mapping[str, Any]) -> int:

@@ -202,8 +202,13 @@ class ThreadedCache:
         self._clock = clock
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="response-cache")
         started = threading.Barrier(threads)
-        for _ in range(threads):  # now, so that no request fails because a thread cannot be started
-            self._threads.submit(started.wait)
+        try:
+            for _ in range(threads):  # now, so that no request fails because a thread cannot be started
+                self._threads.submit(started.wait)
+        except RuntimeError as error:
+            started.abort()  # otherwise the threads that were started would wait for ever, also at exit
+            self._threads.shutdown()
+            raise internal(f"the response cache cannot start its {threads} threads: {error}") from None
         self._insert_slots = threading.BoundedSemaphore(MAX_WAITING_INSERTS)
         self.is_shared = store.is_shared
         self.lookup = store.lookup

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -22,11 +22,12 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.grpc.service_pb2 import ModelStatistics
 
 from llmbackend import __version__
+from llmbackend.waiting.thread_pool import ThreadPool
 
 from .activity.hub import Source, Viewer
 from .activity.messages import EventKind, InstanceDescription, LogActivity
 from .backend_manager import BackendManager
-from .errors import StartupError, TritonError, not_found, shown_name, unavailable
+from .errors import StartupError, TritonError, internal, not_found, shown_name, unavailable
 from .host_protocol import InThread
 from .host_services import HostServices
 from .lifecycle.model_lifecycle import cut_off, wait_until_drained
@@ -93,7 +94,7 @@ class InferenceServer:
         self._versions = self._loader.lifecycle.versions
         self._models = ServedModels(self._versions, self._loader.names, self._loader.repository)
         self._poller = RepositoryPoller(self._loader, options.repository_poll_secs)
-        self._control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
+        self._control = ThreadPool(CONTROL_THREADS, thread_name_prefix="control")
         register_metrics(self.metrics_registry, self._versions.ready_models, options.metrics)
         register_host_metrics(self.metrics_registry, self._models.readinesses)
 
@@ -112,10 +113,13 @@ class InferenceServer:
             self.tracing.start()
             self._exclude_repositories()
             names = self._loader.startup_models()
+            errors = self._loader.load_together(dict.fromkeys(names))
         except TritonError:
             self._fail_to_start(timeout_s=0.0)
             raise
-        errors = self._loader.load_together(dict.fromkeys(names))
+        except RuntimeError as shortage:  # no thread can be started
+            self._fail_to_start(timeout_s=0.0)
+            raise internal(f"the server cannot start: {shortage}") from shortage
         if self.is_exiting:
             raise unavailable(STOPPING)
         for error in errors.values():
@@ -327,8 +331,8 @@ class InferenceServer:
         self._check_explicit()
         try:
             return self._control.submit(self.load_model, name, parameters)
-        except RuntimeError:  # stopped meanwhile
-            raise unavailable(STOPPING) from None
+        except RuntimeError as error:  # stopped meanwhile, or no thread can be started
+            raise unavailable(STOPPING if self.is_exiting else f"the load cannot begin now: {error}") from None
 
     def unload_model(self, name: str, unload_dependents: bool = False) -> None:
         """Begins to unload a model and the ensembles that use it; requests in flight are finished. unload_dependents:

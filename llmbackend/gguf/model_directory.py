@@ -102,6 +102,8 @@ def _make(paths: Sequence[Path], directory: Path, check_template: CheckTemplate)
             (unfinished / name).write_text(content, encoding="utf-8")
         for path in paths:
             (unfinished / (path.name.removesuffix(SUFFIX) + SUFFIX)).symlink_to(path)
+        if directory.exists() and not (directory / _CONFIG).is_file():
+            _remove(directory)  # something has removed a part of it
         unfinished.rename(directory)
     except OSError:
         if not (directory / _CONFIG).is_file():  # otherwise another process was faster
@@ -165,7 +167,14 @@ def _remove_old(parent: Path, new: Path) -> None:
                 found.append((path.stat().st_mtime_ns, path))
     for _, path in sorted(found)[: max(len(found) - MAX_DIRECTORIES + 1, 0)]:
         if not _is_held(path):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _remove(directory: Path) -> None:
+    """Under another name, so that a kill leaves no directory with a part of its files."""
+    with contextlib.suppress(OSError):  # another process removes it, too
+        removed = directory.rename(tempfile.mkdtemp(prefix=_UNFINISHED, dir=directory.parent))
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def hold(directory: Path) -> int:

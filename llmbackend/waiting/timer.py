@@ -80,8 +80,9 @@ class Timer:
         with self._changed:
             if self._thread is None:
                 self._stopped = False
-                self._thread = threading.Thread(target=self._run, name="timer", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="timer", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def stop(self) -> None:
         """Ends the thread. Alarms that have not begun never run."""

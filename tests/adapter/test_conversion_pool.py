@@ -18,7 +18,8 @@ from llmbackend.adapter.tasks.task_map import TaskMap
 from llmbackend.core.backend_api import ErrorCode, Tenant, Tensor, TritonError, unavailable
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Timer
-from tests.helpers.llm_host import Call, LlmHost, llm_host
+from tests.helpers.llm_host import MODEL, Call, LlmHost, llm_host
+from tests.helpers.thread_shortage import no_new_threads
 
 LONG = "x" * (SHORT_BYTES + 1)
 GREEDY = {"max_tokens": 3, "temperature": 0}
@@ -120,6 +121,14 @@ def test_a_long_request_that_is_wrong_is_refused_and_its_place_given_back(tmp_pa
         for _ in range(3):
             error = host.infer(text_input=LONG, sampling={"top_k": -7}).error
             assert error is not None and "'top_k' is -7" in error.message
+        assert host.infer(text_input=LONG, sampling=GREEDY).error is None
+
+
+def test_a_request_for_which_no_thread_can_be_started_is_refused(tmp_path: Path) -> None:
+    with llm_host(tmp_path, **ROOM) as host:
+        with no_new_threads(f"{MODEL}-conversion"):
+            error = error_of(host.infer(text_input=LONG, sampling=GREEDY))
+        assert error.code is ErrorCode.UNAVAILABLE and "can't start new thread" in error.message
         assert host.infer(text_input=LONG, sampling=GREEDY).error is None
 
 

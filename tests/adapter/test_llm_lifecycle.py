@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from llmbackend.adapter.device_placement import HOST_DEVICES
 from llmbackend.adapter.metrics import LlmMetrics, SeriesUsers
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.metrics.metric_family import MetricFamilies
 from llmbackend.core.server_options import ServerOptions
+from llmbackend.engine import llm_manager
 from tests.helpers.llm_host import ENGINE, MODEL, Call, LlmHost, llm_host, write_model
 from tests.helpers.waiting import eventually
 
@@ -229,6 +232,27 @@ def test_a_model_that_cannot_load_says_why(tmp_path: Path, engine: dict[str, Any
         server.load_model(MODEL)
     assert expected in caught.value.message
     assert not server.model_is_ready(MODEL)
+    assert server.stop(10)
+
+
+@pytest.mark.parametrize("failing", [(LlmMetrics, "engine_started"), (llm_manager, "Wakeup")])
+def test_a_start_that_fails_leaves_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: tuple[Any, str]
+) -> None:
+    def no_memory(*_: Any) -> None:
+        raise MemoryError
+
+    write_model(tmp_path)
+    server = explicit_server(tmp_path)
+    devices = HOST_DEVICES._ranks_at.copy()
+    with monkeypatch.context() as patched:
+        patched.setattr(*failing, no_memory)
+        with pytest.raises(TritonError, match="MemoryError"):
+            server.load_model(MODEL)
+    assert not any(thread.name == "llm-manager" for thread in threading.enumerate())
+    assert HOST_DEVICES._ranks_at == devices
+    server.load_model(MODEL)
+    assert LlmHost(server).infer(text_input="a", sampling=SHORT).error is None
     assert server.stop(10)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import tempfile
 import threading
@@ -17,6 +19,7 @@ from llmbackend.adapter.lora import WEIGHTS, AdapterCopies, LoraChange, LoraRegi
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from llmbackend.engine.messages import AdapterResult
 from llmbackend.waiting.timer import Timer
+from tests.helpers.thread_shortage import no_new_threads
 from tests.helpers.waiting import eventually
 
 
@@ -195,6 +198,23 @@ def test_weights_are_measured_by_their_header_before_they_are_read(
         registry.ask("a")
     assert told in refused.value.message and refused.value.code is ErrorCode.INVALID_ARG
     assert registry.wanted() == {}
+
+
+def test_an_adapter_that_cannot_be_copied_now_can_be_loaded_later(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with no_new_threads("lora-copies"), pytest.raises(TritonError, match="can't start new thread"):
+        registry.ask("cat")
+    with monkeypatch.context() as patched:
+        patched.setattr(lora, "_copy_file", lambda *_: _full_disk())
+        with pytest.raises(TritonError, match="cannot be copied now: No space left") as caught:
+            registry.ask("cat")
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    assert registry.ask("cat")
+
+
+def _full_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_the_files_of_an_adapter_are_removed_on_no_thread_that_serves(

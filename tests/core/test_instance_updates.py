@@ -25,6 +25,7 @@ from tests.helpers.core_host import (
     version_of,
 )
 from tests.helpers.sequence_host import NO_IDLENESS, SHOWING_BACKEND, sequences, step
+from tests.helpers.thread_shortage import no_new_threads
 from tests.helpers.waiting import eventually
 
 
@@ -84,6 +85,18 @@ def test_more_instances_are_added_live(repository: Repository) -> None:
         assert server.model_config("m").instance_group[0].count == 3
         eventually(all_answer(server))
     assert STAGE.events.count("no model") == 1 and STAGE.events.count("-m_0_1") == 1
+
+
+def test_an_instance_is_removed_although_no_thread_can_be_started(repository: Repository) -> None:
+    repository.model("m", "b", groups(2))
+    with serving(repository, "m") as server:
+        repository.model("m", "b", groups(1))
+        with no_new_threads("remove-instance"):
+            server.load_model("m")
+        assert len(instances(server)) == 1
+        assert sum(event.startswith("-m_0_") for event in STAGE.events) == 1
+        server.unload_model("m")
+        eventually(lambda: sum(event.startswith("-m_0_") for event in STAGE.events) == 2)
 
 
 def test_instances_are_removed_live(repository: Repository) -> None:

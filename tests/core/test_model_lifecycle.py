@@ -28,6 +28,7 @@ from tests.helpers.core_host import (
     serving,
     version_of,
 )
+from tests.helpers.thread_shortage import no_new_threads
 from tests.helpers.waiting import eventually
 
 
@@ -554,6 +555,41 @@ def TRITONBACKEND_ModelInitialize(model):
     repository.model("m", "flaky")
     with serving(repository, "m", model_load_retry_count=2) as server:
         assert server.model_is_ready("m") and STAGE.events == ["try"] * 3
+
+
+def test_a_load_for_which_no_thread_can_be_started_fails(versioned: Repository) -> None:
+    write_version(versioned, "one")
+    with serving(versioned) as server:
+        for prefix in ("unload", "model-load"):
+            with no_new_threads(prefix), pytest.raises(TritonError, match="can't start new thread"):
+                server.load_model("m")
+            assert [state for _, state, _ in states(server)] == ["UNAVAILABLE"]
+        with no_new_threads("control"), pytest.raises(TritonError, match="the load cannot begin now") as caught:
+            server.start_load("m")
+        assert caught.value.code is ErrorCode.UNAVAILABLE
+        server.start_load("m").result(WAIT_S)
+        assert answer(server) == "one"
+        assert STAGE.events == ["initialize one"]
+
+
+@pytest.mark.parametrize("prefix", ["reaper", "timer", "load"])
+def test_a_server_that_lacks_threads_does_not_start(versioned: Repository, prefix: str) -> None:
+    for name in ("m", "n"):
+        (versioned.model(name, "v") / "1" / "text").write_text("one")
+    server = InferenceServer(versioned.options(startup_models=("m", "n")))
+    with no_new_threads(prefix), pytest.raises(TritonError, match="the server cannot start: can't start new thread"):
+        server.start()
+    assert not server.is_live()
+
+
+def test_a_model_is_unloaded_although_no_thread_can_be_started(versioned: Repository) -> None:
+    write_version(versioned, "one")
+    with serving(versioned, "m") as server:
+        with no_new_threads():
+            server.unload_model("m")
+            eventually(lambda: states(server) == [("1", "UNAVAILABLE", "unloaded")])
+        server.load_model("m")
+        assert answer(server) == "one"
 
 
 def test_any_sequence_of_operations_keeps_what_holds(versioned: Repository) -> None:

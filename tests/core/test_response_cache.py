@@ -496,6 +496,21 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> SlowCache:
     return cache
 
 
+def test_a_remote_cache_without_its_threads_is_refused() -> None:
+    store: Any = SimpleNamespace(is_shared=True, lookup=None, insert=None)
+    start = threading.Thread.start
+
+    def start_one(thread: threading.Thread) -> None:
+        if thread.name.endswith("_1"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_one)
+        with pytest.raises(TritonError, match="cannot start its 4 threads"):
+            ThreadedCache(store, 4, 0.1)
+
+
 def test_a_remote_cache_keeps_no_caller_waiting(cached: Repository, slow: SlowCache) -> None:
     with serving(cached, "m") as server:
         start_s = time.monotonic()

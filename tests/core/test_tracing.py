@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -281,6 +283,22 @@ def test_a_file_that_was_moved_or_emptied_is_begun_again(path: Path) -> None:
 
 
 # --- what a trace holds -----------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_whole_json(path: Path) -> None:
+    file = TraceFile(str(path))
+    file.append(['{"id": 1}'])
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        file.append([json.dumps({"id": "x" * 200})])
+        assert json.loads(path.read_text()) == [{"id": 1}]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    file.append(['{"id": 2}'])
+    assert json.loads(path.read_text()) == [{"id": 1}, {"id": 2}]
 
 
 def test_a_request_is_traced_through_the_host(repository: Repository, path: Path) -> None:

@@ -132,6 +132,15 @@ def test_the_least_recently_used_are_removed(tmp_path: Path, monkeypatch: pytest
     assert sorted((tmp_path / "made").iterdir()) == sorted(found[2:])
 
 
+def test_a_directory_without_some_of_its_files_is_made_again(tmp_path: Path) -> None:
+    directory = made(tmp_path)
+    names = sorted(path.name for path in directory.iterdir())
+    (directory / "config.json").unlink()
+    assert model_directory(gguf_files(tmp_path / "m.gguf"), directory.parent) == directory
+    assert sorted(path.name for path in directory.iterdir()) == names
+    assert list(directory.parent.iterdir()) == [directory]
+
+
 def test_many_at_once_make_one_directory(tmp_path: Path) -> None:
     write_fields(tmp_path / "m.gguf", llama_fields(), tensors())
     with ThreadPoolExecutor(8) as threads:

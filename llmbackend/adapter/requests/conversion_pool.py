@@ -102,12 +102,15 @@ class ConversionPool:
             self._live.add(conversion)
         # Before it can run: afterwards the request can be answered and released at any time.
         conversion.request.on_cancel(partial(self._end, conversion, cancelled("Request was cancelled")))
-        if conversion.deadline_ns:
-            conversion.alarm = partial(self._end, conversion, unavailable("Request timeout expired"))
-            self._timer.start()
-            self._timer.set(conversion.alarm, conversion.deadline_ns)
         self._on_change()
-        self._threads.submit(self._run, conversion)
+        try:
+            if conversion.deadline_ns:
+                conversion.alarm = partial(self._end, conversion, unavailable("Request timeout expired"))
+                self._timer.start()
+                self._timer.set(conversion.alarm, conversion.deadline_ns)
+            self._threads.submit(self._run, conversion)
+        except RuntimeError as error:  # no thread can be started; another one may have taken it meanwhile
+            self._end(conversion, unavailable(f"the request cannot be converted now: {error}"))
         return ""
 
     def stop(self, client_id: str, by: Tenant) -> None:

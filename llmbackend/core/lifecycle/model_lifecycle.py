@@ -10,15 +10,18 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
+from typing import ParamSpec
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.fork_server.process_resources import give_back_freed_memory
+from llmbackend.waiting.thread_pool import ThreadPool
 
+from ..daemon_threads import DaemonThreadPool
 from ..errors import LoadError, TritonError, as_triton_error, internal, request_tag, unavailable
 from ..models.model import LoadedModel
 from ..repository.model_files import is_version_affected
@@ -113,6 +116,7 @@ def _ids(channels: Sequence[ResponseChannel]) -> str:
 OUTDATED = "Newer operation has been applied to the model lifecycle, current load operation is out-dated."
 UPDATED_IN_PLACE = ("instance_group", "version_policy")
 """Fields of a configuration whose change needs no reload."""
+P = ParamSpec("P")
 ModelFactory = Callable[[ModelSpec, int], LoadedModel]
 """Makes and loads one version; raises TritonError."""
 
@@ -128,7 +132,8 @@ class ModelLifecycle:
         self.versions = ModelVersions(on_change)
         self._make_model = make_model
         self._retries = load_retry_count
-        self._pool = ThreadPoolExecutor(max(load_thread_count, 1), thread_name_prefix="model-load")
+        self._pool = ThreadPool(max(load_thread_count, 1), thread_name_prefix="model-load")
+        self._unloading = DaemonThreadPool("unload")
 
     def load(self, spec: ModelSpec) -> None:
         """Loads the versions of `spec` and puts them into service together; blocks until done. A version that differs
@@ -153,6 +158,7 @@ class ModelLifecycle:
         self.versions.refuse_loads()
         for name in self.versions.names():
             self.unload(name)
+        self._unloading.close()
         if not wait_until_unloaded(self.versions, timeout_s):
             return False
         self._pool.shutdown()
@@ -161,9 +167,9 @@ class ModelLifecycle:
     def _run(self, load: Load) -> None:
         spec, updated = load.spec, load.updated
         futures = {
-            version: self._pool.submit(self._update_version, spec, updated[version])
+            version: self._submit(self._update_version, spec, updated[version])
             if version in updated
-            else self._pool.submit(self._load_version, spec, version)
+            else self._submit(self._load_version, spec, version)
             for version in spec.versions
         }
         errors = {version: error for version, future in futures.items() if (error := _error_of(future)) is not None}
@@ -178,6 +184,17 @@ class ModelLifecycle:
             log.info("failed to load '%s'", spec.key)
             raise LoadError(spec.key, _failure_text(errors, updated), tuple(errors.values()))
         log.info("successfully loaded '%s'", spec.key)
+
+    def _submit(self, work: Callable[P, LoadedModel], *args: P.args, **kwargs: P.kwargs) -> Future[LoadedModel]:
+        """Fails only through the future, also if no thread can be started: other versions may already be loading."""
+        try:
+            # Later, no thread may be available that unloads the model.
+            self._unloading.run(lambda: None)
+            return self._pool.submit(work, *args, **kwargs)
+        except RuntimeError as error:
+            failed: Future[LoadedModel] = Future()
+            failed.set_exception(error)
+            return failed
 
     def _update_version(self, spec: ModelSpec, model: LoadedModel) -> LoadedModel:
         log.info("loading: %s:%d", spec.key, model.version)  # as Triton
@@ -201,12 +218,13 @@ class ModelLifecycle:
         raise AssertionError("unreachable")
 
     def _retire(self, models: Iterable[LoadedModel]) -> None:
-        """Uses a thread per model, as Triton does: a model that drains slowly must not delay others."""
+        """Uses a thread per model, as Triton does, while threads can be started: a model that drains slowly must not
+        delay others."""
         for model in models:
-            threading.Thread(target=self._retire_one, args=([model],), name=f"unload-{model.name}", daemon=True).start()
+            self._unloading.run(partial(self._retire_one, [model]))
 
     def _retire_one(self, models: list[LoadedModel]) -> None:
-        """models: with one element, which is removed, so that the thread's arguments do not keep it alive"""
+        """models: with one element, which is removed, so that the arguments do not keep it alive"""
         self._finalize_when_idle(models.pop())
         if not self.versions.is_closing:
             gc.collect()  # a backend's objects may reference each other, and may hold the model's weights

@@ -350,8 +350,9 @@ class RepositoryPoller:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="repository-poll", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="repository-poll", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def stop(self) -> None:
         """Starts no further poll; a running poll finishes its loads."""

@@ -202,7 +202,8 @@ class InstanceSet:
             removal.join()
 
     def _begin_removal(self, instance: LoadedInstance) -> threading.Thread | None:
-        """Returns the thread that removes the instance; None if it is busy."""
+        """Returns the thread that removes the instance; None if it is busy, or removed because no thread can be
+        started."""
         thread = next((one for one in self._threads if instance in one.instances), None)
         is_busy = False
         if thread is not None:
@@ -216,8 +217,12 @@ class InstanceSet:
         removal = threading.Thread(
             target=self._finish_removal, args=(instance, thread), name="remove-instance", daemon=True
         )
+        try:
+            removal.start()
+        except RuntimeError:  # the machine has no more threads
+            self._finish_removal(instance, thread)
+            return None
         self._removals.add(removal)
-        removal.start()
         return None if is_busy else removal
 
     def _finish_removal(self, instance: LoadedInstance, thread: InstanceThread | None) -> None:

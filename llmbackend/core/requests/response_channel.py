@@ -47,8 +47,9 @@ class ActionThread:
 
     def start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
 
     def stop(self) -> None:
         """Runs the actions submitted so far, then ends the thread."""

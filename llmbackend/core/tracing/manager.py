@@ -7,6 +7,7 @@ TraceSetting::SampleTrace, as recorded from Triton 2.51 (golden 41, 60).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -29,7 +30,8 @@ class TraceFile:
     def __init__(self, path: str) -> None:
         self._path = Path(path)
         self._lock = threading.Lock()
-        self._has_content = False
+        self._end_bytes = 0
+        """Where the closing bracket is; 0: this server has written nothing yet."""
         self._next_index = 0
 
     def append(self, items: Iterable[str]) -> None:
@@ -38,18 +40,27 @@ class TraceFile:
         with self._lock:
             try:
                 if not self._is_begun():
+                    self._end_bytes = 0
                     self._path.write_bytes(b"[%b]" % text)
-                    self._has_content = True
-                    return
-                with self._path.open("r+b") as file:
-                    file.seek(-1, 2)  # over the closing bracket
-                    file.write(b",%b]" % text)
+                else:
+                    self._write_end(b",%b]" % text)
+                self._end_bytes += 1 + len(text)
             except OSError as error:
                 log.error("failed creating trace file: %s", error)
+                if self._end_bytes:
+                    with contextlib.suppress(OSError):
+                        self._write_end(b"]")  # a full disk may have taken a part of the text
+
+    def _write_end(self, text: bytes) -> None:
+        """Replaces what begins with the closing bracket."""
+        with self._path.open("r+b") as file:
+            file.seek(self._end_bytes)
+            file.write(text)
+            file.truncate()
 
     def _is_begun(self) -> bool:
         """Whether it has traces of this server. It may have been moved or emptied since."""
-        return self._has_content and self._path.exists() and self._path.stat().st_size > 0
+        return self._end_bytes > 0 and self._path.exists() and self._path.stat().st_size > self._end_bytes
 
     def write_numbered(self, items: Iterable[str]) -> None:
         """Writes a separate file, `<path>.<n>`."""

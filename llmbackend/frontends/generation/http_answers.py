@@ -13,13 +13,14 @@ from typing import Any, Final, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from llmbackend.core.tracing.trace import RequestTrace
 
 from ..http.direct_body import DirectBody
 from ..http.errors import OpenAIError
 from ..http.event_stream import EventSource, EventStream, pieces_of
-from ..http.request_scope import LABELS, received, sampled, traced, unless_disconnected
+from ..http.request_scope import HAS_FAILED, LABELS, received, sampled, traced, unless_disconnected
 from ..inference_gate import InferenceGate
 from .inferences import MANY_TOKENS, Arrival, Generation, check_fields
 from .models import ModelCatalog, Target
@@ -65,9 +66,11 @@ class AnswerEvents:
         writer: Writer,
         before_end: Callable[[], Awaitable[None]] | None,
         quiet_s: float | None,
+        scope: Scope,
     ) -> None:
         """first: an already popped arrival. before_end: awaited before the last events; if it fails, the answer
-        fails"""
+        fails. scope: of the request; see HAS_FAILED"""
+        self._scope = scope
         self.quiet_s = quiet_s
         self.is_over = False
         self.needs_task = True
@@ -148,6 +151,7 @@ class AnswerEvents:
         return end
 
     async def _failed(self, error: Exception) -> bytes:
+        self._scope[HAS_FAILED] = True
         return await self._at_end(partial(self._writer.fail, OpenAIError.of(error)))
 
     async def _at_end(self, write: Callable[[], bytes]) -> bytes:
@@ -218,7 +222,7 @@ async def streamed_answer(
     before_end, and EventSource for quiet_s."""
     try:
         await unless_disconnected(http, generation.wait(quiet_s))
-        events = AnswerEvents(generation, generation.pop(), writer, before_end, quiet_s)
+        events = AnswerEvents(generation, generation.pop(), writer, before_end, quiet_s, http.scope)
         sent = stream_headers({**headers(), **generation.headers()})
         if make is None:
             return EventStream(pieces_of(events, DirectBody.of(http.scope)), sent, on_close=generation.close)

@@ -24,6 +24,8 @@ SENT_NAMES: Final = "llmbackend.sent_header_names"
 """Scope key: header names as the client wrote them; only under CaseKeepingProtocol."""
 LABELS: Final = "llmbackend.request_labels"
 """Scope key: text that the access log adds to a request's line."""
+HAS_FAILED: Final = "llmbackend.has_failed"
+"""Scope key, set when a stream of status 200 gets an error event."""
 
 
 HANDED_OVER: Final = "llmbackend.handed_over"

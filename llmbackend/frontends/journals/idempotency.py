@@ -1,8 +1,9 @@
 """Retried POSTs: a second request with the same `Idempotency-Key` gets the answer of the first one, computed once.
 
 Invariants: only one of the requests with the same key runs; the others get all bytes of its answer, even while it runs;
-another body is refused; an answer other than 2xx is forgotten once its waiting readers have received it; what is
-retained is bounded per API key and in total, and expires. A request continues without its client for the grace period.
+another body is refused; an answer other than 2xx, or with an error event, is forgotten once its waiting readers have
+received it; what is retained is bounded per API key and in total, and expires. A request continues without its client
+for the grace period.
 Sources: draft-ietf-httpapi-idempotency-key-header (422 for another body; unlike in the draft, a retry waits instead of
 getting 409, which is sent only while the first request's body is arriving), Stripe (`Idempotent-Replayed`).
 """
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmbackend.frontends.errors import log_bug
 from llmbackend.frontends.http.direct_body import DirectBody
-from llmbackend.frontends.http.request_scope import LABELS, PRESENCE, ClientPresence, unless_disconnected
+from llmbackend.frontends.http.request_scope import HAS_FAILED, LABELS, PRESENCE, ClientPresence, unless_disconnected
 
 from ..http.errors import STOPPING, refusing
 from .journal import EventsGoneError, Journal, settle
@@ -147,7 +148,7 @@ class IdempotentRequests:
                 answer.unsent_bytes += len(piece)
                 self._kept.publish(answer, [piece])
             if not message.get("more_body", False):
-                self._complete(answer)
+                self._complete(answer, inner)
 
         try:
             await app(inner, body.receive, send)
@@ -166,11 +167,11 @@ class IdempotentRequests:
             answer.progress.clear()
             await answer.progress.wait()
 
-    def _complete(self, answer: _Answer) -> None:
+    def _complete(self, answer: _Answer, scope: Scope) -> None:
         self._kept.end(answer)
         message = answer.head.result()
         is_kept = message is not None and 200 <= message["status"] < 300 and answer.fingerprint.done()
-        if is_kept:
+        if is_kept and HAS_FAILED not in scope:
             self._evict(answer.owner)
         else:
             self._kept.forget(answer)

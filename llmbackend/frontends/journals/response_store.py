@@ -164,7 +164,11 @@ class ResponseStore:
 
     async def put(self, document: Document, ancestors: tuple[str, ...] = ()) -> None:
         """Adds or replaces the document and waits for the commit. ancestors: see Put. Raises StoreError."""
-        await self._commits.settled(self._add(document, ancestors))
+        await self.put_all([Put(document, ancestors)])
+
+    async def put_all(self, puts: Sequence[Put]) -> None:
+        """Like `put`, in one transaction."""
+        await self._commits.settled(self._add(puts))
 
     async def get(self, owner: str, kind: Kind, id: str) -> Document:
         """Raises NotStoredError, StoreError."""
@@ -243,7 +247,7 @@ class ResponseStore:
 
     def _opened(self, document: Document, journal: Journal, ancestors: tuple[str, ...] = ()) -> LiveLog:
         forget = partial(self._live.pop, document.id, None)
-        added = self._add(document, ancestors)
+        added = self._add([Put(document, ancestors)])
         log = LiveLog(document, journal, self._commits, self._max_log_bytes, added, forget, self._store_later)
         self._live[document.id] = log
         return log
@@ -302,9 +306,9 @@ class ResponseStore:
 
     # --- expiry -----------------------------------------------------------------------------------------------------
 
-    def _add(self, document: Document, ancestors: tuple[str, ...]) -> asyncio.Future[None]:
-        self._expire_at(document.expires_s)
-        return self._commits.add([Put(document, ancestors)])
+    def _add(self, puts: Sequence[Put]) -> asyncio.Future[None]:
+        self._expire_at(min(one.document.expires_s for one in puts))
+        return self._commits.add(puts)
 
     def _expire_at(self, expires_s: float) -> None:
         if self._expiry is None:

@@ -85,6 +85,8 @@ class SqliteStorage:
         self._count_of: Counter[str] = Counter()
         """Documents by owner."""
         self.held_bytes = 0
+        self._is_counted = False
+        """Whether `_count_of` and `held_bytes` are those of the file: not after a failed transaction."""
         self._connection = self._opened()
         self._file = _identity(path)
         try:
@@ -96,6 +98,8 @@ class SqliteStorage:
 
     def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
         with self._errors(), self._transaction():
+            if not self._is_counted:
+                self._count()
             for write in writes:
                 self._write(write, now_s)
             for id in self._ids("WHERE expires_s <= ?", now_s):
@@ -267,6 +271,7 @@ class SqliteStorage:
     def _count(self) -> None:
         self.held_bytes = self._rows(_HELD_BYTES)[0][0]
         self._count_of = Counter(dict(self._rows("SELECT owner, COUNT(*) FROM uses GROUP BY owner")))
+        self._is_counted = True
 
     def _ids(self, condition: str, *values: Any) -> list[str]:
         return [row[0] for row in self._rows(f"SELECT id FROM uses {condition}", *values)]
@@ -281,10 +286,9 @@ class SqliteStorage:
             yield
             self._connection.execute("COMMIT")
         except BaseException:
-            if self._connection.in_transaction:
+            self._is_counted = False
+            if self._connection.in_transaction:  # after a full disk, SQLite itself has rolled back
                 self._connection.execute("ROLLBACK")
-                if self._rows("PRAGMA user_version")[0][0] == _VERSION:
-                    self._count()
             raise
 
     @contextmanager

@@ -15,6 +15,7 @@ from typing import Any, Final
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from llmbackend.core.backend_api import ParameterValue
 from llmbackend.core.errors import ErrorCode, TritonError, internal, invalid_argument, request_tag
@@ -29,7 +30,7 @@ from ..http.errors import error_body
 from ..http.event_stream import EventStream, pieces_of
 from ..http.json_reader import as_object, as_string, dump, parse, parsing, repeated_keys
 from ..http.request_body import read_body, release_body
-from ..http.request_scope import received, sampled, traced
+from ..http.request_scope import HAS_FAILED, received, sampled, traced
 from ..http.responses import JSON, PartsResponse
 from ..http.routing import Endpoints, post
 from ..inference import Inference
@@ -211,9 +212,12 @@ class ResponseEvents:
         gate: InferenceGate,
         inference: Inference,
         first: InferenceResponse | None,
-        recording: Recording | None = None,
+        recording: Recording | None,
+        scope: Scope,
     ) -> None:
-        """first: the already popped first response; None if the model sends none. recording: the stream's"""
+        """first: the already popped first response; None if the model sends none. recording: the stream's. scope: of
+        the request; see HAS_FAILED"""
+        self._scope = scope
         self._recording = recording
         if recording is not None and first is not None:
             recording.delta(0, first.delta)
@@ -265,6 +269,8 @@ class ResponseEvents:
         return b"data: %b\n\n" % json
 
     def _event(self, response: InferenceResponse) -> bytes:
+        if response.error is not None:
+            self._scope[HAS_FAILED] = True
         outputs = response.outputs
         if type(outputs) is not Outputs or not outputs.layout.is_text or response.parameters:
             return b"data: %b\n\n" % json_of_response(response)
@@ -342,7 +348,7 @@ class GenerateEndpoints(Endpoints):
         try:
             first = await _first_response(inference)
             headers = self._headers(request, EVENT_STREAM)
-            events = ResponseEvents(self._gate, inference, first, recording)
+            events = ResponseEvents(self._gate, inference, first, recording, request.scope)
             status = _status(first)
             if status == 200 and is_resumable(request):
                 inference.outlive_client()

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from llmbackend.core.lifecycle.model_lifecycle import CUT_REASON, cut_off
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.api_keys import ApiKey, digest_of
 from llmbackend.frontends.access.rate_limit import NO_LIMITS
@@ -162,6 +163,23 @@ def test_a_refusal_is_not_kept(client: httpx.Client) -> None:
         refused = post(client, COMPLETIONS, "mended", wrong)
         assert refused.status_code == 400 and "idempotent-replayed" not in refused.headers
     assert post(client, COMPLETIONS, "mended").status_code == 200
+
+
+@pytest.mark.parametrize("resumable", ["false", "true"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, STREAM])
+def test_a_stream_that_ends_with_an_error_is_not_kept(
+    running: Running, client: httpx.Client, path: str, resumable: str
+) -> None:
+    more = {"stream": True} if path.startswith("/v1") else {}
+    key = f"failing {path} {resumable}"
+    headers = {"Idempotency-Key": key} | ({} if path == MESSAGES else {"X-Resumable-Stream": resumable})
+    with client.stream("POST", path, json=body(path, 100, **more), headers=headers) as first:
+        pieces = first.iter_raw()
+        begin = next(pieces)
+        cut_off(running.gate.server._versions.ready_models())  # type: ignore[attr-defined]
+        assert first.status_code == 200 and CUT_REASON.encode() in begin + b"".join(pieces)
+    again = post(client, path, key, body(path, 100, **more))
+    assert "idempotent-replayed" not in again.headers and CUT_REASON not in again.text
 
 
 @pytest.mark.parametrize("key", ["", "k" * 256, "a\tb"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sqlite3
 import stat
@@ -197,9 +198,29 @@ async def test_a_failed_transaction_leaves_nothing(tmp_path: Path) -> None:
         log.append([b"1"], b"p")
         with pytest.raises(StoreError, match="readonly"):
             await log.finish(document("a"))
-        assert storage.held_bytes == held
         storage._connection.execute("PRAGMA query_only = OFF")
+        storage.commit([], 1.0)
+        assert storage.held_bytes == held
         assert log.journal.next_number == 1 and failures
+
+
+def test_a_full_disk_removes_no_documents(tmp_path: Path) -> None:
+    storage = SqliteStorage(tmp_path / "store", CAPACITY)
+    storage.commit([Put(document("a"))], 1.0)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size_bytes = max(file.stat().st_size for file in tmp_path.iterdir())
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
+        for _ in range(4):
+            with pytest.raises(StoreError):
+                storage.commit([Put(replace(document("b"), body=bytes(CAPACITY.max_bytes // 2)))], 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    storage.commit([Put(document("c"))], 1.0)
+    assert storage.get("a", 1.0) is not None
+    storage.close()
 
 
 def test_settings() -> None:

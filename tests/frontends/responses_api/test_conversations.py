@@ -153,7 +153,7 @@ def test_an_answer_is_added_once() -> None:
         answer = orjson.dumps([{"type": "message", "id": "msg_1"}, {"type": "message", "id": "msg_2"}])
         for _ in range(2):
             await conversations.append_answer("", id, answer)
-        await conversations.append_answer("", "conv_deleted", answer)
+        assert not await conversations.append_answer("", "conv_deleted", answer)
         items = await conversations.items(id)
         await store.close()
         return [item["id"] for item in items]

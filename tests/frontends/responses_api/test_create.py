@@ -9,7 +9,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -320,6 +320,26 @@ def test_a_response_that_can_not_be_stored_fails(scripted_host: InferenceServer)
         with pytest.raises(openai.InternalServerError, match="response store"):
             client.responses.create(model=MODEL, input=f"{SAY}Hi")
         assert client.responses.create(model=MODEL, input=f"{SAY}Hi", store=False).output_text == "Hi"
+
+
+class StorageWithoutResponses(SqliteStorage):
+    """A disk that is full whenever a response comes."""
+
+    def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
+        if any(isinstance(write, Put) and write.document.kind == "response" for write in writes):
+            raise StoreError("the disk is full")
+        return super().commit(writes, now_s)
+
+
+def test_a_response_that_can_not_be_stored_is_not_in_its_conversation(scripted_host: InferenceServer) -> None:
+    store = ResponseStore(StorageWithoutResponses(None, Capacity(1 << 20, 100)), 60)
+    with openai_client(scripted_host, store=store) as client:
+        id = client.conversations.create().id
+        with pytest.raises(openai.InternalServerError, match="response store"):
+            client.responses.create(model=MODEL, input=f"{SAY}Hi", conversation=id)
+        assert not client.conversations.items.list(id).data
+        client.responses.create(model=MODEL, input=f"{SAY}Hi", conversation=id, store=False)
+        assert len(client.conversations.items.list(id).data) == 2
 
 
 def test_input_tokens_are_those_of_the_response(client: openai.OpenAI) -> None:

@@ -70,7 +70,7 @@ class BackgroundRun:
         log: LiveLog,
         state: ResponseState,
         writer: ResponseWriter,
-        before_end: Callable[[], Awaitable[None]],
+        before_end: Callable[[], Awaitable[object]],
     ) -> None:
         """before_end: awaited when the answer is complete, before its last event is sent"""
         self._gate = gate

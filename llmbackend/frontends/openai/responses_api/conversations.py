@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
 
@@ -23,7 +22,7 @@ from ...generation.validation import Items as ItemCount
 from ...http.errors import JsonObject, OpenAIError
 from ...http.routing import delete, get, post
 from ...inference_gate import InferenceGate
-from ...journals.documents import Document
+from ...journals.documents import Document, Put
 from ...journals.response_store import NotStoredError, ResponseStore, current_owner
 from ..endpoints import PAGE_PARAMETERS, OpenAIEndpoints, item_list, json_answer, page, read_include, read_page_query
 from ..fields import Metadata
@@ -95,17 +94,23 @@ class Conversations:
 
         return await self._change(current_owner(), id, without)
 
-    async def append_answer(self, owner: str, id: str, items: bytes) -> None:
-        """items: JSON of a response's input and output with ids. Items that were already added are skipped: a server
-        may have died between this call and the end of the response. A conversation that was deleted in the meantime is
-        ignored, and one that is too long is refused by the next request."""
+    async def append_answer(self, owner: str, id: str, items: bytes, beside: Sequence[Put] = ()) -> bool:
+        """items: JSON of a response's input and output with ids. beside: stored in the same transaction, so that a
+        retry after a failure does not add its items twice.
+
+        Items that were already added are skipped: a server may have died between this call and the end of the response.
+        Returns False, and stores nothing, if the conversation was deleted in the meantime. One that is too long is
+        refused by the next request."""
 
         def longer(before: Items) -> Items:
             known = {item["id"] for item in before}
             return [*before, *(item for item in orjson.loads(items) if item["id"] not in known)]
 
-        with suppress(NotStoredError):
-            await self._change(owner, id, longer, more_bytes=len(items))
+        try:
+            await self._change(owner, id, longer, more_bytes=len(items), beside=beside)
+        except NotStoredError:
+            return False
+        return True
 
     async def _change(
         self,
@@ -114,8 +119,9 @@ class Conversations:
         change: Callable[[Items], Items],
         check: Callable[[bytes], None] | None = None,
         more_bytes: int = 0,
+        beside: Sequence[Put] = (),
     ) -> Document:
-        """more_bytes: how much JSON `change` reads in addition to the items"""
+        """more_bytes: how much JSON `change` reads in addition to the items. beside: stored in the same transaction"""
         async with self._store.lock(id):
             document = await self._store.get(owner, "conversation", id)
             text = await self._gate.decode_in_thread(
@@ -123,12 +129,12 @@ class Conversations:
             )
             if check is not None:
                 check(text)
-            return await self._put(replace(document, items=text))
+            return await self._put(replace(document, items=text), beside)
 
-    async def _put(self, document: Document) -> Document:
+    async def _put(self, document: Document, beside: Sequence[Put] = ()) -> Document:
         """Stores the document; also extends its time to live."""
         kept = replace(document, expires_s=self._store.expires_s(self._store.clock_s()))
-        await self._store.put(kept)
+        await self._store.put_all([Put(kept), *beside])
         return kept
 
     async def read(self, document: Document) -> Items:

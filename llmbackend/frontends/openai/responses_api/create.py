@@ -31,6 +31,7 @@ from ...http.errors import JsonObject, OpenAIError
 from ...http.request_body import release_body
 from ...http.request_scope import unless_disconnected
 from ...http.routing import post
+from ...journals.documents import Put
 from ...journals.response_store import current_owner
 from ...journals.resumable_streams import refuse_resuming
 from ...operations.probes import load_headers
@@ -134,9 +135,11 @@ class ResponseCreation(OpenAIEndpoints):
         owner = current_owner()
 
         async def keep() -> None:
-            await prepared.add_to_conversation(self._conversations, owner, state)
+            stored: list[Put] = []
             if request.store:
-                await store.put(prepared.document(owner, identity, state, store), prepared.history.ancestors)
+                stored.append(Put(prepared.document(owner, identity, state, store), prepared.history.ancestors))
+            if not await prepared.add_to_conversation(self._conversations, owner, state, stored) and stored:
+                await store.put_all(stored)
 
         return keep
 

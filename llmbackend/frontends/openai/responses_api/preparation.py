@@ -7,7 +7,7 @@ reference.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from ...generation.plan import AnswerPlan
 from ...generation.sealed_reasoning import SealingKey
 from ...http.errors import JsonObject, OpenAIError
 from ...inference_gate import InferenceGate
-from ...journals.documents import Document
+from ...journals.documents import Document, Put
 from ...journals.response_store import LineageTooLongError, NotStoredError, ResponseStore, current_owner
 from ..endpoints import not_found
 from .conversations import Conversations
@@ -147,12 +147,16 @@ class PreparedResponse:
     """The stored input items, as JSON."""
     history: History
 
-    async def add_to_conversation(self, conversations: Conversations | None, owner: str, state: ResponseState) -> None:
-        """Adds input and output to the conversation, if the response has ended normally."""
+    async def add_to_conversation(
+        self, conversations: Conversations | None, owner: str, state: ResponseState, beside: Sequence[Put] = ()
+    ) -> bool:
+        """Adds input and output to the conversation, if the response has ended normally, and stores `beside` in the
+        same transaction. Returns False if it did neither."""
         id = self.request.conversation
         if conversations is not None and id is not None and state.status in ("completed", "incomplete"):
             parts = [part[1:-1] for part in (self.items, state.output_json()) if len(part) > len(b"[]")]
-            await conversations.append_answer(owner, id, b"[" + b",".join(parts) + b"]")
+            return await conversations.append_answer(owner, id, b"[" + b",".join(parts) + b"]", beside)
+        return False
 
     def document(
         self,
