@@ -186,7 +186,11 @@ class FrontendServer:
 
         self._pages = PageProxy(self._page_settings, SiteCheck(hosts=self._protocols.allowed_hosts))
         self._page_api_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._page_api_socket.bind(str(self._pages.process.api_path))
+        path = str(self._pages.process.api_path)
+        try:
+            self._page_api_socket.bind(path)
+        except OSError as error:
+            raise OSError(f"the socket '{path}' cannot be made: {error}. Set TMPDIR to another folder") from error
         self._page_api = HttpEndpoint(app, self._page_api_socket, lambda: None)
         return self._pages.wrap(app)
 

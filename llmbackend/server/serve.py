@@ -99,15 +99,20 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
     with load_bars():
         store = settings.store.store_on(storage)
         frontends: Frontends
-        if apart is None:
-            from .frontends import make_frontends
+        try:
+            if apart is None:
+                from .frontends import make_frontends
 
-            frontends = make_frontends(server, settings, access, server_log, store, claims)
-        else:
-            from .process_frontends import ProcessFrontends
+                frontends = make_frontends(server, settings, access, server_log, store, claims)
+            else:
+                from .process_frontends import ProcessFrontends
 
-            frontends = ProcessFrontends(server, settings, access, server_log, store, claims, *apart, member)
-            reloads.append(frontends.reload)
+                frontends = ProcessFrontends(server, settings, access, server_log, store, claims, *apart, member)
+                reloads.append(frontends.reload)
+        except (OSError, RuntimeError, ValueError) as error:
+            print_error(f"cannot serve: {error}")
+            await _stop_while_loading(server, loading, settings.exit_timeout_s)
+            return 1
         gc.freeze()  # collections then skip the imported objects
         gc.enable()
         is_over = await _ends_before(loading, stop)

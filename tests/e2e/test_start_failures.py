@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -208,3 +209,17 @@ def test_a_server_without_room_for_grpcs_threads_ends_with_one_line(tmp_path: Pa
     assert done.returncode == 1 and "Traceback" not in done.stderr and "pthread_create" not in done.stderr
     [line] = [line for line in done.stderr.splitlines() if "cannot listen" in line]
     assert "gRPC needs" in line and "ulimit -v" in line and "--allow-grpc=false" in line
+
+
+def test_a_server_whose_temporary_folder_has_too_long_a_path_ends_with_one_line(tmp_path: Path) -> None:
+    write_mock_model(tmp_path, "mock", transport="inline")
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    flags = [f"--{protocol}-port=0" for protocol in ("http", "grpc", "metrics")]
+    command = [sys.executable, "-m", "llmbackend.cli", "serve", "--model-repository", str(tmp_path), *flags]
+    done = subprocess.run(
+        command, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "cannot serve" in line]
+    assert str(folder) in line and "TMPDIR" in line

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,12 @@ def test_a_step_wakes_an_event_loop_once(engine: Engine, monkeypatch: pytest.Mon
     async def read_all() -> int:
         loop = asyncio.get_running_loop()
         wake = loop.call_soon_threadsafe
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda call, *args: [wakes.append(call), wake(call, *args)])
+
+        def counted(call: Callable[..., object], *args: object) -> asyncio.Handle:
+            wakes.append(call)
+            return wake(call, *args)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
         streams = [engine.stream_async(prompt, GREEDY) for prompt in ("a", "b", "c", "d", "e", "f", "g", "h")]
 
         async def read(stream: AsyncIterator[Completion]) -> int:
