@@ -6,6 +6,8 @@ import ctypes
 import importlib.machinery
 import logging
 import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -200,3 +202,59 @@ def test_a_team_ends_with_its_engine() -> None:
     assert len(list(Path("/proc/self/task").iterdir())) == before + 2
     engine.close()
     assert len(list(Path("/proc/self/task").iterdir())) == before
+
+
+FEW_THREADS = """
+import os, resource
+from pathlib import Path
+from llmbackend.engine.kernels import library
+loaded = library.load("generic")
+used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+try:
+    library.NativeKernels(loaded, 200)
+except OSError as error:
+    print(error)
+print(len(os.listdir("/proc/self/task")))
+library.NativeKernels(loaded, 2).close()
+"""
+"""Each thread has a stack of megabytes."""
+
+
+@native
+def test_threads_that_cannot_be_started_are_an_error() -> None:
+    result = subprocess.run([sys.executable, "-c", FEW_THREADS], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    error, threads = result.stdout.splitlines()
+    assert error.startswith("num_threads is 200: the system does not start so many")
+    assert threads == "1"
+
+
+EXIT_IN_A_STEP = """
+import threading
+import numpy as np
+from llmbackend.engine.kernels import library
+from llmbackend.engine.kernels.operations import Kind, LinearOp, Step, Type
+n, k, rows = 4096, 4096, 256
+loaded = library.load()
+kernels = library.NativeKernels(loaded, 2)
+weight = loaded.memory(library.packed_bytes(n, k, Type.FLOAT32))
+x, y = np.zeros((rows, k), np.float32), np.zeros((rows, n), np.float32)
+op = LinearOp(
+    kind=Kind.LINEAR, weight=weight.ctypes.data, x=x.ctypes.data, y=y.ctypes.data, n=n, k=k, x_stride=k, y_stride=n,
+    weight_type=Type.FLOAT32, x_type=Type.FLOAT32, y_type=Type.FLOAT32, factor=1.0,
+)
+ops, begun = library.op_pointers([op]), threading.Event()
+def step_forever():
+    while True:
+        kernels.run(ops, 1, Step(num_tokens=rows))
+        begun.set()
+threading.Thread(target=step_forever, daemon=True).start()
+begun.wait()
+"""
+
+
+@native
+def test_a_process_may_exit_while_a_daemon_thread_computes() -> None:
+    result = subprocess.run([sys.executable, "-c", EXIT_IN_A_STEP], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
