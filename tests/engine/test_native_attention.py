@@ -286,8 +286,9 @@ def test_long_contexts_keep_the_law(variant: str, kv_type: Type, window: int, nu
 
 
 @each_kind
-def test_a_broken_query_harms_no_other_row(variant: str, kv_type: Type) -> None:
-    shape = Shape(kv_type=kv_type)
+@pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (3.0, False), (0.0, True)])
+def test_a_broken_query_harms_no_other_row(variant: str, kv_type: Type, softcap: float, sinks: bool) -> None:
+    shape = Shape(kv_type=kv_type, softcap=softcap, sinks=sinks)
     sequences = list(sequences_of(shape))
     broken = sequences[3]
     sequences[3] = Tokens(np.full_like(broken.q, np.nan), np.full_like(broken.k, np.inf), broken.v * np.nan)
