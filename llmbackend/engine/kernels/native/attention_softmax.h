@@ -59,8 +59,7 @@ inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 inline Floats tanh(Floats x) {
     const Floats ten = splat(10.0f);
     const Floats bounded = x > ten ? ten : x < -ten ? -ten : x;
-    const Floats result = 1.0f - 2.0f / (exp(bounded * 2.0f) + 1.0f);
-    return x == x ? result : x;
+    return fma(bounded, Floats{}, 1.0f - 2.0f / (exp(bounded * 2.0f) + 1.0f));  // exp alone would lose a NaN
 }
 
 inline float exp_of(float x) { return exp(splat(x))[0]; }
